@@ -108,6 +108,10 @@ class CriticConfig(Section):
     """Width of its encoder. Small: it sees few episodes."""
 
 
+SEPARATE_WIDTH = 64
+"""Width of a value network of its own. Small: it sees few episodes."""
+
+
 class ScoreConfig(Section):
     """Two-turn episodes (task mode score): the solver answers, the guide writes a hint, the solver answers again. A row
     is a problem; train.effective_batch_size counts episodes."""
@@ -254,3 +258,8 @@ class ScoreConfig(Section):
     def steps_of_drawing(self) -> int:
         """Optimizer steps that learn from the episodes of one drawing."""
         return self.steps_per_generation * self.num_iterations
+
+    @property
+    def has_value(self) -> bool:
+        """Whether there is a V: it is read from a guide."""
+        return self.guidance in ("model", "model_trained") and (self.value_coef > 0 or self.advantage == "value")

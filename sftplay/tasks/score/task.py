@@ -127,7 +127,7 @@ def _cast(model: Any, cfg: RunConfig) -> Cast:
         model,
         has_guide=has_guide,
         guide_learns=score.guidance == "model_trained",
-        has_value=has_guide and (score.value_coef > 0 or score.advantage == "value"),
+        has_value=score.has_value,
         value_is_separate=score.value == "separate",
         critic=score.critic if score.advantage == "critic" else None,
         layout=layout_of_run(cfg),

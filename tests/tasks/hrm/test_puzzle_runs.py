@@ -159,7 +159,10 @@ def test_a_run_is_measured_and_saved_ten_times_where_nothing_is_said_but_not_wit
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore")  # torch's compiler uses what torch calls out of date, and reads inner gradients
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",  # torch's compiler itself calls it
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # the compiler reads inner gradients
+)
 def test_a_compiled_model_learns_what_it_learns_otherwise(puzzles: Path, tmp_path: Path):
     losses = []
     for compiles in (False, True):
