@@ -7,7 +7,8 @@ It reads and checks; it never looks at the machine, the data or the model.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -34,6 +35,8 @@ from sftplay.config.schema.run import RunConfig, Section
 from sftplay.errors import ConfigError, ConfigErrors
 
 __all__ = ["dump_resolved", "examine_config", "load_config", "load_resolved"]
+
+TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -67,6 +70,7 @@ def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Run
     problems += contradictions
     merged = merge(with_own_model(resolve_task_mode(layers)))
     merged = Layer(_with_empty_sections(merged.values, RunConfig), merged.places)
+    problems += _tokens_in(merged.values, merged)
     cfg: RunConfig | None
     try:
         cfg = RunConfig.model_validate(merged.values)
@@ -91,6 +95,17 @@ def load_resolved(path: Path) -> RunConfig:
     """
     cfg = load_config(path)
     return cfg.with_origins(read_origins(cfg, path.read_text(encoding="utf-8")))
+
+
+def _tokens_in(value: Any, merged: Layer, *, path: KeyPath = ()) -> Iterator[Problem]:
+    """A problem for each text with a token of the hub in it: run folder, report and export would repeat it."""
+    if isinstance(value, str) and TOKEN.search(value):
+        place = merged.place_of(path) or Place(0, 0, "")
+        what, fix = "holds a token of the Hugging Face hub", "remove it, and set HF_TOKEN in the environment"
+        yield Problem(place, ConfigError(what, where=f"{place} {'.'.join(map(str, path))}", fix=fix))
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in inner:
+        yield from _tokens_in(below, merged, path=(*path, key))
 
 
 def _with_empty_sections(values: dict[str, Any], section: type[Section]) -> dict[str, Any]:

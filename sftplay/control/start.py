@@ -40,6 +40,7 @@ from sftplay.plan.memory.forecast import Place
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.puzzles.shape import PuzzleModelShape
 from sftplay.plan.report.advice import suggest
+from sftplay.plan.report.episode_advice import suggest_for_episodes
 from sftplay.plan.report.puzzle_advice import suggest_for_puzzles
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 from sftplay.terminal.colours import is_terminal
@@ -148,6 +149,8 @@ def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = No
         return sized
     if isinstance(shape, PuzzleModelShape):
         suggestions = suggest_for_puzzles(cfg, shape, sizing=sizing)
+    elif cfg.task_mode == "score":
+        suggestions = suggest_for_episodes(cfg, shape, sizing=sizing)
     else:
         suggestions = suggest(sized.cfg, shape, place=Place(forecast.setting.device, world_size, lengths))
     listed = "; ".join(f"{each.change} ({format_bytes(each.peak_bytes)})" for each in suggestions)

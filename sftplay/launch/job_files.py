@@ -32,17 +32,21 @@ LEAST_SHARE = 0.97
 """Of a card's memory: what a driver reports where a part is kept for error correction."""
 
 _AGAIN = """\
-trap 'kill -TERM "$!"' TERM INT
-while :; do
+stopping=
+trap 'stopping=1; kill -TERM "$!" 2>/dev/null' TERM INT
+while [ -z "$stopping" ]; do
   {command} &
   trainer=$!
+  [ -z "$stopping" ] || kill -TERM "$trainer" 2>/dev/null
   code=0; wait "$trainer" || code=$?
   while kill -0 "$trainer" 2>/dev/null; do code=0; wait "$trainer" || code=$?; done
   [ "$code" = {stopped} ] || exit "$code"
 done
+exit {terminated}
 """
 """For a tool that does not look at exit codes. A trap ends `wait` before the trainer has ended. A trap that comes right
-behind a start finds the new trainer in `$!`, and still the old one in a variable."""
+behind a start finds the new trainer in `$!`, and still the old one in a variable. A signal that comes between two
+trainers reaches neither: no other one is started then, and one that was just started is told."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ def dstack(job: ClusterJob) -> list[dict[str, Any]]:
     command = job.command(".venv/bin/python", node_rank="$DSTACK_NODE_RANK", master_addr="$DSTACK_MASTER_NODE_IP")
     gpu = {"name": _short(job.gpu), "count": job.gpus, "memory": f"{job.gpu_bytes * 9 // 10 // 2**30}GB.."}
     start = {"image": job.image} if job.image else {"python": "3.12"}
+    again = _AGAIN.format(command=command.removeprefix("exec "), stopped=STOPPED, terminated=TERMINATED)
     return [
         {
             "type": "task",
@@ -111,7 +116,7 @@ def dstack(job: ClusterJob) -> list[dict[str, Any]]:
             "nodes": job.nodes,
             **start,
             "repos": ["."],
-            "commands": ["make install", _AGAIN.format(command=command.removeprefix("exec "), stopped=STOPPED)],
+            "commands": ["make install", again],
             "resources": {"gpu": gpu, "shm_size": "16GB"},
             "retry": {"on_events": ["no-capacity", "interruption"], "duration": "1d"},
             "stop_duration": f"{GRACE_S}s",

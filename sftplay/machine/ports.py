@@ -11,9 +11,10 @@ from sftplay.errors import MachineError
 HOST = "127.0.0.1"
 PORTS_TRIED = 50
 
-QUIET = range(10_000, 32_768)
+QUIET = range(20_000, 29_500)
 """Ports that Linux and macOS give to no program by themselves (ip(7), ip_local_port_range): a port that is found
-here may be used a minute later, when a model is loaded."""
+here may be used a minute later, when a model is loaded. Jobs of SLURM and Ray's workers have the ports below; torchrun,
+runs over several machines and Kubernetes have those above."""
 
 
 def free_port(first: int) -> int:
@@ -26,7 +27,12 @@ def free_port(first: int) -> int:
     for port in tried:
         if number := bound_port(port):
             return number
-    raise MachineError(f"no free port in {min(tried)}..{max(tried)}", where=HOST, fix="give another with PORT=")
+    if first:
+        what, fix = f"no free port in {min(tried)}..{max(tried)}", "give another with PORT="
+    else:
+        what = f"none of {PORTS_TRIED} ports drawn from {min(QUIET)}..{max(QUIET)} is free"
+        fix = "end the programs that listen there (ss -ltn lists the ports)"
+    raise MachineError(what, where=HOST, fix=fix)
 
 
 def bound_port(port: int) -> int | None:

@@ -106,20 +106,20 @@ def describe_shortages(shortages: list[Shortage | None], planned_bytes: int | No
 class AdaptiveBatches:
     """Works on rows in batches. Each time memory does not suffice for a batch, the size is halved for good.
 
-    For evaluation, where the size of a batch changes only the speed. With `is_alone` False ranks compute together:
-    none may take smaller batches than the others.
+    For evaluation and drawing, where the size of a batch changes only the speed. With `fix` ranks compute together:
+    none may take smaller batches than the others, and `fix` says what the user can do.
     """
 
-    def __init__(self, batch_size: int, activity: str, *, is_alone: bool = True) -> None:
+    def __init__(self, batch_size: int, activity: str, *, fix: str = "") -> None:
         self.batch_size = batch_size
-        self._activity, self._is_alone = activity, is_alone
+        self._activity, self._fix = activity, fix
 
     def each(self, rows: int, work: Callable[[slice], T]) -> Iterator[T]:
         """The result of `work` for each batch of range(`rows`), in order.
 
         Raises:
-            torch.OutOfMemoryError: a single row is too much, or a batch of several ranks together. Other errors of
-                `work` pass through.
+            OutOfMemory: a batch of several ranks together is too much.
+            torch.OutOfMemoryError: a single row is too much. Other errors of `work` pass through.
         """
         start = 0
         while start < rows:
@@ -140,6 +140,10 @@ class AdaptiveBatches:
         try:
             return [work(batch)]
         except RuntimeError as error:
-            if batch.stop - batch.start == 1 or not self._is_alone or not ran_out_of_memory(error):
+            if not ran_out_of_memory(error) or (batch.stop - batch.start == 1 and not self._fix):
                 raise
+            if self._fix:
+                rows = f"{batch.stop - batch.start} rows at a time; {format_bytes(held_bytes())} held"
+                what = f"out of memory in {self._activity}: {rows} ({str(error).splitlines()[0]})"
+                raise OutOfMemory(what, where="training", fix=self._fix) from error
         return []

@@ -124,6 +124,21 @@ def _score(verdict: Verdict, *, shown: int, mode: str, shown_weight: float) -> f
     return passed / sum(weights) if sum(weights) else 0.0
 
 
+def passes_hidden(tried: Tried, *, tests: int, shown: int) -> bool | None:
+    """Whether a program passes every one of its row's `tests` that did not stand in the prompt.
+
+    None where the sandbox failed, or where all of them stood there.
+
+    >>> known = Verdict(status="wrong", per_test=("wrong", "ok", "ok"), passed=2, total=3)
+    >>> passes_hidden(Tried(CodeAnswer("...", "labelled"), known), tests=3, shown=1)
+    True
+    """
+    if tests <= shown or tried.status == MACHINERY:
+        return None
+    rest = tried.verdict.per_test[shown:] if tried.verdict else ()
+    return len(rest) == tests - shown and set(rest) == {"ok"}
+
+
 def limits_of(config: SandboxConfig) -> Limits:
     """The limits of a program as the config wants them."""
     memory = parse_bytes(str(config.memory))
@@ -155,7 +170,13 @@ class CodeTests:
         except DataError as error:
             return Scores([None] * len(completions), [str(error)]), [{"status": MACHINERY} for _ in completions]
         verdicts = [each.verdict for each in tried if each.verdict]
-        values = passes_tests(tried, shown=columns.get("shown"), **self.options)
+        shown = columns.get("shown") or [0] * len(tried)
+        values = passes_tests(tried, shown=shown, **self.options)
+        hidden = [
+            passes_hidden(each, tests=len(tests or ()), shown=count or 0)
+            for each, tests, count in zip(tried, columns["tests"], shown, strict=True)
+        ]
         reasons = [f"the sandbox failed: {each.stderr}" for each in verdicts if each.status == MACHINERY]
         reasons += ["a row has no tests" for each in verdicts if each.status != MACHINERY and not each.total]
-        return Scores(values, list(dict.fromkeys(reasons))), [each.as_json() for each in tried]
+        said = [{**each.as_json(), "hidden_pass": known} for each, known in zip(tried, hidden, strict=True)]
+        return Scores(values, list(dict.fromkeys(reasons))), said

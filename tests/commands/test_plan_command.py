@@ -221,7 +221,7 @@ def test_two_whole_models_are_planned_in_shards_on_as_many_processes_as_there_ar
     arguments = ["plan", "--config", str(ROOT / "configs/run_score_gsm8k.yaml"), "--gpus", "4xA40"]
     assert main([*arguments, "tuning.mode=full"]) == 0
     said = capsys.readouterr()
-    assert "sharded: a part of solver, guide, value, ref in each of 4 processes" in said.out + said.err
+    assert "sharded: a part of solver, guide, ref in each of 4 processes; value whole in each" in said.out + said.err
 
 
 def test_two_turn_episodes_take_one_process_where_their_parts_lie_on_several_gpus(capsys):

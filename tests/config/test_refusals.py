@@ -156,3 +156,22 @@ def test_reading_a_config_imports_no_heavy_library(write):
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     ran = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, env=env)
     assert (ran.stdout.strip(), ran.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("seed: 3\nrun_name: TOKEN\n", "run.yaml:2 run_name"),
+        ("train:\n  extra:\n    report: [a, 'https://user:TOKEN@huggingface.co']\n", "run.yaml:3 train.extra.report.1"),
+    ],
+)
+def test_a_token_of_the_hub_is_refused_in_any_key_and_never_shown(refusals, text, place):
+    token = "hf_" + "aB3" * 11
+    problems = refusals(text.replace("TOKEN", token), f"tuning.mode={token}")
+    (command, *_), (problem,) = [
+        [each for each in problems if "holds a token" in each.what and each.where.startswith(start)]
+        for start in ("command line", "run.yaml")
+    ]
+    assert (command.where, problem.where) == ("command line tuning.mode", place)
+    assert "HF_TOKEN" in problem.fix
+    assert not any(token in str(each) for each in problems)

@@ -49,6 +49,7 @@ def test_a_value_network_of_its_own_lets_no_gradient_reach_the_guide(refusals):
         ("score: {advantage: value, value_coef: 0}", "score.advantage", "score.value_coef: 0.01"),
         ("score: {placement: sharded}", "score.placement", "tuning.mode: full"),
         (f"{SPLIT}train: {{optim: adamw_8bit}}", "train.optim", "adamw_torch_fused"),
+        (f"{SPLIT}train: {{precision: fp16}}", "train.precision", "fp32"),
         (f"{SPLIT}cluster: {{strategy: ddp}}", "score.placement", "fsdp"),
         ("tuning: {mode: full}\nscore: {placement: sharded, devices: {ref: cpu}}", "score.devices.ref", "auto"),
         ("tuning: {mode: full}\nscore: {placement: sharded, value_flow: straight_through}", "score.value_flow", "stop"),
@@ -59,6 +60,7 @@ def test_a_value_network_of_its_own_lets_no_gradient_reach_the_guide(refusals):
         ("tuning: {lora: {modules_to_save: [lm_head]}}", "tuning.lora.modules_to_save", "remove"),
         ("cluster: {strategy: fsdp}", "cluster.strategy", "tuning.mode: full"),
         ("train: {packing: true}", "train.packing", "false"),
+        ("train: {best_metric: loss}", "train.best_metric", "acc_t2"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_remedy(refusals, text, key, fix):
@@ -70,6 +72,13 @@ def test_what_cannot_be_is_refused_with_a_remedy(refusals, text, key, fix):
 @pytest.mark.parametrize("change", ["value_flow: stop", "guidance: model"])
 def test_v_learns_without_a_coefficient_where_its_loss_has_a_weight_of_its_own(load, change):
     assert load(f"{SCORE}score: {{advantage: value, value_coef: 0, {change}}}\n").score.value_coef == 0
+
+
+def test_the_best_second_answers_are_sought_where_there_are_some(load, refusals):
+    assert load(f"{SCORE}train: {{best_metric: acc_t2, save_steps: 30, eval_steps: 20}}\n").train.best_metric
+    (problem,) = refusals("train: {best_metric: acc_t2}\n")
+    assert "task_mode sft plays no episodes" in problem.what
+    assert problem.fix == "write train.best_metric: loss"
 
 
 def test_two_whole_models_may_be_in_shards(load):

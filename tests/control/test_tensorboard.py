@@ -21,7 +21,9 @@ from processes import HANG_S, wait_until
 from sftplay.commands.look.tensorboard import stop
 from sftplay.control import tensorboard
 from sftplay.errors import MachineError, RunError
-from sftplay.machine.ports import free_port
+from sftplay.launch.slurm.job_file import FIRST_PORT, PORTS
+from sftplay.machine.doctor.system import RENDEZVOUS_PORT
+from sftplay.machine.ports import QUIET, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(".cache/tensorboard.json")
@@ -203,6 +205,18 @@ def test_any_free_port_is_found_for_zero():
     port = free_port(0)
     with socket.socket() as own:
         own.bind(("127.0.0.1", port))
+
+
+def test_no_port_that_is_drawn_is_one_where_jobs_or_runs_over_several_machines_meet():
+    meeting = {*range(FIRST_PORT, FIRST_PORT + PORTS), RENDEZVOUS_PORT}
+    assert meeting.isdisjoint(QUIET)
+
+
+def test_when_no_port_that_was_drawn_is_free_the_error_says_what_was_tried(monkeypatch):
+    monkeypatch.setattr("sftplay.machine.ports.bound_port", lambda port: None)
+    with pytest.raises(MachineError, match=r"none of 50 ports drawn from 20000\.\.29499 is free") as refusal:
+        free_port(0)
+    assert "PORT=" not in str(refusal.value)
 
 
 def test_a_port_that_cannot_be_one_is_refused_not_a_bug():

@@ -29,7 +29,9 @@ class TwoRewards:
         self.columns = columns
         right = [None if text == "?" else float(text == want) for text, want in zip(completions, columns["answer"])]
         shape = [float(text.count(".")) for text in completions]
-        verdicts: list[Any] = [{"status": "ok"}, {"status": "wrong"}, {"status": "infra"}, None][: len(completions)]
+        verdicts: list[Any] = [
+            {"status": "ok", "hidden_pass": True}, {"status": "wrong", "hidden_pass": False}, {"status": "infra"}, None,
+        ][: len(completions)]  # fmt: skip
         return Scored({"right": Scores(right), "shape": Scores(shape)}, verdicts)
 
 
@@ -48,6 +50,8 @@ def test_means_leave_out_what_is_not_known_and_form_does_not_decide_what_passes(
     assert figures["reward/shape"] == pytest.approx(1 / 4)
     assert figures["reward"] == pytest.approx((1.5 + 0 + 0 + 0) / 4)  # of "?" the shape is known
     assert figures["pass"] == pytest.approx(1 / 3)
+    assert figures["pass_stderr"] == pytest.approx((1 / 3 * 2 / 3 / 3) ** 0.5)  # of a share p of n: sqrt(p (1 - p) / n)
+    assert figures["hidden_pass"] == pytest.approx(1 / 2)
     assert figures["completion_tokens"] == 2
     assert figures["abstained"] == {"right": 1}
     assert figures["statuses"] == {"infra": 1, "ok": 1, "wrong": 1}
@@ -60,7 +64,7 @@ def test_rewards_get_the_columns_of_all_rows_aligned():
 
 def test_rewards_for_form_alone_let_nothing_pass_or_fail():
     figures = figures_of(answered()[1], rewards=REWARDS[1:])
-    assert "pass" not in figures
+    assert not {"pass", "pass_stderr"} & set(figures)
 
 
 def test_every_answer_stands_beside_the_figures(tmp_path: Path):
@@ -73,5 +77,5 @@ def test_every_answer_stands_beside_the_figures(tmp_path: Path):
     assert [line["correct"] for line in lines] == [True, False, None, False]
     assert lines[0] == {
         "row": 0, "prompt": "question 0", "reference": "a.", "prediction": "a.", "correct": True,
-        "rewards": {"right": 1.0, "shape": 1.0}, "reward": 1.5, "verdict": {"status": "ok"},
+        "rewards": {"right": 1.0, "shape": 1.0}, "reward": 1.5, "verdict": {"status": "ok", "hidden_pass": True},
     }  # fmt: skip

@@ -163,8 +163,11 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
     """A cluster whose two nodes are idle. The path of its folder is short, because sockets lie in it."""
     cluster = SlurmCluster(Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp")))
     home = cluster.home
+    ports: set[int] = set()
+    while len(ports) < 3:
+        ports.add(free_port(0))
     try:
-        values = {"home": home, "host": socket.gethostname().partition(".")[0], "ports": [free_port(0) for _ in "abc"]}
+        values = {"home": home, "host": socket.gethostname().partition(".")[0], "ports": list(ports)}
         (home / "slurm.conf").write_text(CONF.format(**values))
         (home / "gres.conf").write_text(GRES.format(**values))
         for folder in ("state", "spool/n1", "spool/n2"):

@@ -114,6 +114,7 @@ def test_exit_code_138_starts_again_and_codes_that_would_come_again_end_the_job(
 TRAINER = """\
 #!/bin/sh
 echo "$@" >> calls
+[ -e late ] && { trap '' TERM; kill -TERM "$PPID"; exit 138; }
 trap 'echo told >> calls; exit 143' TERM
 [ "$(wc -l < calls)" -lt 3 ] && exit 138
 [ -e endless ] && { touch ready; while :; do sleep 0.1; done; }
@@ -149,6 +150,14 @@ def test_shell_of_dstack_tells_the_run_of_its_end_and_waits_for_it(
     process.send_signal(signal.SIGTERM)
     assert process.wait(HANG_S) == 143
     assert (tmp_path / "calls").read_text().splitlines()[-1] == "told"
+
+
+def test_shell_of_dstack_that_is_told_its_end_after_that_of_a_run_starts_no_other(
+    dstack_shell: Callable[[], subprocess.Popen[bytes]], tmp_path: Path
+):
+    (tmp_path / "late").touch()
+    assert dstack_shell().wait(HANG_S) == 143
+    assert len((tmp_path / "calls").read_text().splitlines()) == 1
 
 
 def test_what_does_not_fit_or_divide_gives_no_file(

@@ -77,7 +77,7 @@ def test_a_shell_runs_the_job_file_and_what_the_user_has_set_stays(
     request = JobRequest(setup=modules)
     (tmp_path / "job").write_text(job_file(request, tmp_path / "it's $HOME", chdir=tmp_path, python=str(python)))
     done = subprocess.run(
-        ["bash", str(tmp_path / "job")], env={"PATH": os.environ["PATH"], "SLURM_JOB_ID": "27654", **setting},
+        ["bash", str(tmp_path / "job")], env={"PATH": os.environ["PATH"], "SLURM_JOB_ID": "37654", **setting},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     first, *environment = done.stdout.splitlines()

@@ -25,9 +25,13 @@ from oracle.gpu_kernels import CudaKernels, InPlaceSums, KernelTemporaries, repl
 from oracle.live_bytes import LiveBytes
 from oracle.trace import reads_answered, recompute
 from oracle.traced_model import DTYPES, adapt, build_causal
+from sftplay.config.schema.score import CriticConfig
 from sftplay.tasks.score.episodes import cast as cast_module
 from sftplay.tasks.score.episodes.cast import Cast
 from sftplay.tasks.score.gradients.scoring import ActionBatch, score_actions
+from sftplay.tasks.score.learning.critic import Visits, critic_loss
+from sftplay.tasks.score.learning.encoder import Tokens
+from sftplay.tasks.score.learning.value import value_loss
 
 RECORD = Path(__file__).parent / "recorded" / "episodes.json"
 
@@ -37,12 +41,18 @@ def _case(method: Any, *, vocab: int, rows: int = 2, tokens: int = 1024, family:
     return {**FAMILIES[family], "vocab_size": vocab, "num_hidden_layers": 4}, how
 
 
+VALUED = "adapters, with a critic and a value network of its own"
+WIDTH, READ = 64, 8
+"""Of critic and value; and how many tokens they read. A recurrent network takes minutes on fake tensors, and nearly all
+of it is its table of tokens."""
+
 CASES: dict[str, tuple[dict[str, Any], TraceSettings, int]] = {
     "adapters, scores decide": (*_case("lora", vocab=128_256), 512),
     "adapters, layers decide": (*_case("lora", vocab=2048), 512),
     "adapters, nothing computed anew": (*_case("lora", vocab=2048, checkpointing=False), 128),
     "adapters on 4 bits": (*_case("qlora", vocab=128_256), 512),
     "adapters, tied head": (*_case("lora", vocab=151_936, rows=4, tokens=512, family="qwen2"), 256),
+    VALUED: (*_case("lora", vocab=128_256), 512),
     "whole models, scores decide": (*_case("full", vocab=128_256), 512),
     "whole models, layers decide": (*_case("full", vocab=2048), 512),
     "whole models, nothing computed anew": (*_case("full", vocab=32_000, rows=4, checkpointing=False), 512),
@@ -50,11 +60,12 @@ CASES: dict[str, tuple[dict[str, Any], TraceSettings, int]] = {
 """Name -> config.json, settings, and how many of a row's tokens are an action."""
 
 
-def trace_update(config: Mapping[str, Any], how: TraceSettings, longest: int) -> dict[str, int]:
+def trace_update(name: str) -> dict[str, int]:
     """Peak bytes by phase where solver and guide learn, each from micro-batches of `batch` rows of `seq` tokens.
 
     Two adapters on one base; of whole models the solver alone and its reference, as on a device of its own.
     """
+    config, how, longest = CASES[name]
     with ExitStack() as stack:
         for context in reads_answered(how, 1):
             stack.enter_context(context)
@@ -62,16 +73,20 @@ def trace_update(config: Mapping[str, Any], how: TraceSettings, longest: int) ->
         live = stack.enter_context(LiveBytes())
         stack.enter_context(KernelTemporaries())
         stack.enter_context(InPlaceSums())
-        return _run(_cast(config, how), how, live, longest=longest)
+        return _run(_cast(config, how, has_value=name == VALUED), how, live, longest=longest)
 
 
-def _cast(config: Mapping[str, Any], how: TraceSettings) -> Cast:
+def _cast(config: Mapping[str, Any], how: TraceSettings, *, has_value: bool) -> Cast:
     causal, has_guide = build_causal(config, how), how.method != "full"
     model = adapt(causal, how)
     # See `adapt`; a fake tensor's copy shares nothing with its parameter.
     as_it_is = replaced(nn.Module, "to", lambda module, *_args, **_more: module)
     with as_it_is, replaced(cast_module, "_copy", lambda *_: build_causal(config, how)):
-        cast = Cast(model, has_guide=has_guide, guide_learns=has_guide, has_value=False)
+        critic = CriticConfig(width=WIDTH) if has_value else None
+        cast = Cast(
+            model, has_guide=has_guide, guide_learns=has_guide, has_value=has_value, value_is_separate=True,
+            critic=critic,
+        )  # fmt: skip
     cast.train()
     if how.checkpointing:
         options = {
@@ -94,13 +109,26 @@ def _run(cast: Cast, how: TraceSettings, live: LiveBytes, *, longest: int) -> di
     ids = torch.zeros(how.batch, how.seq, dtype=torch.int64)
     action = ids[:, -longest:].clone()
     batch = ActionBatch(ids, torch.ones_like(ids), ids.clone(), action, torch.ones(action.shape), action.float())
+    read, ones = Tokens(ids[:, :READ].clone(), torch.full((how.batch,), READ)), torch.ones(how.batch)
+    live.enter_phase("learn")
+    if cast.critic is not None:
+        for _ in range(how.micro_batches):
+            turns, paid = (Visits(read, read, read),) * 2, (ones, ones)
+            losses = critic_loss(
+                cast.critic, cast.slow_critic, turns=turns, returns=paid, weight=ones, discount=1.0, n_episodes=2
+            )
+            torch.stack(list(losses.values())).sum().backward()
+            del losses
     for role in [each for each in ("guide", "solver") if each in cast.parts]:
         for _ in range(how.micro_batches):
-            live.enter_phase("learn")
             with cast.speaking(role):  # type: ignore[arg-type]
                 with torch.autocast("cpu", dtype=DTYPES[how.autocast]):
                     scores = score_actions(cast, batch, role=role, temperature=1.0, kl="full")  # type: ignore[arg-type]
                 loss = (scores.log_probs.sum() + scores.kl.sum()) / 2
+                if role == "guide" and cast.has_value:
+                    told = value_loss(cast.value_head, read, target=ones, flow="stop", value_coef=1.0, n_episodes=2)
+                    loss = loss + told
+                    del told
                 del scores
                 loss.backward()
             del loss
@@ -112,8 +140,8 @@ def _run(cast: Cast, how: TraceSettings, live: LiveBytes, *, longest: int) -> di
 def main() -> int:
     """Trace every case and write the record."""
     traces = {}
-    for name, (config, how, longest) in CASES.items():
-        traces[name] = trace_update(config, how, longest)
+    for name in CASES:
+        traces[name] = trace_update(name)
         print(name, file=sys.stderr, flush=True)
     RECORD.write_text(json.dumps(traces, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 from oracle.closed_form import execution_of
-from oracle.episodes_trace import CASES, RECORD, trace_update
+from oracle.episodes_trace import CASES, RECORD, VALUED, WIDTH, trace_update
 from oracle.live_bytes import LiveBytes
 from oracle.shards_trace import LONGEST, ROWS, TOKENS, config_of, trace_shards
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from sftplay.config.schema.run import RunConfig
 from sftplay.deliver.infer.generate import Generator
 from sftplay.plan.devices.layout import OWN, Layout
-from sftplay.plan.memory.episodes import COMPARE, CRITIC, Episodes, estimate_episodes
+from sftplay.plan.memory.episodes import COMPARE, CRITIC, START, VALUE, Episodes, episodes_of, estimate_episodes
 from sftplay.plan.memory.execution import Adapter, Execution
 from sftplay.plan.memory.rollout import CACHE, DRAW, REFERENCE
 from sftplay.plan.memory.step import SHARDING, WORKSPACE_BYTES, Footprint
@@ -41,7 +42,7 @@ def closed(name: str) -> dict[str, float]:
     has_guide = how.method != "full"
     episodes = Episodes(
         layout=SHARED, tokens=how.seq, answer_tokens=longest, hint_tokens=longest, has_guide=has_guide,
-        guide_learns=has_guide,
+        guide_learns=has_guide, **(dict.fromkeys(("critic_width", "value_width"), WIDTH) if name == VALUED else {}),
     )  # fmt: skip
     phases = estimate_episodes(
         shape_from_config(config, name=name), replace(execution_of(how), head="actions"), episodes=episodes,
@@ -59,10 +60,11 @@ def test_learning_takes_what_a_trace_of_the_tasks_own_update_takes(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adapters, scores decide", "whole models, scores decide"])
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # a GRU that is copied
+@pytest.mark.parametrize("name", ["adapters, scores decide", VALUED, "whole models, scores decide"])
 def test_the_record_is_what_a_trace_gives(name):
     traced = json.loads(RECORD.read_text(encoding="utf-8"))[name]
-    assert trace_update(*CASES[name]) == pytest.approx(traced, rel=1e-3)
+    assert trace_update(name) == pytest.approx(traced, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -154,6 +156,29 @@ def test_a_critic_is_its_table_of_tokens_with_gradient_moments_and_slow_copy():
     assert critic == 5 * 4 * 64 * LLAMA.vocab
 
 
+def test_a_value_network_of_its_own_is_its_table_of_tokens_with_gradient_and_moments_on_its_device():
+    with_value = replace(USUAL, layout=ROLES, value_width=64)
+    found = of(LORA, with_value)
+    assert [step(found[device]).get(VALUE, 0) for device in (OWN, "cuda:1")] == [0, 4 * 4 * 64 * LLAMA.vocab]
+    grown = of(LORA, replace(USUAL, value_width=64))[OWN].peak_bytes - of(LORA, USUAL)[OWN].peak_bytes
+    assert grown == 4 * 4 * 64 * LLAMA.vocab
+
+
+def test_the_plan_counts_a_value_network_where_the_run_builds_one():
+    cfg = RunConfig(task_mode="score", model={"name": "builtin:tiny"})
+    apart = {"score.value": "separate", "score.value_flow": "stop"}
+    for changes, width in (
+        ({}, 0),
+        (apart, 64),
+        ({**apart, "score.value_coef": 0.0}, 0),
+        ({**apart, "score.value_coef": 0.0, "score.advantage": "value"}, 64),
+        ({**apart, "score.guidance": "static"}, 0),
+    ):
+        episodes = episodes_of(cfg.with_values(changes, "test"), gpus=1, processes=1)
+        assert episodes is not None
+        assert episodes.value_width == width
+
+
 def test_ddp_has_buckets_for_the_trainers_model_alone():
     both, guide = of(LORA, USUAL, world_size=2)[OWN], of(FULL, USUAL, world_size=2)[OWN]
     assert step(both)[SHARDING] == step(both)["gradients"]
@@ -170,6 +195,17 @@ def test_in_shards_a_rank_has_its_part_of_everything_and_gathers_the_head_and_tw
     layer = (weights - around) / LLAMA.layers
     drawing = of(FULL, replace(USUAL, layout=SPLIT), world_size=ranks)[OWN].phases[DRAW]
     assert drawing[SHARDING] == pytest.approx(2 * (around + 2 * layer))
+
+
+def test_before_models_are_split_a_rank_has_the_solver_whole_and_the_others_on_the_host():
+    weights = 4 * LLAMA.total_params
+    many = of(FULL, replace(USUAL, layout=SPLIT), world_size=64)
+    assert sum(many[OWN].phases[START].values()) == pytest.approx(weights)
+    assert many[OWN].peak_phase == START
+    assert many["cpu"].peak_bytes == pytest.approx(2 * weights)
+    alone = of(FULL, replace(USUAL, layout=SPLIT, has_guide=False, guide_learns=False), world_size=2)
+    assert alone["cpu"].peak_bytes == pytest.approx(weights)
+    assert START not in of(FULL, USUAL, world_size=2)[OWN].phases
 
 
 def test_more_answers_at_a_time_move_the_peak_to_drawing():

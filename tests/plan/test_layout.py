@@ -12,6 +12,7 @@ from sftplay.errors import SftplayError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.devices.cards import find_card
 from sftplay.plan.devices.layout import OWN, layout_of
+from sftplay.plan.report.layouts import describe_layout
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 
@@ -66,7 +67,6 @@ def test_a_named_device_counts_and_what_belongs_to_the_guide_follows_it():
         ({"solver": "cuda:1"}, {}, "score.devices.solver", "first visible GPU", "CUDA_VISIBLE_DEVICES"),
         ({}, {"processes": 2}, "score.placement", "one process holds all parts", "NPROC=1"),
         ({}, {"gpus": 1}, "score.placement", "guide on cuda:1, and this machine shows 1 GPU", "shared"),
-        ({}, {"placement": "sharded"}, "score.placement", "one is started", "NPROC=2"),
         ({}, {"placement": "roles4"}, "score.placement", "this machine shows 2 GPUs", "roles"),
     ],
 )  # fmt: skip
@@ -76,6 +76,34 @@ def test_a_device_that_cannot_be_is_refused_with_its_key_and_a_remedy(values, gi
         layout_of(cfg, **({"placement": "roles", "gpus": 2, "processes": 1} | given))
     assert caught.value.where.endswith(key)
     assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "others"),
+    [
+        ({"score__placement": "sharded"}, "score.placement", "score.placement: roles or shared"),
+        ({"cluster__strategy": "fsdp"}, "cluster.strategy", "cluster.strategy: ddp"),
+        (
+            {"score__placement": "sharded", "cluster__strategy": "fsdp"},
+            "score.placement",
+            "score.placement: roles or shared and cluster.strategy: ddp",
+        ),
+    ],
+)
+def test_shards_of_one_process_are_refused_with_a_way_out(machine, values, key, others):
+    with pytest.raises(SftplayError, match="one is started") as caught:
+        sized(machine, config(tuning__mode="full", **values), card="A100", gpus=1)
+    assert caught.value.where.endswith(key)
+    assert caught.value.fix == f"start several (NPROC=2, `make train-distributed`), or write {others}"
+
+
+def test_a_layout_in_shards_says_which_parts_every_process_has_whole(machine):
+    run = sized(machine, config(tuning__mode="full", score__advantage="critic"), card="A100", gpus=4, processes=4)
+    assert run.forecast is not None
+    assert next(describe_layout(run.forecast)) == (
+        "layout      sharded: a part of solver, guide, ref in each of 4 processes; "
+        "value, critic, target_critic whole in each"
+    )
 
 
 @pytest.mark.parametrize(

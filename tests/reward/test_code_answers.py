@@ -88,6 +88,21 @@ def test_odd_but_right_answers_get_all():
     assert {answer: value for answer, value in zip(RIGHT, scores(RIGHT), strict=True) if value != 1} == {}
 
 
+def test_a_verdict_says_whether_all_tests_that_the_question_hides_are_passed():
+    answers = [
+        "def add(a, b): return a + b",
+        "def add(a, b): return a + b if b != 2 else 0",
+        "def add(a, b): return 3",
+        "?",
+    ]
+    content = {"model": {"name": "builtin:tiny"}, "rewards": [TESTED], "sandbox": PATIENT_BOX}
+    columns = {"tests": [TESTS] * 5, "entry_point": ["add"] * 5, "shown": [1, 1, 1, 1, 3]}
+    with RewardSet(RunConfig.model_validate(content)) as rewards:
+        scored = rewards.score([*answers, answers[0]], columns)
+    assert [each["hidden_pass"] for each in scored.verdicts if each] == [True, True, False, False, None]
+    assert scored.by_name["tests"].values == [1.0, pytest.approx(0.8), pytest.approx(0.2), 0.0, 1.0]
+
+
 def test_a_row_without_tests_says_nothing_of_a_program():
     cfg = RunConfig.model_validate(
         {"model": {"name": "builtin:tiny"}, "rewards": [{"name": "tests", "use": "code_tests"}]}

@@ -16,8 +16,10 @@ from patience import PATIENT
 from processes import HANG_S
 
 from sftplay.commands.use.sandbox import BEGIN, END
-from sftplay.sandbox.attacks.conduct import ATTACKS, GROUPS, conduct
+from sftplay.sandbox.attacks.attack import boxed_processes, targets
+from sftplay.sandbox.attacks.conduct import ATTACKS, GROUPS, conduct, wait_gone
 from sftplay.sandbox.attacks.quick import find_hole
+from sftplay.sandbox.executors.bootstrap import OWNER
 from sftplay.sandbox.executors.plain_process import PlainProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +75,24 @@ def test_some_attacks_of_each_kind_do_not_get_through(executor):
     assert not [attack.name for attack in chosen if "timeout" in attack.statuses]
     rows = conduct(executor, chosen=chosen, note=lambda row: None)
     assert {row.attack.name: row.problems for row in rows if row.problems} == {}
+
+
+WORKS_ON = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (3, 3))\nwhile True: pass"
+"""As an attack that outlived its box: soon its own limit ends it."""
+
+
+def test_a_process_that_works_on_after_its_box_is_found_before_its_own_limit_ends_it():
+    known = boxed_processes()  # of executors that other tests use
+    left = subprocess.Popen([sys.executable, "-c", WORKS_ON], env={OWNER: str(os.getpid())})
+    try:
+        with targets() as reached:
+            assert wait_gone(reached, known=known) == [f"process {left.pid} still works"]
+            left.kill()
+            left.wait()
+            assert wait_gone(reached, known=known) == []
+    finally:
+        left.kill()
+        left.wait()
 
 
 @pytest.mark.slow

@@ -127,6 +127,8 @@ def test_samples_say_what_each_completion_was_paid_and_the_line_of_metrics_sums_
         assert 0 < line["completion_tokens"] <= 12
         assert line["label_tokens"] == pytest.approx(8 * line["completion_tokens"])
         assert line["entropy"] > 0
+        assert line["policy_clip_share"] == 0.0  # the weights that drew learn
+        assert not any(key.startswith(("sandbox/", "found/")) or key == "loss_scale" for key in line)
         assert line["step_split"]["generation_s"] > 0
         assert "true_reward" not in line
 

@@ -202,14 +202,15 @@ def test_portions_are_halved_until_they_fit_and_stay_so():
 
 
 def test_ranks_that_compute_together_take_no_smaller_portions():
-    batches = AdaptiveBatches(8, "a test", is_alone=False)
+    batches = AdaptiveBatches(8, "a test", fix="lower a.key")
 
     def work(_: slice) -> None:
         raise NO_MEMORY
 
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(OutOfMemory, match="out of memory in a test: 8 rows at a time") as caught:
         list(batches.each(10, work))
-    assert batches.batch_size == 8
+    assert (batches.batch_size, caught.value.fix) == (8, "lower a.key")
+    assert caught.value.batch_size is None  # another start with smaller micro-batches would change nothing
 
 
 def test_held_out_loss_is_the_same_in_portions(inputs: Inputs, tmp_path: Path):

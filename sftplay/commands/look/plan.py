@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.puzzles.shape import PuzzleModelShape
 from sftplay.plan.report.advice import Suggestion, suggest
 from sftplay.plan.report.compare import compare
+from sftplay.plan.report.episode_advice import suggest_for_episodes
 from sftplay.plan.report.layouts import compare_layouts, describe_layout, describe_layouts
 from sftplay.plan.report.puzzle_advice import suggest_for_puzzles
 from sftplay.plan.report.puzzle_cost import workload_of_puzzles
@@ -49,16 +51,16 @@ def plan(args: Namespace) -> int:
     cfg = resolve_names(load_checked(args.config, args.overrides, asks_hub=False, needs_puzzles=False))
     shape = require_shape(cfg)
     machine, world_size = _planned_machine(args)
-    lengths = known_lengths(cfg)
-    sized = _sized(args, cfg, machine=machine, world_size=world_size, shape=shape)
+    sizing = partial(_sized, args, machine=machine, world_size=world_size)
+    sized = sizing(cfg, shape=shape)
     world_size = sized.world_size
-    place = Place(device_of(machine, world_size), world_size, lengths)
+    place = Place(device_of(machine, world_size), world_size, known_lengths(cfg))
     if args.compare:
         return _compare(args, sized, shape=shape, place=place)
     forecast = sized.forecast
     assert forecast is not None
-    work = _workload(sized.cfg, forecast, lengths=lengths)
-    suggestions = [] if forecast.verdict == "fits" else _suggested(cfg, sized, machine=machine, place=place)
+    work = _workload(sized.cfg, forecast, lengths=place.lengths)
+    suggestions = [] if forecast.verdict == "fits" else _suggested(cfg, sized, sizing=sizing, place=place)
     if args.json:
         extra = {"suggestions": [each.as_dict() for each in suggestions], **vars(work), "notes": list(sized.notes)}
         print(json.dumps({**sized.as_plan(), **extra}))
@@ -94,12 +96,14 @@ def refuse_compare(cfg: RunConfig) -> None:
         raise ConfigError(what, where="--compare (COMPARE=1)", fix="leave it out")
 
 
-def _suggested(cfg: RunConfig, sized: SizedRun, *, machine: Machine, place: Place) -> list[Suggestion]:
+def _suggested(cfg: RunConfig, sized: SizedRun, *, sizing: Callable[..., SizedRun], place: Place) -> list[Suggestion]:
     """What would fit, of the config as the user wrote it, and as it is sized."""
     assert sized.forecast is not None
     shape = sized.forecast.setting.shape
     if isinstance(shape, PuzzleModelShape):
-        return suggest_for_puzzles(cfg, shape, sizing=partial(size_run, machine=machine, world_size=place.world_size))
+        return suggest_for_puzzles(cfg, shape, sizing=sizing)
+    if cfg.task_mode == "score":
+        return suggest_for_episodes(cfg, shape, sizing=sizing)
     return suggest(sized.cfg, shape, place=place)
 
 

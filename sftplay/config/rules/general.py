@@ -160,7 +160,7 @@ def _held_out(cfg: RunConfig) -> Iterator[Violation]:
 
 def _saves_where_it_evaluates(cfg: RunConfig) -> Iterator[Violation]:
     train = cfg.train
-    if train.best_metric is None and train.early_stopping is None:
+    if train.best_metric != "loss" and train.early_stopping is None:
         return
     if train.save_steps is None or train.eval_steps is None or train.save_steps % train.eval_steps == 0:
         return

@@ -117,6 +117,7 @@ def _loss(cfg: RunConfig) -> Iterator[Violation]:
 def settings_of_labels(cfg: RunConfig) -> Iterator[Violation]:
     """Settings of other tasks that would be ignored, or would change what the model is paid for."""
     train, tuning = cfg.train, cfg.tuning
+    best = "acc_t2" if cfg.task_mode == "score" else None
     table = {
         "train.packing": (
             train.packing is True,
@@ -129,7 +130,7 @@ def settings_of_labels(cfg: RunConfig) -> Iterator[Violation]:
             "auto",
         ),
         "train.neftune_alpha": (train.neftune_alpha is not None, "the noise would enter the probabilities", "null"),
-        "train.best_metric": (train.best_metric is not None, "loss says nothing about rewards", "null"),
+        "train.best_metric": (train.best_metric not in (None, best), "loss says nothing about rewards", best or "null"),
         "train.early_stopping": (train.early_stopping is not None, "it watches the loss on labels", "null"),
         "train.batching": (train.batching == "tokens", "a micro-batch has a fixed number of completions", "examples"),
         "tuning.backend": (tuning.backend == "unsloth", "unsloth is not offered", "bnb"),

@@ -39,6 +39,9 @@ def broken_score_rules(cfg: RunConfig) -> Iterator[Violation]:
         yield from _devices(cfg)
         yield from broken_shard_rules(cfg)
         yield from settings_of_labels(cfg)
+    elif cfg.train.best_metric == "acc_t2" and cfg.task_mode not in ("grpo", "hrm"):
+        what = f"acc_t2 counts right second answers, and task_mode {cfg.task_mode} plays no episodes"
+        yield Violation(("train.best_metric", "task_mode"), what, fix="write train.best_metric: loss")
 
 
 def idle_score_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -174,6 +177,9 @@ def broken_shard_rules(cfg: RunConfig) -> Iterator[Violation]:
     if cfg.train.optim not in ("auto", *SPLIT_OPTIMIZERS):
         what = f"{cfg.train.optim} cannot hold its state in shards"
         yield Violation(("train.optim", PLACEMENT), what, fix=f"write train.optim: {' or '.join(SPLIT_OPTIMIZERS)}")
+    if cfg.train.precision == "fp16":
+        what = "fp16: its scaler looks for numbers that are not finite on each process alone, and each has a part"
+        yield Violation(("train.precision", PLACEMENT), what, fix="write train.precision: fp32, or bf16")
     for part in (part for part, device in dict(score.devices).items() if device != "auto"):
         what = f"{getattr(score.devices, part)}, but every process holds a part of each model on its own device"
         yield Violation((f"{DEVICES}.{part}", PLACEMENT), what, fix=f"write {DEVICES}.{part}: auto")

@@ -108,6 +108,10 @@ class CriticConfig(Section):
     """Width of its encoder. Small: it sees few episodes."""
 
 
+SEPARATE_WIDTH = 64
+"""Width of a value network of its own. Small: it sees few episodes."""
+
+
 class ScoreConfig(Section):
     """Two-turn episodes (task mode score): the solver answers, the guide writes a hint, the solver answers again. A row
     is a problem; train.effective_batch_size counts episodes."""
@@ -215,7 +219,8 @@ class ScoreConfig(Section):
     """Rate of the solver. None means train.learning_rate."""
 
     guide_learning_rate: PositiveFloat | None = None
-    """Rate of the guide. None means a fifth of the solver's: hints must not move faster than their reader."""
+    """Rate of the guide. None means a fifth of the solver's, with tuning.mode full a tenth: hints must not move faster
+    than their reader."""
 
     value_learning_rate: PositiveFloat = 1e-4
     """Rate of the value head. High, because it starts from nothing."""
@@ -247,9 +252,14 @@ class ScoreConfig(Section):
     """The optional critic."""
 
     samples: Annotated[int, Field(ge=0)] | None = 64
-    """Episodes of each step that are written to samples/. None means all, 0 none."""
+    """Episodes of each drawing that are written to samples/, by its first step. None means all, 0 none."""
 
     @property
     def steps_of_drawing(self) -> int:
         """Optimizer steps that learn from the episodes of one drawing."""
         return self.steps_per_generation * self.num_iterations
+
+    @property
+    def has_value(self) -> bool:
+        """Whether there is a V: it is read from a guide."""
+        return self.guidance in ("model", "model_trained") and (self.value_coef > 0 or self.advantage == "value")

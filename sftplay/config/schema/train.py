@@ -117,16 +117,19 @@ class TrainConfig(Section):
     """NEFTune: strength of the noise added to embeddings while training (5 is common). None adds none."""
 
     eval_steps: Positive | None = None
-    """Steps between two evaluations on the held-out rows. None means once an epoch, in task hrm ten times in all."""
+    """Steps between two evaluations on the held-out rows. None means once an epoch; in task hrm up to ten times in
+    all, and at most once a visit to each puzzle."""
 
     save_steps: Positive | None = None
-    """Steps between two checkpoints. None means once an epoch, in task hrm ten times in all."""
+    """Steps between two checkpoints. None means once an epoch; in task hrm up to ten times in
+    all, and at most once a visit to each puzzle."""
 
     save_total_limit: Positive = 2
     """Number of complete checkpoints to keep. The newest and the best are never removed."""
 
-    best_metric: Literal["loss"] | None = None
-    """Keep the weights of the evaluation with the lowest held-out loss as the result. None keeps the last."""
+    best_metric: Literal["loss", "acc_t2"] | None = None
+    """Keep the weights of the best evaluation as the result. loss: that with the lowest held-out loss. acc_t2, in task
+    mode score alone: that in which most second answers are right. None keeps the last."""
 
     early_stopping: Positive | None = None
     """Stop after this many evaluations without a lower held-out loss, and keep the best weights as the result. None

@@ -16,6 +16,7 @@ from sftplay.config.schema.run import RewardConfig, RunConfig
 from sftplay.data.prompts.load import Prompts
 from sftplay.data.prompts.questions import Question, Questions
 from sftplay.deliver.evaluate.evaluate import ready_to_answer
+from sftplay.deliver.evaluate.pass_at_k import mean_pass_at_k
 from sftplay.deliver.infer.generate import Generator, answer_all
 from sftplay.reward.reward_set import RewardSet, aligned, combined
 from sftplay.reward.table import judges_form
@@ -82,20 +83,24 @@ def reward_answers(
 
 
 def figures_of(answers: Sequence[Rewarded], *, rewards: Sequence[RewardConfig]) -> dict[str, Any]:
-    """`n`, `reward` and `reward/NAME` (means of what is known), `pass`, counts by status, and what is not known."""
+    """`n`, `reward` and `reward/NAME` (means of what is known), `pass` and its standard error, `hidden_pass`, counts by
+    status, and what is not known."""
     content = content_rewards(rewards)
     named = {f"reward/{reward.name}": [each.rewards[reward.name] for each in answers] for reward in rewards}
     measures: dict[str, list[Any]] = {
         "reward": [each.reward for each in answers],
         **named,
         PASS: [each.passes(content) for each in answers],
+        "hidden_pass": [(each.verdict or {}).get("hidden_pass") for each in answers],
     }
     means = {key: fmean(known) for key, values in measures.items() if (known := [v for v in values if v is not None])}
     abstained = {reward.name: named[f"reward/{reward.name}"].count(None) for reward in rewards}
     statuses = Counter(each.verdict["status"] for each in answers if each.verdict)
+    right = [int(known) for known in measures[PASS] if known is not None]
     return {
         "n": len(answers),
         **means,
+        **({"pass_stderr": mean_pass_at_k(right, n=1, k=1)[1]} if right else {}),
         "completion_tokens": fmean(each.n_tokens for each in answers),
         "abstained": {name: count for name, count in abstained.items() if count},
         **({"statuses": dict(sorted(statuses.items()))} if statuses else {}),

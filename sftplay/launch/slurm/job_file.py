@@ -10,8 +10,9 @@ from sftplay.launch.slurm.request import JobRequest, directives, word
 
 SUPERVISOR = "sftplay.launch.slurm.job"
 
-FIRST_PORT, PORTS = 10_000, 20_000
-"""The nodes of a job meet at a port by the number of the job, so that two jobs of a node do not take the same one."""
+FIRST_PORT, PORTS = 10_000, 10_000
+"""The nodes of a job meet at a port by the number of the job, so that two jobs of a node do not take the same one. All
+are below those of `free_port`."""
 
 _TEMPLATE = """\
 #!/usr/bin/env bash

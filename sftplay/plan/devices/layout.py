@@ -13,7 +13,7 @@ from sftplay.errors import ConfigError, MachineError
 
 Placed = Literal["shared", "roles", "roles4", "sharded"]
 
-PLACEMENT, DEVICES = "score.placement", "score.devices"
+PLACEMENT, DEVICES, STRATEGY = "score.placement", "score.devices", "cluster.strategy"
 
 OWN = "own"
 """The device that a process has anyway: its GPU, or the CPU where there is none."""
@@ -100,11 +100,15 @@ def _standard(placement: Placed, *, gpus: int) -> dict[str, str]:
 
 def _refuse_shards(cfg: RunConfig, *, processes: int) -> None:
     if processes == 1:
+        by_strategy = cfg.score.placement == "auto" and cfg.cluster.strategy == "fsdp"
+        others = [] if by_strategy else [f"{PLACEMENT}: roles or shared"]
+        others += [f"{STRATEGY}: ddp"] if cfg.cluster.strategy == "fsdp" else []
         raise ConfigError(
-            "sharded: each process holds a part of each model, and one is started",
-            where=_where(cfg, PLACEMENT),
-            fix=f"start several (NPROC=2, `make train-distributed`), or write {PLACEMENT}: roles or shared",
+            f"{'fsdp' if by_strategy else 'sharded'}: each process holds a part of each model, and one is started",
+            where=_where(cfg, STRATEGY if by_strategy else PLACEMENT),
+            fix=f"start several (NPROC=2, `make train-distributed`), or write {' and '.join(others)}",
         )
+    # Of a config that says fp16 itself the rules know. This is what `auto` became.
     if cfg.train.precision == "fp16":
         raise ConfigError(
             "sharded: the scaler of fp16 looks for numbers that are not finite on each process alone",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
+from sftplay.config.schema.score import SEPARATE_WIDTH
 from sftplay.plan.devices.layout import OWN, Layout, layout_of
 from sftplay.plan.memory.execution import Execution
 from sftplay.plan.memory.head import reference_scores
@@ -28,7 +29,7 @@ from sftplay.plan.memory.step import (
 )
 from sftplay.plan.shape.model_shape import ModelShape
 
-GUIDE, COMPARE, CRITIC = "guide's ", "reference's answer", "critic"
+START, GUIDE, COMPARE, CRITIC, VALUE = "start", "guide's ", "reference's answer", "critic", "value"
 
 FP32, ADAM_COPIES = 4, 4
 """A weight that trains in fp32 has a gradient and two moments beside it."""
@@ -53,6 +54,9 @@ class Episodes:
     critic_width: int = 0
     """0 where there is no critic."""
 
+    value_width: int = 0
+    """0 where V is a head on the guide, which is small, or where there is none."""
+
     @property
     def learners(self) -> int:
         """Models that train."""
@@ -73,13 +77,14 @@ def episodes_of(cfg: RunConfig, *, gpus: int, processes: int) -> Episodes | None
         has_guide=score.guidance in ("model", "model_trained"),
         guide_learns=score.guidance == "model_trained",
         critic_width=score.critic.width if score.advantage == "critic" else 0,
+        value_width=SEPARATE_WIDTH if score.value == "separate" and score.has_value else 0,
     )
 
 
 def estimate_episodes(
     shape: ModelShape, execution: Execution, *, episodes: Episodes, rows: int, drawn: int, world_size: int = 1
 ) -> dict[str, Footprint]:
-    """Device -> bytes of every phase of one step in the steady state.
+    """Device -> bytes of every phase of one step in the steady state; of models in shards also of the start.
 
     `rows` is the micro-batch, `drawn` the answers that a process draws at a time.
     """
@@ -87,6 +92,10 @@ def estimate_episodes(
     for device in sorted(set(_in_use(episodes, execution).values()) | {OWN}):
         on = _On(shape, execution, episodes, device, world_size)
         found[device] = Footprint({name: parts for name, parts in on.phases(rows, drawn).items() if parts})
+    if episodes.layout.is_split:
+        # Guide and reference, as far as there are any, wait on the host until they are split.
+        waiting = standing_bytes(shape, execution).weights * (episodes.has_guide + execution.trains_all)
+        found["cpu"] = Footprint({START: {"weights": waiting}})
     return found
 
 
@@ -129,6 +138,8 @@ class _On:
         """Phase -> component -> bytes."""
         episodes = self.episodes
         found = {DRAW: self._drawing(drawn)}
+        if episodes.layout.is_split:
+            found[START] = {"weights": standing_bytes(self.shape, self.execution).weights}
         if self._holds("guide") and episodes.guide_learns:
             learned = self._learning(rows, episodes.hint_tokens)
             found |= {f"{GUIDE}{name}": learned[name] for name in ("head", "layer")} | {"step": learned["step"]}
@@ -174,7 +185,7 @@ class _On:
             "adapters": standing.adapters,
             "optimizer": standing.optimizer,
             REFERENCE: self._reference(),
-            CRITIC: self._critic(),
+            **self._networks(),
             SHARDING: self._sent(),
             "workspace": float(WORKSPACE_BYTES),
         }
@@ -188,10 +199,15 @@ class _On:
     def _reference(self) -> float:
         return self._one().weights if self._holds("ref") else 0.0
 
-    def _critic(self) -> float:
-        """Its table of tokens, which is nearly all of it, with gradient and moments; and the slow copy."""
-        table = self.shape.vocab * self.episodes.critic_width * FP32
-        return float(table * (ADAM_COPIES * self._holds("critic") + self._holds("target_critic")))
+    def _networks(self) -> dict[str, float]:
+        """Critic and value: the table of tokens, which is nearly all of each, with gradient and moments. The critic's
+        slow copy has neither."""
+        row = self.shape.vocab * FP32
+        copies = ADAM_COPIES * self._holds("critic") + self._holds("target_critic")
+        return {
+            CRITIC: float(row * self.episodes.critic_width * copies),
+            VALUE: float(row * self.episodes.value_width * ADAM_COPIES * self._holds("value")),
+        }
 
     def _drawing(self, drawn: int) -> dict[str, float]:
         """The role on this device that takes more."""
@@ -213,7 +229,7 @@ class _On:
         """A micro-batch of one role; both models' gradients are there, since turn 2 follows turn 1."""
         standing, resident = self._standing(), self._resident()
         size = Size(rows=rows, seq=self.episodes.tokens, labelled=rows * longest, accumulates=True)
-        beside = {name: resident[name] for name in (REFERENCE, CRITIC, SHARDING)}
+        beside = {name: resident[name] for name in (REFERENCE, CRITIC, VALUE, SHARDING)}
         if self.episodes.layout.is_split:
             return self._learning_in_shards(size, standing)
         learned = estimate(self.shape, self.execution, size=size, standing=standing).phases
@@ -224,7 +240,7 @@ class _On:
         computed, gathered = self._computing(), self._gathered()
         learned = estimate(self.shape, computed, size=size, standing=standing, communication=gathered).phases
         head = float(self._head_params() * computed.compute_bytes)
-        beside = {REFERENCE: self._reference() + head, CRITIC: self._critic()}
+        beside = {REFERENCE: self._reference() + head, **self._networks()}
         found = {name: {**parts, **beside} for name, parts in learned.items()}
         # Whole gradients of the layer at work, and of the head, which are sent behind all layers.
         found["layer"][SHARDING] += head + gathered.ahead

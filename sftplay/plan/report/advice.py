@@ -7,7 +7,7 @@ other hardware use, then shorter rows. Nothing is ever changed by itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,16 +50,28 @@ class Step:
 def suggest(cfg: RunConfig, shape: ModelShape, *, place: Place) -> list[Suggestion]:
     """Changes that make a run fit with one row a micro-batch; where no single one does, all of them added up in order.
 
-    `cfg` has no `auto` besides its sizes.
+    `cfg` has no `auto` besides its sizes, and is not one of two-turn episodes (`episode_advice`).
     """
-    single = [_try(cfg, shape, place=place, steps=[step]) for step in _steps(cfg, place)]
-    if fitting := [each for each in single if each.fits]:
+    steps = list(steps_of(cfg, place))
+    return first_that_fit(steps, lambda tried: _try(cfg, shape, place=place, steps=tried), together=added_up(steps))
+
+
+def first_that_fit(
+    steps: Sequence[Step], attempt: Callable[[list[Step]], Suggestion | None], *, together: Iterable[list[Step]]
+) -> list[Suggestion]:
+    """What fits of the steps alone, else the first that fits of those `together`, else the last of these.
+
+    An attempt is None where the steps contradict the config or each other.
+    """
+    single = [attempt([step]) for step in steps]
+    if fitting := [each for each in single if each and each.fits]:
         return fitting[:ENOUGH]
     found: list[Suggestion] = []
-    for steps in added_up(_steps(cfg, place)):
-        found.append(_try(cfg, shape, place=place, steps=steps))
-        if found[-1].fits:
-            return [found[-1]]
+    for tried in together:
+        seen = attempt(tried)
+        found += [seen] if seen else []
+        if seen and seen.fits:
+            return [seen]
     return found[-1:]
 
 
@@ -80,20 +92,21 @@ def _try(cfg: RunConfig, shape: ModelShape, *, place: Place, steps: list[Step]) 
     return Suggestion(", ".join(step.change for step in steps), seen.peak_bytes, seen.verdict == "fits")
 
 
-def _steps(cfg: RunConfig, place: Place) -> Iterator[Step]:
+def steps_of(cfg: RunConfig, place: Place) -> Iterator[Step]:
+    """Changes that could make a run smaller, the cheapest first."""
     train, mode = cfg.train, cfg.tuning.mode
     if not train.gradient_checkpointing:
-        yield step_to("train.gradient_checkpointing", True)
+        yield step_to({"train.gradient_checkpointing": True})
     if train.loss_head == "standard" and cfg.task_mode != "grpo":
-        yield step_to("train.loss_head", "chunked")
+        yield step_to({"train.loss_head": "chunked"})
     if train.optim == "adamw_torch":
-        yield step_to("train.optim", "adamw_torch_fused")
+        yield step_to({"train.optim": "adamw_torch_fused"})
     if train.optim in ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit") and place.device.is_gpu:
-        yield step_to("train.optim", "adamw_8bit")
+        yield step_to({"train.optim": "adamw_8bit"})
     if mode == "full":
-        yield step_to("tuning.mode", "lora")
+        yield step_to({"tuning.mode": "lora"})
     if mode in ("full", "lora"):
-        yield step_to("tuning.mode", "qlora")
+        yield step_to({"tuning.mode": "qlora"})
     if place.world_size > 1 and cfg.task_mode != "score":
         yield from (
             Step(f"cluster.strategy={name}: the processes share the model out", {"cluster.strategy": name}, name)
@@ -110,13 +123,13 @@ def _steps(cfg: RunConfig, place: Place) -> Iterator[Step]:
         return
     if cfg.task_mode == "score":
         room = cfg.score.max_new_tokens + cfg.score.max_hint_tokens
-        yield from (step_to(LENGTH, length) for length in _halves(cfg.row_tokens) if length > room)
+        yield from (step_to({LENGTH: length}) for length in _halves(cfg.row_tokens) if length > room)
         return
     yield from _shorter("cpt.block_size" if cfg.learns_documents else LENGTH, cfg.row_tokens)
 
 
 def _shorter(key: str, length: int) -> Iterator[Step]:
-    yield from (step_to(key, half) for half in _halves(length))
+    yield from (step_to({key: half}) for half in _halves(length))
 
 
 def _halves(length: int) -> Iterator[int]:
@@ -124,7 +137,7 @@ def _halves(length: int) -> Iterator[int]:
         yield length
 
 
-def step_to(key: str, value: Any) -> Step:
-    """The change of one key, as it is typed."""
-    shown = json.dumps(value) if value is None or isinstance(value, bool) else value
-    return Step(f"{key}={shown}", {key: value})
+def step_to(values: dict[str, Any]) -> Step:
+    """The change to these values by their keys, as it is typed."""
+    shown = {k: json.dumps(value) if value is None or isinstance(value, bool) else value for k, value in values.items()}
+    return Step(", ".join(f"{key}={value}" for key, value in shown.items()), values)

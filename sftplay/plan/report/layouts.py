@@ -18,6 +18,9 @@ from sftplay.units import GIB
 
 MODES = ("full", "lora", "qlora")
 
+SPLIT_PARTS = ("solver", "guide", "ref")
+"""What `sharded` splits; the others are small."""
+
 SAID = 3
 """Components that are named where a layout does not fit."""
 
@@ -100,7 +103,9 @@ def describe_layout(seen: Forecast) -> Iterator[str]:
     held = names_of(held_by(episodes, setting.execution), is_gpu=setting.device.is_gpu)
     parts = "; ".join(f"{', '.join(each)} on {device}" for device, each in held.items())
     if episodes.layout.is_split:
-        parts = f"a part of {', '.join(*held.values())} in each of {setting.world_size} processes"
+        names = [part for each in held.values() for part in each]
+        split, whole = (", ".join(p for p in names if (p in SPLIT_PARTS) is so) for so in (True, False))
+        parts = f"a part of {split} in each of {setting.world_size} processes{f'; {whole} whole in each' * bool(whole)}"
     yield f"layout      {episodes.layout.placement}: {parts}"
     yield f"            {seen.drawn} answers drawn at a time by each process"
     if seen.by_device:

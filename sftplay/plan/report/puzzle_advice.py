@@ -6,7 +6,6 @@ The order is that of the losses: time, then how it learns, then what the model i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.puzzles.shape import PuzzleModelShape
@@ -68,30 +67,26 @@ def _steps(cfg: RunConfig, shape: PuzzleModelShape, *, sized: SizedRun) -> Itera
     hrm, forecast, processes = cfg.hrm, sized.forecast, sized.world_size
     assert forecast is not None
     if sized.cfg.hrm.puzzle_emb_placement == "replicated" and can_be_shared_out(shape, processes):
-        yield step_to(TABLE, "sharded")
+        yield step_to({TABLE: "sharded"})
     free = {key: "auto" for key in (BATCH_SIZE, GRAD_ACCUM) if cfg.value_of(key) != "auto"}
     if free:
-        yield _step_to(free)
+        yield step_to(free)
     if hrm.loss_precision == "fp64":
-        yield step_to("hrm.loss_precision", "fp32")
+        yield step_to({"hrm.loss_precision": "fp32"})
     if sized.cfg.train.precision == "fp32" and forecast.setting.device.has_bf16:
-        yield step_to("train.precision", "bf16")
+        yield step_to({"train.precision": "bf16"})
     if hrm.q_continue and hrm.n_supervision > 1:
-        yield step_to("hrm.q_continue", False)
+        yield step_to({"hrm.q_continue": False})
     if hrm.ema is not None:
-        yield step_to("hrm.ema", None)
+        yield step_to({"hrm.ema": None})
     if hrm.grad == "full_last_cycle":
-        yield step_to("hrm.grad", "one_step")
+        yield step_to({"hrm.grad": "one_step"})
     batches = _halves(cfg.train.effective_batch_size, least=processes, unit=processes)
-    yield from (_step_to({EFFECTIVE: n, **free}) for n in batches)
+    yield from (step_to({EFFECTIVE: n, **free}) for n in batches)
     if can_be_shared_out(shape, 2):
-        yield from (step_to(EMBEDDING, n) for n in _halves(shape.puzzles.embedding, least=NARROWEST))
+        yield from (step_to({EMBEDDING: n}) for n in _halves(shape.puzzles.embedding, least=NARROWEST))
     unit = hrm.num_heads * (2 if hrm.positions == "rope" else 1)
-    yield from (step_to(WIDTH, n) for n in _halves(hrm.hidden_size, least=NARROWEST, unit=unit))
-
-
-def _step_to(values: dict[str, Any]) -> Step:
-    return Step(", ".join(f"{key}={value}" for key, value in values.items()), values)
+    yield from (step_to({WIDTH: n}) for n in _halves(hrm.hidden_size, least=NARROWEST, unit=unit))
 
 
 def _halves(size: int, *, least: int, unit: int = 1) -> Iterator[int]:

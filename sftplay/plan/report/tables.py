@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sftplay.plan.memory.episodes import COMPARE, CRITIC, GUIDE
+from sftplay.plan.memory.episodes import COMPARE, CRITIC, GUIDE, START, VALUE
 from sftplay.plan.memory.forecast import MARGIN, RUNTIME, Forecast
 from sftplay.plan.memory.rollout import CACHE, DRAW, ENGINE, REFERENCE, SCORE, cache_bytes
 from sftplay.plan.puzzles.memory import FP32
@@ -35,12 +35,14 @@ LABELS = {
     "carry": "states between segments",
     "second pass": "a look at the next segment",
     CRITIC: "critic and its slow copy",
+    VALUE: "value network",
     "workspace": "cuBLAS workspaces",
     RUNTIME: "process beside it",
     MARGIN: "margin of the estimate",
 }
 
 PHASES = {
+    START: "at the start, while the solver is whole",
     DRAW: "while completions are drawn",
     SCORE: "while completions are scored without gradients",
     "segment": "while a segment runs forward",

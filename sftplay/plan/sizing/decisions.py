@@ -20,7 +20,7 @@ RATES = {
     ("lora", "sft"): 2e-4,
     ("qlora", "sft"): 2e-4,
     ("full", "grpo"): 1e-6,
-    ("full", "score"): 5e-6,
+    ("full", "score"): 1e-5,
     ("lora", "score"): 5e-5,
     ("qlora", "score"): 5e-5,
     ("full", "hrm"): 1e-4,

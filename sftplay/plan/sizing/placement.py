@@ -62,7 +62,7 @@ def candidates(cfg: RunConfig, place: Place) -> list[Candidate]:
 def can_split(cfg: RunConfig) -> bool:
     """Whether the config's models could be in shards."""
     tried = cfg.with_values({PLACEMENT: "sharded"}, "placement")
-    return not any(broken_shard_rules(tried)) and cfg.train.precision != "fp16"
+    return not any(broken_shard_rules(tried))
 
 
 def choose_placement(cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:

@@ -8,8 +8,8 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,16 @@ def _is_ours(process: Path) -> bool:
         return f"{OWNER}={os.getpid()}".encode() in (process / "environ").read_bytes().split(b"\0")
     except OSError:
         return False
+
+
+def used_cpu_s(processes: Iterable[str]) -> dict[str, float]:
+    """What each of these processes has used of the processor; those that are gone are left out."""
+    found = {}
+    for number in processes:
+        with suppress(OSError):
+            parts = Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].split()
+            found[number] = (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")  # proc(5): user and system
+    return found
 
 
 @contextmanager

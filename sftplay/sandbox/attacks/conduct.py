@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sftplay.sandbox.attacks import cheat, crash, exhaust, files, forge, network, outlast, rights
-from sftplay.sandbox.attacks.attack import Attack, Targets, boxed_processes, targets
+from sftplay.sandbox.attacks.attack import Attack, Targets, boxed_processes, targets, used_cpu_s
 from sftplay.sandbox.executors.executor import Executor
+from sftplay.sandbox.verdicts.box import START_S
 from sftplay.sandbox.verdicts.job import Job, Limits, Verdict
 from sftplay.sandbox.verdicts.judge import judge
 
@@ -30,11 +31,14 @@ GOOD = Job(
 )
 """A program that must still be judged well, after each attack; a busy machine may be slow with it."""
 
-SPARE_S = 20.0
-"""What a machine may add to a job's limits: boxes that start, and other work on it."""
+SPARE_S = START_S + 20.0
+"""What a machine may add to a job's limits: a box that is slow to start, and other work on it."""
 
 GONE_S = 60.0
 """For the kernel to clear a killed namespace away."""
+
+WORKS_S = 1.0
+"""Of the processor. A killed process uses less until it is gone, on a busy machine too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +79,26 @@ def try_attack(attack: Attack, *, executor: Executor, reached: Targets, known: f
         problems.append(f"status {verdict.status}: {verdict.stderr[-200:]}")
     if verdict.seconds > 3 * job.limits.timeout_s + SPARE_S:
         problems.append(f"it took {verdict.seconds:.1f} s")
-    until = time.monotonic() + GONE_S
-    while (left := reached.leftovers(known=known)) and time.monotonic() < until:
-        time.sleep(0.02)
+    left = wait_gone(reached, known=known)
     after = judge(GOOD, lambda: executor.open(GOOD.limits), executor=executor.name)
     if after.status != "ok":
         problems.append(f"the next program got {after.status}: {after.stderr[-200:]}")
     return Row(attack, verdict, (*problems, *left))
+
+
+def wait_gone(reached: Targets, *, known: frozenset[str] = frozenset()) -> list[str]:
+    """What an attack has left, once all of it should be gone.
+
+    A process that still works ends the waiting: its own limit of the processor would end it as well, a little later.
+    """
+    before = used_cpu_s(boxed_processes() - known)
+    until = time.monotonic() + GONE_S
+    while (left := reached.leftovers(known=known)) and time.monotonic() < until:
+        used = used_cpu_s(boxed_processes() - known)
+        if working := [number for number in sorted(used) if used[number] - before.get(number, 0.0) > WORKS_S]:
+            return [f"process {number} still works" for number in working]
+        time.sleep(0.02)
+    return left
 
 
 def table(rows: dict[str, list[Row]]) -> str:

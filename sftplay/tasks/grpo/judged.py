@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, get_args
 
 from sftplay.reward.calls import Scores
+from sftplay.reward.code_answer import How
+from sftplay.reward.code_rewards import NO_CODE
 from sftplay.reward.reward_set import Scored, combined
+from sftplay.sandbox.verdicts.job import Status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,7 @@ class Judged:
         for name, scores in self.scored.by_name.items():
             values = [value for value in scores.values if value is not None]
             figures[f"reward/{name}"] = fmean(values) if values else None
+        figures |= figures_of_programs(self.scored.verdicts)
         if self.control is not None:
             true = [value for value in self.true if value is not None]
             figures["true_reward"] = fmean(true) if true else None
@@ -101,6 +106,24 @@ class Judged:
             }
             for n, (row, completion) in enumerate(zip(self.rows, self.completions, strict=True))
         ]
+
+
+def figures_of_programs(verdicts: Sequence[Mapping[str, Any] | None]) -> dict[str, float | None]:
+    """Shares of what became of programs (`sandbox/STATUS`), of how they were found (`found/HOW`), and of those that
+    pass all hidden tests (`hidden_pass`); nothing where no programs are tried.
+
+    Every status and way has its share, 0 too: a mean over drawings is right only where none is missing.
+    """
+    tried = [verdict for verdict in verdicts if verdict is not None]
+    if not tried:
+        return {}
+    statuses, ways = Counter(each["status"] for each in tried), Counter(each.get("how") for each in tried)
+    hidden = [each["hidden_pass"] for each in tried if each.get("hidden_pass") is not None]
+    return {
+        **{f"sandbox/{status}": statuses[status] / len(tried) for status in (*get_args(Status), NO_CODE)},
+        **{f"found/{how}": ways[how] / len(tried) for how in get_args(How)},
+        "hidden_pass": fmean(hidden) if hidden else None,
+    }
 
 
 def together(ranks: Sequence[Drawn], *, names: tuple[str, ...], weights: tuple[float, ...]) -> Judged:

@@ -28,6 +28,7 @@ from sftplay.tasks.grpo.judge import Judge
 from sftplay.tasks.grpo.judged import Judged
 from sftplay.tasks.grpo.reference import keep_reference, no_copy_by_trl
 from sftplay.tasks.grpo.samples import cut_samples, samples_path, write_samples
+from sftplay.tasks.grpo.watch.signal_health import policy_clip_share
 from sftplay.tasks.grpo.window_state import load_window, save_window
 from sftplay.tasks.run.preflight import has_sharded_weights
 from sftplay.tasks.step.random_numbers import random_numbers_kept
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         num_generations: int
         num_iterations: int
         beta: float
+        lr_scheduler: Any
         _step: int
         _buffered_inputs: Any
         _metrics: Any
@@ -205,11 +207,22 @@ class Rollouts(Base):
         figures = {name: _mean(values) for name, values in self._figures.items()}
         held_out, self.held_out_figures = self.held_out_figures, {}
         self._figures.clear()
-        return {**figures, "entropy": logs.get("entropy"), "kl": logs.get("kl"), **held_out}
+        of_trl = {"entropy": logs.get("entropy"), "kl": logs.get("kl"), "policy_clip_share": policy_clip_share(logs)}
+        if (scaler := self.accelerator.scaler) is not None:
+            of_trl |= scaling_figures(scaler, steps=self.state.global_step, taken=self.lr_scheduler.last_epoch)
+        return {**figures, **of_trl, **held_out}
 
     def rows_not_finite(self) -> list[int]:
         """None are told apart: a completion's loss depends on its group."""
         return []
+
+
+def scaling_figures(scaler: Any, *, steps: int, taken: int) -> dict[str, float]:
+    """Of fp16 by torch's GradScaler: its scale, and the steps since the first that it skipped.
+
+    `taken` are the steps of the schedule, which transformers moves on only where the optimizer took one.
+    """
+    return {"loss_scale": scaler.get_scale(), "skipped_steps": steps - taken}
 
 
 def _rows_at_once(cfg: RunConfig, args: Any) -> int:

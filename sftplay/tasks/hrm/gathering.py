@@ -9,10 +9,10 @@ import torch
 from sftplay import log
 
 
-def gathered(mine: Any, *, on: int = 0) -> list[Any]:
-    """What each rank has, in rank order, on the rank `on`; nothing on others. All ranks call it."""
+def objects_on(rank: int, mine: Any) -> list[Any]:
+    """What each rank has, in rank order, on `rank`; nothing on others. All ranks call it."""
     if log.world_size() == 1:
         return [mine]
-    found: list[Any] | None = [None] * log.world_size() if log.rank() == on else None
-    torch.distributed.gather_object(mine, found, dst=on)
+    found: list[Any] | None = [None] * log.world_size() if log.rank() == rank else None
+    torch.distributed.gather_object(mine, found, dst=rank)
     return found or []

@@ -19,7 +19,7 @@ from sftplay.data.puzzles.sampler import Rows, TestRows
 from sftplay.data.puzzles.written.grid import GridText
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.tasks.hrm.act import wants_to_halt
-from sftplay.tasks.hrm.gathering import gathered
+from sftplay.tasks.hrm.gathering import objects_on
 from sftplay.tasks.hrm.network.model import PuzzleModel
 from sftplay.tasks.hrm.solve import refined
 from sftplay.tasks.hrm.voting import Voting
@@ -96,7 +96,7 @@ def measure(
     figures = described(sums, hrm.eval_halt)
     if voting is not None:
         figures |= voting.figures()
-    shown = sorted((line for rank in gathered(lines) for line in rank), key=lambda line: line["row"])
+    shown = sorted((line for rank in objects_on(0, lines) for line in rank), key=lambda line: line["row"])
     return Measured(figures, shown[:SHOWN])
 
 

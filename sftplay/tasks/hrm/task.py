@@ -46,7 +46,7 @@ BETA2 = 0.95
 """The published decay of the second moment, where train.extra says nothing."""
 
 MEASUREMENTS = 10
-"""How often a run is measured and saved where the config gives no steps for it; published runs are measured so."""
+"""How often a run is measured and saved at most where the config gives no steps; published runs are measured so."""
 
 
 class Places:

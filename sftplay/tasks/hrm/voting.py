@@ -12,7 +12,7 @@ from sftplay.data.puzzles.arc.answers import read_asked, read_names
 from sftplay.data.puzzles.arc.votes import Answer, Tally, share_of, share_solved, solved_at
 from sftplay.data.puzzles.folder import PuzzleFolder
 from sftplay.data.puzzles.sampler import Rows
-from sftplay.tasks.hrm.gathering import gathered
+from sftplay.tasks.hrm.gathering import objects_on
 
 
 class Voting:
@@ -34,11 +34,11 @@ class Voting:
         rank, world = log.rank(), log.world_size()
         mine = Tally()
         for owner, share in enumerate(self.tally.shares(world)):
-            for each in gathered(share, on=owner):
+            for each in objects_on(owner, share):
                 mine.merge(each)
         ballots = mine.ballots()
         tries = [solved_at(task, ballots) for name, task in self.tasks.items() if share_of(name, world) == rank]
-        of_all = [k for each in gathered(tries) for k in each]
+        of_all = [k for each in objects_on(0, tries) for k in each]
         if not log.is_main():
             return {}
         return {"tasks": len(of_all), "pass_at": {str(k): share for k, share in share_solved(of_all).items()}}

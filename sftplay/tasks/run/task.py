@@ -41,6 +41,9 @@ class RowOrder:
 
     steps: int
     steps_per_epoch: int
+    """Also the steps between measurements and between checkpoints where the config gives none. A task that cannot be
+    measured once an epoch gives another number."""
+
     digest: str
     """Changes with any row of the run, held out or not, and with its place."""
 

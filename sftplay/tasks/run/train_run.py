@@ -188,8 +188,9 @@ class TrainRun:
         """Raise RunError where the Trainer kept the last weights, because it did not find the best ones."""
         best, folder = trainer.state.best_model_checkpoint, self.folder.checkpoints
         if trainer.args.load_best_model_at_end and not self.stop.received and not (best and Path(best).is_dir()):
+            sought = "lowest held-out loss" if trainer.args.metric_for_best_model == "loss" else "highest acc_t2"
             raise RunError(
-                f"the checkpoint with the lowest held-out loss has gone{f': {best}' if best else ''}",
+                f"the checkpoint with the {sought} has gone{f': {best}' if best else ''}",
                 where=str(folder),
                 fix=f"put it back, then `make resume`; or take the last weights, {newest_complete(folder)[0]}",
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from sftplay.atomic import write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
+from sftplay.monitor.disk import check_room, checkpoint_bytes
 from sftplay.monitor.metrics import gather_objects
 from sftplay.monitor.observer import Observer
 from sftplay.tasks.score.episodes.drawing import Action
@@ -30,7 +31,7 @@ from sftplay.tasks.score.episodes.samples import line_of, write_lines
 from sftplay.tasks.score.learning.schedule import gate_objection
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 
-Played = tuple[int, Verdict, dict[str, Any]]
+Measured = tuple[int, Verdict, dict[str, Any]]
 """Number of the episode, verdict, and the episode for people."""
 
 
@@ -51,13 +52,27 @@ class EvaluateEpisodes(Observer):
             self._expect_readable_hints()
             self.evaluate(0)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         step, stage1 = state.global_step, self.cfg.score.stage1_steps
         if step % self.every == 0 or step in (stage1, state.max_steps):
             control.should_log = True  # a line for the figures
             figures = self.evaluate(step)
             if step == stage1 and step < state.max_steps:
                 self._warn_at_gate(figures)
+            is_best = state.best_metric is None or figures["acc_t2"] > state.best_metric
+            if self.cfg.train.best_metric == "acc_t2" and is_best:
+                state.best_metric, state.best_global_step = figures["acc_t2"], step
+                log.say(f"the highest acc_t2 so far, {figures['acc_t2']:.3f}: these weights are kept", "eval")
+                if not control.should_save:
+                    self._save(control, more)
+
+    def _save(self, control: Any, more: Mapping[str, Any]) -> None:
+        """Have the Trainer save behind this evaluation. Callbacks that prepare a save have been asked before it."""
+        checkpoints = Path(self.trainer.args.output_dir)
+        if log.is_main():
+            check_room(checkpoints, checkpoint_bytes(checkpoints, more["model"], optimizer=more["optimizer"]))
+        self.trainer.heartbeat.enter("save")
+        control.should_save = True
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """The figures of a step, for which all problems are played once. All ranks call it."""
@@ -88,13 +103,13 @@ class EvaluateEpisodes(Observer):
             write_text(path, json.dumps(figures, indent=1) + "\n")
         return figures
 
-    def _play(self, *kinds: Hints, is_greedy: bool = False) -> list[list[Played]]:
+    def _play(self, *kinds: Hints, is_greedy: bool = False) -> list[list[Measured]]:
         """With each kind of hints: the episodes of all ranks, each once, in the order of their numbers.
 
         First answers are the same with each kind, so they are drawn once. `is_greedy`: each problem once, with the
         likeliest tokens; else as the config says.
         """
-        played, firsts = list[list[Played]](), None
+        played, firsts = list[list[Measured]](), None
         for hints in kinds:
             with random_numbers_kept(), self.trainer.heartbeat.within("evaluation"):
                 episodes = self._share(hints, is_greedy=is_greedy, firsts=firsts)
@@ -123,7 +138,7 @@ class EvaluateEpisodes(Observer):
             trainer.cast.train()
         return list(zip(numbers, episodes, strict=True))
 
-    def _judged(self, episodes: Sequence[tuple[int, Episode]]) -> list[Played]:
+    def _judged(self, episodes: Sequence[tuple[int, Episode]]) -> list[Measured]:
         trainer = self.trainer
         verdicts = trainer.judge.judge([episode for _, episode in episodes], heartbeat=trainer.heartbeat)
         return [
@@ -166,7 +181,7 @@ class EvaluateEpisodes(Observer):
             )
 
 
-def figures_of(played: Sequence[Played]) -> dict[str, float | None]:
+def figures_of(played: Sequence[Measured]) -> dict[str, float | None]:
     """What the verdicts say."""
     return describe([verdict for _, verdict, _ in played])
 

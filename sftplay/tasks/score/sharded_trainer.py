@@ -1,7 +1,8 @@
 """The trainer of episodes where solver, guide and reference are in shards.
 
-It overrides what the Trainer would do with whole weights: `create_optimizer`, `_wrap_model`, `save_model`, and saving
-and loading of the optimizer's state. Checkpoints are those of whole models.
+It overrides what the Trainer would do with whole weights: `create_optimizer`, `_wrap_model`, `save_model`, loading of
+weights that are in shards already, and saving and loading of the optimizer's state. Checkpoints are those of whole
+models.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from sftplay import log
-from sftplay.tasks.score.shards.models import FSDPModels, whole_weights
+from sftplay.tasks.score.kept_weights import load_weights
+from sftplay.tasks.score.shards.models import FSDPModels, load_whole, whole_weights
 from sftplay.tasks.score.shards.optimizer_state import load_optimizer, save_optimizer
 from sftplay.tasks.score.trainer import EpisodeTrainer
 
@@ -40,6 +42,13 @@ class ShardedEpisodeTrainer(EpisodeTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         self._save(output_dir, state_dict=whole_weights(self.model))
+
+    def _load_weights(self, checkpoint: Path) -> None:
+        if self._models is None:
+            super()._load_weights(checkpoint)
+            return
+        load_weights(self.cast, checkpoint)
+        load_whole(self.model, checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_optimizer(self.optimizer, Path(output_dir) / OPTIMIZER_NAME)

@@ -113,6 +113,9 @@ def _arguments(parts: TrainerParts) -> TrainingArguments:
     arguments = TrainingArguments(**{**parts.arguments, "eval_strategy": "no", "eval_steps": None})
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # the others hold other parts; the Trainer would copy the solver to each
+    # transformers would ask for evaluations of its own; those of the task say which checkpoint is the best.
+    arguments.load_best_model_at_end = parts.cfg.train.best_metric is not None
+    arguments.metric_for_best_model, arguments.greater_is_better = parts.cfg.train.best_metric, True
     return arguments
 
 
@@ -124,7 +127,7 @@ def _cast(model: Any, cfg: RunConfig) -> Cast:
         model,
         has_guide=has_guide,
         guide_learns=score.guidance == "model_trained",
-        has_value=has_guide and (score.value_coef > 0 or score.advantage == "value"),
+        has_value=score.has_value,
         value_is_separate=score.value == "separate",
         critic=score.critic if score.advantage == "critic" else None,
         layout=layout_of_run(cfg),

@@ -1,8 +1,8 @@
 """transformers' Trainer over episodes: a batch is those that a rank learns from in one step.
 
 Loop, checkpoints, optimizer and logging are the Trainer's. It overrides `training_step`, `create_optimizer`,
-`_clip_grad_norm`, `_save_checkpoint` and `_load_from_checkpoint`, and provides what `monitor.observer.StepTrainer` asks
-for.
+`_clip_grad_norm`, `_save_checkpoint`, `_load_from_checkpoint` and `_load_best_model`, and provides what
+`monitor.observer.StepTrainer` asks for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Trainer
 
@@ -23,7 +22,6 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.deliver.infer.sampling import seed_of
-from sftplay.errors import RunError
 from sftplay.monitor.checkpoints import step_of
 from sftplay.monitor.gradient_norm import gradient_norm
 from sftplay.monitor.interval import StepCounts
@@ -35,20 +33,14 @@ from sftplay.tasks.score.episodes.samples import keep_episodes
 from sftplay.tasks.score.gradients.lesson import Lesson, Played, actions_of
 from sftplay.tasks.score.gradients.update import Batch
 from sftplay.tasks.score.kept_episodes import Drawing, load_drawing, save_drawing
+from sftplay.tasks.score.kept_weights import load_weights, save_weights
 from sftplay.tasks.score.learning.credit import Credit
 from sftplay.tasks.score.learning.critic import soft_update
+from sftplay.tasks.score.learning.schedule import rates_of
 from sftplay.tasks.score.problems import Dealing
-from sftplay.tasks.score.shards.models import gathered
 from sftplay.tasks.step.gradient_average import average_gradients
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.tasks.step.window import StepSetup
-
-WEIGHTS = "score.safetensors"
-"""File of a checkpoint with everything that trains, and the critic's slow copy, exact to the bit. A solver all of whose
-weights train is not in it: the Trainer keeps that itself."""
-
-GUIDE_RATE = 0.2
-"""Rate of the guide over that of the solver, where nothing is said."""
 
 
 class EpisodeTrainer(Trainer):
@@ -165,7 +157,7 @@ class EpisodeTrainer(Trainer):
         assert self.micro_batcher is not None
         return Batch(
             micro_batch=self.micro_batcher.micro_batch,
-            n_episodes=n_episodes / self.dealing.parts / log.world_size(),
+            n_episodes=n_episodes / self.dealing.portions / log.world_size(),
             is_fresh=is_fresh,
             pad=self.player.tokenizer.pad_token_id,
             backward=self._backward,
@@ -211,14 +203,7 @@ class EpisodeTrainer(Trainer):
         """One optimizer with a group for each part, each with its own rate; all follow the same schedule."""
         made: torch.optim.Optimizer | None = getattr(self, "optimizer", None)
         if made is None:
-            score, peak = self.cfg.score, self.args.learning_rate
-            solver = score.solver_learning_rate or peak
-            rates = {
-                "solver": solver,
-                "guide": score.guide_learning_rate or GUIDE_RATE * solver,
-                "value": score.value_learning_rate,
-                "critic": score.critic.learning_rate,
-            }
+            rates = rates_of(self.cfg, peak=self.args.learning_rate)
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             groups = [
                 {"params": parameters, "lr": rates[name], "weight_decay": self.args.weight_decay}
@@ -251,30 +236,26 @@ class EpisodeTrainer(Trainer):
     def _save_checkpoint(self, *given: Any) -> None:
         with random_numbers_kept():
             super()._save_checkpoint(*given)
-        checkpoint, weights = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", {}
-        for name, parameter in self.cast.kept_weights().items():
-            whole = gathered(parameter.detach())  # by all ranks
-            if log.is_main():
-                weights[name] = whole.contiguous()
-        if log.is_main():
-            save_file(weights, checkpoint / WEIGHTS)
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        save_weights(self.cast, checkpoint)
         if self.drawing is not None and self.state.global_step % self.dealing.steps:
             save_drawing(self.drawing, checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        path = Path(resume_from_checkpoint) / WEIGHTS
-        if not path.is_file():
-            fix = "continue from a checkpoint of task mode score"
-            raise RunError("the checkpoint has no weights of solver and guide", where=str(path), fix=fix)
-        if not hasattr(self.model, "peft_config"):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        weights, mine = load_file(path), self.cast.kept_weights()
-        with torch.no_grad():
-            for name, weight in weights.items():
-                mine[name].copy_(weight)
-        number, age = divmod(step_of(path.parent), self.dealing.steps)
+        checkpoint = Path(resume_from_checkpoint)
+        self._load_weights(checkpoint)
+        number, age = divmod(step_of(checkpoint), self.dealing.steps)
         if age:
-            self.drawing = load_drawing(path.parent, questions=self._questions(number))
+            self.drawing = load_drawing(checkpoint, questions=self._questions(number))
+
+    def _load_weights(self, checkpoint: Path) -> None:
+        load_weights(self.cast, checkpoint)
+        if not hasattr(self.model, "peft_config"):
+            super()._load_from_checkpoint(str(checkpoint))
+
+    def _load_best_model(self) -> None:
+        """Take the weights with which second answers were right most often, of solver and guide alike."""
+        self._load_weights(Path(str(self.state.best_model_checkpoint)))
 
     def take_counts(self) -> StepCounts:
         """The counts so far; counting starts again from zero."""

@@ -15,7 +15,7 @@ from hypothesis.extra.numpy import arrays
 from sftplay.data.puzzles.arc.augment import Change, canonical, draw_changes, parse_name
 from sftplay.data.puzzles.arc.canvas import ALPHABET, cropped, on_canvas
 from sftplay.data.puzzles.arc.task import Pair, Task, as_json, read_tasks, task_of
-from sftplay.data.puzzles.arc.votes import Answer, count_votes, pass_at, solved_at
+from sftplay.data.puzzles.arc.votes import Answer, Ballots, Tally, share_solved, solved_at
 from sftplay.data.puzzles.dihedral import INVERSE, turned
 from sftplay.data.puzzles.stream import stream_of
 from sftplay.errors import DataError, SeveralErrors
@@ -166,6 +166,13 @@ TURN, COLOURS = Change(1), Change(0, (0, 2, 1, *range(3, 10)))
 BOTH = Change(6, (0, 9, 8, 7, 6, 5, 4, 3, 2, 1))
 
 
+def count_votes(answers: list[Answer]) -> Ballots:
+    tally = Tally()
+    for each in answers:
+        tally.add(each)
+    return tally.ballots()
+
+
 def test_votes_count_first_and_the_mean_confidence_decides_between_equals():
     question, right, wrong, odd = grid("11", "22"), grid("21"), grid("12"), grid("7")
     answers = [
@@ -181,7 +188,7 @@ def test_votes_count_first_and_the_mean_confidence_decides_between_equals():
     assert [each.votes for each in ranked] == [2, 2, 1]
     assert [each.confidence for each in ranked] == pytest.approx([0.7, 0.625, 1.0])
     assert solved_at(task(), count_votes(answers)) == 2
-    assert pass_at({"t": task()}, count_votes(answers)) == {1: 0.0, 2: 1.0, 10: 1.0, 100: 1.0, 1000: 1.0}
+    assert share_solved([2.0]) == {1: 0.0, 2: 1.0, 10: 1.0, 100: 1.0, 1000: 1.0}
 
 
 def test_a_task_is_solved_when_all_its_test_inputs_are():
@@ -203,7 +210,8 @@ def test_a_task_is_solved_when_all_its_test_inputs_are():
     tasks["bad"] = Task("bad", (), two.test[:1])
     ballots |= count_votes([answer(BOTH, first.input, first.output, q_halt=1.0, name="one")])
     ballots |= count_votes([answer(BOTH, first.input, grid("4"), q_halt=1.0, name="bad")])
-    assert pass_at(tasks, ballots, ks=(1, 2, 1000)) == {1: 0.25, 2: 0.5, 1000: 0.5}
+    tries = [solved_at(each, ballots) for each in tasks.values()]
+    assert share_solved(tries, ks=(1, 2, 1000)) == {1: 0.25, 2: 0.5, 1000: 0.5}
 
 
 def test_votes_do_not_depend_on_the_order_of_the_answers():

@@ -20,7 +20,7 @@ from sftplay.data.puzzles.arc.answers import read_asked, read_names
 from sftplay.data.puzzles.arc.augment import parse_name
 from sftplay.data.puzzles.arc.canvas import cropped
 from sftplay.data.puzzles.arc.task import read_tasks
-from sftplay.data.puzzles.arc.votes import Answer, count_votes, pass_at
+from sftplay.data.puzzles.arc.votes import Answer, Tally, solved_at
 from sftplay.data.puzzles.dihedral import WAYS, turned
 from sftplay.data.puzzles.folder import PuzzleFolder
 from sftplay.data.puzzles.make.find import open_split
@@ -396,14 +396,14 @@ def test_every_arc_row_leads_back_to_its_pair(arc: Path):
 
 def test_right_answers_to_all_copies_win_the_votes(arc: Path):
     folder = PuzzleFolder.open(arc / "out" / "test")
-    names, answers = read_names(folder.path), []
+    names, tally = read_names(folder.path), Tally()
     for batch in TestRows(folder, global_batch=16, rank=0, world=1):
         for row in np.flatnonzero(batch.mask):
             labels = np.maximum(batch.labels[row], 0)
-            answers.append(Answer(names[batch.puzzle_identifiers[row]], batch.inputs[row], labels, 1.0))
-    ballots = count_votes(answers)
+            tally.add(Answer(names[batch.puzzle_identifiers[row]], batch.inputs[row], labels, 1.0))
+    ballots = tally.ballots()
     assert [ranked[0].votes for ranked in ballots.values()] == [41, 41]
-    assert pass_at(read_asked(folder.path), ballots, ks=(1,)) == {1: 1.0}
+    assert [solved_at(task, ballots) for task in read_asked(folder.path).values()] == [1, 1]
 
 
 def test_an_evaluation_task_that_repeats_another_is_refused_with_the_names(

@@ -120,6 +120,9 @@ def test_a_folder_with_one_of_both_splits_is_told_which_is_missing(splits: dict[
         with pytest.raises(DataError, match=f"holds the split {there} and no {missing}") as raised:
             open_splits(str(tmp_path / there), None)
         assert str(tmp_path / there / missing) in raised.value.fix
+    with pytest.raises(DataError, match=r"data\.val_path holds the split train and no test") as raised:
+        open_splits("builtin:sudoku4", str(tmp_path / "train"))
+    assert raised.value.fix == f"write {tmp_path / 'train' / 'test'} too"  # the other one holds what was learned
     train, held_out = open_splits(str(tmp_path / "train" / "train"), None)
     assert (len(train), held_out) == (len(splits["train"]), None)
 

@@ -97,6 +97,9 @@ def check_learned(run: Path, *, steps: int, measured: tuple[int, ...]) -> None:
 def test_the_warm_model_learns_to_pass_the_tests(kit: Kit, shown: str):
     run = kit.home / "outputs" / "toy-grpo"
     check_learned(run, steps=28, measured=(0, 14, 28))
+    measured, step = lines(run / "metrics.jsonl")[-1], lines(run / "samples" / "step-28.jsonl")
+    assert measured["sandbox/ok"] == pytest.approx(fmean(line["verdict"]["status"] == "ok" for line in step))
+    assert measured["found/labelled"] == pytest.approx(fmean(line["verdict"]["how"] == "labelled" for line in step))
     assert re.search(r"^reward +0\.\d+ +[01]\.\d+ +\+0\.\d+$", shown, re.MULTILINE)
     assert re.search(r"^pass@1, sampled +[\d.]+.% +[\d.]+.% +\+", shown, re.MULTILINE)
     assert "all agree" in shown

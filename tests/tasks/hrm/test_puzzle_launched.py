@@ -114,9 +114,12 @@ def test_a_run_with_sharded_puzzle_embeddings_goes_on_in_one_process(
     assert torch.equal(result(onward)["puzzles.rows"], result(learned["one"])["puzzles.rows"])
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_killed_run_ends_as_a_whole_one_bit_for_bit(processes: int, puzzles: Path, tmp_path: Path, sftplay: Verb):
-    config = write_hrm_run(tmp_path, puzzles, hrm__ema=0.9, train__save_steps=2)
+@pytest.mark.parametrize(("processes", "placement"), [(1, "replicated"), (2, "replicated"), (2, "sharded")])
+def test_a_killed_run_ends_as_a_whole_one_bit_for_bit(
+    processes: int, placement: str, puzzles: Path, tmp_path: Path, sftplay: Verb
+):
+    given_keys = {"hrm__ema": 0.9, "hrm__puzzle_emb_placement": placement, "train__save_steps": 2}
+    config = write_hrm_run(tmp_path, puzzles, **given_keys)
     given = ("--config", config, "--nproc", processes)
     assert sftplay("train", *given, "run_name=whole").returncode == 0
     verb = "train"

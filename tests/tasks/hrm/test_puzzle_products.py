@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sftplay.tasks.hrm.network import linear
 from sftplay.tasks.hrm.network.linear import Linear, OneDnnProduct, multiplies_by_one_dnn
 
 HAS_ONE_DNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs a torch with oneDNN")
@@ -49,7 +50,8 @@ def test_what_has_no_gradient_gets_none():
 
 
 @HAS_ONE_DNN
-def test_one_dnn_multiplies_fp32_on_cpus_with_avx_512_alone(monkeypatch: pytest.MonkeyPatch):
+def test_one_dnn_multiplies_fp32_on_cpus_of_amd_with_avx_512_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(linear, "is_of_amd", lambda: True)
     answers = {}
     for capability in ("AVX512", "AVX2", "DEFAULT"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
@@ -58,11 +60,15 @@ def test_one_dnn_multiplies_fp32_on_cpus_with_avx_512_alone(monkeypatch: pytest.
             assert not multiplies_by_one_dnn(torch.zeros(1, dtype=other))
         assert not multiplies_by_one_dnn(torch.zeros(1, device="meta"))
     assert answers == {"AVX512": True, "AVX2": False, "DEFAULT": False}
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(linear, "is_of_amd", lambda: False)
+    assert not multiplies_by_one_dnn(torch.zeros(1))
 
 
 @HAS_ONE_DNN
 def test_a_layer_says_the_same_by_either_library(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(linear, "is_of_amd", lambda: True)
     layer, x, found = Linear(16, 8), given(2, 3, 16, seed=4), []
     for capability in ("AVX512", "AVX2"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)

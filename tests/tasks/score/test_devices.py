@@ -12,6 +12,7 @@ from oracle.gpu_kernels import replaced
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from sftplay.config.schema.score import CriticConfig, ScoreConfig
@@ -59,12 +60,29 @@ class TwoDevices(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def make_cast(layout: Layout, *, adapts: bool) -> Cast:
+class CopiesOnCpu(TorchDispatchMode):
+    """Counts the copies of weights that torch makes on the CPU."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        is_copy = func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+        self.n += is_copy and made.device.type == "cpu" and made.dim() == 2
+        return made
+
+
+def make_model(*, adapts: bool) -> Any:
     small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
     described = {**FAMILIES["llama"], **small, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(described.pop("model_type"), **described))
     if adapts:
         model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return model
+
+
+def make_cast(layout: Layout, *, adapts: bool) -> Cast:
+    model = make_model(adapts=adapts)
     return Cast(
         model, has_guide=True, guide_learns=True, has_value=True, critic=CriticConfig(width=4), layout=layout
     )  # fmt: skip
@@ -111,3 +129,25 @@ def check(cast: Cast, layout: Layout) -> None:
     soft_update(cast.slow_critic, cast.critic, tau=0.1)
     for name, part in cast.parts.items():
         assert all(p.grad is not None and p.grad.device == p.device for p in part if "lora_A" not in name), name
+
+
+def test_a_copy_for_another_device_is_never_made_on_the_models_own():
+    model = make_model(adapts=False)
+    with CopiesOnCpu() as copies:
+        cast = Cast(model, has_guide=True, guide_learns=True, has_value=False, layout=LAYOUTS["guide elsewhere"])
+    assert copies.n == 0
+    assert {p.device.type for p in cast.models["guide"].parameters()} == {"meta"}
+
+
+def test_a_copy_has_the_same_values_in_weights_of_its_own():
+    model = make_model(adapts=False)
+    model.tie_weights()
+    cast = Cast(model, has_guide=True, guide_learns=True, has_value=False)
+    its = dict(cast.models["guide"].named_parameters())
+    assert its.keys() == dict(model.named_parameters()).keys()
+    for name, weight in model.named_parameters():
+        assert torch.equal(its[name], weight)
+        assert its[name].data_ptr() != weight.data_ptr()
+        assert its[name].requires_grad
+    with cast.reference("solver") as reference:
+        assert not any(weight.requires_grad for weight in reference.parameters())

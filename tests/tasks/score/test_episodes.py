@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sftplay.config.schema.run import RunConfig
 from sftplay.config.schema.score import PromptsConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.prompts.questions import Question
@@ -16,9 +19,13 @@ from sftplay.deliver.infer.generate import Generator
 from sftplay.deliver.infer.sampling import AHEAD, DrawByRow, seed_of
 from sftplay.errors import RunError
 from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
+from sftplay.monitor.out_of_memory import OutOfMemory
+from sftplay.plan.sizing.decisions import RATES
 from sftplay.tasks.score.episodes.drawing import Action, RecordedSampling, draw_actions, padded_tokens
-from sftplay.tasks.score.episodes.figures import diagnosis, edit_ratio, is_leaked, reference_of, turn_figures
+from sftplay.tasks.score.episodes.figures import diagnosis, edit_ratio, is_leaked, turn_figures
+from sftplay.tasks.score.episodes.play import Player
 from sftplay.tasks.score.episodes.templates import Template, make_templates, tokens_of, tokens_of_each, without_middle
+from sftplay.tasks.score.learning.schedule import rates_of
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +49,22 @@ def test_a_prompt_holds_the_sampled_ids_as_they_are(digits: Path):
     assert templates.guide.filled(known, room=30) == ids("1+3=2?")
     # Ids that no text has: a retokenised text could not bring them back.
     assert templates.guide.filled({**known, "attempt": [0, 0]}, room=30) == [*ids("1+3="), 0, 0, *ids("?")]
+
+
+def test_a_shortage_in_drawing_of_models_in_shards_names_the_rows_and_what_to_lower(digits: Path):
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model = AutoModelForCausalLM.from_pretrained(digits)
+    model.register_forward_pre_hook(run_out)
+    cast: Any = SimpleNamespace(speaking=lambda _: nullcontext(model))
+    tree = {"task_mode": "score", "model": {"name": "m"}, "score": {"placement": "sharded", "generation_rows": 2}}
+    renderer = Renderer.prove(AutoTokenizer.from_pretrained(digits), None, samples=[])
+    player = Player(RunConfig.model_validate(tree), cast, renderer=renderer)
+    with pytest.raises(OutOfMemory, match=r"out of memory in generation: 2 rows at a time.*2\.00 GiB") as caught:
+        player._draw([ids("1+3=")] * 3, "solver", numbers=range(3), seed=1, temperature=1.0, longest=2)
+    assert caught.value.fix == "lower score.generation_rows, then `make resume`"
+    assert caught.value.batch_size is None  # smaller micro-batches of learning would change nothing
 
 
 def test_the_middle_of_the_attempt_is_cut_and_problem_and_hint_survive():
@@ -105,12 +128,38 @@ def test_the_edit_ratio_is_levenshteins_distance_over_the_longer_length():
 )
 def test_a_hint_leaks_where_it_states_the_answer_as_a_number_of_its_own(hint, leaks):
     question = Question(0, [], "", {"answer": "6 x 7 = 42\n#### 42"})
-    assert is_leaked(reference_of(question), hint) is leaks
+    assert is_leaked(question, hint) is leaks
+
+
+@pytest.mark.parametrize(
+    ("hint", "leaks"),
+    [
+        ("```python\ndef larger(a, b):\n    return max(a, b)\n```", True),
+        ("Write it as\n\ndef larger( a, b ) -> int:\n    return a if a > b else b", True),
+        ("def largest(a, b):\n    return max(a, b)", False),
+        ("`larger` gives the smaller number: look at the sign in larger(a, b).", False),
+        ("def larger(a, b) takes two numbers", False),
+    ],
+)
+def test_a_hint_leaks_where_it_writes_the_function_that_is_asked_for(hint, leaks):
+    program = "```python\ndef larger(a, b):\n    return a if a > b else b\n```"
+    question = Question(0, [], "", {"answer": program, "entry_point": "larger"})
+    assert is_leaked(question, hint) is leaks
+
+
+@pytest.mark.parametrize(("mode", "solver", "guide"), [("full", 1e-5, 1e-6), ("lora", 5e-5, 1e-5)])
+def test_rates_without_a_word_are_those_of_the_specification(mode, solver, guide):
+    assert RATES[mode, "score"] == solver
+    cfg = RunConfig(task_mode="score", model={"name": "builtin:tiny"}, tuning={"mode": mode})
+    rates = rates_of(cfg, peak=RATES[mode, "score"])
+    assert rates == pytest.approx({"solver": solver, "guide": guide, "value": 1e-4, "critic": 1e-4})
+    said = cfg.with_values({"score.solver_learning_rate": 3e-4, "score.guide_learning_rate": 7e-4}, "test")
+    assert (rates_of(said, peak=1.0)["solver"], rates_of(said, peak=1.0)["guide"]) == (3e-4, 7e-4)
 
 
 def test_a_whole_solution_is_no_leak():
-    assert not is_leaked("x" * 200, "x" * 200)
-    assert not is_leaked(reference_of(Question(0, [], "", {})), "anything")
+    assert not is_leaked(Question(0, [], "", {"answer": "x" * 200}), "x" * 200)
+    assert not is_leaked(Question(0, [], "", {}), "anything")
 
 
 def test_copying_is_told_from_correcting():

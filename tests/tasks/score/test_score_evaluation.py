@@ -9,15 +9,18 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from torch import nn
 
 from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
+from sftplay.heartbeat import Heartbeat
 from sftplay.tasks.score import task
 from sftplay.tasks.score.episodes.judge import Verdict
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
 from sftplay.tasks.score.learning.schedule import gate_objection
 
 STAGE1, STEPS, N = 2, 4, 4
+OPTIMIZER = SimpleNamespace(state={})
 
 
 def played(n_first: int, n_second: int) -> list[Any]:
@@ -36,14 +39,26 @@ def played(n_first: int, n_second: int) -> list[Any]:
 class Course:
     """A run that is nothing but its evaluations: right first and second answers at each, and KL of turn 1."""
 
-    def __init__(self, folder: Path, *, kl_t1: float = 0.001, hint_gain: float = 0.2, **columns: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        kl_t1: float = 0.001,
+        hint_gain: float = 0.2,
+        best_metric: str | None = None,
+        **columns: str,
+    ) -> None:
         score = SimpleNamespace(
             stage1_steps=STAGE1, kl1_max=0.02, eval_temperature=0.0, hint_gain=hint_gain, guidance="model_trained"
         )
-        self.state = SimpleNamespace(global_step=0, max_steps=STEPS)
-        self.trainer = SimpleNamespace(state=self.state, figures={"kl_t1": kl_t1}, held_out_figures={})
+        self.state = SimpleNamespace(global_step=0, max_steps=STEPS, best_metric=None, best_global_step=None)
+        self.trainer = SimpleNamespace(
+            state=self.state, figures={"kl_t1": kl_t1}, held_out_figures={}, heartbeat=Heartbeat(),
+            args=SimpleNamespace(output_dir=str(folder / "checkpoints")),
+        )  # fmt: skip
+        cfg: Any = SimpleNamespace(score=score, train=SimpleNamespace(best_metric=best_metric))
         questions = [Question(n, [], "1+1=", dict(columns)) for n in range(N)]
-        self.callback = EvaluateEpisodes(SimpleNamespace(score=score), questions, folder=folder, every=STAGE1)
+        self.callback = EvaluateEpisodes(cfg, questions, folder=folder, every=STAGE1)
         self.callback.attach(self.trainer)
         self.n_played = 0
 
@@ -55,7 +70,7 @@ class Course:
         self.state.global_step = step
         control = SimpleNamespace(should_log=False, should_save=False)
         with patch.object(self.callback, "_play", play):
-            self.callback.on_step_end(None, self.state, control)
+            self.callback.on_step_end(None, self.state, control, model=nn.Linear(1, 1), optimizer=OPTIMIZER)
         return control
 
 
@@ -125,3 +140,18 @@ def test_a_discount_that_punishes_a_right_first_answer_gets_a_warning(said: Call
         with patch.object(task, "_cast", side_effect=InterruptedError), pytest.raises(InterruptedError):
             task.build_trainer(parts)
         assert said().count(warning) == n
+
+
+def test_a_checkpoint_is_written_wherever_more_second_answers_are_right_than_before(tmp_path: Path):
+    for best_metric, saves, best in (("acc_t2", [True, True, False, False], 4), (None, [False] * 4, None)):
+        course = Course(tmp_path / str(best_metric), best_metric=best_metric)
+        n_right = {2: 0, 4: 3, 6: 3, 8: 2}
+        assert [course.end_step(step, 0, right).should_save for step, right in n_right.items()] == saves
+        assert course.state.best_global_step == best
+
+
+def test_a_checkpoint_of_the_best_evaluation_needs_room_as_any_other(tmp_path: Path):
+    course = Course(tmp_path, best_metric="acc_t2")
+    full = SimpleNamespace(free=0)
+    with patch("sftplay.monitor.disk.shutil.disk_usage", return_value=full), pytest.raises(RunError, match="too full"):
+        course.end_step(STAGE1, 0, 1)

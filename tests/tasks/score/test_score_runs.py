@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from untimed_metrics import untimed
 
 from sftplay.errors import RunError
 from sftplay.tasks.score.episodes.cast import Cast
+from sftplay.tasks.score.evaluation import EvaluateEpisodes
 
 pytestmark = pytest.mark.slow
 
@@ -192,3 +194,41 @@ def test_other_kinds_of_guidance_train_the_solver_alone(guidance: str, inputs: I
     assert not any("kl_guide" in line for line in run.metrics)
     leaks = [line["hint_tokens"] for line in run.metrics]
     assert all(tokens == {"none": 0, "static": 1}.get(guidance, tokens) for tokens in leaks)
+
+
+@pytest.fixture
+def peak() -> Iterator[None]:
+    """Second answers are right most often after step 2."""
+    real = EvaluateEpisodes._measure
+
+    def measure(self: EvaluateEpisodes, step: int, path: Path) -> dict[str, Any]:
+        return {**real(self, step, path), "acc_t2": {2: 0.9}.get(step, 0.1 * step)}
+
+    with patch.object(EvaluateEpisodes, "_measure", measure):
+        yield
+
+
+@pytest.mark.usefixtures("peak")
+def test_the_best_evaluations_weights_are_kept_and_are_the_result_of_both_adapters(inputs: Inputs, tmp_path: Path):
+    options = score_options(train__best_metric="acc_t2", train__save_total_limit=1, train__eval_steps=1)
+    run = train(tmp_path / "whole", inputs, **options)
+    kept = sorted(path.name for path in run.folder.checkpoints.iterdir())
+    assert kept == ["checkpoint-2", "checkpoint-4"]  # the best and the newest
+    best = load_file(run.folder.checkpoints / "checkpoint-2" / "score.safetensors")
+    last = load_file(run.folder.checkpoints / "checkpoint-4" / "score.safetensors")
+    result = weights(run)
+    for adapter, name in (("adapter", "default"), ("guide", "guide")):
+        pairs = {n.partition("/")[2]: tensor for n, tensor in result.items() if n.startswith(f"{adapter}/")}
+        assert pairs
+        for path, tensor in pairs.items():
+            kept_as = path.replace(".weight", f".{name}.weight")
+            assert torch.equal(tensor, best[kept_as]), path
+        assert any(
+            not torch.equal(tensor, last[p.replace(".weight", f".{name}.weight")]) for p, tensor in pairs.items()
+        )
+    cfg, folder = new_run(tmp_path / "halves", inputs, **options)
+    train_in(cfg, folder, StopAfter(3))
+    resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
+    assert course(resumed) == course(run)
+    for path, tensor in result.items():
+        assert torch.equal(tensor, weights(resumed)[path]), path

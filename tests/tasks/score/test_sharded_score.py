@@ -11,12 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from gloo_ranks import on_ranks
 from run_outputs import Outputs
 from safetensors.torch import load_file
 from score_run import score_inputs, score_options
 from small_run import Inputs, write_small_run
 from transformers import AutoModelForCausalLM
 from untimed_metrics import lines_of
+
+from sftplay.plan.devices.layout import Layout
+from sftplay.tasks.score.episodes.cast import Cast
+from sftplay.tasks.score.kept_weights import load_weights, save_weights
+from sftplay.tasks.score.shards.models import gathered, load_whole
 
 pytestmark = pytest.mark.slow
 
@@ -119,3 +125,27 @@ def test_a_run_in_shards_goes_on_in_shards_and_in_another_placement(
         assert lines_of(runs.folder(name).path) == lines_of(whole)
         for tensor, its in zip(weights(runs.folder(name).path).values(), weights(whole).values(), strict=True):
             assert torch.equal(tensor, its)
+
+
+def test_models_in_shards_take_the_whole_weights_of_a_checkpoint(inputs: Inputs, tmp_path: Path):
+    def cast(placement: Any) -> Cast:
+        model = AutoModelForCausalLM.from_pretrained(inputs.model)
+        return Cast(model, has_guide=True, guide_learns=True, has_value=True, layout=Layout(placement=placement))
+
+    whole = cast("roles")
+    for model in (*whole.models.values(), whole.value_head):
+        for parameter in model.parameters():
+            parameter.data.normal_()
+    save_weights(whole, tmp_path)
+    whole.model.save_pretrained(tmp_path)
+
+    def loaded() -> list[tuple[str, list[torch.Tensor]]]:
+        mine = cast("sharded")
+        mine.shard("no")
+        load_weights(mine, tmp_path)
+        load_whole(mine.model, tmp_path)
+        return [(part, [gathered(weight.detach()) for weight in weights]) for part, weights in mine.parts.items()]
+
+    for rank in on_ranks(2, loaded, tmp_path / "ranks"):
+        for part, weights in rank:
+            assert all(torch.equal(*pair) for pair in zip(weights, whole.parts[part], strict=True)), part

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,14 +94,6 @@ class Tally:
         return {question: _ranked(list(box.values())) for question, box in self.boxes.items()}
 
 
-def count_votes(answers: Iterable[Answer]) -> Ballots:
-    """The ballots of all these answers."""
-    tally = Tally()
-    for answer in answers:
-        tally.add(answer)
-    return tally.ballots()
-
-
 def share_of(task: str, n: int) -> int:
     """Which of `n` shares the votes for a task belong to, the same in every process."""
     return zlib.crc32(task.encode()) % n
@@ -116,11 +108,6 @@ def solved_at(task: Task, ballots: Ballots) -> float:
         right = grid_key(pair.output)
         ranks.append(keys.index(right) + 1 if right in keys else math.inf)
     return max(ranks)
-
-
-def pass_at(tasks: Mapping[str, Task], ballots: Ballots, *, ks: Sequence[int] = KS) -> dict[int, float]:
-    """The share of all tasks that is solved with k tries."""
-    return share_solved([solved_at(task, ballots) for task in tasks.values()], ks=ks)
 
 
 def share_solved(tries: Sequence[float], *, ks: Sequence[int] = KS) -> dict[int, float]:

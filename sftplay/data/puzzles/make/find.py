@@ -36,8 +36,11 @@ def open_split(path: str, split: Split, *, key: str) -> PuzzleFolder:
     if (folder / FACTS).is_file():
         return PuzzleFolder.open(folder)
     if (other / FACTS).is_file() and not (inner / FACTS).is_file():
-        alone = f", or name {other} to measure nothing" if split == "test" else ""
-        raise DataError(f"holds the split {other.name} and no {split}", where=path, fix=f"write {inner} too{alone}")
+        # Only what is named as training puzzles may be trained on.
+        alone = f", or name {other} to measure nothing" if split == "test" and key == "data.train_path" else ""
+        raise DataError(
+            f"{key} holds the split {other.name} and no {split}", where=path, fix=f"write {inner} too{alone}"
+        )
     return PuzzleFolder.open(inner if (inner / FACTS).is_file() else folder)
 
 

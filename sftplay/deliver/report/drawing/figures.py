@@ -16,6 +16,7 @@ SHARES = (
     "mfu",
     "pass",
     "held_out_pass",
+    "hidden_pass",
     "clipped_ratio",
     "acc_t1",
     "acc_t2",

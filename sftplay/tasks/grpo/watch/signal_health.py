@@ -142,10 +142,8 @@ class SignalHealth(Observer, ExportableState):
         self._warn_of_form_alone()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        shares = [logs[name] for name in ("clip_ratio/region_mean", "cispo_clip_ratio") if logs.get(name) is not None]
-        clipped = {"policy_clip_share": shares[0]} if shares else {}
         names = ("entropy", "kl", "sampler_kl", "sampler_gap")
-        self._judge({**{name: logs.get(name) for name in names}, **clipped})
+        self._judge({**{name: logs.get(name) for name in names}, "policy_clip_share": policy_clip_share(logs)})
 
     def _judge(self, figures: Mapping[str, float | None]) -> None:
         for name, value in figures.items():
@@ -192,3 +190,9 @@ class SignalHealth(Observer, ExportableState):
             "a reward that pays parts of an answer; more grpo.num_generations and a higher grpo.temperature make "
             f"answers differ. {samples}; grpo.stop_without_signal=0 goes on",
         )
+
+
+def policy_clip_share(logs: Mapping[str, Any]) -> float | None:
+    """Share of the tokens whose ratio TRL's loss cuts off; None for a loss that cuts none off."""
+    names = ("clip_ratio/region_mean", "cispo_clip_ratio")
+    return next((logs[name] for name in names if logs.get(name) is not None), None)

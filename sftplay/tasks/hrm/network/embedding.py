@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sftplay.tasks.hrm.network.table_share import TableShare, gathered
+from sftplay.tasks.hrm.network.table_share import TableShare, from_all_ranks
 
 ALL_ROWS = TableShare()
 
@@ -70,7 +70,7 @@ class PuzzleTable(nn.Module):
         All ranks call it, with equally many rows each. Decay is decoupled and reaches touched rows alone.
         """
         if torch.distributed.is_initialized():
-            touched = Touched(*(torch.cat(gathered(mine)) for mine in touched))
+            touched = Touched(*(torch.cat(from_all_ranks(mine)) for mine in touched))
         different, place = touched.ids.unique(return_inverse=True)
         total = touched.gradients.new_zeros(len(different), self.rows.shape[1]).index_add_(0, place, touched.gradients)
         mine = different
@@ -88,7 +88,7 @@ class PuzzleTable(nn.Module):
     def norm(self) -> Tensor:
         """The norm of all rows. All ranks call it."""
         mine = self.rows.norm()
-        return torch.stack(gathered(mine)).norm() if self.is_shared_out else mine
+        return torch.stack(from_all_ranks(mine)).norm() if self.is_shared_out else mine
 
     @contextmanager
     def collected(self) -> Iterator[None]:

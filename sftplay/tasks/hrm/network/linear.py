@@ -1,11 +1,15 @@
 """Linear layers: how their weights begin, and the library that multiplies on a CPU.
 
 torch multiplies fp32 matrices on x86 CPUs by MKL. On AMD's CPUs MKL does without AVX-512, and is half as fast as
-oneDNN, which torch brings too (docs/benchmarks.md). 16-bit numbers go through oneDNN in torch itself.
+oneDNN, which torch brings too (docs/benchmarks.md). Other CPUs keep MKL, because nothing was measured on them. 16-bit
+numbers go through oneDNN in torch itself.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,14 +49,23 @@ class Linear(nn.Module):
 
 
 def multiplies_by_one_dnn(x: Tensor) -> bool:
-    """Whether `x` is multiplied by oneDNN: in fp32, on a CPU with AVX-512, where nothing is compiled."""
+    """Whether `x` is multiplied by oneDNN: in fp32, on a CPU of AMD with AVX-512, where nothing is compiled."""
     return (
         x.device.type == "cpu"
         and x.dtype == torch.float32
+        and not torch.compiler.is_compiling()
         and torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and not torch.compiler.is_compiling()
+        and is_of_amd()
     )
+
+
+@cache
+def is_of_amd() -> bool:
+    """Whether the CPU is one of AMD's. Where the system does not say so, it counts as another."""
+    with suppress(OSError):
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    return False
 
 
 class OneDnnProduct(torch.autograd.Function):

@@ -42,7 +42,7 @@ class TableShare(NamedTuple):
 
         All ranks call it, with equally many ids each.
         """
-        wanted = gathered(ids)
+        wanted = from_all_ranks(ids)
         answers = [rows[self.places(each[self.holds(each)])] for each in wanted]
         owners = ids % self.world
         received = rows.new_empty(len(ids), rows.shape[1])
@@ -69,7 +69,7 @@ class TableShare(NamedTuple):
         return whole[:identifiers]
 
 
-def gathered(mine: Tensor) -> list[Tensor]:
+def from_all_ranks(mine: Tensor) -> list[Tensor]:
     """What each rank has, in rank order. All ranks call it with the same shape."""
     parts = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(parts, mine.contiguous())

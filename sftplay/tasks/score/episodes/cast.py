@@ -52,7 +52,7 @@ class Cast:
         self.model, self.has_guide, self.has_value = model, has_guide, has_value
         self.devices = layout.as_torch(str(model.device))
         self._has_adapters = hasattr(model, "peft_config")
-        own = "cpu" if layout.placement == "sharded" else None  # a device never holds them whole
+        own = "cpu" if layout.is_split else None  # until `shard`, a device has the solver alone
         self.is_separate = has_guide and (layout.separates or not self._has_adapters)
         self._reference = None if self._has_adapters else _frozen_copy(model, own or self.devices["ref"])
         self.models: dict[Role, Any] = {"solver": model, "guide": model}
@@ -226,8 +226,14 @@ class Cast:
 
 
 def _copy(model: Any, device: str) -> Any:
-    """The same weights once more, on `device`."""
-    return deepcopy(model).to(device)
+    """The same weights once more, made on `device`: the model's own never has them twice for it.
+
+    Weights in 4 bits are moved as their class does it.
+    """
+    plain = (p for p in model.parameters() if type(p) is nn.Parameter)
+    made: dict[int, Any] = {id(p): nn.Parameter(p.detach().to(device, copy=True), p.requires_grad) for p in plain}
+    made |= {id(buffer): buffer.to(device, copy=True) for buffer in model.buffers()}
+    return deepcopy(model, made).to(device)
 
 
 def _frozen_copy(model: Any, device: str) -> Any:

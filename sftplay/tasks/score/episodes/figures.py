@@ -62,8 +62,12 @@ def reference_of(question: Question) -> str:
     return "" if answer is None else reference_answer(str(answer))
 
 
-def is_leaked(reference: str, hint: str) -> bool:
-    """Whether a hint states the right answer, as a word or number of its own."""
+def is_leaked(question: Question, hint: str) -> bool:
+    """Whether a hint states the right answer, as a word or number of its own; of a program: whether it defines the
+    function that is asked for."""
+    if name := question.columns.get("entry_point"):
+        return re.search(rf"\bdef\s+{re.escape(str(name))}\s*\(.*:", hint) is not None
+    reference = reference_of(question)
     if not reference or len(reference) > LONGEST_LEAK:
         return False
     return re.search(rf"(?<![\w.]){re.escape(reference)}(?!\w|\.\d)", hint) is not None

@@ -12,12 +12,7 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.metrics import gather_objects
 from sftplay.reward.reward_set import Abstentions, RewardSet, Scored, aligned
 from sftplay.reward.table import judges_form
-from sftplay.tasks.score.episodes.figures import (
-    action_figures,
-    is_leaked,
-    reference_of,
-    turn_figures,
-)
+from sftplay.tasks.score.episodes.figures import action_figures, is_leaked, turn_figures
 from sftplay.tasks.score.episodes.play import Episode, text_of
 
 RIGHT = 1.0 - 1e-9
@@ -102,7 +97,7 @@ class EpisodeJudge:
             form_first=form[0],
             form_second=form[1],
             is_parsed=bool(self._form),
-            leaks=is_leaked(reference_of(episode.question), text_of(self.tokenizer, episode.hint_ids)),
+            leaks=is_leaked(episode.question, text_of(self.tokenizer, episode.hint_ids)),
             n_cut=sum(cut),
             hint_tokens=len(episode.hint_ids),
             edit_ratio=says["edit_ratio"],

@@ -159,9 +159,10 @@ class Player:
         longest: int,
     ) -> list[Action]:
         if self._at_once is None:
-            is_alone = self.cfg.score.placement != "sharded"
-            rows = self.cfg.score.generation_rows or len(prompts)
-            self._at_once = AdaptiveBatches(rows, "generation", is_alone=is_alone)
+            rows = int(self.cfg.score.generation_rows or len(prompts))
+            fix = "lower score.generation_rows, then `make resume`" if rows > 1 else "lower model.max_seq_len"
+            together = self.cfg.score.placement == "sharded"
+            self._at_once = AdaptiveBatches(rows, "generation", fix=fix if together else "")
 
         def draw(part: slice) -> list[Action]:
             self.beat()

@@ -1,11 +1,15 @@
-"""Which stage a step belongs to, and the gate between the stages."""
+"""Which stage a step belongs to, the gate between the stages, and the rate of each part."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sftplay.config.schema.run import RunConfig
 from sftplay.config.schema.score import ScoreConfig
 from sftplay.tasks.score.learning.returns import Stage
+
+GUIDE_RATES = {"full": 0.1, "lora": 0.2, "qlora": 0.2}
+"""Rate of the guide over that of the solver, where nothing is said."""
 
 
 @dataclass(frozen=True)
@@ -37,3 +41,15 @@ def gate_objection(*, kl_first: float, delta: float, kl1_max: float) -> str:
     if delta <= 0:
         faults.append(f"second answers are no better than first ones (delta {delta:+.3f})")
     return " and ".join(faults)
+
+
+def rates_of(cfg: RunConfig, *, peak: float) -> dict[str, float]:
+    """The peak rate of each part; `peak` is that of `train.learning_rate`."""
+    score = cfg.score
+    solver = score.solver_learning_rate or peak
+    return {
+        "solver": solver,
+        "guide": score.guide_learning_rate or GUIDE_RATES[cfg.tuning.mode] * solver,
+        "value": score.value_learning_rate,
+        "critic": score.critic.learning_rate,
+    }

@@ -11,10 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from sftplay.config.schema.score import SEPARATE_WIDTH
 from sftplay.tasks.score.learning.encoder import TextEncoder, Tokens
-
-SEPARATE_WIDTH = 64
-"""Of a network of its own. Small: it sees few episodes."""
 
 ValueFlow = Literal["shared_trunk", "stop", "straight_through"]
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sftplay import log
 from sftplay.errors import ConfigError
@@ -62,7 +64,7 @@ def shard(model: Any, mesh: DeviceMesh, *, precision: str, keeps_head: bool = Fa
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     units = [*layers, *([embeddings] if embeddings.weight is not head.weight else [])]
     policy = MixedPrecisionPolicy(param_dtype=COMPUTED[precision], reduce_dtype=torch.float32)
-    for unit in units:
+    for unit in reversed(units):  # what lies within first
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_head)
     model.within = _call
@@ -101,6 +103,26 @@ def whole_weights(model: Any) -> dict[str, Tensor]:
             wholes[key] = whole if log.is_main() else tensor
         found[name] = wholes[key]
     return found if log.is_main() else {}
+
+
+def load_whole(model: Any, checkpoint: Path) -> None:
+    """Take the weights that a Trainer has written whole. Every rank must call it."""
+    mine = dict(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for path in sorted(checkpoint.glob("model*.safetensors")):
+            for name, whole in load_file(path).items():
+                if name in mine:  # what is no weight is as it was
+                    put(whole, mine[name])
+
+
+def put(whole: Tensor, weight: Tensor) -> None:
+    """Write a whole tensor over a weight, or over this rank's part of it. Every rank must call it."""
+    weight.copy_(part_of(whole, weight) if isinstance(weight, DTensor) else whole)
+
+
+def part_of(whole: Tensor, weight: DTensor) -> DTensor:
+    """This rank's part of a tensor, as it has of `weight`. Every rank must call it."""
+    return distribute_tensor(whole.to(weight.device), weight.device_mesh, weight.placements)
 
 
 def _call(work: Callable[[], T]) -> T:

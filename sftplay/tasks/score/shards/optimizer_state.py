@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from sftplay import log
-from sftplay.tasks.score.shards.models import gathered
+from sftplay.tasks.score.shards.models import gathered, part_of
 
 
 def save_optimizer(optimizer: Any, path: Path) -> None:
@@ -40,4 +40,4 @@ def _part(value: Any, weight: Any) -> Any:
     """A moment in the shards of its weight; what is no moment, such as a count of steps, as it is."""
     if not isinstance(weight, DTensor) or not isinstance(value, Tensor) or value.shape != weight.shape:
         return value
-    return distribute_tensor(value, weight.device_mesh, weight.placements)
+    return part_of(value, weight)
