@@ -12,9 +12,9 @@
 # 3. Computes the rewards of all those answers again in another process, and compares.
 # 4. Shows what was learned.
 #
-# The toy needs no GPU and no download, and about two minutes on two cores. Values behind -- change the second step, such
-# as `-- train.max_steps=100 tuning.mode=lora train.learning_rate=2e-3`. Run it again to go on where it was stopped.
-# PY=python takes another Python.
+# The toy needs no GPU and no download, and two to three minutes on two cores; the first time, one or more besides
+# to build the tiny model. Values behind -- change the second step, such as `-- train.max_steps=100 tuning.mode=lora
+# train.learning_rate=2e-3`. Run it again to go on where it was stopped. PY=python takes another Python.
 
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=environment.sh
