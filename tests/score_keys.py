@@ -258,7 +258,7 @@ def check_evaluation(bench: Any) -> None:
 
 def dealt(score: ScoreConfig) -> Dealing:
     """How a drawing of four episodes is dealt."""
-    return Dealing(step_episodes=4, parts=score.steps_per_generation, passes=score.num_iterations)
+    return Dealing(step_episodes=4, portions=score.steps_per_generation, passes=score.num_iterations)
 
 
 def check_update(key: str, *values: Any, **usual: Any) -> Check:

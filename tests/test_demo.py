@@ -18,7 +18,7 @@ Command = Callable[..., CompletedProcess[str]]
 
 def run_demo(sftplay: Command, folder: Path, *words: str) -> tuple[CompletedProcess[str], dict[str, float]]:
     """The finished demo below `folder` and its demo.json."""
-    done = sftplay("demo", f"output_dir={folder}", *words, timeout=3 * HANG_S, env={"OMP_NUM_THREADS": "2"})
+    done = sftplay("demo", f"output_dir={folder}", *words, timeout=3 * HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done, json.loads((folder / "demo" / "demo.json").read_text())
 

@@ -252,7 +252,7 @@ class ScoreConfig(Section):
     """The optional critic."""
 
     samples: Annotated[int, Field(ge=0)] | None = 64
-    """Episodes of each step that are written to samples/. None means all, 0 none."""
+    """Episodes of each drawing that are written to samples/, by its first step. None means all, 0 none."""
 
     @property
     def steps_of_drawing(self) -> int:

@@ -36,8 +36,8 @@ class MarkComplete(Observer):
     """Checks the room on the disk before a save, and marks the checkpoint complete after it.
 
     All ranks wait while the main one syncs the files to disk, marks the checkpoint and removes old ones. A resume
-    compares `facts`; `limit` checkpoints are kept. A thread notes steps in status.json, one at a time, so that
-    no step waits for the disk.
+    compares `facts`; `limit` checkpoints are kept. A thread notes steps in status.json, so that a step waits
+    for no more than the note before it.
     """
 
     def __init__(

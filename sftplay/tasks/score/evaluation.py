@@ -31,7 +31,7 @@ from sftplay.tasks.score.episodes.samples import line_of, write_lines
 from sftplay.tasks.score.learning.schedule import gate_objection
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 
-Played = tuple[int, Verdict, dict[str, Any]]
+Measured = tuple[int, Verdict, dict[str, Any]]
 """Number of the episode, verdict, and the episode for people."""
 
 
@@ -103,13 +103,13 @@ class EvaluateEpisodes(Observer):
             write_text(path, json.dumps(figures, indent=1) + "\n")
         return figures
 
-    def _play(self, *kinds: Hints, is_greedy: bool = False) -> list[list[Played]]:
+    def _play(self, *kinds: Hints, is_greedy: bool = False) -> list[list[Measured]]:
         """With each kind of hints: the episodes of all ranks, each once, in the order of their numbers.
 
         First answers are the same with each kind, so they are drawn once. `is_greedy`: each problem once, with the
         likeliest tokens; else as the config says.
         """
-        played, firsts = list[list[Played]](), None
+        played, firsts = list[list[Measured]](), None
         for hints in kinds:
             with random_numbers_kept(), self.trainer.heartbeat.within("evaluation"):
                 episodes = self._share(hints, is_greedy=is_greedy, firsts=firsts)
@@ -138,7 +138,7 @@ class EvaluateEpisodes(Observer):
             trainer.cast.train()
         return list(zip(numbers, episodes, strict=True))
 
-    def _judged(self, episodes: Sequence[tuple[int, Episode]]) -> list[Played]:
+    def _judged(self, episodes: Sequence[tuple[int, Episode]]) -> list[Measured]:
         trainer = self.trainer
         verdicts = trainer.judge.judge([episode for _, episode in episodes], heartbeat=trainer.heartbeat)
         return [
@@ -181,7 +181,7 @@ class EvaluateEpisodes(Observer):
             )
 
 
-def figures_of(played: Sequence[Played]) -> dict[str, float | None]:
+def figures_of(played: Sequence[Measured]) -> dict[str, float | None]:
     """What the verdicts say."""
     return describe([verdict for _, verdict, _ in played])
 

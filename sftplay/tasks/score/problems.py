@@ -46,7 +46,7 @@ class Dealing:
     step_episodes: int
     """Episodes of an optimizer step."""
 
-    parts: int = 1
+    portions: int = 1
     """Steps to which a drawing is dealt."""
 
     passes: int = 1
@@ -58,31 +58,33 @@ class Dealing:
     def of(cls, cfg: RunConfig) -> Dealing:
         """That of a run."""
         score, episodes = cfg.score, cfg.train.effective_batch_size
-        return cls(step_episodes=episodes, parts=score.steps_per_generation, passes=score.num_iterations, seed=cfg.seed)
+        return cls(
+            step_episodes=episodes, portions=score.steps_per_generation, passes=score.num_iterations, seed=cfg.seed
+        )
 
     @property
     def steps(self) -> int:
         """Optimizer steps that a drawing feeds."""
-        return self.parts * self.passes
+        return self.portions * self.passes
 
     @property
     def episodes(self) -> int:
         """Episodes of a drawing."""
-        return self.parts * self.step_episodes
+        return self.portions * self.step_episodes
 
     def place(self, row: int) -> int:
         """The place of the episode that is learned from as number `row`, steps one after the other.
 
-        Every `parts` neighbours are dealt to as many steps in an order of their own. So each step gets an episode of
+        Every `portions` neighbours are dealt to as many steps in an order of their own. So each step gets an episode of
         every problem, or nearly, and a rank's steps together have the episodes that the rank has played.
         """
         step, at = divmod(row, self.step_episodes)
         drawing, step = divmod(step, self.steps)
-        number, part = divmod(step, self.parts)
-        first = (drawing * self.step_episodes + at) * self.parts
+        number, portion = divmod(step, self.portions)
+        first = (drawing * self.step_episodes + at) * self.portions
         draw = Random(seed_of(seed_of(self.seed, drawing * self.passes + number), at)).random
-        keys = [draw() for _ in range(self.parts)]
-        return first + sorted(range(self.parts), key=keys.__getitem__)[part]
+        keys = [draw() for _ in range(self.portions)]
+        return first + sorted(range(self.portions), key=keys.__getitem__)[portion]
 
     def own(self, drawing: int) -> range:
         """Places of the episodes that this rank plays, side by side."""

@@ -157,7 +157,7 @@ class EpisodeTrainer(Trainer):
         assert self.micro_batcher is not None
         return Batch(
             micro_batch=self.micro_batcher.micro_batch,
-            n_episodes=n_episodes / self.dealing.parts / log.world_size(),
+            n_episodes=n_episodes / self.dealing.portions / log.world_size(),
             is_fresh=is_fresh,
             pad=self.player.tokenizer.pad_token_id,
             backward=self._backward,

@@ -52,6 +52,12 @@ class Kit:
         return lines(self.home / "outputs" / name / "metrics.jsonl")
 
 
+def rise(metrics: list[dict[str, Any]]) -> float:
+    """Of the sampled rewards: the mean of the last ten steps above that of the first three."""
+    rewards = [line["reward"] for line in metrics]
+    return fmean(rewards[-10:]) - fmean(rewards[:3])
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -62,26 +68,38 @@ def kit(builtin_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Kit:
 
 
 @pytest.fixture(scope="module")
+def warm(kit: Kit) -> None:
+    """The warm model; nothing is trained where the workflow has trained it."""
+    words = ("--config", "configs/run_grpo_toy_sft.yaml", "run_name=toy-sft", "train.resume=auto")
+    kit.call(sys.executable, "-m", "sftplay", "train", *words)
+
+
+@pytest.fixture(scope="module")
 def shown(kit: Kit) -> str:
     """What the workflow prints."""
     return kit.call(kit.home / "workflows" / "sft_then_grpo.sh", "--", *SHORTER)
 
 
+def check_learned(run: Path, *, steps: int, measured: tuple[int, ...]) -> None:
+    metrics = lines(run / "metrics.jsonl")
+    assert len(metrics) == steps
+    assert rise(metrics) >= 0.4
+    drawn = [lines(run / "samples" / f"step-{step}.jsonl") for step in range(1, steps + 1)]
+    last = [line for step in drawn[-10:] for line in step]
+    assert fmean(line["rewards"]["tests"] == 1.0 for line in last) >= 0.85
+    every = [line["verdict"] for step in drawn for line in step]
+    assert {verdict["status"] for verdict in every}.isdisjoint({"infra"})
+    assert {verdict.get("executor") for verdict in every} <= {"bwrap", "landlock", None}
+    for step in measured:
+        assert json.loads((run / "eval" / f"step-{step}.json").read_text())["n"] == 9
+
+
 def test_the_warm_model_learns_to_pass_the_tests(kit: Kit, shown: str):
     run = kit.home / "outputs" / "toy-grpo"
-    rewards = [line["reward"] for line in lines(run / "metrics.jsonl")]
-    assert len(rewards) == 28
-    assert fmean(rewards[-10:]) - fmean(rewards[:3]) >= 0.4
-    last = [line for step in range(19, 29) for line in lines(run / "samples" / f"step-{step}.jsonl")]
-    assert fmean(line["rewards"]["tests"] == 1.0 for line in last) >= 0.85
-    assert {line["verdict"]["status"] for line in last}.isdisjoint({"infra"})
-    measured = lines(run / "metrics.jsonl")[-1]
-    step = lines(run / "samples" / "step-28.jsonl")
+    check_learned(run, steps=28, measured=(0, 14, 28))
+    measured, step = lines(run / "metrics.jsonl")[-1], lines(run / "samples" / "step-28.jsonl")
     assert measured["sandbox/ok"] == pytest.approx(fmean(line["verdict"]["status"] == "ok" for line in step))
     assert measured["found/labelled"] == pytest.approx(fmean(line["verdict"]["how"] == "labelled" for line in step))
-    assert {line["verdict"].get("executor") for line in last} <= {"bwrap", "landlock", None}
-    for step in (0, 14, 28):
-        assert json.loads((run / "eval" / f"step-{step}.json").read_text())["n"] == 9
     assert re.search(r"^reward +0\.\d+ +[01]\.\d+ +\+0\.\d+$", shown, re.MULTILINE)
     assert re.search(r"^pass@1, sampled +[\d.]+.% +[\d.]+.% +\+", shown, re.MULTILINE)
     assert "all agree" in shown
@@ -115,6 +133,27 @@ def test_two_processes_share_the_questions_and_answer_them_as_one_does(kit: Kit,
     before, after = (lines(run / "eval" / "step-0.jsonl") for run in (one, two))
     assert [line["prediction"] for line in before] == [line["prediction"] for line in after]
     assert [line["row"] for line in after] == list(range(9))
+
+
+@pytest.mark.long
+def test_the_workflow_as_it_is_shipped_teaches_the_same(kit: Kit):
+    shown = kit.call(kit.home / "workflows" / "sft_then_grpo.sh", "--name", "shipped")
+    check_learned(kit.home / "outputs" / "shipped-grpo", steps=60, measured=(0, 20, 40, 60))
+    assert "3,840 completions of 60 steps: all agree" in shown
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_an_adapter_on_the_warm_model_learns_too(kit: Kit, warm: None, mode: str):
+    values = (f"tuning.mode={mode}", "train.learning_rate=2e-3", "train.max_steps=40")
+    assert rise(kit.second(mode, *values)) >= 0.2
+
+
+@pytest.mark.long
+def test_two_processes_learn_as_far_as_one(kit: Kit, warm: None):
+    metrics = kit.second("two-to-the-end", *SHORTER, "--nproc=2")
+    assert len(metrics) == 28
+    assert rise(metrics) >= 0.4
 
 
 def test_random_rewards_teach_nothing(kit: Kit, shown: str):

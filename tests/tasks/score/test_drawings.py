@@ -42,7 +42,7 @@ def of_step(dealing: Dealing, step: int) -> list[int]:
 
 @pytest.mark.parametrize(("parts", "passes"), [(1, 3), (2, 2), (4, 1), (3, 2)])
 def test_the_steps_of_a_pass_have_every_episode_of_the_drawing_once(parts: int, passes: int):
-    dealing = Dealing(step_episodes=8, parts=parts, passes=passes, seed=7)
+    dealing = Dealing(step_episodes=8, portions=parts, passes=passes, seed=7)
     for drawing in range(2):
         every = list(range(drawing * dealing.episodes, (drawing + 1) * dealing.episodes))
         for number in range(passes):
@@ -52,16 +52,16 @@ def test_the_steps_of_a_pass_have_every_episode_of_the_drawing_once(parts: int, 
 
 
 def test_each_pass_deals_the_episodes_in_another_way():
-    dealing = Dealing(step_episodes=8, parts=2, passes=2, seed=7)
+    dealing = Dealing(step_episodes=8, portions=2, passes=2, seed=7)
     steps = [sorted(of_step(dealing, step)) for step in range(4)]
     assert len({tuple(step) for step in steps}) == 4
-    other = Dealing(step_episodes=8, parts=2, passes=2, seed=8)
+    other = Dealing(step_episodes=8, portions=2, passes=2, seed=8)
     assert [sorted(of_step(other, step)) for step in range(4)] != steps
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_rank_learns_from_episodes_that_it_has_played_itself(world: int):
-    dealing = Dealing(step_episodes=8, parts=2, passes=2)
+    dealing = Dealing(step_episodes=8, portions=2, passes=2)
     share = dealing.step_episodes // world  # accelerate gives rank 0 the first rows of a step, then rank 1
     played: list[int] = []
     for rank in range(world):
