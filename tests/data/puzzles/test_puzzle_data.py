@@ -403,7 +403,7 @@ def test_right_answers_to_all_copies_win_the_votes(arc: Path):
             tally.add(Answer(names[batch.puzzle_identifiers[row]], batch.inputs[row], labels, 1.0))
     ballots = tally.ballots()
     assert [ranked[0].votes for ranked in ballots.values()] == [41, 41]
-    assert [solved_at(task, ballots) for task in read_asked(folder.path).values()] == [1, 1]
+    assert [solved_at(task, ballots) for task in read_asked(folder.path).values()] == [1]  # of one task
 
 
 def test_an_evaluation_task_that_repeats_another_is_refused_with_the_names(
