@@ -61,7 +61,14 @@ def test_learning_takes_what_a_trace_of_the_tasks_own_update_takes(name):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # a GRU that is copied
-@pytest.mark.parametrize("name", ["adapters, scores decide", VALUED, "whole models, scores decide"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adapters, scores decide", "whole models, scores decide",
+        # By hand, in a process of its own: torch 2.13 damages its heap in this trace, and may crash behind another one.
+        pytest.param(VALUED, marks=pytest.mark.long),
+    ],
+)  # fmt: skip
 def test_the_record_is_what_a_trace_gives(name):
     traced = json.loads(RECORD.read_text(encoding="utf-8"))[name]
     assert trace_update(name) == pytest.approx(traced, rel=1e-3)
