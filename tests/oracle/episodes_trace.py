@@ -23,12 +23,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from oracle.cases import FAMILIES, TraceSettings
 from oracle.gpu_kernels import CudaKernels, InPlaceSums, KernelTemporaries, replaced
 from oracle.live_bytes import LiveBytes
+from oracle.score_update import batch_of_zeros, optimizer_with_state
 from oracle.trace import reads_answered, recompute
 from oracle.traced_model import DTYPES, adapt, build_causal
 from sftplay.config.schema.score import CriticConfig
 from sftplay.tasks.score.episodes import cast as cast_module
 from sftplay.tasks.score.episodes.cast import Cast
-from sftplay.tasks.score.gradients.scoring import ActionBatch, score_actions
+from sftplay.tasks.score.gradients.scoring import score_actions
 from sftplay.tasks.score.learning.critic import Visits, critic_loss
 from sftplay.tasks.score.learning.encoder import Tokens
 from sftplay.tasks.score.learning.value import value_loss
@@ -99,17 +100,10 @@ def _cast(config: Mapping[str, Any], how: TraceSettings, *, has_value: bool) -> 
 
 
 def _run(cast: Cast, how: TraceSettings, live: LiveBytes, *, longest: int) -> dict[str, int]:
-    trained = [parameter for part in cast.parts.values() for parameter in part]
-    optimizer = torch.optim.AdamW(trained, fused=True)
-    for parameter in trained:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer = optimizer_with_state(cast)
     live.forget_peaks()
-    ids = torch.zeros(how.batch, how.seq, dtype=torch.int64)
-    action = ids[:, -longest:].clone()
-    batch = ActionBatch(ids, torch.ones_like(ids), ids.clone(), action, torch.ones(action.shape), action.float())
-    read, ones = Tokens(ids[:, :READ].clone(), torch.full((how.batch,), READ)), torch.ones(how.batch)
+    batch = batch_of_zeros(how.batch, how.seq, longest=longest)
+    read, ones = Tokens(batch.ids[:, :READ].clone(), torch.full((how.batch,), READ)), torch.ones(how.batch)
     live.enter_phase("learn")
     if cast.critic is not None:
         for _ in range(how.micro_batches):

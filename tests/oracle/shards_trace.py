@@ -19,11 +19,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from oracle.live_bytes import LiveBytes
+from oracle.score_update import batch_of_zeros, optimizer_with_state
 from sftplay import log
 from sftplay.machine.releases import recompute
 from sftplay.plan.devices.layout import Layout
 from sftplay.tasks.score.episodes.cast import Cast
-from sftplay.tasks.score.gradients.scoring import ActionBatch, score_actions
+from sftplay.tasks.score.gradients.scoring import score_actions
 
 ROWS, TOKENS, LONGEST = 2, 256, 128
 """Rows of a micro-batch, their tokens, and how many of these are an action."""
@@ -79,16 +80,9 @@ def _learn(config: LlamaConfig, live: ShardBytes, *, precision: str) -> None:
     for each in cast.shard(precision):
         recompute(each)
     cast.train()
-    trained = [weight for part in cast.parts.values() for weight in part]
-    optimizer = torch.optim.AdamW(trained, fused=True)
-    for weight in trained:
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer = optimizer_with_state(cast)
     live.forget_peaks()
-    ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
-    action = ids[:, -LONGEST:].clone()
-    batch = ActionBatch(ids, torch.ones_like(ids), ids.clone(), action, torch.ones(action.shape), action.float())
+    batch = batch_of_zeros(ROWS, TOKENS, longest=LONGEST)
     rounded = torch.autocast("cpu", dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
     live.enter_phase("learn")
     for role in ("guide", "guide", "solver", "solver"):

@@ -6,14 +6,13 @@ So the layout is chosen anew behind each change. Nothing is ever changed by itse
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from sftplay.config.rules.score import broken_score_rules
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.plan.devices.layout import PLACEMENT
 from sftplay.plan.memory.forecast import Place, forecast_one_row
-from sftplay.plan.report.advice import Step, Suggestion, added_up, first_that_fit, steps_of
+from sftplay.plan.report.advice import Step, Suggestion, added_up, first_that_fit, step_to, steps_of
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.placement import can_split
 from sftplay.plan.sizing.size_run import SizedRun
@@ -66,7 +65,7 @@ def _split(cfg: RunConfig, sized: SizedRun) -> Iterator[Step]:
     if is_open or sized.cfg.score.placement == "sharded":
         return
     if can_split(cfg.with_values({STRATEGY: "auto", "train.precision": sized.cfg.train.precision}, "suggestion")):
-        yield _step_to({PLACEMENT: "sharded", **({STRATEGY: "fsdp"} if cfg.cluster.strategy == "ddp" else {})})
+        yield step_to({PLACEMENT: "sharded", **({STRATEGY: "fsdp"} if cfg.cluster.strategy == "ddp" else {})})
 
 
 def _released(step: Step, cfg: RunConfig) -> Step:
@@ -76,7 +75,3 @@ def _released(step: Step, cfg: RunConfig) -> Step:
     keys = (PLACEMENT, STRATEGY)
     free = {key: "auto" for key in keys if cfg.value_of(key) in ("sharded", "fsdp")}
     return Step(", ".join([step.change, *(f"{key}=auto" for key in free)]), {**step.values, **free})
-
-
-def _step_to(values: dict[str, Any]) -> Step:
-    return Step(", ".join(f"{key}={value}" for key, value in values.items()), values)

@@ -1,0 +1,26 @@
+"""What every traced update of task score begins with: an optimizer that holds its state, and rows of zeros."""
+
+from __future__ import annotations
+
+import torch
+
+from sftplay.tasks.score.episodes.cast import Cast
+from sftplay.tasks.score.gradients.scoring import ActionBatch
+
+
+def optimizer_with_state(cast: Cast) -> torch.optim.Optimizer:
+    """Of all that trains, after one step; there are no gradients."""
+    trained = [weight for part in cast.parts.values() for weight in part]
+    optimizer = torch.optim.AdamW(trained, fused=True)
+    for weight in trained:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
+def batch_of_zeros(rows: int, tokens: int, *, longest: int) -> ActionBatch:
+    """The last `longest` tokens of each row are its action."""
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    action = ids[:, -longest:].clone()
+    return ActionBatch(ids, torch.ones_like(ids), ids.clone(), action, torch.ones(action.shape), action.float())
