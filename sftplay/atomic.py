@@ -10,12 +10,16 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from sftplay.errors import ConfigError
+
+STILL_S = 30.0
+"""After this time the holder of a short lock is taken for a process that has been stopped."""
 
 
 @contextmanager
@@ -177,6 +181,27 @@ def locked(path: Path, *, waits: bool = True) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def locked_if_possible(path: Path) -> Iterator[None]:
+    """Hold a lock on the folder or file `path`, for a change that takes milliseconds and must not be lost.
+
+    The block runs without the lock where the file system has none, or where its holder has stood still for STILL_S.
+    """
+    with ExitStack() as held:
+        deadline = time.monotonic() + STILL_S
+        while True:
+            try:
+                held.enter_context(locked(path, waits=False))
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.005)
+                    continue
+            except OSError:  # no locks here, a full disk, or the folder has gone
+                pass
+            break
+        yield
 
 
 def is_locked(path: Path) -> bool:

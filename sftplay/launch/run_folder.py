@@ -10,14 +10,14 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sftplay import log
-from sftplay.atomic import examine_object, locked, read_lines, read_object, write_text
+from sftplay.atomic import examine_object, locked, locked_if_possible, read_lines, read_object, write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.heartbeat import read_heartbeats
@@ -150,7 +150,7 @@ class RunFolder:
             log.say(f"{EVENTS}: line {', '.join(map(str, broken))} cannot be read: passed over", "resume")
 
     def add_event(self, event: str, **facts: Any) -> None:
-        """Append an event after the making of plan.json to events.jsonl. Callers: those of `update_status`."""
+        """Append an event after the making of plan.json to events.jsonl. The main rank or the parent calls it."""
         attempt = len(self.read_json("status.json").get("attempts", []))
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "attempt": attempt, "event": event, **facts}
         with (self.path / EVENTS).open("a", encoding="utf-8") as file:
@@ -170,16 +170,26 @@ class RunFolder:
         return any(event["event"] == RESIZED for event in self.read_events())
 
     def update_status(self, **changes: Any) -> None:
-        """Merge `changes` into status.json. Only one process at a time calls this: the main rank, then the parent."""
-        self.write_json("status.json", {**self.read_json("status.json"), **changes})
+        """Merge `changes` into status.json. Several may do so at once: the main rank's thread, a failing rank."""
+        self._edit_status(lambda status: changes)
 
     def close_attempt(self, cause: str, *, again: bool = False) -> None:
         """Record at which step the running attempt ended and why. `again` replaces an earlier record."""
-        status = self.read_json("status.json")
-        attempts = status.get("attempts", [])
-        if attempts and (again or attempts[-1]["cause"] is None):
-            attempts[-1] |= {"to_step": status.get("step", 0), "cause": cause}
-            self.update_status(attempts=attempts)
+
+        def close(status: dict[str, Any]) -> dict[str, Any]:
+            attempts = status.get("attempts", [])
+            if attempts and (again or attempts[-1]["cause"] is None):
+                attempts[-1] |= {"to_step": status.get("step", 0), "cause": cause}
+                return {"attempts": attempts}
+            return {}
+
+        self._edit_status(close)
+
+    def _edit_status(self, find_changes: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        with locked_if_possible(self.path / ".status.lock"):
+            status = self.read_json("status.json")
+            if changes := find_changes(status):
+                self.write_json("status.json", {**status, **changes})
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -195,11 +205,8 @@ class RunFolder:
                 stack.enter_context(locked(self.path / ".lock", waits=False))
             except BlockingIOError:
                 pid = self.read_json("status.json").get("pid", "unknown")
-                raise ConfigError(
-                    f"run {self.name!r} is running (process {pid})",
-                    where=str(self.path),
-                    fix="wait for it to end, or choose another run_name",
-                ) from None
+                what, fix = f"run {self.name!r} is running (process {pid})", "wait for it to end, or choose another run_name"
+                raise ConfigError(what, where=str(self.path), fix=fix) from None
             except OSError as error:
                 raise _not_writable(self.path, error) from error
             yield
@@ -260,9 +267,8 @@ def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> Run
         candidates = [Path(run), output / run] if run else [output / str(cfg.run_name)]
         found = next((path for path in candidates if (path / RESOLVED).is_file()), None)
         if found is None:
-            raise ConfigError(
-                f"no run {run or cfg.run_name!r}", where=str(output), fix="train first, or check the name"
-            )
+            what, fix = f"no run {run or cfg.run_name!r}", "train first, or check the name"
+            raise ConfigError(what, where=str(output), fix=fix)
         return RunFolder(found)
     runs = _runs_of(config_path, output)
     if not runs:

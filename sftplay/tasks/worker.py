@@ -5,20 +5,20 @@ Started by the launcher that `launch.command` describes, never by hand; its pare
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from sftplay import log
+from sftplay.atomic import locked_if_possible
 from sftplay.config.load import load_resolved
 from sftplay.errors import SftplayError, out_of_ram
 from sftplay.launch.command.command import PARENT
@@ -56,7 +56,7 @@ def main(run_folder: str) -> int:
     log.redirect(folder.logs / f"rank{log.rank()}.log")
     answer_with_stacks(folder.logs, log.rank())
     if log.is_main():
-        folder.update_status(state="running", pid=os.getpid(), exit_code=None, signal=None, error=None)
+        folder.update_status(pid=os.getpid())  # another rank may have failed already, and its reason stays
     try:
         return _work(folder, outside)
     except Stopped:
@@ -159,7 +159,7 @@ def _fail(folder: RunFolder, code: int, *, cause: str, text: str, error: dict[st
     A bug after another rank's failure counts as its consequence and goes to this rank's log only.
     """
     status: dict[str, object] = {}
-    with _one_at_a_time(folder.logs):
+    with locked_if_possible(folder.logs):
         with suppress(OSError):
             status = folder.read_json("status.json")
         first = status.get("exit_code")
@@ -170,17 +170,6 @@ def _fail(folder: RunFolder, code: int, *, cause: str, text: str, error: dict[st
         _finish(folder, "failed", code=code, cause=cause, **({"error": error} if error else {}))
     _print_error(text, on_screen=not is_said)
     return code
-
-
-@contextmanager
-def _one_at_a_time(logs: Path) -> Iterator[None]:
-    """Lock the folder `logs` among the ranks of this node, if it still exists and its file system has locks."""
-    with ExitStack() as held:
-        with suppress(OSError):
-            handle = os.open(logs, os.O_RDONLY)
-            held.callback(os.close, handle)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def _finish(folder: RunFolder, state: str, *, code: int, cause: str, **more: object) -> None:

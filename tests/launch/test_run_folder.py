@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from processes import HANG_S
 
+from sftplay import atomic
 from sftplay.atomic import write_text
 from sftplay.config.load import load_config
 from sftplay.control.first_step import free_name
@@ -143,6 +144,34 @@ def test_update_keeps_what_it_does_not_mention(tmp_path):
     folder.update_status(state="running", step=3)
     folder.update_status(step=4)
     assert folder.read_json("status.json") == {"state": "running", "step": 4}
+
+
+def test_an_exit_code_written_while_the_main_rank_notes_its_step_is_not_lost(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    folder.update_status(state="running", step=1)
+    failing = threading.Thread(target=folder.update_status, kwargs={"state": "failed", "exit_code": 3})
+    write = folders.write_text
+
+    def write_late(path: Path, text: str) -> None:
+        if threading.current_thread() is not failing:
+            failing.start()
+            failing.join(0.5)  # without a lock it has written by now, and what follows would take it back
+        write(path, text)
+
+    monkeypatch.setattr(folders, "write_text", write_late)
+    folder.update_status(step=2)
+    failing.join(HANG_S)
+    assert folder.read_json("status.json") == {"state": "failed", "step": 2, "exit_code": 3}
+
+
+def test_status_is_written_where_the_file_system_has_no_locks_or_a_holder_stands_still(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    monkeypatch.setattr("sftplay.atomic.STILL_S", 0.0)
+    with atomic.locked(tmp_path / ".status.lock"):
+        folder.update_status(step=1)
+    monkeypatch.setattr("sftplay.atomic.fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(95, "no locks")))
+    folder.update_status(exit_code=0)
+    assert folder.read_json("status.json") == {"step": 1, "exit_code": 0}
 
 
 def test_an_attempt_is_closed_once_with_the_step_it_reached(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sftplay.atomic import locked_if_possible
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks import worker
 
@@ -55,14 +56,14 @@ def test_a_rank_that_has_no_file_left_to_open_still_says_why_and_ends_with_its_c
 
 def test_what_goes_wrong_while_the_folder_is_held_is_not_swallowed(tmp_path: Path):
     for logs in (tmp_path, tmp_path / "removed"):
-        with pytest.raises(OSError, match="of the body"), worker._one_at_a_time(logs):
+        with pytest.raises(OSError, match="of the body"), locked_if_possible(logs):
             raise OSError("of the body")
 
 
 def test_ranks_hold_the_folder_one_at_a_time(tmp_path: Path):
     other = os.open(tmp_path, os.O_RDONLY)
     try:
-        with worker._one_at_a_time(tmp_path), pytest.raises(BlockingIOError):
+        with locked_if_possible(tmp_path), pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
@@ -105,3 +106,17 @@ def test_a_stopped_run_ends_with_the_signals_code_on_the_main_rank_only(
     # torchrun ends the others where one ends with another code than 0.
     assert worker._stop(folder, signal.SIGTERM) == code
     assert folder.read_json("status.json")["state"] == "stopped"
+
+
+def test_a_rank_that_failed_before_the_main_rank_began_keeps_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    folder.update_status(state="failed", exit_code=4, error=ERROR)
+    seen = []
+    monkeypatch.setattr(worker.log, "redirect", lambda path: None)
+    monkeypatch.setattr(worker, "die_with_parent", lambda: None)
+    monkeypatch.setattr(worker, "answer_with_stacks", lambda *_: None)
+    monkeypatch.setattr(worker.StopAtOnce, "install", lambda self: None)
+    monkeypatch.setattr(worker, "_work", lambda folder, outside: seen.append(folder.read_json("status.json")) or 0)
+    assert worker.main(str(tmp_path)) == 0
+    assert seen == [{"state": "failed", "exit_code": 4, "error": ERROR, "pid": os.getpid()}]

@@ -236,7 +236,7 @@ class TrainRun:
         if not log.is_main():
             return len(attempts) + 1
         attempts = [*attempts, {"from_step": self.from_step, "to_step": None, "cause": None}]
-        self.folder.update_status(state="running", attempts=attempts, step=self.from_step)
+        self.folder.update_status(attempts=attempts, step=self.from_step)
         return len(attempts)
 
 
