@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,7 +205,10 @@ class RunFolder:
                 stack.enter_context(locked(self.path / ".lock", waits=False))
             except BlockingIOError:
                 pid = self.read_json("status.json").get("pid", "unknown")
-                what, fix = f"run {self.name!r} is running (process {pid})", "wait for it to end, or choose another run_name"
+                what, fix = (
+                    f"run {self.name!r} is running (process {pid})",
+                    "wait for it to end, or choose another run_name",
+                )
                 raise ConfigError(what, where=str(self.path), fix=fix) from None
             except OSError as error:
                 raise _not_writable(self.path, error) from error
@@ -278,10 +281,9 @@ def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> Run
 
 def has_begun(cfg: RunConfig, config_path: str) -> bool:
     """True when `find_run` would find a run, and it has made a step."""
-    try:
+    with suppress(ConfigError):
         return find_run(cfg, config_path).has_made_step
-    except ConfigError:
-        return False
+    return False
 
 
 def _runs_of(config_path: str, output: Path) -> list[Path]:

@@ -11,7 +11,10 @@ from sftplay.errors import MachineError
 HOST = "127.0.0.1"
 PORTS_TRIED = 50
 
-QUIET = range(20_000, 29_500)
+JOB_PORTS = range(10_000, 20_000)
+"""The nodes of a SLURM job meet at a port by the number of the job, so that two jobs of a node do not take the same."""
+
+QUIET = range(JOB_PORTS.stop, 29_500)
 """Ports that Linux and macOS give to no program by themselves (ip(7), ip_local_port_range): a port that is found
 here may be used a minute later, when a model is loaded. Jobs of SLURM and Ray's workers have the ports below; torchrun,
 runs over several machines and Kubernetes have those above."""

@@ -59,3 +59,7 @@ class Observer(TrainerCallback):
     def attach(self, trainer: StepTrainer) -> None:
         """Called once, after the trainer is built and before it wraps its model or trains."""
         self.trainer = trainer
+
+    def measures_at(self, step: int, state: Any) -> bool:
+        """True when this callback itself measures held-out rows at the end of that step."""
+        return False

@@ -129,7 +129,7 @@ class AdaptiveBatches:
                 self.batch_size = max(1, (batch.stop - batch.start) // 2)
                 free_memory()
                 log.show_error(
-                    f"[eval] out of memory in {self._activity}: it goes on with {self.batch_size} rows at a time"
+                    f"[memory] out of memory in {self._activity}: it goes on with {self.batch_size} rows at a time"
                 )
                 continue
             yield results[0]

@@ -8,17 +8,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
 from sftplay import log
+from sftplay.atomic import read_object
 from sftplay.errors import ConfigError
 from sftplay.monitor.disk import checkpoint_bytes
 from sftplay.monitor.guards import StopOnSignal
+from sftplay.monitor.observer import Observer, StepTrainer
 from sftplay.units import format_seconds, parse_seconds
 
 JOB_END = "SLURM_JOB_END_TIME"
@@ -84,26 +84,35 @@ def process_start_s() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-class StopInTime(TrainerCallback):
+class StopInTime(Observer):
     """Sets `stop.received` to SIGUSR1 when another step might leave too little time for the checkpoint after it.
 
     The main rank decides before the end of the step, where all ranks ask `stop`. This callback comes after the one that
     marks checkpoints complete, because that time belongs to the save. The time of the first checkpoint is estimated
-    from its bytes.
+    from its bytes, that of the first evaluation of a resumed run from those that earlier attempts have written down.
     """
 
     def __init__(self, deadline: Deadline, stop: StopOnSignal, *, clock: Callable[[], float] = time.time) -> None:
         self.deadline, self.stop, self._clock = deadline, stop, clock
         self.longest_s = {"step": 0.0, "evaluation": 0.0, "save": 0.0}
         self._since_s, self._least_s, self._estimated_save_s = clock(), LEAST_S, 0.0
+        self._measuring: list[Observer] = []
+
+    def attach(self, trainer: StepTrainer) -> None:
+        super().attach(trainer)
+        self._measuring = [each for each in trainer.callback_handler.callbacks if isinstance(each, Observer)]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._since_s = self._clock()
         left = self.deadline.at_s - self._since_s
         self._least_s = min(LEAST_S, LEAST_SHARE * left)
+        self.longest_s["evaluation"] = longest_evaluation_s(Path(args.output_dir).parent / "eval", state.log_history)
         log.say(
             f"{self.deadline.origin} leaves {format_seconds(max(0.0, left))}: the run stops in time and can be resumed"
         )
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._record_own_evaluation(state)  # the one before the first step
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._record("step")
@@ -121,6 +130,9 @@ class StopInTime(TrainerCallback):
                 f" may need {format_seconds(needed)}: stopping as after SIGUSR1"
             )
 
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._record_own_evaluation(state)  # a callback that measures asks for a line of metrics behind it
+
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._record("evaluation")
 
@@ -132,11 +144,26 @@ class StopInTime(TrainerCallback):
         save_s = self.longest_s["save"] or self._estimated_save_s
         saves = 2 if step % state.save_steps == 0 else 1
         evaluations = 0
-        if args.eval_strategy == "steps":
-            evaluations = sum(each % state.eval_steps == 0 for each in (step, step + 1))
+        for each in (step, step + 1):
+            is_due = args.eval_strategy == "steps" and each % state.eval_steps == 0
+            evaluations += is_due or self._is_measured_by_callback(each, state)
         return MARGIN * (self.longest_s["step"] + saves * save_s + evaluations * self.longest_s["evaluation"])
+
+    def _is_measured_by_callback(self, step: int, state: Any) -> bool:
+        return any(each.measures_at(step, state) for each in self._measuring)
+
+    def _record_own_evaluation(self, state: Any) -> None:
+        if self._is_measured_by_callback(state.global_step, state):
+            self._record("evaluation")
 
     def _record(self, part: str) -> None:
         now = self._clock()
         self.longest_s[part] = max(self.longest_s[part], now - self._since_s)
         self._since_s = now
+
+
+def longest_evaluation_s(folder: Path, log_history: Sequence[Mapping[str, Any]]) -> float:
+    """The longest evaluation of earlier attempts, by the Trainer's history and the files of eval/; 0 where none is."""
+    seconds = [line.get("eval_runtime") for line in log_history]
+    seconds += [read_object(path).get("seconds") for path in folder.glob("step-*.json")]
+    return max((float(each) for each in seconds if isinstance(each, int | float)), default=0.0)

@@ -21,9 +21,8 @@ from processes import HANG_S, wait_until
 from sftplay.commands.look.tensorboard import stop
 from sftplay.control import tensorboard
 from sftplay.errors import MachineError, RunError
-from sftplay.launch.slurm.job_file import FIRST_PORT, PORTS
 from sftplay.machine.doctor.system import RENDEZVOUS_PORT
-from sftplay.machine.ports import QUIET, free_port
+from sftplay.machine.ports import JOB_PORTS, QUIET, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(".cache/tensorboard.json")
@@ -208,7 +207,7 @@ def test_any_free_port_is_found_for_zero():
 
 
 def test_no_port_that_is_drawn_is_one_where_jobs_or_runs_over_several_machines_meet():
-    meeting = {*range(FIRST_PORT, FIRST_PORT + PORTS), RENDEZVOUS_PORT}
+    meeting = {*JOB_PORTS, RENDEZVOUS_PORT}
     assert meeting.isdisjoint(QUIET)
 
 

@@ -313,3 +313,24 @@ def test_adapter_answers_without_the_settings_shipped_with_its_base(
     base.generation_config.no_repeat_ngram_size = 1
     assert answer_all(generator, prompts, batch_size=4) == plain
     assert base.generation_config.no_repeat_ngram_size == 1
+
+
+def test_a_kill_between_the_two_files_of_a_measurement_leaves_no_figures_without_answers(
+    tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+):
+    cfg = sized(written_config(tmp_path, inputs))
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(cfg.model.name),
+        AutoTokenizer.from_pretrained(cfg.model.name),
+    )
+    examples, path, write = load_examples(cfg, tokenizer), tmp_path / "before.json", measuring.write_text
+
+    def write_and_die(target: Path, text: str) -> None:
+        write(target, text)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measuring, "write_text", write_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, examples, cfg=cfg, path=path)
+    assert not path.exists()  # else no later start would measure again
+    assert path.with_suffix(".jsonl").exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import json
 import socket
 import threading
 import time
@@ -16,6 +18,7 @@ from processes import HANG_S, wait_until
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
 from sftplay.launch.command.command import Scale
 from sftplay.launch.nodes import rendezvous as meeting
+from sftplay.launch.nodes.peer import Peer
 from sftplay.launch.nodes.rendezvous import Rendezvous, RendezvousEnded
 from sftplay.machine.ports import free_port
 
@@ -234,3 +237,85 @@ def test_silent_strangers_do_not_keep_a_node_waiting(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("address", ["127.0.0.2", "localhost"])
 def test_nodes_of_one_machine_meet_at_any_of_its_own_addresses(address: str):
     assert run_nodes(exchange("zero"), exchange("one"), address=address) == [["zero", "one"]] * 2
+
+
+def test_only_a_node_with_the_runs_token_may_join(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SFTPLAY_RUN_TOKEN", "the run's")
+    thread, port, ends = host(2)
+    with connect(port) as stranger, stranger.makefile() as lines:
+        stranger.sendall(b'{"node": 1, "challenge": "x"}\n')
+        challenge = json.loads(lines.readline())["challenge"]
+        proof = hmac.new(b"another", f"1 {challenge}".encode(), "sha256").hexdigest()
+        stranger.sendall(json.dumps({"node": 1, "is_here": True, "proof": proof}).encode() + b"\n")
+        assert lines.read() == ""  # node 0 has closed the connection, and waits on
+    with Rendezvous(Scale(1, 2, 1, "127.0.0.1", port), timeout_s=HANG_S) as rendezvous:
+        assert exchange("one")(rendezvous) == ["zero", "one"]
+    thread.join(HANG_S)
+    assert ends == [["zero", "one"]]
+
+
+def test_a_node_does_not_join_a_run_that_has_another_token():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def welcome_all() -> None:
+            with suppress(OSError):  # at the end of the test
+                while True:
+                    with other.accept()[0] as connection:
+                        connection.recv(2**16)
+                        connection.sendall(b'{"welcome": "sftplay", "proof": "guessed", "challenge": "x"}\n')
+
+        threading.Thread(target=welcome_all, daemon=True).start()
+        with pytest.raises(MachineError, match="the run at that port has another SFTPLAY_RUN_TOKEN"):
+            Rendezvous(Scale(1, 2, 1, "127.0.0.1", other.getsockname()[1]), timeout_s=0.3).__enter__()
+
+
+def test_a_node_that_takes_nothing_does_not_hold_the_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sftplay.launch.nodes.peer.SEND_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = connect(server.getsockname()[1])
+        peer = Peer(server.accept()[0])
+        peer.send({"text": "x" * 2**24})  # more than the buffers of both sides
+        assert peer.has_gone
+        theirs.close()
+        peer.close()
+
+
+def test_a_node_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Peer.read, "__defaults__", (0.2,))
+    done = threading.Event()
+
+    def wait(_rendezvous: Rendezvous) -> None:
+        done.wait(HANG_S)
+
+    def gather(rendezvous: Rendezvous) -> Any:
+        try:
+            return rendezvous.gather({})
+        finally:
+            done.set()
+
+    end = run_nodes(gather, wait)[0]
+    assert isinstance(end, RunError)
+    assert "node 1 has said nothing for 60 minutes" in str(end)
+
+
+@pytest.mark.parametrize(
+    ("named", "bound"),
+    [("192.0.2.7", "192.0.2.7"), ("127.0.1.1", ""), ("198.51.100.9", "")],
+    ids=["its own", "a name that leads to the loopback", "one that another machine passes on"],
+)
+def test_node_0_listens_on_the_address_that_is_named_where_it_is_its_own(
+    named: str, bound: str, monkeypatch: pytest.MonkeyPatch
+):
+    tried: list[str] = []
+
+    def listen(address: tuple[str, int], **_: Any) -> str:
+        tried.append(address[0])
+        if address[0] == "198.51.100.9":
+            raise OSError(99, "Cannot assign requested address")
+        return address[0]
+
+    info = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (named, 29511))]
+    monkeypatch.setattr(meeting.socket, "getaddrinfo", lambda *_args, **_named: info)
+    monkeypatch.setattr(meeting.socket, "create_server", listen)
+    assert meeting._listen(Scale(1, 2, 0, "head", 29511)) == bound
+    assert tried[-1] == bound

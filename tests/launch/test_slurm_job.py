@@ -5,11 +5,13 @@ Where SLURM is asked, programs of these names on PATH stand in for it. The train
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,12 +28,14 @@ from sftplay.config.schema.keys import all_keys
 from sftplay.control.first_step import free_name
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.slurm import job
 from sftplay.launch.slurm.aliases import ALIASES, in_our_names
 from sftplay.launch.slurm.job import Allocation, others_command, trainer_command
 from sftplay.launch.slurm.job_file import job_file
 from sftplay.launch.slurm.records import JobFolder, newest_job
 from sftplay.launch.slurm.request import JobRequest, gpus_in, limit_seconds
 from sftplay.launch.slurm.summary import write_summary
+from sftplay.machine.ports import JOB_PORTS, QUIET
 from sftplay.signals import Echoes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -411,3 +415,60 @@ def test_stop_that_slurm_sends_to_every_process_counts_once(monkeypatch: pytest.
     assert [inside.is_echo() for _ in "abc"] == [False, True, True]
     now[0] += 11
     assert not inside.is_echo()
+
+
+def test_a_signal_inside_a_line_of_the_job_does_not_end_the_job():
+    script = """
+import signal
+from types import SimpleNamespace
+from sftplay.launch.slurm import job
+forwarder = job.Forwarder()
+forwarder._process = SimpleNamespace(send_signal=lambda number: None)
+signal.signal(signal.SIGUSR1, forwarder.on_signal)
+for _ in range(200):
+    job.say("x" * 1000)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout is not None
+    handle, held = process.stdout.fileno(), bytearray(4)
+
+    def is_full() -> bool:  # the process is inside a line, and waits for a reader
+        fcntl.ioctl(handle, termios.FIONREAD, held)
+        return int.from_bytes(held, sys.byteorder) > 60_000
+
+    wait_until(is_full)
+    process.send_signal(signal.SIGUSR1)
+    output = process.stdout.read().decode()
+    process.stdout.close()
+    assert process.wait(HANG_S) == 0
+    assert "[job] SIGUSR1: the run stops with a checkpoint\n" in output
+    assert output.count("x" * 1000) == 200
+
+
+def test_the_shipped_job_file_and_a_written_one_meet_at_the_same_port(tmp_path: Path):
+    environment = {"SLURM_JOB_ID": "47654", "SLURM_JOB_NUM_NODES": "2"}
+    assert Allocation.of(environment).master_port == 17_654
+    shipped_file = (ROOT / "workflows" / "slurm" / "train.sbatch").read_text()
+    assert "MASTER_PORT" not in shipped_file  # the number stands in one place
+    text = job_file(JobRequest(nodes=2, nproc=1), tmp_path, chdir=tmp_path, python="python")
+    assert f"$(({JOB_PORTS.start} + SLURM_JOB_ID % {len(JOB_PORTS)}))" in text
+    assert QUIET.start == JOB_PORTS.stop
+
+
+def test_the_nodes_of_a_job_get_a_token_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given = []
+
+    class Done:
+        def wait(self, *_: float) -> int:
+            return 0
+
+        send_signal = terminate = kill = wait
+
+    monkeypatch.setattr(job, "popen_tied", lambda argv, *, output, env: given.append(env) or Done())
+    folder = job.JobFolder(tmp_path, 7)
+    folder.path.mkdir()
+    for _ in range(2):
+        job._train(folder, ["own"], others=["srun"], forwarder=job.Forwarder(), wait=Done.wait)
+    tokens = [env["SFTPLAY_RUN_TOKEN"] for env in given]
+    assert tokens[0] == tokens[1] != tokens[2] == tokens[3]
+    assert len(tokens[0]) == 32

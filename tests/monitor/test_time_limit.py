@@ -10,17 +10,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 import torch
-from in_process import Inputs, new_run, train_in
+from in_process import Inputs, StopAfter, new_run, train_in
 from processes import HANG_S, wait_until
 
 from sftplay.errors import ConfigError
 from sftplay.monitor.guards import StopOnSignal
-from sftplay.monitor.time_limit import Deadline, StopInTime, find_deadline, process_start_s
+from sftplay.monitor.observer import Observer
+from sftplay.monitor.time_limit import Deadline, StopInTime, find_deadline, longest_evaluation_s, process_start_s
 
 ROOT = Path(__file__).resolve().parents[2]
 NOW = 1_000_000.0
@@ -79,7 +80,9 @@ class Timed:
         self.clock, self.stop = Clock(), StopOnSignal()
         self.guard = StopInTime(Deadline(NOW + time_s, "train.time_limit"), self.stop, clock=self.clock)
         self.args = SimpleNamespace(output_dir=str(home), eval_strategy="steps" if eval_steps else "no")
-        self.state = SimpleNamespace(global_step=0, max_steps=max_steps, save_steps=10**6, eval_steps=eval_steps or 0)
+        self.state = SimpleNamespace(
+            global_step=0, max_steps=max_steps, save_steps=10**6, eval_steps=eval_steps or 0, log_history=[]
+        )
         self.model = torch.nn.Linear(99, 1)
         self.optimizer = SimpleNamespace(state={})
         self.guard.on_train_begin(self.args, self.state, None)
@@ -139,6 +142,75 @@ def test_time_for_an_evaluation_and_a_save_that_are_due_is_kept_as_well(tmp_path
     # An evaluation is due after step 10: 2 x (10 + 40 + 100) = 300 are needed after step 9, and 289 are left.
     assert not timed.step(10.0)
     assert timed.step(10.0)
+
+
+class Measuring(Observer):
+    """A callback that measures held-out rows itself, at the start and every `every` steps, as tasks on prompts do."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def measures_at(self, step: int, state: Any) -> bool:
+        return step % self.every == 0
+
+
+class OwnEvaluations(Timed):
+    """A run whose held-out rows are measured by a callback: the Trainer itself evaluates nothing."""
+
+    def __init__(self, home: Path, time_s: float, *, every: int) -> None:
+        super().__init__(home, time_s)
+        self.guard.attach(cast(Any, SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[Measuring(every)]))))
+
+    def measure(self, seconds: float) -> None:
+        self.clock.now += seconds
+        if self.state.global_step:
+            self.guard.on_log(self.args, self.state, None)
+        else:
+            self.guard.on_epoch_begin(self.args, self.state, None)
+
+
+def test_an_evaluation_by_a_callback_is_no_part_of_a_step(tmp_path: Path):
+    timed = OwnEvaluations(tmp_path, 10_000.0, every=3)
+    timed.measure(500.0)  # at the start
+    for _ in range(3):
+        assert not timed.step(10.0)
+    timed.measure(600.0)
+    timed.step(10.0, save_s=40.0)
+    assert timed.guard.longest_s == {"step": 10.0, "evaluation": 600.0, "save": 40.0}
+    # After step 5 an evaluation is due behind step 6: 2 x (10 + 40 + 600) = 1300. After step 7 none is: 2 x (10 + 40).
+    timed.guard.deadline = Deadline(timed.clock.now + 10.0 + 1290.0, "the end")
+    assert timed.step(10.0)
+    timed.stop.received, timed.state.global_step = 0, 6
+    timed.guard.deadline = Deadline(timed.clock.now + 10.0 + 110.0, "the end")
+    assert not timed.step(10.0)
+
+
+def test_the_first_evaluation_after_a_resume_is_foreseen(tmp_path: Path):
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "step-4.json").write_text(json.dumps({"seconds": 300.0}))
+    (tmp_path / "eval" / "step-8.json").write_text(json.dumps({"seconds": 200.0}))
+    assert longest_evaluation_s(tmp_path / "eval", []) == 300.0
+    assert longest_evaluation_s(tmp_path / "none", [{"loss": 1.0}, {"eval_runtime": 70.0}]) == 70.0
+    timed = OwnEvaluations(tmp_path / "checkpoints", 10_000.0, every=4)
+    assert timed.guard.longest_s["evaluation"] == 300.0
+
+
+def test_a_resumed_run_knows_how_long_its_evaluations_took(tmp_path: Path, inputs: Inputs, monkeypatch: Any):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100_000))
+    cfg, folder = new_run(tmp_path, inputs, train__eval_steps=1, train__save_steps=1)
+    first = train_in(cfg, folder, StopAfter(2))
+    measured = [line["eval_runtime"] for line in first.trainer.state.log_history if "eval_runtime" in line]
+    assert measured
+    seen: list[float] = []
+    begin = StopInTime.on_train_begin
+
+    def see(self: StopInTime, *given: Any, **named: Any) -> None:
+        begin(self, *given, **named)
+        seen.append(self.longest_s["evaluation"])
+
+    monkeypatch.setattr(StopInTime, "on_train_begin", see)
+    train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
+    assert seen[0] in measured
 
 
 def test_time_for_a_checkpoint_due_after_this_step_is_kept_beside_the_next_one(tmp_path: Path):

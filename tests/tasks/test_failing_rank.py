@@ -108,7 +108,9 @@ def test_a_stopped_run_ends_with_the_signals_code_on_the_main_rank_only(
     assert folder.read_json("status.json")["state"] == "stopped"
 
 
-def test_a_rank_that_failed_before_the_main_rank_began_keeps_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_that_failed_before_the_main_rank_began_keeps_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     folder.update_status(state="failed", exit_code=4, error=ERROR)

@@ -151,6 +151,16 @@ def test_any_other_error_goes_through_untouched(
     assert batches.batch_size == 4
 
 
+def test_a_shortage_outside_an_evaluation_is_not_told_as_one_of_an_evaluation(capsys: pytest.CaptureFixture[str]):
+    def work(part: slice) -> int:
+        if part.stop - part.start > 1:
+            raise torch.OutOfMemoryError("no room")
+        return 0
+
+    assert list(AdaptiveBatches(2, "generation").each(2, work)) == [0, 0]
+    assert capsys.readouterr().out == "[memory] out of memory in generation: it goes on with 1 rows at a time\n"
+
+
 def test_a_failed_allocation_on_a_cpu_is_told_from_other_errors():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)

@@ -79,7 +79,6 @@ def evaluate(model: Any, examples: HeldOutChats, *, cfg: RunConfig, path: Path) 
         **means,
         **mean_rewards(rewards),
     }
-    write_text(path, json.dumps(figures, indent=1) + "\n")
     rows = (
         {
             "row": n,
@@ -91,7 +90,9 @@ def evaluate(model: Any, examples: HeldOutChats, *, cfg: RunConfig, path: Path) 
         }
         for n, chat in enumerate(chats)
     )
+    # The answers first: where the figures lie, nothing is measured again.
     write_text(path.with_suffix(".jsonl"), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_text(path, json.dumps(figures, indent=1) + "\n")
     summary = "  ".join(f"{key} {value:.4f}" for key, value in figures.items() if key != "n")
     log.say(f"{tag}: {summary}  (n {figures['n']})", "eval")
     return figures

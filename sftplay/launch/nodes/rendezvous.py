@@ -1,21 +1,21 @@
 """The nodes of a run meet before its processes start: each node sends a message, and each receives all messages.
 
 The nodes' parents exchange JSON lines over plain TCP, at the address and port that the processes use afterwards. This
-module does not read what the messages say. A node that is missing or has gone is an error.
+module does not read what the messages say. A node that is missing or has gone is an error; a connection that does not
+prove to have the run's token is closed.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 import time
-from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any
 
 from sftplay.errors import ConfigError, MachineError, RunError, SftplayError, error_from_json
 from sftplay.launch.command.command import Scale
+from sftplay.launch.nodes.peer import SILENT_S, TOKEN, Peer, is_proof, prove
 
 TIMEOUT_S = 120.0
 """How long nodes wait for each other: users may start them by hand, in one terminal after another."""
@@ -23,68 +23,8 @@ TIMEOUT_S = 120.0
 ANSWER_S = 5.0
 """How long node 0 may take to answer. Another program on that port never sends our answer."""
 
-MAX_LINE_BYTES = 2**24
-"""A peer that sends a longer line is no run of this kit."""
-
 POLL_S = 0.1
-WELCOME = "sftplay"
-
-
-@dataclass
-class Peer:
-    """A connection between the parents of two nodes. `messages` have been received but not read."""
-
-    connection: socket.socket
-    messages: deque[Any] = field(default_factory=deque)
-    has_gone: bool = False
-    _rest: bytes = b""
-
-    def __post_init__(self) -> None:
-        # A node without power sends nothing. The kernel probes the connection and ends it after a minute.
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}.items():
-            if hasattr(socket, name):
-                self.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send the message. If the other side has gone, nothing happens; `read` and `poll` notice that."""
-        self.connection.settimeout(None)
-        with suppress(OSError):
-            self.connection.sendall(json.dumps(message, default=str).encode() + b"\n")
-
-    def read(self, limit_s: float | None = None) -> Any:
-        """The next message. EOFError if the other side has gone, TimeoutError after `limit_s` seconds."""
-        self.connection.settimeout(limit_s)
-        while not self.messages:
-            if self.has_gone:
-                raise EOFError
-            self._receive()
-        return self.messages.popleft()
-
-    def poll(self) -> None:
-        """Receive what has arrived, and notice if the other side has gone. It never waits."""
-        self.connection.settimeout(0)
-        with suppress(BlockingIOError):
-            while not self.has_gone:
-                self._receive()
-
-    def _receive(self) -> None:
-        try:
-            received = self.connection.recv(2**16)
-        except (BlockingIOError, TimeoutError):
-            raise
-        except OSError:
-            received = b""
-        *lines, self._rest = (self._rest + received).split(b"\n")
-        self.has_gone = received == b"" or len(self._rest) > MAX_LINE_BYTES
-        try:
-            self.messages += [json.loads(line) for line in lines]
-        except ValueError:  # no run of this kit
-            self.has_gone = True
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self.connection.close()
+WELCOME, HOST = "sftplay", "host"
 
 
 class RendezvousEnded(Exception):
@@ -137,8 +77,8 @@ class Rendezvous:
         for node, peer in sorted(self._peers.items()):
             try:
                 messages.append(peer.read()["message"])
-            except (EOFError, LookupError):
-                raise RunError(f"node {node} has gone", where="nodes", fix="find the reason on that node") from None
+            except (EOFError, LookupError, TimeoutError) as error:
+                raise _lost_error(node, error) from None
         self._send_all({"messages": messages})
         return messages
 
@@ -150,7 +90,7 @@ class Rendezvous:
             return code
         self._peers[0].send({"ended": {"code": code, "cause": cause}})
         try:
-            self._read_host()
+            self._read_host(None)  # node 0 may evaluate and save for hours
         except RendezvousEnded as end:
             return end.code
         raise AssertionError("node 0 gathers no more messages")
@@ -204,10 +144,13 @@ class Rendezvous:
             if not isinstance(node, int):
                 peer.has_gone = True
             elif "is_here" not in message:
-                peer.send({"welcome": WELCOME})
-            else:  # it has read the welcome; a node that did not get it in time connects again
-                self._admit(node, peer)
+                proof = prove(str(message.get("challenge")), HOST)
+                peer.send({"welcome": WELCOME, "proof": proof, "challenge": peer.challenge})
+            elif is_proof(message.get("proof"), challenge=peer.challenge, subject=str(node)):
+                self._admit(node, peer)  # it has read the welcome; a node that did not get it in time connects again
                 return False
+            else:
+                peer.has_gone = True
         if peer.has_gone:
             peer.close()
         return not peer.has_gone
@@ -236,13 +179,9 @@ class Rendezvous:
             except OSError as error:
                 reason = error.strerror or str(error)
             else:
-                peer.send({"node": self.scale.node_rank})
-                with suppress(TimeoutError, EOFError):  # another program on that port, or an earlier run
-                    if peer.read(ANSWER_S) == {"welcome": WELCOME}:
-                        peer.send({"node": self.scale.node_rank, "is_here": True})
-                        self._peers[0] = peer
-                        return
-                reason = "the program on that port is no run of this kit"
+                if not (reason := self._introduce(peer)):
+                    self._peers[0] = peer
+                    return
                 peer.close()
             time.sleep(POLL_S)
         raise MachineError(
@@ -251,11 +190,26 @@ class Rendezvous:
             fix="start node 0 with the same MASTER_ADDR and MASTER_PORT, and open that port in the firewall",
         )
 
-    def _read_host(self) -> dict[str, Any]:
+    def _introduce(self, peer: Peer) -> str:
+        """Tell the other side who this node is; why it is not node 0 of this run, empty where it is."""
+        node = self.scale.node_rank
+        peer.send({"node": node, "challenge": peer.challenge})
         try:
-            message: dict[str, Any] = self._peers[0].read()
-        except EOFError:
-            raise RunError("node 0 has gone", where="nodes", fix="find the reason on that node") from None
+            answer = peer.read(ANSWER_S)
+        except (TimeoutError, EOFError):
+            answer = None
+        if not isinstance(answer, dict) or answer.get("welcome") != WELCOME:
+            return "the program on that port is no run of this kit"
+        if not is_proof(answer.get("proof"), challenge=peer.challenge, subject=HOST):
+            return f"the run at that port has another {TOKEN}"
+        peer.send({"node": node, "is_here": True, "proof": prove(str(answer.get("challenge")), str(node))})
+        return ""
+
+    def _read_host(self, limit_s: float | None = SILENT_S) -> dict[str, Any]:
+        try:
+            message: dict[str, Any] = self._peers[0].read(limit_s)
+        except (EOFError, TimeoutError) as lost:
+            raise _lost_error(0, lost) from None
         if error := message.get("error"):
             raise error_from_json(error)
         if "code" in message:
@@ -281,13 +235,24 @@ def _listen(scale: Scale) -> socket.socket:
         if address == "::1" or address.startswith("127."):
             family = socket.AF_INET6 if address == "::1" else socket.AF_INET
             return socket.create_server((address, scale.master_port), family=family)
-        # Listen on all addresses: a host's own name often leads to its loopback.
+        named = socket.getaddrinfo(address, scale.master_port, type=socket.SOCK_STREAM)
+        for family, *_, there in named:
+            if not ip_address(str(there[0]).partition("%")[0]).is_loopback:
+                with suppress(OSError):  # an address that another machine passes on to this one
+                    return socket.create_server(there[:2], family=family)
+        # Then on all addresses: a host's own name often leads to its loopback, where no other node arrives.
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", scale.master_port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", scale.master_port))
     except OSError as error:
         what = f"cannot listen on port {scale.master_port} ({error.strerror})"
         raise MachineError(what, where="--master-port", fix="give all nodes another MASTER_PORT") from None
+
+
+def _lost_error(node: int, error: Exception) -> RunError:
+    silent = f"has said nothing for {SILENT_S / 60:.0f} minutes"
+    what = f"node {node} {silent if isinstance(error, TimeoutError) else 'has gone'}"
+    return RunError(what, where="nodes", fix="find the reason on that node")
 
 
 def _missing_error(missing: set[int], timeout_s: float) -> MachineError:

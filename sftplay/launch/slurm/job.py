@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -22,12 +23,14 @@ from typing import Any
 from sftplay.atomic import is_locked, write_text
 from sftplay.errors import MachineError, SftplayError
 from sftplay.launch.generation_server import client_environment
+from sftplay.launch.nodes.peer import TOKEN
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.slurm import scheduler
 from sftplay.launch.slurm.records import CONFIG, NOTE, JobFolder, add_job, newest_job
 from sftplay.launch.slurm.server import ServerStep
 from sftplay.launch.slurm.summary import write_environment, write_summary
 from sftplay.launch.supervise.processes import children_of, end_launch
+from sftplay.machine.ports import JOB_PORTS
 from sftplay.signals import STOP_SIGNALS, catch_signals, popen_tied
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -57,12 +60,13 @@ class Allocation:
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Allocation:
         """From the variables of a job. The nodes meet on this one, which is the first, unless MASTER_ADDR is set."""
+        job = int(environment["SLURM_JOB_ID"])
         return cls(
-            job=int(environment["SLURM_JOB_ID"]),
+            job=job,
             nodes=int(environment.get("SLURM_JOB_NUM_NODES", "1")),
             restarts=int(environment.get("SLURM_RESTART_COUNT", "0")),
             master_addr=environment.get("MASTER_ADDR") or socket.gethostname(),
-            master_port=int(environment.get("MASTER_PORT", "29511")),
+            master_port=int(environment.get("MASTER_PORT") or JOB_PORTS[job % len(JOB_PORTS)]),
             cpus_per_task=environment.get("SLURM_CPUS_PER_TASK", ""),
         )
 
@@ -223,6 +227,7 @@ def _train(
     env: Mapping[str, str] | None = None,
     wait: Callable[[subprocess.Popen[bytes]], int] = subprocess.Popen.wait,
 ) -> int:
+    env = {TOKEN: secrets.token_hex(16), **(env or {})}  # srun hands it to the other nodes
     with job.log.open("ab", buffering=0) as log:
         elsewhere = None
         try:
@@ -283,9 +288,8 @@ def _now() -> str:
 
 
 def say(text: str) -> None:
-    """A line into the file that SLURM keeps of the job."""
-    sys.stdout.write(f"[job] {text}\n")
-    sys.stdout.flush()
+    """A line into the file that SLURM keeps of the job; a signal's handler may say one inside another."""
+    os.write(1, f"[job] {text}\n".encode())  # a buffered stream refuses a re-entrant call
 
 
 if __name__ == "__main__":

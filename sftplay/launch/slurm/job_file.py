@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sftplay.launch.slurm.request import JobRequest, directives, word
+from sftplay.machine.ports import JOB_PORTS
 
 SUPERVISOR = "sftplay.launch.slurm.job"
-
-FIRST_PORT, PORTS = 10_000, 10_000
-"""The nodes of a job meet at a port by the number of the job, so that two jobs of a node do not take the same one. All
-are below those of `free_port`."""
 
 _TEMPLATE = """\
 #!/usr/bin/env bash
@@ -40,7 +37,7 @@ def job_file(request: JobRequest, folder: Path, *, chdir: Path, python: str, lau
         name=folder.name,
         directives="\n".join(f"#SBATCH {line}" for line in directives(request, folder, chdir=chdir)),
         setup=f"source {word(str(request.setup.absolute()))}\n" if request.setup else "",
-        first_port=FIRST_PORT,
-        ports=PORTS,
+        first_port=JOB_PORTS.start,
+        ports=len(JOB_PORTS),
         command=shlex.join(argv),
     )

@@ -32,8 +32,11 @@ class EvaluatePuzzles(Observer):
         """`folder` is the run's eval/; `every` the steps between two evaluations."""
         self.cfg, self.puzzles, self.folder, self.every = cfg, puzzles, folder, every
 
+    def measures_at(self, step: int, state: Any) -> bool:
+        return step > 0 and (step % self.every == 0 or step == state.max_steps)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+        if self.measures_at(state.global_step, state):
             control.should_log = True  # a line for the figures
             self.evaluate(state.global_step)
 

@@ -52,9 +52,12 @@ class EvaluateEpisodes(Observer):
             self._expect_readable_hints()
             self.evaluate(0)
 
+    def measures_at(self, step: int, state: Any) -> bool:
+        return step % self.every == 0 or step in (self.cfg.score.stage1_steps, state.max_steps)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         step, stage1 = state.global_step, self.cfg.score.stage1_steps
-        if step % self.every == 0 or step in (stage1, state.max_steps):
+        if self.measures_at(step, state):
             control.should_log = True  # a line for the figures
             figures = self.evaluate(step)
             if step == stage1 and step < state.max_steps:
