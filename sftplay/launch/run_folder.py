@@ -205,10 +205,7 @@ class RunFolder:
                 stack.enter_context(locked(self.path / ".lock", waits=False))
             except BlockingIOError:
                 pid = self.read_json("status.json").get("pid", "unknown")
-                what, fix = (
-                    f"run {self.name!r} is running (process {pid})",
-                    "wait for it to end, or choose another run_name",
-                )
+                what, fix = f"run {self.name!r} is running (process {pid})", "wait for it to end, or change run_name"
                 raise ConfigError(what, where=str(self.path), fix=fix) from None
             except OSError as error:
                 raise _not_writable(self.path, error) from error
