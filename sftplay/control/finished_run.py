@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
 from sftplay import log
+from sftplay.atomic import write_text
 from sftplay.config.load import load_config
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
@@ -94,12 +97,17 @@ def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
 def report_at_end(folder: RunFolder) -> None:
     """Write report.html after a run or a measurement and print its path.
 
-    A failure is only printed: the run or measurement has ended, and nothing here may change its outcome.
+    A failure is only printed, and its traceback kept in logs/report.log: the run or measurement has ended, and nothing
+    here may change its outcome.
     """
+    log_file = folder.logs / "report.log"
     try:
         from sftplay.deliver.report.report import write_report
 
         text = f"report: {write_report(folder)}"
     except Exception as error:  # noqa: BLE001 - see above
         text = f"note: no report ({getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'})"
+        with suppress(OSError):
+            write_text(log_file, traceback.format_exc())
+            text += f"; {log_file} has the traceback"
     Screen(log.screen)(f"[report] {text}\n")  # a Screen also survives a closed pipe

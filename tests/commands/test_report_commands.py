@@ -152,6 +152,9 @@ def test_a_report_that_fails_changes_no_exit_code_and_is_said(
     output = capsys.readouterr().out
     assert "[report] note: no report (" in output
     assert (fault.strerror if isinstance(fault, OSError) else type(fault).__name__) in output
+    log_file = tmp_path / "run" / "logs" / "report.log"
+    assert f"{log_file} has the traceback" in output
+    assert "in fail\n    raise fault\n" in log_file.read_text()
 
 
 def test_a_reader_that_has_left_does_not_change_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

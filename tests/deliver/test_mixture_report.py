@@ -32,7 +32,7 @@ datasets:
 def side(loss: float, chat: float, *, words: int = 400, documents: int = 3) -> Measured:
     text = {"loss": loss, "perplexity": 2**loss, "bits_per_byte": loss / 2, "tokens": 9000, "documents": documents}
     texts = {"domain": {**text, "bytes": 30_000}}
-    anchors = {"chat": {"n": 8, "loss": chat, "perplexity": 2.0, "exact_match": 0.5}}
+    anchors = {"chat": {"n": 8, "rows": 40, "loss": chat, "perplexity": 2.0, "exact_match": 0.5}}
     return Measured(window=64, stride=32, vocabulary=words, texts=texts, anchors=anchors)
 
 
@@ -109,7 +109,7 @@ def test_the_page_shows_perplexity_before_and_after_and_what_was_forgotten(folde
     text = text_of(folder).replace("\u00a0", " ")
     assert "domain 3 9,000 8 4 −4 better 1.5 1 −0.5 better" in text
     assert "chat 8 1 1.3 +0.3 worse 50.0 % 50.0 % ±0.0 points +30.0 %" in text
-    assert "The loss on chat rose by 30.0 %: much of it was forgotten." in text
+    assert "The loss on chat rose by 30.0 % over 40 held-out row(s): much of it was forgotten." in text
     assert "a window of 64 tokens slides by 32" in text
     assert "Answers to chat" in text
     assert "How many boats?" in text

@@ -13,7 +13,7 @@ from sftplay.deliver.report.course import charts_of
 from sftplay.deliver.report.learned import learned_table, learned_text, reward_charts
 from sftplay.deliver.report.read.run_files import RunFiles, read_run_files
 from sftplay.deliver.report.remarks import find_remarks
-from sftplay.deliver.report.report import render
+from sftplay.deliver.report.report import _tiles, render
 from sftplay.deliver.report.tries import tries_of
 from sftplay.launch.run_folder import RunFolder
 
@@ -116,7 +116,24 @@ def test_a_loss_near_0_is_no_warning_but_a_reward_that_does_not_rise_is(folder: 
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     folder.metrics.write_text("".join(json.dumps({**line, "reward": 0.3}) + "\n" for line in lines))
     texts = [remark.text for remark in find_remarks(read_run_files(folder))]
-    assert "The reward did not rise: 0.3 → 0.3." in texts
+    assert "The sampled reward did not rise: 0.3 → 0.3." in texts
+
+
+def test_the_page_leads_with_held_out_answers_and_the_reward_and_not_with_a_loss(run: RunFiles):
+    tiles = _tiles(run)
+    assert tiles[:3] == [
+        ("Held-out pass@1", "25.0\N{NO-BREAK SPACE}% →\N{NO-BREAK SPACE}75.0\N{NO-BREAK SPACE}%", "on 4 prompts"),
+        ("Held-out reward", "0.25 →\N{NO-BREAK SPACE}0.75", "on 4 prompts"),
+        ("Sampled reward", "0.1 →\N{NO-BREAK SPACE}1.1", ""),
+    ]
+    assert not any("loss" in name.lower() for name, _, _ in tiles)
+    assert "nats a token" not in render(run)
+
+
+def test_held_out_answers_that_do_not_get_better_are_told_with_their_number(folder: RunFolder):
+    (folder.eval / "step-20.json").write_text(json.dumps({"step": 20, "n": 4, "reward": 0.2, "pass": 0.25}))
+    texts = [remark.text.replace("\N{NO-BREAK SPACE}", " ") for remark in find_remarks(read_run_files(folder))]
+    assert "Held-out pass@1: 25.0 % → 25.0 % on 4 prompts, too few to tell; it did not rise." in texts
 
 
 @pytest.mark.parametrize("junk", ["", "{", "[1]\n", '{"rewards": 7, "advantage": "x", "verdict": []}\n', "\xff\n"])

@@ -20,9 +20,13 @@ from sftplay.deliver.evaluate.perplexity import Document, measure_perplexity, po
 from sftplay.deliver.evaluate.sources import HeldOut, held_out_of, measure_sources
 
 
-def side(loss: float, chat: float | None = None, *, exact: float = 0.5, stride: int = 4, words: int = 400) -> Measured:
+def side(
+    loss: float, chat: float | None = None, *, exact: float = 0.5, stride: int = 4, words: int = 400, rows: int = 20
+) -> Measured:
     text = {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / 2, "tokens": 90, "documents": 3}
-    anchor = {} if chat is None else {"chat": {"n": 8, "loss": chat, "perplexity": 1.0, "exact_match": exact}}
+    anchor = (
+        {} if chat is None else {"chat": {"n": 8, "rows": rows, "loss": chat, "perplexity": 1.0, "exact_match": exact}}
+    )
     texts = {"domain": {**text, "bytes": 300}}
     return Measured(window=8, stride=stride, vocabulary=words, texts=texts, anchors=anchor)
 
@@ -46,16 +50,23 @@ def test_each_source_has_its_figures_of_both_sides():
 @pytest.mark.parametrize(
     ("after", "percent", "words"),
     [
-        (0.9, -10.0, "fell by 10.0 %: nothing of it was forgotten"),
-        (1.04, 4.0, "rose by 4.0 %: hardly anything of it was forgotten"),
-        (1.19, 19.0, "rose by 19.0 %: some of it was forgotten"),
-        (2.5, 150.0, "rose by 150.0 %: much of it was forgotten"),
+        (0.9, -10.0, "fell by 10.0 % over 20 held-out row(s): nothing of it was forgotten"),
+        (1.04, 4.0, "rose by 4.0 % over 20 held-out row(s): hardly anything of it was forgotten"),
+        (1.19, 19.0, "rose by 19.0 % over 20 held-out row(s): some of it was forgotten"),
+        (2.5, 150.0, "rose by 150.0 % over 20 held-out row(s): much of it was forgotten"),
     ],
 )
 def test_forgetting_is_the_rise_of_the_loss_on_chats_with_what_it_means(after: float, percent: float, words: str):
     anchor = both(side(3.0, 1.0), side(2.0, after))["anchor"]["chat"]
     assert anchor["forgetting_percent"] == pytest.approx(percent)
     assert anchor["forgetting"] == f"the loss on chat {words}"
+
+
+@pytest.mark.parametrize("rows", [1, 19])
+def test_few_held_out_chats_give_no_verdict_in_words(rows: int):
+    anchor = both(side(3.0, 1.0, rows=rows), side(2.0, 0.9, rows=rows))["anchor"]["chat"]
+    said = f"the loss on chat fell by 10.0 % over {rows} held-out row(s): too few to tell, 20 are needed"
+    assert (anchor["forgetting"], anchor["rows"]) == (said, rows)
 
 
 def test_one_side_alone_says_nothing_about_forgetting():

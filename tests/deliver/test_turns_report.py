@@ -10,7 +10,8 @@ import pytest
 
 from sftplay.deliver.report.episodes.turns import turns_of
 from sftplay.deliver.report.read.run_files import read_run_files
-from sftplay.deliver.report.report import render
+from sftplay.deliver.report.remarks import find_remarks
+from sftplay.deliver.report.report import _tiles, render
 from sftplay.launch.run_folder import RunFolder
 
 
@@ -81,6 +82,19 @@ def test_tables_have_the_ends_of_the_run_each_kind_of_hint_and_episodes_before_a
         ["problem 0", "0", "✓ first 0", "<b>look</b>", "✓ second 0"],
         ["", "20", "✓ first 0", "<b>look</b>", "✓ second 0"],
     ]
+
+
+def test_the_page_leads_with_both_turns_and_takes_a_loss_for_nothing(folder: RunFolder):
+    lines = [{"step": step, "loss": loss, "acc_t2": 0.5} for step, loss in ((1, 0.1), (2, 0.4), (3, 0.9))]
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run_files(folder)
+    tiles = [(name, value.replace("\N{NO-BREAK SPACE}", " ")) for name, value, _ in _tiles(run)]
+    assert tiles[:2] == [("Second answers right", "25.0 % → 75.0 %"), ("First answers right", "50.0 % → 50.0 %")]
+    assert not any("loss" in name.lower() for name, _ in tiles)
+    assert not [remark.text for remark in find_remarks(run) if "loss" in remark.text]
+    page = render(run)
+    assert "nats a token" not in page
+    assert page.index("Right answers") < page.index("Loss of the update, near 0 by construction")
 
 
 def test_the_page_shows_both_turns_once_and_takes_no_episode_for_a_completion(folder: RunFolder):

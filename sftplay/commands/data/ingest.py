@@ -79,6 +79,10 @@ def _show(report: dict[str, Any], settings: Settings) -> None:
     log.say(f"kept        {report['kept']:,}, {size}", "ingest")
     for group in ("dropped", "unreadable"):
         log.say(f"{group:11} {counted(group)}", "ingest")
+    if report["guessed_encodings"]:
+        log.say(f"guessed     encodings of {counted('guessed_encodings')}; their notes are in the report", "ingest")
+    if report["tracebacks"]:
+        log.say(f"tracebacks  of readers that failed: {report['tracebacks']}", "ingest")
     if report["skipped"]:
         log.say(f"passed over {counted('skipped')}", "ingest")
     if report["kept"]:

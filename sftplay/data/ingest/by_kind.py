@@ -80,7 +80,8 @@ DIRECTORY_BYTES = 1 << 16
 def extract(path: Path, encoding: str = "auto") -> Extracted:
     """The document's title and blocks.
 
-    `encoding` is that of text files without a byte order mark; "auto" takes UTF-8, or UTF-16 where it shows.
+    `encoding` is that of text files without a byte order mark; "auto" takes UTF-8, UTF-16 where it shows, else the
+    likeliest one, with a note.
 
     Raises:
         Unreadable: it gives no text, with the reason.
@@ -103,6 +104,9 @@ def extract(path: Path, encoding: str = "auto") -> Extracted:
         raise Unreadable("broken", f"{type(error).__name__}: {error}"[:300]) from error
     if not any(block.text.strip() for block in found.blocks):
         raise Unreadable("empty", "the document holds no text")
+    if found.guessed_encoding:
+        note = f"not UTF-8 and names no encoding: read as {found.guessed_encoding}, the likeliest"
+        found = replace(found, notes=(*found.notes, note))
     named = SUFFIXES.get(path.suffix.lower())
     if named != kind:
         found = replace(found, notes=(*found.notes, f"read as {kind} by its content, the name ends in {path.suffix!r}"))

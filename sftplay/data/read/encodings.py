@@ -1,7 +1,7 @@
 """Bytes of a text file -> characters, in the encoding that is named, marked or plain to see.
 
-A single-byte encoding is never guessed, because a wrong guess gives wrong letters without an error. Rows that are not
-UTF-8 are refused, and the reason names a likely encoding.
+For rows a single-byte encoding is never guessed, because a wrong guess gives wrong letters without an error. Rows that
+are not UTF-8 are refused, and the reason names a likely encoding.
 """
 
 from __future__ import annotations
@@ -98,10 +98,18 @@ def checked_encoding(name: str) -> str:
 
 
 def likely_encoding(file: Path) -> str:
-    """The encoding that a file which is not UTF-8 probably is in; empty when nothing fits. Only ever advice."""
+    """The encoding that a file which is not UTF-8 probably is in; empty when nothing fits.
+
+    For rows it is only ever advice. Documents are read in it, and the report says so.
+    """
+    return likely_encoding_of(_foreign_part(file))
+
+
+def likely_encoding_of(data: bytes) -> str:
+    """As `likely_encoding`, for bytes at hand."""
     from charset_normalizer import from_bytes
 
-    found = from_bytes(_foreign_part(file), cp_isolation=LIKELY)
+    found = from_bytes(data[:SAMPLE_BYTES], cp_isolation=LIKELY)
     best = found.best()
     if best is None:
         return ""

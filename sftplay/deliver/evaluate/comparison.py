@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 Side = Literal["before", "after"]
 SIDES: tuple[Side, Side] = ("before", "after")
+ENOUGH_ROWS = 20
+"""Held-out chats from which on a change of their loss is told in words."""
+
 MUCH, SOME = 20.0, 5.0
 """Rise of the loss on a chat source, in percent, from which on much, or some, of it counts as forgotten."""
 
@@ -39,7 +42,7 @@ def with_side(content: Figures, side: Side, *, measured: Measured) -> dict[str, 
 
     `sources`: for each source of documents `perplexity_before`, `perplexity_after`, the same of `loss` and
     `bits_per_byte`, then `tokens`, `documents` and `bytes`. `anchor`: for each source of chats `loss_before`,
-    `loss_after`, the same of each metric, `n`, `forgetting_percent` and what it means. `perplexity_compares`: false
+    `loss_after`, the same of each metric, `n`, `rows`, `forgetting_percent` and what it means. `perplexity_compares`: false
     where the two models have other tokenizers; then only bits per byte compares. Figures of the other side stay where
     they were taken with the same window and stride.
     """
@@ -75,7 +78,7 @@ def _joined(old: Any, side: Side, *, figures: Mapping[str, Figures]) -> dict[str
     for name, found in figures.items():
         row: dict[str, Any] = {}
         for key, value in found.items():
-            if key in ("n", "tokens", "documents", "bytes"):
+            if key in ("n", "rows", "tokens", "documents", "bytes"):
                 row[key] = value
                 continue
             pair = {side: value, other: known.get(name, {}).get(f"{key}_{other}")}
@@ -90,9 +93,12 @@ def _forgetting(name: str, row: Figures) -> dict[str, Any]:
     if before is None or after is None or not before > 0:
         return {"forgetting_percent": None, "forgetting": ""}
     rise = 100 * (after / before - 1)
+    rows = int(row.get("rows", row.get("n", 0)))
     what = "nothing" if rise <= 0 else "hardly anything" if rise <= SOME else "some" if rise <= MUCH else "much"
-    moved = f"the loss on {name} {'rose' if rise > 0 else 'fell'} by {abs(rise):.1f} %"
-    return {"forgetting_percent": rise, "forgetting": f"{moved}: {what} of it was forgotten"}
+    moved = f"the loss on {name} {'rose' if rise > 0 else 'fell'} by {abs(rise):.1f} % over {rows:,} held-out row(s)"
+    enough = rows >= ENOUGH_ROWS
+    verdict = f"{what} of it was forgotten" if enough else f"too few to tell, {ENOUGH_ROWS} are needed"
+    return {"forgetting_percent": rise, "forgetting": f"{moved}: {verdict}"}
 
 
 def _finite(value: Any) -> float | None:

@@ -87,7 +87,10 @@ def measure_sources(model: Any, held_out: HeldOut, *, tokenizer: Any, cfg: RunCo
             texts[name] = measure_perplexity(model, documents, **how)
             log.say(f"{path.stem}: {name}: {_told(texts[name])}", "eval")
     anchors = {
-        name: evaluate(model, chats, cfg=cfg, path=path.with_name(f"{prefix}anchor-{name}-{side}.json"))
+        name: {
+            **evaluate(model, chats, cfg=cfg, path=path.with_name(f"{prefix}anchor-{name}-{side}.json")),
+            "rows": len(chats.held_out),
+        }
         for name, chats in held_out.chats.items()
     }
     measured = Measured(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from sftplay.deliver.report.drawing.charts import Chart, Curve
 from sftplay.deliver.report.drawing.figures import capitalized, name_of
 from sftplay.deliver.report.episodes.turns import is_of_turns
+from sftplay.deliver.report.learned import learns_from_rewards
 from sftplay.deliver.report.read.history import Point, as_bytes, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping
 
@@ -77,8 +78,11 @@ def charts_of(run: RunFiles) -> list[Chart]:
     padded = [plain("padded_tokens_per_s", "padding included")] if is_padded else []
     waiting = [] if silent else [plain("communication_max_s", "between processes")]
     memory = [plain(key, name_of(key), colour=colour) for key, colour in zip(MEMORY, "cdab", strict=True)]
+    loss = ("Loss", "loss", [noisy("loss", "training"), held_out])
+    update = ("Loss of the update, near 0 by construction", "update_loss", [noisy("loss", "training")])
+    from_rewards = learns_from_rewards(run)
     all_curves: list[tuple[str, str, list[Curve]]] = [
-        ("Loss", "loss", [noisy("loss", "training"), held_out]),
+        *([] if from_rewards else [loss]),
         ("Learning rate", "learning_rate", [plain("learning_rate", "rate", colour="c")]),
         ("Gradient norm", "grad_norm", [noisy("grad_norm", "norm", colour="d")]),
         ("Speed", "tokens",
@@ -86,6 +90,7 @@ def charts_of(run: RunFiles) -> list[Chart]:
         ("Time of a step", "step_s", [noisy("step_s", "in all"), *waiting]),
         ("Memory of the main process", "_bytes", [*memory, *_plan_line(run)]),
         *((capitalized(name_of(key)), key, [noisy(key, name_of(key), colour="c")]) for key in others),
+        *([update] if from_rewards else []),
     ]  # fmt: skip
     return [
         Chart(

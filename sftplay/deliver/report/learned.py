@@ -16,9 +16,37 @@ from sftplay.deliver.report.read.history import Point, as_number
 from sftplay.deliver.report.read.run_files import RunFiles
 from sftplay.deliver.report.read.samples import FIRST, LAST, pass_share, sampled_steps
 
+HEADLINES: dict[object, tuple[tuple[str, str], ...]] = {
+    "grpo": (("pass", "Held-out pass@1"), ("reward", "Held-out reward")),
+    "score": (("acc_t2", "Second answers right"), ("acc_t1", "First answers right")),
+}
+"""Task -> the figures of its evaluations that say whether it has learned, the most telling one first. The loss of such
+a task is near 0 by construction."""
+
+Headline = tuple[str, str, float, float, int | None]
+"""Key, name, first value, last value, and the prompts that were answered."""
+
 SAMPLED = ("reward", "true_reward")
 BESIDE = ("zero_variance_share", "clipped_ratio", "completion_tokens", "entropy", "kl")
 COLOURS = "abcd"
+
+
+def headlines(run: RunFiles) -> list[Headline]:
+    """The telling figures; none for a task that learns from labels."""
+    measured = [figures for _, figures in sorted(by_step(run.evals), key=lambda pair: pair[0])]
+    found = []
+    for key, name in HEADLINES.get(run.value("task_mode"), ()):
+        values = [(value, figures) for figures in measured if (value := as_number(figures.get(key))) is not None]
+        if values:
+            (first, _), (last, figures) = values[0], values[-1]
+            count = as_number(figures.get("n"))
+            found.append((key, name, first, last, None if count is None else int(count)))
+    return found
+
+
+def learns_from_rewards(run: RunFiles) -> bool:
+    """True for a task whose loss says nothing."""
+    return run.value("task_mode") in HEADLINES
 
 
 def learned_table(run: RunFiles) -> Table | None:

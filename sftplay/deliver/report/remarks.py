@@ -9,8 +9,10 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+from sftplay.deliver.evaluate.comparison import ENOUGH_ROWS
 from sftplay.deliver.report.course import memory_of
 from sftplay.deliver.report.drawing.figures import capitalized, format_figure, is_better, name_of
+from sftplay.deliver.report.learned import headlines, learns_from_rewards
 from sftplay.deliver.report.read.history import as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping, texts
 from sftplay.units import format_bytes
@@ -115,13 +117,7 @@ def _steps(run: RunFiles) -> Iterator[Remark]:
         yield Remark("warn", f"{history.n_broken:,} lines of metrics.jsonl cannot be read and are left out.")
     if history.n_backwards:
         yield Remark("warn", f"{history.n_backwards:,} lines of metrics.jsonl repeat a step or go back.")
-    key, name, word = ("reward", "reward", "rise") if "reward" in history.values else ("loss", "training loss", "fall")
-    thirds, ends = history.thirds(key), history.ends(key)
-    ends = (thirds[0], thirds[2]) if thirds else ends  # single lines are noisy
-    is_worse = ends is not None and (ends[1] <= ends[0] if key == "reward" else ends[1] >= ends[0])
-    if run.state == "done" and ends and len(history.values[key]) > 1 and is_worse:
-        figures = f"{format_figure(key, ends[0])} → {format_figure(key, ends[1])}"
-        yield Remark("warn", f"The {name} did not {word}: {figures}.")
+    yield from _progress(run)
     yield from _course(run)
     losses = [(loss, step) for step, loss in run.held_out if math.isfinite(loss)]
     if losses and losses[-1][0] > RISE * min(losses)[0] and losses[-1] != min(losses):
@@ -130,13 +126,34 @@ def _steps(run: RunFiles) -> Iterator[Remark]:
         yield Remark("warn", f"{text} {format_figure('loss', end)}: fewer steps, or train.best_metric: loss.")
 
 
+def _progress(run: RunFiles) -> Iterator[Remark]:
+    """What did not move in the right direction from the beginning of a finished run to its end."""
+    if run.state != "done":
+        return
+    history, from_rewards = run.history, learns_from_rewards(run)
+    for key, name, first, last, count in headlines(run)[:1]:
+        if last <= first < 1:
+            on = f" on {count:,} prompts" if count is not None else ""
+            doubt = ", too few to tell" if count is not None and count < FEW_PROMPTS else ""
+            yield Remark(
+                "warn", f"{name}: {format_figure(key, first)} → {format_figure(key, last)}{on}{doubt}; it did not rise."
+            )
+    key, name, word = ("reward", "sampled reward", "rise") if from_rewards else ("loss", "training loss", "fall")
+    thirds, ends = history.thirds(key), history.ends(key)
+    ends = (thirds[0], thirds[2]) if thirds else ends  # single lines are noisy
+    is_worse = ends is not None and (ends[1] <= ends[0] if from_rewards else ends[1] >= ends[0])
+    if ends and len(history.values[key]) > 1 and is_worse:
+        figures = f"{format_figure(key, ends[0])} → {format_figure(key, ends[1])}"
+        yield Remark("warn", f"The {name} did not {word}: {figures}.")
+
+
 def _course(run: RunFiles) -> Iterator[Remark]:
     """What the curves show that a last figure hides."""
     speeds = run.history.thirds("tokens_per_s")
     if speeds and speeds[2] < COLLAPSED * max(speeds[:2]):
         figures = f"{format_figure('tokens', max(speeds[:2]))} → {format_figure('tokens', speeds[2])} tokens a second"
         yield Remark("warn", f"Throughput collapsed: {figures} (medians of a third of the run).")
-    losses = run.history.thirds("loss") if "reward" not in run.history.values else None
+    losses = None if learns_from_rewards(run) else run.history.thirds("loss")
     if losses and 0 <= losses[0] - losses[2] < UNMOVED * abs(losses[0]):
         figures = f"{format_figure('loss', losses[0])} → {format_figure('loss', losses[2])}"
         yield Remark("warn", f"The training loss hardly moved: {figures} (medians); a higher rate, or more steps.")
@@ -170,8 +187,8 @@ def _sources(run: RunFiles) -> Iterator[Remark]:
         text = "The tokenizer is another one after training: loss and perplexity per token do not compare"
         yield Remark("note", f"{text}; bits per byte does.")
     for name, row in mapping(mapping(run.evals.get("perplexity")).get("anchor")).items():
-        rise = as_number(mapping(row).get("forgetting_percent"))
-        if rise is not None and FORGOTTEN < rise < math.inf:
+        rise, rows = (as_number(mapping(row).get(key)) for key in ("forgetting_percent", "rows"))
+        if rise is not None and FORGOTTEN < rise < math.inf and (rows is None or rows >= ENOUGH_ROWS):
             text = f"Training has cost chat skills: the loss on {name} rose by {rise:.1f} %"
             yield Remark("warn", f"{text}; a larger weight for it, a lower rate or fewer steps keep more.")
 

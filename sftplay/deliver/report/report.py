@@ -18,7 +18,7 @@ from sftplay.deliver.report.drawing.charts import Chart
 from sftplay.deliver.report.drawing.figures import capitalized, format_figure, is_share, name_of
 from sftplay.deliver.report.drawing.page import render_page
 from sftplay.deliver.report.episodes.turns import turns_of
-from sftplay.deliver.report.learned import learned_table, reward_charts
+from sftplay.deliver.report.learned import Headline, headlines, learned_table, learns_from_rewards, reward_charts
 from sftplay.deliver.report.mixture import anchors_of, forgetting, mixture_tables, source_charts
 from sftplay.deliver.report.puzzles.solved import puzzles_of
 from sftplay.deliver.report.read.history import as_bytes, as_number
@@ -83,6 +83,8 @@ def render(run: RunFiles) -> str:
 def _charts(run: RunFiles) -> list[Chart]:
     """All curves; those of the sources stand behind the loss, and rewards before it."""
     charts, resumed = charts_of(run), resumed_steps(run)
+    if learns_from_rewards(run):
+        return [*reward_charts(run, resumed), *charts]
     return [*reward_charts(run, resumed), *charts[:1], *source_charts(run, resumed), *charts[1:]]
 
 
@@ -117,15 +119,18 @@ def _method(run: RunFiles) -> str:
 def _tiles(run: RunFiles) -> list[Tile]:
     """The figures one looks for first."""
     before, after = run.evals.get("before", {}), run.evals.get("after", {})
-    tiles = []
-    for key in [*[key for key in after if is_share(key)][:2], "loss"]:
+    tiles = [_headline_tile(each) for each in headlines(run)]
+    for key in () if tiles else [*[key for key in after if is_share(key)][:2], "loss"]:
         if key in after:
             old = f"{format_figure(key, before[key])} →\u00a0" if key in before else ""
             n = f"on {format_figure('n', after.get('n'))} prompts" if key != "loss" else ""
             name = "Held-out loss" if key == "loss" else capitalized(name_of(key))
             tiles.append((name, old + format_figure(key, after[key]), n))
     history = run.history
-    if losses := history.ends("loss"):
+    if learns_from_rewards(run):
+        if rewards := history.ends("reward"):
+            tiles.append(_headline_tile(("reward", "Sampled reward", *rewards, None)))
+    elif losses := history.ends("loss"):
         tiles.append(
             ("Training loss", f"{format_figure('loss', losses[0])} →\u00a0{format_figure('loss', losses[1])}", "")
         )
@@ -141,6 +146,12 @@ def _tiles(run: RunFiles) -> list[Tile]:
         beside = f"of {format_figure('peak_bytes', plan.planned)} planned" if plan else "main process"
         tiles.append(("Peak memory", format_figure("peak_bytes", memory), beside))
     return tiles + _size_tiles(run)
+
+
+def _headline_tile(headline: Headline) -> Tile:
+    key, name, first, last, count = headline
+    n = f"on {count:,} prompts" if count is not None else ""
+    return name, f"{format_figure(key, first)} →\u00a0{format_figure(key, last)}", n
 
 
 def even_columns(count: int) -> int:

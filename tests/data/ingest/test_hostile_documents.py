@@ -136,7 +136,8 @@ def test_every_hostile_file_is_named_and_the_good_ones_are_read(tmp_path):
     assert files["secret.txt"]["reason"] == files["closed"]["reason"] == "not_readable"
     assert (files["around"]["status"], files["around"]["reason"]) == ("skipped", "link_to_folder")
     assert "\u200f" in {row["source"]: row["text"] for row in rows}["arabic.txt"]
-    assert "cp1252" in files["latin.txt"]["detail"]
+    assert "Die Größe der Türen." in {row["source"]: row["text"] for row in rows}["latin.txt"]
+    assert report["guessed_encodings"] == {"cp1252": 1}
     assert watch.peak_bytes < GB
     assert watch.longest_s < LIMIT_S + LATE_S
 

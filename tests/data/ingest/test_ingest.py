@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import zipfile
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ from processes import HANG_S, is_alive, wait_until
 from sftplay.cli import main
 from sftplay.data.ingest.children.pool import End
 from sftplay.data.ingest.children.server import NO_ROOM_CODE
+from sftplay.data.ingest.steps import reading
 from sftplay.data.ingest.steps.finishing import joined, sections_of
 from sftplay.data.layouts.convert import to_record, unused_columns
 from sftplay.data.read.sources import read_rows
@@ -379,3 +381,77 @@ def test_a_killed_command_leaves_no_process(folder):
     started = [int(pid) for pid in re.findall(r"^started (.+)$", killed.stdout, re.M)[0].split()]
     assert started
     wait_until(lambda: not any(map(is_alive, started)))
+
+
+GERMAN = (
+    "Die Pumpe fördert Öl aus dem Behälter. Vor dem Öffnen der Tür muss der Schlüssel gezogen und die Welle geprüft "
+    "werden; müde Lager hört man früh. Größere Mängel gehören in das Buch über die jährliche Prüfung. "
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "encoding"),
+    [
+        ("a.txt", GERMAN * 12, "latin-1"),  # 2.7 KB
+        ("short.txt", "Größe: 3 m, Länge: 4 m, Höhe für Türen und Mühlen, alles nach Prüfung der Brücke.", "cp1252"),
+        ("a.md", f"# Prüfung\n\n{GERMAN}", "latin-1"),
+        ("a.rst", f"Prüfung\n=======\n\n{GERMAN}", "latin-1"),
+        ("a.html", f"<h1>Prüfung</h1><p>{GERMAN}</p>", "cp1252"),
+    ],
+)
+def test_a_text_that_is_not_utf8_is_read_in_the_likeliest_encoding_which_is_said_and_counted(
+    folder, name, text, encoding
+):
+    if name.endswith(".rst"):
+        pytest.importorskip("docutils")
+    folder.write(name, text.encode(encoding))
+    (row,) = folder.ingest()
+    assert "Größ" in row["text"]
+    assert "Ã" not in row["text"]
+    assert "\ufffd" not in row["text"]
+    assert folder.report["guessed_encodings"] == {"cp1252": 1}
+    assert folder.status(name)["notes"] == ["not UTF-8 and names no encoding: read as cp1252, the likeliest"]
+
+
+def test_a_long_text_that_is_not_utf8_is_read_in_the_likeliest_encoding_too(folder, monkeypatch):
+    monkeypatch.setattr(reading, "LONG_TEXT_BYTES", 4096)
+    path = folder.write("a.txt", "\n\n".join(f"{n}. {GERMAN}" for n in range(40)).encode("latin-1"))
+    stem = str(folder.home / "shard")
+    stat = path.stat()
+    found = reading.read_file(
+        path=str(path), stem=stem, size=stat.st_size, mtime_ns=stat.st_mtime_ns, encoding="auto", cleaning=[]
+    )
+    assert (found["status"], found["guessed_encoding"]) == ("read", "cp1252")
+    assert "Größere Mängel" in (folder.home / "shard.0000.jsonl").read_text()
+
+
+def test_what_a_reader_died_of_is_kept_with_its_traceback_and_said(folder, monkeypatch, capsys):
+    folder.write("good.md", f"# Pumps\n\n{prose(1)}\n")
+    folder.write("bad.docx", b"PK\x03\x04")
+    path = folder.docs / "bad.docx"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("word/document.xml", "<w:document xmlns:w='x'><w:body/></w:document>")
+    broken = folder.home / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text(
+        "import sftplay.data.ingest.by_kind as kinds\n"
+        "def reader_of(kind, real=kinds.reader_of):\n"
+        "    def of_a_bug(path, encoding):\n"
+        "        return {}['a bug of the kit']\n"
+        "    return of_a_bug if kind == 'docx' else real(kind)\n"
+        "kinds.reader_of = reader_of\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{broken}:{ROOT}")
+    folder.ingest()
+    log_file = folder.out.with_suffix(".errors.log")
+    kept = log_file.read_text()
+    assert kept.startswith("bad.docx\nTraceback (most recent call last):\n")
+    assert "in of_a_bug\n" in kept
+    assert "KeyError: 'a bug of the kit'" in kept
+    assert folder.report["tracebacks"] == str(log_file)
+    assert f"tracebacks  of readers that failed: {log_file}" in capsys.readouterr().out
+    assert folder.status("bad.docx")["reason"] == "broken"
+    path.unlink()
+    folder.ingest("--replace")
+    assert folder.report["tracebacks"] is None
+    assert not log_file.exists()

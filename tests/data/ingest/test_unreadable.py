@@ -41,8 +41,8 @@ def memory_mib():
         ("a.pdf", b"plain words", "wrong_format", "something else than '.pdf' says"),
         ("a.xyz", b"plain words", "wrong_format", "of an unknown kind"),
         ("a.txt", b"abc\0def\0\0\xff\xfe\xfa", "wrong_format", "binary"),
-        ("a.txt", "Übung für Größe\n".encode("cp1252") * 9, "encoding", "not UTF-8; it looks like cp1252"),
-        ("a.html", b"<p>\xff\xfe\xdc</p>", "encoding", "not utf-8 and names no other encoding"),
+        ("a.txt", b"\xff\xd0\x01\x02 \xdc\x05" * 9, "encoding", "control characters that no text has"),
+        ("a.html", b"<p>\xff\x03\xdc</p>", "encoding", "control characters that no text has"),
         ("a.doc", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600), "wrong_format", "an old Office document"),
         (
             "a.docx",

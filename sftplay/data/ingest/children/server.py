@@ -17,6 +17,8 @@ import select
 import signal
 import sys
 import time
+import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -134,7 +136,7 @@ def _run(task: dict[str, Any], server: int) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         die_with_parent(server)
-        quiet = os.open(os.devnull, os.O_RDWR)
+        quiet, errors = os.open(os.devnull, os.O_RDWR), os.dup(2)
         for stream in (0, 1, 2):
             os.dup2(quiet, stream)
         _bound(task["memory_bytes"], task["most_file_bytes"])
@@ -144,8 +146,16 @@ def _run(task: dict[str, Any], server: int) -> NoReturn:
         code = 0
     except OSError as error:
         code = NO_ROOM_CODE if error.errno in FULL else 1
+        _keep_trace(errors)
+    except BaseException:  # noqa: BLE001 - the child's end: what it died of is kept
+        _keep_trace(errors)
     finally:
         os._exit(code)
+
+
+def _keep_trace(errors: int) -> None:
+    with suppress(OSError, MemoryError):
+        os.write(errors, traceback.format_exc(limit=-30).encode())
 
 
 def _bound(memory_bytes: int | None, most_file_bytes: int | None) -> None:

@@ -39,6 +39,9 @@ class Extracted:
     notes: tuple[str, ...] = ()
     """What the reader of a report should know, such as "2 of 7 pages have no text"."""
 
+    guessed_encoding: str = ""
+    """The encoding that was taken for a text that is not UTF-8 and names none."""
+
 
 class Unreadable(Exception):
     """A document gives no text; the reason is one word for counting, the detail is for people."""

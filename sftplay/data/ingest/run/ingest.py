@@ -19,9 +19,9 @@ from sftplay.data.cache import fingerprint
 from sftplay.data.ingest.children.pool import ChildPool
 from sftplay.data.ingest.run.records import KEPT, Records, compare
 from sftplay.data.ingest.run.report import report_of
-from sftplay.data.ingest.run.stages import FINISH, READ, finish_all, read_all, repeated_lines
+from sftplay.data.ingest.run.stages import FINISH, READ, Document, finish_all, read_all, repeated_lines
 from sftplay.data.ingest.run.walk import Found, shown, walk
-from sftplay.data.ingest.run.work import Work
+from sftplay.data.ingest.run.work import ERRORS, Work
 from sftplay.data.ingest.settings import CLEANING, Settings
 from sftplay.data.ingest.steps import cleaning, language
 from sftplay.errors import ConfigError, DataError
@@ -132,7 +132,7 @@ def _make(
     settings: Settings, found: Sequence[Found], *, work: Work, outside: Outside, mark: str, began: float
 ) -> dict[str, Any]:
     files = [each for each in found if not each.reason]
-    errors = work.folder / "errors.txt"
+    errors = work.folder / ERRORS
     kinds = sorted({each.path.suffix.lower() for each in files} - {""})
     warmed = [":".join([READ, *kinds]), ":".join([FINISH, *settings.languages])]
     with ChildPool(settings.workers, warmed=warmed, errors=errors) as pool:
@@ -146,6 +146,7 @@ def _make(
     report = report_of(documents, chunks, passed_over=passed_over, records=records, verdict=verdict, settings=settings)
     report = {"in": str(settings.source), "out": str(settings.out), "mark": mark, **report}
     report |= {"tokens": None, "tokenizer": settings.tokenizer or None, "out_bytes": 0}
+    report["tracebacks"] = _keep_errors(documents, errors, log_file=settings.out.with_suffix(".errors.log"))
     if report["kept"]:
         with whole_file(settings.out) as scratch:
             report["tokens"] = _write(records, verdict.reasons() == KEPT, path=scratch, outside=outside)
@@ -154,6 +155,17 @@ def _make(
     else:
         _write_report(report, settings, outside=outside, began=began)
     return report
+
+
+def _keep_errors(documents: Sequence[Document], errors: Path, *, log_file: Path) -> str | None:
+    """Write what readers died of, each with its traceback; the file's name, None where none did."""
+    parts = [f"{shown(each.found.name)}\n{trace}" for each in documents if (trace := each.answer.get("traceback"))]
+    parts += [errors.read_text(encoding="utf-8", errors="replace")] if errors.exists() else []
+    if not any(parts):
+        log_file.unlink(missing_ok=True)  # of an earlier command
+        return None
+    write_text(log_file, "\n".join(filter(None, parts)))
+    return str(log_file)
 
 
 def _write_report(report: dict[str, Any], settings: Settings, *, outside: Outside, began: float) -> None:

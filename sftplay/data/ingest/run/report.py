@@ -35,6 +35,7 @@ def report_of(
         "documents": kept + dropped.total() + unreadable.total(),
         "kept": kept,
         "dropped": dict(sorted(dropped.items())),
+        "guessed_encodings": dict(sorted(_guessed(documents).items())),
         "unreadable": dict(sorted(unreadable.items())),
         "skipped": dict(sorted(Counter(file["reason"] for file in rest if file["status"] == "skipped").items())),
         "characters": int(records.column("chars")[reasons == KEPT].sum()),
@@ -68,6 +69,11 @@ def _files(documents: Sequence[Document], chunks: Sequence[Chunk], *, records: R
         _file(document, dropped[place], kept=int(kept[place]), characters=int(sums[place]))
         for place, document in enumerate(documents)
     ]
+
+
+def _guessed(documents: Sequence[Document]) -> Counter[str]:
+    """Encoding -> files that were read in it by a guess."""
+    return Counter(name for each in documents if (name := each.answer.get("guessed_encoding")))
 
 
 def _file(document: Document, dropped: Counter[str], *, kept: int, characters: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from sftplay.atomic import write_text
 from sftplay.data.ingest.children.pool import ChildPool, End, Task
 from sftplay.data.ingest.children.server import NO_ROOM_CODE
 from sftplay.data.ingest.run.walk import Found, shown
-from sftplay.data.ingest.run.work import Work, answer_path, forget, read_answer
+from sftplay.data.ingest.run.work import ERRORS, Work, answer_path, forget, read_answer
 from sftplay.data.ingest.settings import Settings
 from sftplay.data.ingest.steps.finishing import Shard
 from sftplay.data.ingest.steps.lines import repeated
@@ -108,7 +108,7 @@ def finish_all(
     for end in pool.run(tasks):
         _check_room(end)
         if not end.is_done:
-            fix = "free memory and disk; the same command goes on where this one stopped"
+            fix = f"see {work.folder / ERRORS}, free memory and disk; the same command goes on where this one stopped"
             raise RunError(f"a process that finishes records has ended ({_cause(end)})", where="ingest", fix=fix)
         done += 1
         log.progress(done, len(planned), what="parts finished", tag="ingest")

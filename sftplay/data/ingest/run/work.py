@@ -16,6 +16,9 @@ from typing import Any
 from sftplay.atomic import locked, read_object
 from sftplay.errors import ConfigError
 
+ERRORS = "errors.txt"
+"""In the folder: what libraries print, and the tracebacks of children that died."""
+
 
 class Work:
     """The folder, and the names in it."""

@@ -11,6 +11,7 @@ import json
 import re
 import resource
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from importlib import import_module
@@ -21,6 +22,7 @@ from typing import Any, BinaryIO
 from sftplay.data.ingest.by_kind import HEAD_BYTES, extract, kind_of
 from sftplay.data.ingest.children.server import FULL
 from sftplay.data.ingest.extract.document import Block, Unreadable
+from sftplay.data.ingest.extract.text.characters import open_charset
 from sftplay.data.ingest.extract.text.plain import to_block, wrap_width
 from sftplay.data.ingest.settings import ROWS
 from sftplay.data.ingest.steps.cleaning import Cleaner
@@ -35,6 +37,9 @@ SHARD_BYTES = 32 << 20
 
 MOST_GROWTH, ALWAYS_BYTES = 50, 64 << 20
 """A file's text may be so many times larger than the file, and always this large."""
+
+MOST_FRAMES, MOST_TRACE = 30, 20_000
+"""Frames and characters that are kept of a traceback."""
 
 EXAMPLES = 3
 """Refused rows of one file and reason that are shown."""
@@ -112,6 +117,8 @@ def read_file(*, path: str, stem: str, size: int, mtime_ns: int, encoding: str, 
         found = reader.read()
     except Unreadable as error:
         found = {"status": "unreadable", "reason": error.reason, "detail": error.detail}
+        if error.__cause__ is not None:  # what a reader died of: the document's fault, or its own
+            found["traceback"] = _trace(error.__cause__)
     except MemoryError:
         found = {"status": "unreadable", "reason": "memory", "detail": "its reader needs more memory than it may have"}
     except OSError as error:
@@ -121,11 +128,16 @@ def read_file(*, path: str, stem: str, size: int, mtime_ns: int, encoding: str, 
     except SftplayError as error:  # a library is missing: no file of this kind can be read here
         found = {"status": "stopped", "error": error.as_json()}
     except Exception as error:  # noqa: BLE001 - a document's parser is foreign code; what it dies of is counted
-        found = {"status": "unreadable", "reason": "broken", "detail": f"{type(error).__name__}: {error}"[:500]}
+        detail = f"{type(error).__name__}: {error}"[:500]
+        found = {"status": "unreadable", "reason": "broken", "detail": detail, "traceback": _trace(error)}
     if found["status"] != "stopped" and not _is_same(Path(path), size, mtime_ns=mtime_ns):
         found = {"status": "unreadable", "reason": "changed", "detail": "the file changed while it was read"}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     return {**found, "seconds": time.monotonic() - began, "peak_bytes": peak}
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error, limit=-MOST_FRAMES))[-MOST_TRACE:]
 
 
 class _Reader:
@@ -137,6 +149,7 @@ class _Reader:
         self._shards = Shards(stem, max(ALWAYS_BYTES, MOST_GROWTH * size))
         self._keys: set[int] = set()
         self._notes: list[str] = []
+        self._guessed = ""
         self._refused: Counter[str] = Counter()
         self._examples: list[dict[str, Any]] = []
 
@@ -154,7 +167,7 @@ class _Reader:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return {
             "status": "read", "is_table": is_rows(self._path), "documents": n_documents, "notes": self._notes,
-            "sha256": digest,
+            "sha256": digest, "guessed_encoding": self._guessed,
             "shards": self._shards.sizes, "cleaned": dict(self._cleaner.changed), "dropped": dict(self._refused),
             "examples": self._examples,
         }  # fmt: skip
@@ -166,7 +179,7 @@ class _Reader:
             yield from self._parts()
         else:
             found = extract(self._path, self._encoding)
-            self._notes = list(found.notes)
+            self._notes, self._guessed = list(found.notes), found.guessed_encoding
             blocks = self._cleaned(found.blocks)
             self._keys = line_keys(blocks)
             title = self._cleaner.clean(Block(found.title))
@@ -183,7 +196,8 @@ class _Reader:
 
     def _parts(self) -> Iterator[dict[str, Any]]:
         width = None
-        for part in long_text(self._path, self._encoding):
+        charset, self._guessed = open_charset(self._path, self._encoding)
+        for part in long_text(charset):
             paragraphs = [each.strip("\n") for each in PARAGRAPHS.split(part.text) if each.strip()]
             width = wrap_width(paragraphs) if width is None else width
             blocks = self._cleaned(to_block(each, width) for each in paragraphs)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sftplay.data.ingest.extract.document import Unreadable
-from sftplay.data.read.encodings import BOM, UNDECODABLE, Charset, likely_encoding
+from sftplay.data.ingest.extract.text.characters import check_characters
+from sftplay.data.read.encodings import BOM, Charset
 from sftplay.data.read.files import suffix_of
 from sftplay.data.read.jsonl import parsed
 from sftplay.data.read.sources import Dialect, read_raw
@@ -43,25 +44,16 @@ class TextRow:
     detail: str = ""
 
 
-def long_text(path: Path, encoding: str) -> Iterator[Part]:
+def long_text(charset: Charset) -> Iterator[Part]:
     """A text in parts, cut between paragraphs where there is such a place, else between lines, else between words.
 
     Raises:
         Unreadable: it is binary, or not in the encoding.
     """
-    try:
-        charset = Charset(path, encoding)
-    except DataError as error:
-        raise Unreadable("wrong_format", error.what) from error
     buffer, begin = "", 0
     with charset.open(newline=None) as stream:
         while piece := stream.read(READ_CHARS):
-            if "\0" in piece:
-                raise Unreadable("wrong_format", "the file is binary: it holds NUL characters")
-            if UNDECODABLE in piece:
-                likely = likely_encoding(path) if charset.is_utf8 else ""
-                advice = f"; it looks like {likely}" if likely else ""
-                raise Unreadable("encoding", f"the file holds bytes that are not {charset.name.upper()}{advice}")
+            check_characters(piece, charset)
             buffer += piece if begin or buffer else piece.removeprefix(BOM)
             while len(buffer) > PART_CHARS:
                 end = _place_to_cut(buffer)

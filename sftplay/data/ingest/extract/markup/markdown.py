@@ -31,12 +31,12 @@ COMMENT = re.compile(r"<!--.*?-->", re.S)
 
 def read_markdown(path: Path, encoding: str) -> Extracted:
     """A Markdown file's blocks."""
-    text = read_characters(path, encoding, most=MOST_BYTES)
+    text, guessed = read_characters(path, encoding, most=MOST_BYTES)
     front = FRONT_MATTER.match(text)
     named = FRONT_TITLE.search(front[1]) if front else None
     blocks = split_markdown(text[front.end() :] if front else text)
     title = named[1] if named else next((block.text.lstrip("# ") for block in blocks if block.kind == "heading"), "")
-    return Extracted(title or path.stem, tuple(blocks))
+    return Extracted(title or path.stem, tuple(blocks), guessed_encoding=guessed)
 
 
 def split_markdown(text: str) -> list[Block]:

@@ -15,6 +15,7 @@ from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, h
 from sftplay.data.ingest.extract.markup.blocks import blocks_of
 from sftplay.data.ingest.extract.markup.inline import inline_text, tidy
 from sftplay.data.ingest.extract.markup.tables import HEADINGS
+from sftplay.data.ingest.extract.text.characters import guess_encoding
 from sftplay.data.ingest.extract.text.gutenberg import cut_blocks
 from sftplay.data.read.encodings import MARKS
 
@@ -59,16 +60,19 @@ def read_page(path: Path, encoding: str) -> Extracted:
         raise Unreadable(
             "too_large", f"{path.stat().st_size >> 20} MiB; pages of up to {MOST_BYTES >> 20} MiB are read"
         )
-    text, notes = decode(path.read_bytes(), encoding)
+    data = path.read_bytes()
+    text, notes, guessed = decode(data, encoding)
     title, blocks = parse_page(text)
-    return Extracted(title or path.stem, tuple(blocks), notes)
+    return Extracted(title or path.stem, tuple(blocks), notes, guessed)
 
 
-def decode(data: bytes, encoding: str = "auto") -> tuple[str, tuple[str, ...]]:
+def decode(data: bytes, encoding: str = "auto") -> tuple[str, tuple[str, ...], str]:
     """A page's characters, in the encoding that its mark, the caller or the page itself names, else UTF-8.
 
+    Notes come with it, and the encoding that was guessed where none of these is right.
+
     Raises:
-        Unreadable: it is in no named encoding and not UTF-8.
+        Unreadable: it is not in the encoding that the caller names, or no text.
     """
     marked = next((name for mark, name in MARKS if data.startswith(mark)), "")
     found = DECLARED.search(data[:4096])
@@ -79,12 +83,14 @@ def decode(data: bytes, encoding: str = "auto") -> tuple[str, tuple[str, ...]]:
         text, _ = codec.decode(data, "strict")
     except (LookupError, UnicodeError, TypeError):
         if not found or "codec" not in locals():
-            raise Unreadable("encoding", f"the page is not {name} and names no other encoding") from None
+            if encoding != "auto" or marked:
+                raise Unreadable("encoding", f"the page is not {name} and names no other encoding") from None
+            guessed = guess_encoding(data)
+            return data.decode(guessed, "replace"), (), guessed
         text, _ = codec.decode(data, "replace")
-        return text.removeprefix("\ufeff"), (
-            f"characters that are not {name}, which the page names: {text.count(chr(0xFFFD))}",
-        )
-    return text.removeprefix("\ufeff"), ()
+        note = f"characters that are not {name}, which the page names: {text.count(chr(0xFFFD))}"
+        return text.removeprefix("\ufeff"), (note,), ""
+    return text.removeprefix("\ufeff"), (), ""
 
 
 def parse_page(text: str, is_whole: bool = False) -> tuple[str, list[Block]]:

@@ -71,7 +71,7 @@ def read_restructured(path: Path, encoding: str) -> Extracted:
     from docutils.core import publish_parts
     from docutils.utils import SystemMessage
 
-    text = read_characters(path, encoding)
+    text, guessed = read_characters(path, encoding)
     longest = max(map(len, text.split("\n")))
     if longest > LONGEST_LINE:
         raise Unreadable("too_large", f"a line of {longest:,} characters; {LONGEST_LINE:,} are read")
@@ -90,7 +90,7 @@ def read_restructured(path: Path, encoding: str) -> Extracted:
         title = named[1].strip()
         blocks.insert(0, heading(title, 1))
     title = title or next((block.text.lstrip("# ") for block in blocks if block.level), path.stem)
-    return Extracted(title, tuple(blocks))
+    return Extracted(title, tuple(blocks), guessed_encoding=guessed)
 
 
 def _role_text(found: re.Match[str]) -> str:

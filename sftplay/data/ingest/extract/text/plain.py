@@ -20,13 +20,14 @@ NARROWEST_WRAP, JOINED_SHARE = 50, 0.75
 
 def read_plain(path: Path, encoding: str) -> Extracted:
     """A text file's paragraphs."""
-    named, text = cut_licence(read_characters(path, encoding))
+    found = read_characters(path, encoding)
+    named, text = cut_licence(found.text)
     blocks = tuple(split_plain(text))
     title = named or next((block.text.lstrip("# ") for block in blocks if block.kind == "heading"), "")
     if not title and blocks:
         first = blocks[0].text.split("\n")[0].strip()
         title = first if len(first) <= LONGEST_HEADING else path.stem
-    return Extracted(title[:LONGEST_TITLE], blocks)
+    return Extracted(title[:LONGEST_TITLE], blocks, guessed_encoding=found.guessed_encoding)
 
 
 def split_plain(text: str) -> list[Block]:
