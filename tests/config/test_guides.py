@@ -1,4 +1,4 @@
-"""Every command and YAML or JSON block of the multi-GPU guide is accepted, or listed in docs/guides.md as not yet."""
+"""Every command and YAML or JSON block of the multi-GPU guide is accepted, as docs/guides.md says."""
 
 import re
 from pathlib import Path
@@ -16,13 +16,8 @@ PLACEHOLDERS = {"configs/your_config.yaml", "your_config.yaml", "configs/deepspe
 needs_guide = pytest.mark.skipif(not GUIDE.exists(), reason="needs the multi-GPU guide in ../shared/guides")
 
 
-def test_the_two_tables_do_not_contradict_each_other():
-    both = _named("Accepted") & _named("Not yet")
-    assert not both
-
-
 @needs_guide
-def test_every_yaml_block_of_the_guide_is_accepted_or_listed_as_not_yet(tmp_path):
+def test_every_yaml_block_of_the_guide_is_accepted(tmp_path):
     blocks = _blocks("yaml")
     assert len(blocks) == 2
     for index, block in enumerate(blocks):
@@ -49,27 +44,23 @@ def test_the_json_block_of_the_guide_is_accepted_once_its_outdated_name_is_repla
 
 
 @needs_guide
-def test_every_make_command_of_the_guide_is_listed_and_the_accepted_ones_are_targets():
-    commands = set(re.findall(r"make ([a-z-]+)", _guide()))
-    accepted, not_yet = _targets("Accepted"), _targets("Not yet")
-    assert commands == accepted | not_yet
-    makefile = ROOT / "Makefile"
-    if makefile.exists():
-        targets = set(re.findall(r"^([a-z][a-z-]*):", makefile.read_text(encoding="utf-8"), re.M))
-        assert accepted <= targets
-        assert not not_yet & targets, "docs/guides.md calls a target `not yet` that exists"
+def test_every_make_command_of_the_guide_is_listed_and_a_target():
+    accepted = _targets("Accepted")
+    assert set(re.findall(r"make ([a-z-]+)", _guide())) == accepted
+    assert accepted <= set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
 
 
 @needs_guide
-def test_every_config_file_of_the_guide_is_shipped_a_placeholder_or_listed_as_not_yet():
+def test_every_config_file_of_the_guide_is_shipped_or_a_placeholder():
     for name in set(re.findall(r"CONFIG=(\S+\.(?:yaml|json))", _guide())):
-        assert (ROOT / name).is_file() or name in PLACEHOLDERS or name in _text("Not yet"), name
+        assert (ROOT / name).is_file() or name in PLACEHOLDERS, name
 
 
 @needs_guide
-def test_every_task_and_variable_of_the_guide_is_listed():
-    for name in re.findall(r"`(task_mode: \w+)`", _guide()):
-        assert name in _named("Not yet")
+def test_every_task_and_variable_of_the_guide_is_accepted(load):
+    for name in re.findall(r"`task_mode: (\w+)`", _guide()):
+        assert f"task_mode: {name}" in _named("Accepted")
+        assert load("").with_values({"task_mode": name}, "test").task_mode == name
     for name in re.findall(r"export (\w+)=", _guide()):
         assert name in _text("Accepted")
 

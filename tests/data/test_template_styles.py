@@ -255,3 +255,19 @@ def test_template_that_trl_ships_is_proven_or_refused_with_its_cause(modern_toke
     how["unlearned"] = "</s>" if name.startswith("phi") else ""
     assert [each.problem for each in found] == [""] * len(found)
     assert [(each.input_ids, each.labels) for each in found] == expected(modern_tokenizer, template, turns, **how)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_learned"), [("qwen3", True), ("qwen3_6", True), ("qwen3_5_nothink", False)], ids=lambda each: str(each)
+)
+def test_an_empty_thought_is_learned_exactly_where_the_prompt_ends_before_it(
+    modern_tokenizer: Any, name: str, is_learned: bool
+):
+    template = shipped_templates()[name]
+    turns = turns_of(["Why?", "Because."])
+    prompt = text_of(modern_tokenizer, template, turns[:-1], add_generation_prompt=True)
+    assert prompt.rstrip().endswith("</think>") is not is_learned  # transformers' own rendering decides it
+    (found,) = Renderer.prove(modern_tokenizer, template, samples=[]).render([chat_of(turns)])
+    learned = modern_tokenizer.decode([token for token in found.labels if token != -100])
+    assert ("</think>" in learned) is is_learned
+    assert "<think>" in modern_tokenizer.decode(found.input_ids)

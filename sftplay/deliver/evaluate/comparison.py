@@ -42,9 +42,9 @@ def with_side(content: Figures, side: Side, *, measured: Measured) -> dict[str, 
 
     `sources`: for each source of documents `perplexity_before`, `perplexity_after`, the same of `loss` and
     `bits_per_byte`, then `tokens`, `documents` and `bytes`. `anchor`: for each source of chats `loss_before`,
-    `loss_after`, the same of each metric, `n`, `rows`, `forgetting_percent` and what it means. `perplexity_compares`: false
-    where the two models have other tokenizers; then only bits per byte compares. Figures of the other side stay where
-    they were taken with the same window and stride.
+    `loss_after`, the same of each metric, `n`, `rows`, `forgetting_percent` and what it means. `perplexity_compares`:
+    false where the two models have other tokenizers; then only bits per byte compares. Figures of the other side stay
+    where they were taken with the same window and stride.
     """
     how = {"window": measured.window, "stride": measured.stride}
     old = content if {key: content.get(key) for key in how} == how else {}

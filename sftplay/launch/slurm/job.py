@@ -145,6 +145,7 @@ def run_job(run: Path, *, nproc: int, launcher_args: Sequence[str] = (), has_ser
     catch_signals(forwarder.on_signal)
     _adopt_orphans()
     allocation = Allocation.of(os.environ)
+    os.environ["MASTER_PORT"] = str(allocation.master_port)  # env.txt shows it
     job, folder = JobFolder(run, allocation.job), RunFolder(run)
     job.path.mkdir(parents=True, exist_ok=True)
     if (newest := newest_job(run)) is None or newest.job != job.job:  # started by sbatch, and not by `submit`

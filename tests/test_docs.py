@@ -1,0 +1,96 @@
+"""What README and docs/ name is there: targets of make, files of the repository, keys of the config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from sftplay.config.schema.keys import all_keys
+from sftplay.config.schema.run import RunConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RECORDED = ("evidence.md", "benchmarks.md")
+"""Outputs of their day: a file or a key in them may have another name by now."""
+
+FOREIGN = ("guides.md", "networks.md", "papers.md")
+"""They name keys and files of others."""
+
+OTHERS = ("train.bf16", "train.fp16", "datasets.map")
+"""Accepted spellings of another key, and a function of a library."""
+
+MADE = ("data/processed/",)
+"""Folders that a run makes."""
+
+CODE = re.compile(r"`([^`\n]+)`")
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
+FILE = re.compile(r"[\w./-]+\.(?:py|ya?ml|sh|md|sbatch|lock|toml|jsonl?|css|html)")
+
+
+def targets() -> set[str]:
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    return {found[1] for line in lines if (found := re.match(r"([a-z][\w-]*):", line))}
+
+
+def code_of(page: Path) -> Iterator[str]:
+    """What stands in backticks and in blocks of code."""
+    text = page.read_text(encoding="utf-8")
+    for n, part in enumerate(text.split("```")):
+        if n % 2:
+            yield from part.splitlines()
+        else:
+            yield from CODE.findall(part)
+            yield from (line.strip() for line in part.splitlines() if line.startswith("    "))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_target_that_is_named_is_there(page: Path):
+    named = {found[1] for code in code_of(page) if (found := re.match(r"(?:\$ )?make ([a-z][\w-]*)", code))}
+    assert named - targets() == set()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in RECORDED + FOREIGN], ids=lambda p: p.name)
+def test_every_file_of_the_repository_that_is_named_is_there(page: Path):
+    missing = set()
+    for code in code_of(page):
+        for name in FILE.findall(code):
+            top = name.split("/")[0]
+            if "/" not in name or (top not in FOLDERS and not (ROOT / "sftplay" / top).is_dir()):
+                continue
+            if not name.startswith(MADE) and not any(
+                (home / name).exists() for home in (ROOT, ROOT / "sftplay", page.parent)
+            ):
+                missing.add(name)
+    assert missing == set()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in RECORDED + FOREIGN], ids=lambda p: p.name)
+def test_every_key_that_is_named_is_one_of_the_config(page: Path):
+    keys = set(all_keys())
+    sections = {key.split(".")[0] for key in keys if "." in key}
+    groups = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, 1 + key.count("."))}
+    missing = set()
+    for code in code_of(page):
+        for found in re.finditer(r"(?<![\w./-])([a-z_]+(?:\.[a-z_0-9]+)+)(?=[:=]| |$)", code):
+            name = found[1]
+            first, *rest = name.split(".")
+            entry = ".".join([first, *rest[1:]])  # datasets.chat.weight: the key of the entry called chat
+            is_file = rest[-1] in ("py", "safetensors", "csv")
+            if first in sections and not is_file and not {name, entry} & (keys | groups | {*OTHERS}):
+                missing.add(name)
+    assert missing == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_nothing_that_is_there_is_called_missing(page: Path):
+    text = page.read_text(encoding="utf-8")
+    for part in re.findall(r"^#+ (?:Not yet|Not here|Missing)\n(.*?)(?=^#|\Z)", text, re.M | re.S):
+        for code in CODE.findall(part):
+            assert not (ROOT / code).exists(), f"{page.name} calls {code} missing"
+            assert code not in targets() | set(all_keys())
+            if found := re.fullmatch(r"task_mode: (\w+)", code):
+                assert found[1] not in get_args(RunConfig.model_fields["task_mode"].annotation)
