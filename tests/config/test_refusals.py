@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from sftplay.config.explain import problems
 from sftplay.config.load import load_config
-from sftplay.errors import ConfigErrors
+from sftplay.errors import MOST_PROBLEMS, ConfigError, ConfigErrors
 
 
 def test_four_kinds_of_typos_are_each_answered_with_file_line_and_the_nearest_name(write):
@@ -175,3 +176,26 @@ def test_a_token_of_the_hub_is_refused_in_any_key_and_never_shown(refusals, text
     assert (command.where, problem.where) == ("command line tuning.mode", place)
     assert "HF_TOKEN" in problem.fix
     assert not any(token in str(each) for each in problems)
+
+
+@pytest.mark.parametrize("word", ["\udcff=1", "model.\udcff=1", "a\udcff.b=1"])
+def test_an_override_whose_key_is_half_of_a_character_is_refused_by_name(word: str):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(Path(__file__).parents[2] / "configs" / "run_lora.yaml", [word])
+    assert "called" in refusal.value.what
+
+
+def test_a_key_of_a_file_that_is_half_of_a_character_is_refused_by_name(refusals):
+    (problem,) = refusals('train: {"\\udcff": 1}\n')
+    assert problem.what == r"no key called '\udcff' in train"
+
+
+def test_thousands_of_unknown_keys_cost_no_more_than_those_that_are_shown(write, monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+    real = problems.nearest_names
+    monkeypatch.setattr(problems, "nearest_names", lambda name, *more: asked.append(name) or real(name, *more))
+    lines = "".join(f"key_{n}: {n}\n" for n in range(15_000))
+    with pytest.raises(ConfigError) as refusal:
+        load_config(write(f"model: {{name: a}}\n{lines}"))
+    assert str(refusal.value).count("no key or section called") == MOST_PROBLEMS - 1  # one line for data.train_path
+    assert len(asked) <= 3 * MOST_PROBLEMS

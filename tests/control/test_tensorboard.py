@@ -221,3 +221,17 @@ def test_when_no_port_that_was_drawn_is_free_the_error_says_what_was_tried(monke
 def test_a_port_that_cannot_be_one_is_refused_not_a_bug():
     with pytest.raises(MachineError):
         free_port(70_000)
+
+
+def test_a_run_that_is_not_there_is_refused_with_the_nearest_name_and_starts_nothing(tmp_path):
+    for name in ("night-1", "demo"):
+        (tmp_path / "outputs" / name).mkdir(parents=True)
+        (tmp_path / "outputs" / name / "config.resolved.yaml").touch()
+    done = call(tmp_path, "tensorboard", "--run", "nihgt-1")
+    assert done.returncode == 2
+    assert "no run 'nihgt-1'" in done.stderr
+    assert "did you mean RUN=night-1?" in done.stderr
+    done = call(tmp_path, "tensorboard", "--run", "zzz")
+    assert "leave RUN= out to see all runs" in done.stderr
+    assert not (tmp_path / RECORD).exists()
+    assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"night-1", "demo"}

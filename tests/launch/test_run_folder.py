@@ -85,12 +85,24 @@ def test_a_run_without_a_step_gives_its_name_to_the_next_start_and_is_kept_with_
     assert f"the earlier start of mine made no step (cause 0): kept in {kept[0]}" in capsys.readouterr().out
 
 
-def test_files_of_the_users_under_the_name_of_a_run_stay(config):
+@pytest.mark.parametrize("names", [["notes.txt"], ["logs", "notes.txt"], ["checkpoints", "metrics.jsonl", "a", "b"]])
+def test_a_folder_of_the_users_with_the_name_of_a_run_is_refused_and_stays_where_it_is(names, config):
     folder = new_folder(config(run_name="mine"), "x.yaml")
-    folder.path.mkdir(parents=True)
-    (folder.path / "notes.txt").write_text("mine")
+    for name in names:
+        write_text(folder.path / name / "kept.txt", "mine")
+    with pytest.raises(ConfigError, match="was never a run of this kit") as refusal:
+        free_name(folder)
+    assert refusal.value.where == str(folder.path)
+    assert all((folder.path / name / "kept.txt").read_text() == "mine" for name in names)
+    assert [path.name for path in folder.path.parent.iterdir()] == ["mine"]
+
+
+def test_a_start_that_was_killed_before_it_wrote_anything_and_a_job_that_waits_hinder_nothing(config):
+    folder = new_folder(config(run_name="mine"), "x.yaml")
+    for name in ("logs/rank0.log", ".lock", ".status.lock", "slurm.yaml", "slurm-17/env.txt"):
+        write_text(folder.path / name, "")
     free_name(folder)
-    assert (folder.path / "notes.txt").read_text() == "mine"
+    assert (folder.path / "slurm.yaml").exists()
 
 
 def test_a_run_without_a_step_that_still_runs_keeps_its_name(config):

@@ -5,7 +5,8 @@ It translates; it decides nothing about what is valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -45,12 +46,17 @@ class _Refusal(NamedTuple):
 def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Problem]:
     """One problem for each key that pydantic refuses; `file` is named for keys that are missing."""
     refused, nowhere = _by_key(error.errors(), merged.values), Place(0, 0, file)
-    problems = [
-        _problem(key, merged.place_within(key) or nowhere, refusal=_unknown(key))
+    unknown = (
+        key
         for path, kind in refused.items()
         if kind == "extra_forbidden"
         for key in keys_below(path, _value_at(path, merged.values))
-    ][:MOST_PROBLEMS]
+    )
+    # A problem looks for near names, which takes a millisecond: only those that are shown do.
+    problems = [
+        _problem(key, merged.place_within(key) or nowhere, refusal=_unknown(key))
+        for key in islice(unknown, MOST_PROBLEMS)
+    ]
     guessed = {name for problem in problems for name in problem.error.nearest}
     for path, kind in refused.items():
         if kind == "missing":
@@ -83,10 +89,23 @@ def _by_key(errors: Iterable[Any], values: dict[str, Any]) -> dict[KeyPath, str]
     """Path -> kind of problem. A union gives one error for each of its forms; they become one."""
     found: dict[KeyPath, str] = {}
     for error in errors:
+        at = _path_in_file(error["loc"], values)
+        if error["type"] == "string_unicode" and not isinstance(_value_at(at, values), str):
+            # A key that pydantic cannot read and does not name.
+            found |= dict.fromkeys(_keys_with_half_characters(values), "extra_forbidden")
+            continue
         named = error["type"] in ("extra_forbidden", "missing")
-        found.setdefault(error["loc"] if named else _path_in_file(error["loc"], values), error["type"])
+        found.setdefault(error["loc"] if named else at, error["type"])
     lists = {path[:-1] for path in found if isinstance(path[-1], int)}
     return {path: kind for path, kind in found.items() if path not in lists}
+
+
+def _keys_with_half_characters(values: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+    for key, value in values.items() if isinstance(values, dict) else ():
+        if isinstance(key, str) and any("\ud800" <= c <= "\udfff" for c in key):
+            yield (*path, key)
+        else:
+            yield from _keys_with_half_characters(value, (*path, key))
 
 
 def _value_at(path: KeyPath, values: Any) -> Any:

@@ -95,9 +95,17 @@ def required_below(dotted: str) -> list[str]:
 
 def homes_of(name: str) -> list[str]:
     """The dotted keys and sections whose last part is `name`; keys of a list's entries are not among them."""
-    names = [*all_keys(), *all_sections()]
+    return _homes().get(name, [])
+
+
+@cache
+def _homes() -> dict[str, list[str]]:
+    homes: dict[str, list[str]] = {}
     entries = tuple(f"{key}." for key in list_keys())
-    return [dotted for dotted in names if dotted.rpartition(".")[2] == name and not dotted.startswith(entries)]
+    for dotted in [*all_keys(), *all_sections()]:
+        if not dotted.startswith(entries):
+            homes.setdefault(dotted.rpartition(".")[2], []).append(dotted)
+    return homes
 
 
 @cache
