@@ -22,11 +22,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_model(
-    cfg: RunConfig, name: str, *, dtype: torch.dtype | None, revision: str | None = None, is_plain: bool = False
+    cfg: RunConfig,
+    name: str,
+    *,
+    dtype: torch.dtype | None,
+    revision: str | None = None,
+    is_plain: bool = False,
+    is_on_host: bool = False,
 ) -> Any:
     """The model in the folder or of the hub name `name`, in `dtype`, None for the one it is stored in.
 
-    On this process's device and, for qlora, in 4 bits; `is_plain` leaves it on the CPU and never quantises it.
+    On this process's device and, for qlora, in 4 bits; `is_plain` leaves it on the CPU and never quantises it, and
+    `is_on_host` leaves it there unless it is in 4 bits, which a device makes.
 
     Raises:
         MachineError: the weights cannot be read, or some are missing.
@@ -43,7 +50,8 @@ def open_model(
     }
     if not is_plain:
         options["quantization_config"] = quantization(cfg) if cfg.tuning.mode == "qlora" else None
-        options["device_map"] = {"": local_rank()} if torch.cuda.is_available() else None
+        waits = is_on_host and cfg.tuning.mode != "qlora"
+        options["device_map"] = {"": local_rank()} if torch.cuda.is_available() and not waits else None
     if not cfg.model.allow_pickle:
         options["use_safetensors"] = True
     if not check_reachable(name, revision, where=where):
