@@ -108,6 +108,49 @@ EXTENSION_FAILED = ("error return without exception set", "returned NULL without
 """What Python says of a module in C that fails in silence, as some do where an allocation fails."""
 
 
+CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
+"""Only this text tells a failed allocation on a CPU from other RuntimeErrors (c10/core/impl/alloc_cpu.cpp)."""
+
+GPU_REFUSED = re.compile(
+    r"\b(CUDA|HIP|XPU|MPS)\b.{0,20}\bout of memory|Cuda failure (\d+ )?'out of memory'"
+    r"|\b[A-Z]+_(STATUS_)?(INTERNAL_ERROR_(HOST|DEVICE)_)?ALLOC(ATION)?_FAILED\b"
+)
+"""What libraries say of a GPU without room:
+
+- torch: `CUDA error: out of memory` (c10/cuda/CUDAException.cpp); `CUDA driver error: ...` (c10/cuda/driver_api.h)
+- Triton: `Triton Error [CUDA]: out of memory` (nvidia/backend/driver.c)
+- NCCL: `Cuda failure 2 'out of memory'` (include/checks.h), which torch's DistBackendError quotes
+- CUBLAS_STATUS_ALLOC_FAILED, CUSOLVER_STATUS_ALLOC_FAILED, cuDNN's of release 9 and before (ATen/cuda/Exceptions.h)
+
+A broken driver says CUBLAS_STATUS_NOT_INITIALIZED too, and Triton's OutOfResources is of a kernel's shared memory. CUDA
+code of bitsandbytes ends the process (csrc/ops.cuh, `CUDA_CHECK_RETURN`): no error arrives.
+"""
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """True for a failed allocation of this process's numbers, on a GPU or a CPU, and for nothing else."""
+    if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):  # torch's, without an import of torch
+        return True
+    said = str(error) if isinstance(error, RuntimeError) else ""
+    return CPU_REFUSED in said or GPU_REFUSED.search(said) is not None
+
+
+def no_memory(error: BaseException) -> MachineError | None:
+    """The refusal where this process or its GPU has no room; None for any other error."""
+    if not ran_out_of_memory(error) or CPU_REFUSED in str(error):
+        return out_of_ram(error)
+    fix = "free memory on the GPU; `make plan` shows what would fit"
+    return MachineError(f"out of memory ({said_of_memory(error)})", where="this GPU", fix=fix)
+
+
+def said_of_memory(error: BaseException) -> str:
+    """The first line of an error that `ran_out_of_memory` knows, and its words for that where another line has them."""
+    lines = [line.strip() for line in without_secrets(str(error)).splitlines() if line.strip()]
+    lines = lines or [type(error).__name__]
+    words = GPU_REFUSED.search(str(error))
+    return lines[0] if words is None or words[0] in lines[0] else f"{lines[0]}: {words[0]}"
+
+
 def out_of_ram(error: BaseException) -> MachineError | None:
     """The refusal for an error that says that this process gets no more memory; None for any other."""
     is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY

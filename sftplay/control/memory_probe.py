@@ -21,6 +21,7 @@ from sftplay import __version__, log
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved
 from sftplay.config.rules.resume_keys import values_that_decide_weights
+from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import needs_no_hub
 from sftplay.data.cache import ensure_folder, fingerprint
@@ -134,6 +135,8 @@ def reason_not_to_probe(sized: SizedRun, bench: Bench) -> str:
         return "the probe measures steps on rows that are there, not the drawing of completions"
     if predicted is None:
         return "the model's shape is not known before its download"
+    if sized.cfg.cluster.strategy in SHARDED:
+        return f"one process cannot measure a run that {sized.cfg.cluster.strategy} splits over several"
     return "even without a margin the estimate does not fit" if predicted.verdict == "does_not_fit" else ""
 
 

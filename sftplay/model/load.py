@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.log import local_rank, status
+from sftplay.log import local_rank, status, world_size
 from sftplay.model.adapter import add_adapter, attach_adapter, continue_adapter
 from sftplay.model.merged_start import keep_base, merged_start
 from sftplay.model.new_tokens.rows import add_rows
@@ -24,11 +24,16 @@ from sftplay.model.unsloth_model import adapt_by_unsloth, open_by_unsloth
 from sftplay.model.weights import frozen_dtype, open_model
 
 
-def load_start(cfg: RunConfig, *, source: str | None = None) -> Any:
-    """`load_base` by the backend that the run of `cfg` trains with; what answers or measures uses the plain one."""
+def load_start(cfg: RunConfig, *, source: str | None = None, is_on_host: bool = False) -> Any:
+    """`load_base` by the backend that the run of `cfg` trains with; what answers or measures uses the plain one.
+
+    `is_on_host` leaves a model that will be split in the host's memory. Several processes of DeepSpeed open it in 16
+    bits, to which DeepSpeed rounds it anyway (`DeepSpeedEngine._configure_distributed_model`).
+    """
     status(f"opening {cfg.model.name}", "model")
     if cfg.tuning.backend != "unsloth":
-        return load_base(cfg, source=source)
+        is_rounded = world_size() > 1 and cfg.cluster.strategy.startswith("zero")
+        return load_base(cfg, source=source, is_on_host=is_on_host, is_rounded=is_rounded)
     cfg = resolve_names(cfg)
     if source is not None:
         return open_by_unsloth(cfg, source)
@@ -46,28 +51,30 @@ def start_adapter(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) ->
     return add_adapter(model, cfg.tuning.lora, new_ids=new_ids)
 
 
-def load_base(cfg: RunConfig, *, source: str | None = None) -> Any:
+def load_base(cfg: RunConfig, *, source: str | None = None, is_on_host: bool = False, is_rounded: bool = False) -> Any:
     """What the run of `cfg` starts from, on this process's device, in 4 bits when `tuning.mode` is qlora.
 
     That is the base; with model.adapter a PeftModel of the base with that adapter, ready to train, or the base with
     the adapter merged into it. Weights are fp32 when everything trains (a 16-bit copy would lose small updates), else
-    the run's precision. `source` is a folder of the run to read instead, such as what `stored_base` gives.
+    the run's precision; with `is_rounded` always that. `source` is a folder of the run to read instead, such as what
+    `stored_base` gives. `is_on_host` keeps weights that are not in 4 bits off the device.
 
     Raises:
         ConfigError: model.name or model.adapter cannot be what the run starts from.
         MachineError: the weights cannot be read, or some are missing.
     """
+    dtype = frozen_dtype(cfg) if is_rounded else _start_dtype(cfg)
     if source is not None:
-        return open_model(cfg, source, dtype=_start_dtype(cfg))
+        return open_model(cfg, source, dtype=dtype, is_on_host=is_on_host)
     cfg = resolve_names(cfg)
     if cfg.model.adapter is None or not cfg.model.merge_adapter:
-        base = _open_named(cfg)
+        base = _open_named(cfg, dtype, is_on_host=is_on_host)
         return base if cfg.model.adapter is None else _continued(base, cfg)
     if cfg.tuning.mode == "full":
-        merged = merged_start(cfg, torch.float32)
-        return merged.to(f"cuda:{local_rank()}") if torch.cuda.is_available() else merged
+        merged = merged_start(cfg, dtype)
+        return merged.to(f"cuda:{local_rank()}") if torch.cuda.is_available() and not is_on_host else merged
     with TemporaryDirectory() as scratch:  # 4-bit weights are made from files only
-        return load_base(cfg, source=str(keep_base(cfg, Path(scratch), dtype=frozen_dtype(cfg))))
+        return load_base(cfg, source=str(keep_base(cfg, Path(scratch), dtype=dtype)), is_on_host=is_on_host)
 
 
 def stored_base(cfg: RunConfig, folder: Path, *, new_tokens: Sequence[NewToken] = ()) -> str | None:
@@ -88,7 +95,7 @@ def load_result(cfg: RunConfig, folder: Path) -> Any:
     if (folder / "model").is_dir():
         return open_model(cfg, str(folder / "model"), dtype=frozen_dtype(cfg)).eval()
     own = folder / "base"
-    base = load_base(cfg, source=str(own)) if own.is_dir() else _open_named(resolve_names(cfg))
+    base = load_base(cfg, source=str(own)) if own.is_dir() else _open_named(resolve_names(cfg), _start_dtype(cfg))
     return attach_adapter(base, folder / "adapter").eval()
 
 
@@ -102,8 +109,9 @@ def load_untrained(cfg: RunConfig, folder: Path) -> Any:
     return load_base(cfg, source=str(own)).eval()
 
 
-def _open_named(cfg: RunConfig) -> Any:
-    return open_model(cfg, locate(cfg.model.name), dtype=_start_dtype(cfg), revision=cfg.model.revision)
+def _open_named(cfg: RunConfig, dtype: torch.dtype, *, is_on_host: bool = False) -> Any:
+    revision = cfg.model.revision
+    return open_model(cfg, locate(cfg.model.name), dtype=dtype, revision=revision, is_on_host=is_on_host)
 
 
 def _start_dtype(cfg: RunConfig) -> torch.dtype:

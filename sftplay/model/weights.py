@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.integrations import sdpa_attention
 
 from sftplay import log
 from sftplay.config.schema.cluster import SPLIT_WEIGHTS
@@ -20,17 +22,25 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_model(
-    cfg: RunConfig, name: str, *, dtype: torch.dtype | None, revision: str | None = None, is_plain: bool = False
+    cfg: RunConfig,
+    name: str,
+    *,
+    dtype: torch.dtype | None,
+    revision: str | None = None,
+    is_plain: bool = False,
+    is_on_host: bool = False,
 ) -> Any:
     """The model in the folder or of the hub name `name`, in `dtype`, None for the one it is stored in.
 
-    On this process's device and, for qlora, in 4 bits; `is_plain` leaves it on the CPU and never quantises it.
+    On this process's device and, for qlora, in 4 bits; `is_plain` leaves it on the CPU and never quantises it, and
+    `is_on_host` leaves it there unless it is in 4 bits, which a device makes.
 
     Raises:
         MachineError: the weights cannot be read, or some are missing.
         ConfigError: it needs code that ships with it, which is not trusted.
     """
     end_imports()
+    repeat_shared_keys()
     where = f"{cfg.origins.get('model.name', 'model')} model.name {name}"
     options: dict[str, Any] = {
         "revision": revision,
@@ -40,7 +50,8 @@ def open_model(
     }
     if not is_plain:
         options["quantization_config"] = quantization(cfg) if cfg.tuning.mode == "qlora" else None
-        options["device_map"] = {"": local_rank()} if torch.cuda.is_available() else None
+        waits = is_on_host and cfg.tuning.mode != "qlora"
+        options["device_map"] = {"": local_rank()} if torch.cuda.is_available() and not waits else None
     if not cfg.model.allow_pickle:
         options["use_safetensors"] = True
     if not check_reachable(name, revision, where=where):
@@ -67,6 +78,31 @@ def keep_four_bit_exact(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+
+
+def repeat_shared_keys() -> None:
+    """Have transformers repeat keys and values that heads share wherever no fused kernel takes them as they are.
+
+    Without a mask it leaves that to torch (`enable_gqa`). On a GPU only kernels for 16 bits from capability 8.0 on can
+    do it (torch, transformers/cuda/sdp_utils.cpp: the memory-efficient one has `supports_grouped_query_attention`
+    false); elsewhere torch writes out scores, heads x tokens^2 of each row (transformers #48633).
+    """
+    stock = sdpa_attention.use_gqa_in_sdpa
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @wraps(stock)
+    def use_gqa(mask: Any, key: Any, *rest: Any) -> bool:
+        return bool(stock(mask, key, *rest)) and _has_grouped_kernel(key)
+
+    sdpa_attention.use_gqa_in_sdpa = use_gqa
+
+
+def _has_grouped_kernel(key: torch.Tensor) -> bool:
+    kind = key.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else key.dtype
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    return kind != "cuda" or (is_half and torch.cuda.get_device_capability(key.device) >= (8, 0))
 
 
 def quantization(cfg: RunConfig) -> BitsAndBytesConfig:

@@ -1,4 +1,4 @@
-"""Running out of memory: how it is recognised, how all ranks learn of it, how it is undone and explained.
+"""Running out of memory: how all ranks learn of it, how it is undone and explained.
 
 The window runs the rows again (`tasks.step.window`).
 """
@@ -13,13 +13,10 @@ from typing import Any, TypeVar
 import torch
 
 from sftplay import log
-from sftplay.errors import MachineError
+from sftplay.errors import MachineError, ran_out_of_memory, said_of_memory
 from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.metrics import gather_objects, memory_fields
 from sftplay.units import format_bytes
-
-CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
-"""Only this text tells a failed allocation on a CPU from other RuntimeErrors (c10/core/impl/alloc_cpu.cpp)."""
 
 T = TypeVar("T")
 
@@ -38,11 +35,6 @@ class OutOfMemory(MachineError):
         return {**super().as_json(), "batch_size": self.batch_size}
 
 
-def ran_out_of_memory(error: BaseException) -> bool:
-    """True for a failed allocation, on a GPU or a CPU, and for nothing else."""
-    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and CPU_REFUSED in str(error))
-
-
 @dataclass(frozen=True)
 class Shortage:
     """Where memory ran out. It holds no tensor, because the failed attempt's memory must be free for the next one."""
@@ -56,7 +48,7 @@ class Shortage:
     """The most that this process had held until then: in torch's allocator on a GPU, resident on a CPU."""
 
     reason: str
-    """The allocator's first line."""
+    """`said_of_memory` of the error."""
 
 
 class Agreement:
@@ -119,7 +111,7 @@ class AdaptiveBatches:
 
         Raises:
             OutOfMemory: a batch of several ranks together is too much.
-            torch.OutOfMemoryError: a single row is too much. Other errors of `work` pass through.
+            RuntimeError: a single row is too much. Other errors of `work` pass through.
         """
         start = 0
         while start < rows:
@@ -144,6 +136,6 @@ class AdaptiveBatches:
                 raise
             if self._fix:
                 rows = f"{batch.stop - batch.start} rows at a time; {format_bytes(held_bytes())} held"
-                what = f"out of memory in {self._activity}: {rows} ({str(error).splitlines()[0]})"
+                what = f"out of memory in {self._activity}: {rows} ({said_of_memory(error)})"
                 raise OutOfMemory(what, where="training", fix=self._fix) from error
         return []

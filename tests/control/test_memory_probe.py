@@ -152,6 +152,33 @@ def test_nothing_is_measured_without_a_gpu_on_several_nodes_for_unknown_shapes_o
     assert reason_not_to_probe(size_run(config(), machine(L4), shape=SHAPE), here) == ""
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "zero1", "zero2", "zero3"])
+def test_a_model_that_several_processes_split_is_not_measured_whole_in_one(strategy: str, tmp_path: Path):
+    cards, gpu = machine(L4, replace(L4, index=1, uuid="GPU-b")), FakeGpu(2 * GIB, 2**16, limit=0)
+
+    def size(fit: Any = None) -> SizedRun:
+        values = {"tuning.mode": "full", "train.precision": "bf16", "cluster.strategy": strategy}
+        return size_run(config(**values), cards, shape=SHAPE, fit=fit, world_size=2)
+
+    sized, record = size_by_probe(size(), Bench(cards, 2, tmp_path), resize=size, rehearse=gpu)
+    assert (sized, gpu.asked, record["decision"]) == (size(), [], "none")
+    assert strategy in record["why"]
+
+
+def test_a_split_that_auto_chose_is_not_measured_either(tmp_path: Path):
+    cards = machine(*(replace(L4, index=n, uuid=f"GPU-{n}") for n in range(4)))
+    values = {"tuning.mode": "full", "train.precision": "bf16", "train.probe": "always"}
+    sized = size_run(config(**values), cards, shape=SHAPE, world_size=4)  # 16 bytes a weight are 23 GiB
+    assert sized.cfg.cluster.strategy in ("fsdp", "zero3")
+    assert sized.cfg.cluster.strategy in reason_not_to_probe(sized, Bench(cards, 4, tmp_path))
+
+
+def test_a_model_that_every_process_holds_whole_is_measured_in_one(tmp_path: Path):
+    cards = machine(L4, replace(L4, index=1, uuid="GPU-b"))
+    sized = size_run(config(), cards, shape=SHAPE, world_size=2)
+    assert (sized.cfg.cluster.strategy, reason_not_to_probe(sized, Bench(cards, 2, tmp_path))) == ("ddp", "")
+
+
 def test_what_goes_wrong_leaves_the_estimate_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     def broken(*_: Any, **__: Any) -> dict[str, Any]:
         raise RunError("the driver is gone")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,31 @@ def test_a_number_that_moved_into_another_chunk_is_another_digest(model: torch.n
     with torch.no_grad():
         other["weight"].copy_(other["weight"].roll(CHUNK_NUMBERS))
     assert checksum(other) != checksum(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_the_order_in_which_a_device_adds_has_no_influence(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(1)
+    numbers = torch.randn(100_003) * torch.logspace(-15, 15, 100_003)[torch.randperm(100_003)]
+    held = torch.nn.ParameterDict({"weight": torch.nn.Parameter(numbers.to(dtype))})
+    here, real = checksum(held), torch.Tensor.sum
+
+    def elsewhere(self: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        """As another GPU may add: the odd places, then the even ones."""
+        return real(self[1::2], *given, **named) + real(self[::2], *given, **named)
+
+    monkeypatch.setattr(torch.Tensor, "sum", elsewhere)
+    assert checksum(held) == here
+    with torch.no_grad():
+        held["weight"].view(torch.uint8)[7] ^= 1
+    assert checksum(held) != here
+
+
+def test_the_digest_is_of_sums_of_the_bytes_as_whole_numbers():
+    """1.0, -2.0 and 0.5 in fp32 are 0x3f800000, 0xc0000000 and 0x3f000000 (IEEE 754), the second one negative."""
+    held = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))})
+    total = 0x3F800000 + (0xC0000000 - 2**32) + 0x3F000000
+    assert checksum(held) == hashlib.sha256(total.to_bytes(8, "little", signed=True)).hexdigest()
 
 
 def test_no_copy_is_made_that_is_larger_than_one_chunk_in_fp64(model: torch.nn.Module):

@@ -99,14 +99,17 @@ def test_more_is_measured_when_no_line_goes_through_the_first_points(
     assert [point.rows for point in measured(tmp_path, inputs, request)["points"]] == [1, 2, 4]
 
 
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")]
+)
 def test_memory_that_runs_out_leaves_the_points_before_it(
-    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: RuntimeError, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     real = sft.WindowedSFTTrainer.compute_loss
 
     def limited(self: Any, model: Any, micro_batch: Any, *rest: Any, **more: Any) -> Any:
         if len(micro_batch["input_ids"]) > 2 and model.training:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return real(self, model, micro_batch, *rest, **more)
 
     monkeypatch.setattr(sft.WindowedSFTTrainer, "compute_loss", limited)

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_process import Inputs, built, train
 
-from sftplay.monitor.out_of_memory import AdaptiveBatches, OutOfMemory, ran_out_of_memory
+from sftplay.errors import no_memory, ran_out_of_memory
+from sftplay.monitor.out_of_memory import AdaptiveBatches, OutOfMemory
 from sftplay.tasks.run.train_run import TrainRun
 from sftplay.tasks.step.micro_batches import Collator, MicroBatcher
 
@@ -159,6 +160,76 @@ def test_a_shortage_outside_an_evaluation_is_not_told_as_one_of_an_evaluation(ca
 
     assert list(AdaptiveBatches(2, "generation").each(2, work)) == [0, 0]
     assert capsys.readouterr().out == "[memory] out of memory in generation: it goes on with 1 rows at a time\n"
+
+
+def nccl_error() -> RuntimeError:
+    """As torch words a failure of NCCL (distributed/c10d/ProcessGroupNCCL.cpp), with NCCL's last warning."""
+    return torch.distributed.DistBackendError(
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with NCCL_DEBUG=INFO for details), "
+        "NCCL version 2.29.7\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+        "Cuda failure 2 'out of memory'"
+    )
+
+
+TOLD = {
+    "torch's allocator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+    "torch's runtime": torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+    "torch's driver calls": RuntimeError("CUDA driver error: out of memory"),
+    "cuBLAS": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cuDNN": RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    "cuDNN before 9": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    "cuSOLVER": RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+    "Triton": RuntimeError("Triton Error [CUDA]: out of memory"),
+    "NCCL": nccl_error(),
+    "MPS": RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GiB)"),
+    "a CPU": RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: 9 bytes."),
+}
+"""A lack of memory as libraries word it; the sources stand at `errors.GPU_REFUSED`."""
+
+
+@pytest.mark.parametrize("library", TOLD)
+def test_a_step_runs_again_whichever_library_found_no_memory(
+    library: str, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    error = TOLD[library]
+    assert ran_out_of_memory(error)
+    batches, tried = AdaptiveBatches(4, "a test"), []
+
+    def work(batch: slice) -> slice:
+        tried.append(batch)
+        if len(tried) == 1:
+            raise error
+        return batch
+
+    assert list(batches.each(4, work)) == [slice(0, 2), slice(2, 4)]
+    if library in ("cuBLAS", "Triton"):
+        setup = {"micro_batcher": SameAgain(4), "train__batch_size": 4, "train__max_steps": 1, "eval__after": False}
+        again = train_failing(tmp_path, inputs, monkeypatch, failing(error, {2}), **setup)
+        assert again.trainer.replay.times == 1
+
+
+@pytest.mark.parametrize("library", TOLD)
+def test_any_library_that_finds_no_memory_ends_a_command_as_a_lack_of_the_machine(library: str):
+    refusal = no_memory(TOLD[library])
+    assert refusal is not None
+    assert (refusal.exit_code, "out of memory (" in refusal.what) == (3, True)
+    assert library != "NCCL" or "Cuda failure 2 'out of memory'" in refusal.what
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: invalid argument"),
+        RuntimeError("out of resource: shared memory, Required: 131072, Hardware limit: 101376."),
+        RuntimeError("NCCL error: remote process exited or there was a network error"),
+        ValueError("CUDA error: out of memory"),
+    ],
+)
+def test_errors_that_only_resemble_a_lack_of_memory_are_none(error: Exception):
+    assert not ran_out_of_memory(error)
+    assert no_memory(error) is None
 
 
 def test_a_failed_allocation_on_a_cpu_is_told_from_other_errors():

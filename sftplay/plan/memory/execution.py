@@ -181,7 +181,8 @@ def execution_of(cfg: RunConfig) -> Execution:
     mode, train = cfg.tuning.mode, cfg.train
     compute = BYTES[str(train.precision)]
     weights = 4 if mode == "full" else compute
-    # A padded batch needs a mask, with which transformers copies grouped keys and values out to the heads.
+    # A padded batch needs a mask, with which transformers copies grouped keys and values out to the heads. Before
+    # capability 8.0 and in fp32 they are copied without a mask too (`model.weights.repeat_shared_keys`).
     is_masked = cfg.model.attn != "flash_attention_2"
     return Execution(
         weight_bytes=weights,

@@ -14,13 +14,19 @@ from sftplay.plan.memory.execution import Execution, execution_of
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.rollout import Rollout, estimate_rollout, rollout_of
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
-from sftplay.plan.memory.sharding import Strategy, share_of
-from sftplay.plan.memory.step import Footprint, Size, estimate, standing_bytes
+from sftplay.plan.memory.sharding import DeviceShare, Strategy, loading_bytes, share_of
+from sftplay.plan.memory.step import Footprint, Size, Standing, estimate, standing_bytes
 from sftplay.plan.shape.model_shape import ModelShape
 
 Verdict = Literal["fits", "tight", "does_not_fit"]
 
 RUNTIME, MARGIN = "runtime", "margin"
+
+LOAD = "load"
+"""The phase in which a model is opened whole and then split over the processes."""
+
+OPENED = "model_opened_on"
+"""Key of plan.json: `host` where each process opens the model it will split in the host's memory, else `device`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,9 @@ class Setting:
     episodes: Episodes | None = None
     """Of a run that plays two-turn episodes."""
 
+    measures_first: bool = False
+    """True where the untrained model answers before it is split (eval.before), for which it lies on the device."""
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -55,6 +64,9 @@ class Forecast:
 
     by_device: Mapping[str, Footprint] = field(default_factory=dict)
     """Of a run whose parts lie on several devices; `footprint` is that of the fullest GPU."""
+
+    opens_on_host: bool = False
+    """True where the model would not fit the device before it is split, so that it is opened in the host's memory."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -109,6 +121,7 @@ class Forecast:
             "components": self.components,
             "phases": {name: round(sum(parts.values())) for name, parts in self.footprint.phases.items()},
             "host_bytes": self.host_bytes,
+            **({OPENED: "host" if self.opens_on_host else "device"} if LOAD in self.footprint.phases else {}),
             **({"devices": {name: each.peak_bytes for name, each in self.by_device.items()}} if self.by_device else {}),
         }
 
@@ -135,11 +148,36 @@ def forecast(setting: Setting, size: Size, *, drawn: int = 1) -> Forecast:
             world_size=setting.world_size,
             accumulates=size.accumulates,
         )
-        return Forecast(setting, size, footprint, round(share.host), drawn)
+        return _with_loading(Forecast(setting, size, footprint, round(share.host), drawn), standing, share=share)
     footprint = estimate(shape, execution, size=size, standing=share.standing, communication=share.communication)
     if setting.fit is not None:
         footprint = _scaled(footprint, setting, size=size, fit=setting.fit)
-    return Forecast(setting, size, footprint, round(share.host))
+    return _with_loading(Forecast(setting, size, footprint, round(share.host)), standing, share=share)
+
+
+def _with_loading(seen: Forecast, standing: Standing, *, share: DeviceShare) -> Forecast:
+    """The forecast with the phase before the first step, where processes split the weights.
+
+    FSDP can split a model that lies in the host's memory. It does so where the whole model would not fit the device.
+    """
+    setting, phases = seen.setting, seen.footprint.phases
+    about = {"standing": standing, "share": share, "strategy": setting.strategy}
+    parts = loading_bytes(setting.shape, setting.execution, **about)  # type: ignore[arg-type]
+    if not parts or not setting.device.is_gpu:
+        return seen
+    loading = replace(seen, footprint=Footprint({LOAD: parts}))
+    can_wait = setting.strategy.startswith("fsdp") and not setting.execution.four_bit and not setting.measures_first
+    if loading.verdict == "fits" or not can_wait:
+        return replace(seen, footprint=Footprint({LOAD: parts, **phases}))
+    parts = loading_bytes(setting.shape, setting.execution, is_on_host=True, **about)  # type: ignore[arg-type]
+    # A base that is frozen stays in the pages of its files, which processes share.
+    opened = standing.weights if setting.execution.trains_all else standing.adapters
+    return replace(
+        seen,
+        footprint=Footprint({LOAD: parts, **phases}),
+        host_bytes=max(seen.host_bytes, round(opened)),
+        opens_on_host=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -169,6 +207,7 @@ def setting_of(
         fit=fit,
         rollout=rollout_of(cfg, device_bytes=place.device.total_bytes),
         episodes=episodes_of(cfg, gpus=place.gpus, processes=place.world_size),
+        measures_first=cfg.eval.before,
     )
 
 

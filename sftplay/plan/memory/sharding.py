@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from sftplay.plan.memory.execution import Execution, trained_params
-from sftplay.plan.memory.step import ALONE, Communication, Standing
+from sftplay.plan.memory.step import ALONE, SHARDING, Communication, Standing
 from sftplay.plan.shape.model_shape import ModelShape
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "zero2_offload", "zero3_offload", "fsdp_offload"]
@@ -48,6 +48,35 @@ def share_of(
     if strategy.startswith("fsdp"):
         return _fsdp(shape, execution, standing=standing, world_size=world_size, to_host=strategy.endswith("offload"))
     return _zero(shape, execution, standing=standing, strategy=strategy, world_size=world_size)
+
+
+def loading_bytes(
+    shape: ModelShape,
+    execution: Execution,
+    *,
+    standing: Standing,
+    share: DeviceShare,
+    strategy: Strategy,
+    is_on_host: bool = False,
+) -> dict[str, float]:
+    """What a device holds, at the most, while the model is opened and then split; nothing where it is not split.
+
+    DeepSpeed moves the whole model to the device in 16 bits and then splits it weight by weight (deepspeed 0.19,
+    `DeepSpeedEngine._configure_distributed_model`). accelerate keeps the weights as they were opened until all of them
+    are split (1.15, `fsdp2_prepare_model`, `original_sd`): on the device they lie beside the shards. From the host
+    torch moves one module at a time (2.13, `_fully_shard/_fsdp_init.py`, `_move_states_to_device`).
+    """
+    if strategy.startswith("zero3"):
+        width = execution.compute_bytes / execution.weight_bytes if execution.trains_all else 1.0
+        return {"weights": standing.weights * width, "adapters": standing.adapters}
+    if not strategy.startswith("fsdp"):
+        return {}
+    shards = share.standing.weights + share.standing.adapters
+    if is_on_host:
+        layer = (shape.total_params - shape.other_params) / shape.layers
+        return {"weights": max(layer, shape.vocab * shape.hidden) * execution.weight_bytes, SHARDING: shards}
+    whole = {"weights": standing.weights, "adapters": standing.adapters}
+    return {**whole, SHARDING: shards - _scales(shape, execution)}
 
 
 def _zero(

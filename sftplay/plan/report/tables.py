@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sftplay.plan.memory.episodes import COMPARE, CRITIC, GUIDE, START, VALUE
-from sftplay.plan.memory.forecast import MARGIN, RUNTIME, Forecast
+from sftplay.plan.memory.forecast import LOAD, MARGIN, RUNTIME, Forecast
 from sftplay.plan.memory.rollout import CACHE, DRAW, ENGINE, REFERENCE, SCORE, cache_bytes
 from sftplay.plan.puzzles.memory import FP32
 from sftplay.plan.puzzles.shape import PuzzleModelShape
@@ -42,6 +42,7 @@ LABELS = {
 }
 
 PHASES = {
+    LOAD: "while the model is opened and split",
     START: "at the start, while the solver is whole",
     DRAW: "while completions are drawn",
     SCORE: "while completions are scored without gradients",

@@ -143,7 +143,7 @@ def size_run(
         sized,
         world_size,
         {key: decision for key, decision in {**first, **rest}.items() if _is_open(cfg, key)},
-        _notes(sized, machine, shape=shape),
+        _notes(sized, machine, look=look, processes=local_processes or world_size),
         look(int(sized.train.batch_size)) if look else None,
     )
 
@@ -185,10 +185,25 @@ def _size_puzzles(cfg: RunConfig, machine: Machine, *, shape: PuzzleModelShape, 
     )
 
 
-def _notes(cfg: RunConfig, machine: Machine, *, shape: ModelShape | None) -> tuple[str, ...]:
-    """What the user should know of a sized config."""
-    unplanned = () if shape else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
-    return (*scaled_rate(cfg), *notes_on_drawing(cfg, shape), *without_effect(cfg, machine), *unplanned)
+def _notes(
+    cfg: RunConfig, machine: Machine, *, look: Callable[[int], Forecast] | None, processes: int
+) -> tuple[str, ...]:
+    """What the user should know of a sized config that runs in so many processes on this machine."""
+    seen = look(int(cfg.train.batch_size)) if look else None
+    unplanned = () if seen else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
+    on_host = _note_on_host(seen, machine, processes=processes) if seen else ()
+    shape = seen.setting.shape if seen else None
+    return (*scaled_rate(cfg), *notes_on_drawing(cfg, shape), *without_effect(cfg, machine), *unplanned, *on_host)
+
+
+def _note_on_host(seen: Forecast, machine: Machine, *, processes: int) -> tuple[str, ...]:
+    """A note where the models that processes open on the host, each a whole one, take more than is free there."""
+    if not seen.opens_on_host or seen.host_bytes * processes <= machine.ram_available:
+        return ()
+    need, free = format_bytes(seen.host_bytes * processes), format_bytes(machine.ram_available)
+    return (
+        f"{processes} processes open the model in the host's memory before they split it: {need}, and {free} are free",
+    )
 
 
 def _fill(cfg: RunConfig, decisions: Decisions) -> RunConfig:

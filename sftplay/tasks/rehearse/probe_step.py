@@ -15,12 +15,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from torch import Tensor
 
 from sftplay.config.load import load_resolved
 from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ran_out_of_memory
 from sftplay.launch.run_folder import RESOLVED, RunFolder
 from sftplay.model.load import load_base
 from sftplay.model.new_tokens.rows import add_rows
@@ -112,7 +112,9 @@ def measure_steps(cfg: RunConfig, folder: RunFolder, *, request: Request, gauge:
         out_of_memory_rows = None
         try:
             trainer.train()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
             out_of_memory_rows = schedule.rows
     return {
         "points": [asdict(point) for point in schedule.points],

@@ -40,7 +40,10 @@ OF_GROUPS = ("num_generations", "generation_batch_size", "steps_per_generation")
 """Sizes of drawings, as GRPOConfig has them once it is made; other configs of TRL have none."""
 
 CHUNK_NUMBERS = 2**22
-"""How many weights are summed at a time: their fp64 copy takes 32 MiB; one of 152,000 x 8192 weights takes 10 GB."""
+"""How many weights are summed at a time: a copy in 8 bytes takes 32 MiB, and one of 152,000 x 8192 weights 10 GB."""
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of a number -> the integer that has the same ones."""
 
 
 class Preflight(Observer):
@@ -154,11 +157,15 @@ def has_sharded_weights(trainer: Any) -> bool:
 
 
 def checksum(model: Any) -> str:
-    """Digest of the weights that train; equal on ranks that hold the same."""
+    """Digest of the weights that train; equal on ranks that hold the same, whatever GPU or processor adds them up.
+
+    A sum of floating-point numbers depends on the order, which each GPU model chooses; one of their bytes as integers,
+    modulo 2^64, does not.
+    """
     digest = hashlib.sha256()
     for parameter in model.parameters():
         if parameter.requires_grad:
-            chunks = parameter.detach().flatten().split(CHUNK_NUMBERS)
-            sums = torch.stack([chunk.double().sum() for chunk in chunks])
+            numbers = parameter.detach().flatten().view(INTEGERS[parameter.element_size()])
+            sums = torch.stack([chunk.sum(dtype=torch.int64) for chunk in numbers.split(CHUNK_NUMBERS)])
             digest.update(sums.cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -21,6 +21,7 @@ from sftplay.model.source import locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.monitor.guards import StopOnSignal
+from sftplay.plan.memory.forecast import OPENED
 from sftplay.tasks.run.capacity import describe_capacity, describe_rate
 from sftplay.tasks.run.fingerprint import fingerprint_of
 from sftplay.tasks.run.manifest import write_manifest
@@ -58,7 +59,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
         task.report_rows(rows, tokenizer, folder=folder)
     fingerprint = fingerprint_of(cfg, rows, new_tokens=new_tokens)
     set_seed(cfg.seed)
-    model = load_start(cfg, source=own_base)
+    model = load_start(cfg, source=own_base, is_on_host=folder.read_json("plan.json").get(OPENED) == "host")
     measure_before(task, model, rows=rows, cfg=cfg, folder=folder)
     model = make_trainable(model, cfg, new_ids=[token.id for token in new_tokens])
     wait_for_nodes(folder)

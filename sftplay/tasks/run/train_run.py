@@ -18,7 +18,7 @@ from transformers.integrations import TensorBoardCallback
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.records import IGNORE_INDEX
-from sftplay.errors import ConfigError, RunError
+from sftplay.errors import ConfigError, RunError, ran_out_of_memory, said_of_memory
 from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.monitor.checkpoints import newest_complete, read_marker, step_of
 from sftplay.monitor.disk import WarnOfFullDisk
@@ -27,7 +27,7 @@ from sftplay.monitor.guards import StopOnBadStep, StopOnSignal, StopWithoutProgr
 from sftplay.monitor.interval import CostModel
 from sftplay.monitor.metrics import LineBoard, MetricsWriter
 from sftplay.monitor.observer import Observer, StepTrainer
-from sftplay.monitor.out_of_memory import OutOfMemory, held_bytes, ran_out_of_memory
+from sftplay.monitor.out_of_memory import OutOfMemory, held_bytes
 from sftplay.monitor.phases import TrackPhases
 from sftplay.monitor.profiler import ProfileSteps
 from sftplay.monitor.time_limit import StopInTime, find_deadline, process_start_s
@@ -199,7 +199,7 @@ class TrainRun:
         """Why the run cannot continue: memory ran out where no step is run again."""
         return OutOfMemory(
             f"out of memory in {self.heartbeat.phase} of step {trainer.state.global_step + 1}: "
-            f"{format_bytes(held_bytes())} held ({str(error).splitlines()[0]})",
+            f"{format_bytes(held_bytes())} held ({said_of_memory(error)})",
             where="training",
             fix=ADVICE,
             batch_size=self._smaller_batch(trainer.micro_batcher) if self.cfg.train.oom_recovery else None,

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from sftplay.errors import ran_out_of_memory, said_of_memory
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.monitor.gradient_norm import gradient_norm
 from sftplay.monitor.interval import StepCounts
 from sftplay.monitor.observer import TrainerView
-from sftplay.monitor.out_of_memory import AdaptiveBatches, Agreement, Shortage, held_bytes, ran_out_of_memory
+from sftplay.monitor.out_of_memory import AdaptiveBatches, Agreement, Shortage, held_bytes
 from sftplay.tasks.step.gradient_average import average_gradients
 from sftplay.tasks.step.held_out import HeldOutTally, by_source, labels_per_row
 from sftplay.tasks.step.label_head import find_label_head
@@ -224,8 +225,7 @@ class Window(Base):
                 if not self.replay or not ran_out_of_memory(error):
                     raise
                 rows, tokens = len(micro_batch["input_ids"]), micro_batch["input_ids"].numel()
-                reason = (str(error).splitlines() or [""])[0]
-                return losses, Shortage(rows, tokens, self.heartbeat.phase, held_bytes(), reason)
+                return losses, Shortage(rows, tokens, self.heartbeat.phase, held_bytes(), said_of_memory(error))
         return losses, None
 
     def _accumulate(self, model: nn.Module, inputs: Batch, *, n_items: Any) -> Tensor:
