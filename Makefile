@@ -2,8 +2,8 @@
 .DEFAULT_GOAL := help
 .SUFFIXES:
 PYTHON ?= python3
-PY := .venv/bin/python
-UNSLOTH_PY := .venv-unsloth/bin/python
+PY ?= .venv/bin/python
+UNSLOTH_PY ?= .venv-unsloth/bin/python
 
 override SETTINGS := ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS GPUS_PER_NODE \
   GRES IMAGE IN INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NODES \
@@ -45,9 +45,9 @@ DRAW := $(call flag,--temperature,TEMPERATURE) $(call flag,--top-p,TOP_P) \
 JSONFLAG := $(call switch,--json,JSON)
 DEEPSPEED := $${TYPED_DEEPSPEED_CONFIG:+"cluster.deepspeed=$$TYPED_DEEPSPEED_CONFIG"}
 
-# READY= on the command line, whatever its value, builds no environment. PY= then names the Python to use.
-override READY := $(if $(findstring command,$(origin READY)),,.venv/.stamp)
-override UNSLOTH_READY := $(if $(findstring command,$(origin UNSLOTH_READY)),,.venv-unsloth/.stamp)
+# READY=, whatever its value, as an argument of make or a variable, builds no environment. PY= then names the Python to use.
+override READY := $(if $(findstring undefined,$(origin READY)),.venv/.stamp)
+override UNSLOTH_READY := $(if $(findstring undefined,$(origin UNSLOTH_READY)),.venv-unsloth/.stamp)
 # A clone that was moved has a .venv full of old paths: its stamp names another folder.
 ifneq "$(shell cat .venv/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(READY)

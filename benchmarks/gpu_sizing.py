@@ -32,6 +32,7 @@ TESTS = ROOT / "tests"
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_sizing_table import as_line, as_markdown, summarise  # noqa: E402
+from sftplay.atomic import write_text  # noqa: E402
 from sftplay.config.load import load_config  # noqa: E402
 from sftplay.config.schema.run import RunConfig  # noqa: E402
 from sftplay.control.memory_probe import Bench, run_rehearsal, size_by_probe  # noqa: E402
@@ -105,14 +106,19 @@ def main(argv: list[str] | None = None) -> int:
             place = Place(machine, Path(scratch), options)
             rows.append(row := measure_case(case, place))
             print(f"{number + 1}/{len(cases)}  {as_line(row)}", file=sys.stderr, flush=True)
+            report = write_report(rows, machine, out=options.out, began=began)  # a lease may end with any config
             if case.model not in [later.model for later in cases[number + 1 :]]:
                 shutil.rmtree(place.folder_of(case.model), ignore_errors=True)
-    report = {"machine": describe(machine), "seconds": round(time.time() - began), "summary": summarise(rows)}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "gpu_sizing.json").write_text(json.dumps({**report, "rows": rows}, indent=1) + "\n")
-    (options.out / "gpu_sizing.md").write_text(as_markdown(report, rows))
     print(as_markdown(report, rows))
     return 0
+
+
+def write_report(rows: list[dict[str, Any]], machine: Machine, *, out: Path, began: float) -> dict[str, Any]:
+    """Write both files of the configs that are measured so far; the report without its rows."""
+    report = {"machine": describe(machine), "seconds": round(time.time() - began), "summary": summarise(rows)}
+    write_text(out / "gpu_sizing.json", json.dumps({**report, "rows": rows}, indent=1) + "\n")
+    write_text(out / "gpu_sizing.md", as_markdown(report, rows))
+    return report
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,12 @@ def test_what_is_no_setting_is_refused_and_never_expanded(name: str, place: Plac
     assert f"no setting called {name}" in done.stderr
 
 
+def test_ready_and_a_python_in_the_environment_build_nothing_and_are_used(place: Place):
+    done = place.make("-s", "gpu-check", READY="1", PY=str(place.recorder), PYTHON="false")
+    assert done.returncode == 0, done.stderr
+    assert [call[2:5] for call in place.calls()] == [["-m", "sftplay", "gpu-check"]]
+
+
 def test_what_the_make_of_another_project_passes_on_is_let_be(place: Place):
     done = place.make("-s", "FOO=$(shell touch pwned)", "SETTINGS=$(shell touch pwned)", "help", MAKELEVEL="1")
     assert (done.returncode, place.is_untouched) == (0, True)

@@ -41,6 +41,24 @@ def test_benchmark_runs_from_end_to_end_and_the_plan_meets_the_live_tensors(tmp_
     assert "tiny full 64 | 8 x 1" in (tmp_path / "gpu_sizing.md").read_text()
 
 
+def test_a_config_that_is_cut_off_loses_its_own_row_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    measured = []
+
+    def measure(case: Any, _place: Place) -> dict[str, Any]:
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(case)
+        return {"model": case.model, "mode": case.mode, "tokens": case.tokens, "effective": 4, "error": "planted"}
+
+    monkeypatch.setattr(gpu_sizing, "measure_case", measure)
+    monkeypatch.setattr(gpu_sizing, "as_line", lambda row: row["model"])
+    with pytest.raises(KeyboardInterrupt):
+        gpu_sizing.main(["--configs", "2", "--out", str(tmp_path / "out")])
+    report = json.loads((tmp_path / "out" / "gpu_sizing.json").read_text())
+    assert [row["error"] for row in report["rows"]] == ["planted"]
+    assert (tmp_path / "out" / "gpu_sizing.md").read_text()
+
+
 def place(tmp_path: Path) -> Place:
     machine = Machine((), "none", 16 * GIB, 2, "3.11", "Linux", {})
     return Place(machine, tmp_path, argparse.Namespace(quick=True, limit_s=5.0))

@@ -10,6 +10,7 @@ from sftplay.control.gpu_check.frame.check import NEEDS_GPU, Broken, Check, Plac
 from sftplay.control.gpu_check.frame.kit import Run, Values, learned, losses_apart, shared_run, train
 from sftplay.machine.probe import Machine
 from sftplay.places import shipped
+from sftplay.units import format_bytes
 
 BOUNDS = {"fp32": 2e-3, "fp16": 2e-2, "bf16": 5e-2}
 """How far the first losses may be from those of the same run on a CPU in fp32, as a share."""
@@ -27,6 +28,9 @@ enlarge what rounding has begun."""
 LEAST_EXACT_MATCH = 0.5
 """What the demo reaches on a CPU is about 0.9; the untrained model answers nothing right."""
 
+
+MOST_SHARE_OF_SCORES = 0.5
+"""Of the bytes of written-out attention scores, what a forward pass may hold: a fused kernel holds none."""
 
 LEAST_RISE = 0.3
 """Of the sampled rewards: on a CPU they rise from 0.28 to 1 within six steps."""
@@ -67,6 +71,50 @@ def same_with(place: Place, *, changes: Values, precision: str, beside: Values |
 def _kernel_run(place: Place, values: Values) -> Run:
     name = f"run-{len(list(place.folder.glob('*.yaml')))}"
     return train(place, name, values={"model.attn": "sdpa", "train.packing": False, **values})
+
+
+def measured_before(place: Place) -> str:
+    """Full tuning in 16 bits is measured before its first step, by the kernels that it trains with."""
+    precision = "fp32" if not place.has_gpu else "fp16" if a_bf16_gpu(place.machine) else "bf16"
+    attention = "flash_attention_2" if precision == "bf16" and not flash_attention(place.machine) else "sdpa"
+    values = {
+        "tuning.mode": "full", "train.precision": precision, "model.attn": attention, "train.max_steps": 2,
+        "data.val_path": str(shipped("data/demo/held_out.jsonl")), "data.split": None, "eval.before": True,
+        "eval.limit": 8, "eval.max_new_tokens": 8,
+    }  # fmt: skip
+    run = train(place, "measured", values=values)
+    loss = read_object(run.folder.eval / "before.json")["loss"]
+    told = f"{precision}, {attention}: held-out loss {loss:.3f} before the first step, {run.losses[0]:.3f} in it"
+    if not 0.5 < loss / run.losses[0] < 2:
+        raise Broken(told)
+    return told
+
+
+def shared_keys_without_mask(place: Place) -> str:
+    """Grouped keys and one row without a mask, in fp16: attention does not write out its scores."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from sftplay.model.weights import repeat_shared_keys
+
+    repeat_shared_keys()
+    heads, tokens = 16, 4096
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=heads, vocab_size=256,
+        num_key_value_heads=2, max_position_embeddings=tokens, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to("cuda", torch.float16)
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
+    with torch.no_grad():
+        model(ids[:, :64])
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model(ids)
+    held, scores = torch.cuda.max_memory_allocated() - before, 2 * heads * tokens**2
+    told = f"{format_bytes(held)} for {tokens:,} tokens, where scores alone are {format_bytes(scores)}"
+    if held > MOST_SHARE_OF_SCORES * scores:
+        raise Broken(told)
+    return told
 
 
 def exact_match_rises(place: Place) -> str:
@@ -147,6 +195,8 @@ CHECKS = (
     ),
     Check(name="run: exact match rises", run=exact_match_rises, needs=a_gpu_for_the_demo),
     Check(name="run: rewards rise", run=rewards_rise),
+    Check(name="run: measured before full tuning", run=measured_before),
+    Check(name="run: grouped keys without a mask in fp16", run=shared_keys_without_mask, needs=a_gpu),
     Check(name="run: eager beside sdpa", run=partial(same_with, changes={"model.attn": "eager"}, precision="fp32")),
     Check(
         name="run: flash attention beside sdpa",
