@@ -150,7 +150,8 @@ def test_without_a_gpu_each_row_says_what_it_needs_and_with_two_none_does():
     here = [check.name for check in CHECKS if not check.needs(CPU)]
     assert here == [
         "facts: driver and torch agree", "run: fp32 full", "run: fp32 lora", "run: fp32 qlora",
-        "run: rewards rise", "run: measured before full tuning", "run: eager beside sdpa", "recovery: kill -9 and resume", "recovery: SIGTERM",
+        "run: rewards rise", "run: measured before full tuning", "run: eager beside sdpa",
+        "recovery: kill -9 and resume", "recovery: SIGTERM",
         "delivery: merge, export, plain transformers", "processes: comm-check over gloo", "processes: DDP over gloo",
         "memory: planned beside the resident set",
     ]  # fmt: skip
