@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sftplay.plan.memory.execution import Adapter, Execution
 from sftplay.plan.report.flops import model_flops, seen_pairs
 from sftplay.plan.shape.find import find_shape, shape_from_config
-from sftplay.tasks.step.label_head import find_label_head
+from sftplay.tasks.step.label_head import prove_label_head
 
 ROWS, TOKENS, RANK = 2, 24, 4
 SMALL: dict[str, Any] = {
@@ -90,7 +90,7 @@ def test_a_head_that_trains_beside_an_adapter_has_the_gradient_of_its_weight_too
 
 def test_the_head_counts_where_labels_are_as_the_kits_own_head_computes_it():
     model, config = build("llama", "full", None)
-    head = find_label_head(model)
+    head = prove_label_head(model)[0]
     labels = torch.full((ROWS, TOKENS), -100)
     labels[:, -5:] = 7
     shape = shape_from_config(config, name="llama")

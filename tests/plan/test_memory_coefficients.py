@@ -151,7 +151,9 @@ def test_scores_take_twelve_bytes_each_and_fourteen_where_the_caller_keeps_them(
 def test_chunks_are_counted_as_long_as_they_are():
     from sftplay.tasks.step import chunked_head
 
-    assert head.CHUNK_TOKENS == chunked_head.CHUNK_TOKENS
+    code = execution_of(TraceSettings(method="lora"))
+    assert code.chunk_tokens == chunked_head.CHUNK_TOKENS
+    assert head.GPU_CHUNK_TOKENS == chunked_head.GPU_CHUNK_TOKENS
 
 
 def test_the_workspace_is_what_torch_configures_by_default():

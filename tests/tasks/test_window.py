@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from sftplay.errors import RunError
 from sftplay.tasks.run.train_run import TrainRun, pad_to_multiple
-from sftplay.tasks.step.label_head import find_label_head
+from sftplay.tasks.step.label_head import prove_label_head
 from sftplay.tasks.step.micro_batches import Collator, MicroBatcher, first_fit
 
 PAD = 0
@@ -243,7 +243,7 @@ def test_scores_at_labelled_positions_alone_give_the_loss_and_gradients_of_all_s
     whole.loss.backward()
     expected = gradients(model)
     model.zero_grad()
-    head = find_label_head(model)
+    head = prove_label_head(model)[0]
     part = model(**inputs, shift_labels=head.narrow(inputs["labels"]))
     part.loss.backward()
     assert part.logits.shape[1] == sum(LABELS) < whole.logits.shape[0] * whole.logits.shape[1]
@@ -254,7 +254,7 @@ def test_scores_at_labelled_positions_alone_give_the_loss_and_gradients_of_all_s
 
 
 def test_labels_of_the_positions_let_through_by_hand(tiny_llama: Path):
-    head = find_label_head(AutoModelForCausalLM.from_pretrained(tiny_llama))
+    head = prove_label_head(AutoModelForCausalLM.from_pretrained(tiny_llama))[0]
     assert head.narrow(torch.tensor([[-100, -100, 7, -100], [5, -100, 8, 9]])).tolist() == [[7, 8, 9]]
     assert head.narrow(torch.full((2, 3), -100)).tolist() == [[-100]]
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sftplay.config.schema.section import NotNegative, Positive, PositiveFloat, Section, Share
+from sftplay.config.schema.section import Auto, NotNegative, Positive, PositiveFloat, Section, Share
 
 Architecture = Literal["hrm", "single"]
 TablePlacement = Literal["auto", "replicated", "sharded"]
@@ -111,5 +111,6 @@ class HrmConfig(Section):
     """Steps between two copies of replicated puzzle embeddings from the first process to the others. They compute the
     same; this is a guard."""
 
-    compile: bool = False
-    """Compile the model with torch.compile: a slow start, then faster steps on a GPU."""
+    compile: bool | Auto = "auto"
+    """Compile the model with torch.compile: a slow start, then faster steps on a GPU. auto: true on a GPU, where a C
+    compiler is installed."""

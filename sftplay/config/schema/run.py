@@ -6,7 +6,7 @@ It checks single values only. Rules between fields are in `rules`; `load` reads 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PrivateAttr
 
@@ -29,7 +29,9 @@ from sftplay.config.schema.train import ProfileConfig as ProfileConfig
 from sftplay.config.schema.train import TrainConfig as TrainConfig
 
 Backend = Literal["bnb", "unsloth"]
-Attention = Literal["sdpa", "eager", "flash_attention_2"]
+FlashKernel = Literal["flash_attention_2", "kernels-community/flash-attn2", "kernels-community/flash-attn3"]
+FLASH_KERNELS: tuple[str, ...] = get_args(FlashKernel)
+Attention = Literal["sdpa", "eager", FlashKernel]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "clearml", "dvclive", "neptune", "swanlab", "trackio"]
 
 
@@ -62,8 +64,8 @@ class ModelConfig(Section):
     safetensors cannot."""
 
     attn: Attention | Auto = "auto"
-    """Attention kernel. auto: flash_attention_2 if GPU and installed packages allow it, else sdpa, or eager
-    for models that cap the scores of their attention (Gemma 2)."""
+    """Attention kernel. auto: flash_attention_2 if GPU and packages allow it, else sdpa, or eager for models that cap
+    the scores of their attention (Gemma 2). kernels-community/...: built by the hub, for the package kernels."""
 
 
 class LoraConfig(Section):

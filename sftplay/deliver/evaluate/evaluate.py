@@ -61,7 +61,7 @@ def evaluate(model: Any, examples: HeldOutChats, *, cfg: RunConfig, path: Path) 
     tokenizer = examples.renderer.tokenizer
     assert examples.held_out is not None
     log.say(f"measuring the model ({tag}) on {len(examples.held_out)} held-out rows", "eval")
-    with ready_to_answer(model):
+    with ready_to_answer(model, cfg):
         loss = held_out_loss(model, examples.held_out, pad_token_id=tokenizer.pad_token_id)
         chats = spread(examples.held_out_chats, cfg.eval.limit)
         generator = Generator(model, tokenizer, examples.renderer.end_token_ids, cfg.eval.max_new_tokens)
@@ -173,19 +173,22 @@ def _by_length(
 
 
 @contextmanager
-def ready_to_answer(model: Any) -> Iterator[None]:
+def ready_to_answer(model: Any, cfg: RunConfig) -> Iterator[None]:
     """The model in evaluation mode with its cache on and no recomputation, restored afterwards.
 
-    A 16-bit model with some fp32 weights that train computes under autocast, as in training.
+    fp32 weights of a run in 16 bits compute under autocast, as in training: an adapter's next to a 16-bit base, and all
+    in full tuning. Flash attention takes no fp32.
     """
     was_training, had_cache = model.training, model.config.use_cache
     model.eval()
     model.config.use_cache = True
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    half = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), torch.bfloat16)
-    mixed = len(dtypes) > 1
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(cfg.train.precision))
+    half = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), wanted)
+    device = next(model.parameters()).device.type
+    rounds = half is not None and torch.float32 in dtypes
     try:
-        with nothing_recomputed(model), torch.autocast(next(model.parameters()).device.type, dtype=half, enabled=mixed):
+        with nothing_recomputed(model), torch.autocast(device, dtype=half or torch.bfloat16, enabled=rounds):
             yield
     finally:
         model.config.use_cache = had_cache

@@ -123,7 +123,7 @@ def evaluate_questions(
     """Have a model answer the questions greedily, and reward the answers; write `path` and return its figures."""
     tag = path.stem
     log.say(f"measuring the model ({tag}) on {len(questions):,} held-out prompts", "eval")
-    with ready_to_answer(generator.model):
+    with ready_to_answer(generator.model, cfg):
         texts = answer_all(
             generator,
             [question.ids for question in questions],

@@ -81,7 +81,7 @@ def measure_sources(model: Any, held_out: HeldOut, *, tokenizer: Any, cfg: RunCo
     window, stride = cfg.row_tokens, stride_of(cfg.row_tokens, cfg.eval.stride)
     how = {"window": window, "stride": stride, "pad_token_id": tokenizer.pad_token_id}
     texts = {}
-    with ready_to_answer(model):
+    with ready_to_answer(model, cfg):
         for name, documents in held_out.documents.items():
             log.say(f"measuring the model ({path.stem}) on the held-out documents of {name}", "eval")
             texts[name] = measure_perplexity(model, documents, **how)

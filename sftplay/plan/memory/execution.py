@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sftplay.config.schema.run import FLASH_KERNELS, RunConfig
 from sftplay.config.schema.run import Optimizer as OptimizerName
-from sftplay.config.schema.run import RunConfig
 from sftplay.plan.shape.model_shape import Linear, ModelShape
 
 Head = Literal["standard", "chunked", "liger", "tiled", "actions"]
@@ -90,6 +90,9 @@ class Execution:
     folds_tiles: bool = True
     """Of the head `tiled`: True where a kernel folds a tile of scores in place, as TRL's does on a GPU. Elsewhere torch
     makes copies of it."""
+
+    chunk_tokens: int = 256
+    """Of the head `chunked`: tokens whose scores exist at a time."""
 
     logits_bytes: int = 2
     """Bytes of a score as the head writes it; the loss always works on fp32."""
@@ -183,7 +186,7 @@ def execution_of(cfg: RunConfig) -> Execution:
     weights = 4 if mode == "full" else compute
     # A padded batch needs a mask, with which transformers copies grouped keys and values out to the heads. Before
     # capability 8.0 and in fp32 they are copied without a mask too (`model.weights.repeat_shared_keys`).
-    is_masked = cfg.model.attn != "flash_attention_2"
+    is_masked = cfg.model.attn not in FLASH_KERNELS
     return Execution(
         weight_bytes=weights,
         compute_bytes=compute,

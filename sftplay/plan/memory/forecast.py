@@ -11,6 +11,7 @@ from sftplay.plan.devices.layout import OWN
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
 from sftplay.plan.memory.episodes import Episodes, episodes_of, estimate_episodes, fullest, names_of
 from sftplay.plan.memory.execution import Execution, execution_of
+from sftplay.plan.memory.head import GPU_CHUNK_TOKENS
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.rollout import Rollout, estimate_rollout, rollout_of
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
@@ -200,7 +201,7 @@ def setting_of(
     """The setting of a config in which all but the sizes is decided."""
     return Setting(
         shape=shape,
-        execution=replace(execution_of(cfg), folds_tiles=place.device.is_gpu),
+        execution=on_device(execution_of(cfg), shape, device=place.device),
         device=place.device,
         strategy=strategy,
         world_size=place.world_size,
@@ -209,6 +210,20 @@ def setting_of(
         episodes=episodes_of(cfg, gpus=place.gpus, processes=place.world_size),
         measures_first=cfg.eval.before,
     )
+
+
+def on_device(execution: Execution, shape: ModelShape, *, device: Device) -> Execution:
+    """The execution as it runs on that device.
+
+    From capability 8.0 on, padded rows of a plain decoder in 16 bits need no mask (`tasks.step.isolation`).
+    """
+    if not device.is_gpu:
+        return replace(execution, folds_tiles=False)
+    is_half, is_plain = execution.compute_bytes == 2, shape.sliding_window is None and shape.layer_pattern == 1
+    here = replace(execution, chunk_tokens=GPU_CHUNK_TOKENS)
+    if device.capability >= (8, 0) and is_half and is_plain and execution.attention == "efficient":
+        here = replace(here, attention="flash", is_masked=False, repeats_kv=False)
+    return here
 
 
 def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, place: Place, strategy: Strategy) -> Forecast:

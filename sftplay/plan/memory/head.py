@@ -6,8 +6,8 @@ from sftplay.plan.memory.execution import Execution
 from sftplay.plan.memory.layer import FP32, norm_kept, norm_out_bytes
 from sftplay.plan.shape.model_shape import ModelShape
 
-CHUNK_TOKENS = 256
-"""Tokens whose scores exist at a time in the chunked loss (`tasks.step.chunked_head`)."""
+GPU_CHUNK_TOKENS = 2048
+"""Tokens whose scores exist at a time in the chunked loss on a GPU (`tasks.step.chunked_head`)."""
 
 CHUNK_SCORES = 2**24
 """Scores over the vocabulary that exist at a time where actions are learned from (`tasks.score.gradients.scoring`):
@@ -73,7 +73,7 @@ def head_in_backward(shape: ModelShape, execution: Execution, *, tokens: int, la
         + size * execution.compute_bytes
     )
     cast = size * (execution.compute_bytes + execution.weight_bytes) if rounded else 0
-    if execution.head != "chunked" or labelled <= CHUNK_TOKENS:
+    if execution.head != "chunked" or labelled <= execution.chunk_tokens:
         return norm + max(loss, product, cast)
     # A loss in chunks adds up the weight's gradient over them. The first two are transposed views, which autograd's
     # engine does not add to in place.
@@ -95,7 +95,7 @@ def _scores(shape: ModelShape, execution: Execution, *, labelled: int, per_score
     if execution.head == "standard":
         return float(labelled * shape.vocab * per_score)
     if execution.head == "chunked":
-        chunk = min(labelled, CHUNK_TOKENS) * shape.vocab
+        chunk = min(labelled, execution.chunk_tokens) * shape.vocab
         rounded = _rounded_for_chunks(shape, execution)
         widened = (
             norm_out_bytes(shape, execution) * shape.vocab * shape.hidden + execution.compute_bytes * chunk

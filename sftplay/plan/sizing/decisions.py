@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from sftplay.config.rules.cluster import BACKEND, unsloth_conflicts
-from sftplay.config.schema.run import RunConfig
-from sftplay.errors import MachineError
+from sftplay.config.schema.run import FLASH_KERNELS, RunConfig
+from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Machine
 from sftplay.plan.shape.model_shape import ModelShape
 
@@ -90,9 +90,11 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
     has_bf16 = bool(gpus) and all(gpu.has_bf16 for gpu in gpus)
     chosen = precision.value if train.precision == "auto" else train.precision
     has_flash = has_bf16 and chosen != "fp32" and find_spec("flash_attn") is not None
-    if cfg.model.attn == "flash_attention_2" and not has_flash:
+    package = "kernels" if "/" in cfg.model.attn else "flash_attn"
+    can_flash = has_bf16 and chosen != "fp32" and find_spec(package) is not None
+    if cfg.model.attn in FLASH_KERNELS and not can_flash:
         raise MachineError(
-            "flash_attention_2 needs an Ampere GPU, 16-bit precision and the package flash-attn",
+            f"{cfg.model.attn} needs an Ampere GPU, 16-bit precision and the package {package.replace('_', '-')}",
             where=f"{cfg.origins.get('model.attn', 'model')} model.attn",
             fix="leave model.attn on auto (sdpa here)",
         )
@@ -105,7 +107,7 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
                 fix=f"leave model.attn on auto ({'flash_attention_2' if has_flash else 'eager'} here)",
             )
         attn = attn if has_flash else Decision("eager", "the model caps the scores of its attention; sdpa does not")
-    has_varlen = (attn.value if cfg.model.attn == "auto" else cfg.model.attn) == "flash_attention_2"
+    has_varlen = (attn.value if cfg.model.attn == "auto" else cfg.model.attn) in FLASH_KERNELS
     by_tokens = train.batching == "tokens"
     why = "flash attention skips the gaps" if has_varlen else "without a varlen kernel packing costs more than it saves"
     why = "train.batching tokens forms micro-batches of padded rows" if by_tokens else why
@@ -115,10 +117,27 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
         "train.precision": precision,
         "model.attn": attn,
         "train.packing": Decision(has_varlen and not by_tokens and not cfg.learns_documents, why),
-        "train.optim": Decision("adamw_torch_fused", "one kernel a step, no copy of the gradients"),
+        "train.optim": _decide_optimizer(cfg, chosen),
         "train.dataloader_pin_memory": Decision(bool(gpus), "page-locked memory speeds copies to a GPU only"),
         "train.learning_rate": Decision(rate, f"usual peak rate of {cfg.tuning.mode} {cfg.task_mode}"),
     }
+
+
+def _decide_optimizer(cfg: RunConfig, precision: str) -> Decision:
+    """AdamW; in fp16 not torch's fused one.
+
+    That one unscales the gradients and leaves steps out by itself (torch, `GradScaler.step`,
+    `_step_supports_amp_scaling`). accelerate then sees every step as taken, and steps that overflow use up the warm-up.
+    """
+    if precision != "fp16":
+        return Decision("adamw_torch_fused", "one kernel a step, no copy of the gradients")
+    if cfg.train.optim == "adamw_torch_fused":
+        raise ConfigError(
+            "in fp16 it hides from the schedule which steps overflowed and were left out",
+            where=f"{cfg.origins.get('train.optim', 'train')} train.optim adamw_torch_fused",
+            fix="write train.optim: adamw_torch, or leave it on auto",
+        )
+    return Decision("adamw_torch", "in fp16 the fused one hides which steps were left out")
 
 
 def _decide_precision(cfg: RunConfig, machine: Machine) -> Decision:

@@ -32,7 +32,7 @@ from sftplay.tasks.grpo.watch.signal_health import policy_clip_share
 from sftplay.tasks.grpo.window_state import load_window, save_window
 from sftplay.tasks.run.preflight import has_sharded_weights
 from sftplay.tasks.step.random_numbers import random_numbers_kept
-from sftplay.tasks.step.window import StepSetup
+from sftplay.tasks.step.step_setup import StepSetup
 
 if TYPE_CHECKING:
 

@@ -27,7 +27,7 @@ from sftplay.tasks.hrm.network.model import PuzzleModel
 from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
 from sftplay.tasks.step.gradient_average import add_gradients
 from sftplay.tasks.step.random_numbers import random_numbers_kept
-from sftplay.tasks.step.window import StepSetup
+from sftplay.tasks.step.step_setup import StepSetup
 
 
 def as_puzzles(rows: Rows, device: torch.device) -> Puzzles:
@@ -48,8 +48,9 @@ class PuzzleTrainer(Trainer):
         self.held_out_figures: dict[str, float] = {}
         """What was measured since the last line of metrics."""
 
-        self.counts, self.last_loss = StepCounts(), 0.0
-        self.last_rows: list[int] = []
+        self.counts = StepCounts()
+        self.last_loss: Any = 0.0
+        self._last_window: tuple[Any, Tensor] | None = None
         self.carry: Carry | None = None
         self.average = MovingAverage(model, cfg.hrm.ema) if cfg.hrm.ema else None
         self.compute: Any = torch.compile(model) if cfg.hrm.compile else None
@@ -70,23 +71,23 @@ class PuzzleTrainer(Trainer):
         whole = mine * log.world_size()
         at_least = least_segments(self.cfg.hrm, whole, seed=self.cfg.seed, step=step).to(device)
         at_least = at_least[log.rank() * mine :][:mine]
-        loss, parts = 0.0, []
+        loss, parts = torch.zeros((), device=device), []
         assert self.micro_batcher is not None
         for start in range(0, mine, self.micro_batcher.micro_batch):
             part = slice(start, start + self.micro_batcher.micro_batch)
             segment = run_segment(puzzles, carry.rows(part), at_least=at_least[part], compute=self.compute)
             total = segment.losses.sum()
             self._backward(total / whole)
-            loss += float(total.detach())
+            loss += total.detach()
             parts.append(segment.carry)
-            self._sums += segment.figures.cpu()
+            self._sums = self._sums.to(device) + segment.figures  # read by a line of metrics
         self.carry = together(parts)
         self._steps += 1
         if log.world_size() > 1:
             with self.heartbeat.within("communication"):
                 add_gradients(self.model_wrapped)
         self.last_loss = loss / mine
-        return torch.tensor(self.last_loss, device=device)
+        return self.last_loss
 
     def _backward(self, loss: Tensor) -> None:
         self.heartbeat.enter("backward")
@@ -98,12 +99,20 @@ class PuzzleTrainer(Trainer):
     def _count(self, rows: Rows, halted: Tensor) -> None:
         """Count the tokens of all rows, which are computed whether their puzzle is fresh or not."""
         cells = int(rows.inputs.size)
-        self.last_rows = [int(row) for row, is_new in zip(rows.rows, halted.tolist(), strict=True) if is_new]
+        self._last_window = rows.rows, halted
         self.counts.rows += rows.rows.tolist()
         self.counts.lengths += [rows.inputs.shape[1]] * len(rows.rows)
         self.counts.tokens += cells
         self.counts.padded_tokens += cells
         self.counts.label_tokens += int((rows.labels >= 0).sum())
+
+    @property
+    def last_rows(self) -> list[int]:
+        """Ids of the puzzles that began in this rank's last step."""
+        if self._last_window is None:
+            return []
+        rows, halted = self._last_window
+        return [int(row) for row, is_new in zip(rows, halted.tolist(), strict=True) if is_new]
 
     def finish_step(self) -> None:
         """What follows the optimizer's step: the puzzle embeddings and the moving average."""

@@ -68,6 +68,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     trainer = task.build_trainer(train_run.trainer_parts(tokenizer, rows))
     beside: dict[str, Any] = getattr(trainer, "beside", {})
     if log.is_main():
+        note_head(folder, off=getattr(trainer, "label_head_off", ""))
         parameters = describe_parameters(nn.ModuleList([trainer.model, *beside.values()]))
         write_manifest(setup, rows, parameters=parameters, task=getattr(trainer, "facts", {}))
         announce(train_run, parameters, rows=rows)
@@ -85,6 +86,15 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
             whole = whole_model(trainer, setup.cfg, folder=folder)
             task.measure(whole, rows, cfg=setup.cfg, path=folder.eval / "after.json")
     return outcome
+
+
+def note_head(folder: RunFolder, *, off: str) -> None:
+    """Say that scores are computed at every position, and why, also in plan.json, which counts those at labels only."""
+    if off:
+        what = f"scores are computed at every position, not only at labels: {off}"
+        log.say(f"note: {what}")
+        plan = folder.read_json("plan.json")
+        folder.write_json("plan.json", {**plan, "label_head_off": off, "notes": [*plan.get("notes", []), what]})
 
 
 def keep_final_report(rows: Rows, folder: RunFolder) -> None:

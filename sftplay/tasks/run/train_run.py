@@ -42,7 +42,7 @@ from sftplay.tasks.run.setup import RunSetup
 from sftplay.tasks.run.task import Rows, TrainerParts
 from sftplay.tasks.step.micro_batches import MicroBatcher
 from sftplay.tasks.step.replay import ADVICE, Replay
-from sftplay.tasks.step.window import StepSetup
+from sftplay.tasks.step.step_setup import StepSetup
 from sftplay.units import format_bytes
 
 

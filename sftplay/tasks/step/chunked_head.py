@@ -23,8 +23,9 @@ from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError
 from sftplay.tasks.step.label_head import PROOF_TOLERANCE, proof_rows
 
-CHUNK_TOKENS = 256
-"""Tokens whose scores exist at a time. `plan.memory.head` counts with it."""
+CHUNK_TOKENS, GPU_CHUNK_TOKENS = 256, 2048
+"""Tokens whose scores exist at a time, on a CPU and on a GPU. Each chunk reads the whole head three times, 1 GB for a
+large vocabulary: with few tokens a GPU waits for its memory. `plan.memory.head` counts with them."""
 
 SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 """Names under which configs of transformers keep what scores are multiplied with (Cohere, Muse, Falcon-H1)."""
@@ -87,13 +88,21 @@ def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> T
     order = is_label.to(torch.int8).argsort(descending=True, stable=True)
     hidden, targets = hidden[:, :-1].reshape(-1, hidden.shape[-1])[order], targets[order]
     # One chunk without any label still reaches every weight, which DDP and FSDP wait for.
-    chunks = max(1, -(-int(is_label.sum()) // CHUNK_TOKENS))
+    size = chunk_tokens(hidden.device)
+    chunks = max(1, -(-int(is_label.sum()) // size))
+    if size == GPU_CHUNK_TOKENS:  # on a CPU the gradients of chunks are added up in fp32
+        weight = weight.to(hidden.dtype)
     total = hidden.new_zeros((), dtype=torch.float32)
-    for start in range(0, chunks * CHUNK_TOKENS, CHUNK_TOKENS):
-        part = slice(start, start + CHUNK_TOKENS)
+    for start in range(0, chunks * size, size):
+        part = slice(start, start + size)
         given = {"weight": weight, "bias": bias, "config": config}
         total = total + checkpoint(_chunk_loss, hidden[part], targets[part], **given, use_reentrant=False)
     return total
+
+
+def chunk_tokens(device: torch.device) -> int:
+    """Tokens of a chunk on that device."""
+    return GPU_CHUNK_TOKENS if device.type == "cuda" else CHUNK_TOKENS
 
 
 def _chunk_loss(hidden: Tensor, targets: Tensor, *, weight: Tensor, bias: Tensor | None, config: Any) -> Tensor:

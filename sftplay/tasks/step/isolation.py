@@ -1,4 +1,4 @@
-"""Proves on the model at hand that no document of a block sees another.
+"""Proves on the model at hand that no document of a block sees another, and that no token sees the padding behind it.
 
 A few tokens are computed as two documents in one row. Then the gradient of what the model says of one of them, with
 respect to the embeddings of the other, must be exactly 0. Where a layer carries anything over, such as the state of a
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sftplay.errors import ConfigError
+from sftplay.tasks.step.label_head import PROOF_TOLERANCE
 from sftplay.tasks.step.model_inputs import has_flash_kernel
 
 PROOF_TOKENS = 8
@@ -45,6 +46,49 @@ def can_compute(model: Any) -> bool:
     device = model.get_input_embeddings().weight.device
     on_hold = any(weight.is_meta or hasattr(weight, "ds_id") for weight in model.parameters())
     return not on_hold and not (has_flash_kernel(model) and device.type == "cpu")
+
+
+def needs_no_mask(model: Any, device: torch.device, *, is_half: bool) -> bool:
+    """Whether rows that are padded on the right need no mask, and are faster without one.
+
+    With a mask transformers repeats keys and values for all heads, and torch takes its memory-efficient kernel. Without
+    one it takes flash attention, which exists for 16 bits from capability 8.0 on (torch, `sdp_utils.cpp`). In a plain
+    causal decoder no token sees what stands behind it. What the mask is also needed for keeps it: a router's loss over
+    all tokens, windows that slide, positions by the mask (ALiBi).
+    """
+    config = model.config.get_text_config()
+    is_fast = device.type == "cuda" and is_half and torch.cuda.get_device_capability(device) >= (8, 0)
+    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    slides = slides or set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    reads_mask = getattr(config, "output_router_logits", False) or getattr(config, "alibi", False)
+    reads_mask = reads_mask or config.model_type in ("bloom", "mpt")
+    plain = config._attn_implementation == "sdpa" and not slides and not reads_mask
+    return bool(is_fast and plain and can_compute(model) and ignores_padding(model))
+
+
+def ignores_padding(model: Any) -> bool:
+    """The proof: scores of a few tokens are the same without a mask, and no gradient comes from what is behind them."""
+    embeddings, seen = model.get_input_embeddings(), list[Tensor]()
+
+    def keep(*hooked: Any) -> Tensor:
+        seen.append(hooked[-1].detach().requires_grad_())
+        return seen[-1]
+
+    ids = torch.arange(2 * PROOF_TOKENS, device=embeddings.weight.device)[None] + 2
+    mask = (torch.arange(2 * PROOF_TOKENS, device=ids.device) < PROOF_TOKENS).long()[None]
+    was_training = model.training
+    model.eval()
+    handle = embeddings.register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            masked = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :PROOF_TOKENS].float()
+            plain = model(input_ids=ids, use_cache=False).logits[:, :PROOF_TOKENS].float()
+            (gradient,) = torch.autograd.grad(plain.square().sum(), seen[-1:])
+    finally:
+        handle.remove()
+        model.train(was_training)
+    same = torch.allclose(masked, plain, rtol=PROOF_TOLERANCE, atol=PROOF_TOLERANCE * float(masked.abs().max()))
+    return bool(same) and not gradient[:, PROOF_TOKENS:].any()
 
 
 def gradients(model: Any) -> tuple[bool, bool]:

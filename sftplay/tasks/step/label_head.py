@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sftplay.data.records import IGNORE_INDEX
+from sftplay.errors import ran_out_of_memory
 
 PROOF_TOKENS = 8
 PROOF_TOLERANCE = 1e-2
@@ -53,27 +54,32 @@ class LabelHead:
         return (hidden.reshape(1, -1, hidden.shape[-1])[:, self._positions], *inputs[1:])
 
 
-def find_label_head(model: Any) -> LabelHead | None:
-    """A label head for `model`; None when the model computes its scores in a way that the hook does not reach.
+def prove_label_head(model: Any) -> tuple[LabelHead | None, str]:
+    """A label head for `model`; or None, and why: the model computes its scores in a way that the hook does not reach.
 
     The proof: the loss of a few tokens is the same with it and without it.
+
+    Raises:
+        RuntimeError: memory ran out in it, which says nothing about the model.
     """
     if model.get_output_embeddings() is None:
-        return None
+        return None, "the model has no output embeddings"
     head = LabelHead(model)
     was_training = model.training
     model.eval()
     try:
-        proven = _agrees(model, head)
-    except (RuntimeError, TypeError, ValueError):
-        proven = False  # the model hands its scores on in another shape
+        why = "" if _agrees(model, head) else "the loss of a few tokens is another one with it"
+    except (RuntimeError, TypeError, ValueError) as error:  # the model hands its scores on in another shape
+        if ran_out_of_memory(error):
+            raise
+        why = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}" if str(error) else type(error).__name__
     finally:
         head.widen()
         model.train(was_training)
-    if not proven:
+    if why:
         head.remove()
-        return None
-    return head
+        return None, why
+    return head, ""
 
 
 def proof_rows(model: Any) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,13 @@ def model_inputs(batch: Batch) -> Batch:
     return {key: batch[key] for key in INPUTS if key in batch and key != dropped}
 
 
+def on_device(batch: Batch, device: Any) -> Batch:
+    """The batch where the model is. A GPU copies it from page-locked memory while it still computes."""
+    if device.type != "cuda":
+        return batch
+    return {key: value.pin_memory().to(device, non_blocking=True) for key, value in batch.items()}
+
+
 def has_flash_kernel(model: Any) -> bool:
     """Whether the attention of a causal model is computed by flash attention."""
     return "flash" in str(getattr(model.config.get_text_config(), "_attn_implementation", ""))

@@ -8,9 +8,8 @@ With FSDP and DeepSpeed, whose ranks communicate within every micro-batch, the T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from sftplay.errors import ran_out_of_memory, said_of_memory
-from sftplay.heartbeat import Heartbeat
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.monitor.gradient_norm import gradient_norm
 from sftplay.monitor.interval import StepCounts
@@ -27,11 +25,11 @@ from sftplay.monitor.observer import TrainerView
 from sftplay.monitor.out_of_memory import AdaptiveBatches, Agreement, Shortage, held_bytes
 from sftplay.tasks.step.gradient_average import average_gradients
 from sftplay.tasks.step.held_out import HeldOutTally, by_source, labels_per_row
-from sftplay.tasks.step.label_head import find_label_head
-from sftplay.tasks.step.micro_batches import MicroBatcher
-from sftplay.tasks.step.model_inputs import Batch, has_flash_kernel, in_one_row, model_inputs
+from sftplay.tasks.step.isolation import needs_no_mask
+from sftplay.tasks.step.label_head import prove_label_head
+from sftplay.tasks.step.model_inputs import Batch, has_flash_kernel, in_one_row, model_inputs, on_device
 from sftplay.tasks.step.random_numbers import RandomState, random_numbers_kept
-from sftplay.tasks.step.replay import Replay
+from sftplay.tasks.step.step_setup import StepSetup
 from sftplay.tasks.step.tally import SourceLoss, count_losses, count_rows
 
 if TYPE_CHECKING:
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
         """The trainer that comes after the mixin."""
 
         def __init__(self, **named: Any) -> None: ...
+        def get_train_dataloader(self) -> Any: ...
         def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor: ...
         def _clip_grad_norm(self, model: nn.Module) -> Tensor: ...
         def evaluate(self, *given: Any, **named: Any) -> dict[str, float]: ...
@@ -47,27 +46,6 @@ if TYPE_CHECKING:
         def _save_checkpoint(self, *given: Any) -> None: ...
 else:
     Base = object
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSetup:
-    """How a trainer computes its steps."""
-
-    micro_batcher: MicroBatcher | None
-    """How windows are cut; None: the Trainer accumulates."""
-
-    loss_head: str
-    """train.loss_head, decided."""
-
-    replay: Replay | None = None
-    """What happens when memory runs out for a window; None: the run ends."""
-
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    check_loss: Callable[[Tensor], None] | None = None
-    """Called with each loss before its backward pass, where that is the last moment to stop (DeepSpeed)."""
-
-    source_names: tuple[str, ...] = ()
-    """Names of a mixture's sources, in the order of their numbers."""
 
 
 class Window(Base):
@@ -80,6 +58,7 @@ class Window(Base):
         self.micro_batcher, self.replay, self.heartbeat = step.micro_batcher, step.replay, step.heartbeat
         self.counts = StepCounts()
         self.last_loss: Any = 0.0
+        self.clipped_norm: Tensor | None = None  # of this step's gradients, where they are clipped by it
         self.last_windows: list[Batch] = []
         """The rows of this rank's last step."""
 
@@ -94,13 +73,26 @@ class Window(Base):
         self.eval_batches = AdaptiveBatches(args.per_device_eval_batch_size, "the evaluation")
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         narrows = step.loss_head == "standard" and not args.label_smoothing_factor
-        self.label_head = find_label_head(base) if narrows else None
+        self.label_head, self.label_head_off = None, ""
+        if narrows:
+            with self.accelerator.autocast():
+                self.label_head, self.label_head_off = prove_label_head(base)
+        with self.accelerator.autocast():
+            half = self.args.bf16 or self.args.fp16
+            self._drops_mask = self.micro_batcher is not None and needs_no_mask(base, self.args.device, is_half=half)
         self._wants_one_row = has_flash_kernel(base)
         if step.loss_head == "chunked":
             from sftplay.tasks.step.chunked_head import put_chunked_head  # brings torch's DTensor
 
             with self.accelerator.autocast():
                 put_chunked_head(base, proves=self.micro_batcher is not None)
+
+    def get_train_dataloader(self) -> Any:
+        """As the Trainer's; but windows stay in the host's memory, where they are cut without waiting for the GPU."""
+        loader = super().get_train_dataloader()
+        if self.micro_batcher is not None:
+            loader.device = None
+        return loader
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward over all micro-batches of the window; the sum of their losses.
@@ -146,10 +138,11 @@ class Window(Base):
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip the gradients by their exact norm where torch's is not exact; the norm before clipping."""
         if self.micro_batcher is None or self.args.device.type != "cpu":
-            return super()._clip_grad_norm(model)
-        norm = gradient_norm(model.parameters())
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)
-        return norm
+            self.clipped_norm = super()._clip_grad_norm(model)
+            return self.clipped_norm
+        self.clipped_norm = gradient_norm(model.parameters())
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, self.clipped_norm)
+        return self.clipped_norm
 
     def evaluation_loop(self, *given: Any, **named: Any) -> Any:
         """As the Trainer's, with a loss of each source of a mixture among the metrics."""
@@ -190,6 +183,7 @@ class Window(Base):
         for window in self.last_windows if self.micro_batcher is not None else ():
             for n, width in enumerate(window["attention_mask"].sum(1).tolist()):
                 row = {key: value[n : n + 1, :width] for key, value in model_inputs(window).items()}
+                row = on_device(row, self.args.device)
                 with self.compute_loss_context_manager():
                     loss = self._model_loss(self.model, row, return_outputs=False, n_items=1)
                 if not torch.isfinite(loss):
@@ -202,7 +196,7 @@ class Window(Base):
     ) -> Any:
         """The sum of the label tokens' losses over `num_items_in_batch`, without TRL's entropy and accuracy."""
         if model.training:
-            inputs = model_inputs(inputs)
+            inputs = self._given(inputs)
             return self._model_loss(model, inputs, return_outputs=return_outputs, n_items=num_items_in_batch)
         return self._held_out_loss(model, inputs, return_outputs=return_outputs, n_items=num_items_in_batch)
 
@@ -245,7 +239,13 @@ class Window(Base):
         source = int(micro_batch["source"]) if "source" in micro_batch else None
         self.counts.padded_tokens += micro_batch["input_ids"].numel()
         self.heartbeat.enter("forward")
-        return source, super().training_step(model, model_inputs(micro_batch), n_items)
+        given = on_device(self._given(micro_batch), self.args.device)
+        return source, super().training_step(model, given, n_items)
+
+    def _given(self, batch: Batch) -> Batch:
+        """What the model is given of a batch."""
+        inputs = model_inputs(batch)
+        return {key: value for key, value in inputs.items() if key != "attention_mask" or not self._drops_mask}
 
     def _model_loss(self, model: nn.Module, inputs: Batch, *, return_outputs: bool, n_items: Any) -> Any:
         if "position_ids" in inputs and self._wants_one_row:
@@ -275,7 +275,7 @@ class Window(Base):
 
         def measure(batch: Batch, part: slice) -> Any:
             self.heartbeat.enter("evaluation")  # a beat for each batch: only a single one can take too long
-            given = {key: value[part] for key, value in model_inputs(batch).items()}
+            given = {key: value[part] for key, value in self._given(batch).items()}
             return self._model_loss(model, given, return_outputs=True, n_items=n_items)
 
         # A mean over rows is no sum over batches, and sharded weights need all ranks at once.

@@ -48,7 +48,7 @@ def measure_ablation(cast: FinishedCast, prompts: Prompts, *, cfg: RunConfig, pa
     with EpisodeJudge(cfg, columns=prompts.report["columns"], tokenizer=tokenizer) as judge:
         firsts = None  # they are the same with each kind of hint
         for kind in kinds_of(cfg):
-            with ready_to_answer(cast.model):
+            with ready_to_answer(cast.model, cfg):
                 episodes = player.play(
                     questions,
                     numbers=range(len(questions)),

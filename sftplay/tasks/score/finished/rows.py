@@ -22,12 +22,12 @@ class RowPlayer:
     """Plays batches of rows; a row's number and the seed alone decide its tokens."""
 
     def __init__(self, cfg: RunConfig, cast: FinishedCast, *, renderer: Any, sampling: Sampling) -> None:
-        self._cast, self._sampling = cast, sampling
+        self._cfg, self._cast, self._sampling = cfg, cast, sampling
         self._player = Player(cfg, cast, renderer=renderer, sampling=partial(Sampling, top_p=sampling.top_p))
 
     def answers(self, batch: Sequence[tuple[Prompt, list[int]]]) -> list[dict[str, str]]:
         """What each row gets: `first_answer`, `hint`, and `response`, which is the second answer."""
-        with ready_to_answer(self._cast.model):
+        with ready_to_answer(self._cast.model, self._cfg):
             episodes = self._player.play(
                 [Question(row.number, ids, row.question, {}) for row, ids in batch],
                 numbers=[row.number for row, _ in batch],
