@@ -239,7 +239,9 @@ def hold(sized: SizedRun, place: Place) -> dict[str, Any]:
     point, device = found["points"][0], found["device"]
     process = None
     if device is not None:
-        process = place.bench.gpu.free_bytes - device["free_bytes"]
+        # The device is read after the cache was released; the most that the allocator held was read before that.
+        beside = place.bench.gpu.free_bytes - device["free_bytes"] - device["reserved_bytes"]
+        process = beside + (point["reserved_bytes"] or 0)
     return {
         "out_of_memory": False,
         "allocated_bytes": max(point["peaks_bytes"].values()),

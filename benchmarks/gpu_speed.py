@@ -40,6 +40,7 @@ from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
+from sftplay.machine.releases import recomputation_arguments
 from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.plan.devices.cards import find_card
@@ -261,7 +262,7 @@ def build_trl(cfg: RunConfig, scratch: Path, clock: Clock) -> Any:
             learning_rate=RATE,
             lr_scheduler_type="cosine",
             max_length=cfg.model.max_seq_len,
-            activation_checkpointing=cfg.train.gradient_checkpointing,
+            **recomputation_arguments(recomputes=cfg.train.gradient_checkpointing),
             optim="adamw_torch_fused",
             train_sampling_strategy="sequential",
             dataset_kwargs={"skip_prepare_dataset": True},

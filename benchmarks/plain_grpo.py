@@ -20,6 +20,7 @@ def main(job: dict) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from sftplay.config.load import load_resolved
+    from sftplay.machine.releases import recomputation_arguments
     from sftplay.reward.reward_set import RewardSet, combined
 
     cfg = load_resolved(Path(job["config"]))
@@ -69,7 +70,7 @@ def main(job: dict) -> None:
                 optim="adamw_torch_fused",
                 num_generations=cfg.grpo.num_generations,
                 max_completion_length=cfg.grpo.max_completion_length,
-                activation_checkpointing=False,
+                **recomputation_arguments(recomputes=False),
                 shuffle_dataset=False,
                 logging_steps=1,
                 save_strategy="steps",

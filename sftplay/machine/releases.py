@@ -42,6 +42,16 @@ def recomputation_arguments(*, recomputes: bool) -> dict[str, Any]:
     return {word: recomputes, f"{word}_kwargs": dict(PLAIN_RECOMPUTATION) if recomputes else None}
 
 
+def page_argument() -> str:
+    """The name of the argument of ContinuousBatchingConfig that says how many tokens a page of its cache holds.
+
+    transformers 5.17 calls it block_size; later releases call it page_size and warn of the name before.
+    """
+    from transformers import ContinuousBatchingConfig
+
+    return "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"
+
+
 def is_recomputing(model: Any) -> bool:
     """True when a model of transformers recomputes its activations; False for any other model."""
     return bool(getattr(model, f"is_{recomputation()}", False))

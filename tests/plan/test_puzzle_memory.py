@@ -56,7 +56,7 @@ def test_the_closed_form_is_within_three_percent_of_the_trace_in_every_phase(nam
         PuzzleShape(hrm, SUDOKU),
         size=PuzzleSize(rows=rows, micro_batch=micro_batch),
         compute_bytes=compute_bytes,
-        on_gpu=False,
+        workspace=0,
     ).phases
     dtype = {2: torch.bfloat16, 4: torch.float32}[compute_bytes]
     grid = Grid(vocab_size=SUDOKU.words, cells=SUDOKU.cells, identifiers=1)
@@ -148,7 +148,7 @@ def test_a_process_holds_the_whole_table_or_its_share_and_the_main_host_collects
 def test_without_a_gpu_the_collected_table_counts_in_the_memory_that_all_processes_share():
     shape = PuzzleShape(HrmConfig(puzzle_emb_placement="sharded"), MILLION)
     size = PuzzleSize(rows=1, micro_batch=1)
-    phases = puzzle_footprint(shape, size=size, compute_bytes=4, processes=4, on_gpu=False).phases
+    phases = puzzle_footprint(shape, size=size, compute_bytes=4, processes=4, workspace=0).phases
     assert phases["checkpoint"]["table"] == phases["checkpoint"]["collected table"] == 2_048_000_000 / 4
 
 

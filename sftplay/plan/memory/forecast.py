@@ -10,7 +10,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.plan.devices.layout import OWN
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
 from sftplay.plan.memory.episodes import Episodes, episodes_of, estimate_episodes, fullest, names_of
-from sftplay.plan.memory.execution import Execution, execution_of
+from sftplay.plan.memory.execution import Execution, execution_of, workspace_bytes
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.rollout import Rollout, estimate_rollout, rollout_of
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
@@ -200,7 +200,11 @@ def setting_of(
     """The setting of a config in which all but the sizes is decided."""
     return Setting(
         shape=shape,
-        execution=replace(execution_of(cfg), folds_tiles=place.device.is_gpu),
+        execution=replace(
+            execution_of(cfg),
+            folds_tiles=place.device.is_gpu,
+            workspace_bytes=workspace_bytes(place.device.capability),
+        ),
         device=place.device,
         strategy=strategy,
         world_size=place.world_size,
