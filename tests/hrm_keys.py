@@ -239,6 +239,7 @@ OF_HRM: dict[str, Check] = {
     "eval_limit": check_free_keys,
     "puzzle_emb_placement": check_placement,
     "puzzle_emb_dim": of_model(lambda m: m.prefix, "puzzle_emb_dim", 1, value=9, after=2),
+    "puzzle_emb_len": of_model(lambda m: m.prefix, "puzzle_emb_len", 1, value=16, after=16),
     "optim": check_run,
     **dict.fromkeys(
         ("ema", "puzzle_emb_lr", "puzzle_emb_weight_decay", "emb_sync_every", "compile"), check_run

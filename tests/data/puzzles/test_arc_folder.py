@@ -1,4 +1,4 @@
-"""The folder of ARC with the counts of the published sets, and what is said of test pairs that are learned elsewhere."""
+"""The folder of ARC with the counts of the published sets, and test pairs that are learned elsewhere."""
 
 from __future__ import annotations
 
