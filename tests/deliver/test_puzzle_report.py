@@ -26,6 +26,7 @@ def folder(tmp_path: Path) -> RunFolder:
     for step, shares in ((100, (0.0, 0.25)), (200, (0.25, 0.5))):
         segments = [{"exact_accuracy": share, "accuracy": share + 0.25} for share in shares]
         figures = {"step": step, "n": 16, "segments": segments, **segments[-1], "pass_at": {"1": 0.5, "2": 0.75},
+                   "pass_at_partial": {"1": 0.625},
                    "halting_q": {"exact_accuracy": 0.5, "accuracy": 0.75, "segments": 1.5}}  # fmt: skip
         (tmp_path / "eval" / f"step-{step}.json").write_text(json.dumps(figures))
         rows = [row(number, correct=number >= 3) for number in range(16)]
@@ -44,8 +45,9 @@ def test_the_curve_has_a_point_for_each_segment_and_the_table_both_ways_of_halti
         ["1", "25.0 %", "50.0 %"],
         ["2", "50.0 %", "75.0 %"],
         ["where the model halts, 1.5 on average", "50.0 %", "75.0 %"],
-        ["pass@1", "50.0 %", ""],
-        ["pass@2", "75.0 %", ""],
+        ["pass@1, whole tasks", "50.0 %", ""],
+        ["pass@2, whole tasks", "75.0 %", ""],
+        ["pass@1, share of a task's inputs", "62.5 %", ""],
     ]
 
 

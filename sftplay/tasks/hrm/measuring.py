@@ -22,7 +22,7 @@ from sftplay.tasks.hrm.act import wants_to_halt
 from sftplay.tasks.hrm.gathering import objects_on
 from sftplay.tasks.hrm.network.model import PuzzleModel
 from sftplay.tasks.hrm.solve import refined
-from sftplay.tasks.hrm.voting import Voting
+from sftplay.tasks.hrm.voting import Voting, is_arc
 
 SHOWN = 64
 """Puzzles whose answers are kept for people, spread over all of them."""
@@ -76,7 +76,7 @@ def measure(
     stride, writing = max(1, total // SHOWN), GridText.of(puzzles.facts)
     lines: list[dict[str, Any]] = []
     # The votes of some of the copies would be others.
-    voting = Voting(puzzles) if puzzles.facts.kind == "arc" and limit is None else None
+    voting = Voting(puzzles) if limit is None and is_arc(puzzles) else None
     was_training, done, batch = model.training, 0, at_once * log.world_size()
     model.eval()
     for rows in TestRows(puzzles, global_batch=batch, rank=log.rank(), world=log.world_size()):

@@ -116,7 +116,7 @@ def test_both_ranks_measure_their_shares_and_together_what_one_process_measures(
         assert together[name] == pytest.approx(alone.figures[name], abs=1e-12)
 
 
-def test_copies_of_an_arc_task_vote_and_whole_tasks_pass(tmp_path: Path, monkeypatch):
+def test_copies_of_an_arc_task_vote_and_whole_tasks_pass(tmp_path: Path, monkeypatch, capsys):
     test, outputs = tmp_path / "test", [np.array([[n, 5]], np.uint8) for n in (1, 2, 3)]
     test.mkdir()
     asked = np.array([[7]], np.uint8)
@@ -134,6 +134,15 @@ def test_copies_of_an_arc_task_vote_and_whole_tasks_pass(tmp_path: Path, monkeyp
     assert figures["tasks"] == 1
     assert (figures["pass_at"]["1"], figures["pass_at"]["2"]) == (0.0, 1.0)
     assert "pass@2 1.000" in said_of(figures)
+    assert figures_table(figures).splitlines()[-6:-4] == [
+        "            whole tasks   inputs",
+        f"pass@{1:<11}   0.0000   0.0000",
+    ]
+    facts = json.loads((test / "dataset.json").read_text())
+    (test / "dataset.json").write_text(json.dumps(facts | {"kind": ""}))  # as the published code writes it
+    unnamed = measure(model_for(puzzles), PuzzleFolder.open(test), hrm=HrmConfig(**HRM), at_once=3).figures
+    assert "pass_at" not in unnamed
+    assert 'no votes are counted: dataset.json names no kind; write "kind": "arc"' in capsys.readouterr().out
     limited = measure(model_for(puzzles), puzzles, hrm=HrmConfig(**HRM), at_once=3, limit=2).figures
     assert "pass_at" not in limited
     assert "pass@" not in said_of(limited)
@@ -186,6 +195,7 @@ def test_votes_that_several_ranks_count_are_those_of_one_process(tmp_path: Path,
 
     alone = work()
     assert alone.figures["tasks"] == len(SAID)
+    assert alone.figures["pass_at_partial"] == alone.figures["pass_at"]  # each task has one test input
     assert alone.figures["pass_at"] == {"1": 0.25, "2": 0.5, "10": 0.75, "100": 0.75, "1000": 0.75}
     for world in (2, 3):
         main, *others = on_ranks(world, work, tmp_path / str(world))

@@ -52,7 +52,11 @@ def refinement_table(figures: dict[str, Any]) -> Table:
     if halting:
         mean = format_figure("segments", halting.get("segments"))
         rows.append([f"where the model halts, {mean} on average", *_shares(halting)])
-    votes = [[f"pass@{k}", format_figure("pass", share), ""] for k, share in mapping(figures.get("pass_at")).items()]
+    votes = [
+        [f"pass@{k}{of}", format_figure("pass", share), ""]
+        for key, of in (("pass_at", ", whole tasks"), ("pass_at_partial", ", share of a task's inputs"))
+        for k, share in mapping(figures.get(key)).items()
+    ]
     return Table(head=["Segments", "Puzzles right", "Cells right"], rows=[*rows, *votes[:20]], kinds=" nn",
                  caption=f"The last measurement: {format_figure('n', figures.get('n'))} puzzles")  # fmt: skip
 

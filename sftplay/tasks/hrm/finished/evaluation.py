@@ -47,7 +47,9 @@ def figures_table(figures: dict[str, Any]) -> str:
     for name, each in named:
         shares = (each["exact_accuracy"], each["accuracy"], each["q_halt_accuracy"])
         lines.append(f"{name:16}" + "".join(f"{share:9.4f}" for share in shares))
-    lines += [f"pass@{k:11}{share:9.4f}" for k, share in figures.get("pass_at", {}).items()]
+    partial = figures.get("pass_at_partial", {})
+    lines += ["            whole tasks   inputs"] if "pass_at" in figures else []
+    lines += [f"pass@{k:11}{share:9.4f}{partial[k]:9.4f}" for k, share in figures.get("pass_at", {}).items()]
     return "\n".join(lines)
 
 
