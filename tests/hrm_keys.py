@@ -100,7 +100,7 @@ def check_exploration(_: Any) -> None:
 
 
 def check_eval_halt(_: Any) -> None:
-    sums = torch.tensor([[1.0, 2, 3, 4], [2, 3, 3, 4], [4, 4, 4, 6]])
+    sums = torch.tensor([[1.0, 2, 3, 4, 5, 8], [2, 3, 3, 4, 5, 8], [4, 4, 4, 6, 7, 8]])
     assert [described(sums, halt)["exact_accuracy"] for halt in ("max", "q")] == [0.5, 1.0]
 
 
