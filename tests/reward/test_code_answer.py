@@ -53,5 +53,5 @@ def test_the_parser_is_asked_a_bounded_number_of_times(many, monkeypatch):
     asked, parse = [], ast.parse
     with monkeypatch.context() as patched:
         patched.setattr(ast, "parse", lambda code, **named: asked.append(code) or parse(code, **named))
-        find_code(many * 500, "f")
+        find_code(many * 200, "f")
     assert len(asked) < 8_000
