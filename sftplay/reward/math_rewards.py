@@ -40,9 +40,9 @@ def solves(
     """1 where the completion's answer equals the row's `answer`, else 0.
 
     The answer stands in the last `\\boxed{}`, `<answer>` or `####`, in the last sentence that says what the answer is,
-    or in a last one that concludes (`therefore 42`). An answer that is taken back is none. `fallback: last_number` takes
-    the last number of a completion that has none of these. Where the right answer is a number, a number must be given,
-    not a sum that is still to be computed. `answer` may be a whole solution of GSM8K.
+    or in a last one that concludes (`therefore 42`). An answer that is taken back is none. `fallback: last_number`
+    takes the last number of a completion that has none of these. Where the right answer is a number, a
+    number must be given, not a sum that is still to be computed. `answer` may be a whole solution of GSM8K.
 
     >>> solves(["So \\\\boxed{1{,}234}.", "#### 7"], answer=["1234", "... #### 8"])
     [1.0, 0.0]

@@ -16,7 +16,8 @@ _NUMBER = (
     r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d{1,3}(?:['’_]\d{3})+|\d{1,2}(?:,\d{2})+,\d{3}|\d+)(?:\.\d+)?|\.\d+"
 )
 _LITERAL = re.compile(
-    rf"(?P<sign>[+-]?)\s*(?:(?P<whole>\d+)\s+(?:and\s+)?(?=\d+\s*/))?(?P<top>{_NUMBER})(?:\s*/\s*(?P<bottom>-?(?:{_NUMBER})))?"
+    rf"(?P<sign>[+-]?)\s*(?:(?P<whole>\d+)\s+(?:and\s+)?(?=\d+\s*/))?"
+    rf"(?P<top>{_NUMBER})(?:\s*/\s*(?P<bottom>-?(?:{_NUMBER})))?"
     r"(?:\s*[eE](?P<e>[+-]?\d{1,4})|\s*(?:\*|x|×)\s*10\^\{?(?P<power>[+-]?\d{1,4})\}?)?"
     r"\s*(?P<scale>(?:hundred|thousand|million|billion|trillion|dozen)\b)?"
     r"\s*(?P<percent>%|per ?cent\b)?\s*(?P<unit>.*)",
