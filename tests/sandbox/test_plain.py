@@ -78,7 +78,8 @@ def test_a_subclass_is_taken_for_the_plain_value_that_it_holds(value, equal):
 EXACT = [
     Fraction(1, 2), Fraction(-3), Fraction(0), Decimal("0.5"), Decimal("2"), Decimal("0"), Decimal("NaN"),
     date(2020, 1, 2), datetime(2020, 1, 2, 3, 4, tzinfo=UTC), time(3, 4), timedelta(days=1), timedelta(0),
-    {1: 2}.keys(), {}.keys(), {1: 2}.items(), {1: 2}.values(), deque([1, 2]), [Fraction(1, 2)], {Decimal(2): 1}, {Fraction(1, 2)},
+    {1: 2}.keys(), {}.keys(), {1: 2}.items(), {1: 2}.values(), deque([1, 2]),
+    [Fraction(1, 2)], {Decimal(2): 1}, {Fraction(1, 2)},
 ]  # fmt: skip
 
 
