@@ -20,7 +20,7 @@ _CONCLUDES = re.compile(
 _CLAIM = re.compile(rf"^[^\d]*?(?:{_IS}|\bget\b|\bhave\b|\bhas\b|\bgives\b|\bobtain\b)\s*(?=[^=]*$)", re.IGNORECASE)
 _EQUATION = re.compile(r"[^=<>≤≥≠]+(?:=[^=<>≤≥≠]+)+")
 _EXPLAINS = (
-    "because|since|as|which|where|so|given|i\\.e\\.|by|from|after|not|rather than|instead of|obviously|respectively"
+    "because|since|as|which|where|so|given|i\\.e\\.|by|from|after|not|rather than|instead of|obviously|respectively|see"
 )
 _TAIL = re.compile(
     rf"\s(?:{_EXPLAINS}|in total|altogether)\b.*|\s*(?:[,;(–—]|\s-\s)\s*(?:and\s+)?"
