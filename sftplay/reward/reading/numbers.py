@@ -27,7 +27,8 @@ _UNIT = re.compile(r"[A-Za-z°µμΩ$€£¥][A-Za-z°µμΩ$€£¥./* '-]*(?:\
 _NO_UNIT = re.compile(
     r"\b(?:or|and|not|either|neither|to|maybe|perhaps|versus|than|if|unless|when|more|less|times|plus|minus|over|"
     r"squared|cubed|factorial|pi|sqrt|root|mod|divided|is|are|was|but|point|half|e|x|y|z|n|i|wrong|incorrect|false|"
-    r"hundred|thousand|million|billion|trillion|dozen|percent|short|off|too|about|almost|nearly|remainder|r|below|above|under|beyond|per hundred)\b",
+    r"hundred|thousand|million|billion|trillion|dozen|percent|short|off|too|about|"
+    r"almost|nearly|remainder|r|below|above|under|beyond|per hundred)\b",
     re.IGNORECASE,
 )
 """Words that say something else than a unit."""
