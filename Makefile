@@ -116,8 +116,8 @@ inspect: $(READY) ## what is learned of N training rows, and the report: CONFIG=
 	@$(SFTPLAY) inspect $(WHICH) $(COUNT) $(JSONFLAG) $(WORDS)
 render: $(READY) ## rows as the chat template writes them: CONFIG= (N=3, JSON=1; OUT=file.jsonl for all)
 	@$(SFTPLAY) render $(WHICH) $(COUNT) $(OUTPUT) $(JSONFLAG) $(WORDS)
-reward-check: $(READY) ## try the rewards on right answers and junk: CONFIG= (N=32, JSON=1; RUN= computes a run's again)
-	@$(SFTPLAY) reward-check $(WHICH) $(RUNNAME) $(COUNT) $(JSONFLAG) $(WORDS)
+reward-check: $(READY) ## try the rewards on right answers and junk: CONFIG= (N=32, JSON=1; RUN= a run's again; IN=completions.jsonl)
+	@$(SFTPLAY) reward-check $(WHICH) $(RUNNAME) $(call flag,--in,IN) $(COUNT) $(JSONFLAG) $(WORDS)
 style: $(READY) ## set the system prompt: CONFIG= STYLE="..." (without STYLE: print it)
 	@$(SFTPLAY) style $(WHICH) $(call flag,--style,STYLE) $(JSONFLAG) $(WORDS)
 
