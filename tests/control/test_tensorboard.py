@@ -13,14 +13,15 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from processes import HANG_S, wait_until
 
-from sftplay.commands.look.tensorboard import stop
+from sftplay.commands.look.tensorboard import start, stop
 from sftplay.control import tensorboard
-from sftplay.errors import MachineError, RunError
+from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.launch.slurm.job_file import FIRST_PORT, PORTS
 from sftplay.machine.doctor.system import RENDEZVOUS_PORT
 from sftplay.machine.ports import QUIET, free_port
@@ -83,8 +84,22 @@ def test_over_another_folder_it_says_that_this_one_is_not_shown(place, started):
     done = call(place, "tensorboard", "--config", str(ROOT / "configs/run_demo.yaml"), "output_dir=elsewhere")
     assert done.returncode == 0, done.stderr
     assert "it does not show elsewhere; `make tb-stop` first" in done.stdout
+    (place / "outputs" / "mine").mkdir()
     inside = call(place, "tensorboard", "--run", "mine")
     assert "does not show" not in inside.stdout
+
+
+def test_a_run_that_is_not_there_is_refused_with_the_nearest_name_and_no_server_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sftplay.commands.look.tensorboard.start_board", lambda *_: pytest.fail("a server starts"))
+    for name in ("first-run", "other"):
+        (tmp_path / "outputs" / name).mkdir(parents=True)
+        (tmp_path / "outputs" / name / "config.resolved.yaml").touch()
+    with pytest.raises(ConfigError, match="no run 'frist-run'") as refused:
+        start(Namespace(config=None, overrides=[], run="frist-run", port=6006))
+    assert refused.value.nearest == ["first-run"]
+    assert "RUN=first-run" in refused.value.fix
+    assert not (tmp_path / "outputs" / "frist-run").exists()
 
 
 def test_stopped_it_is_gone_and_stopping_again_finds_nothing(place, started):
