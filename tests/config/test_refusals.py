@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.config.load import load_config
-from sftplay.errors import ConfigErrors
+from sftplay.errors import ConfigError, ConfigErrors
 
 
 def test_four_kinds_of_typos_are_each_answered_with_file_line_and_the_nearest_name(write):
@@ -175,3 +175,25 @@ def test_a_token_of_the_hub_is_refused_in_any_key_and_never_shown(refusals, text
     assert (command.where, problem.where) == ("command line tuning.mode", place)
     assert "HF_TOKEN" in problem.fix
     assert not any(token in str(each) for each in problems)
+
+
+def test_a_key_of_half_a_character_is_refused_on_the_command_line_and_in_a_file(write):
+    path = write("model: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n")
+    for key in ("\udcff", "train.\udcff", "rewards.\udcff.weight"):
+        with pytest.raises(ConfigErrors, match="holds half a character") as caught:
+            load_config(path, [f"{key}=1"])
+        str(caught.value).encode()
+    with pytest.raises(ConfigError, match=r"run.yaml:2.*holds half a character"):
+        load_config(write('model: {name: builtin:tiny}\n"\\uDCFF": 1\n'))
+
+
+def test_thousands_of_unknown_keys_are_examined_no_further_than_they_are_shown(write, monkeypatch):
+    from sftplay.config.explain import problems
+
+    examined, unknown = [], problems._unknown
+    monkeypatch.setattr(problems, "_unknown", lambda path: (examined.append(path), unknown(path))[1])
+    text = "model: {name: x}\ndata: {train_path: x}\n" + "".join(f"unknown_{n}: {n}\n" for n in range(2000))
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(write(text))
+    assert len(examined) <= 100
+    assert str(caught.value).count("called 'unknown_") == len(examined) == 100

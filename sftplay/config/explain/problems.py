@@ -5,7 +5,9 @@ It translates; it decides nothing about what is valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -47,10 +49,8 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Prob
     refused, nowhere = _by_key(error.errors(), merged.values), Place(0, 0, file)
     problems = [
         _problem(key, merged.place_within(key) or nowhere, refusal=_unknown(key))
-        for path, kind in refused.items()
-        if kind == "extra_forbidden"
-        for key in keys_below(path, _value_at(path, merged.values))
-    ][:MOST_PROBLEMS]
+        for key in islice(_unknown_keys(refused, merged.values), MOST_PROBLEMS)
+    ]
     guessed = {name for problem in problems for name in problem.error.nearest}
     for path, kind in refused.items():
         if kind == "missing":
@@ -62,6 +62,12 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Prob
             place = merged.place_within(path) or merged.place_of(path) or nowhere
             problems.append(_problem(path, place, refusal=_wrong_value(path, merged.values)))
     return problems
+
+
+def _unknown_keys(refused: dict[KeyPath, str], values: dict[str, Any]) -> Iterator[KeyPath]:
+    for path, kind in refused.items():
+        if kind == "extra_forbidden":
+            yield from keys_below(path, _value_at(path, values))
 
 
 def offending_keys(problems: Iterable[Problem]) -> set[str]:
@@ -132,6 +138,7 @@ def _unknown(path: KeyPath) -> _Refusal:
     return _Refusal(what, f"remove it; {inside or 'the config'} has {', '.join(siblings)}")
 
 
+@cache
 def _names_at_home() -> list[str]:
     """The last parts of all keys and sections that have one place."""
     names = (key.rpartition(".")[2] for key in [*all_keys(), *all_sections()] if key)

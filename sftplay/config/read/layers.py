@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sftplay.config.read import yaml12
-from sftplay.config.read.yaml12 import Document, KeyPath, drop_below
+from sftplay.config.read.yaml12 import Document, KeyPath, drop_below, is_whole_text
 from sftplay.errors import ConfigError, nearest_names
 
 COMMAND_LINE = "command line"
@@ -244,6 +244,8 @@ def _override(text: str, place: Place) -> Layer:
     if not sign or not all(key.split(".")):
         what = f"{text!r} is not of the form key=value"
         raise ConfigError(what, where=COMMAND_LINE, fix="write it like train.max_steps=100, without spaces around =")
+    if not is_whole_text(key):
+        raise ConfigError(f"the key {key!r} holds half a character", where=COMMAND_LINE, fix="type the key anew")
     if key == "include":
         raise ConfigError("include works in a file only", where=COMMAND_LINE, fix="put it into the YAML file")
     parsed = _parsed(value.strip(), key)

@@ -65,6 +65,11 @@ def scalar(text: str) -> Any:
     return text
 
 
+def is_whole_text(text: str) -> bool:
+    """False where half of a surrogate pair stands for a byte that is no UTF-8: nothing can write such a text."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def drop_below(paths: dict[KeyPath, Any], path: KeyPath) -> None:
     """Remove a path and everything below it."""
     for known in [known for known in paths if known[: len(path)] == path]:
@@ -251,7 +256,10 @@ class _Builder:
 
     def _key(self, node: yaml.Node) -> str | None:
         if isinstance(node, yaml.ScalarNode) and isinstance(key := self._scalar(node), str):
-            return key
+            if is_whole_text(key):
+                return key
+            self._problem(node, f"the key {key!r} holds half a character", fix="type the key anew")
+            return None
         found = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
         self._problem(node, f"{found} stands where a key's name belongs", fix="write a name, or quote it")
         return None

@@ -93,6 +93,7 @@ def required_below(dotted: str) -> list[str]:
     ]
 
 
+@cache
 def homes_of(name: str) -> list[str]:
     """The dotted keys and sections whose last part is `name`; keys of a list's entries are not among them."""
     names = [*all_keys(), *all_sections()]
