@@ -17,15 +17,23 @@ REMAINS = (RESOLVED, "status.json", "plan.json", "metrics.jsonl", "checkpoints",
 """What a start leaves. Other files under the name of a run are the user's, and stay."""
 
 
+MARKS = (".lock", RESOLVED, "status.json")
+"""What tells a run of this kit, however early it ended: the lock is made before anything else."""
+
+
 def free_name(folder: RunFolder) -> None:
     """Set aside what an earlier start without a step has left under the name of `folder`.
 
     Raises:
-        ConfigError: the run has made a step, or runs.
+        ConfigError: the run has made a step, or runs, or the folder was never a run.
         MachineError: its folder cannot be moved.
     """
-    if not any((folder.path / name).exists() for name in REMAINS):
+    found = [name for name in REMAINS if (folder.path / name).exists()]
+    if not found:
         return
+    if not any((folder.path / name).exists() for name in MARKS):
+        what = f"this folder has {', '.join(found)}, and was never a run of this kit"
+        raise ConfigError(what, where=str(folder.path), fix="choose another run_name, or move the folder away")
     with folder.locked():
         if folder.resolved.exists() and folder.has_made_step:
             raise name_taken(folder.name, str(folder.path))

@@ -92,6 +92,26 @@ def test_files_of_the_users_under_the_name_of_a_run_stay(config):
     assert (folder.path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["logs", "checkpoints", "metrics.jsonl", "plan.json"])
+def test_a_folder_that_was_never_a_run_is_refused_by_name_and_stays(config, name):
+    folder = new_folder(config(run_name="mine"), "x.yaml")
+    (folder.path / name).mkdir(parents=True)
+    (folder.path / name / "of_mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=f"has {name}, and was never a run") as refused:
+        free_name(folder)
+    assert refused.value.where == str(folder.path)
+    assert [path.name for path in folder.path.iterdir()] == [name]
+    assert not (folder.path.parent / ".set-aside").exists()
+
+
+def test_a_start_that_ended_before_its_config_was_written_still_gives_its_name_free(config):
+    folder = new_folder(config(run_name="mine"), "x.yaml")
+    with folder.locked():
+        folder.create()
+    free_name(folder)
+    assert len(list(folder.path.parent.glob(".set-aside/mine-*"))) == 1
+
+
 def test_a_run_without_a_step_that_still_runs_keeps_its_name(config):
     folder = new_folder(config(run_name="mine"), "x.yaml")
     with folder.locked():
