@@ -20,6 +20,7 @@ from sftplay.config.rules.general import notes
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.finished_run import report_at_end
 from sftplay.control.first_step import REFUSALS, free_refused
+from sftplay.control.gpus.at_launch import one_gpu_of
 from sftplay.control.inputs import needs_no_hub
 from sftplay.control.known_lengths import known_lengths
 from sftplay.control.model_shape import known_shape
@@ -180,7 +181,7 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
         folder.path, scale, has_gpu=has_gpu, is_offline=is_offline, strategy=strategy, launcher=launcher
     )
     if scale.world_size == 1:
-        return launch
+        return replace(launch, env={**launch.env, **one_gpu_of(cfg, machine)})
     nccl = nccl_environment(cfg, folder.logs, has_gpu=has_gpu, environ=os.environ, interfaces=list_interfaces())
     return replace(launch, env={**launch.env, **nccl})
 

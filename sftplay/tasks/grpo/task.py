@@ -26,6 +26,7 @@ from sftplay.tasks.grpo.rollouts import Rollouts
 from sftplay.tasks.grpo.watch.base_weights import WatchBaseWeights
 from sftplay.tasks.grpo.watch.signal_health import SignalHealth
 from sftplay.tasks.run.fingerprint import recipe_of
+from sftplay.tasks.run.setup import on_one_gpu
 from sftplay.tasks.run.task import Rows, TrainerParts
 
 
@@ -79,7 +80,7 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
         questions=parts.rows.source.train,
         model=parts.model,
         processing_class=parts.tokenizer,
-        args=config,
+        args=on_one_gpu(config),
         # TRL takes a `datasets.Dataset` only. Columns of any kind would not survive in one.
         train_dataset=Dataset.from_dict({"prompt": [""]}),
         # First, so that a step whose base has changed leaves no complete checkpoint.

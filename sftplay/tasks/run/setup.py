@@ -7,9 +7,10 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from transformers import TrainingArguments
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
@@ -18,6 +19,8 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.releases import as_named_here, recomputation_arguments
 from sftplay.tasks.run.task import RowOrder
 from sftplay.tasks.step.micro_batches import MicroBatcher
+
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +143,13 @@ class RunSetup:
             "metric_for_best_model": "loss" if seeks_best else None,
             "greater_is_better": False if seeks_best else None,
         }
+
+
+def on_one_gpu(arguments: Arguments) -> Arguments:
+    """The same arguments for one GPU a process, however many it sees: the Trainer would copy the model to each."""
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+    return arguments
 
 
 def make_setup(cfg: RunConfig, folder: RunFolder, *, n_rows: int, known: RowOrder | None = None) -> RunSetup:
