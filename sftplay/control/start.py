@@ -20,7 +20,7 @@ from sftplay.config.rules.general import notes
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.finished_run import report_at_end
 from sftplay.control.first_step import REFUSALS, free_refused
-from sftplay.control.gpus.at_launch import one_gpu_of
+from sftplay.control.gpus.at_launch import one_gpu_of, refuse_unusable
 from sftplay.control.inputs import needs_no_hub
 from sftplay.control.known_lengths import known_lengths
 from sftplay.control.model_shape import known_shape
@@ -201,8 +201,11 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
 
     Raises:
         ConfigError: not a number of processes.
-        MachineError: there are fewer GPUs than processes.
+        MachineError: there are fewer GPUs than processes, or torch cannot use them.
     """
+    is_here = not getattr(args, "is_elsewhere", False)
+    if is_here:
+        refuse_unusable(machine)
     if args.nproc in (None, ""):
         nproc = 1
     elif args.nproc == "gpu":
@@ -217,7 +220,7 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
         nproc = int(args.nproc)
     else:
         raise ConfigError(f"not a number of processes: {args.nproc!r}", where="--nproc", fix="write --nproc 2")
-    if 0 < len(machine.gpus) < nproc and not getattr(args, "is_elsewhere", False):
+    if is_here and 0 < len(machine.gpus) < nproc:
         raise MachineError(
             f"{nproc} processes need {nproc} GPUs, {len(machine.gpus)} are visible",
             where="--nproc",

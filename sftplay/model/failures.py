@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from sftplay import log
 from sftplay.config.schema.run import ModelConfig
-from sftplay.errors import ConfigError, MachineError, SftplayError, out_of_ram, without_secrets
+from sftplay.errors import ConfigError, MachineError, SftplayError, machine_refusal, without_secrets
 from sftplay.model.hub import FOLDER_FIX
 from sftplay.model.source import PICKLE_FIX, REFUSED_PICKLE, SAFE_COPY, describe_pickle, is_local, read_shape
 
@@ -37,11 +37,11 @@ def refusing(explain: Callable[[Exception], SftplayError]) -> Iterator[None]:
 
 
 def no_memory(error: Exception) -> MachineError | None:
-    """The refusal where this process or its GPU has no room for what is opened; None for any other error."""
+    """The refusal where this machine has no room for what is opened, or its GPU no code; None for any other error."""
     if type(error).__name__ == "OutOfMemoryError":  # torch's; where it was raised torch is there
         fix = "free memory on the GPU; `make plan` shows what would fit"
         return MachineError(f"out of memory ({reason_of(error)})", where="this GPU", fix=fix)
-    return out_of_ram(error)
+    return machine_refusal(error)
 
 
 def reason_of(error: Exception) -> str:

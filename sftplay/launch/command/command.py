@@ -26,6 +26,9 @@ ACCELERATE_CONFIG = "accelerate.yaml"
 PARENT = "SFTPLAY_PARENT"
 """The parent sets it to its own pid. By this a worker sees whether its parent is still alive."""
 
+EXPECTS_GPU = "SFTPLAY_EXPECTS_GPU"
+"""The parent sets it where the run is planned for a GPU. A worker that finds none ends."""
+
 PASSED_ON = "SFTPLAY_PASSED_ON"
 """The parent sets it to the names of the variables that a launcher passes on to processes on other machines."""
 
@@ -68,7 +71,7 @@ def build_launch(
     env = quiet_environment() | cache_environment() | {FOLLOWED: "1"}
     if is_offline:
         env |= offline_environment()
-    env |= gpu_environment() if has_gpu else allocator_environment()
+    env |= {EXPECTS_GPU: "1", **gpu_environment()} if has_gpu else allocator_environment()
     if scale.world_size == 1:
         _refuse_launcher_args(scale)
         return Launch((sys.executable, "-m", WORKER, str(run_folder)), env)

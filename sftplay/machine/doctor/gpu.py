@@ -54,6 +54,11 @@ def _presence(machine: Machine) -> list[Finding]:
     return findings + [Finding("stop", "gpu", note, fix) for note in machine.notes if note.endswith("does not answer")]
 
 
+def check_build(machine: Machine) -> list[Finding]:
+    """Whether the installed torch runs on the driver and on the GPUs that are visible."""
+    return [*_driver(machine), *_torch(machine)] if machine.gpus else []
+
+
 def _driver(machine: Machine) -> list[Finding]:
     needs = machine.torch.newest_cuda() if machine.torch else None
     if needs is None or machine.cuda_driver is None:

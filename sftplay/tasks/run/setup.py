@@ -15,6 +15,8 @@ from transformers import TrainingArguments
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
+from sftplay.errors import MachineError
+from sftplay.launch.command.command import EXPECTS_GPU
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.releases import as_named_here, recomputation_arguments
 from sftplay.tasks.run.task import RowOrder
@@ -143,6 +145,16 @@ class RunSetup:
             "metric_for_best_model": "loss" if seeks_best else None,
             "greater_is_better": False if seeks_best else None,
         }
+
+
+def refuse_missing_gpu() -> None:
+    """Raise MachineError where the parent has planned for a GPU that torch cannot use here."""
+    if EXPECTS_GPU in os.environ and not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "not built for CUDA"
+        what = f"the run is planned for a GPU, and torch {torch.__version__} ({built}) can use none"
+        raise MachineError(
+            what, where="torch", fix="`make doctor` says why; on the CPU: export CUDA_VISIBLE_DEVICES=-1"
+        )
 
 
 def on_one_gpu(arguments: Arguments) -> Arguments:
