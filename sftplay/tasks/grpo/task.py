@@ -17,6 +17,7 @@ from sftplay.deliver.evaluate.rewarded import evaluate_prompts, spread
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo.arguments import grpo_arguments
 from sftplay.tasks.grpo.completions.sampler_copies import send_copies
+from sftplay.tasks.grpo.completions.tile_width import avoid_triton
 from sftplay.tasks.grpo.drawing import Drawing
 from sftplay.tasks.grpo.evaluation import EvaluatePrompts
 from sftplay.tasks.grpo.judge import Judge
@@ -65,6 +66,7 @@ def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
 
 def build_trainer(parts: TrainerParts) -> PromptTrainer:
     """A trainer that draws completions of the prompts in their order."""
+    avoid_triton()
     cfg, judge = parts.cfg, Judge(parts.cfg, parts.rows.report["columns"])
     ends = stop_at(parts.model, parts.rows.source.renderer.end_token_ids)
     arguments = {**parts.arguments, **grpo_arguments(cfg)}
