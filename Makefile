@@ -2,7 +2,8 @@
 .DEFAULT_GOAL := help
 .SUFFIXES:
 PYTHON ?= python3
-PY := .venv/bin/python
+# Of an environment in which READY is exported, PY is taken too.
+PY := $(or $(if $(filter environment,$(origin READY)),$(value PY)),.venv/bin/python)
 UNSLOTH_PY := .venv-unsloth/bin/python
 
 override SETTINGS := ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS GPUS_PER_NODE \
@@ -45,9 +46,9 @@ DRAW := $(call flag,--temperature,TEMPERATURE) $(call flag,--top-p,TOP_P) \
 JSONFLAG := $(call switch,--json,JSON)
 DEEPSPEED := $${TYPED_DEEPSPEED_CONFIG:+"cluster.deepspeed=$$TYPED_DEEPSPEED_CONFIG"}
 
-# READY= on the command line, whatever its value, builds no environment. PY= then names the Python to use.
-override READY := $(if $(findstring command,$(origin READY)),,.venv/.stamp)
-override UNSLOTH_READY := $(if $(findstring command,$(origin UNSLOTH_READY)),,.venv-unsloth/.stamp)
+# READY= on the command line, whatever its value, or exported, builds no environment. PY= then names the Python to use.
+override READY := $(if $(filter command environment,$(origin READY)),,.venv/.stamp)
+override UNSLOTH_READY := $(if $(filter command environment,$(origin UNSLOTH_READY)),,.venv-unsloth/.stamp)
 # A clone that was moved has a .venv full of old paths: its stamp names another folder.
 ifneq "$(shell head -n 1 .venv/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(READY)
