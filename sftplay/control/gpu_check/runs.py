@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from sftplay.atomic import read_lines, read_object
 from sftplay.control.gpu_check.frame.check import NEEDS_GPU, Broken, Check, Place, a_gpu
-from sftplay.control.gpu_check.frame.kit import Run, Values, learned, losses_apart, shared_run, train
+from sftplay.control.gpu_check.frame.kit import Run, Values, learned, losses_apart, random_model, shared_run, train
 from sftplay.machine.probe import Machine
 from sftplay.places import shipped
 
@@ -20,7 +20,7 @@ COMPARED = {"fp32": 3, "fp16": 1, "bf16": 3}
 LEAST_FALL = 0.2
 """The share by which the loss of the last steps must be below that of the first."""
 
-KERNEL_BOUNDS = {"fp32": (1e-4, 1e-3), "bf16": (5e-3, 5e-2)}
+KERNEL_BOUNDS = {"fp32": (1e-4, 1e-3), "fp16": (5e-3, 5e-2), "bf16": (5e-3, 5e-2)}
 """How far the first loss and all losses may be from those of the same run with other kernels, as a share. Steps of Adam
 enlarge what rounding has begun."""
 
@@ -67,6 +67,28 @@ def same_with(place: Place, *, changes: Values, precision: str, beside: Values |
 def _kernel_run(place: Place, values: Values) -> Run:
     name = f"run-{len(list(place.folder.glob('*.yaml')))}"
     return train(place, name, values={"model.attn": "sdpa", "train.packing": False, **values})
+
+
+def grouped_heads(place: Place, *, precision: str = "fp16") -> str:
+    """A model with fewer heads of keys than of queries, one row at a time and so without a mask: sdpa is right there.
+
+    Before Ampere and in fp32 only torch's plain kernel takes such heads as they are, with heads x tokens^2 scores.
+    """
+    model = random_model(place, "tiny")
+    one_row: Values = {"model.name": str(model), "train.batch_size": 1, "train.precision": precision}
+    eager = {**one_row, "model.attn": "eager"}
+    return same_with(place, changes={**one_row, "model.attn": "sdpa"}, precision=precision, beside=eager)
+
+
+def measured_before(place: Place) -> str:
+    """Full tuning with the kernels and the precision that are chosen here: held-out rows are measured before it."""
+    measured: Values = {"eval.before": True, "eval.after": True, "eval.limit": 8, "eval.max_new_tokens": 4}
+    run = train(place, "measured", values={"tuning.mode": "full", "data.split": 0.1, **measured})
+    before, after = (read_object(run.folder.eval / f"{name}.json")["loss"] for name in ("before", "after"))
+    told = f"held-out loss {before:.3f} before, {after:.3f} after"
+    if not after < before:
+        raise Broken(f"{told}: it does not fall")
+    return told
 
 
 def exact_match_rises(place: Place) -> str:
@@ -147,6 +169,8 @@ CHECKS = (
     ),
     Check(name="run: exact match rises", run=exact_match_rises, needs=a_gpu_for_the_demo),
     Check(name="run: rewards rise", run=rewards_rise),
+    Check(name="run: grouped heads without a mask in fp16", run=grouped_heads, needs=a_gpu),
+    Check(name="run: measured before full tuning", run=measured_before),
     Check(name="run: eager beside sdpa", run=partial(same_with, changes={"model.attn": "eager"}, precision="fp32")),
     Check(
         name="run: flash attention beside sdpa",

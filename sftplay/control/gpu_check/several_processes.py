@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
-from sftplay.control.gpu_check.frame.check import Broken, Check, Place, a_gpu, several_gpus
-from sftplay.control.gpu_check.frame.kit import NO_GPU, call, learned, losses_apart, write_run
+from sftplay.control.gpu_check.frame.check import Broken, Check, NotPossible, Place, a_gpu, several_gpus
+from sftplay.control.gpu_check.frame.kit import NO_GPU, call, learned, losses_apart, random_model, train, write_run
+from sftplay.control.gpu_check.runs import BOUNDS
 from sftplay.machine.ports import free_port
 from sftplay.machine.probe import Machine
+from sftplay.plan.shape.find import read_table, shape_from_config
 
 FIRST_PORT = 29600
 
 BOUND = 1e-3
 """How far each loss may be from that of one process, as a share: sums in another order."""
+
+VISIBLE = "CUDA_VISIBLE_DEVICES="
+
+SHAPES = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-14B")
+"""Of the shipped table, by size."""
+
+FULL_BYTES, ROOM = 16, 0.8
+"""Bytes a parameter of full tuning in fp32 with Adam, and the share of all GPUs that they may take."""
 
 
 def exchange(_place: Place, *, on_gpus: bool) -> str:
@@ -34,6 +45,50 @@ def same_losses(place: Place, *, strategy: str, mode: str = "lora", on_gpus: boo
     if not apart <= BOUND:
         raise Broken(f"{told}, more than {BOUND:g}")
     return told
+
+
+def one_of_several(place: Place) -> str:
+    """A single process trains on the first of the visible GPUs, and the others stay empty."""
+    run = train(place, "one", values={"train.precision": "fp32", "model.attn": "sdpa", "train.packing": False})
+    apart = losses_apart(run.losses[:3], learned(place, mode="lora", precision="fp32", on_cpu=True).losses[:3])
+    command = (run.folder.path / "launch.txt").read_text(encoding="utf-8")
+    visible = next((word for word in command.split() if word.startswith(VISIBLE)), "")
+    told = f"{len(place.machine.gpus)} are visible, {visible or 'all'} for the worker; losses within {apart:.2g}"
+    if not visible or "," in visible or not apart <= BOUNDS["fp32"]:
+        raise Broken(told)
+    return told
+
+
+def larger_than_one(place: Place) -> str:
+    """Full tuning by FSDP of a model of which weights, gradients and Adam's state exceed one card."""
+    count = processes(place.machine)
+    name = split_candidate(place.machine, count)
+    values = {"model.name": str(random_model(place, name)), "tuning.mode": "full", "train.max_steps": 3}
+    sizes = {"train.batch_size": 1, "train.gradient_checkpointing": True, "train.learning_rate": 1e-5}
+    run = write_run(place.folder, "split", values={**values, **sizes, "cluster.strategy": "fsdp"})
+    call("train", run, "--nproc", str(count))
+    losses = run.losses
+    told = f"{name} on {count} GPUs; losses {', '.join(f'{loss:.3f}' for loss in losses)}"
+    if len(losses) != 3 or not all(map(math.isfinite, losses)):
+        raise Broken(told)
+    return told
+
+
+def split_candidate(machine: Machine, count: int) -> str:
+    """The smallest of `SHAPES` that one of these GPUs cannot hold and `count` can.
+
+    Raises:
+        NotPossible: there is none, or no room on the disk for its weights.
+    """
+    table, least = read_table(), min(gpu.plannable_bytes for gpu in machine.gpus)
+    for name in SHAPES:
+        params = shape_from_config(table[name], name=name).total_params
+        resident = FULL_BYTES * params
+        if least < resident < ROOM * least * count:
+            if (machine.disk_free_bytes or 0) < 3 * 2 * params:
+                raise NotPossible(f"{name} needs more room on the disk")
+            return name
+    raise NotPossible(f"no shape exceeds one of these GPUs and fits {count}")
 
 
 def processes(machine: Machine) -> int:
@@ -91,6 +146,14 @@ def gradient_norm(model: Any) -> float:
 CHECKS = (
     Check(name="processes: comm-check over gloo", run=partial(exchange, on_gpus=False)),
     Check(name="processes: DDP over gloo", run=partial(same_losses, strategy="ddp", on_gpus=False)),
+    Check(name="processes: one beside two visible GPUs", run=one_of_several, needs=several_gpus),
+    Check(
+        name="processes: a split model larger than one card",
+        run=larger_than_one,
+        needs=several_gpus,
+        limit_s=1800,
+        is_long=True,
+    ),
     Check(name="processes: DDP and FSDP2 on one GPU", run=wrapped_alone, needs=a_gpu),
     Check(name="processes: comm-check over NCCL", run=partial(exchange, on_gpus=True), needs=several_gpus),
     *(

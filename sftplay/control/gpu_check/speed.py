@@ -6,11 +6,14 @@ import json
 from functools import partial
 from typing import Any
 
+from sftplay.atomic import read_lines
 from sftplay.control.gpu_check.frame.check import Broken, Check, NotPossible, Place, a_gpu
-from sftplay.control.gpu_check.frame.kit import run_script
+from sftplay.control.gpu_check.frame.kit import random_model, run_script, train
 
 PUBLISHED = "12,473 tokens/s published (NeMo Automodel, one H100)"
 """Of Llama 3 8B with LoRA r 16 on all projections, sequence 4096, micro-batch 2, global batch 32, mock data."""
+
+SHAPE = "Qwen/Qwen2.5-0.5B"
 
 LEAST_RATIO = 0.95
 """Of TRL's tokens a second, what the kit must reach."""
@@ -53,7 +56,20 @@ def judge(ours: dict[str, Any], trl: dict[str, Any], *, published: str) -> str:
     return told
 
 
+def padded_beside_packed(place: Place) -> str:
+    """Tokens a second of a LoRA run on the demo's rows, padded and packed; padding is not counted."""
+    model, speeds = str(random_model(place, SHAPE)), {}
+    for name, packs in (("padded", False), ("packed", True)):
+        values = {"model.name": model, "train.packing": packs, "train.learning_rate": 1e-4}
+        lines = read_lines(train(place, name, values=values).folder.metrics)[0]
+        speeds[name] = [line["tokens_per_s"] for line in lines]
+    place.details.update(speeds)
+    padded, packed = (sorted(speeds[name])[len(speeds[name]) // 2] for name in ("padded", "packed"))
+    return f"{padded:,.0f} tokens/s padded, {packed:,.0f} packed, of the shape {SHAPE}"
+
+
 CHECKS = (
+    Check(name="speed: padded rows beside packed", run=padded_beside_packed, needs=a_gpu),
     Check(
         name="speed: 8B shape, LoRA",
         run=partial(beside_trl, case="llama-8b-lora", published=PUBLISHED),
