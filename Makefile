@@ -49,12 +49,12 @@ DEEPSPEED := $${TYPED_DEEPSPEED_CONFIG:+"cluster.deepspeed=$$TYPED_DEEPSPEED_CON
 override READY := $(if $(findstring undefined,$(origin READY)),.venv/.stamp)
 override UNSLOTH_READY := $(if $(findstring undefined,$(origin UNSLOTH_READY)),.venv-unsloth/.stamp)
 # A clone that was moved has a .venv full of old paths: its stamp names another folder.
-ifneq "$(shell cat .venv/.stamp 2>/dev/null)" "$(CURDIR)"
+ifneq "$(shell head -n 1 .venv/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(READY)
 endif
 $(READY): requirements.lock sftplay/install.py
 	@$(INSTALL)
-ifneq "$(shell cat .venv-unsloth/.stamp 2>/dev/null)" "$(CURDIR)"
+ifneq "$(shell head -n 1 .venv-unsloth/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(UNSLOTH_READY)
 endif
 $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py

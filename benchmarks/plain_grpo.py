@@ -6,6 +6,7 @@ The rewards are the kit's own, so that both contestants pay alike, and for the s
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -20,10 +21,13 @@ def main(job: dict) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from sftplay.config.load import load_resolved
+    from sftplay.launch.command.command import one_gpu_environment
+    from sftplay.machine.probe import probe
     from sftplay.machine.releases import recomputation_arguments
     from sftplay.reward.reward_set import RewardSet, combined
 
     cfg = load_resolved(Path(job["config"]))
+    os.environ.update(one_gpu_environment(probe().gpus))  # TRL takes one
     told = {"seconds": [], "rewards": []}
 
     class Clock(TrainerCallback):

@@ -72,6 +72,22 @@ def tiny_folder(_name: str, here: Place) -> Path:
     return folder
 
 
+def test_both_files_are_whole_after_every_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[list[str]] = []
+
+    def measured(case: gpu_sizing.Case, _: Place) -> dict[str, Any]:
+        report = json.loads((tmp_path / "gpu_sizing.json").read_text())
+        assert "configs in" in (tmp_path / "gpu_sizing.md").read_text()
+        seen.append([row["mode"] for row in report["rows"]])
+        return {"model": case.model, "mode": case.mode, "tokens": case.tokens, "error": "it was killed"}
+
+    monkeypatch.setattr(gpu_sizing, "measure_case", measured)
+    monkeypatch.setattr(gpu_sizing, "probe", lambda: place(tmp_path).machine)
+    assert gpu_sizing.main(["--out", str(tmp_path)]) == 0
+    assert seen == [[], ["full"], ["full", "lora"]]
+    assert len(json.loads((tmp_path / "gpu_sizing.json").read_text())["rows"]) == 3
+
+
 def test_a_config_that_dies_or_takes_too_long_is_a_row_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def killed(*_: Any, **__: Any) -> dict[str, Any]:
         raise RunError("it ended with code -9", fix="x")
