@@ -107,6 +107,7 @@ def test_padded_and_packed_rows_have_their_speeds(place: Place, monkeypatch: pyt
 
 
 def test_a_split_model_takes_steps(place: Place, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks" / "cpu_fsdp"))  # accelerate has FSDP for GPUs only
     monkeypatch.setattr(several_processes, "split_candidate", lambda *_: "tiny")
     monkeypatch.setattr(several_processes, "processes", lambda _: 2)
     assert several_processes.larger_than_one(place).startswith("tiny on 2 GPUs; losses ")
