@@ -20,7 +20,6 @@ from sftplay import log
 from sftplay.data.order import training_order
 from sftplay.monitor.observer import Observer
 from sftplay.reward.calls import Scores
-from sftplay.reward.reward_set import Scored
 from sftplay.tasks.grpo.judged import Judged
 
 MOST_TURNS = 4
@@ -198,7 +197,10 @@ class Redraws:
     def _note(self, judged: Judged, groups: Collection[int]) -> None:
         silent = set(silent_groups(judged.paid, self.group))
         for group in groups:
-            self.reserve.note(judged.rows[group * self.group], is_silent=group in silent)
+            first = group * self.group
+            # Equal rewards with an unknown one among them do not show that the prompt is silent.
+            if group not in silent or None not in judged.paid[first : first + self.group]:
+                self.reserve.note(judged.rows[first], is_silent=group in silent)
 
     def _chosen(self, groups: Sequence[int], now: Sequence[int]) -> dict[int, int]:
         """Group -> the prompt that takes its place, where there is one; `now` are the prompts of all groups."""
@@ -272,6 +274,6 @@ def spliced(judged: Judged, part: Judged, *, places: Sequence[int]) -> Judged:
         rows=put(judged.rows, part.rows),
         completions=put(judged.completions, part.completions),
         prompts=put(judged.prompts, part.prompts) if judged.prompts else [],
-        scored=Scored(by_name, put(judged.scored.verdicts, part.scored.verdicts)),
+        scored=replace(judged.scored, by_name=by_name, verdicts=put(judged.scored.verdicts, part.scored.verdicts)),
         control=None if judged.control is None else put(judged.control, part.control or []),
     )

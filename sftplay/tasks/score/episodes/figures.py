@@ -19,11 +19,13 @@ COPIES = 0.9
 
 
 def turn_figures(right_first: Sequence[bool], right_second: Sequence[bool]) -> dict[str, float | None]:
-    """Accuracies of both turns, and what changed, as shares of all problems.
+    """Accuracies of both turns, and what changed, as shares of all problems; None where there is none.
 
     `i2c` (incorrect to correct) less `c2i` is `delta`, and `fix_rate` and `break_rate` are conditional on turn 1.
     """
     pairs, n = list(zip(right_first, right_second, strict=True)), len(right_first)
+    if not n:
+        return dict.fromkeys(("acc_t1", "acc_t2", "delta", "i2c", "c2i", "fix_rate", "break_rate"))
     n_first, n_second = sum(right_first), sum(right_second)
     fixed = sum(second and not first for first, second in pairs)
     broken = sum(first and not second for first, second in pairs)
