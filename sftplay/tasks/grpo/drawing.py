@@ -6,6 +6,7 @@ It stands before `Rollouts`: `class PromptTrainer(Drawing, Rollouts, GRPOTrainer
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from sftplay.tasks.grpo.prompts import PromptRows
 from sftplay.tasks.grpo.redraws import Redraws, Share
 from sftplay.tasks.grpo.rollouts import Rollouts
 from sftplay.tasks.run.preflight import has_sharded_weights
+from sftplay.tasks.step.eval_mode import eval_mode
 
 if TYPE_CHECKING:
 
@@ -189,7 +191,10 @@ class Drawing(Base):
             )[0]
 
     def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any:
-        with fitted_tiles(self.model.config.get_text_config().vocab_size):
+        # What is not learned from has no dropout, as its tokens were drawn: the policy that drew, for the ratio, and
+        # the reference, for KL. TRL 1.16 asks both with dropout.
+        mode = nullcontext() if torch.is_grad_enabled() else eval_mode(self.model_wrapped)
+        with mode, fitted_tiles(self.model.config.get_text_config().vocab_size):
             scored = super()._get_per_token_logps_and_entropies(*given, **named)
         self.gauge.learned = scored[0].detach() if torch.is_grad_enabled() else None
         return scored
