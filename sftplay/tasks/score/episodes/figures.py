@@ -67,7 +67,7 @@ def reference_of(question: Question) -> str:
 def is_leaked(question: Question, hint: str) -> bool:
     """Whether a hint states the right answer, in whatever form; of a program: the function that is asked for."""
     if name := question.columns.get("entry_point"):
-        return states_program(str(name), str(question.columns.get("answer") or ""), hint)
+        return states_program(str(name), hint, reference=str(question.columns.get("answer") or ""))
     reference = reference_of(question)
     if not reference or len(reference) > LONGEST_LEAK:
         return False

@@ -33,8 +33,8 @@ _IN_WORDS = re.compile(rf"\b(?:(?:minus|negative) )?{_WORD}(?:(?:[ -]| and ){_WO
 _ROMAN = re.compile(r"\b(?=[IVXLCDM]{2})(M{0,3})(CM|CD|D?C{0,3})(XC|XL|L?X{0,3})(IX|IV|V?I{0,3})\b")
 _LETTERS = {"I": 1, "V": 5, "X": 10, "L": 50, "C": 100, "D": 500, "M": 1000}
 _NAMES_A_PLACE = re.compile(
-    r"\b(?:steps?|lines?|parts?|cases?|rows?|columns?|turns?|rules?|points?|items?|equations?|problems?|questions?|terms?|"
-    r"examples?|number|no\.)\s*$",
+    r"\b(?:steps?|lines?|parts?|cases?|rows?|columns?|turns?|rules?|points?|items?|equations?|problems?|questions?|"
+    r"terms?|examples?|number|no\.)\s*$",
     re.IGNORECASE,
 )
 _COUNTS = re.compile(
@@ -133,7 +133,7 @@ def _states_text(reference: str, hint: str) -> bool:
     return re.search(rf"(?<![\w.]){spaced}(?!\w|\.\d)", said) is not None
 
 
-def states_program(name: str, reference: str, hint: str) -> bool:
+def states_program(name: str, hint: str, *, reference: str) -> bool:
     """Whether a hint writes the function `name`, or what `reference` has in it, under this name, another or none.
 
     A hint that is nothing but the inside of a function is a program, too, whatever the reference is.
