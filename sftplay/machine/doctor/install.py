@@ -14,7 +14,7 @@ from sftplay.machine.unsloth import installed_version
 RANGES = {
     "torch": ">=2.6,<2.15",
     "transformers": ">=5.10,<6",
-    "trl": ">=1.14,!=1.15.0,<2",
+    "trl": ">=1.14,!=1.15.0,<1.18",
     "peft": ">=0.19,<1",
     "accelerate": ">=1.12,<2",
     "datasets": ">=4.5,<6",
