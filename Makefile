@@ -49,12 +49,12 @@ DEEPSPEED := $${TYPED_DEEPSPEED_CONFIG:+"cluster.deepspeed=$$TYPED_DEEPSPEED_CON
 override READY := $(if $(findstring undefined,$(origin READY)),.venv/.stamp)
 override UNSLOTH_READY := $(if $(findstring undefined,$(origin UNSLOTH_READY)),.venv-unsloth/.stamp)
 # A clone that was moved has a .venv full of old paths: its stamp names another folder.
-ifneq "$(shell cat .venv/.stamp 2>/dev/null)" "$(CURDIR)"
+ifneq "$(shell head -n 1 .venv/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(READY)
 endif
 $(READY): requirements.lock sftplay/install.py
 	@$(INSTALL)
-ifneq "$(shell cat .venv-unsloth/.stamp 2>/dev/null)" "$(CURDIR)"
+ifneq "$(shell head -n 1 .venv-unsloth/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(UNSLOTH_READY)
 endif
 $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
@@ -116,8 +116,8 @@ inspect: $(READY) ## what is learned of N training rows, and the report: CONFIG=
 	@$(SFTPLAY) inspect $(WHICH) $(COUNT) $(JSONFLAG) $(WORDS)
 render: $(READY) ## rows as the chat template writes them: CONFIG= (N=3, JSON=1; OUT=file.jsonl for all)
 	@$(SFTPLAY) render $(WHICH) $(COUNT) $(OUTPUT) $(JSONFLAG) $(WORDS)
-reward-check: $(READY) ## try the rewards on right answers and junk: CONFIG= (N=32, JSON=1; RUN= computes a run's again)
-	@$(SFTPLAY) reward-check $(WHICH) $(RUNNAME) $(COUNT) $(JSONFLAG) $(WORDS)
+reward-check: $(READY) ## try the rewards on right answers and junk: CONFIG= (N=32, JSON=1; RUN= a run's again; IN=completions.jsonl)
+	@$(SFTPLAY) reward-check $(WHICH) $(RUNNAME) $(call flag,--in,IN) $(COUNT) $(JSONFLAG) $(WORDS)
 style: $(READY) ## set the system prompt: CONFIG= STYLE="..." (without STYLE: print it)
 	@$(SFTPLAY) style $(WHICH) $(call flag,--style,STYLE) $(JSONFLAG) $(WORDS)
 

@@ -7,7 +7,7 @@ included, then the run's own trainer takes steps on rows of full length. Every c
 a time limit, so that one that dies is a row of the table and not the end. Without a GPU tiny shapes take the same way:
 allocated is then what live tensors hold, since a CPU's allocator keeps no count, and there is nothing reserved.
 
-Leaves gpu_sizing.json and, for docs/benchmarks.md, gpu_sizing.md in `--out`.
+Leaves gpu_sizing.json and, for docs/benchmarks.md, gpu_sizing.md in `--out`, both whole after every config.
 """
 
 from __future__ import annotations
@@ -100,25 +100,27 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     machine, began = probe(), time.time()
     cases = (GPU_CASES if machine.gpus else CPU_CASES)[: options.configs]
-    rows = []
+    rows: list[dict[str, Any]] = []
+    markdown = write_tables(rows, options.out, machine=machine, began=began)
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as scratch:
         for number, case in enumerate(cases):
             place = Place(machine, Path(scratch), options)
             rows.append(row := measure_case(case, place))
             print(f"{number + 1}/{len(cases)}  {as_line(row)}", file=sys.stderr, flush=True)
-            report = write_report(rows, machine, out=options.out, began=began)  # a lease may end with any config
+            markdown = write_tables(rows, options.out, machine=machine, began=began)
             if case.model not in [later.model for later in cases[number + 1 :]]:
                 shutil.rmtree(place.folder_of(case.model), ignore_errors=True)
-    print(as_markdown(report, rows))
+    print(markdown)
     return 0
 
 
-def write_report(rows: list[dict[str, Any]], machine: Machine, *, out: Path, began: float) -> dict[str, Any]:
-    """Write both files of the configs that are measured so far; the report without its rows."""
+def write_tables(rows: list[dict[str, Any]], out: Path, *, machine: Machine, began: float) -> str:
+    """Write both files with the rows so far; the table in Markdown."""
     report = {"machine": describe(machine), "seconds": round(time.time() - began), "summary": summarise(rows)}
+    markdown = as_markdown(report, rows)
     write_text(out / "gpu_sizing.json", json.dumps({**report, "rows": rows}, indent=1) + "\n")
-    write_text(out / "gpu_sizing.md", as_markdown(report, rows))
-    return report
+    write_text(out / "gpu_sizing.md", markdown)
+    return markdown
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,9 @@ def hold(sized: SizedRun, place: Place) -> dict[str, Any]:
     point, device = found["points"][0], found["device"]
     process = None
     if device is not None:
-        process = place.bench.gpu.free_bytes - device["free_bytes"]
+        # The device is read after the cache was released; the most that the allocator held was read before that.
+        beside = place.bench.gpu.free_bytes - device["free_bytes"] - device["reserved_bytes"]
+        process = beside + (point["reserved_bytes"] or 0)
     return {
         "out_of_memory": False,
         "allocated_bytes": max(point["peaks_bytes"].values()),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -38,8 +39,10 @@ from benchmarks.gpu_sizing import TINY_CONFIG
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema.run import RunConfig
+from sftplay.launch.command.command import one_gpu_environment
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
+from sftplay.machine.releases import recomputation_arguments
 from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.plan.devices.cards import find_card
@@ -106,6 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--contestant", choices=["ours", "trl"], required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(argv)
+    os.environ.update(one_gpu_environment(probe().gpus))  # TRL takes one
     with tempfile.TemporaryDirectory(prefix="gpu-speed-") as scratch:
         found = measure(CASES[options.case], options.contestant, Path(scratch))
     write_text(options.out, json.dumps(found, indent=1) + "\n")
@@ -261,7 +265,7 @@ def build_trl(cfg: RunConfig, scratch: Path, clock: Clock) -> Any:
             learning_rate=RATE,
             lr_scheduler_type="cosine",
             max_length=cfg.model.max_seq_len,
-            activation_checkpointing=cfg.train.gradient_checkpointing,
+            **recomputation_arguments(recomputes=cfg.train.gradient_checkpointing),
             optim="adamw_torch_fused",
             train_sampling_strategy="sequential",
             dataset_kwargs={"skip_prepare_dataset": True},

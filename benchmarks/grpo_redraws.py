@@ -25,6 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.order import training_order
 from sftplay.data.prompts.questions import Questions
+from sftplay.machine.releases import recomputation_arguments
 from sftplay.reward.reward_set import RewardSet
 from sftplay.tasks.grpo.judge import Judge
 from sftplay.tasks.grpo.prompts import PromptRows
@@ -156,8 +157,8 @@ class Toy:
                 output_dir=name, use_cpu=True, bf16=False, seed=seed, per_device_train_batch_size=64,
                 gradient_accumulation_steps=1, max_steps=steps, learning_rate=RATE, save_strategy="no",
                 lr_scheduler_type="constant", num_generations=8, max_completion_length=TOKENS,
-                activation_checkpointing=False, shuffle_dataset=False, report_to="none", logging_strategy="no",
-                disable_tqdm=True,
+                **recomputation_arguments(recomputes=False), shuffle_dataset=False, report_to="none",
+                logging_strategy="no", disable_tqdm=True,
             )  # fmt: skip
             if grpo is None:
                 rows = Dataset.from_list([{"prompt": self.asked[n], "row": n} for n in order])

@@ -6,6 +6,7 @@ The rewards are the kit's own, so that both contestants pay alike, and for the s
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -20,9 +21,13 @@ def main(job: dict) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from sftplay.config.load import load_resolved
+    from sftplay.launch.command.command import one_gpu_environment
+    from sftplay.machine.probe import probe
+    from sftplay.machine.releases import recomputation_arguments
     from sftplay.reward.reward_set import RewardSet, combined
 
     cfg = load_resolved(Path(job["config"]))
+    os.environ.update(one_gpu_environment(probe().gpus))  # TRL takes one
     told = {"seconds": [], "rewards": []}
 
     class Clock(TrainerCallback):
@@ -69,7 +74,7 @@ def main(job: dict) -> None:
                 optim="adamw_torch_fused",
                 num_generations=cfg.grpo.num_generations,
                 max_completion_length=cfg.grpo.max_completion_length,
-                activation_checkpointing=False,
+                **recomputation_arguments(recomputes=False),
                 shuffle_dataset=False,
                 logging_steps=1,
                 save_strategy="steps",

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from sftplay import log
 from sftplay.commands import make
-from sftplay.errors import ConfigError, MachineError, RunError, SftplayError, nearest_names, no_memory
+from sftplay.errors import ConfigError, MachineError, RunError, SftplayError, machine_refusal, nearest_names
 from sftplay.flags import PATH, flags_of
 from sftplay.terminal.colours import RED, painted
 from sftplay.terminal.streams import drop, is_unwritable, open_closed
@@ -318,7 +318,7 @@ def _report_path(error: OSError, as_json: bool) -> int:
 
 
 def _report_bug(error: Exception, as_json: bool) -> int:
-    if refusal := no_memory(error):
+    if refusal := machine_refusal(error):
         return _report(refusal, as_json)
     try:
         if as_json:

@@ -162,6 +162,19 @@ def out_of_ram(error: BaseException) -> MachineError | None:
     return MachineError(f"out of memory ({said})", where="this machine", fix=fix)
 
 
+def without_kernels(error: BaseException) -> MachineError | None:
+    """The refusal for CUDA's error that a program has no code for this GPU; None for any other."""
+    if "no kernel image" not in str(error):  # cudaGetErrorString of cudaErrorNoKernelImageForDevice
+        return None
+    what = "a library has no code for this GPU's compute capability (CUDA: no kernel image is available)"
+    return MachineError(what, where="this GPU", fix="`make doctor` names the build that has it")
+
+
+def machine_refusal(error: BaseException) -> MachineError | None:
+    """The refusal for a library's error that this machine has caused; None for any other."""
+    return no_memory(error) or without_kernels(error)
+
+
 def presentable(text: str) -> str:
     """A message without tokens and passwords; what is too long in a line of it is left out of its middle."""
     return "\n".join(map(_cut, without_secrets(text).split("\n")))

@@ -210,6 +210,7 @@ def flags_of(verb: str) -> Flags:
         "reward-check": {
             **run,
             "--n": {"type": _count, "default": None, "help": "how many rows (32); of a run, how many steps (all)"},
+            "--in": {"type": PATH, "dest": "input", "default": "", "help": "rows with `completion`: what each is paid"},
         },
         "completion": {"--shell": {"default": "", "help": "bash, zsh or fish"}},
         "inspect": count,

@@ -16,6 +16,13 @@ from pathlib import Path
 
 OLDEST, NEWEST = (3, 11), (3, 13)
 TORCH = "torch==2.13.0"
+CU126 = "https://download.pytorch.org/whl/cu126"
+"""torch's own index of builds for CUDA 12.6, the last with code for Volta. torch 2.15 has no CUDA 12."""
+
+CUDA_12_DRIVER, CUDA_13_DRIVER = 525, 580
+OLDEST_OF_CU130, NEWEST_OF_CU126 = 7.5, 9.0
+"""First driver branch of each CUDA (CUDA release notes), and bounds of its torch's code. Plain torch is CUDA 13."""
+
 LOCK = Path("requirements.lock")
 LOG = Path(".cache") / "install.log"
 CONFIG, MACHINE = 2, 3
@@ -47,7 +54,8 @@ class Environment:
     def is_fresh(self) -> bool:
         """True when it was finished in this folder, and none of its locks has changed since."""
         locks = [LOCK, self.beside] if self.beside else [LOCK]
-        if read_stamp(self) != str(Path.cwd()):
+        state, index = read_stamp(self)
+        if state != str(Path.cwd()) or (os.environ.get("TORCH_INDEX") or index) != index:
             return False
         return all(self.stamp.stat().st_mtime >= lock.stat().st_mtime for lock in locks)
 
@@ -72,15 +80,20 @@ def main(force: bool, wanted: Environment = KIT) -> int:
     if problem:
         sys.stderr.write(problem + "\n")
         return CONFIG
-    is_new = read_stamp(wanted) not in (BEGUN, here) or not works(wanted.python)
+    state, before = read_stamp(wanted)
+    is_new = state not in (BEGUN, here) or not works(wanted.python)
     problem = find_owner_problem(wanted, is_new)
     if problem:
         sys.stderr.write(problem + "\n")
         return MACHINE
-    announce(wanted)
+    index, why = choose_index(before)
+    announce(wanted, why)
     wanted.venv.mkdir(exist_ok=True)
-    wanted.stamp.write_text(BEGUN)
-    steps = list_steps(wanted, extras)
+    wanted.stamp.write_text(f"{BEGUN}\n{index}".rstrip())
+    steps = list_steps(wanted, extras, index=index)
+    if not is_new and (index != before or (index and state == BEGUN)):
+        # pip would leave torch of another index as it is: "already satisfied".
+        steps.insert(0, [wanted.python, "-m", "pip", "uninstall", "--yes", "torch"])
     if is_new:
         clear(wanted)
         steps.insert(0, [sys.executable, "-m", "venv", str(wanted.venv)])
@@ -88,7 +101,7 @@ def main(force: bool, wanted: Environment = KIT) -> int:
         if run_logged(step):
             sys.stderr.write(f"install: {' '.join(step[1:4])} failed\n  fix: see {LOG}, then run the command again\n")
             return MACHINE
-    wanted.stamp.write_text(here)
+    wanted.stamp.write_text(f"{here}\n{index}".rstrip())
     say("ready")
     return 0
 
@@ -121,10 +134,36 @@ def clear(wanted: Environment) -> None:
             path.unlink()
 
 
-def list_steps(wanted: Environment, extras: list[str]) -> list[list[str]]:
+def choose_index(before: str) -> tuple[str, str]:
+    """Where torch comes from, and why where the machine decides it. Empty: pip's own index.
+
+    TORCH_INDEX is taken, else what the environment has been built with, else what driver and GPUs need.
+    """
+    named = os.environ.get("TORCH_INDEX") or before
+    driver, capabilities = ("", []) if named or os.environ.get("PIP_NO_INDEX") else read_gpus()
+    branch = int(driver.partition(".")[0] or 0)
+    oldest = min(capabilities, default=OLDEST_OF_CU130)
+    if branch < CUDA_12_DRIVER or max(capabilities, default=0.0) > NEWEST_OF_CU126:
+        return named, ""
+    if branch < CUDA_13_DRIVER:
+        return CU126, f"driver {driver} runs CUDA 12 at most, and plain {TORCH} is for CUDA 13"
+    return (CU126, f"plain {TORCH} has no code for capability {oldest}") if oldest < OLDEST_OF_CU130 else ("", "")
+
+
+def read_gpus() -> tuple[str, list[float]]:
+    """The NVIDIA driver's version and the GPUs' compute capabilities; empty where no driver answers."""
+    query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "", []
+    rows = [line.split(",") for line in told.splitlines() if line.count(",") == 1]
+    return (rows[0][0].strip() if rows else ""), [float(cell) for _, cell in rows if cell.strip()[:1].isdigit()]
+
+
+def list_steps(wanted: Environment, extras: list[str], *, index: str = "") -> list[list[str]]:
     """pip's commands, in order: torch, the lock, the packages of `beside`, the extras."""
     pip = [wanted.python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
-    index = os.environ.get("TORCH_INDEX", "")
     steps = [[*pip, TORCH, *(["--index-url", index] if index else [])], [*pip, "-r", str(LOCK)]]
     if wanted.beside:
         steps.append([*pip, "--no-deps", "-r", str(wanted.beside)])
@@ -149,7 +188,8 @@ def title_of(argv: list[str]) -> str:
         return f"making {argv[-1]}"
     with_value = ("--progress-bar", "--index-url", "-c")
     named = [word for before, word in pairwise(argv[3:]) if not word.startswith("-") and before not in with_value]
-    return f"installing {', '.join(named)}" if "pip" in argv else " ".join(argv[1:3])[:40]
+    verb = "removing" if "uninstall" in argv else "installing"
+    return f"{verb} {', '.join(named)}" if "pip" in argv else " ".join(argv[1:3])[:40]
 
 
 def _latest(begins: int) -> str:
@@ -208,9 +248,12 @@ def other_pythons() -> list[str]:
     return [name for name in names if any(Path(folder, name).exists() for folder in folders)]
 
 
-def announce(wanted: Environment = KIT) -> None:
-    """Print size and duration before anything is downloaded."""
-    say(f"building {wanted.venv} from {LOCK}: about 1.5 GB on disk, 2 to 5 minutes on a usual connection")
+def announce(wanted: Environment = KIT, why: str = "") -> None:
+    """Print size and duration before anything is downloaded, and why torch comes from CU126 where it does."""
+    size = "about 1.5 GB on disk, with torch's GPU libraries up to 6.5 GB"
+    say(f"building {wanted.venv} from {LOCK}: {size}; 2 to 5 minutes on a usual connection")
+    if why:
+        say(f"{why}: torch for CUDA 12.6 comes from {CU126} (TORCH_INDEX= names another)")
     has_driver = Path("/proc/driver/nvidia/version").exists()
     if sys.platform.startswith("linux") and not has_driver and not os.environ.get("TORCH_INDEX"):
         say(f"no NVIDIA driver here: plain {TORCH} may still bring up to 5 GB of GPU libraries;")
@@ -238,12 +281,13 @@ def known_extras() -> dict[str, list[str]]:
     return extras
 
 
-def read_stamp(wanted: Environment) -> str:
-    """The working folder in which the environment was finished, or BEGUN; empty when the kit has not made it."""
+def read_stamp(wanted: Environment) -> tuple[str, str]:
+    """The working folder in which the environment was finished, or BEGUN, and torch's index; empty for none."""
     try:
-        return wanted.stamp.read_text().strip()
+        state, _, index = wanted.stamp.read_text().strip().partition("\n")
     except OSError:
-        return ""
+        return "", ""
+    return state, index
 
 
 def works(python: str) -> bool:

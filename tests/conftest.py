@@ -80,7 +80,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs the builtin model is slow: on a fresh clone it is trained first, which takes about a minute."""
+    """What needs the builtin model is slow: most of it trains or measures that model."""
     for item in items:
         if "builtin_tiny" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
@@ -168,7 +168,7 @@ def build_tiny_llama(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def builtin_tiny() -> Path:
-    """The folder of `builtin:tiny`, built once a checkout and kept in its cache."""
+    """The folder of `builtin:tiny`, copied once a checkout into its cache."""
     from sftplay.model.builtin import ensure_builtin
 
     return ensure_builtin("tiny", ROOT / ".cache" / "builtin", say=print)

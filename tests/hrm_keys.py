@@ -100,7 +100,7 @@ def check_exploration(_: Any) -> None:
 
 
 def check_eval_halt(_: Any) -> None:
-    sums = torch.tensor([[1.0, 2, 3, 4], [2, 3, 3, 4], [4, 4, 4, 6]])
+    sums = torch.tensor([[1.0, 2, 3, 4, 5, 8], [2, 3, 3, 4, 5, 8], [4, 4, 4, 6, 7, 8]])
     assert [described(sums, halt)["exact_accuracy"] for halt in ("max", "q")] == [0.5, 1.0]
 
 
@@ -239,6 +239,7 @@ OF_HRM: dict[str, Check] = {
     "eval_limit": check_free_keys,
     "puzzle_emb_placement": check_placement,
     "puzzle_emb_dim": of_model(lambda m: m.prefix, "puzzle_emb_dim", 1, value=9, after=2),
+    "puzzle_emb_len": of_model(lambda m: m.prefix, "puzzle_emb_len", 1, value=16, after=16),
     "optim": check_run,
     **dict.fromkeys(
         ("ema", "puzzle_emb_lr", "puzzle_emb_weight_decay", "emb_sync_every", "compile"), check_run

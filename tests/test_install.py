@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 from processes import HANG_S
 
 from sftplay import install
@@ -59,6 +60,7 @@ def pip(tmp_path, monkeypatch):
     fake = Pip()
     monkeypatch.setattr(install.subprocess, "call", fake)
     monkeypatch.setattr(install, "run_logged", fake)
+    monkeypatch.setattr(install, "read_gpus", lambda: ("", []))
     return fake
 
 
@@ -189,6 +191,101 @@ def test_an_index_for_torch_is_used_for_torch_alone(pip, monkeypatch):
     install.main(force=False)
     assert pip.commands[1][-3:] == [install.TORCH, "--index-url", "https://example.org/cpu"]
     assert "--index-url" not in pip.commands[2]
+
+
+INDEX = "https://example.org/cpu"
+
+
+@pytest.mark.parametrize(
+    ("driver", "capabilities", "takes_cu126"),
+    [
+        ("", [], False),
+        ("535.183.01", [8.0], True),
+        ("550.54.15", [9.0, 9.0], True),
+        ("570.211.01", [7.5], True),
+        ("580.95.05", [7.0], True),
+        ("580.95.05", [7.5], False),
+        ("590.44.01", [12.0], False),
+        ("570.86.10", [12.0], False),  # CUDA 12.6 has no code for Blackwell: the doctor says what to do
+        ("470.256.02", [7.0], False),  # nothing runs: CUDA 12 needs driver 525
+        ("535.183.01", [], True),  # drivers that do not know the query for capabilities
+    ],
+)
+def test_old_drivers_and_old_cards_get_torch_for_cuda_12(pip, monkeypatch, capsys, driver, capabilities, takes_cu126):
+    """CUDA 13 begins with driver 580 and capability 7.5 (CUDA release notes; archs of torch's wheels)."""
+    monkeypatch.setattr(install, "read_gpus", lambda: (driver, capabilities))
+    assert install.main(force=False) == 0
+    said = capsys.readouterr().out
+    assert (pip.commands[1][-2:] == ["--index-url", install.CU126]) == takes_cu126
+    assert (install.CU126 in said) == takes_cu126
+    assert not takes_cu126 or said.index(install.CU126) < said.index("ready")
+
+
+def test_an_index_of_the_user_wins_over_the_drivers(pip, monkeypatch, capsys):
+    monkeypatch.setattr(install, "read_gpus", lambda: ("550.54.15", [9.0]))
+    monkeypatch.setenv("TORCH_INDEX", INDEX)
+    install.main(force=False)
+    assert pip.commands[1][-1] == INDEX
+    assert install.CU126 not in capsys.readouterr().out
+    monkeypatch.delenv("TORCH_INDEX")
+    pip.commands.clear()
+    install.main(force=True)
+    assert pip.commands[0][-1] == INDEX
+
+
+def test_the_version_of_torch_has_builds_for_cuda_12():
+    assert Version(install.TORCH.removeprefix("torch==")) < Version("2.15")
+
+
+@pytest.mark.parametrize(
+    ("printed", "found"),
+    [
+        ("550.54.15, 7.0\n550.54.15, 9.0\n", ("550.54.15", [7.0, 9.0])),
+        ("550.54.15, [N/A]\n", ("550.54.15", [])),
+        ("No devices were found\n", ("", [])),
+        (None, ("", [])),
+    ],
+)
+def test_driver_and_capabilities_are_read_from_nvidia_smi(printed, found, tmp_path, monkeypatch):
+    if printed is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{printed}'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if printed else str(tmp_path))
+    assert install.read_gpus() == found
+
+
+def test_another_index_installs_torch_anew_and_stays(pip, monkeypatch):
+    """pip leaves an installed torch of the same version as it is, whatever the index: "already satisfied"."""
+    install.main(force=False)
+    pip.commands.clear()
+    monkeypatch.setenv("TORCH_INDEX", INDEX)
+    assert install.main(force=False) == 0
+    removed, torch, lock = pip.commands
+    assert removed[1:] == ["-m", "pip", "uninstall", "--yes", "torch"]
+    assert torch[-3:] == [install.TORCH, "--index-url", INDEX]
+    assert "-r" in lock
+    assert Path(".venv/.stamp").read_text().splitlines() == [str(Path.cwd()), INDEX]
+    for index in (INDEX, ""):  # the same, and none
+        monkeypatch.setenv("TORCH_INDEX", index)
+        pip.commands.clear()
+        assert install.main(force=False) == 0
+        assert pip.commands == []
+        install.main(force=True)
+        assert pip.kinds == ["torch", "lock"]
+        assert pip.commands[0][-1] == INDEX
+
+
+def test_a_change_of_the_index_that_breaks_off_is_made_again(pip, monkeypatch):
+    install.main(force=False)
+    monkeypatch.setenv("TORCH_INDEX", INDEX)
+    pip.fails_at = "uninstall"
+    assert install.main(force=False) == install.MACHINE
+    pip.fails_at = None
+    monkeypatch.delenv("TORCH_INDEX")
+    pip.commands.clear()
+    assert install.main(force=False) == 0
+    assert "uninstall" in pip.commands[0]
+    assert pip.commands[1][-1] == INDEX
 
 
 def test_what_torch_may_bring_is_said_where_there_is_no_driver(pip, monkeypatch, capsys):
@@ -479,7 +576,9 @@ def test_make_asks_for_an_install_when_the_stamp_names_another_place_or_the_lock
     asked = "-m sftplay.install"
     assert asked in make(moved, "-n", "validate", "CONFIG=x").stdout
     assert asked not in make(clone, "-n", "validate", "CONFIG=x").stdout
-    (moved / ".venv/.stamp").write_text(str(moved))
+    for stamp in (str(moved), f"{moved}\nhttps://example.org/cpu"):
+        (moved / ".venv/.stamp").write_text(stamp)
+        assert asked not in make(moved, "-n", "validate", "CONFIG=x").stdout
     assert asked not in make(moved, "-n", "validate", "CONFIG=x").stdout
     later = (moved / ".venv/.stamp").stat().st_mtime + 5
     os.utime(moved / "requirements.lock", (later, later))

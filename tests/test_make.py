@@ -147,6 +147,21 @@ def test_ready_builds_nothing_whatever_stands_in_it(place: Place, recording: lis
     assert [call[2:] for call in place.calls()] == [["-m", "sftplay", "gpu-info", "--make-args="]]
 
 
+@pytest.mark.parametrize("typed", [False, True])
+def test_ready_builds_nothing_when_it_and_the_python_are_exported(place: Place, typed: bool):
+    """As `PY=python3 READY=1 make gpu-check` gives them on a machine that brings its own libraries."""
+    given = {"READY": "1", "PY": str(place.recorder)}
+    words = [f"{name}={value}" for name, value in given.items()] if typed else []
+    done = place.make("-s", *words, "PYTHON=false", "gpu-check", "FAST=1", **({} if typed else given))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [call[2:6] for call in place.calls()] == [["-m", "sftplay", "gpu-check", "--fast"]]
+
+
+def test_a_python_of_the_shell_alone_is_not_taken(place: Place):
+    assert place.make("-s", "PYTHON=false", "gpu-check", PY=str(place.recorder)).returncode == 2
+    assert place.calls() == []
+
+
 def test_a_goal_is_no_command_either(place: Place):
     goals = [attack for attack in ATTACKS.values() if "=" not in attack]  # else it would be a setting
     done = place.make("-s", "-k", *goals, "PYTHON=false")

@@ -79,7 +79,8 @@ def test_installed_by_pip_the_kit_works_from_any_folder_and_leaves_nothing_there
     options = ["--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "wheel", *options, "-w", str(tmp_path), str(source)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
-    assert any(name.endswith("data/demo/train.jsonl") for name in zipfile.ZipFile(wheel).namelist())
+    for name in ("data/demo/train.jsonl", "data/base/tiny/model.safetensors"):
+        assert any(each.endswith(name) for each in zipfile.ZipFile(wheel).namelist())
     prefix = tmp_path / "prefix"
     subprocess.run([*pip, "install", *options, "--prefix", str(prefix), str(wheel)], check=True, capture_output=True)
     (site,) = prefix.glob("lib/python*/site-packages")

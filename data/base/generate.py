@@ -1,5 +1,8 @@
 """Writes data/base/practice.txt: short made-up passages in which a small model learns to copy, recase and answer.
 
+    python data/base/generate.py             # practice.txt, byte for byte the same
+    python data/base/generate.py --weights   # and data/base/tiny: the model trained on all texts of this folder
+
 Every passage is new text from word lists and invented names, drawn with one fixed seed, so the file is the same on
 every machine. It does not touch the other texts of this folder, and it never writes a record in the form that
 data/demo asks for: the demo has to be learned from the demo's own rows.
@@ -8,8 +11,10 @@ data/demo asks for: the demo has to be learned from the demo's own rows.
 from __future__ import annotations
 
 import random
+import sys
 import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 SEED = 20240
@@ -178,6 +183,27 @@ def passages(seed: int = SEED, count: int = PASSAGES) -> list[str]:
     return [writer(rng) for writer in rng.choices(writers, weights, k=count)]
 
 
+def write_model(folder: Path) -> None:
+    """Train `builtin:tiny` on the texts of this folder and put it in `folder`, with its recipe and hashes."""
+    sys.path.insert(0, str(OUT_FILE.parents[2]))
+    import tokenizers
+    import torch
+    import transformers
+
+    from sftplay.atomic import whole_folder
+    from sftplay.model.builtin import RECIPES, fingerprint, make_base
+    from sftplay.model.toys.shipped import write_manifest
+
+    recipe, versions = RECIPES["tiny"], {each.__name__: each.__version__ for each in (torch, transformers, tokenizers)}
+    with whole_folder(folder, replaces=True) as scratch:
+        scratch.rmdir()
+        make_base(scratch, recipe=recipe, text_dir=OUT_FILE.parent, say=print)
+        mark = fingerprint(recipe, OUT_FILE.parent)
+        write_manifest(scratch, fingerprint=mark, recipe=asdict(recipe), made_with=versions)
+
+
 if __name__ == "__main__":
     OUT_FILE.write_text("\n".join(passages()), encoding="utf-8", newline="\n")
     print(f"{OUT_FILE.name}: {OUT_FILE.stat().st_size} bytes")
+    if "--weights" in sys.argv[1:]:
+        write_model(OUT_FILE.parent / "tiny")

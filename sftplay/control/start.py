@@ -20,6 +20,7 @@ from sftplay.config.rules.general import notes
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.finished_run import report_at_end
 from sftplay.control.first_step import REFUSALS, free_refused
+from sftplay.control.gpus.at_launch import gpu_settings, refuse_missing_compiler, refuse_unusable
 from sftplay.control.inputs import needs_no_hub
 from sftplay.control.known_lengths import known_lengths
 from sftplay.control.model_shape import known_shape
@@ -168,8 +169,10 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
     Raises:
         ConfigError: `cluster.max_restarts` is set for several nodes, whose parents know nothing of each other; or the
             launcher cannot start this run.
+        MachineError: its kernels cannot be built here.
     """
     refuse_restarts(cfg, nnodes=scale.nnodes)
+    refuse_missing_compiler(cfg, machine)
     has_gpu, strategy, launcher = bool(machine.gpus), None, cfg.cluster.launcher
     if launcher != "auto" and scale.world_size == 1:
         log.say(f"note: cluster.launcher {launcher} has no effect: a single process is started directly")
@@ -179,6 +182,7 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
     launch = build_launch(
         folder.path, scale, has_gpu=has_gpu, is_offline=is_offline, strategy=strategy, launcher=launcher
     )
+    launch = replace(launch, env={**launch.env, **gpu_settings(cfg, machine, processes=scale.world_size)})
     if scale.world_size == 1:
         return launch
     nccl = nccl_environment(cfg, folder.logs, has_gpu=has_gpu, environ=os.environ, interfaces=list_interfaces())
@@ -200,8 +204,11 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
 
     Raises:
         ConfigError: not a number of processes.
-        MachineError: there are fewer GPUs than processes.
+        MachineError: there are fewer GPUs than processes, or torch cannot use them.
     """
+    is_here = not getattr(args, "is_elsewhere", False)
+    if is_here:
+        refuse_unusable(machine)
     if args.nproc in (None, ""):
         nproc = 1
     elif args.nproc == "gpu":
@@ -216,7 +223,7 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
         nproc = int(args.nproc)
     else:
         raise ConfigError(f"not a number of processes: {args.nproc!r}", where="--nproc", fix="write --nproc 2")
-    if 0 < len(machine.gpus) < nproc and not getattr(args, "is_elsewhere", False):
+    if is_here and 0 < len(machine.gpus) < nproc:
         raise MachineError(
             f"{nproc} processes need {nproc} GPUs, {len(machine.gpus)} are visible",
             where="--nproc",

@@ -80,7 +80,7 @@ def probe(*, in_detail: bool = False) -> Machine:
         disk_free_bytes=shutil.disk_usage(".").free,
         driver=reading.driver,
         cuda_driver=reading.cuda,
-        torch=find_torch(with_archs=bool(reading.gpus) and in_detail),
+        torch=find_torch(with_archs=bool(reading.gpus)),
         links=reading.links,
         without_peer_access=reading.without_peer_access,
         mig_instances=reading.instances,

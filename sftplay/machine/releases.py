@@ -5,10 +5,14 @@ The kit's environment and unsloth's hold different releases, so a name is looked
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -42,6 +46,16 @@ def recomputation_arguments(*, recomputes: bool) -> dict[str, Any]:
     return {word: recomputes, f"{word}_kwargs": dict(PLAIN_RECOMPUTATION) if recomputes else None}
 
 
+def page_argument() -> str:
+    """The name of the argument of ContinuousBatchingConfig that says how many tokens a page of its cache holds.
+
+    transformers 5.17 calls it block_size; later releases call it page_size and warn of the name before.
+    """
+    from transformers import ContinuousBatchingConfig
+
+    return "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"
+
+
 def is_recomputing(model: Any) -> bool:
     """True when a model of transformers recomputes its activations; False for any other model."""
     return bool(getattr(model, f"is_{recomputation()}", False))
@@ -65,6 +79,37 @@ def nothing_recomputed(model: Any) -> Iterator[None]:
     finally:
         if was_on:
             recompute(model)
+
+
+TAKEN_BY_TRL = ("0.22.0", "0.31.0")
+"""Oldest and newest vLLM that trl 1.16 takes."""
+
+
+def vllm_problem() -> str:
+    """Why trl cannot use the installed vLLM; empty where it can, or where no release of vLLM is installed.
+
+    trl itself only warns (1.16, import_utils.py, `is_vllm_available`), and fails later.
+    """
+    oldest, newest = vllm_range()
+    try:
+        installed = version("vllm")
+    except PackageNotFoundError:
+        return ""
+    numbers = [_numbers(each) for each in (oldest, installed, newest)]
+    return "" if numbers == sorted(numbers) else f"trl takes vllm {oldest} to {newest}, and {installed} is installed"
+
+
+def vllm_range() -> tuple[str, str]:
+    """Oldest and newest vLLM that the installed trl names, read from its source: an import of trl takes seconds."""
+    spec = find_spec("trl")
+    source = Path(spec.origin).with_name("import_utils.py") if spec and spec.origin else None
+    text = source.read_text(encoding="utf-8") if source and source.is_file() else ""
+    found = re.search(r'Version\("([\d.]+)"\) <= _vllm_base_version <= Version\("([\d.]+)"\)', text)
+    return (found[1], found[2]) if found else TAKEN_BY_TRL
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple([*map(int, re.findall(r"\d+", release.partition("+")[0])), 0, 0][:3])
 
 
 def hub_client() -> ModuleType:

@@ -1,4 +1,4 @@
-"""The tiny models that need no download: made on the spot from the text shipped in data/base, once, then cached.
+"""The tiny models that need no download: `tiny` is shipped in data/base, the toys are made in seconds, once.
 
 A built-in model is an ordinary folder for `from_pretrained`. It knows a little English and how to copy, recase and
 answer inside chat markers; it is there to show and test the kit, not to be useful by itself.
@@ -23,6 +23,9 @@ from sftplay.atomic import locked, whole_folder
 from sftplay.data.template.chatml import CHATML
 from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.model.toys.digits import DigitsRecipe, make_digits
+from sftplay.model.toys.induction import set_induction_heads
+from sftplay.model.toys.muon import Muon
+from sftplay.model.toys.shipped import read_shipped
 from sftplay.places import shipped
 
 ROPE_THETA = 10_000.0
@@ -61,7 +64,7 @@ class Recipe:
     """Part of the windows drawn from practice.txt; the other texts share the rest."""
 
     seed: int = 7
-    version: int = 1
+    version: int = 2
     """Raised when this file's way of training changes, so that older caches are not taken for new ones."""
 
 
@@ -87,28 +90,38 @@ def ensure_builtin(
 ) -> Path:
     """Return the folder of the built-in model `name`, making it under `cache_dir` if it is not there.
 
-    Making it takes about a minute on two cores and needs no network. The folder appears under its final name only when
-    it is complete; of several processes one makes it and the others wait. `recipe` replaces the shipped recipe.
+    The shipped weights are copied. Another recipe or text is trained, about a minute on two cores. Neither needs a
+    network. The folder appears under its final name only when it is complete; of several processes one makes it and
+    the others wait. `recipe` replaces the shipped recipe.
 
     Raises:
         ConfigError: there is no built-in model of that name.
-        MachineError: the shipped text is missing.
+        MachineError: the shipped text is missing, or a file of the shipped model or of its copy is damaged.
     """
     if name not in RECIPES:
         near = nearest_names(name, RECIPES) or builtin_names()
         fix = f"use builtin:{near[0]}"
         raise ConfigError(f"no built-in model called {name!r}", where="model.name", fix=fix, nearest=near)
     chosen = recipe or RECIPES[name]
-    folder = cache_dir / f"{name}-{fingerprint(chosen, text_dir)}"
-    if folder.is_dir():
-        return folder
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with locked(cache_dir / f"{folder.name}.lock"):
-        if not folder.is_dir():
-            if isinstance(chosen, Recipe):
-                _make(folder, recipe=chosen, text_dir=text_dir, say=say)
+    mark = fingerprint(chosen, text_dir)
+    shipped_model = read_shipped(text_dir / name) if isinstance(chosen, Recipe) else None
+    if shipped_model and shipped_model.fingerprint != mark:
+        say(f"{shipped_model.folder} was made of another text or recipe")
+        shipped_model = None
+    folder = cache_dir / f"{name}-{shipped_model.mark if shipped_model else mark}"
+    if not folder.is_dir():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with locked(cache_dir / f"{folder.name}.lock"):
+            if folder.is_dir():
+                pass
+            elif shipped_model:
+                shipped_model.copy_to(folder)
+            elif isinstance(chosen, Recipe):
+                make_base(folder, recipe=chosen, text_dir=text_dir, say=say)
             else:
                 make_digits(folder, chosen, say=say)
+    if shipped_model:
+        shipped_model.check_copy(folder)
     return folder
 
 
@@ -171,63 +184,12 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
     )
     model = LlamaForCausalLM(config)
     if recipe.layers > 1 and recipe.heads > 2:
-        _set_induction_heads(model)
+        set_induction_heads(model, rope_theta=ROPE_THETA)
     return model
 
 
-@torch.no_grad()
-def _set_induction_heads(model: LlamaForCausalLM) -> None:
-    """Set the first three heads of two layers so that together they continue a text that has begun to repeat itself.
-
-    This is the induction circuit of Olsson et al. 2022 (In-context Learning and Induction Heads): layer 0 writes down
-    which token came one and two places before; layer 1 looks for earlier places that followed the present token, and
-    passes on what stood there. Models of this size find it only after some millions of tokens, more than a minute
-    holds; begun here, training shapes it to the text. The figures were found by trial, they are starting values only.
-    """
-    size, width = model.config.hidden_size, model.config.hidden_size // model.config.num_attention_heads
-    half, embedding_std = width // 2, 0.5
-    embeddings = model.model.embed_tokens.weight.normal_(0, embedding_std)
-    embeddings[:, 0] = 4 * embedding_std  # a constant that a head can look by position with
-    model.model.norm.weight.fill_(0.1)  # keeps the first logits small although the embeddings are large
-    rotated = torch.zeros(size, size)
-    rotated[1:, 1:] = torch.linalg.qr(torch.randn(size - 1, size - 1))[0]
-    content = rotated[1:].split(width)  # rows: directions of what a token is
-    written = torch.linalg.qr(torch.randn(size, size))[0].split(width)  # rows: where layer 0 notes earlier tokens
-    turns = ROPE_THETA ** (-torch.arange(half) / half)  # radians a place, as rotary embeddings turn each pair
-    fast = 1.9 * (torch.arange(half) < half * 3 // 8)
-    slow = 3.0 * (torch.arange(half) >= half // 2).repeat(2).unsqueeze(1)
-    for head, (places, what) in enumerate([(1, 0), (1, 1), (2, 0)]):
-        query, key = torch.zeros(width, size), torch.zeros(width, size)
-        key[:half, 0] = fast
-        query[:, 0] = torch.cat([fast * torch.cos(places * turns), -fast * torch.sin(places * turns)])
-        output = embedding_std * written[head].T
-        _set_head(model, layer=0, head=head, query=query, key=key, value=content[what], output=output)
-    matches = [(content[0], written[0]), (content[1], written[1]), (written[0], written[2])]
-    for head, (query, key) in enumerate(matches):
-        output = 8 * embedding_std * content[head].T
-        _set_head(model, layer=1, head=head, query=slow * query, key=slow * key, value=content[head], output=output)
-
-
-def _set_head(
-    model: LlamaForCausalLM,
-    *,
-    layer: int,
-    head: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-) -> None:
-    """Give one head these weights: query, key and value [width, size], output [size, width]."""
-    attention = model.model.layers[layer].self_attn
-    rows = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
-    attention.q_proj.weight[rows] = query
-    attention.k_proj.weight[rows] = key
-    attention.v_proj.weight[rows] = value
-    attention.o_proj.weight[:, rows] = output
-
-
-def _make(folder: Path, *, recipe: Recipe, text_dir: Path, say: Callable[[str], None]) -> None:
+def make_base(folder: Path, *, recipe: Recipe, text_dir: Path, say: Callable[[str], None]) -> None:
+    """Train a tokenizer and a model on the texts and save both in `folder`, which must not exist."""
     started = time.monotonic()
     files = text_files(text_dir)
     say(f"making {folder.name} from {text_dir.name}/*.txt (once, about a minute)")
@@ -266,9 +228,9 @@ def _train_base(model: LlamaForCausalLM, streams: Streams, *, recipe: Recipe, sa
     """Plain language modelling on the shipped text, in place: every token is predicted from those before it."""
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     rest = [weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)]
-    # Muon ends at a lower loss than AdamW in the same minute; it is made for matrices only.
+    # Muon ends at a lower loss than AdamW in the same minute.
     optimizers = [
-        torch.optim.Muon(matrices, lr=recipe.learning_rate, weight_decay=0.0, momentum=0.95),
+        Muon(matrices, lr=recipe.learning_rate),
         torch.optim.AdamW(rest, lr=recipe.embedding_learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 

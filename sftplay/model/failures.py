@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from sftplay import log
 from sftplay.config.schema.run import ModelConfig
-from sftplay.errors import ConfigError, MachineError, SftplayError, no_memory, without_secrets
+from sftplay.errors import ConfigError, MachineError, SftplayError, machine_refusal, without_secrets
 from sftplay.model.hub import FOLDER_FIX
 from sftplay.model.source import PICKLE_FIX, REFUSED_PICKLE, SAFE_COPY, describe_pickle, is_local, read_shape
 
@@ -33,7 +33,7 @@ def refusing(explain: Callable[[Exception], SftplayError]) -> Iterator[None]:
         advises = isinstance(error, pickle.UnpicklingError) or REFUSED_PICKLE in str(error)
         if os.environ.get(log.FOLLOWED) == log.REDIRECTED and not advises:
             traceback.print_exc()
-        raise (no_memory(error) or explain(error)) from error
+        raise (machine_refusal(error) or explain(error)) from error
 
 
 def reason_of(error: Exception) -> str:

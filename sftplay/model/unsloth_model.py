@@ -15,7 +15,7 @@ from torch import nn
 from sftplay import log
 from sftplay.config.explain.other_kits import kit_answer
 from sftplay.config.schema.run import RunConfig
-from sftplay.errors import ConfigError, MachineError, no_memory
+from sftplay.errors import ConfigError, MachineError, machine_refusal
 from sftplay.machine.releases import recomputation
 from sftplay.model.adapter import check_names, describe_parameters, make_trainable_fp32, target_paths
 from sftplay.model.failures import announce_trust, explain_failure, refusing
@@ -95,7 +95,7 @@ def adapt_by_unsloth(model: Any, cfg: RunConfig) -> Any:
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         what = f"unsloth cannot put this adapter on the model ({first_line(error)})"
         refusal = ConfigError(what, where="tuning.lora", fix="change tuning.lora, or write tuning.backend: bnb")
-        raise (no_memory(error) or refusal) from error
+        raise (machine_refusal(error) or refusal) from error
     found = {name for name, module in adapted.get_base_model().named_modules() if hasattr(module, "lora_A")}
     if found != wanted:
         other = sorted(found ^ wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any, Literal
 
 from sftplay import log
@@ -14,7 +14,7 @@ from sftplay.errors import DataError, RunError
 from sftplay.reward.calls import RewardCall, Scores
 from sftplay.reward.code_rewards import CodeTests
 from sftplay.reward.form_rewards import in_form
-from sftplay.reward.junk import Case, junk_answers
+from sftplay.reward.junk import FORGERIES, Case, junk_answers
 from sftplay.reward.reward_set import RewardSet
 from sftplay.reward.table import judges_form, missing_column
 
@@ -25,6 +25,9 @@ Verdict = Literal["ok", "cannot_tell", "constant", "raises"]
 TRIED_ROWS = 32
 
 RESULT_MARKS = ("####", "\\boxed", "answer is")
+
+MOST_NAMED = 5
+"""Rows that a message names."""
 
 APART = 0.3
 """How far the mean of gold answers must lie above the mean of every kind of junk, in shares of the values' range."""
@@ -44,6 +47,12 @@ class Finding:
     """Kind of junk -> mean of its values that are known."""
 
     why: str = ""
+    paid: list[str] = field(default_factory=list)
+    """Places of the rows that paid a forgery as much as the right answer."""
+
+    in_process: list[str] = field(default_factory=list)
+    """Places of the rows whose tests share the program's process: a program can forge their verdict."""
+
     seconds: float = 0.0
 
 
@@ -55,10 +64,38 @@ def check_reward(call: Call, cases: Sequence[Case], *, reward: RewardConfig) -> 
     kinds = {kind: score(call, answers, cases=cases) for kind, answers in junk_answers(cases).items()}
     junk = {kind: mean_of(scores) for kind, scores in kinds.items()}
     verdict, why = _judge(gold, junk, only_form=judges_form(reward))
+    paid = [] if judges_form(reward) else _paid(cases, gold, kinds=kinds)
+    if paid and verdict == "ok":
+        verdict, why = "cannot_tell", "; ".join(paid[:MOST_NAMED])
     known = [mean for mean in junk.values() if mean is not None]
     return Finding(
-        reward.name, verdict, mean_of(gold), max(known, default=None), junk, why, round(time.monotonic() - began, 3)
-    )
+        reward.name, verdict, mean_of(gold), max(known, default=None), junk, why, paid,
+        _shares_process(call, cases), round(time.monotonic() - began, 3),
+    )  # fmt: skip
+
+
+def _paid(cases: Sequence[Case], gold: Scores, *, kinds: Mapping[str, Scores]) -> list[str]:
+    """The rows on which a forgery gets what the right answer gets, each with the forgery."""
+    return [
+        f"{case.where or f'row {number}'} pays {kind} {value:g}"
+        for kind in FORGERIES if kind in kinds
+        for number, (case, value, right) in enumerate(zip(cases, kinds[kind].values, gold.values, strict=True), 1)
+        if value is not None and right is not None and value >= right > 0
+    ]  # fmt: skip
+
+
+def _shares_process(call: Call, cases: Sequence[Case]) -> list[str]:
+    """The rows whose tests are judged in the program's own process."""
+    if not isinstance(call, CodeTests):
+        return []
+    columns = {name: [case.columns[name] for case in cases] for name in cases[0].columns}
+    verdicts = call.judge([case.gold for case in cases], columns)[1]
+    modes = [verdict.get("mode") for verdict in verdicts]
+    return [
+        case.where or f"row {n}"
+        for n, (case, mode) in enumerate(zip(cases, modes, strict=True), 1)
+        if mode == "in_process"
+    ]
 
 
 def score(call: Call, answers: Sequence[str], *, cases: Sequence[Case]) -> Scores:
@@ -88,22 +125,25 @@ def check_rewards(rewards: RewardSet, cases: Sequence[Case], *, cfg: RunConfig) 
         if missing := missing_column(reward, shared):
             what = f"the reward {reward.name} reads the column {missing}, which not every row has"
             raise DataError(what, where=cfg.rows_path, fix=f"add the column, or remove rewards.{number}")
-    cases = [Case(case.gold, {name: case.columns[name] for name in sorted(shared)}) for case in cases]
+    cases = [replace(case, columns={name: case.columns[name] for name in sorted(shared)}) for case in cases]
     return [check_reward(rewards.call_of(reward.name), cases, reward=reward) for reward in cfg.rewards]
 
 
-def check_before_training(cfg: RunConfig, rows: Iterable[Mapping[str, Any]], *, rewards: RewardSet) -> list[Finding]:
+def check_before_training(
+    cfg: RunConfig, rows: Iterable[Mapping[str, Any]], *, rewards: RewardSet, places: Iterable[str] = ()
+) -> list[Finding]:
     """Try the rewards that a model is about to learn from, on rows with the column `answer`; one process does it.
 
-    `rows` are the columns of the first prompts to train on; those with an answer are tried. Nothing is tried where
-    there are not two different answers, and that is said. A reward of weight 0 may be what it likes. Of a reward for
-    form that is constant it is only said: the rows' own answers need not have that form.
+    `rows` are the columns of the first prompts to train on, `places` where they stand; those with an answer are tried.
+    Nothing is tried where there are not two different answers, and that is said. A reward of weight 0 may be what it
+    likes. Of a reward for form that is constant it is only said: the rows' own answers need not have that form.
 
     Raises:
         RunError: a reward cannot tell right answers from junk.
         DataError: a reward reads a column that the rows do not have.
     """
-    cases = [Case(row["answer"], row) for row in islice(rows, TRIED_ROWS) if _has_answer(row)]
+    placed = islice(zip(rows, chain(places, repeat(""))), TRIED_ROWS)
+    cases = [Case(row["answer"], row, where) for row, where in placed if _has_answer(row)]
     if len({case.gold for case in cases}) < 2:
         log.say("note: the rewards are not tried: the rows hold fewer than two different answers", "reward")
         return []

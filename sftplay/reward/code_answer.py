@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-import ast
 import re
-import warnings
 from dataclasses import dataclass
+from itertools import islice
+from textwrap import dedent
 from typing import Literal
 
 from sftplay.reward.completions import Completion, text_of, without_reasoning
+from sftplay.reward.reading.programs import complete, defined, find_definitions, from_session, tree_of
 
 How = Literal["labelled", "unlabelled", "unclosed", "whole_text", "none"]
 
 LONGEST_CODE = 64 << 10
 """Characters of a program; a longer one counts as none."""
 
-PYTHON_LABELS = ("python", "py", "python3")
+MOST_ENDS = 20
+"""Fences behind an opening one that are tried as its end."""
 
-_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+.-]*)[^\n]*$", re.MULTILINE)
+MOST_BLOCKS = 50
+"""Blocks of a text of which more than the first end is tried; a model may write thousands of fences."""
+
+PYTHON_LABELS = ("python", "py", "python3")
+"""Labels that the reward `format` asks for."""
+
+_PYTHON_LABEL = re.compile(r"(?:i?python|py|pycon|sage|jupyter|\S+\.py)[\d.]*(?:[-_]?(?:repl|code))?", re.IGNORECASE)
+_NO_LANGUAGE = ("", "text", "txt", "plaintext", "plain", "code", "console", "repl", "none", "output", "markdown", "md")
+_OPENING = re.compile(
+    r"^(?P<before>[ \t>*+-]*|[ \t>]*\d+[.)][ \t]*|.*?(?=(?:`{3,}|~{3,})[ \t]*[\w.+-]*[ \t]*$))"
+    r"(?P<fence>`{3,}|~{3,})[ \t]*\{?[ \t]*\.?(?P<label>[\w+.-]*)(?P<rest>[^\n`]*)$",
+    re.MULTILINE,
+)
+_CLOSING = re.compile(r"(?P<before>^[ \t>]*)?(?P<fence>`{3,}|~{3,})(?P<rest>[^\n]*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,36 +58,79 @@ class CodeAnswer:
 def find_code(completion: Completion, entry_point: str = "") -> CodeAnswer:
     """The program that the completion gives as its answer.
 
-    Behind the reasoning, blocks labelled as Python go before unlabelled ones. Of them the last counts that parses and
-    defines `entry_point`, else the last. Without a block the whole text counts, if it is such a program.
+    Behind the reasoning, blocks labelled as Python go before those without a language. Of them the last counts that
+    parses and defines `entry_point`, else the last; functions that it calls and other blocks define come with it.
+    Without a block the whole text counts, or its definitions between the prose.
 
     >>> find_code("Here:\\n```python\\ndef f(): return 1\\n```", "f").how
     'labelled'
     """
-    text = without_reasoning(text_of(completion))
+    text = without_reasoning(text_of(completion)).replace("\r\n", "\n").replace("\r", "\n")
     blocks = fenced_blocks(text)
-    labelled = [block for block in blocks if block.label.lower() in PYTHON_LABELS]
-    found = labelled or [block for block in blocks if not block.label]
+    labelled = [block for block in blocks if _PYTHON_LABEL.fullmatch(block.label)]
+    found = labelled + [block for block in blocks if block.label.lower() in _NO_LANGUAGE]
     if found:
-        best = next((block for block in reversed(found) if is_program(block.code, entry_point)), found[-1])
-        how: How = "unclosed" if not best.is_closed else "labelled" if labelled else "unlabelled"
-        return _bounded(best.code, how)
-    return _bounded(text, "whole_text") if is_program(text, entry_point) and text.strip() else CodeAnswer("", "none")
+        best, code = _best(labelled, entry_point) or _best(found, entry_point) or (None, "")
+        if best is None:
+            best = (labelled or found)[-1]
+            code = best.code if best.is_closed else find_definitions(best.code, entry_point) or best.code
+        code = complete(code, others=[block.code for block in found if block is not best], entry_point=entry_point)
+        how: How = "unclosed" if not best.is_closed else "labelled" if best in labelled else "unlabelled"
+        return _bounded(code, how)
+    if blocks or len(text) > LONGEST_CODE or "\0" in text:
+        return CodeAnswer("", "none")
+    whole = text if text.strip() and is_program(text, entry_point) else find_definitions(text, entry_point)
+    return (
+        _bounded(complete(whole, others=[], entry_point=entry_point), "whole_text") if whole else CodeAnswer("", "none")
+    )
+
+
+def _best(blocks: list[Fenced], entry_point: str) -> tuple[Fenced, str] | None:
+    """The last block that defines the function, else the last that imports it, else one with it in a `Solution`."""
+    for imports, methods in ((False, False), (True, False), (True, True)):
+        for block in reversed(blocks):
+            tree = tree_of(block.code)
+            if tree and (not entry_point or entry_point in defined(tree, imports=imports, methods=methods)):
+                return block, block.code
+    return None
 
 
 def fenced_blocks(text: str) -> list[Fenced]:
-    """The fenced blocks of a Markdown text; the last may lack its closing fence."""
+    """The fenced blocks of a Markdown text, without the indentation and the quote marks around them.
+
+    A fence ends a block of Python where what lies between is Python, so that one in a docstring ends nothing. The last
+    block may lack its closing fence.
+    """
     blocks: list[Fenced] = []
-    opening: re.Match[str] | None = None
-    for fence in _FENCE.finditer(text):
-        if opening is None:
-            opening = fence
-        elif fence[1][0] == opening[1][0] and len(fence[1]) >= len(opening[1]) and not fence[2]:
-            blocks.append(Fenced(opening[2], text[opening.end() + 1 : fence.start()], fence.end(), True))
-            opening = None
-    if opening is not None:
-        blocks.append(Fenced(opening[2], text[opening.end() + 1 :], len(text), False))
+    at = 0
+    while opening := _OPENING.search(text, at):
+        block = _block(text, opening, most=MOST_ENDS if len(blocks) < MOST_BLOCKS else 1)
+        blocks.append(block)
+        at = block.end
     return blocks
+
+
+def _block(text: str, opening: re.Match[str], *, most: int) -> Fenced:
+    fence, begin = opening["fence"], min(opening.end() + 1, len(text))
+    closings = (each for each in _CLOSING.finditer(text, begin) if each["fence"].startswith(fence))
+    near = list(islice(closings, 2 * most))
+    whole = [each for each in near if each["before"] is not None and not each["rest"].strip()]
+    for closing in [*whole, *(each for each in near if each not in whole)]:
+        code = _undressed(text[begin : closing.start()], opening)
+        if tree_of(code):
+            return Fenced(opening["label"], code, closing.end("fence"), True)
+    if whole:
+        code = _undressed(text[begin : whole[0].start()], opening)
+        return Fenced(opening["label"], code, whole[0].end("fence"), True)
+    return Fenced(opening["label"], _undressed(text[begin:], opening), len(text), False)
+
+
+def _undressed(code: str, opening: re.Match[str]) -> str:
+    """The lines of a block without what its place in the text put before them, and without prompts."""
+    if quotes := opening["before"].count(">"):
+        code = re.sub(rf"^(?:[ \t]*>[ ]?){{1,{quotes}}}", "", code, flags=re.MULTILINE)
+    code = dedent(code)
+    return code if tree_of(code) else from_session(code)
 
 
 def is_program(code: str, entry_point: str = "") -> bool:
@@ -81,27 +139,8 @@ def is_program(code: str, entry_point: str = "") -> bool:
     >>> is_program("def f(): return 1", "f"), is_program("f = 1", "g")
     (True, False)
     """
-    if "\0" in code or len(code) > LONGEST_CODE:
-        return False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd escapes and comparisons in the model's text
-            tree = ast.parse(code)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return False
-    return not entry_point or entry_point in _defined(tree)
-
-
-def _defined(tree: ast.Module) -> set[str]:
-    names: set[str] = set()
-    for statement in tree.body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(statement.name)
-        elif isinstance(statement, ast.Assign):
-            names |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
-        elif isinstance(statement, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in statement.names}
-    return names
+    tree = tree_of(code) if len(code) <= LONGEST_CODE else None
+    return tree is not None and (not entry_point or entry_point in defined(tree))
 
 
 def _bounded(code: str, how: How) -> CodeAnswer:

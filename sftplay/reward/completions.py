@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-THINK_END = "</think>"
+_THINK = re.compile(r"(?s:.*)</think(?:ing)?>|\s*<think(?:ing)?>(?s:.*)", re.IGNORECASE)
+"""Reasoning up to its last end, or to the end of a text that breaks off in it."""
 
 Completion = str | Sequence[Mapping[str, Any]]
 """A text, or the messages of a chat; TRL hands over the second form where the prompt is a chat."""
@@ -24,9 +26,10 @@ def text_of(completion: Completion) -> str:
 
 
 def without_reasoning(text: str) -> str:
-    """The text behind the last closing think tag; all of it where there is none.
+    """The text behind the last closing think tag; nothing of a text that ends in its reasoning; else all of it.
 
-    >>> without_reasoning("<think>6 x 7</think> 42")
-    ' 42'
+    >>> without_reasoning("<think>6 x 7</think> 42"), without_reasoning("<think>perhaps 42")
+    (' 42', '')
     """
-    return text.rpartition(THINK_END)[2]
+    reasoning = _THINK.match(text)
+    return text[reasoning.end() :] if reasoning else text

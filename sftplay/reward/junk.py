@@ -22,6 +22,8 @@ class Case:
 
     gold: str
     columns: Mapping[str, Any]
+    where: str = ""
+    """The row's place."""
 
 
 def junk_answers(cases: Sequence[Case]) -> dict[str, list[str]]:
@@ -92,6 +94,19 @@ def _claims(columns: Mapping[str, Any]) -> str:
     return f"print('all tests passed')\ndef {_name(columns)}(*args, **named): print('all tests passed')"
 
 
+def _forges(columns: Mapping[str, Any]) -> str:
+    """Tells the box to say that every test passed: where tests share the program's process, that is believed."""
+    return (
+        "import sys\n"
+        "for agent in [each for name, each in sys.modules.items() if name.endswith('inside.agent')]:\n"
+        "    agent.ORDERS['test'] = lambda *args, **named: {'status': '\"ok\"'}\n"
+        "class Named(type):\n"
+        "    def __getattr__(cls, name): return cls\n"
+        f"class {_name(columns)}(metaclass=Named):\n"
+        "    def __init__(self, *args, **named): pass"
+    )
+
+
 _PROGRAMS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "an empty program": lambda _: "",
     "a program that ends itself": _ends_itself,
@@ -99,5 +114,14 @@ _PROGRAMS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "a value that equals everything": _equals_everything,
     "the first test by heart": _by_heart,
     "a program that says it passed": _claims,
+    "a program that forges its verdict": _forges,
 }
 """Kind of cheating program -> what writes it for the columns of a row."""
+
+FORGERIES = (
+    "an empty program",
+    "a program that ends itself",
+    "a value that equals everything",
+    "a program that forges its verdict",
+)
+"""Of them those that no row may pay: no mean over many rows excuses that."""

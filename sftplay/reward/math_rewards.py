@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal
 
 from sftplay.errors import MachineError
 from sftplay.reward.completions import Completion, text_of, without_reasoning
+from sftplay.reward.reading.numbers import is_same_number, read_number
+from sftplay.reward.reading.statements import find_answer, last_box
 
 LONGEST_ANSWER = 500
 """Characters of an answer that are looked at; a longer one is wrong."""
@@ -22,32 +22,12 @@ LONGEST_ANSWER = 500
 DEEPEST = 12
 """Brackets within brackets of a formula."""
 
-LARGEST_EXPONENT = 300
-"""Powers of ten beyond it are no answers: their digits alone would fill the memory."""
-
-_BOXES = ("\\boxed", "\\fbox")
-_ANSWER_IS = re.compile(r"answer(?:\s+is)?\s*[:=]?\s*(.+)", re.IGNORECASE)
-_NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-_LITERAL = re.compile(
-    rf"(?P<sign>[+-]?)\s*(?:(?P<whole>\d+)\s+(?=\d+\s*/))?(?P<top>{_NUMBER})(?:\s*/\s*(?P<bottom>{_NUMBER}))?"
-    r"(?:\s*[eE](?P<e>[+-]?\d{1,4})|\s*(?:\*|x|×)\s*10\^\{?(?P<power>[+-]?\d{1,4})\}?)?"
-    r"\s*(?P<percent>%?)\s*(?P<unit>.*)"
-)
-_UNIT = re.compile(r"[A-Za-z°µ$€£][A-Za-z°µ./ ]*(?:\^?[23²³])?(?:/[A-Za-z]+)?")
-_CHOICE = re.compile(r"\b(?:or|and|not|either|neither|to|maybe|versus|than)\b", re.IGNORECASE)
+_CHOICE = re.compile(r"\b(?:not|either|neither|to|maybe|perhaps|versus|than|between)\b|≠|\\\\neq?\b", re.IGNORECASE)
 """Words between two answers: who gives both has given none."""
 
-_LETTERS = "°$€£mgshlLCFKWVJA"
-"""Units of one letter."""
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A number as it was written: its value, and the unit behind it."""
-
-    value: Fraction
-    is_percent: bool
-    unit: str
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅛": "1/8", "⅜": "3/8"}
+_CLOSING = {"(": ")]", "[": ")]", "{": "}"}
 
 
 def solves(
@@ -59,8 +39,9 @@ def solves(
 ) -> list[float]:
     """1 where the completion's answer equals the row's `answer`, else 0.
 
-    The answer stands in the last `\\boxed{}`, or behind the last `####`, or behind the last "answer is". `fallback:
-    last_number` takes the last number of a completion that has none of these. Where the right answer is a number, a
+    The answer stands in the last `\\boxed{}`, `<answer>` or `####`, in the last sentence that says what the answer is,
+    or in a last one that concludes (`therefore 42`). An answer that is taken back is none. `fallback: last_number`
+    takes the last number of a completion that has none of these. Where the right answer is a number, a
     number must be given, not a sum that is still to be computed. `answer` may be a whole solution of GSM8K.
 
     >>> solves(["So \\\\boxed{1{,}234}.", "#### 7"], answer=["1234", "... #### 8"])
@@ -80,38 +61,8 @@ def reference_answer(text: str) -> str:
     return last_box(text) or text.strip()
 
 
-def find_answer(text: str, *, fallback: Literal["none", "last_number"] = "none") -> str:
-    """The answer that a completion gives; empty where it gives none.
-
-    >>> find_answer("First 3. The answer is 4.")
-    '4.'
-    """
-    if boxed := last_box(text):
-        return boxed
-    if "####" in text:
-        return text.rpartition("####")[2].strip().partition("\n")[0].strip()
-    if said := _ANSWER_IS.findall(text):
-        return str(said[-1]).strip()
-    numbers = re.findall(rf"-?(?:{_NUMBER})", text) if fallback == "last_number" else []
-    return numbers[-1] if numbers else ""
-
-
-def last_box(text: str) -> str:
-    """What stands in the last `\\boxed{...}` whose braces are balanced; empty without any."""
-    start = max(text.rfind(mark) for mark in _BOXES)
-    opening = text.find("{", start) if start >= 0 else -1
-    if opening < 0 or text[start:opening].strip() not in _BOXES:
-        return ""
-    depth = 0
-    for at in range(opening, len(text)):
-        depth += (text[at] == "{") - (text[at] == "}")
-        if depth == 0:
-            return text[opening + 1 : at].strip()
-    return ""
-
-
 def is_equal(given: str, right: str) -> bool:
-    """True when both say the same: as numbers with their units, else as formulas.
+    """True when both say the same: as numbers with their units, item by item of a list, else as formulas.
 
     >>> is_equal("$1,200", "1200"), is_equal("5 cm", "5 m"), is_equal("1/2", "0.5"), is_equal("5 or 6", "5")
     (True, False, True, False)
@@ -119,95 +70,101 @@ def is_equal(given: str, right: str) -> bool:
     if not given or not right or len(given) > LONGEST_ANSWER:
         return False
     given, right = plain(given), plain(right)
-    if given == right:
+    if _folded(given) == _folded(right):
         return True
-    if len(_CHOICE.findall(given)) != len(_CHOICE.findall(right)):
+    if _CHOICE.findall(given) != _CHOICE.findall(right):
         return False
     number, wanted = read_number(given), read_number(right)
-    if wanted is None:
-        return _is_formula(given) and _is_same_formula(given, right)
-    return number is not None and _is_same_number(number, wanted)
+    if wanted is not None:
+        return number is not None and is_same_number(number, wanted)
+    (opens, closes, items), (opened, closed, elements) = _items(given), _items(right)
+    is_set = opened == "{" or closed == "or"
+    if len(items) > 1 or len(elements) > 1:
+        is_alike = (opens, closes) == (opened, closed) or (is_set and opens in ("", "{"))
+        if not is_alike or len(items) != len(elements):
+            return False
+        return _are_same(items, elements) if not is_set else _are_same_set(items, elements)
+    return _is_formula(given) and _is_same_formula(given, right)
+
+
+def _folded(text: str) -> str:
+    """Words and times are compared without case, dots and blanks: `3:30 p.m.` is 3:30PM. All else stays as it is."""
+    is_words = re.fullmatch(r"(?:\d+:\d+)?\s*[A-Za-z][A-Za-z.' -]+", text) is not None
+    return re.sub(r"[. ]", "", text.lower()) if is_words else re.sub(r"\s*([,()\[\]+=<>])\s*", r"\1", text)
+
+
+def _are_same(items: Sequence[str], elements: Sequence[str]) -> bool:
+    return all(map(is_equal, items, elements))
+
+
+def _are_same_set(items: Sequence[str], elements: Sequence[str]) -> bool:
+    rest = list(elements)
+    for item in items:
+        found = next((each for each in rest if is_equal(item, each)), None)
+        if found is None:
+            return False
+        rest.remove(found)
+    return not rest
+
+
+def _items(text: str) -> tuple[str, str, list[str]]:
+    """The brackets around a list and its items; `or` for the closing one where words stand between the items."""
+    text = re.sub(r"^[A-Za-z]\s*(?:\\in|∈)\s*", "", text).replace("\\{", "{").replace("\\}", "}")
+    opens = closes = ""
+    if text[:1] in _CLOSING and text[-1:] in _CLOSING[text[0]] and _depth(text[1:-1]):
+        opens, closes, text = text[0], text[-1], text[1:-1]
+    depth, items = 0, [""]
+    for part in re.split(r"([()\[\]{},;]|\s+(?:or|and)\s+)", text):
+        depth += (part in ("(", "[", "{")) - (part in (")", "]", "}"))
+        if depth == 0 and part and (part in ",;" or part.strip() in ("or", "and")):
+            items.append("")
+            closes = "or" if not opens and part not in (",", ";") else closes
+        else:
+            items[-1] += part
+    return opens, closes, [item.strip() for item in items if item.strip()]
+
+
+def _depth(text: str) -> bool:
+    """True where no bracket closes that was not opened before."""
+    depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            return False
+    return depth == 0
 
 
 def plain(text: str) -> str:
     """An answer without the dress of LaTeX and prose around it; what it says stays."""
-    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mbox|textrm)\s*\{([^{}]*)\}", r" \1 ", text.strip())
-    text = text.replace("\\left", "").replace("\\right", "").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    text = re.sub(r"\\[()\[\]]|\\[,;:! ]|~", " ", text).replace("{,}", ",").replace("\\%", "%").replace("\\$", "$")
-    text = text.replace("\u2212", "-").replace("\\times", "×").replace("\\cdot", "*").replace("\\degree", "°")
-    text = re.sub(r"\^\{?\\circ\}?", "°", text).replace("**", "").strip().rstrip(".").strip()
-    if text.startswith("$") and text.endswith("$") and len(text) > 2:
-        text = text[1:-1].strip()
-    text = re.sub(r"^[A-Za-z]\w?\s*=\s*(?=[^=]+$)", "", text)
+    dress = "text|mathrm|textbf|mathbf|boldsymbol|mbox|textrm|operatorname"
+    text = re.sub(rf"\\(?:{dress})\s*\{{([^{{}}]*)\}}", r" \1 ", text)
+    text = re.sub(r"\\(?:left|right|displaystyle|mathrm|bf|rm|big|Big)(?![a-zA-Z])", "", text.strip())
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"\\[()\[\]]|\\[,;:! ]|~|[\u00a0\u2009\u202f]|\\quad", " ", text).replace("{,}", ",")
+    text = text.replace("\\%", "%").replace("\\$", "$").replace("\\euro", "€").replace("\\pounds", "£")
+    text = re.sub("([\u2212\u2010-\u2014])", "-", text).replace("\\times", "×").replace("\\cdot", "*").replace("·", "*")
+    text = re.sub(r"\^\{?\\circ\}?|\\degree|\\circ", "°", text)
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: "^" + found[0].translate(_SUPERSCRIPTS), text)
+    text = re.sub("[½⅓⅔¼¾⅕⅛⅜]", lambda found: " " + _VULGAR[found[0]], text)
+    text = re.sub(r"\*\*|__|[`“”\"]", "", text).strip().strip("*_").rstrip(".!").strip()
+    if "$" in text:
+        text = re.sub(r"\$\$?([^$]+)\$\$?", r" \1 ", text).strip()
+    text = _right_side(text.rstrip(".").strip())
+    text = re.sub(r"^\(([A-Z])\)$", r"\1", text)
     return re.sub(r"\s+", " ", text).strip()
 
 
-def read_number(text: str) -> Number | None:
-    """The number that a plain text is; None where it is anything else.
-
-    >>> read_number("-3 1/2 hours")
-    Number(value=Fraction(-7, 2), is_percent=False, unit='hour')
-    """
-    text = re.sub(r"(?<=\d)\s*\\frac", r" \\frac", text)
-    text = re.sub(r"\\frac\s*\{([\d,.]+)\}\s*\{([\d,.]+)\}", r"\1/\2", text)
-    text = re.sub(r"\\frac\s*(\d)\s*(\d)(?!\d)", r"\1/\2", text)
-    money = re.match(r"([+-]?)\s*([$€£])\s*", text)
-    if money:
-        text = money[1] + text[money.end() :]
-    found = _LITERAL.fullmatch(text.strip())
-    if found is None or (money and found["unit"] and not _CURRENCIES.get(_unit(found["unit"]))):
-        return None
-    if found["unit"] and not _is_unit(found["unit"]):
-        return None
-    value = _value(found)
-    if value is None:
-        return None
-    unit = money[2] if money else _unit(found["unit"])
-    return Number(value, bool(found["percent"]), _CURRENCIES.get(unit, unit))
-
-
-_CURRENCIES = {
-    "$": "$",
-    "dollar": "$",
-    "usd": "$",
-    "buck": "$",
-    "€": "€",
-    "euro": "€",
-    "eur": "€",
-    "£": "£",
-    "pound": "£",
-}
-
-
-def _value(found: re.Match[str]) -> Fraction | None:
-    exponent = int(found["e"] or found["power"] or 0)
-    bottom = Fraction((found["bottom"] or "1").replace(",", ""))
-    if abs(exponent) > LARGEST_EXPONENT or not bottom:
-        return None
-    value = Fraction(found["whole"] or 0) + Fraction(found["top"].replace(",", "")) / bottom
-    value *= Fraction(10) ** exponent
-    return -value if found["sign"] == "-" else value
-
-
-def _is_unit(text: str) -> bool:
-    """True for words and signs that can be a unit; one letter may as well be a variable, but for those of _LETTERS."""
-    return _UNIT.fullmatch(text) is not None and (len(text) > 1 or text in _LETTERS)
-
-
-def _unit(text: str) -> str:
-    """A unit in one spelling: small letters, no plural."""
-    return " ".join(word.rstrip(".").removesuffix("s") or word for word in text.lower().split())
-
-
-def _is_same_number(given: Number, right: Number) -> bool:
-    if given.unit and right.unit and given.unit != right.unit:
-        return False
-    if given.is_percent == right.is_percent:
-        return given.value == right.value
-    share = (given if given.is_percent else right).value / 100
-    whole = (right if given.is_percent else given).value
-    # "50" for 50 % is what people write; 0.5 for 0.5 % would be a hundred times too much.
-    return share == whole or (share * 100 == whole and abs(whole) >= 1)
+def _right_side(text: str) -> str:
+    """What a name is said to be: 42 of `x = 42`, or of a sum that is right; an equation otherwise as it is."""
+    left, equals, right = text.rpartition("=")
+    if not equals or not right.strip() or not left or left[-1] in "<>!≠":
+        return text
+    name = r"(?:\\?[A-Za-z]+\w*\s*){1,4}(?:_\{?\w+\}?)?(?:\([^()]*\))?"
+    if "=" not in left and re.fullmatch(name, left.strip()):
+        return right.strip()
+    sums = [each.strip() for each in left.split("=")]
+    is_sum = all(re.fullmatch(r"[\d\s.,+*/^×÷(){}$-]+", each) for each in sums)
+    return right.strip() if is_sum and all(_is_same_formula(each.replace("×", "*"), right) for each in sums) else text
 
 
 def _is_formula(text: str) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sftplay.config.schema.reward import CODE_TESTS
@@ -15,6 +15,7 @@ from sftplay.errors import ConfigError, RunError
 from sftplay.reward.calls import RewardCall, Scores
 from sftplay.reward.code_rewards import CodeTests, limits_of
 from sftplay.reward.completions import Completion
+from sftplay.reward.table import judges_form
 from sftplay.sandbox.pool import Sandbox, count_workers
 
 MOST_UNKNOWN = 0.05
@@ -35,6 +36,19 @@ class Scored:
     verdicts: list[dict[str, Any] | None]
     """What became of each completion's program (`how`, `status`, `passed`, `total`, ...); None without code_tests."""
 
+    content: frozenset[str] = field(default_factory=frozenset)
+    """Names of the rewards for content: without their values nothing is known of an answer's worth."""
+
+    @classmethod
+    def of_all(cls, parts: Sequence[Scored]) -> Scored:
+        """Join the parts of a batch, for example those of all ranks, in their order."""
+        by_name = {}
+        for name in parts[0].by_name:
+            each = [part.by_name[name] for part in parts]
+            reasons = list(dict.fromkeys(reason for scores in each for reason in scores.reasons))
+            by_name[name] = Scores([value for scores in each for value in scores.values], reasons)
+        return cls(by_name, [verdict for part in parts for verdict in part.verdicts], parts[0].content)
+
 
 class RewardSet:
     """Opens the rewards of a config once and asks them many times. Use it as a context manager.
@@ -52,6 +66,7 @@ class RewardSet:
         """
         self.names = tuple(reward.name for reward in cfg.rewards)
         self.weights = tuple(reward.weight for reward in cfg.rewards)
+        self._content = frozenset(reward.name for reward in cfg.rewards if not judges_form(reward))
         self.sandbox: Sandbox | None = None
         """The boxes of its programs; None where no reward runs any."""
         self._threads: ThreadPoolExecutor | None = None
@@ -101,7 +116,7 @@ class RewardSet:
         verdicts: Sequence[dict[str, Any] | None] = next(
             (each for _, each in judged.values()), [None] * len(completions)
         )
-        return Scored({name: found[name] for name in self.names}, list(verdicts))
+        return Scored({name: found[name] for name in self.names}, list(verdicts), self._content)
 
     def close(self) -> None:
         """End all processes and boxes, also while a call is under way in another thread."""
@@ -145,15 +160,19 @@ def aligned(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str
 
 
 def combined(scored: Scored, weights: Sequence[float]) -> list[float | None]:
-    """The weighted sum of the rewards that know a value, for each completion; None where none of them does.
+    """The weighted sum of the rewards that know a value, for each completion; None where nothing is known of it.
 
-    `weights` are in the order of `scored.by_name`. A reward of weight 0 is measured only: its value alone is no reward.
+    That is where a reward for content has no value, since the rest would make it a wrong answer, and where no reward
+    has one. `weights` are in the order of `scored.by_name`. A reward of weight 0 is measured only and counts for none
+    of this.
     """
-    columns = [scores.values for scores in scored.by_name.values()]
+    learned = [(name, weight) for name, weight in zip(scored.by_name, weights, strict=True) if weight]
     sums: list[float | None] = []
-    for values in zip(*columns, strict=True):
-        known = [value * weight for value, weight in zip(values, weights, strict=True) if value is not None and weight]
-        sums.append(sum(known) if known else None)
+    for place in range(len(scored.verdicts)):
+        values = [(name, scored.by_name[name].values[place], weight) for name, weight in learned]
+        known = [value * weight for _, value, weight in values if value is not None]
+        is_known = known and not any(value is None and name in scored.content for name, value, _ in values)
+        sums.append(sum(known) if is_known else None)
     return sums
 
 

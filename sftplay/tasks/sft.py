@@ -16,6 +16,7 @@ from sftplay.deliver.report.sample import write_masked_sample
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.unsloth_model import check_arguments
 from sftplay.tasks.run.fingerprint import recipe_of
+from sftplay.tasks.run.setup import on_one_gpu
 from sftplay.tasks.run.task import Rows, TrainerParts
 from sftplay.tasks.step.micro_batches import Collator
 from sftplay.tasks.step.window import Window
@@ -71,7 +72,7 @@ def build_trainer(parts: TrainerParts) -> WindowedSFTTrainer:
         parts.step,
         model=parts.model,
         processing_class=parts.tokenizer,
-        args=config,
+        args=on_one_gpu(config),
         train_dataset=parts.train,
         eval_dataset=parts.held_out,
         data_collator=Collator(parts.tokenizer.pad_token_id),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 from sftplay import log
 from sftplay.atomic import locked_if_possible
 from sftplay.config.load import load_resolved
-from sftplay.errors import SftplayError, no_memory
+from sftplay.errors import SftplayError, machine_refusal
 from sftplay.launch.command.command import PARENT
 from sftplay.launch.run_folder import RESOLVED, RunFolder
 from sftplay.launch.supervise.exit_cause import LOST, Death
@@ -70,7 +70,7 @@ def main(run_folder: str) -> int:
             signal.signal(each, signal.SIG_IGN)
         if lost := lost_rank(folder) or lost_node(error):
             return end_after_lost_rank(folder, lost)
-        if refusal := no_memory(error):
+        if refusal := machine_refusal(error):
             traceback.print_exc()  # into the log
             return _fail(folder, refusal.exit_code, cause=refusal.what, text=str(refusal), error=refusal.as_json())
         return _fail(folder, BUG, cause=f"{type(error).__name__}: {error}", text=traceback.format_exc())
@@ -85,8 +85,10 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
         leave_out(unneeded(cfg))
     from sftplay.monitor.disk import report_full_disk
     from sftplay.monitor.guards import StopOnSignal
+    from sftplay.tasks.run.setup import refuse_missing_gpu
 
     run = runner_of(cfg.task_mode)
+    refuse_missing_gpu()
     with report_full_disk(folder.path):
         outcome = run(cfg, folder=folder, stop=StopOnSignal(outside))
     if outcome.stop_signal:

@@ -28,6 +28,11 @@ def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
         ("grpo: {delta: 4, loss_type: cispo}", "grpo.delta", "remove it, or write 4"),
         ("grpo: {max_completion_length: 2048}", "grpo.max_completion_length", "write model.max_seq_len: 4096"),
         ("grpo: {max_prompt_length: 2000}", "grpo.max_prompt_length", "write model.max_seq_len: 2512"),
+        (
+            "grpo: {skip_silent: true, loss_type: bnpo}",
+            "grpo.skip_silent",
+            "leave grpo.loss_type or grpo.skip_silent out",
+        ),
         ("grpo: {skip_silent: true, redraws: 2}", "grpo.skip_silent", "leave grpo.redraws or grpo.skip_silent out"),
         (
             "grpo: {skip_silent: true, control: random}",

@@ -107,7 +107,7 @@ def test_the_sudoku_run_is_that_of_the_published_code_and_trm_is_a_preset_of_its
     assert round(hrm.train.warmup_ratio * steps) == 2000
     trm = load_config("configs/run_trm_sudoku.yaml").hrm
     assert (trm.arch, trm.grad, trm.l_layers, trm.q_continue, trm.ema) == ("single", "full_last_cycle", 2, False, 0.999)
-    assert (trm.h_cycles, trm.l_cycles, trm.epochs) == (3, 6, 50_000)
+    assert (trm.h_cycles, trm.l_cycles, trm.epochs, trm.puzzle_emb_len) == (3, 6, 50_000, 16)
 
 
 def test_the_distributed_gemma_run_is_the_one_of_the_guide():

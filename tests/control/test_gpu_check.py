@@ -229,6 +229,41 @@ def test_other_kernels_that_begin_elsewhere_or_end_elsewhere_fail(place: Place, 
             runs.same_with(place, changes={}, precision="fp32")
 
 
+def test_a_single_process_that_sees_several_gpus_fails(place: Place, monkeypatch: pytest.MonkeyPatch):
+    two, started = replace(place, machine=TWO_GPUS), place.folder
+    started.mkdir()
+    folder = SimpleNamespace(path=started)
+    monkeypatch.setattr(several_processes, "learned", learned_with({True: [3.5, 3.0, 2.5]}))
+    for command, losses, is_right in (
+        ("CUDA_VISIBLE_DEVICES=GPU-0a python -m worker", [3.5, 3.0, 2.501], True),
+        ("python -m worker", [3.5, 3.0, 2.5], False),
+        ("CUDA_VISIBLE_DEVICES=GPU-0a,GPU-0b python -m worker", [3.5, 3.0, 2.5], False),
+        ("CUDA_VISIBLE_DEVICES=GPU-0a python -m worker", [3.5, 3.0, 2.6], False),
+    ):
+        (started / "launch.txt").write_text(command)
+        run = SimpleNamespace(folder=folder, losses=losses)
+        monkeypatch.setattr(several_processes, "train", lambda *_, run=run, **__: run)
+        if is_right:
+            assert "2 are visible, CUDA_VISIBLE_DEVICES=GPU-0a for the worker" in several_processes.one_of_several(two)
+            continue
+        with pytest.raises(Broken, match="2 are visible"):
+            several_processes.one_of_several(two)
+
+
+def test_the_split_model_exceeds_one_card_and_fits_them_all():
+    disk = 500 * 2**30
+    for gib, count, name in ((80, 2, "Qwen/Qwen2.5-7B"), (22, 2, "Qwen/Qwen2.5-1.5B"), (32, 4, "Qwen/Qwen2.5-3B")):
+        card = replace(CARD, total_bytes=gib * 2**30, free_bytes=gib * 2**30)
+        machine = replace(CPU, gpus=(card,) * count, disk_free_bytes=disk)
+        # weights, gradients and two moments in fp32: 16 bytes a parameter, of 7.62, 1.54 and 3.09 billions
+        assert several_processes.split_candidate(machine, count) == name
+        with pytest.raises(NotPossible, match="disk"):
+            several_processes.split_candidate(replace(machine, disk_free_bytes=2**30), count)
+    huge = replace(CARD, total_bytes=2**40, free_bytes=2**40)
+    with pytest.raises(NotPossible, match="no shape"):
+        several_processes.split_candidate(replace(CPU, gpus=(huge, huge), disk_free_bytes=disk), 2)
+
+
 def test_losses_are_compared_step_by_step_and_one_that_is_not_finite_is_a_failure():
     assert kit.losses_apart([2.0, 1.1], [2.0, 1.0]) == pytest.approx(0.1)
     for odd, problem in (([2.0], "1 steps beside 2"), ([2.0, float("nan")], "not finite")):

@@ -13,7 +13,7 @@ import pytest
 from out_of_memory import hooked
 
 from benchmarks import gpu_speed
-from sftplay.control.gpu_check import recovery, several_processes
+from sftplay.control.gpu_check import recovery, runs, several_processes, speed
 from sftplay.control.gpu_check.frame import kit
 from sftplay.control.gpu_check.frame.check import Place
 from sftplay.machine.probe import probe
@@ -90,3 +90,24 @@ def test_a_shape_that_no_memory_holds_is_told_and_not_built(tmp_path: Path):
     huge = replace(gpu_speed.CASES["llama-8b-lora"], tokens=131_072, micro_batch=32)
     found = gpu_speed.measure(huge, "ours", tmp_path)
     assert set(found) == {"does_not_fit"}
+
+
+def test_a_model_with_grouped_heads_has_the_losses_of_eager_attention(place: Place):
+    assert "the first loss within" in runs.grouped_heads(place, precision="fp32")
+
+
+def test_held_out_rows_are_measured_before_full_tuning(place: Place, builtin_tiny: Path):
+    assert "before" in runs.measured_before(place)
+
+
+def test_padded_and_packed_rows_have_their_speeds(place: Place, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(speed, "SHAPE", "tiny")
+    assert "packed, of the shape tiny" in speed.padded_beside_packed(place)
+    assert len(place.details["padded"]) == len(place.details["packed"]) == kit.STEPS
+
+
+def test_a_split_model_takes_steps(place: Place, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks" / "cpu_fsdp"))  # accelerate has FSDP for GPUs only
+    monkeypatch.setattr(several_processes, "split_candidate", lambda *_: "tiny")
+    monkeypatch.setattr(several_processes, "processes", lambda _: 2)
+    assert several_processes.larger_than_one(place).startswith("tiny on 2 GPUs; losses ")

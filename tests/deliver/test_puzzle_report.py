@@ -24,9 +24,13 @@ def row(number: int, *, correct: bool) -> dict[str, Any]:
 def folder(tmp_path: Path) -> RunFolder:
     (tmp_path / "eval").mkdir()
     for step, shares in ((100, (0.0, 0.25)), (200, (0.25, 0.5))):
-        segments = [{"exact_accuracy": share, "accuracy": share + 0.25} for share in shares]
+        segments = [
+            {"exact_accuracy": share, "accuracy": share + 0.25, "blank_accuracy": share + 0.125} for share in shares
+        ]
         figures = {"step": step, "n": 16, "segments": segments, **segments[-1], "pass_at": {"1": 0.5, "2": 0.75},
-                   "halting_q": {"exact_accuracy": 0.5, "accuracy": 0.75, "segments": 1.5}}  # fmt: skip
+                   "pass_at_partial": {"1": 0.625},
+                   "halting_q": {"exact_accuracy": 0.5, "accuracy": 0.75, "blank_accuracy": 0.75,
+                                 "segments": 1.5}}  # fmt: skip
         (tmp_path / "eval" / f"step-{step}.json").write_text(json.dumps(figures))
         rows = [row(number, correct=number >= 3) for number in range(16)]
         (tmp_path / "eval" / f"step-{step}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
@@ -38,14 +42,16 @@ def test_the_curve_has_a_point_for_each_segment_and_the_table_both_ways_of_halti
     assert shown is not None
     refined, course = shown.charts
     assert [list(curve.points) for curve in refined.curves] == [[(1, 0.0), (2, 0.25)], [(1, 0.25), (2, 0.5)]]
-    assert [list(curve.points) for curve in course.curves] == [[(100, 0.25), (200, 0.5)], [(100, 0.5), (200, 0.75)]]
+    assert [list(curve.points) for curve in course.curves] == [[(100, 0.25), (200, 0.5)], [(100, 0.375), (200, 0.625)]]
+    assert shown.tables[0].head == ["Segments", "Puzzles right", "Blank cells right", "Cells right, givens too"]
     cells = [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in line] for line in shown.tables[0].rows]
     assert cells == [
-        ["1", "25.0 %", "50.0 %"],
-        ["2", "50.0 %", "75.0 %"],
-        ["where the model halts, 1.5 on average", "50.0 %", "75.0 %"],
-        ["pass@1", "50.0 %", ""],
-        ["pass@2", "75.0 %", ""],
+        ["1", "25.0 %", "37.5 %", "50.0 %"],
+        ["2", "50.0 %", "62.5 %", "75.0 %"],
+        ["where the model halts, 1.5 on average", "50.0 %", "75.0 %", "75.0 %"],
+        ["pass@1, whole tasks", "50.0 %", "", ""],
+        ["pass@2, whole tasks", "75.0 %", "", ""],
+        ["pass@1, share of a task's inputs", "62.5 %", "", ""],
     ]
 
 

@@ -14,6 +14,7 @@ import pytest
 import recorded_driver as driver
 
 from sftplay.commands.look import machine as commands
+from sftplay.launch.command.command import one_gpu_environment
 from sftplay.machine import memory_use, probe, torch_build
 from sftplay.machine.doctor.gpu import check_gpus
 from sftplay.machine.torch_build import TorchBuild
@@ -125,6 +126,30 @@ def test_json_says_the_same_as_the_lines(monkeypatch, capsys):
     assert printed_json["gpus"][0]["used_bytes"] == 9434 * 2**20
     assert printed_json["gpus"][0]["processes"][0] == {"pid": 4450, "name": "python3", "used_bytes": 1733 * 2**20}
     assert (printed_json["driver"], printed_json["links"]) == ("510.85.02", [["X", "PHB"], ["PHB", "X"]])
+
+
+@pytest.mark.parametrize(
+    ("machine", "chosen", "uuid"),
+    [("v100x2", None, 0), ("v100x2", "1", None), ("v100x2", "1,0", 1), ("a100x8", "3,4", 3)],
+)
+def test_one_process_gets_the_first_gpu_that_is_visible(
+    machine: str, chosen: str | None, uuid: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    recorded = driver.recorded(machine)
+    for n, gpu in enumerate(recorded["gpus"]):
+        gpu.setdefault("uuid", f"GPU-{n}")
+    driver.install(monkeypatch, recorded)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    wanted = {} if uuid is None else {"CUDA_VISIBLE_DEVICES": recorded["gpus"][uuid]["uuid"]}
+    assert one_gpu_environment(probe.find_gpus()[0]) == wanted
+
+
+def test_an_instance_of_a_gpu_is_named_because_torch_counts_whole_gpus(monkeypatch):
+    driver.install(monkeypatch, driver.recorded("mig"))
+    (instance,) = probe.find_gpus()[0]
+    assert one_gpu_environment([instance]) == {"CUDA_VISIBLE_DEVICES": instance.uuid}
+    assert instance.uuid.startswith("MIG-")
 
 
 def test_the_stand_in_has_the_functions_of_the_real_module_with_their_parameters():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import multiprocessing
 import shutil
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from sftplay.errors import ConfigError
+from sftplay.errors import ConfigError, MachineError
 from sftplay.model import builtin
 
 QUICK = builtin.Recipe(vocab_size=400, hidden_size=16, intermediate_size=32, layers=1, heads=1, steps=2, rows=2)
@@ -113,7 +115,7 @@ def test_a_name_has_the_same_tokens_wherever_it_stands(builtin_tiny):
 
 def test_a_second_call_makes_nothing_and_gives_the_same_folder(builtin_tiny, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(builtin, "_make", lambda *_, **__: pytest.fail("it is made again"))
+    monkeypatch.setattr(builtin, "make_base", lambda *_, **__: pytest.fail("it is made again"))
     assert builtin.ensure_builtin("tiny", builtin_tiny.parent, say=said.append) == builtin_tiny
     assert said == []
 
@@ -174,3 +176,69 @@ def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
 
 def test_the_names_are_listed():
     assert builtin.builtin_names() == ["copier", "digits", "tiny"]
+
+
+@pytest.fixture
+def tiny_copy(tmp_path):
+    """data/base with its shipped model, to be damaged."""
+    return Path(shutil.copytree(builtin.TEXT_DIR, tmp_path / "base"))
+
+
+def ensure_shipped(cache_dir: Path, text_dir: Path = builtin.TEXT_DIR) -> tuple[Path, list[str]]:
+    said: list[str] = []
+    return builtin.ensure_builtin("tiny", cache_dir, say=said.append, text_dir=text_dir), said
+
+
+def test_nothing_is_trained_for_the_shipped_base(tmp_path, monkeypatch):
+    for name in ("train_tokenizer", "_train_base", "make_base"):
+        monkeypatch.setattr(builtin, name, lambda *_, **__: pytest.fail("the base is trained"))
+    folder, said = ensure_shipped(tmp_path)
+    assert said == []
+    shipped = builtin.TEXT_DIR / "tiny" / "model.safetensors"
+    assert (folder / "model.safetensors").read_bytes() == shipped.read_bytes()
+    assert shipped.stat().st_size <= 5.5e6
+
+
+def test_the_shipped_base_was_made_of_todays_texts_and_recipe():
+    made = json.loads((builtin.TEXT_DIR / "tiny" / "made.json").read_text())
+    assert made["fingerprint"] == builtin.fingerprint(builtin.RECIPES["tiny"])
+    assert made["recipe"] == dataclasses.asdict(builtin.RECIPES["tiny"])
+    for name, digest in made["sha256"].items():
+        assert hashlib.sha256((builtin.TEXT_DIR / "tiny" / name).read_bytes()).hexdigest() == digest
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_damaged_file_of_the_shipped_base_is_named_and_nothing_is_made(tiny_copy, tmp_path, name):
+    path = tiny_copy / "tiny" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(MachineError, match="sha256") as refused:
+        ensure_shipped(tmp_path / "cache", tiny_copy)
+    assert refused.value.where == str(path)
+    assert "git checkout" in refused.value.fix
+    assert not [each for each in (tmp_path / "cache").iterdir() if each.is_dir()]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "made.json"])
+def test_a_missing_file_of_the_shipped_base_is_named(tiny_copy, tmp_path, name):
+    (tiny_copy / "tiny" / name).unlink()
+    with pytest.raises(MachineError) as refused:
+        ensure_shipped(tmp_path / "cache", tiny_copy)
+    assert refused.value.where == str(tiny_copy / "tiny" / name)
+
+
+def test_a_damaged_copy_in_the_cache_is_named(tmp_path):
+    folder, _ = ensure_shipped(tmp_path)
+    with (folder / "model.safetensors").open("r+b") as handle:
+        handle.truncate(1000)
+    with pytest.raises(MachineError) as refused:
+        ensure_shipped(tmp_path)
+    assert refused.value.where == str(folder / "model.safetensors")
+    assert str(folder) in refused.value.fix
+
+
+def test_a_cache_of_a_base_trained_on_another_machine_is_not_taken_for_the_shipped_one(tmp_path):
+    trained = tmp_path / f"tiny-{builtin.fingerprint(builtin.RECIPES['tiny'])}"
+    trained.mkdir()
+    assert ensure_shipped(tmp_path)[0] != trained

@@ -8,8 +8,8 @@ from typing import Any
 
 from oracle.cases import Case, TraceSettings
 from oracle.record import recorded_peaks
-from sftplay.plan.memory.execution import Adapter, Execution
-from sftplay.plan.memory.step import WORKSPACE_BYTES, Size, estimate
+from sftplay.plan.memory.execution import WORKSPACE_BYTES, Adapter, Execution
+from sftplay.plan.memory.step import Size, estimate
 from sftplay.plan.shape.find import shape_from_config
 
 

@@ -18,9 +18,9 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.deliver.infer.generate import Generator
 from sftplay.plan.devices.layout import OWN, Layout
 from sftplay.plan.memory.episodes import COMPARE, CRITIC, START, VALUE, Episodes, episodes_of, estimate_episodes
-from sftplay.plan.memory.execution import Adapter, Execution
+from sftplay.plan.memory.execution import WORKSPACE_BYTES, Adapter, Execution
 from sftplay.plan.memory.rollout import CACHE, DRAW, REFERENCE
-from sftplay.plan.memory.step import SHARDING, WORKSPACE_BYTES, Footprint
+from sftplay.plan.memory.step import SHARDING, Footprint
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.shape.from_config import shape_from_config
 from sftplay.tasks.score.episodes.drawing import RecordedSampling, draw_actions

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from benchmarks import gpu_sizing
 from benchmarks.gpu_sizing import CPU_CASES, GPU_CASES, Place, measure_case
 from benchmarks.gpu_sizing_table import as_markdown, summarise
 from sftplay.errors import RunError
-from sftplay.machine.probe import Machine
+from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.shape.find import find_shape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +70,22 @@ def tiny_folder(_name: str, here: Place) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(gpu_sizing.TINY_CONFIG))
     return folder
+
+
+def test_both_files_are_whole_after_every_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[list[str]] = []
+
+    def measured(case: gpu_sizing.Case, _: Place) -> dict[str, Any]:
+        report = json.loads((tmp_path / "gpu_sizing.json").read_text())
+        assert "configs in" in (tmp_path / "gpu_sizing.md").read_text()
+        seen.append([row["mode"] for row in report["rows"]])
+        return {"model": case.model, "mode": case.mode, "tokens": case.tokens, "error": "it was killed"}
+
+    monkeypatch.setattr(gpu_sizing, "measure_case", measured)
+    monkeypatch.setattr(gpu_sizing, "probe", lambda: place(tmp_path).machine)
+    assert gpu_sizing.main(["--out", str(tmp_path)]) == 0
+    assert seen == [[], ["full"], ["full", "lora"]]
+    assert len(json.loads((tmp_path / "gpu_sizing.json").read_text())["rows"]) == 3
 
 
 def test_a_config_that_dies_or_takes_too_long_is_a_row_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -127,3 +144,18 @@ def test_the_configs_span_what_the_benchmark_promises():
     # A model's cases lie side by side: its weights are made, and removed, once.
     models = [case.model for case in GPU_CASES]
     assert sum(a != b for a, b in pairwise(models)) == len(set(models)) - 1
+
+
+def test_a_process_holds_the_most_that_its_allocator_held_and_what_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """By hand: 24 GiB were free. At the end 16 are, and the allocator has 7: 1 GiB lies beside it. It had held 12."""
+    card = Gpu(0, "a card", 24 * GIB, 24 * GIB, (8, 0))
+    machine = Machine((card,), "none", 16 * GIB, 2, "3.11", "Linux", {})
+    point = {"rows": 1, "tokens": 64, "peaks_bytes": {"head": 10 * GIB}, "reserved_bytes": 12 * GIB, "seconds": 1.0}
+    device = {"total_bytes": 24 * GIB, "free_bytes": 16 * GIB, "reserved_bytes": 7 * GIB}
+    monkeypatch.setattr(gpu_sizing, "run_rehearsal", lambda *_, **__: {"points": [point], "device": device})
+    train = SimpleNamespace(batch_size=1, grad_accum=1)
+    sized: Any = SimpleNamespace(cfg=SimpleNamespace(train=train))
+    held = gpu_sizing.hold(sized, Place(machine, tmp_path, argparse.Namespace(quick=True, limit_s=5.0)))
+    assert held["process_bytes"] == 13 * GIB

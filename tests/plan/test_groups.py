@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from dataclasses import replace
 from typing import Any
 from unittest.mock import PropertyMock, patch
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl import GRPOConfig
+from trl import import_utils as trl_imports
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
@@ -199,6 +201,28 @@ def test_vllm_is_refused_with_its_install_line_where_it_is_missing(monkeypatch):
     assert "write 0.0" in small.value.fix
     with pytest.raises(MachineError, match="there is none"):
         size_run(config(grpo__generation="vllm_colocate"), Machine((), "none", 64 * GIB, 8, "3.11.0", "Linux", {}))
+
+
+@pytest.mark.parametrize("kind", ["vllm_colocate", "vllm_server"])
+@pytest.mark.parametrize(
+    ("release", "is_taken"), [("0.21.3", False), ("0.22.0", True), ("0.31.0+cu130", True), ("0.33.1", False)]
+)
+def test_a_vllm_that_trl_does_not_take_is_refused_by_name(monkeypatch, kind, release, is_taken):
+    """The bounds are those of `is_vllm_available` in trl 1.16, which only warns."""
+    monkeypatch.setattr("sftplay.plan.sizing.groups.find_spec", lambda name: object())
+    monkeypatch.setattr("sftplay.machine.releases.version", lambda name: release)
+    monkeypatch.setattr(trl_imports, "_is_package_available", lambda *_, **__: (True, release))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trl_imports.is_vllm_available()
+    assert any("supports vLLM versions" in str(each.message) for each in said) != is_taken
+    cfg = config(grpo__generation=kind)
+    if is_taken:
+        sized(cfg)
+        return
+    with pytest.raises(MachineError, match=f"trl takes vllm 0.22.0 to 0.31.0, and {release} is installed") as refused:
+        sized(cfg)
+    assert refused.value.fix.startswith("pip install vllm==0.31.0")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "zero3"])

@@ -14,12 +14,15 @@ from oracle.cases import FAMILIES, SHALLOW_CHUNKS, TERMS, TraceSettings, case_of
 from oracle.closed_form import closed_bytes, execution_of, traced_bytes
 
 from sftplay.config.load import load_config
+from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.memory import execution, head, layer, sharding
 from sftplay.plan.memory import step as memory
-from sftplay.plan.memory.execution import Adapter, Execution, trained_params
+from sftplay.plan.memory.budget import Device, runtime_bytes
+from sftplay.plan.memory.execution import Adapter, Execution, trained_params, workspace_bytes
 from sftplay.plan.memory.sharding import share_of
 from sftplay.plan.memory.step import Size, estimate, standing_bytes
-from sftplay.plan.shape.find import shape_from_config
+from sftplay.plan.shape.find import find_shape, shape_from_config
+from sftplay.plan.sizing.size_run import size_run
 
 SHAPE = shape_from_config(FAMILIES["llama"], name="x")
 LORA = load_config(Path(__file__).resolve().parents[2] / "configs/run_lora.yaml")
@@ -158,7 +161,41 @@ def test_chunks_are_counted_as_long_as_they_are():
 
 def test_the_workspace_is_what_torch_configures_by_default():
     # :4096:2:16:8 is two buffers of 4096 KiB and eight of 16 KiB, a handle; two threads.
-    assert memory.WORKSPACE_BYTES == 2 * (2 * 4096 + 8 * 16) * 2**10
+    ampere, ada, hopper, blackwell = (8, 0), (8, 9), (9, 0), (12, 0)
+    assert workspace_bytes(ampere) == workspace_bytes(ada) == 2 * (2 * 4096 + 8 * 16) * 2**10
+    # torch's parseChosenWorkspaceSize takes 4096 * 8 KiB where the capability's major number is 9 or more.
+    assert workspace_bytes(hopper) == workspace_bytes(blackwell) == 2 * 4096 * 8 * 2**10
+
+
+@pytest.mark.parametrize(("capability", "mib"), [((8, 0), 16.25), ((9, 0), 64)])
+def test_a_plan_counts_the_workspace_of_its_card(capability: tuple[int, int], mib: float):
+    cfg = LORA.with_values({"model.name": "Qwen/Qwen2.5-1.5B"}, "test")
+    card = Gpu(0, "a card", 80 * 2**30, 80 * 2**30, capability)
+    machine = Machine((card,), "none", 2**36, 8, "3.11", "Linux", {"torch": "2.13.0"})
+    seen = size_run(cfg, machine, shape=find_shape("Qwen/Qwen2.5-1.5B")).forecast
+    assert seen is not None
+    assert seen.components["workspace"] == mib * 2**20
+
+
+def test_a_context_is_that_of_the_card_and_not_of_the_first_with_its_major_number():
+    """A V100's is 0.3 to 0.4 GiB (pytorch issue 20532, p3.8xlarge), a T4's 0.14 (fitcheck's public table)."""
+
+    def context(capability: tuple[int, int]) -> float:
+        return runtime_bytes(Device("a card", 0, 0, True, capability), 1) / 2**30
+
+    assert 0.3 <= context((7, 0)) <= 0.4
+    assert context((7, 5)) == pytest.approx(0.14)
+    assert context((6, 1)) == context((7, 0))
+    assert context((8, 9)) == context((8, 0)) < context((9, 0)) == context((12, 0))
+
+
+def test_the_bias_of_a_mask_has_the_dtype_of_the_queries():
+    """torch's convert_boolean_attn_mask makes it in the query's: 4 bytes an entry in fp32, with autocast or without."""
+    code = replace(execution_of(TraceSettings(method="lora", padded=True)), compute_bytes=4)
+    size = Size(rows=3, seq=500)
+    assert estimate(SHAPE, code, size=size).phases["head"]["mask"] == 3 * 500 * 500 * (1 + 4)
+    eager = replace(code, attention="eager", compute_bytes=2, weight_bytes=4)
+    assert estimate(SHAPE, eager, size=size).phases["head"]["mask"] == 3 * 500 * 500 * (1 + 4)
 
 
 def test_a_mask_is_a_boolean_and_a_16_bit_number_an_entry():

@@ -40,7 +40,7 @@ LARGE_CASES = {
     "published": ({}, 96, 96, 2),
     "deeper": (MIDDLE, 96, 24, 4),
     "no look ahead": (MIDDLE | {"q_continue": False}, 96, 96, 2),
-    "smaller later model": (TRM, 32, 8, 4),
+    "smaller later model": (TRM | {"puzzle_emb_len": 16}, 32, 8, 4),
 }
 
 
@@ -56,7 +56,7 @@ def test_the_closed_form_is_within_three_percent_of_the_trace_in_every_phase(nam
         PuzzleShape(hrm, SUDOKU),
         size=PuzzleSize(rows=rows, micro_batch=micro_batch),
         compute_bytes=compute_bytes,
-        on_gpu=False,
+        workspace=0,
     ).phases
     dtype = {2: torch.bfloat16, 4: torch.float32}[compute_bytes]
     grid = Grid(vocab_size=SUDOKU.words, cells=SUDOKU.cells, identifiers=1)
@@ -74,7 +74,17 @@ def test_memory_does_not_grow_with_the_cycles_unless_the_gradient_goes_back_thro
     assert peak(grad="full_last_cycle", l_cycles=8) > 2 * peak()
 
 
-@pytest.mark.parametrize("given", [SMALL, MIDDLE, TRM | {"hidden_size": 128}, SMALL | {"puzzle_emb_dim": 0}])
+def test_the_prefix_of_trm_counts_among_the_positions():
+    shape, hrm = PuzzleShape(HrmConfig(**TRM, puzzle_emb_len=16), SUDOKU), HrmConfig(**TRM, puzzle_emb_len=16)
+    assert shape.positions == 97
+    assert model_shape_of(shape, rows=None).row_tokens == built(hrm, SUDOKU).start(1).high.shape[1]
+    assert PuzzleShape(HrmConfig(**TRM), SUDOKU).positions == 82
+
+
+@pytest.mark.parametrize(
+    "given",
+    [SMALL, MIDDLE, TRM | {"hidden_size": 128}, SMALL | {"puzzle_emb_dim": 0}, SMALL | {"puzzle_emb_len": 16}],
+)
 def test_weights_and_table_are_those_of_the_model(given: dict[str, Any]):
     grid = GridSize(cells=16, words=6, identifiers=7)
     shape, model = PuzzleShape(HrmConfig(**given), grid), built(HrmConfig(**given), grid)
@@ -148,7 +158,7 @@ def test_a_process_holds_the_whole_table_or_its_share_and_the_main_host_collects
 def test_without_a_gpu_the_collected_table_counts_in_the_memory_that_all_processes_share():
     shape = PuzzleShape(HrmConfig(puzzle_emb_placement="sharded"), MILLION)
     size = PuzzleSize(rows=1, micro_batch=1)
-    phases = puzzle_footprint(shape, size=size, compute_bytes=4, processes=4, on_gpu=False).phases
+    phases = puzzle_footprint(shape, size=size, compute_bytes=4, processes=4, workspace=0).phases
     assert phases["checkpoint"]["table"] == phases["checkpoint"]["collected table"] == 2_048_000_000 / 4
 
 

@@ -258,6 +258,7 @@ CHEATS = {
         "\\boxed{18^{1}}",
         "\\boxed{18",
         "\\boxed{36/2+0}",
+        "\\boxed{18\\%}",
     ],
     length: ["", "a b c d", "a " * 50, "a\nb\nc\nd", "a\tb\tc\td", " ", "\n", "1 2 3 4", "a b c d e f", "\u3000"],
     repetition: [
@@ -406,7 +407,6 @@ RIGHT = {
         "\\boxed{1.8 \\times 10^1}",
         "\\boxed{018}",
         "\\boxed{+18}",
-        "\\boxed{18\\%}",
     ],
     length: ["a", "a b c", "a\nb", "42", "don't", " a ", "a-b-c-d", "a\tb", "```x```", "\u00e9"],
     overlong: [

@@ -131,7 +131,9 @@ def config(tmp_path, rewards, rows=None):
 
 
 def checked(tmp_path, rewards, capsys, **named):
-    code = reward_check(Namespace(config=config(tmp_path, rewards, **named), overrides=[], run=None, n=32, json=True))
+    code = reward_check(
+        Namespace(config=config(tmp_path, rewards, **named), overrides=[], run=None, input="", n=32, json=True)
+    )
     return code, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
@@ -201,7 +203,7 @@ def test_every_shipped_config_has_rewards_that_can_tell(path, monkeypatch, capsy
     waits = [f"rewards.{n}.deadline={HANG_S}" for n in range(len(load_config(str(path)).rewards))]
     if "code_tests" in path.read_text():
         waits += [f"sandbox.{key}={value}" for key, value in PATIENT_BOX.items()]
-    assert reward_check(Namespace(config=str(path), overrides=waits, run=None, n=12, json=True)) == 0
+    assert reward_check(Namespace(config=str(path), overrides=waits, run=None, input="", n=12, json=True)) == 0
     assert {each["verdict"] for each in json.loads(capsys.readouterr().out.splitlines()[-1])} == {"ok"}
 
 
@@ -304,3 +306,76 @@ def test_a_config_without_rewards_is_refused(tmp_path, capsys):
 def test_a_wrong_name_is_refused_before_anything_runs(tmp_path, capsys, reward, said):
     with pytest.raises(ConfigError, match=said):
         checked(tmp_path, [{"name": "it", **reward}], capsys)
+
+
+OBJECTS = {
+    "task_id": 650, "text": "Make a list.", "test_setup_code": "",
+    "code": "class Node:\n    def __init__(self, v): self.v = v",
+    "test_list": ["assert Node(3).v == 3", "n = Node(4)\nassert n.v == 4"],
+}  # fmt: skip
+
+
+@needs_boxes
+def test_the_row_that_paid_a_forgery_is_named_however_many_rows_pay_none(tmp_path, capsys):
+    tests = {"name": "tests", "use": "code_tests"}
+    code, (finding,) = checked(tmp_path, [tests], capsys, rows=[*PROBLEMS, OBJECTS])
+    place = f"{tmp_path}/rows.jsonl:7"
+    assert (code, finding["verdict"], finding["in_process"]) == (5, "cannot_tell", [place])
+    assert finding["junk"]["a program that forges its verdict"] == pytest.approx(1 / 7)
+    assert finding["paid"] == [f"{place} pays a program that forges its verdict 1"]
+    path = config(tmp_path, [tests], rows=[*PROBLEMS, OBJECTS])
+    with pytest.raises(RunError, match=r"rows\.jsonl:7 pays a program that forges"):
+        reward_check(Namespace(config=path, overrides=[], run=None, input="", n=32, json=False))
+    assert f"in_process, where a program can forge its verdict: {place}" in capsys.readouterr().out
+
+
+def given(tmp_path, rewards, rows):
+    path = tmp_path / "completions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["reward-check", "--config", config(tmp_path, rewards), "--in", str(path), "--json"]
+
+
+def test_each_reward_says_what_it_pays_given_completions(tmp_path, user, capsys):
+    rewards = [
+        {"name": "right", "use": "math"},
+        {"name": "form", "use": "format", "weight": 0.1, "options": {"form": "boxed"}},
+    ]
+    rows = [{"completion": text, "answer": "42"} for text in ("\\boxed{42}", "The answer is 42.", "?", "\\boxed{41}")]
+    assert main(given(tmp_path, rewards, rows)) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["rewards"] for row in found] == [
+        {"right": 1.0, "form": 1.0}, {"right": 1.0, "form": 0.0}, {"right": 0.0, "form": 0.0},
+        {"right": 0.0, "form": 1.0},
+    ]  # fmt: skip
+    assert [row["total"] for row in found] == [1.1, 1.0, 0.0, 0.1]
+    assert [row["verdict"] for row in found] == [None] * 4
+
+
+def test_the_total_is_unknown_where_a_reward_for_content_is(tmp_path, user, capsys):
+    form = {"name": "form", "use": "format", "options": {"form": "boxed"}}
+    rows = [{"completion": "\\boxed{42}"}]
+    assert main(given(tmp_path, [{"name": "own", "use": f"{user}:abstains"}, form], rows)) == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert row == {"rewards": {"own": None, "form": 1.0}, "total": None, "verdict": None}
+    assert main(given(tmp_path, [{"name": "own", "use": f"{user}:abstains", "weight": 0}, form], rows)) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]["total"] == 1.0
+
+
+@needs_boxes
+def test_given_programs_come_with_their_verdicts(tmp_path, capsys):
+    tests = {"tests": ["assert f(1) == 2"], "entry_point": "f"}
+    rows = [{"completion": f"```python\ndef f(x): return {value}\n```", **tests} for value in ("x + 1", "x")]
+    assert main(given(tmp_path, [{"name": "tests", "use": "code_tests"}], rows)) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [(row["total"], row["verdict"]["status"]) for row in found] == [(1.0, "ok"), (0.0, "wrong")]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [({"answer": "4"}, "completion is None"), ({"completion": "4"}, "reads the column answer"), ([], "cannot be read")],
+)
+def test_a_given_row_that_no_reward_can_judge_is_named(tmp_path, capsys, row, said):
+    assert main(given(tmp_path, [{"name": "right", "use": "math"}], [{"completion": "4", "answer": "4"}, row])) == 4
+    refused = capsys.readouterr().err
+    assert said in refused
+    assert "completions.jsonl:2" in refused

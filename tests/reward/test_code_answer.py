@@ -1,5 +1,7 @@
 """Which part of a completion is its program, and how it was found."""
 
+import ast
+
 import pytest
 
 from sftplay.reward.code_answer import LONGEST_CODE, find_code, is_program
@@ -44,3 +46,12 @@ def test_a_program_defines_what_stands_at_its_top_level(code, defines):
 @pytest.mark.parametrize("code", ["(" * 10_000, "-" * 100_000 + "1", "x = " + "9" * 50_000, "\0", "def", "a\n b"])
 def test_text_that_the_parser_cannot_take_is_no_program(code):
     assert not is_program(code, "f")
+
+
+@pytest.mark.parametrize("many", ["```python\n", "```python\nx(\n```\n", "x = (\n", "def f(:\n", "a = 1\nb b\n"])
+def test_the_parser_is_asked_a_bounded_number_of_times(many, monkeypatch):
+    asked, parse = [], ast.parse
+    with monkeypatch.context() as patched:
+        patched.setattr(ast, "parse", lambda code, **named: asked.append(code) or parse(code, **named))
+        find_code(many * 200, "f")
+    assert len(asked) < 8_000

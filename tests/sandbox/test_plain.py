@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict, namedtuple
+from collections import Counter, OrderedDict, deque, namedtuple
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from enum import IntEnum
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -70,6 +73,40 @@ class Colour(IntEnum):
 def test_a_subclass_is_taken_for_the_plain_value_that_it_holds(value, equal):
     assert value == equal
     assert is_same(structure_of(value), equal)
+
+
+EXACT = [
+    Fraction(1, 2), Fraction(-3), Fraction(0), Decimal("0.5"), Decimal("2"), Decimal("0"), Decimal("NaN"),
+    date(2020, 1, 2), datetime(2020, 1, 2, 3, 4, tzinfo=UTC), time(3, 4), timedelta(days=1), timedelta(0),
+    {1: 2}.keys(), {}.keys(), {1: 2}.items(), {1: 2}.values(), deque([1, 2]),
+    [Fraction(1, 2)], {Decimal(2): 1}, {Fraction(1, 2)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", EXACT, ids=repr)
+@pytest.mark.parametrize(
+    "expected", [0.5, 0, 2, -3, [1, 2], {1}, {(1, 2)}, set(), [2], [0.5], {2: 1}, {0.5}, "2", None]
+)
+def test_values_of_python_s_own_classes_are_compared_as_its_assert_compares_them(value, expected):
+    assert is_same(structure_of(value), expected) == (value == expected)
+    assert is_true(structure_of(value)) == bool(value)
+
+
+@pytest.mark.parametrize("value", [each for each in EXACT if each == each], ids=repr)
+def test_values_of_python_s_own_classes_cross(value):
+    crossed = decode(structure_of(value))
+    assert type(crossed) is type(value)
+    assert crossed == value or list(crossed) == list(value)  # the values of a dict equal only themselves
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [["q", "1", "0"], ["q", "1" * 900_000, "3"], ["n", "sNaN"], ["n", "x"], ["D", "date", "x"], ["D", "os", "x"], ["q"],
+     ["D", "timedelta", 10**20], ["k", ["l"]], ["e", 1]],
+)  # fmt: skip
+def test_no_forged_value_of_such_a_class_equals_anything(forged):
+    assert not any(is_same(forged, each) for each in (0, 0.5, 1, [], {1}, "", None, 0j))
+    assert is_true(forged) in (True, False)
 
 
 def test_an_object_that_equals_everything_equals_nothing_here():

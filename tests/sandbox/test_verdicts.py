@@ -65,6 +65,23 @@ HONEST = {
         "from dataclasses import dataclass\n@dataclass\nclass D:\n    a: int\ndef f(x): return D(x).a",
         ["assert f(1) == 1"],
     ),
+    "a fraction": (
+        "from fractions import Fraction\ndef f(): return Fraction(1, 2)", ["assert f() == 0.5", "assert f()"],
+    ),
+    "a decimal": (
+        "from decimal import Decimal\ndef f(): return [Decimal('0.50')]",
+        ["assert f() == [0.5]", "from decimal import Decimal\nassert sum(f()) == Decimal('0.5')"],
+    ),
+    "the keys of a dict": (
+        "def f(): return {1: 2}.keys()", ["assert f() == {1}", "assert sorted(f()) == [1]\nassert len(f()) == 1"],
+    ),
+    "a date": (
+        "import datetime\ndef f(): return datetime.date(2020, 1, 2)", ["assert f() == datetime.date(2020, 1, 2)"],
+    ),
+    "a date handed over": (
+        "def f(day): return day.year", ["import datetime\nassert f(datetime.date(2020, 1, 2)) == 2020"],
+    ),
+    "a deque": ("from collections import deque\ndef f(): return deque([1])", ["assert list(f()) == [1]"]),
     "it writes a file": (
         "def f(x):\n    open('a', 'w').write(x)\n    return open('a').read()", ["assert f('b') == 'b'"],
     ),

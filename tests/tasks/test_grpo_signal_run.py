@@ -169,3 +169,25 @@ def test_two_processes_that_share_a_group_draw_it_again_or_skip_it_together(
         assert all(each["advantage"] == 0 for each in samples if each["prompt_id"] % 3)
         assert line["label_tokens"] == pytest.approx(line["completion_tokens"] * len(rows))
         passed = line["passed_turns"]
+
+
+def written_down(self: Any, prompt_ids: list[list[int]], *given: Any, **named: Any) -> tuple[list[list[int]], None]:
+    """Completions that follow from the prompt and the place in its group, each of another length."""
+    rows = [(sum(ids), n % 4) for n, ids in enumerate(prompt_ids)]
+    return [[5 + (seed + 13 * n + k * (n + 1)) % 200 for k in range(2 + (seed + 3 * n) % 9)] for seed, n in rows], None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["dapo", "cispo", "grpo", "dr_grpo"])
+def test_a_step_has_the_same_gradient_whether_silent_groups_are_drawn_or_not(
+    loss: str, prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Rollouts, "_generate_single_turn", written_down)
+    options = paid_by(SILENT, prompts, train__max_steps=12, train__learning_rate=0.0, grpo__loss_type=loss)
+    options |= {"grpo__epsilon_high": 5.0} if loss == "cispo" else {}
+    plain = train(tmp_path / "plain", prompts, **options)
+    fewer = train(tmp_path / "fewer", prompts, **options, grpo__skip_silent=True)
+    assert fewer.metrics[-1]["passed_turns"] > 2
+    norms = column(plain, "grad_norm")
+    assert max(norms) > 0
+    assert column(fewer, "grad_norm") == pytest.approx(norms, rel=1e-4, abs=1e-9)

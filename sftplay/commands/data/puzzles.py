@@ -11,6 +11,9 @@ from sftplay import log
 from sftplay.errors import ConfigError
 from sftplay.machine.probe import usable_cores
 
+SHOWN = 5
+"""Repeated pairs of ARC that are named on the terminal; the report names all."""
+
 
 def puzzle_data(args: Namespace) -> int:
     """`puzzle-data`: check all puzzles, write both splits; the counts, or the report as JSON."""
@@ -40,9 +43,14 @@ def _show(report: dict[str, Any], out: Path) -> None:
             f"{counts['groups']:,} originals, {counts['puzzles']:,} with their copies, {counts['examples']:,} examples"
         )
         log.say(f"{split:5} {text}{identifiers}", "puzzle-data")
-    if own := report.get("test_pairs_like_a_demonstration"):
+    own, others = report.get("test_pairs_like_a_demonstration"), report.get("like_another_task", [])
+    if own:
         log.say(f"note: {own:,} test pairs are copies of a demonstration of their own task", "puzzle-data")
-    else:
+    if others:
+        named = ", ".join(f"{each['task']} like {' '.join(each['like'])}" for each in others[:SHOWN])
+        more = f" and {len(others) - SHOWN:,} more" if len(others) > SHOWN else ""
+        log.say(f"note: {len(others):,} test pairs are copies of a pair of another task: {named}{more}", "puzzle-data")
+    if not own and not others:
         log.say("no puzzle of the test is a copy of one of training", "puzzle-data")
     if shared := report.get("test_puzzles_with_a_training_solution"):
         log.say(f"note: {shared:,} puzzles of the test share their solution with one of training", "puzzle-data")

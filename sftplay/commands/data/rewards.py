@@ -1,6 +1,7 @@
 """The verb `reward-check`: the rewards of a config tried on right answers and on junk, before anything is trained.
 
-With the name of a run: the rewards of the completions that it has kept, computed once more.
+With the name of a run: the rewards of the completions that it has kept, computed once more. With a file of completions:
+what each reward pays each of them.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ ROWS = 32
 def reward_check(args: Namespace) -> int:
     """`reward-check`: each reward of the config on its rows; 5 unless every reward tells right answers from junk.
 
-    With --run: each reward of the run on its own samples; 5 where one has another value now.
+    With --run: each reward of the run on its own samples; 5 where one has another value now. With --in: the value of
+    each reward for each completion of a file; 0.
     """
+    if args.input:
+        return _score_given(args)
     if args.run:
         return _recheck(args)
     cfg = load_checked(args.config, args.overrides, asks_hub=False)  # no model answers here
@@ -53,6 +57,29 @@ def reward_check(args: Namespace) -> int:
         _show(finding)
     if bad:
         raise refusal_of(bad)
+    return 0
+
+
+def _score_given(args: Namespace) -> int:
+    if args.run or args.n:
+        raise ConfigError("--in goes with neither --run nor --n", where="reward-check", fix="leave those out")
+    cfg = load_config(args.config, args.overrides)
+    if not cfg.rewards:
+        fix = "write rewards: [{name: answer, use: exact_match}]"
+        raise ConfigError("the config has no rewards", where=args.config, fix=fix)
+    from sftplay.control.rewards.given import score_given
+
+    rows = score_given(cfg, args.input)
+    if args.json:
+        print(json.dumps({"rows": rows}))
+        return 0
+    for number, row in enumerate(rows, 1):
+        values = {**row["rewards"], "total": row["total"]}
+        said = "  ".join(
+            f"{name} {'unknown' if value is None else format(value, 'g')}" for name, value in values.items()
+        )
+        status = f"  ({row['verdict']['status']})" if row["verdict"] else ""
+        log.say(f"{number:>5}  {said}{status}", "reward")
     return 0
 
 
@@ -97,3 +124,6 @@ def _show(finding: Finding) -> None:
         for kind, mean in {"right answers": finding.gold_mean, **finding.junk}.items()
     )
     log.say(f"{finding.name:<16} {said:<12} {means}{f'  ({finding.why})' if finding.why else ''}", "reward")
+    if finding.in_process:
+        places = ", ".join(finding.in_process)
+        log.say(f"note: these tests run in_process, where a program can forge its verdict: {places}", "reward")

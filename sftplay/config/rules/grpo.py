@@ -80,6 +80,7 @@ def _skipping(cfg: RunConfig) -> Iterator[Violation]:
         "grpo.redraws": (bool(grpo.redraws), "which gives the turn of such a prompt to another one"),
         "grpo.control": (grpo.control is not None, "whose rewards say nothing of a prompt"),
         "grpo.generation": (grpo.generation.startswith("vllm"), "which draws all of a step"),
+        "grpo.loss_type": (grpo.loss_type == "bnpo", "where bnpo divides by the tokens that a micro-batch has left"),
     }
     for key, (is_set, why) in others.items():
         if grpo.skip_silent and is_set:

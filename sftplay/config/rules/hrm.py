@@ -90,6 +90,13 @@ def _shape(cfg: RunConfig) -> Iterator[Violation]:
     elif hrm.positions == "rope" and hrm.hidden_size // hrm.num_heads % 2:
         what = f"a head of {hrm.hidden_size // hrm.num_heads} cannot be rotated: rope needs an even number"
         yield Violation((*keys, "hrm.positions"), what, fix=f"write hrm.hidden_size: {2 * hrm.hidden_size}")
+    dim = hrm.hidden_size if hrm.puzzle_emb_dim is None else hrm.puzzle_emb_dim
+    if hrm.puzzle_emb_len is not None and not 0 < dim <= hrm.puzzle_emb_len * hrm.hidden_size:
+        needed = -(-dim // hrm.hidden_size)
+        what = f"{hrm.puzzle_emb_len} positions of {hrm.hidden_size} do not hold hrm.puzzle_emb_dim {dim}"
+        what = what if dim else "puzzle_emb_dim 0 has no puzzle embeddings, so nothing fills these positions"
+        fix = f"write hrm.puzzle_emb_len: {needed}, or more" if dim else "remove hrm.puzzle_emb_len"
+        yield Violation(("hrm.puzzle_emb_len", "hrm.puzzle_emb_dim"), what, fix=fix)
 
 
 def _not_offered(cfg: RunConfig) -> Iterator[Violation]:

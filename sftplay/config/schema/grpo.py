@@ -148,7 +148,8 @@ class GrpoConfig(Section):
 
     skip_silent: bool = False
     """Draw nothing for a prompt whose last groups had equal rewards, for its next turns (at most four): a step takes
-    fewer tokens. At least one prompt is drawn. Not with redraws, control, vLLM or sharded weights. TRL draws all."""
+    fewer tokens. At least one prompt is drawn. The loss is divided as if all were drawn. Not with redraws, control,
+    bnpo, vLLM or sharded weights. TRL draws all."""
 
     gauge_steps: Annotated[int, Field(ge=0)] = 10
     """Every so many steps the sampler is compared with the model that learns (sampler_gap and sampler_kl in the

@@ -96,6 +96,10 @@ class HrmConfig(Section):
     puzzle_emb_dim: Annotated[int, Field(ge=0)] | None = None
     """Numbers that the model learns of each puzzle identifier. None means hidden_size; 0 gives it none."""
 
+    puzzle_emb_len: Positive | None = None
+    """Positions before the cells that hold the puzzle's embedding; zeros fill those that it does not need. None takes
+    as many as it needs. TRM has 16, and with another number its weights give other answers."""
+
     puzzle_emb_lr: NotNegative = 1e-4
     """Peak rate of the puzzle embeddings, which move by its sign. 1e-2 for ARC, where each puzzle has its own."""
 

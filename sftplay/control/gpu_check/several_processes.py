@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
-from sftplay.atomic import read_lines
-from sftplay.control.gpu_check.frame.check import Broken, Check, Place, a_gpu, several_gpus
-from sftplay.control.gpu_check.frame.kit import NO_GPU, call, learned, losses_apart, run_script, write_run
+from sftplay.control.gpu_check.frame.check import Broken, Check, NotPossible, Place, a_gpu, several_gpus
+from sftplay.control.gpu_check.frame.kit import NO_GPU, call, learned, losses_apart, random_model, train, write_run
+from sftplay.control.gpu_check.runs import BOUNDS
 from sftplay.machine.ports import free_port
 from sftplay.machine.probe import Machine
-from sftplay.units import GIB, format_bytes
+from sftplay.plan.shape.find import read_table, shape_from_config
 
 FIRST_PORT = 29600
 
-LARGE, ROOM_BYTES = "meta-llama/Llama-3.1-8B", 14 * GIB
-"""16 GB of weights in 16 bits, and the memory that each card is left with."""
-
 BOUND = 1e-3
 """How far each loss may be from that of one process, as a share: sums in another order."""
+
+VISIBLE = "CUDA_VISIBLE_DEVICES="
+
+SHAPES = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-14B")
+"""Of the shipped table, by size."""
+
+FULL_BYTES, ROOM = 16, 0.8
+"""Bytes a parameter of full tuning in fp32 with Adam, and the share of all GPUs that they may take."""
 
 
 def exchange(_place: Place, *, on_gpus: bool) -> str:
@@ -42,52 +48,47 @@ def same_losses(place: Place, *, strategy: str, mode: str = "lora", on_gpus: boo
 
 
 def one_of_several(place: Place) -> str:
-    """One process that sees several GPUs trains on one of them, with the losses of one that sees a single GPU."""
-    values = {"train.precision": "fp32", "model.attn": "sdpa", "train.packing": False}
-    runs = [write_run(place.folder, name, values=values) for name in ("all", "one")]
-    call("train", runs[0])
-    call("train", runs[1], env={"CUDA_VISIBLE_DEVICES": "0"})
-    apart = losses_apart(*(run.losses for run in runs))
-    (rank,) = runs[0].status["ranks"]
-    told = f"{len(place.machine.gpus)} visible, world size {rank['world_size']}; losses within {apart:.2g} as a share"
-    if rank["world_size"] != 1 or apart > BOUND:
+    """A single process trains on the first of the visible GPUs, and the others stay empty."""
+    run = train(place, "one", values={"train.precision": "fp32", "model.attn": "sdpa", "train.packing": False})
+    apart = losses_apart(run.losses[:3], learned(place, mode="lora", precision="fp32", on_cpu=True).losses[:3])
+    command = (run.folder.path / "launch.txt").read_text(encoding="utf-8")
+    visible = next((word for word in command.split() if word.startswith(VISIBLE)), "")
+    told = f"{len(place.machine.gpus)} are visible, {visible or 'all'} for the worker; losses within {apart:.2g}"
+    if not visible or "," in visible or not apart <= BOUNDS["fp32"]:
         raise Broken(told)
     return told
 
 
-def split_over_cards(place: Place) -> str:
-    """A model that no card can hold alone trains in parts: on each card all memory but ROOM_BYTES is taken before."""
-    import torch
-
-    model = place.folder / "model"
-    run_script("gpu_sizing.py", "--make", LARGE, str(model))
-    weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    taken = []
-    for number in range(torch.cuda.device_count()):
-        free, _ = torch.cuda.mem_get_info(number)
-        taken.append(torch.empty(max(0, free - ROOM_BYTES), dtype=torch.uint8, device=f"cuda:{number}"))
-    values = {
-        "model.name": str(model), "train.precision": "bf16", "train.max_steps": 2, "train.batch_size": "auto",
-        "train.gradient_checkpointing": True, "train.learning_rate": 1e-4, "cluster.strategy": "fsdp",
-        "data.template": "chatml",
-    }  # fmt: skip
-    run = write_run(place.folder, "split", values=values)
-    call("train", run, "--nproc", str(processes(place.machine)))
-    del taken
-    peak = max(line["peak_bytes"] for line in read_lines(run.folder.metrics)[0])
-    told = f"{format_bytes(weights)} of weights, {format_bytes(ROOM_BYTES)} free a card, {format_bytes(peak)} held"
-    if weights < ROOM_BYTES or peak > ROOM_BYTES:
+def larger_than_one(place: Place) -> str:
+    """Full tuning by FSDP of a model of which weights, gradients and Adam's state exceed one card."""
+    count = processes(place.machine)
+    name = split_candidate(place.machine, count)
+    values = {"model.name": str(random_model(place, name)), "tuning.mode": "full", "train.max_steps": 3}
+    sizes = {"train.batch_size": 1, "train.gradient_checkpointing": True, "train.learning_rate": 1e-5}
+    run = write_run(place.folder, "split", values={**values, **sizes, "cluster.strategy": "fsdp"})
+    call("train", run, "--nproc", str(count))
+    losses = run.losses
+    told = f"{name} on {count} GPUs; losses {', '.join(f'{loss:.3f}' for loss in losses)}"
+    if len(losses) != 3 or not all(map(math.isfinite, losses)):
         raise Broken(told)
     return told
 
 
-def large_cards(machine: Machine) -> str:
-    """Several GPUs of Ampere or later on which the model of `split_over_cards` does not fit the room that is left."""
-    if missing := several_gpus(machine):
-        return missing
-    if not all(gpu.has_bf16 and gpu.free_bytes > ROOM_BYTES for gpu in machine.gpus):
-        return f"needs two GPUs with bf16 and {format_bytes(ROOM_BYTES)} of free memory"
-    return ""
+def split_candidate(machine: Machine, count: int) -> str:
+    """The smallest of `SHAPES` that one of these GPUs cannot hold and `count` can.
+
+    Raises:
+        NotPossible: there is none, or no room on the disk for its weights.
+    """
+    table, least = read_table(), min(gpu.plannable_bytes for gpu in machine.gpus)
+    for name in SHAPES:
+        params = shape_from_config(table[name], name=name).total_params
+        resident = FULL_BYTES * params
+        if least < resident < ROOM * least * count:
+            if (machine.disk_free_bytes or 0) < 3 * 2 * params:
+                raise NotPossible(f"{name} needs more room on the disk")
+            return name
+    raise NotPossible(f"no shape exceeds one of these GPUs and fits {count}")
 
 
 def processes(machine: Machine) -> int:
@@ -145,15 +146,15 @@ def gradient_norm(model: Any) -> float:
 CHECKS = (
     Check(name="processes: comm-check over gloo", run=partial(exchange, on_gpus=False)),
     Check(name="processes: DDP over gloo", run=partial(same_losses, strategy="ddp", on_gpus=False)),
-    Check(name="processes: DDP and FSDP2 on one GPU", run=wrapped_alone, needs=a_gpu),
-    Check(name="processes: one with several visible GPUs", run=one_of_several, needs=several_gpus),
+    Check(name="processes: one beside two visible GPUs", run=one_of_several, needs=several_gpus),
     Check(
-        name="processes: a model larger than one card",
-        run=split_over_cards,
-        needs=large_cards,
+        name="processes: a split model larger than one card",
+        run=larger_than_one,
+        needs=several_gpus,
         limit_s=1800,
         is_long=True,
     ),
+    Check(name="processes: DDP and FSDP2 on one GPU", run=wrapped_alone, needs=a_gpu),
     Check(name="processes: comm-check over NCCL", run=partial(exchange, on_gpus=True), needs=several_gpus),
     *(
         Check(name=f"processes: {title} over NCCL", run=partial(same_losses, strategy=strategy), needs=several_gpus)

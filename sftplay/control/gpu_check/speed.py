@@ -6,19 +6,17 @@ import json
 from functools import partial
 from typing import Any
 
-from sftplay.atomic import read_lines, write_text
+from sftplay.atomic import read_lines
 from sftplay.control.gpu_check.frame.check import Broken, Check, NotPossible, Place, a_gpu
-from sftplay.control.gpu_check.frame.kit import run_script, train
-from sftplay.control.gpu_check.runs import a_bf16_gpu
+from sftplay.control.gpu_check.frame.kit import random_model, run_script, train
 
 PUBLISHED = "12,473 tokens/s published (NeMo Automodel, one H100)"
 """Of Llama 3 8B with LoRA r 16 on all projections, sequence 4096, micro-batch 2, global batch 32, mock data."""
 
+SHAPE = "Qwen/Qwen2.5-0.5B"
+
 LEAST_RATIO = 0.95
 """Of TRL's tokens a second, what the kit must reach."""
-
-LEAST_PADDED = 0.5
-"""Of the packed rows' tokens a second. A guess until a card has shown it."""
 
 
 def beside_trl(place: Place, *, case: str, published: str = "") -> str:
@@ -59,30 +57,19 @@ def judge(ours: dict[str, Any], trl: dict[str, Any], *, published: str) -> str:
 
 
 def padded_beside_packed(place: Place) -> str:
-    """Rows of uneven lengths: tokens a second with padding left out, beside the same rows packed."""
-    model, rows = place.folder / "model", place.folder / "uneven.jsonl"
-    run_script("gpu_sizing.py", "--make", "meta-llama/Llama-3.2-1B", str(model))
-    texts = (" ".join(f"word{(n * word) % 97}" for word in range(8 + (n * 37) % 240)) for n in range(192))
-    write_text(rows, "".join(json.dumps({"text": text}) + "\n" for text in texts))
-    speeds = {}
+    """Tokens a second of a LoRA run on the demo's rows, padded and packed; padding is not counted."""
+    model, speeds = str(random_model(place, SHAPE)), {}
     for name, packs in (("padded", False), ("packed", True)):
-        values = {
-            "model.name": str(model), "model.max_seq_len": 1024, "data.train_path": str(rows), "train.packing": packs,
-            "train.precision": "bf16", "train.batch_size": "auto", "train.effective_batch_size": 32,
-            "train.max_steps": 6, "train.learning_rate": 1e-4,
-        }  # fmt: skip
-        run = train(place, name, values=values)
-        lines = read_lines(run.folder.metrics)[0][2:]  # kernels are chosen in the first steps
-        speeds[name] = sum(line["tokens_per_s"] for line in lines) / len(lines)
+        values = {"model.name": model, "train.packing": packs, "train.learning_rate": 1e-4}
+        lines = read_lines(train(place, name, values=values).folder.metrics)[0]
+        speeds[name] = [line["tokens_per_s"] for line in lines]
     place.details.update(speeds)
-    ratio = speeds["padded"] / speeds["packed"]
-    told = f"{speeds['padded']:,.0f} tokens/s padded, {speeds['packed']:,.0f} packed ({ratio:.2f})"
-    if ratio < LEAST_PADDED:
-        raise Broken(f"{told}; at least {LEAST_PADDED} is expected")
-    return told
+    padded, packed = (sorted(speeds[name])[len(speeds[name]) // 2] for name in ("padded", "packed"))
+    return f"{padded:,.0f} tokens/s padded, {packed:,.0f} packed, of the shape {SHAPE}"
 
 
 CHECKS = (
+    Check(name="speed: padded rows beside packed", run=padded_beside_packed, needs=a_gpu),
     Check(
         name="speed: 8B shape, LoRA",
         run=partial(beside_trl, case="llama-8b-lora", published=PUBLISHED),
@@ -94,13 +81,6 @@ CHECKS = (
         name="speed: 1B shape, QLoRA",
         run=partial(beside_trl, case="llama-1b-qlora"),
         needs=a_gpu,
-        limit_s=1800,
-        is_long=True,
-    ),
-    Check(
-        name="speed: padded rows beside packed",
-        run=padded_beside_packed,
-        needs=a_bf16_gpu,
         limit_s=1800,
         is_long=True,
     ),

@@ -41,9 +41,10 @@ def try_rewards(cfg: RunConfig) -> None:
         if cfg.task_mode not in ("grpo", "score") or (cfg.task_mode == "grpo" and cfg.grpo.control is not None):
             return
         log.status("trying the rewards on right answers and on junk", "reward")
-        rows = [columns for _, columns in _first_rows(cfg, TRIED_ROWS) if columns is not None]
+        found = [(str(source), columns) for source, columns in _first_rows(cfg, TRIED_ROWS) if columns is not None]
         check_solutions(cfg, rewards)
-        check_before_training(cfg, rows, rewards=rewards)
+        rows, places = [columns for _, columns in found], [place for place, _ in found]
+        check_before_training(cfg, rows, rewards=rewards, places=places)
 
 
 def check_solutions(cfg: RunConfig, rewards: RewardSet) -> None:
@@ -76,8 +77,8 @@ def read_cases(cfg: RunConfig, n: int) -> list[Case]:
     Raises:
         DataError: fewer than two rows have an answer.
     """
-    rows = [columns for _, columns in _first_rows(cfg, n)]
-    cases = [Case(row["answer"], row) for row in rows if row and isinstance(row.get("answer"), str)]
+    rows = _first_rows(cfg, n)
+    cases = [Case(row["answer"], row, str(at)) for at, row in rows if row and isinstance(row.get("answer"), str)]
     n_left_out = len(rows) - len(cases)
     if n_left_out:
         log.say(f"note: {n_left_out:,} of the first {n} rows cannot be read, or have no answer: left out", "reward")

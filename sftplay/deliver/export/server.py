@@ -56,7 +56,7 @@ def choose_server(choice: Server | Literal["auto"], *, has_gpu: bool) -> tuple[S
         server, reason = "vllm", "installed, and there is a GPU"
     missing = [name for name in NEEDS[server] if find_spec(name) is None]
     if missing:
-        fix = f"{sys.executable} -m pip install vllm" if server == "vllm" else "make install EXTRAS=serve"
+        fix = f"{sys.executable} -m pip install vllm==0.31.0" if server == "vllm" else "make install EXTRAS=serve"
         raise MachineError(f"serving by {server} needs {', '.join(missing)}", where=sys.prefix, fix=fix)
     return server, reason
 

@@ -30,7 +30,7 @@ MOST_SOURCES, MOST_TABLES, MOST_TOKENS = 40, 20, 700
 BARRED = ("loss",)
 """Metrics that are no shares and are drawn as bars all the same."""
 
-ELSEWHERE = ("hints", "diagnosis", "segments", "halting_q", "pass_at")
+ELSEWHERE = ("hints", "diagnosis", "segments", "halting_q", "pass_at", "pass_at_partial")
 """What has a table of its own."""
 
 Fact = tuple[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from sftplay.errors import ConfigError
 from sftplay.launch.command.launchers import Scale as Scale
 from sftplay.launch.command.launchers import accelerate_config, launcher_command
 from sftplay.log import FOLLOWED
+from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import usable_cores
 from sftplay.places import cache_root
 
@@ -24,6 +25,9 @@ ACCELERATE_CONFIG = "accelerate.yaml"
 
 PARENT = "SFTPLAY_PARENT"
 """The parent sets it to its own pid. By this a worker sees whether its parent is still alive."""
+
+EXPECTS_GPU = "SFTPLAY_EXPECTS_GPU"
+"""The parent sets it where the run is planned for a GPU. A worker that finds none ends."""
 
 PASSED_ON = "SFTPLAY_PASSED_ON"
 """The parent sets it to the names of the variables that a launcher passes on to processes on other machines."""
@@ -67,7 +71,7 @@ def build_launch(
     env = quiet_environment() | cache_environment() | {FOLLOWED: "1"}
     if is_offline:
         env |= offline_environment()
-    env |= gpu_environment() if has_gpu else allocator_environment()
+    env |= {EXPECTS_GPU: "1", **gpu_environment()} if has_gpu else allocator_environment()
     if scale.world_size == 1:
         _refuse_launcher_args(scale)
         return Launch((sys.executable, "-m", WORKER, str(run_folder)), env)
@@ -126,6 +130,19 @@ def gpu_environment() -> dict[str, str]:
     """
     settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return {key: value for key, value in settings.items() if key not in os.environ}
+
+
+def one_gpu_environment(gpus: Sequence[Gpu], *, by_uuid: bool = True) -> dict[str, str]:
+    """Leaves a single process the first of `gpus`, which are visible now. Empty where one whole GPU is visible.
+
+    transformers counts every visible GPU (5.18, training_args.py, `_setup_devices`), and TRL then refuses to train:
+    nn.DataParallel would copy the model. torch counts a GPU's MIG instances by their GPUs (2.13, cuda/__init__.py,
+    `_device_count_nvml`) until one is named. vLLM reads the variable's first word as a number: it takes the user's own.
+    """
+    if len(gpus) < 2 and not any(gpu.is_mig for gpu in gpus):
+        return {}
+    first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0].strip()
+    return {"CUDA_VISIBLE_DEVICES": (gpus[0].uuid if by_uuid else "") or first}
 
 
 def allocator_environment() -> dict[str, str]:

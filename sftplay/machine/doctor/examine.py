@@ -8,7 +8,7 @@ from pathlib import Path
 from sftplay.machine.doctor.finding import Finding
 from sftplay.machine.doctor.gpu import check_gpus
 from sftplay.machine.doctor.hub import check_hub
-from sftplay.machine.doctor.install import check_libraries, check_torch
+from sftplay.machine.doctor.install import check_compiler, check_libraries, check_torch
 from sftplay.machine.doctor.system import (
     check_builds,
     check_disk,
@@ -39,7 +39,7 @@ def diagnose(machine: Machine, needs: RunNeeds, *, is_fast: bool = False) -> lis
 
     `machine` must have been probed in detail.
     """
-    findings = [*check_gpus(machine), *check_libraries(machine)]
+    findings = [*check_gpus(machine), *check_libraries(machine), *check_compiler(machine)]
     if needs.wants_4bit and "bitsandbytes" not in machine.libraries:
         findings.append(Finding("stop", "versions", "tuning.mode qlora needs bitsandbytes", "make install"))
     if not is_fast and "torch" in machine.libraries:

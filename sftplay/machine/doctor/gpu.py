@@ -54,6 +54,11 @@ def _presence(machine: Machine) -> list[Finding]:
     return findings + [Finding("stop", "gpu", note, fix) for note in machine.notes if note.endswith("does not answer")]
 
 
+def check_build(machine: Machine) -> list[Finding]:
+    """Whether the installed torch runs on the driver and on the GPUs that are visible."""
+    return [*_driver(machine), *_torch(machine)] if machine.gpus else []
+
+
 def _driver(machine: Machine) -> list[Finding]:
     needs = machine.torch.newest_cuda() if machine.torch else None
     if needs is None or machine.cuda_driver is None:
@@ -62,7 +67,7 @@ def _driver(machine: Machine) -> list[Finding]:
     if machine.cuda_driver[0] >= needs[0]:
         return [Finding("ok", "driver", f"{driver}; torch is built for {needs[0]}.{needs[1]}")]
     branch = DRIVERS.get(needs[0], "newer")
-    fix = f"install driver {branch} or later, or a torch for CUDA {machine.cuda_driver[0]} (make install TORCH_INDEX=)"
+    fix = f"install driver {branch} or later, or a torch for CUDA {machine.cuda_driver[0]}: make install"
     return [Finding("stop", "driver", f"{driver}; torch is built for {needs[0]}.{needs[1]}", fix)]
 
 
@@ -74,7 +79,7 @@ def _torch(machine: Machine) -> list[Finding]:
         what = f"{build.version} is not built for CUDA; the GPU would stay idle"
         return [Finding("stop", "torch", what, "make install TORCH_INDEX=<an index with a CUDA build of torch>")]
     lacking = {gpu.capability: gpu for gpu in machine.gpus if build.runs_on(gpu.capability) is False}
-    fix = "make install TORCH_INDEX=<an index with a build for it>; CUDA 12.6 is the last with Pascal and Volta"
+    fix = "make install, which takes torch for CUDA 12.6, the last with Volta; TORCH_INDEX= names another build"
     findings = [
         Finding(
             "stop",

@@ -6,6 +6,7 @@ import re
 from importlib.util import find_spec
 from typing import Any
 
+from sftplay.machine.compiler import compiler_remedy, find_compiler_problem
 from sftplay.machine.doctor.finding import Finding
 from sftplay.machine.probe import Machine
 from sftplay.machine.unsloth import installed_version
@@ -13,7 +14,7 @@ from sftplay.machine.unsloth import installed_version
 RANGES = {
     "torch": ">=2.6,<2.15",
     "transformers": ">=5.10,<6",
-    "trl": ">=1.14,!=1.15.0,<2",
+    "trl": ">=1.14,!=1.15.0,<1.18",
     "peft": ">=0.19,<1",
     "accelerate": ">=1.12,<2",
     "datasets": ">=4.5,<6",
@@ -55,6 +56,16 @@ def check_torch(answer: dict[str, Any], machine: Machine) -> list[Finding]:
         return [Finding("warn", "torch", what, "name them in CUDA_VISIBLE_DEVICES by UUID (`make gpu-info --json`)")]
     nccl = f", NCCL {answer['nccl']}" if "nccl" in answer else ""
     return [Finding("ok", "torch", f"can be imported, and sees {n_torch} GPUs{nccl}")]
+
+
+def check_compiler(machine: Machine) -> list[Finding]:
+    """Whether Triton can build kernels on a machine with GPUs: Liger, torch.compile and TRL's GRPO use them."""
+    if not machine.gpus:
+        return []
+    if problem := find_compiler_problem():
+        what = f"{problem}: Liger and torch.compile cannot build kernels, and GRPO does without TRL's"
+        return [Finding("warn", "compiler", what, compiler_remedy())]
+    return [Finding("ok", "compiler", "Triton can build kernels")]
 
 
 def is_within(version: str, ranges: str) -> bool:

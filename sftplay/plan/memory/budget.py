@@ -12,9 +12,10 @@ from sftplay.units import GIB
 USABLE_SHARE = 0.92
 """Share of a device's memory that a plan uses; fragmentation of the allocator and the driver take the rest."""
 
-CONTEXT_BYTES = {7: int(0.14 * GIB), 8: int(0.45 * GIB), 9: int(0.55 * GIB)}
-"""A CUDA context with torch's kernels, by major compute capability: 0.14 GiB over 79 runs on a T4 (fitcheck's public
-table), 0.3 to 0.6 GiB assumed on later cards (not measured)."""
+CONTEXT_BYTES = {(7, 0): int(0.4 * GIB), (7, 5): int(0.14 * GIB), (8, 0): int(0.45 * GIB), (9, 0): int(0.55 * GIB)}
+"""A CUDA context with torch's kernels, from this compute capability on: 0.14 GiB over 79 runs on a T4 (fitcheck's
+public table); 0.3 to 0.4 GiB on a V100 (pytorch #20532), 320 MB of it without torch (pytorch #28394, on a Titan V,
+which has the same chip); 0.3 to 0.6 GiB assumed on later cards (not measured)."""
 
 NCCL_BYTES = int(0.5 * GIB)
 """Communicators of one process group: between 0.3 and 1 GiB (assumed, not measured)."""
@@ -82,7 +83,7 @@ def runtime_bytes(device: Device, world_size: int) -> int:
     """Memory of the process beside what it allocates for the model."""
     if not device.is_gpu:
         return CPU_PROCESS_BYTES
-    context = CONTEXT_BYTES[min(max(device.capability[0], 7), 9)]
+    context = CONTEXT_BYTES[max(each for each in CONTEXT_BYTES if each <= max(device.capability, (7, 0)))]
     return context + (NCCL_BYTES if world_size > 1 else 0)
 
 

@@ -19,7 +19,6 @@ from sftplay.plan.memory.rollout import DRAW, REFERENCE, Rollout, forward_layer,
 from sftplay.plan.memory.step import (
     ALONE,
     SHARDING,
-    WORKSPACE_BYTES,
     Communication,
     Footprint,
     Size,
@@ -187,7 +186,7 @@ class _On:
             REFERENCE: self._reference(),
             **self._networks(),
             SHARDING: self._sent(),
-            "workspace": float(WORKSPACE_BYTES),
+            "workspace": float(self.execution.workspace_bytes),
         }
 
     def _sent(self) -> float:

@@ -34,6 +34,19 @@ NF4_DOUBLE_BYTES = NF4_CODE_BYTES + 1 / 64 + 4 / (64 * 256)
 """The same with the scales in 8 bits, and an fp32 scale for each 256 of those (double quantisation, ibid.)."""
 
 
+WORKSPACE_BYTES = 2 * (2 * 4096 + 8 * 16) * 1024
+"""cuBLAS takes 8.125 MiB a handle from torch's allocator (torch, CUBLAS_WORKSPACE_CONFIG default :4096:2:16:8); the
+forward and the backward thread have a handle each."""
+
+HOPPER_WORKSPACE_BYTES = 2 * 32 * 2**20
+"""The same from capability 9.0 on: 32 MiB a handle (torch, CublasHandlePool.cpp, `parseChosenWorkspaceSize`)."""
+
+
+def workspace_bytes(capability: tuple[int, int]) -> int:
+    """What cuBLAS takes on a GPU of `capability`."""
+    return HOPPER_WORKSPACE_BYTES if capability >= (9, 0) else WORKSPACE_BYTES
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     """A LoRA pair on some of a layer's linears."""
@@ -107,6 +120,9 @@ class Execution:
     """True where each layer's input and the gradient of it live until backward has ended: torch's first FSDP around
     frozen layers that are checkpointed with `use_reentrant=True`. Its hook on the input refers to that input's gradient
     accumulator, which holds both (torch, `register_multi_grad_hook`; `tests/oracle/test_fsdp.py` shows it)."""
+
+    workspace_bytes: int = WORKSPACE_BYTES
+    """What cuBLAS takes of the allocator's memory."""
 
     optimizer: Optimizer = "adamw"
     is_foreach: bool = False

@@ -10,7 +10,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.plan.devices.layout import OWN
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
 from sftplay.plan.memory.episodes import Episodes, episodes_of, estimate_episodes, fullest, names_of
-from sftplay.plan.memory.execution import Execution, execution_of
+from sftplay.plan.memory.execution import Execution, execution_of, workspace_bytes
 from sftplay.plan.memory.head import GPU_CHUNK_TOKENS
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.rollout import Rollout, estimate_rollout, rollout_of
@@ -218,9 +218,10 @@ def on_device(execution: Execution, shape: ModelShape, *, device: Device) -> Exe
     From capability 8.0 on, padded rows of a plain decoder in 16 bits need no mask (`tasks.step.isolation`).
     """
     if not device.is_gpu:
-        return replace(execution, folds_tiles=False)
+        return replace(execution, folds_tiles=False, workspace_bytes=workspace_bytes(device.capability))
     is_half, is_plain = execution.compute_bytes == 2, shape.sliding_window is None and shape.layer_pattern == 1
-    here = replace(execution, chunk_tokens=GPU_CHUNK_TOKENS)
+    workspace = workspace_bytes(device.capability)
+    here = replace(execution, chunk_tokens=GPU_CHUNK_TOKENS, workspace_bytes=workspace)
     if device.capability >= (8, 0) and is_half and is_plain and execution.attention == "efficient":
         here = replace(here, attention="flash", is_masked=False, repeats_kv=False)
     return here

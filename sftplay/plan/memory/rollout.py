@@ -15,22 +15,26 @@ from sftplay.plan.memory.head import head_in_forward
 from sftplay.plan.memory.layer import FP32, inner_bytes, stream_bytes
 from sftplay.plan.memory.sharding import HALF, DeviceShare, Strategy
 from sftplay.plan.memory.step import (
-    BIAS_BYTES,
     MASK_BYTES,
     SHARDING,
-    WORKSPACE_BYTES,
     Footprint,
     Size,
+    bias_bytes,
     estimate,
     standing_bytes,
 )
 from sftplay.plan.shape.model_shape import ModelShape
+from sftplay.units import GIB
 
 Engine = Literal["transformers", "continuous", "vllm_colocate", "vllm_server"]
 
 DRAW, SCORE = "drawing", "scoring"
 
 CACHE, REFERENCE, ENGINE = "key-value cache", "reference", "vLLM"
+
+SLEEPING_BYTES = int(1.5 * GIB)
+"""What vLLM keeps of a card while it sleeps, when its weights and its cache are gone: graphs and what libraries took
+(1.5e9 bytes and 1.3 GiB in reports to vLLM, issue 47654 and pull request 11743; not measured here)."""
 
 SCORE_BYTES = 16
 """Of a score of the newest token while a token is drawn: the model's, turned to fp32 by accelerate, an fp32 copy of
@@ -78,7 +82,7 @@ class Rollout:
     """What vLLM takes of the card (vllm_colocate)."""
 
     engine_sleeps: bool = False
-    """True where vLLM gives it back while the model is updated."""
+    """True where vLLM gives most of it back while the model is updated."""
 
     @property
     def tokens(self) -> int:
@@ -144,9 +148,10 @@ def estimate_rollout(
         "optimizer": share.standing.optimizer,
         REFERENCE: reference,
         SHARDING: share.communication.buffers + share.communication.gathered,
-        "workspace": float(WORKSPACE_BYTES),
+        "workspace": float(execution.workspace_bytes),
     }
-    awake = 0.0 if rollout.engine_sleeps else float(rollout.engine_bytes)
+    stays = SLEEPING_BYTES if rollout.engine_sleeps else rollout.engine_bytes
+    awake = float(min(stays, rollout.engine_bytes))
     update = estimate(shape, execution, size=size, standing=share.standing, communication=share.communication).phases
     phases = {DRAW: {**resident, **_drawing(shape, execution, rollout=rollout)}}
     if strategy.startswith("zero3") and rollout.engine != "vllm_server":
@@ -206,7 +211,7 @@ def forward_layer(shape: ModelShape, execution: Execution, *, rows: int, seq: in
     mlp = inner * shape.mlp * (3 if shape.gated_mlp else 2)
     norm = NORM_COPIES * FP32 * shape.hidden
     token = max(mlp, attention, norm) + LIVE_STREAMS * shape.hidden * stream_bytes(shape, execution)
-    mask = rows * seq**2 * (MASK_BYTES + BIAS_BYTES) if execution.is_masked else 0
+    mask = rows * seq**2 * (MASK_BYTES + bias_bytes(execution)) if execution.is_masked else 0
     return float(rows * seq * token + mask)
 
 

@@ -14,16 +14,8 @@ from sftplay.plan.memory.head import copied_end, head_in_backward, head_in_forwa
 from sftplay.plan.memory.layer import FP32, copies_of_stream, layer_bytes, norm_kept, norm_moment, stream_bytes
 from sftplay.plan.shape.model_shape import ModelShape
 
-WORKSPACE_BYTES = 2 * (2 * 4096 + 8 * 16) * 1024
-"""cuBLAS takes 8.125 MiB a handle from torch's allocator (torch, CUBLAS_WORKSPACE_CONFIG default :4096:2:16:8); the
-forward and the backward thread have a handle each."""
-
 MASK_BYTES = 1
 """An entry of the mask of booleans that transformers makes for all layers (`sdpa_mask`)."""
-
-BIAS_BYTES = 2
-"""An entry of the bias that the memory-efficient kernel makes of it in each layer and keeps for that layer's backward
-(torch, `convert_boolean_attn_mask`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +112,7 @@ def estimate(
         "adapters": standing.adapters,
         "optimizer": standing.optimizer,
         SHARDING: communication.buffers + communication.gathered,
-        "workspace": float(WORKSPACE_BYTES),
+        "workspace": float(execution.workspace_bytes),
     }
     if execution.is_masked:
         resident["mask"] = float(_mask_bytes(shape, execution) * size.rows * size.seq**2)
@@ -135,11 +127,17 @@ def estimate(
     )
 
 
+def bias_bytes(execution: Execution) -> int:
+    """Of an entry of the bias that the memory-efficient kernel makes of the mask in each layer, in its queries' dtype,
+    and keeps for that layer's backward (torch, `convert_boolean_attn_mask`). transformers makes the eager one, in the
+    dtype of the embeddings (`eager_mask`)."""
+    return execution.weight_bytes if execution.attention == "eager" else execution.compute_bytes
+
+
 def _mask_bytes(shape: ModelShape, execution: Execution) -> int:
     """Of an entry of rows x tokens x tokens; under checkpointing one layer's bias lives at a time."""
-    if execution.attention == "eager":
-        return MASK_BYTES + BIAS_BYTES
-    return MASK_BYTES + BIAS_BYTES * (1 if execution.checkpointing else shape.layers)
+    is_one = execution.attention == "eager" or execution.checkpointing
+    return MASK_BYTES + bias_bytes(execution) * (1 if is_one else shape.layers)
 
 
 def kept_bytes(shape: ModelShape, execution: Execution, *, size: Size) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.execution import BYTES, Execution
+from sftplay.plan.memory.execution import BYTES, Execution, workspace_bytes
 from sftplay.plan.memory.forecast import Forecast, Place, Setting
 from sftplay.plan.memory.step import Size
 from sftplay.plan.puzzles.memory import PuzzleSize, collected_bytes, puzzle_footprint
@@ -31,7 +31,7 @@ def foresee_puzzles(cfg: RunConfig, shape: PuzzleModelShape, *, place: Place) ->
             size=PuzzleSize(rows=share, micro_batch=rows),
             compute_bytes=compute,
             processes=place.world_size,
-            on_gpu=place.device.is_gpu,
+            workspace=workspace_bytes(place.device.capability) if place.device.is_gpu else 0,
         )
         return Forecast(setting, Size(rows=rows, seq=shape.row_tokens, accumulates=rows < share), footprint, on_host)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sftplay.plan.memory.step import WORKSPACE_BYTES, Footprint
+from sftplay.plan.memory.execution import WORKSPACE_BYTES
+from sftplay.plan.memory.step import Footprint
 from sftplay.plan.puzzles.weights import PuzzleShape
 
 FP32, FP64, INT64 = 4, 8, 8
@@ -44,17 +45,18 @@ class PuzzleSize:
 
 
 def puzzle_footprint(
-    shape: PuzzleShape, *, size: PuzzleSize, compute_bytes: int, processes: int = 1, on_gpu: bool = True
+    shape: PuzzleShape, *, size: PuzzleSize, compute_bytes: int, processes: int = 1, workspace: int = WORKSPACE_BYTES
 ) -> Footprint:
     """Bytes of every phase of one step on one device, in the steady state.
 
-    `compute_bytes` are those of a number of the computation; `processes` exchange gradients.
+    `compute_bytes` are those of a number of the computation; `processes` exchange gradients. `workspace`
+    is what cuBLAS takes, 0 without a GPU.
     """
     hrm, weights = shape.hrm, float(FP32 * shape.weights)
     tokens, at_once = (rows * shape.positions for rows in (size.rows, size.micro_batch))
     state = 2 * hrm.hidden_size * compute_bytes
     puzzles = 2 * size.rows * shape.grid.cells * INT64
-    resident = _resident(shape, processes=processes, on_gpu=on_gpu)
+    resident = _resident(shape, processes=processes, workspace=workspace)
     # The state before the step, the same with new puzzles in it, and what the micro-batches have made of it.
     carry = float(3 * tokens * state + 3 * puzzles)
     before = {
@@ -82,7 +84,7 @@ def puzzle_footprint(
             "layer": _running(shape, tokens=at_once, compute_bytes=compute_bytes, streams=6),
         },
     }
-    if (whole := collected_bytes(shape, processes)) and not on_gpu:
+    if (whole := collected_bytes(shape, processes)) and not workspace:
         # Only the main process collects, and all share one memory.
         phases["checkpoint"] = {**resident, "carry": carry, "collected table": whole / processes}
     return Footprint(phases)
@@ -93,7 +95,7 @@ def collected_bytes(shape: PuzzleShape, processes: int) -> float:
     return float(FP32 * shape.table) if shape.held(processes) < shape.table else 0.0
 
 
-def _resident(shape: PuzzleShape, *, processes: int, on_gpu: bool) -> dict[str, float]:
+def _resident(shape: PuzzleShape, *, processes: int, workspace: int) -> dict[str, float]:
     """What is held throughout."""
     weights = float(FP32 * shape.weights)
     return {
@@ -102,7 +104,7 @@ def _resident(shape: PuzzleShape, *, processes: int, on_gpu: bool) -> dict[str, 
         "average": weights if shape.hrm.ema else 0.0,
         "optimizer": 2 * weights,
         "buckets and sharding": weights if processes > 1 else 0.0,
-        "workspace": float(WORKSPACE_BYTES) if on_gpu else 0.0,
+        "workspace": float(workspace),
     }
 
 

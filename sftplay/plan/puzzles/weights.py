@@ -49,7 +49,7 @@ class PuzzleShape:
     @property
     def positions(self) -> int:
         """Cells, and the places before them that hold the puzzle's embedding."""
-        return math.ceil(self.embedding / self.hrm.hidden_size) + self.grid.cells
+        return (self.hrm.puzzle_emb_len or math.ceil(self.embedding / self.hrm.hidden_size)) + self.grid.cells
 
     @property
     def block(self) -> int:

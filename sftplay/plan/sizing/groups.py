@@ -14,6 +14,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.doctor.install import is_within
 from sftplay.machine.probe import Machine
+from sftplay.machine.releases import vllm_problem
 from sftplay.plan.memory.execution import Execution
 from sftplay.plan.memory.forecast import Forecast
 from sftplay.plan.memory.rollout import cache_bytes
@@ -33,7 +34,8 @@ same number up and down."""
 FP32_HEAD = "cast_lm_head_to_fp32"
 """Field of TRL's GRPOConfig: the head computes in fp32, which keeps large scores from overflowing fp16."""
 
-VLLM_INSTALL = "pip install vllm"
+VLLM_INSTALL = "pip install vllm==0.31.0"
+"""The newest that trl 1.16 takes, and made for torch 2.13."""
 
 OLDEST_TRL = "1.16"
 """The first release that takes log-probabilities in the tiles that `tasks.grpo.completions.tile_width` narrows."""
@@ -120,6 +122,8 @@ def refuse_generation(cfg: RunConfig, machine: Machine, *, world_size: int) -> N
         raise MachineError("vLLM shares the training GPUs, and there is none", where=where, fix=fix)
     if kind.startswith("vllm") and find_spec("vllm") is None:
         raise MachineError("the package vllm is not installed", where=where, fix=f"{VLLM_INSTALL}, or {fix}")
+    if kind.startswith("vllm") and (problem := vllm_problem()):
+        raise MachineError(problem, where=where, fix=f"{VLLM_INSTALL}, or {fix}")
     split = cfg.grpo.vllm.tensor_parallel
     if kind == "vllm_colocate" and world_size % split:
         key = "grpo.vllm.tensor_parallel"

@@ -3,8 +3,10 @@
 None, bool, int, float and str are themselves. Every other value is a list that begins with a tag:
 `["l", ...]` list, `["t", ...]` tuple, `["s", ...]` set, `["f", ...]` frozenset, `["d", [key, value], ...]` dict,
 `["b", hex]` bytes, `["a", hex]` bytearray, `["c", real, imag]` complex, `["x", hex]` an int of many digits,
-`["i", ...]` what an iterator yields, `["r", start, stop, step]` range, `["?", is_true, type, number]` anything else,
-and `["h", number]` such an object on its way back to the process that it came from.
+`["q", top, bottom]` Fraction, `["n", text]` Decimal, `["D", type, ...]` a date or time, `["e", ...]` deque,
+`["k", ...]`, `["v", ...]`, `["m", ...]` the keys, values and items of a dict, `["i", ...]` what an iterator yields,
+`["r", start, stop, step]` range, `["?", is_true, type, number]` anything else, and `["h", number]` such an object on
+its way back to the process that it came from.
 
 An object of a subclass (a Counter, a named tuple) is taken for the plain value that it holds. Its own methods, `__eq__`
 among them, stay behind. It knows nothing of processes.
@@ -25,8 +27,13 @@ MOST_ITEMS = 100_000
 LONGEST_INT_BITS = 8_000
 """Above that an int goes as hexadecimal: Python refuses decimal texts of over 4,300 digits."""
 
+LONGEST_DIGITS = 20_000
+"""Of each part of a Fraction, and of a Decimal: what is longer takes too long to compare."""
 
-NO_VALUE = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
+VIEWS = {type({}.keys()): "k", type({}.values()): "v", type({}.items()): "m"}
+DATES = ("date", "datetime", "time", "timedelta")
+
+NO_VALUE = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 """What reading a structure raises that no `encode` wrote."""
 
 
@@ -86,10 +93,28 @@ def _compound(value: Any, keep: Callable[[Any], int], *, depth: int) -> str:
         return f'["h",{value.number}]'
     if type(value) is Yielded:
         return _tagged("i", [encode(item, keep, depth=depth) for item in value.rest[::-1]])
+    if text := _exact(value, keep, depth=depth):
+        return text
     number = keep(value)
-    if hasattr(value, "__next__") or type(value) in (type({}.keys()), type({}.values()), type({}.items())):
+    if hasattr(value, "__next__"):
         return _tagged("i", _yielded(value, keep, depth=depth))
     return f'["?",{"true" if value else "false"},{quoted(type(value).__name__)},{number}]'
+
+
+def _exact(value: Any, keep: Callable[[Any], int], *, depth: int) -> str:
+    """The text of a value of a few classes of Python's own, which are not imported for that; empty for all others."""
+    if type(value) in VIEWS:
+        return _tagged(VIEWS[type(value)], [encode(item, keep, depth=depth) for item in value])
+    kind = (type(value).__module__, type(value).__name__)
+    if kind == ("fractions", "Fraction"):
+        return f'["q","{int(value.numerator):x}","{int(value.denominator):x}"]'
+    if kind == ("decimal", "Decimal"):
+        return f'["n",{quoted(str(value))}]'
+    if kind == ("datetime", "timedelta"):
+        return f'["D","timedelta",{int(value.days)},{int(value.seconds)},{int(value.microseconds)}]'
+    if kind[0] == "datetime" and kind[1] in DATES:
+        return f'["D","{kind[1]}",{quoted(value.isoformat())}]'
+    return _tagged("e", [encode(item, keep, depth=depth) for item in value]) if kind == ("collections", "deque") else ""
 
 
 def _yielded(value: Any, keep: Callable[[Any], int], *, depth: int) -> list[str]:
@@ -152,12 +177,43 @@ def decode(structure: Any, kept: Mapping[int, Any] = {}) -> Any:
     tag, items = structure[0], structure[1:]
     if tag == "d":
         return {decode(key, kept): decode(value, kept) for key, value in items}
-    if tag in "ltsfi":
-        kinds: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "i": Yielded}
+    kinds: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "i": Yielded, **_CLASSES}
+    if tag in kinds:
         return kinds[tag]([decode(item, kept) for item in items])
     if tag == "h":
         return kept[items[0]]
     return _decode_atom(tag, items)
+
+
+def _deque(items: list[Any]) -> Any:
+    from collections import deque
+
+    return deque(items)
+
+
+_CLASSES: dict[str, Callable[[list[Any]], Any]] = {
+    "k": lambda items: dict.fromkeys(items).keys(),
+    "v": lambda items: dict(enumerate(items)).values(),
+    "m": lambda items: dict(items).items(),
+    "e": _deque,
+}
+
+
+def _decode_exact(tag: str, items: list[Any]) -> Any:
+    if any(isinstance(each, str) and len(each) > LONGEST_DIGITS for each in items):
+        raise ValueError("too many digits")
+    if tag == "q":
+        from fractions import Fraction
+
+        return Fraction(int(items[0], 16), int(items[1], 16))
+    if tag == "n":
+        from decimal import Decimal
+
+        return Decimal(items[0])
+    import datetime
+
+    kind = getattr(datetime, DATES[DATES.index(items[0])])
+    return kind(*items[1:]) if items[0] == "timedelta" else kind.fromisoformat(items[1])
 
 
 def _decode_atom(tag: str, items: list[Any]) -> Any:
@@ -170,6 +226,8 @@ def _decode_atom(tag: str, items: list[Any]) -> Any:
         return complex(items[0], items[1])
     if tag == "r":
         return range(*items)
+    if tag in ("q", "n", "D"):
+        return _decode_exact(tag, items)
     if tag == "?":
         return Opaque(items[0] is True, str(items[1]), number=items[2] if type(items[2]) is int else 0)
     raise ValueError(f"no tag is called {tag!r}")
@@ -188,10 +246,10 @@ def is_same(structure: Any, expected: Any) -> bool:
             is_kind = tag == ("l" if isinstance(expected, list) else "t") and len(items) == len(expected)
             return is_kind and all(map(is_same, items, expected))
         if isinstance(expected, (set, frozenset)):
-            return tag in ("s", "f") and len(items) == len(expected) and set(map(decode, items)) == expected
+            return tag in ("s", "f", "k", "m") and len(items) == len(expected) and set(map(decode, items)) == expected
         if isinstance(expected, dict):
             return tag == "d" and len(items) == len(expected) and _is_same_dict(items, expected)
-        is_atom = isinstance(tag, str) and tag in ("x", "b", "a", "c")
+        is_atom = isinstance(tag, str) and tag in ("x", "b", "a", "c", "q", "n", "D")
         return is_atom and bool(_decode_atom(tag, items) == expected)
     except NO_VALUE:
         return False
@@ -214,6 +272,8 @@ def is_true(structure: Any) -> bool:
     if tag in ("x", "i"):
         return True
     try:
-        return any(items) if tag in ("b", "a", "c") else bool(decode(structure)) if tag == "r" else bool(items)
+        if tag in ("b", "a", "c"):
+            return any(items)
+        return bool(decode(structure) if tag in ("r", "q", "n", "D") else items)
     except NO_VALUE:
         return False

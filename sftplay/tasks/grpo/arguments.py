@@ -1,4 +1,5 @@
-"""The section `grpo` as arguments of TRL's GRPOConfig. It imports neither torch nor TRL."""
+"""The section `grpo` as arguments of TRL's GRPOConfig. It imports neither torch nor TRL, and transformers only for
+`grpo.generation: continuous`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 from sftplay.config.schema.run import RunConfig
 from sftplay.launch.generation_server import DEFAULT_URL, URL
 from sftplay.machine.ports import free_port
+from sftplay.machine.releases import page_argument
 
 CONTINUOUS = "transformers_continuous_batching_config"
 
@@ -82,4 +84,4 @@ def _generation(cfg: RunConfig) -> dict[str, Any]:
 def _cache(cfg: RunConfig) -> dict[str, int]:
     """Pages for all of a process's drawing at full length, in place of half of the free memory, which TRL takes."""
     pages = -(-(cfg.prompt_tokens + cfg.grpo.max_completion_length) // PAGE_TOKENS)
-    return {"page_size": PAGE_TOKENS, "num_blocks": pages * int(cfg.grpo.generation_rows or 1) + 1}
+    return {page_argument(): PAGE_TOKENS, "num_blocks": pages * int(cfg.grpo.generation_rows or 1) + 1}

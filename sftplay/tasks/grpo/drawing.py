@@ -6,6 +6,7 @@ It stands before `Rollouts`: `class PromptTrainer(Drawing, Rollouts, GRPOTrainer
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from sftplay.tasks.grpo.prompts import PromptRows
 from sftplay.tasks.grpo.redraws import Redraws, Share
 from sftplay.tasks.grpo.rollouts import Rollouts
 from sftplay.tasks.run.preflight import has_sharded_weights
+from sftplay.tasks.step.eval_mode import eval_mode
 
 if TYPE_CHECKING:
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
         processing_class: Any
         use_vllm: bool
         use_transformers_continuous_batching: bool
+        eos_token_ids: Any
 
         def _generate_single_turn(self, prompt_ids: Any, *given: Any, **named: Any) -> Any: ...
         def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any: ...
@@ -90,6 +93,8 @@ class Drawing(Base):
         is_drawn[places] = True
         drawn["completion_mask"] = drawn["completion_mask"] * is_drawn
         kept, everything = len(self.judged.rows), rows * log.world_size()
+        # The losses that divide by tokens divide as if all groups were drawn: a step is no larger for what it skips.
+        drawn["num_items_in_batch"] = drawn["num_items_in_batch"] - (everything - kept) + self.redraws.skipped_tokens
         mean = self.drawing["completion_tokens"] or 0.0
         self.drawing["completion_tokens"] = (mean * everything - (everything - kept)) / kept
         self.drawing["clipped_ratio"] = (self.drawing["clipped_ratio"] or 0.0) * everything / kept
@@ -123,7 +128,8 @@ class Drawing(Base):
         places = self.redraws.places_drawn(log.rank() * len(inputs), len(inputs))
         drawn, logps = generate([prompt_ids[n] for n in places]) if places else ([], None)
         self._judged_ahead = self._judge([inputs[n] for n in places], drawn)
-        self.redraws.note_drawn(self._judged_ahead)
+        ranks = gather_objects([self._learned_tokens(ids) for ids in drawn], self.heartbeat)
+        self.redraws.note_drawn(self._judged_ahead, tokens=[count for rank in ranks for count in rank])
         completion_ids = [[self.processing_class.eos_token_id] for _ in inputs]
         sampled = None if logps is None else [[float("nan")] for _ in inputs]
         for number, place in enumerate(places):
@@ -131,6 +137,11 @@ class Drawing(Base):
             if sampled is not None:
                 sampled[place] = logps[number]
         return completion_ids, sampled
+
+    def _learned_tokens(self, ids: list[int]) -> int:
+        """Tokens of a completion that TRL's loss has; none of a cut-off one with grpo.mask_truncated_completions."""
+        ends = (*self.eos_token_ids, self.processing_class.pad_token_id)
+        return 0 if self.args.mask_truncated_completions and ids[-1] not in ends else len(ids)
 
     def _draw(self, prompts: list[list[int]], *given: Any, **named: Any) -> Any:
         """Completions, and what the sampler says of their tokens: vLLM always, the module itself where it is due."""
@@ -189,7 +200,10 @@ class Drawing(Base):
             )[0]
 
     def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any:
-        with fitted_tiles(self.model.config.get_text_config().vocab_size):
+        # What is not learned from has no dropout, as its tokens were drawn: the policy that drew, for the ratio, and
+        # the reference, for KL. TRL 1.16 asks both with dropout.
+        mode = nullcontext() if torch.is_grad_enabled() else eval_mode(self.model_wrapped)
+        with mode, fitted_tiles(self.model.config.get_text_config().vocab_size):
             scored = super()._get_per_token_logps_and_entropies(*given, **named)
         self.gauge.learned = scored[0].detach() if torch.is_grad_enabled() else None
         return scored

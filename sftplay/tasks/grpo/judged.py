@@ -10,7 +10,6 @@ from functools import cached_property
 from statistics import fmean, stdev
 from typing import Any, get_args
 
-from sftplay.reward.calls import Scores
 from sftplay.reward.code_answer import How
 from sftplay.reward.code_rewards import NO_CODE
 from sftplay.reward.reward_set import Scored, combined
@@ -59,11 +58,16 @@ class Judged:
         return self.true if self.control is None else list(self.control)
 
     def values(self) -> list[list[float]]:
-        """A line for each completion with a value for each reward that is learned from; NaN where it abstains."""
+        """A line for each completion with a value for each reward that is learned from; NaN where it abstains.
+
+        Where the sum is not known, all of them are NaN. TRL then leaves the completion out of means and deviations,
+        and its advantage is 0.
+        """
         if self.control is not None:
             return [[value] for value in self.control]
         columns = [self.scored.by_name[name].values for name in self.learned]
-        return [[math.nan if value is None else value for value in line] for line in zip(*columns, strict=True)]
+        lines = zip(self.true, zip(*columns, strict=True), strict=True)
+        return [[math.nan if None in (total, value) else value for value in line] for total, line in lines]
 
     def figures(self, num_generations: int) -> dict[str, float | None]:
         """The figures of this drawing for a line of metrics."""
@@ -71,13 +75,14 @@ class Judged:
         groups = [paid[at : at + num_generations] for at in range(0, len(paid), num_generations)]
         known = [[value for value in group if value is not None] for group in groups]
         everything = [value for group in known for value in group]
+        compared = [group for group in known if len(group) > 1]
         unknown = sum(
             None in line for line in zip(*(each.values for each in self.scored.by_name.values()), strict=True)
         )
         figures = {
             "reward": fmean(everything) if everything else None,
             "reward_std": stdev(everything) if len(everything) > 1 else None,
-            "zero_variance_share": fmean(max(group, default=0.0) == min(group, default=0.0) for group in known),
+            "zero_variance_share": fmean(max(group) == min(group) for group in compared) if compared else None,
             "abstained": unknown / len(self.rows),
         }
         for name, scores in self.scored.by_name.items():
@@ -128,17 +133,12 @@ def figures_of_programs(verdicts: Sequence[Mapping[str, Any] | None]) -> dict[st
 
 def together(ranks: Sequence[Drawn], *, names: tuple[str, ...], weights: tuple[float, ...]) -> Judged:
     """The completions of all ranks as one batch."""
-    by_name = {}
-    for name in names:
-        each = [rank.scored.by_name[name] for rank in ranks]
-        reasons = list(dict.fromkeys(reason for scores in each for reason in scores.reasons))
-        by_name[name] = Scores([value for scores in each for value in scores.values], reasons)
     return Judged(
         names=names,
         weights=weights,
         rows=[row for rank in ranks for row in rank.rows],
         completions=[text for rank in ranks for text in rank.completions],
-        scored=Scored(by_name, [verdict for rank in ranks for verdict in rank.scored.verdicts]),
+        scored=Scored.of_all([rank.scored for rank in ranks]),
         prompts=[text for rank in ranks for text in rank.prompts],
         control=None if ranks[0].control is None else [value for rank in ranks for value in rank.control or ()],
     )

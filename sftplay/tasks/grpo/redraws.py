@@ -20,7 +20,6 @@ from sftplay import log
 from sftplay.data.order import training_order
 from sftplay.monitor.observer import Observer
 from sftplay.reward.calls import Scores
-from sftplay.reward.reward_set import Scored
 from sftplay.tasks.grpo.judged import Judged
 
 MOST_TURNS = 4
@@ -75,6 +74,9 @@ class Reserve:
         self.passes: dict[int, int] = {}
         """Prompt -> turns that it passes from now on."""
 
+        self.tokens: dict[int, int] = {}
+        """Prompt -> learned tokens of its last group, with grpo.skip_silent."""
+
         self._orders: dict[int, list[int]] = {}
 
     def note(self, prompt: int, *, is_silent: bool) -> None:
@@ -111,12 +113,14 @@ class Reserve:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps; numbers and lists only."""
-        return {"position": self.position, "silent": list(self.silent.items()), "passes": list(self.passes.items())}
+        by_prompt = {"silent": self.silent, "passes": self.passes, "tokens": self.tokens}
+        return {"position": self.position, **{name: list(each.items()) for name, each in by_prompt.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken."""
         self.position = state["position"]
-        self.silent, self.passes = dict(state["silent"]), dict(state["passes"])
+        self.silent, self.tokens = dict(state["silent"]), dict(state.get("tokens", []))
+        self.passes = dict(state["passes"]) if "tokens" in state else {}  # checkpoints of before do not know tokens
 
 
 class Redraws:
@@ -135,6 +139,9 @@ class Redraws:
         self.skipped: list[int] = []
         """Groups of this drawing for which nothing is drawn."""
 
+        self.skipped_tokens = 0
+        """Tokens that these groups had when they were drawn last."""
+
         self.first_draw: dict[str, float | None] = {}
         """Reward and silent share of the last drawing before anything was drawn again. The completions that are kept
         say less about the model: silent groups are missing among them."""
@@ -151,15 +158,19 @@ class Redraws:
         now = list(rows[:: self.group])
         passing = [group for group, prompt in enumerate(now) if self.reserve.passes_turn(prompt)]
         self.skipped = passing if len(passing) < len(now) else passing[1:]
+        self.skipped_tokens = sum(self.reserve.tokens.get(now[group], 0) for group in self.skipped)
         return len(self.skipped)
 
     def places_drawn(self, first: int, count: int) -> list[int]:
         """Of `count` rows from number `first` of the drawing, those of groups that are drawn, counted from 0."""
         return [n for n in range(count) if (first + n) // self.group not in self.skipped]
 
-    def note_drawn(self, judged: Judged) -> None:
-        """Remember what the groups have shown that were drawn; `judged` has no others."""
+    def note_drawn(self, judged: Judged, *, tokens: Sequence[int] = ()) -> None:
+        """Remember what the groups have shown that were drawn, and their `tokens`, one number a row; `judged` has no
+        other rows."""
         self._note(judged, range(len(judged.rows) // self.group))
+        for first in range(0, len(judged.rows), self.group):
+            self.reserve.tokens[judged.rows[first]] = sum(tokens[first : first + self.group])
 
     def run(
         self,
@@ -198,7 +209,10 @@ class Redraws:
     def _note(self, judged: Judged, groups: Collection[int]) -> None:
         silent = set(silent_groups(judged.paid, self.group))
         for group in groups:
-            self.reserve.note(judged.rows[group * self.group], is_silent=group in silent)
+            first = group * self.group
+            # Equal rewards with an unknown one among them do not show that the prompt is silent.
+            if group not in silent or None not in judged.paid[first : first + self.group]:
+                self.reserve.note(judged.rows[first], is_silent=group in silent)
 
     def _chosen(self, groups: Sequence[int], now: Sequence[int]) -> dict[int, int]:
         """Group -> the prompt that takes its place, where there is one; `now` are the prompts of all groups."""
@@ -272,6 +286,6 @@ def spliced(judged: Judged, part: Judged, *, places: Sequence[int]) -> Judged:
         rows=put(judged.rows, part.rows),
         completions=put(judged.completions, part.completions),
         prompts=put(judged.prompts, part.prompts) if judged.prompts else [],
-        scored=Scored(by_name, put(judged.scored.verdicts, part.scored.verdicts)),
+        scored=replace(judged.scored, by_name=by_name, verdicts=put(judged.scored.verdicts, part.scored.verdicts)),
         control=None if judged.control is None else put(judged.control, part.control or []),
     )

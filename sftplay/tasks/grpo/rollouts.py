@@ -31,6 +31,7 @@ from sftplay.tasks.grpo.samples import cut_samples, samples_path, write_samples
 from sftplay.tasks.grpo.watch.signal_health import policy_clip_share
 from sftplay.tasks.grpo.window_state import load_window, save_window
 from sftplay.tasks.run.preflight import has_sharded_weights
+from sftplay.tasks.step.eval_mode import eval_mode
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.tasks.step.step_setup import StepSetup
 
@@ -113,15 +114,16 @@ class Rollouts(Base):
         return prompts, None, {}
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
-        """As TRL's; transformers draws so many completions at a time as memory has room for."""
+        """As TRL's, without dropout; transformers draws so many completions at a time as memory has room for."""
         if self.cfg.grpo.generation != "transformers":
             is_continuous = self.cfg.grpo.generation == "continuous"
-            with dtypes_kept(self.args, self.accelerator.device) if is_continuous else nullcontext():
+            keeps_dtypes = dtypes_kept(self.args, self.accelerator.device) if is_continuous else nullcontext()
+            with eval_mode(self.model_wrapped), keeps_dtypes:
                 return super()._generate_single_turn(prompt_ids, *given, **named)
 
         def draw(part: slice) -> list[list[int]]:
             self.heartbeat.enter(self.heartbeat.phase)  # a beat for each batch: only a single one can take too long
-            with gathered_root(self.model_wrapped):
+            with eval_mode(self.model_wrapped), gathered_root(self.model_wrapped):
                 ids, _ = super(Rollouts, self)._generate_single_turn(prompt_ids[part], *given, **named)
             return list(ids)
 

@@ -17,6 +17,7 @@ from sftplay.deliver.evaluate.rewarded import evaluate_prompts, spread
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo.arguments import grpo_arguments
 from sftplay.tasks.grpo.completions.sampler_copies import send_copies
+from sftplay.tasks.grpo.completions.tile_width import avoid_triton
 from sftplay.tasks.grpo.drawing import Drawing
 from sftplay.tasks.grpo.evaluation import EvaluatePrompts
 from sftplay.tasks.grpo.judge import Judge
@@ -26,6 +27,7 @@ from sftplay.tasks.grpo.rollouts import Rollouts
 from sftplay.tasks.grpo.watch.base_weights import WatchBaseWeights
 from sftplay.tasks.grpo.watch.signal_health import SignalHealth
 from sftplay.tasks.run.fingerprint import recipe_of
+from sftplay.tasks.run.setup import on_one_gpu
 from sftplay.tasks.run.task import Rows, TrainerParts
 
 
@@ -64,6 +66,7 @@ def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
 
 def build_trainer(parts: TrainerParts) -> PromptTrainer:
     """A trainer that draws completions of the prompts in their order."""
+    avoid_triton()
     cfg, judge = parts.cfg, Judge(parts.cfg, parts.rows.report["columns"])
     ends = stop_at(parts.model, parts.rows.source.renderer.end_token_ids)
     arguments = {**parts.arguments, **grpo_arguments(cfg)}
@@ -79,7 +82,7 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
         questions=parts.rows.source.train,
         model=parts.model,
         processing_class=parts.tokenizer,
-        args=config,
+        args=on_one_gpu(config),
         # TRL takes a `datasets.Dataset` only. Columns of any kind would not survive in one.
         train_dataset=Dataset.from_dict({"prompt": [""]}),
         # First, so that a step whose base has changed leaves no complete checkpoint.

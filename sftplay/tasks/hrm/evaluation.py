@@ -16,7 +16,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.puzzles.folder import PuzzleFolder
 from sftplay.monitor.metrics import gather_objects
 from sftplay.monitor.observer import Observer
-from sftplay.tasks.hrm.measuring import Measured, measure
+from sftplay.tasks.hrm.measuring import FIGURES, Measured, measure
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 
 
@@ -58,8 +58,7 @@ class EvaluatePuzzles(Observer):
         figures = {"step": step, **figures, "seconds": round(time.monotonic() - began, 3)}
         if log.is_main():
             write_measured(path, Measured(figures, lines))
-        names = ("exact_accuracy", "accuracy", "q_halt_accuracy")
-        trainer.held_out_figures = {f"eval_{name}": figures[name] for name in names}
+        trainer.held_out_figures = {f"eval_{name}": figures[name] for name in FIGURES}
         trainer.held_out_figures["eval_segments"] = figures["halting_q"]["segments"]
         log.say(f"step {step}/{trainer.state.max_steps}  {said_of(figures)}", "eval")
 
@@ -97,6 +96,6 @@ def said_of(figures: dict[str, Any]) -> str:
     after = "  ".join(f"{number + 1}: {curve[number]:.3f}" for number in shown)
     votes = f"pass@2 {figures['pass_at']['2']:.3f}  " if "pass_at" in figures else ""
     return (
-        f"solved after segment {after}  {votes}cells {figures['accuracy']:.3f}  "
+        f"solved after segment {after}  {votes}blank cells {figures['blank_accuracy']:.3f}  "
         f"halts after {figures['halting_q']['segments']:.2f} (n {figures['n']})"
     )

@@ -22,12 +22,12 @@ from sftplay.tasks.hrm.act import wants_to_halt
 from sftplay.tasks.hrm.gathering import objects_on
 from sftplay.tasks.hrm.network.model import PuzzleModel
 from sftplay.tasks.hrm.solve import refined
-from sftplay.tasks.hrm.voting import Voting
+from sftplay.tasks.hrm.voting import Voting, is_arc
 
 SHOWN = 64
 """Puzzles whose answers are kept for people, spread over all of them."""
 
-FIGURES = ("exact_accuracy", "accuracy", "q_halt_accuracy")
+FIGURES = ("exact_accuracy", "accuracy", "q_halt_accuracy", "blank_accuracy")
 
 
 class Measured(NamedTuple):
@@ -41,8 +41,9 @@ class Solved(NamedTuple):
     """What a model makes of a batch of puzzles."""
 
     sums: Tensor
-    """fp64 [n_supervision + 1, 4]: sums over the rows that count, after each segment and, last, where each row halts:
-    right puzzles, shares of right cells, right judgements of q_halt; rows, and in the last line segments."""
+    """fp64 [n_supervision + 1, 6]: sums over the rows that count, after each segment and, last, where each row halts:
+    right puzzles, shares of right cells, right judgements of q_halt; rows, and in the last line segments; of the cells
+    that the question does not give the right ones, and all."""
 
     predicted: Tensor
     """int64 [batch, cells]: the answer, as `hrm.eval_halt` says."""
@@ -71,12 +72,12 @@ def measure(
         DataError: puzzles of ARC lie there without the names of their copies.
     """
     device = model.start_high.device
-    sums = torch.zeros(model.hrm.n_supervision + 1, 4, dtype=torch.float64, device=device)
+    sums = torch.zeros(model.hrm.n_supervision + 1, 6, dtype=torch.float64, device=device)
     total = min(len(puzzles), limit or len(puzzles))
     stride, writing = max(1, total // SHOWN), GridText.of(puzzles.facts)
     lines: list[dict[str, Any]] = []
     # The votes of some of the copies would be others.
-    voting = Voting(puzzles) if puzzles.facts.kind == "arc" and limit is None else None
+    voting = Voting(puzzles) if limit is None and is_arc(puzzles) else None
     was_training, done, batch = model.training, 0, at_once * log.world_size()
     model.eval()
     for rows in TestRows(puzzles, global_batch=batch, rank=log.rank(), world=log.world_size()):
@@ -108,16 +109,19 @@ def solve_rows(model: PuzzleModel, rows: Rows, *, eval_halt: str) -> Solved:
         torch.from_numpy(each).to(device) for each in (rows.inputs, rows.labels, rows.puzzle_identifiers, rows.mask)
     )
     labels, known = labels.long(), labels != IGNORE_INDEX
+    blank = known & (inputs != labels)
     lines, halted = [], torch.zeros(len(mask), dtype=torch.int64, device=device)
     at_halt: Tensor | None = None
     predicted = q_halt = torch.empty(0, device=device)
     for number, answer in enumerate(refined(model, inputs.long(), identifiers=identifiers.long()), 1):
         said = answer.logits.argmax(dim=-1)
-        right = ((said == labels) & known).sum(dim=-1)
+        is_right = (said == labels) & known
+        right = is_right.sum(dim=-1)
         whole = right == known.sum(dim=-1)
         share = right / known.sum(dim=-1).clamp(min=1)
         judged = (answer.q_halt >= 0) == whole
-        line = torch.stack([whole.double(), share.double(), judged.double(), torch.ones_like(share).double()])
+        parts = (whole, share, judged, torch.ones_like(share), (is_right & blank).sum(dim=-1), blank.sum(dim=-1))
+        line = torch.stack([each.double() for each in parts])
         lines.append((line * mask).sum(dim=-1))
         first = number == 1
         goes_on = torch.ones_like(mask) if first else halted == 0
@@ -164,4 +168,5 @@ def described(sums: Tensor, eval_halt: str) -> dict[str, Any]:
 
 
 def _shares(line: list[float], n: float) -> dict[str, float]:
-    return dict(zip(FIGURES, (value / max(n, 1) for value in line[:3]), strict=True))
+    of_puzzles = (value / max(n, 1) for value in line[:3])
+    return dict(zip(FIGURES, (*of_puzzles, line[4] / max(line[5], 1)), strict=True))

@@ -36,7 +36,7 @@ from sftplay.tasks.run.fingerprint import fingerprint_of
 from sftplay.tasks.run.manifest import write_manifest
 from sftplay.tasks.run.rank_sync import first_of_node, wait_for_nodes
 from sftplay.tasks.run.save import leave_process_group
-from sftplay.tasks.run.setup import make_setup
+from sftplay.tasks.run.setup import make_setup, on_one_gpu
 from sftplay.tasks.run.task import RowOrder, Rows, TrainerParts
 from sftplay.tasks.run.train_run import Outcome, TrainRun
 from sftplay.units import format_count
@@ -180,7 +180,7 @@ def build_trainer(parts: TrainerParts, *, train: PuzzleFolder, held_out: PuzzleF
         train_rows=TrainRows(
             train, seed=cfg.seed, global_batch=cfg.train.effective_batch_size, rank=log.rank(), world=world
         ),
-        args=TrainingArguments(**given),
+        args=on_one_gpu(TrainingArguments(**given)),
         train_dataset=parts.train,
         data_collator=collate,
         callbacks=parts.callbacks,

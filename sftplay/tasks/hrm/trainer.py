@@ -1,7 +1,8 @@
 """transformers' Trainer over puzzles under way: a step is one segment of every row of this rank's batch.
 
 Loop, checkpoints, optimizer and logging are the Trainer's. It overrides `training_step`, `create_optimizer`,
-`_save_checkpoint` and `_load_from_checkpoint`, and provides what `monitor.observer.StepTrainer` asks for.
+`create_scheduler`, `_save_checkpoint` and `_load_from_checkpoint`, and provides what `monitor.observer.StepTrainer`
+asks for.
 """
 
 from __future__ import annotations
@@ -150,6 +151,17 @@ class PuzzleTrainer(Trainer):
                 made = torch.optim.AdamW(weights, **options, eps=args.adam_epsilon, fused=True)
             self.optimizer = made
         return made
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule with steps counted from 1, as published: the first one has a share of the warm-up, not 0."""
+        if self.lr_scheduler is None:
+            made = super().create_scheduler(num_training_steps, optimizer)
+            share = made.lr_lambdas[0]
+            made.lr_lambdas = [lambda step: share(step + 1)]
+            made._last_lr = [rate * share(1) for rate in made.base_lrs]
+            for group, rate in zip(made.optimizer.param_groups, made._last_lr, strict=True):
+                group["lr"] = rate
+        return self.lr_scheduler
 
     def _save_checkpoint(self, *given: Any) -> None:
         with random_numbers_kept(), self.collected():

@@ -7,17 +7,22 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from transformers import TrainingArguments
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
+from sftplay.errors import MachineError
+from sftplay.launch.command.command import EXPECTS_GPU
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.releases import as_named_here, recomputation_arguments
 from sftplay.tasks.run.task import RowOrder
 from sftplay.tasks.step.micro_batches import MicroBatcher
+
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +145,23 @@ class RunSetup:
             "metric_for_best_model": "loss" if seeks_best else None,
             "greater_is_better": False if seeks_best else None,
         }
+
+
+def refuse_missing_gpu() -> None:
+    """Raise MachineError where the parent has planned for a GPU that torch cannot use here."""
+    if EXPECTS_GPU in os.environ and not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "not built for CUDA"
+        what = f"the run is planned for a GPU, and torch {torch.__version__} ({built}) can use none"
+        raise MachineError(
+            what, where="torch", fix="`make doctor` says why; on the CPU: export CUDA_VISIBLE_DEVICES=-1"
+        )
+
+
+def on_one_gpu(arguments: Arguments) -> Arguments:
+    """The same arguments for one GPU a process, however many it sees: the Trainer would copy the model to each."""
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+    return arguments
 
 
 def make_setup(cfg: RunConfig, folder: RunFolder, *, n_rows: int, known: RowOrder | None = None) -> RunSetup:

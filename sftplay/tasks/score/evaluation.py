@@ -25,7 +25,7 @@ from sftplay.monitor.metrics import gather_objects
 from sftplay.monitor.observer import Observer
 from sftplay.tasks.score.episodes.drawing import Action
 from sftplay.tasks.score.episodes.figures import diagnosis, reference_of
-from sftplay.tasks.score.episodes.judge import Verdict, describe
+from sftplay.tasks.score.episodes.judge import Verdict, describe, expect_known
 from sftplay.tasks.score.episodes.play import Episode, Hints
 from sftplay.tasks.score.episodes.samples import line_of, write_lines
 from sftplay.tasks.score.learning.schedule import gate_objection
@@ -119,6 +119,7 @@ class EvaluateEpisodes(Observer):
                 shares = gather_objects(self._judged(episodes), self.trainer.heartbeat)
             firsts = [episode.first for _, episode in episodes]
             by_number = {each[0]: each for share in shares for each in share}
+            expect_known([verdict for _, verdict, _ in by_number.values()])
             played.append([by_number[number] for number in sorted(by_number)])
         return played
 

@@ -16,6 +16,7 @@ from sftplay.deliver.evaluate.rewarded import spread
 from sftplay.launch.run_folder import RunFolder
 from sftplay.plan.devices.layout import Layout, layout_of
 from sftplay.tasks.run.fingerprint import recipe_of
+from sftplay.tasks.run.setup import on_one_gpu
 from sftplay.tasks.run.task import Rows, TrainerParts
 from sftplay.tasks.score.episodes.cast import ADAPTERS, Cast
 from sftplay.tasks.score.episodes.judge import EpisodeJudge
@@ -110,9 +111,8 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
 
 
 def _arguments(parts: TrainerParts) -> TrainingArguments:
-    arguments = TrainingArguments(**{**parts.arguments, "eval_strategy": "no", "eval_steps": None})
-    if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # the others hold other parts; the Trainer would copy the solver to each
+    # Where several GPUs are visible, the others hold other parts.
+    arguments = on_one_gpu(TrainingArguments(**{**parts.arguments, "eval_strategy": "no", "eval_steps": None}))
     # transformers would ask for evaluations of its own; those of the task say which checkpoint is the best.
     arguments.load_best_model_at_end = parts.cfg.train.best_metric is not None
     arguments.metric_for_best_model, arguments.greater_is_better = parts.cfg.train.best_metric, True

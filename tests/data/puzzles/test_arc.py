@@ -15,7 +15,15 @@ from hypothesis.extra.numpy import arrays
 from sftplay.data.puzzles.arc.augment import Change, canonical, draw_changes, parse_name
 from sftplay.data.puzzles.arc.canvas import ALPHABET, cropped, on_canvas
 from sftplay.data.puzzles.arc.task import Pair, Task, as_json, read_tasks, task_of
-from sftplay.data.puzzles.arc.votes import Answer, Ballots, Tally, share_solved, solved_at
+from sftplay.data.puzzles.arc.votes import (
+    Answer,
+    Ballots,
+    Tally,
+    ranks_of,
+    share_of_inputs_solved,
+    share_solved,
+    solved_at,
+)
 from sftplay.data.puzzles.dihedral import INVERSE, turned
 from sftplay.data.puzzles.stream import stream_of
 from sftplay.errors import DataError, SeveralErrors
@@ -212,6 +220,9 @@ def test_a_task_is_solved_when_all_its_test_inputs_are():
     ballots |= count_votes([answer(BOTH, first.input, grid("4"), q_halt=1.0, name="bad")])
     tries = [solved_at(each, ballots) for each in tasks.values()]
     assert share_solved(tries, ks=(1, 2, 1000)) == {1: 0.25, 2: 0.5, 1000: 0.5}
+    # TRM counts the share of a task's test inputs (evaluators/arc.py): of `t` the first is right with one try.
+    ranks = [ranks_of(each, ballots) for each in tasks.values()]
+    assert share_of_inputs_solved(ranks, ks=(1, 2, 1000)) == {1: (1 + 0.5) / 4, 2: 0.5, 1000: 0.5}
 
 
 def test_votes_do_not_depend_on_the_order_of_the_answers():

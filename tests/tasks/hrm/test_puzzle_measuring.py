@@ -72,6 +72,10 @@ def test_figures_of_each_segment_and_of_both_ways_to_halt_are_those_by_hand(two,
     found = measure(model_for(two), two, hrm=HrmConfig(**HRM), at_once=2)
     exact = [each["exact_accuracy"] for each in found.figures["segments"]]
     cells = [each["accuracy"] for each in found.figures["segments"]]
+    # The questions leave cells 0, 2 and 3 of the first and cells 0 and 1 of the second puzzle; the last has no label.
+    blanks = [each["blank_accuracy"] for each in found.figures["segments"]]
+    assert blanks == pytest.approx([(2 + 2) / 5, (3 + 1) / 5, (3 + 1) / 5])
+    assert found.figures["halting_q"]["blank_accuracy"] == 1.0
     judged = [each["q_halt_accuracy"] for each in found.figures["segments"]]
     assert exact == [0.5, 0.5, 0.5]
     assert cells == pytest.approx([(3 / 4 + 1) / 2, (1 + 2 / 3) / 2, (1 + 1 / 3) / 2])
@@ -87,6 +91,22 @@ def test_figures_of_each_segment_and_of_both_ways_to_halt_are_those_by_hand(two,
     assert by_q.figures["exact_accuracy"] == 1.0
     assert [line["correct"] for line in by_q.lines] == [True, True]
     assert "halts at 1.50" in figures_table(found.figures)
+
+
+def test_who_copies_the_givens_and_writes_one_digit_has_a_ninth_of_the_blanks_right(tmp_path: Path, monkeypatch):
+    from sftplay.data.puzzles.sudoku.kind import Sudoku
+
+    answer = "483921657967345821251876493548132976729564138136798245372689514814253769695417382"
+    labels = np.array([int(digit) + 1 for digit in answer], np.uint8)
+    given = np.where(np.arange(81) % 2, labels, 1).astype(np.uint8)  # 40 givens, 41 blanks
+    write_folder(tmp_path, [Group(given[None], labels[None])], alphabet=Sudoku.alphabet)
+    puzzles = PuzzleFolder.open(tmp_path)
+    plant(monkeypatch, [([np.where(given == 1, 6, given)], [0.0])] * SEGMENTS, vocab=11)
+    figures = measure(model_for(puzzles), puzzles, hrm=HrmConfig(**HRM), at_once=1).figures
+    fives = sum(digit == "5" for digit in answer[::2])
+    assert figures["accuracy"] == pytest.approx((40 + fives) / 81)  # more than half, by copying
+    assert figures["blank_accuracy"] == pytest.approx(fives / 41)
+    assert figures["exact_accuracy"] == 0
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 88, 300])
@@ -105,18 +125,18 @@ def test_both_ranks_measure_their_shares_and_together_what_one_process_measures(
     puzzles = open_split("builtin:sudoku4", "test", key="x")
     model = model_for(puzzles)
     alone = measure(model, puzzles, hrm=model.hrm, at_once=100)
-    sums = torch.zeros(SEGMENTS + 1, 4, dtype=torch.float64)
+    sums = torch.zeros(SEGMENTS + 1, 6, dtype=torch.float64)
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
         rows = measuring.TestRows(puzzles, global_batch=50, rank=rank, world=2)
         sums += sum(measuring.solve_rows(model, each, eval_halt="max").sums for each in rows)
     together = described(sums, "max")
     assert together["n"] == alone.figures["n"] == 264
-    for name in ("exact_accuracy", "accuracy", "q_halt_accuracy"):
+    for name in ("exact_accuracy", "accuracy", "blank_accuracy", "q_halt_accuracy"):
         assert together[name] == pytest.approx(alone.figures[name], abs=1e-12)
 
 
-def test_copies_of_an_arc_task_vote_and_whole_tasks_pass(tmp_path: Path, monkeypatch):
+def test_copies_of_an_arc_task_vote_and_whole_tasks_pass(tmp_path: Path, monkeypatch, capsys):
     test, outputs = tmp_path / "test", [np.array([[n, 5]], np.uint8) for n in (1, 2, 3)]
     test.mkdir()
     asked = np.array([[7]], np.uint8)
@@ -134,6 +154,15 @@ def test_copies_of_an_arc_task_vote_and_whole_tasks_pass(tmp_path: Path, monkeyp
     assert figures["tasks"] == 1
     assert (figures["pass_at"]["1"], figures["pass_at"]["2"]) == (0.0, 1.0)
     assert "pass@2 1.000" in said_of(figures)
+    assert figures_table(figures).splitlines()[-6:-4] == [
+        "            whole tasks   inputs",
+        f"pass@{1:<11}   0.0000   0.0000",
+    ]
+    facts = json.loads((test / "dataset.json").read_text())
+    (test / "dataset.json").write_text(json.dumps(facts | {"kind": ""}))  # as the published code writes it
+    unnamed = measure(model_for(puzzles), PuzzleFolder.open(test), hrm=HrmConfig(**HRM), at_once=3).figures
+    assert "pass_at" not in unnamed
+    assert 'no votes are counted: dataset.json names no kind; write "kind": "arc"' in capsys.readouterr().out
     limited = measure(model_for(puzzles), puzzles, hrm=HrmConfig(**HRM), at_once=3, limit=2).figures
     assert "pass_at" not in limited
     assert "pass@" not in said_of(limited)
@@ -186,6 +215,7 @@ def test_votes_that_several_ranks_count_are_those_of_one_process(tmp_path: Path,
 
     alone = work()
     assert alone.figures["tasks"] == len(SAID)
+    assert alone.figures["pass_at_partial"] == alone.figures["pass_at"]  # each task has one test input
     assert alone.figures["pass_at"] == {"1": 0.25, "2": 0.5, "10": 0.75, "100": 0.75, "1000": 0.75}
     for world in (2, 3):
         main, *others = on_ranks(world, work, tmp_path / str(world))

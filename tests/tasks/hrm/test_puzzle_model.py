@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sftplay.config.rules.hrm import broken_hrm_rules
 from sftplay.config.schema.hrm import HrmConfig
+from sftplay.config.schema.run import RunConfig
 from sftplay.tasks.hrm.network.model import Grid, PuzzleModel, State
 
 WIDTH, HEADS, CELLS, VOCAB, BATCH = 8, 2, 5, 4, 3
@@ -204,6 +206,53 @@ def test_a_puzzle_embedding_takes_as_many_positions_as_it_needs_and_is_padded_wi
     width = model.puzzles.rows.shape[1]
     assert torch.allclose(flat[:width], torch.full((width,), math.sqrt(WIDTH), dtype=torch.float64))
     assert not flat[width:].any()
+
+
+def trm_by_hand(model: PuzzleModel, inputs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and Q values of one puzzle by TRM's layout (models/recursive_reasoning/trm.py, `puzzle_emb_len`).
+
+    The puzzle's embedding is filled up with zeros to so many positions, the cells come behind them, and all are rotated
+    by their place. Q is read from the first position.
+    """
+    before = model.hrm.puzzle_emb_len or 1
+    prefix = functional.pad(rows, (0, before * WIDTH - len(rows))).view(before, WIDTH)
+    embedded = torch.cat((prefix, model.tokens[inputs])) * math.sqrt(WIDTH)
+    high, low = (each.expand(before + CELLS, WIDTH) for each in (model.start_high, model.start_low))
+    weights = module_of(model, "low")
+    for _ in range(model.hrm.h_cycles):
+        for _ in range(model.hrm.l_cycles):
+            low = block(weights, low + high + embedded, turns=True)
+        high = block(weights, high + low, turns=True)
+    return high[before:] @ model.head.weight.T, high[0] @ model.q_head.weight.T + model.q_head.bias
+
+
+@pytest.mark.parametrize("length", [None, 1, 16])
+def test_the_prefix_has_the_positions_of_the_published_model_that_it_is_given(length: int | None):
+    model = small(arch="single", grad="full_last_cycle", h_cycles=3, l_cycles=2, puzzle_emb_len=length)
+    rows = torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    state, answer = model(model.start(BATCH), INPUTS, puzzle_rows=rows)
+    assert state.high.shape == (BATCH, (length or 1) + CELLS, WIDTH)
+    for n in range(BATCH):
+        logits, q = trm_by_hand(model, INPUTS[n], rows[n])
+        assert torch.allclose(answer.logits[n], logits, atol=1e-6)  # the model's cosines are fp32
+        assert torch.allclose(torch.stack((answer.q_halt[n], answer.q_continue[n])).double(), q, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dim", "fix"), [(600, "write hrm.puzzle_emb_len: 2, or more"), (0, "remove hrm.puzzle_emb_len")]
+)
+def test_a_prefix_that_cannot_hold_the_embedding_is_refused(dim: int, fix: str):
+    hrm = {"puzzle_emb_len": 1, "puzzle_emb_dim": dim}
+    text = {"task_mode": "hrm", "model": {"name": "builtin:hrm"}, "tuning": {"mode": "full"}, "hrm": hrm}
+    (violation,) = broken_hrm_rules(RunConfig.model_validate(text))
+    assert (violation.keys[0], violation.fix) == ("hrm.puzzle_emb_len", fix)
+
+
+def test_zeros_before_the_cells_change_the_answer():
+    rows = torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    one, many = (small(arch="single", puzzle_emb_len=length) for length in (1, 16))
+    answers = [model(model.start(BATCH), INPUTS, puzzle_rows=rows)[1].logits for model in (one, many)]
+    assert (answers[0] - answers[1]).abs().max() > 0.05
 
 
 def test_what_is_drawn_at_the_start_has_the_standard_deviations_of_the_paper_within_two_percent():

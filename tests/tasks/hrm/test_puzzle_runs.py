@@ -17,6 +17,7 @@ from untimed_metrics import untimed
 from sftplay import log
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.tasks.hrm.act import Carry, Puzzles
+from sftplay.tasks.hrm.network.embedding import PuzzleTable
 from sftplay.tasks.hrm.network.model import State
 from sftplay.tasks.hrm.network.saved import load_model
 from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
@@ -93,6 +94,24 @@ def test_every_line_has_the_figures_of_the_published_code(whole: Finished):
         )
         assert 0 <= line["accuracy"] <= 1
     assert sum(line["count"] for line in whole.metrics) > 0
+
+
+def test_the_warm_up_begins_with_its_first_share_as_the_published_schedule_does(
+    puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rates: list[float] = []
+    real = PuzzleTable.update
+    monkeypatch.setattr(
+        PuzzleTable,
+        "update",
+        lambda self, touched, **named: (rates.append(named["rate"]), real(self, touched, **named))[1],
+    )
+    warm_up = {"train__lr_scheduler": "constant_with_warmup", "train__warmup_ratio": 0.5}
+    run = train_in(*new_hrm_run(tmp_path, puzzles, **warm_up))
+    # compute_lr of HRM's pretrain.py: the step is counted up first, so step 1 of 4 has a quarter of the peak.
+    shares = [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]
+    assert rates == pytest.approx([0.05 * share for share in shares])
+    assert [line["learning_rate"] for line in run.metrics] == pytest.approx([0.01 * share for share in shares])
 
 
 def test_only_touched_rows_of_the_table_have_moved(whole: Finished):

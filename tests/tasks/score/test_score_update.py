@@ -176,3 +176,16 @@ def test_a_role_speaks_with_the_adapter_that_peft_sets(folder: Path, whole: list
             model.set_adapter(adapter)
             assert spoken[role] == state(model)
     assert spoken["solver"] != spoken["guide"]
+
+
+def test_the_reference_has_no_dropout_and_the_role_that_learns_keeps_its_own(cast: Cast):
+    for layer in cast.model.base_model.model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    batch = ActionBatch.of(ACTIONS, pad=ID["<pad>"], device="cpu")
+    cast.train()
+    with torch.no_grad(), cast.reference("solver") as frozen:
+        first, again = (frozen(input_ids=batch.ids).logits for _ in range(2))
+    assert torch.equal(first, again)
+    assert cast.model.training
+    with torch.no_grad(), cast.speaking("solver") as solver:
+        assert not torch.equal(solver(input_ids=batch.ids).logits, solver(input_ids=batch.ids).logits)

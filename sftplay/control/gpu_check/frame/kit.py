@@ -169,6 +169,13 @@ def losses_apart(one: list[float], two: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(one, two, strict=True))
 
 
+def random_model(place: Place, name: str) -> Path:
+    """The folder of a model of the shape `name`, made by benchmarks/gpu_sizing.py with random weights."""
+    folder = place.folder / "model"
+    run_script("gpu_sizing.py", "--make", name, str(folder))
+    return folder
+
+
 def run_script(script: str, *words: str) -> None:
     """Run a script of benchmarks/ to its end.
 

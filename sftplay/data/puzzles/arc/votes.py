@@ -101,19 +101,32 @@ def share_of(task: str, n: int) -> int:
 
 def solved_at(task: Task, ballots: Ballots) -> float:
     """The least k with which the task is solved: each test input has its output among its first k; inf for never."""
-    ranks = []
+    return max(ranks_of(task, ballots))
+
+
+def ranks_of(task: Task, ballots: Ballots) -> list[float]:
+    """For each test input of the task the least k with its output among the first k answers; inf for never."""
+    ranks: list[float] = []
     for pair in task.test:
         ranked = ballots.get((task.id, grid_key(pair.input)), [])
         keys = [grid_key(candidate.grid) for candidate in ranked]
         right = grid_key(pair.output)
         ranks.append(keys.index(right) + 1 if right in keys else math.inf)
-    return max(ranks)
+    return ranks
 
 
 def share_solved(tries: Sequence[float], *, ks: Sequence[int] = KS) -> dict[int, float]:
     """The share of tasks that is solved with k tries, from the least k of each."""
     needed = np.array(tries)
     return {k: float((needed <= k).mean()) for k in ks}
+
+
+def share_of_inputs_solved(ranks: Sequence[Sequence[float]], *, ks: Sequence[int] = KS) -> dict[int, float]:
+    """The mean over tasks of the share of its test inputs that is solved with k tries, from the least k of each.
+
+    TRM's published figures count so (evaluators/arc.py): half a task of two test inputs is half a point.
+    """
+    return {k: float(np.mean([(np.array(each) <= k).mean() for each in ranks])) for k in ks}
 
 
 def grid_key(grid: Grid) -> bytes:

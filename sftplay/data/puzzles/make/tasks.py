@@ -51,19 +51,20 @@ class Made:
 def write_tasks(settings: Settings, folder: Path) -> dict[str, Any]:
     """Write the splits `train` and `test` below `folder`, and what `answers` reads; what is reported beside counts.
 
-    Training has the demonstrations of all tasks, the test has the test pairs of the evaluation tasks, both with all
-    copies. A task has the same identifiers in both.
+    Training has all pairs of the training tasks and the demonstrations of the evaluation tasks, the test has the test
+    pairs of the evaluation tasks, both with all copies. A task has the same identifiers in both. HRM and TRM divide
+    the pairs so (dataset/build_arc_dataset.py).
 
     Raises:
         ConfigError: a setting does not fit.
-        DataError: a file holds no task, or a test pair is a copy of one of training.
+        DataError: a file holds no task, or a task of the evaluation is a task of training.
     """
     assert settings.source is not None
     if settings.subsample is not None:
         raise ConfigError("does not fit ARC: take json files out instead", where="--subsample", fix="leave it out")
     copies = COPIES if settings.copies is None else settings.copies
     training, evaluation = (read_tasks(_part(settings.source, part)) for part in PARTS)
-    own_copies = check_tasks(training, evaluation)
+    repeated = check_tasks(training, evaluation)
     pieces = [Piece(task, copies, settings.seed, is_asked=False) for task in training]
     pieces += [Piece(task, copies, settings.seed, is_asked=True) for task in evaluation]
     writers = {}
@@ -82,7 +83,7 @@ def write_tasks(settings: Settings, folder: Path) -> dict[str, Any]:
     (folder / NAMES).write_text(json.dumps(names), encoding="utf-8")
     (folder / ASKED).write_text(json.dumps({task.id: as_json(task) for task in evaluation}), encoding="utf-8")
     n_tasks = {"training_tasks": len(training), "evaluation_tasks": len(evaluation)}
-    return {"copies": copies, **n_tasks, "test_pairs_like_a_demonstration": own_copies}
+    return {"copies": copies, **n_tasks, **repeated}
 
 
 def _part(source: Path, part: str) -> Path:
@@ -90,32 +91,37 @@ def _part(source: Path, part: str) -> Path:
     return next((path for path in (source / part, source / "data" / part) if path.is_dir()), source / part)
 
 
-def check_tasks(training: list[Task], evaluation: list[Task]) -> int:
-    """Raise where a test pair of the evaluation is a copy of another task's demonstration; the error names both tasks.
+def check_tasks(training: list[Task], evaluation: list[Task]) -> dict[str, Any]:
+    """Report the test pairs of the evaluation that are copies of a learned pair, of their own task or of another.
 
-    The number of test pairs that are copies of a demonstration of their own task: published tasks have such.
+    Published tasks have both: of ARC-AGI-1 a pair of 50a16a69 is one of caa06a1f in other colours, and each pair of
+    070dd51e is one of 40853293.
+
+    Raises:
+        SeveralErrors: tasks of training and of the evaluation have one name.
     """
-    problems: list[DataError] = []
     both = {task.id for task in training} & {task.id for task in evaluation}
-    for name in sorted(both):
-        problems.append(
-            DataError("is a task of training and of the evaluation", where=name, fix="take one of them out")
-        )
+    if both:
+        what, fix = "is a task of training and of the evaluation", "take one of them out"
+        raise SeveralErrors([DataError(what, where=name, fix=fix) for name in sorted(both)])
     learned: dict[bytes, set[str]] = {}
-    for task in (*training, *evaluation):
-        for pair in task.train:
+    for task, pairs in [(t, t.pairs) for t in training] + [(t, t.train) for t in evaluation]:
+        for pair in pairs:
             learned.setdefault(canonical(pair), set()).add(task.id)
-    own_copies = 0
+    own_copies, others = 0, []
     for task in evaluation:
-        for number, pair in enumerate(task.test, 1):
-            like = learned.get(canonical(pair), set())
-            own_copies += task.id in like
-            for other in sorted(like - {task.id}):
-                what = f"test pair {number} is a copy of a demonstration of task {other}"
-                problems.append(DataError(what, where=f"task {task.id}", fix="take one of the two out"))
-    if problems:
-        raise SeveralErrors(problems)
-    return own_copies
+        like = [learned.get(canonical(pair), set()) for pair in task.test]
+        own_copies += sum(task.id in each for each in like)
+        others += [
+            {"task": task.id, "test_pair": number, "like": sorted(each - {task.id})}
+            for number, each in enumerate(like, 1)
+            if each - {task.id}
+        ]
+    return {
+        "test_pairs_like_a_demonstration": own_copies,
+        "test_pairs_like_another_task": len(others),
+        "like_another_task": others,
+    }
 
 
 def _copied(pieces: list[Piece], *, workers: int, n_copies: int) -> Iterator[Made]:
@@ -127,11 +133,12 @@ def _copied(pieces: list[Piece], *, workers: int, n_copies: int) -> Iterator[Mad
 
 
 def make_copies(piece: Piece) -> Made:
-    """A task's copies: demonstrations that lie anywhere on the canvas, test pairs that lie in its corner."""
+    """A task's copies: learned pairs that lie anywhere on the canvas, asked ones that lie in its corner."""
     task, stream = piece.task, stream_of(piece.task.id.encode(), piece.seed)
     changes = draw_changes(task, piece.copies, stream=stream)
-    train = [_moved(task.train, change, stream=stream) for change in changes]
-    sizes = [len(task.train)] * len(changes)
+    learned = task.train if piece.is_asked else task.pairs
+    train = [_moved(learned, change, stream=stream) for change in changes]
+    sizes = [len(learned)] * len(changes)
     test = None
     if piece.is_asked:
         rows = [(change, pair, 0, 0) for change in changes for pair in task.test]

@@ -66,6 +66,10 @@ class GridText:
         if len(lines) == 1 and len(lines[0][1]) == cells:
             number, line = lines[0]
             lines = [(number, line[at : at + self.columns]) for at in range(0, cells, self.columns)]
+        elif len(lines) == 1 and len(lines[0][1]) != self.columns:
+            what = f"has {len(lines[0][1])} cells in one line, and a grid of {rows} x {self.columns} has {cells}"
+            fix = f"write all {cells} cells in one line, or {rows} lines of {self.columns}"
+            raise DataError(what, where=f"{where}:{lines[0][0]}", fix=fix)
         tokens = [self._row(line, f"{where}:{number}") for number, line in lines[:rows]]
         if len(lines) != rows:
             last = lines[min(len(lines), rows + 1) - 1][0]

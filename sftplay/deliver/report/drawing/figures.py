@@ -13,6 +13,7 @@ SHARES = (
     "chrf",
     "accuracy",
     "exact_accuracy",
+    "blank_accuracy",
     "mfu",
     "pass",
     "held_out_pass",

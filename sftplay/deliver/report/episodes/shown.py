@@ -47,14 +47,15 @@ def _episodes(run: RunFiles, step: int) -> list[dict[str, Any]]:
     return [row for _, row in zip(range(MOST_LINES), rows, strict=False)]
 
 
-def _correct(episode: dict[str, Any]) -> tuple[bool, bool] | None:
+def _correct(episode: dict[str, Any]) -> tuple[bool | None, bool | None]:
     given = episode.get("correct")
-    return (given[0] is True, given[1] is True) if isinstance(given, list) and len(given) == 2 else None
+    first, second = given if isinstance(given, list) and len(given) == 2 else (None, None)
+    return first if isinstance(first, bool) else None, second if isinstance(second, bool) else None
 
 
 def _texts(episode: dict[str, Any]) -> list[str]:
     """First answer, hint, second answer; a mark before each answer says whether it is right."""
-    first, second = _correct(episode) or (None, None)
+    first, second = _correct(episode)
     texts = [cut(episode.get(name) or "", MOST_CHARACTERS) for name in ("first", "hint", "second")]
     marks = {True: "✓ ", False: "✗ ", None: ""}
     return [marks[first] + texts[0], texts[1], marks[second] + texts[2]]

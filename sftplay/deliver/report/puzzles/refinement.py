@@ -17,6 +17,9 @@ Measured = list[tuple[float, dict[str, Any]]]
 """Step and figures of each measurement, in order."""
 
 
+HEAD = ["Segments", "Puzzles right", "Blank cells right", "Cells right, givens too"]
+
+
 def measurements(run: RunFiles) -> Measured:
     """The measurements on puzzles that the run has made while it trained."""
     return sorted((pair for pair in by_step(run.evals) if mappings(pair[1].get("segments"))), key=lambda pair: pair[0])
@@ -35,7 +38,7 @@ def refinement_charts(measured: Measured, *, last_step: float) -> list[Chart]:
                     along="segment", is_wide=True)  # fmt: skip
     course = [
         Curve(key, name, points, colour, dots=True)
-        for key, name, colour in (("exact_accuracy", "puzzles", "a"), ("accuracy", "cells", "b"))
+        for key, name, colour in (("exact_accuracy", "puzzles", "a"), ("blank_accuracy", "blank cells", "b"))
         if (points := [(s, v) for s, figures in measured if (v := as_number(figures.get(key))) is not None])
     ]
     over_steps = Chart(title="Held-out puzzles", unit="exact_accuracy", curves=course, last_step=last_step)
@@ -52,13 +55,17 @@ def refinement_table(figures: dict[str, Any]) -> Table:
     if halting:
         mean = format_figure("segments", halting.get("segments"))
         rows.append([f"where the model halts, {mean} on average", *_shares(halting)])
-    votes = [[f"pass@{k}", format_figure("pass", share), ""] for k, share in mapping(figures.get("pass_at")).items()]
-    return Table(head=["Segments", "Puzzles right", "Cells right"], rows=[*rows, *votes[:20]], kinds=" nn",
+    votes = [
+        [f"pass@{k}{of}", format_figure("pass", share), "", ""]
+        for key, of in (("pass_at", ", whole tasks"), ("pass_at_partial", ", share of a task's inputs"))
+        for k, share in mapping(figures.get(key)).items()
+    ]
+    return Table(head=HEAD, rows=[*rows, *votes[:20]], kinds=" nnn",
                  caption=f"The last measurement: {format_figure('n', figures.get('n'))} puzzles")  # fmt: skip
 
 
 def _shares(each: dict[str, Any]) -> list[str]:
-    return [format_figure("accuracy", each.get(key)) for key in ("exact_accuracy", "accuracy")]
+    return [format_figure("accuracy", each.get(key)) for key in ("exact_accuracy", "blank_accuracy", "accuracy")]
 
 
 def _refined(figures: dict[str, Any], key: str) -> list[Point]:

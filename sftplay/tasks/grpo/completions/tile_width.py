@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from trl.kernels import chunked_logprob
 from trl.trainer import utils
+
+from sftplay import log
+from sftplay.machine.compiler import compiler_remedy, find_compiler_problem
 
 
 @contextmanager
@@ -28,3 +32,15 @@ def fitted_tiles(vocab: int) -> Iterator[None]:
         yield
     finally:
         utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton = width, real
+
+
+def avoid_triton() -> None:
+    """Where Triton cannot build kernels for this process's GPU, let TRL compute its tiles by torch from now on.
+
+    The choice is made anew in every pass (trl 1.16, kernels/chunked_logprob.py, `_use_triton`), also backwards.
+    """
+    if torch.cuda.is_available() and (problem := find_compiler_problem()):
+        chunked_logprob._use_triton = lambda device: False
+        log.say(
+            f"{problem}: log-probabilities are computed by torch, not by TRL's Triton kernels ({compiler_remedy()})"
+        )

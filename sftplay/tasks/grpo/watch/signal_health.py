@@ -134,8 +134,9 @@ class SignalHealth(Observer, ExportableState):
         if reward is not None:
             self.extremes = [min([reward, *self.extremes]), max([reward, *self.extremes])]
         self.seen_content |= any(drawing.get(f"reward/{name}") for name in self.content)
-        has_signal = drawing.get("zero_variance_share", 0.0) < 1.0
-        self.steps_without = 0 if has_signal else self.steps_without + 1
+        share = drawing.get("zero_variance_share", 0.0)
+        if share is not None:  # None: too few rewards are known to tell
+            self.steps_without = 0 if share < 1.0 else self.steps_without + 1
         if self.limit and self.steps_without >= self.limit:
             raise self._explain(state.global_step)
         self._judge(drawing)

@@ -41,13 +41,15 @@ def measure_finished(cfg: RunConfig, folder: RunFolder, *, split: str, limit: in
 
 def figures_table(figures: dict[str, Any]) -> str:
     """The figures for a terminal: a line for each segment, one for where the model halts, one for each pass@k."""
-    lines = [f"{figures['n']:,} puzzles      solved    cells  judged"]
+    lines = [f"{figures['n']:,} puzzles      solved   blanks    cells   judged"]
     named = [(f"segment {number}", each) for number, each in enumerate(figures["segments"], 1)]
     named.append((f"halts at {figures['halting_q']['segments']:.2f}", figures["halting_q"]))
     for name, each in named:
-        shares = (each["exact_accuracy"], each["accuracy"], each["q_halt_accuracy"])
+        shares = (each[key] for key in ("exact_accuracy", "blank_accuracy", "accuracy", "q_halt_accuracy"))
         lines.append(f"{name:16}" + "".join(f"{share:9.4f}" for share in shares))
-    lines += [f"pass@{k:11}{share:9.4f}" for k, share in figures.get("pass_at", {}).items()]
+    partial = figures.get("pass_at_partial", {})
+    lines += ["            whole tasks   inputs"] if "pass_at" in figures else []
+    lines += [f"pass@{k:11}{share:9.4f}{partial[k]:9.4f}" for k, share in figures.get("pass_at", {}).items()]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""AdamATan2 (Everett et al. 2024, arXiv:2407.05872): Adam with atan2 in place of a quotient and its epsilon.
+"""AdamATan2 (Everett et al. 2024, arXiv:2407.05872): Adam with atan2 instead of a quotient with an epsilon.
 
 The size of a step does not depend on the scale of the gradient.
 """
@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-SCALE = 1.2732395447351628
-"""4 / pi: where both moments are equal, a step is `lr`, as Adam's is."""
-
 
 class AdamATan2(torch.optim.Optimizer):
-    """Adam with decoupled weight decay, whose update is lr * SCALE * atan2(m, sqrt(v)) of the corrected moments."""
+    """Adam with decoupled weight decay; its update is lr * atan2(m, sqrt(v)) of the corrected moments.
+
+    Published rates are those of the package adam-atan2 0.0.3, which has no factor (csrc/adam_atan2.cu): where both
+    moments are equal, a step is lr * pi / 4.
+    """
 
     def __init__(self, params: Any, *, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -49,4 +50,4 @@ class AdamATan2(torch.optim.Optimizer):
         for weight, m, v in zip(weights, first, second, strict=True):
             steps = float(self.state[weight]["step"])
             correct1, correct2 = 1 - beta1**steps, 1 - beta2**steps
-            weight.add_(torch.atan2(m / correct1, (v / correct2).sqrt()), alpha=-SCALE * group["lr"])
+            weight.add_(torch.atan2(m / correct1, (v / correct2).sqrt()), alpha=-group["lr"])

@@ -71,7 +71,7 @@ class PuzzleModel(nn.Module):
         self.hrm, self.grid, self.dtype = hrm, grid, dtype
         width = hrm.hidden_size
         emb_dim = width if hrm.puzzle_emb_dim is None else hrm.puzzle_emb_dim
-        self.prefix = math.ceil(emb_dim / width)
+        self.prefix = hrm.puzzle_emb_len or math.ceil(emb_dim / width)
         """Positions before the grid, which hold the puzzle's embedding."""
 
         positions = self.prefix + grid.cells

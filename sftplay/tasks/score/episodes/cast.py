@@ -22,6 +22,7 @@ from sftplay.plan.devices.layout import Layout
 from sftplay.tasks.score.learning.critic import Critic, slow_copy
 from sftplay.tasks.score.learning.value import SeparateValue, ValueHead
 from sftplay.tasks.score.shards.models import is_sharded, mesh_of_ranks, shard
+from sftplay.tasks.step.eval_mode import eval_mode
 
 Role = Literal["solver", "guide"]
 
@@ -104,12 +105,12 @@ class Cast:
 
     @contextmanager
     def reference(self, role: Role) -> Iterator[Any]:
-        """The frozen model that the role began as."""
+        """The frozen model that the role began as, without dropout."""
         if self._reference is not None:
             yield self._reference
             return
         model = self.models[role]
-        with model.disable_adapter():
+        with eval_mode(model), model.disable_adapter():
             yield model
         self._let_train(model)
 

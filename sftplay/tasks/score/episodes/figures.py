@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from sftplay.data.prompts.questions import Question
 from sftplay.reward.math_rewards import reference_answer
+from sftplay.tasks.score.episodes.hint_leak import states_answer, states_program
 
 LONGEST_LEAK = 100
 """Characters of a reference that a hint could state; a longer one is a whole solution."""
@@ -19,11 +19,13 @@ COPIES = 0.9
 
 
 def turn_figures(right_first: Sequence[bool], right_second: Sequence[bool]) -> dict[str, float | None]:
-    """Accuracies of both turns, and what changed, as shares of all problems.
+    """Accuracies of both turns, and what changed, as shares of all problems; None where there is none.
 
     `i2c` (incorrect to correct) less `c2i` is `delta`, and `fix_rate` and `break_rate` are conditional on turn 1.
     """
     pairs, n = list(zip(right_first, right_second, strict=True)), len(right_first)
+    if not n:
+        return dict.fromkeys(("acc_t1", "acc_t2", "delta", "i2c", "c2i", "fix_rate", "break_rate"))
     n_first, n_second = sum(right_first), sum(right_second)
     fixed = sum(second and not first for first, second in pairs)
     broken = sum(first and not second for first, second in pairs)
@@ -63,14 +65,13 @@ def reference_of(question: Question) -> str:
 
 
 def is_leaked(question: Question, hint: str) -> bool:
-    """Whether a hint states the right answer, as a word or number of its own; of a program: whether it defines the
-    function that is asked for."""
+    """Whether a hint states the right answer, in whatever form; of a program: the function that is asked for."""
     if name := question.columns.get("entry_point"):
-        return re.search(rf"\bdef\s+{re.escape(str(name))}\s*\(.*:", hint) is not None
+        return states_program(str(name), hint, reference=str(question.columns.get("answer") or ""))
     reference = reference_of(question)
     if not reference or len(reference) > LONGEST_LEAK:
         return False
-    return re.search(rf"(?<![\w.]){re.escape(reference)}(?!\w|\.\d)", hint) is not None
+    return states_answer(reference, hint, problem=question.question)
 
 
 def action_figures(firsts: Sequence[Sequence[int]], seconds: Sequence[Sequence[int]]) -> dict[str, float]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
+from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.metrics import gather_objects
 from sftplay.reward.reward_set import Abstentions, RewardSet, Scored, aligned
@@ -23,16 +24,17 @@ RIGHT = 1.0 - 1e-9
 class Verdict:
     """What one episode is worth, in plain numbers that can be sent to other ranks."""
 
-    first: float
-    second: float
-    """Weighted mean of the rewards for content, 0 to 1; 0 for an answer that was cut off."""
+    first: float | None
+    second: float | None
+    """Weighted mean of the rewards for content, 0 to 1; 0 for an answer that was cut off; None where a reward has no
+    value."""
 
     is_known: bool
-    """False where a reward has no value for one of the answers: nothing is learned from the episode."""
+    """False where a reward has no value for one of the answers: the episode is in no mean, and teaches nothing."""
 
-    form_first: bool
-    form_second: bool
-    """Whether all rewards for form accept the answer."""
+    form_first: bool | None
+    form_second: bool | None
+    """Whether all rewards for form accept the answer; None where one of them has no value."""
 
     is_parsed: bool
     """Whether any reward judges the form."""
@@ -46,9 +48,10 @@ class Verdict:
     is_identical: bool
 
     @property
-    def right(self) -> tuple[bool, bool]:
-        """Whether each answer is right."""
-        return self.first >= RIGHT, self.second >= RIGHT
+    def right(self) -> tuple[bool | None, bool | None]:
+        """Whether each answer is right; None where that is not known."""
+        first, second = (None if value is None else value >= RIGHT for value in (self.first, self.second))
+        return first, second
 
 
 class EpisodeJudge:
@@ -70,30 +73,32 @@ class EpisodeJudge:
         self.rewards.close()
 
     def judge(self, episodes: Sequence[Episode], *, heartbeat: Heartbeat) -> list[Verdict]:
-        """A verdict for each of this rank's episodes.
+        """A verdict for each of this rank's episodes. Every rank must call it.
 
         Raises:
-            RunError: a reward abstains too often.
+            RunError: on every rank, where a reward abstains too often.
         """
         with heartbeat.within("reward"):
             actions = [episode.first for episode in episodes] + [episode.second for episode in episodes]
             texts = [text_of(self.tokenizer, action.ids) for action in actions]
             rows = [episode.question.columns for episode in episodes] * 2
             scored = self.rewards.score(texts, aligned(rows, self.columns))
-            self._abstentions.add(scored)
+            ranks = gather_objects(replace(scored, verdicts=[None] * len(texts)), heartbeat)
+        self._abstentions.add(Scored.of_all(ranks))
         n = len(episodes)
         return [self._verdict(episode, scored, at=(at, at + n)) for at, episode in enumerate(episodes)]
 
     def _verdict(self, episode: Episode, scored: Scored, *, at: tuple[int, int]) -> Verdict:
         values = [self._value(scored, place) for place in at]
         cut = [episode.first.is_truncated, episode.second.is_truncated]
-        first, second = (0.0 if is_cut else value or 0.0 for value, is_cut in zip(values, cut, strict=True))
-        form = [all(scored.by_name[name].values[place] == 1 for name in self._form) for place in at]
+        first, second = (0.0 if is_cut else value for value, is_cut in zip(values, cut, strict=True))
+        forms = [{scored.by_name[name].values[place] for name in self._form} for place in at]
+        form = [None if None in each else each <= {1} for each in forms]
         says = action_figures([episode.first.said], [episode.second.said])
         return Verdict(
             first=first,
             second=second,
-            is_known=None not in values,
+            is_known=None not in (first, second),
             form_first=form[0],
             form_second=form[1],
             is_parsed=bool(self._form),
@@ -117,17 +122,30 @@ def of_all_ranks(verdicts: Sequence[Verdict], heartbeat: Heartbeat) -> list[Verd
     return [verdict for rank in gather_objects(list(verdicts), heartbeat) for verdict in rank]
 
 
+def expect_known(verdicts: Sequence[Verdict]) -> None:
+    """Raise RunError where no verdict is known: there is nothing to measure."""
+    if not any(verdict.is_known for verdict in verdicts):
+        raise RunError(
+            f"none of {len(verdicts):,} episodes has a known reward",
+            where="rewards",
+            fix="try the rewards with `make reward-check`, and the boxes with `make sandbox ARGS=--self-test`",
+        )
+
+
 def describe(verdicts: Sequence[Verdict]) -> dict[str, float | None]:
-    """The figures of section "Metrics" that verdicts tell."""
-    right = [verdict.right for verdict in verdicts]
-    forms = [form for each in verdicts if each.is_parsed for form in (each.form_first, each.form_second)]
+    """The figures of section "Metrics" that verdicts tell; those about rewards over the episodes that are known."""
+    known = [verdict for verdict in verdicts if verdict.is_known]
+    right = [(first is True, second is True) for first, second in (verdict.right for verdict in known)]
+    wrong = [each.is_identical for each, (first, _) in zip(known, right, strict=True) if not first]
+    judged = [form for each in verdicts if each.is_parsed for form in (each.form_first, each.form_second)]
+    forms = [form for form in judged if form is not None]
     return {
         **turn_figures([first for first, _ in right], [second for _, second in right]),
-        "reward_t1": fmean(verdict.first for verdict in verdicts),
-        "reward_t2": fmean(verdict.second for verdict in verdicts),
+        "reward_t1": fmean(verdict.first or 0.0 for verdict in known) if known else None,
+        "reward_t2": fmean(verdict.second or 0.0 for verdict in known) if known else None,
         "edit_ratio": fmean(verdict.edit_ratio for verdict in verdicts),
         "frac_identical": fmean(verdict.is_identical for verdict in verdicts),
-        "repeats": fmean(wrong) if (wrong := [each.is_identical for each in verdicts if not each.right[0]]) else None,
+        "repeats": fmean(wrong) if wrong else None,
         "hint_leak": fmean(verdict.leaks for verdict in verdicts),
         "hint_tokens": fmean(verdict.hint_tokens for verdict in verdicts),
         "parse_failures": 1 - fmean(forms) if forms else None,

@@ -14,7 +14,7 @@ from sftplay.deliver.evaluate.evaluate import ready_to_answer
 from sftplay.deliver.evaluate.rewarded import spread
 from sftplay.heartbeat import Heartbeat
 from sftplay.tasks.score.episodes.figures import diagnosis
-from sftplay.tasks.score.episodes.judge import EpisodeJudge, describe
+from sftplay.tasks.score.episodes.judge import EpisodeJudge, describe, expect_known
 from sftplay.tasks.score.episodes.play import Hints, Player
 from sftplay.tasks.score.episodes.samples import line_of, write_lines
 from sftplay.tasks.score.finished.cast import FinishedCast
@@ -59,6 +59,7 @@ def measure_ablation(cast: FinishedCast, prompts: Prompts, *, cfg: RunConfig, pa
                 )
             firsts = [episode.first for episode in episodes]
             verdicts = judge.judge(episodes, heartbeat=Heartbeat())
+            expect_known(verdicts)
             by_kind[kind] = describe(verdicts)
             told = [line_of(*pair, tokenizer=tokenizer) for pair in zip(episodes, verdicts, strict=True)]
             lines += [{"hints": kind, "number": number, **line} for number, line in enumerate(told)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import nan
 from statistics import fmean
 from typing import NamedTuple
 
@@ -77,7 +78,7 @@ class Lesson:
             critic = self._of_all_ranks(self.critic_step.opinions(episodes, fresh))
 
         def column(name: str) -> Tensor:
-            return torch.tensor([float(getattr(verdict, name)) for verdict in verdicts])
+            return torch.tensor([float(getattr(verdict, name) or 0.0) for verdict in verdicts])
 
         outcome = Outcome(
             first=column("first"),
@@ -103,7 +104,8 @@ class Lesson:
             fresh = [self.played.fresh[n] for n in self.part]
             first, second = (each[own][self.part] for each in credit.paid)
             self.critic_step.learn(episodes, fresh, returns=(first, second), weight=known, discount=score.turn_discount)
-        outcome, hints = torch.tensor([verdict.second for verdict in verdicts]), roles["guide"]
+        targets = [float(verdict.second or 0.0) if verdict.is_known else nan for verdict in verdicts]
+        outcome, hints = torch.tensor(targets), roles["guide"]
         if self.guide_learns:
             advantage = credit.guide[own][self.part]
             self.update.guide(hints, advantage=advantage, outcome=outcome, n_tokens=n_tokens["guide"])

@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     first: Tensor
     second: Tensor
     is_known: Tensor
-    """0 where a reward abstained."""
+    """0 where a reward abstained: the episode's numbers mean nothing, and no other episode is compared with it."""
 
     form_first: Tensor
     form_second: Tensor
@@ -57,16 +57,18 @@ class Baselines:
 
     def plain(self, returns: Tensor) -> Tensor:
         """Compared with the mean of other episodes."""
+        known = self.outcome.is_known
         if self.score.advantage == "batch":
-            return self._scaled(returns, batch_baseline(returns))
-        return self._scaled(returns, leave_one_out_baseline(returns, group=self.score.episodes_per_problem))
+            return self._scaled(returns, batch_baseline(returns, known))
+        group = self.score.episodes_per_problem
+        return self._scaled(returns, leave_one_out_baseline(returns, group=group, known=known))
 
     def by_value(self, returns: Tensor) -> Tensor | None:
         """Turn 2, compared with V; None where V is no baseline (yet)."""
         value, r1, kind = self.outcome.value, self.outcome.first, self.score.advantage
         if value is None or kind not in ("auto", "value"):
             return None
-        if kind == "auto" and explained_variance(value, self.outcome.second) <= WARM:
+        if kind == "auto" and self._explained(value, self.outcome.second) <= WARM:
             return None
         return self._scaled(returns, shaped_baseline(value, r1, stage=self.stage, alpha=self.score.alpha))
 
@@ -75,10 +77,14 @@ class Baselines:
         if self.outcome.critic is None:
             return None
         worth, expected = self.outcome.critic[2 * turn - 2], self.outcome.critic[2 * turn - 1]
-        return self._scaled(worth, expected) if explained_variance(worth, returns) > WARM else None
+        return self._scaled(worth, expected) if self._explained(worth, returns) > WARM else None
 
     def _scaled(self, returns: Tensor, baseline: Tensor) -> Tensor:
-        return advantages(returns, baseline, scales=self.score.scale == "batch") * self.outcome.is_known
+        return advantages(returns, baseline, scales=self.score.scale == "batch", known=self.outcome.is_known)
+
+    def _explained(self, value: Tensor, target: Tensor) -> float:
+        known = self.outcome.is_known > 0
+        return explained_variance(value[known], target[known])
 
 
 def credit_of(outcome: Outcome, score: ScoreConfig, *, stage: Stage) -> Credit:
@@ -102,24 +108,27 @@ def credit_of(outcome: Outcome, score: ScoreConfig, *, stage: Stage) -> Credit:
     if outcome.critic is not None:
         is_baseline = {"t1": by_critic is not None, "t2": judged is not None}
         figures |= {f"critic_is_baseline_{turn}": float(each) for turn, each in is_baseline.items()}
+    known = outcome.is_known > 0
     for name, returns, gain in (
         ("t1", first, gain_first), ("t2", second, gain_second), ("guide", hint, gain_hint)
     ):  # fmt: skip
-        figures |= {f"return_{name}": _mean(returns), f"return_{name}_std": _std(returns)}
-        figures[f"advantage_{name}_std"] = _std(gain)
-    return Credit(gain_first, gain_second, gain_hint, figures | _of_value(value, r2), (alone, second))
+        if returns is None or gain is None:
+            figures |= dict.fromkeys((f"return_{name}", f"return_{name}_std", f"advantage_{name}_std"))
+            continue
+        figures |= {f"return_{name}": _mean(returns[known]), f"return_{name}_std": _std(returns[known])}
+        figures[f"advantage_{name}_std"] = _std(gain[known])
+    told = {} if value is None or not known.any() else _of_value(value[known], r2[known])
+    return Credit(gain_first, gain_second, gain_hint, figures | told, (alone, second))
 
 
-def _of_value(value: Tensor | None, r2: Tensor) -> dict[str, float | None]:
-    if value is None:
-        return {}
+def _of_value(value: Tensor, r2: Tensor) -> dict[str, float | None]:
     loss = float((value - r2).square().mean())
     return {"value_mean": _mean(value), "value_loss": loss, "explained_variance": explained_variance(value, r2)}
 
 
-def _mean(values: Tensor | None) -> float | None:
-    return None if values is None else float(values.mean())
+def _mean(values: Tensor) -> float | None:
+    return float(values.mean()) if len(values) else None
 
 
-def _std(values: Tensor | None) -> float | None:
-    return None if values is None or len(values) < 2 else float(torch.std(values))
+def _std(values: Tensor) -> float | None:
+    return float(torch.std(values)) if len(values) > 1 else None

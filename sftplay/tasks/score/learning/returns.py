@@ -55,8 +55,8 @@ def shaped_baseline(value: Tensor, r1: Tensor, *, stage: Stage, alpha: float) ->
 
 
 def explained_variance(value: Tensor, target: Tensor) -> float:
-    """1 - Var(target - value) / Var(target); 0 where the target does not vary."""
-    variance = torch.var(target.double(), correction=0)
+    """1 - Var(target - value) / Var(target); 0 where the target does not vary, or where there is none."""
+    variance = torch.var(target.double(), correction=0) if len(target) else 0.0
     if variance == 0:
         return 0.0
     return float(1 - torch.var((target - value).double(), correction=0) / variance)

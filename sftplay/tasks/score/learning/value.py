@@ -49,7 +49,8 @@ def value_loss(
     """The share of these episodes in the mean squared error of V, weighted as `flow` says; None where it is nothing.
 
     `seen` is what V looks at: the guide's states [episodes, width], or tokens. shared_trunk: weight `value_coef`, and
-    the gradient reaches the guide through its states. stop and straight_through: weight 1, for V alone.
+    the gradient reaches the guide through its states. stop and straight_through: weight 1, for V alone. A target that
+    is nan is unknown: V learns nothing from it.
     """
     if flow == "shared_trunk":
         if value_coef == 0:
@@ -60,7 +61,8 @@ def value_loss(
 
 
 def _squared_error(values: Tensor, target: Tensor) -> Tensor:
-    return (values - target.to(values.device)).square().sum()
+    wanted = target.to(values.device)
+    return (values - wanted.where(~wanted.isnan(), values.detach())).square().sum()
 
 
 def straight_through(log_probs: Tensor, tokens: Tensor, *, embedding: Tensor) -> Tensor:

@@ -1,0 +1,63 @@
+"""With dropout, completions come from the model that answers, and not from one of the many that dropout makes of it.
+
+The reference is what the sampler notes of each token: plain transformers in evaluation mode gives the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grpo_run import grpo_inputs, grpo_options
+from in_process import Inputs, train
+
+from sftplay.tasks.grpo.completions.sampler_gauge import SamplerGauge
+
+pytestmark = pytest.mark.slow
+
+DROPOUT = {"tuning__mode": "lora", "tuning__lora__dropout": 0.3, "train__learning_rate": 0.05}
+"""The adapter is 0 in the first step and far from it in the second one."""
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return grpo_inputs(tiny_llama, tmp_path_factory.mktemp("prompts"))
+
+
+@pytest.mark.parametrize("window", [{}, {"grpo__num_iterations": 2, "grpo__beta": 0.1}])
+def test_the_tokens_of_a_drawing_have_the_probabilities_with_which_they_were_drawn(
+    window: dict[str, Any], prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gaps, dropped = list[float](), list[float]()
+    compare = SamplerGauge.compare
+
+    def noted(self: SamplerGauge, *, sampled: Any, before: Any, mask: torch.Tensor) -> None:
+        if sampled is not None and before is not None and self.learned is not None:
+            kept = mask.bool()
+            gaps.append(float((sampled - before)[kept].abs().max()))
+            dropped.append(float((self.learned - before)[kept].abs().max()))
+        compare(self, sampled=sampled, before=before, mask=mask)
+
+    monkeypatch.setattr(SamplerGauge, "compare", noted)
+    steps = {"train__max_steps": 4, "grpo__gauge_steps": 1}
+    run = train(tmp_path, prompts, **grpo_options(prompts, **DROPOUT, **steps, **window))
+    assert max(gaps) < 1e-4  # rounding
+    assert max(dropped) > 1e-2  # it still learns with dropout
+    assert run.trainer.model.training
+
+
+def test_without_dropout_nothing_changes_with_the_mode(
+    prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As if the mode were never changed: the same weights, bit for bit."""
+    from contextlib import nullcontext
+
+    options = grpo_options(prompts, **{**DROPOUT, "tuning__lora__dropout": 0.0}, grpo__num_iterations=2, grpo__beta=0.1)
+    mine = train(tmp_path / "mine", prompts, **options)
+    for module in ("drawing", "rollouts"):
+        monkeypatch.setattr(f"sftplay.tasks.grpo.{module}.eval_mode", lambda _: nullcontext())
+    its = train(tmp_path / "its", prompts, **options)
+    after, expected = mine.trainer.model.state_dict(), its.trainer.model.state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in expected.items())

@@ -1,0 +1,115 @@
+"""A completion whose reward for content has no value: TRL's own advantages, figures and silent groups go without it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from statistics import fmean, stdev
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from grpo_toy import grpo_trainer
+from trl import GRPOTrainer
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.prompts.questions import Question
+from sftplay.deliver.evaluate.rewarded import figures_of, reward_answers
+from sftplay.reward.calls import Scores
+from sftplay.reward.reward_set import Scored, combined
+from sftplay.tasks.grpo.judged import Judged
+from sftplay.tasks.grpo.redraws import Redraws
+from sftplay.tasks.grpo.watch.signal_health import SignalHealth
+
+WEIGHTS = (1.0, 0.1)
+CONTENT: list[float | None] = [1.0, 0.0, None, 1.0, 1.0, 1.0, 1.0, None]
+FORM: list[float | None] = [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, None, 1.0]
+PAID = [1.1, 0.1, None, 1.1, 1.1, 1.0, 1.0, None]
+"""Two groups of four. A form that is not known adds nothing; content that is not known leaves nothing to add to."""
+
+
+def scored(content: list[float | None] = CONTENT, form: list[float | None] = FORM) -> Scored:
+    by_name = {"tests": Scores(list(content), ["the sandbox failed"]), "format": Scores(list(form), [])}
+    return Scored(by_name, [None] * len(content), frozenset({"tests"}))
+
+
+def judged(**columns: list[float | None]) -> Judged:
+    found = scored(**columns)
+    n = len(found.verdicts)
+    rows = [10 * (at // 4) for at in range(n)]
+    return Judged(names=("tests", "format"), weights=WEIGHTS, rows=rows, completions=[""] * n, scored=found)
+
+
+def test_an_unknown_reward_for_content_leaves_no_sum_and_an_unknown_form_leaves_the_rest():
+    assert combined(scored(), WEIGHTS) == pytest.approx(PAID)
+    assert combined(scored(), (0.0, 0.1)) == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.1, 0.0, None, 0.1])
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_trl_compares_known_completions_alone_and_an_unknown_one_has_no_advantage(scale: str, tmp_path: Path):
+    class Paid(GRPOTrainer):
+        def _calculate_rewards(self, *_: Any) -> torch.Tensor:
+            return torch.tensor(judged().values())
+
+    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "reward_weights": list(WEIGHTS)}
+    rewards = [lambda **_: None, lambda **_: None]
+    for number, reward in enumerate(rewards):
+        reward.__name__ = f"r{number}"
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    trainer = grpo_trainer(tmp_path, rows=rows, reward=rewards, kind=Paid, scale_rewards=scale, **options)
+    trainer.train()
+
+    known = [[paid for paid in PAID[at : at + 4] if paid is not None] for at in (0, 4)]
+    spreads = [stdev([*known[0], *known[1]])] * 2 if scale == "batch" else [stdev(group) for group in known]
+    expected = [
+        0.0 if paid is None else (paid - fmean(known[at // 4])) / (spreads[at // 4] + 1e-4)
+        for at, paid in enumerate(PAID)
+    ]
+    assert list(trainer._logs["advantages"]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_figures_are_means_of_what_is_known():
+    figures = judged().figures(4)
+    known = [paid for paid in PAID if paid is not None]
+    assert figures["reward"] == pytest.approx(fmean(known))
+    assert figures["reward_std"] == pytest.approx(stdev(known))
+    assert figures["zero_variance_share"] == 0
+    assert figures["abstained"] == 3 / 8
+    lost = judged(content=[None] * 8).figures(4)
+    assert (lost["reward"], lost["reward_std"], lost["zero_variance_share"]) == (None, None, None)
+    assert all(math.isnan(value) for line in judged(content=[None] * 8).values() for value in line)
+
+
+def test_a_prompt_passes_no_turn_because_of_rewards_that_are_not_known():
+    redraws = Redraws([], rows=[0, 10], rounds=0, num_generations=4, seed=0, together=False)  # type: ignore[arg-type]
+    redraws.note_drawn(judged(content=[1.0, 1.0, None, 1.0] + [1.0] * 4, form=[1.0] * 8))
+    assert redraws.reserve.silent == {10: 1}
+
+
+def config(**keys: Any) -> RunConfig:
+    return RunConfig.model_validate({"model": {"name": "m"}, "task_mode": "grpo", **keys})
+
+
+def test_a_step_without_a_known_reward_is_no_step_without_a_signal():
+    watch = SignalHealth(config(grpo={"stop_without_signal": 1}))
+    watch.trainer = SimpleNamespace(drawing=judged(content=[None] * 8).figures(4))
+    watch.on_step_end(None, SimpleNamespace(global_step=1), None)
+    assert watch.steps_without == 0
+
+
+def test_an_evaluation_leaves_an_unknown_answer_out_of_the_mean_reward():
+    cfg = config(rewards=[{"name": "tests", "use": "math"}, {"name": "format", "use": "format", "weight": 0.1}])
+
+    class Rewards:
+        weights = WEIGHTS
+
+        def score(self, *_: Any) -> Scored:
+            return scored()
+
+    asked = [Question(row, [], "", {}) for row in range(8)]
+    answers = reward_answers(Rewards(), asked, columns=[], answers=[""] * 8, n_tokens=[1] * 8)  # type: ignore[arg-type]
+    figures = figures_of(answers, rewards=cfg.rewards)
+    assert figures["reward"] == pytest.approx(fmean(paid for paid in PAID if paid is not None))
+    assert figures["pass"] == pytest.approx(5 / 6)
+    assert figures["abstained"] == {"tests": 2, "format": 1}

@@ -1,0 +1,71 @@
+"""One process that sees two GPUs trains on one: each task's trainer, on a machine that is said to have two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from grpo_run import grpo_inputs, grpo_options
+from hrm_run import new_hrm_run, write_puzzles
+from in_process import Inputs, new_run
+from score_run import score_inputs, score_options
+from transformers import TrainingArguments
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.launch.run_folder import RunFolder
+from sftplay.monitor.guards import StopOnSignal
+from sftplay.tasks.run.setup import RunSetup, on_one_gpu
+from sftplay.tasks.run.train_run import TrainRun
+from sftplay.tasks.worker import runner_of
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers counts two GPUs (`_setup_devices`), and torch computes on the CPU all the same."""
+    own = RunSetup._device_arguments
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(RunSetup, "_device_arguments", lambda self: {**own(self), "use_cpu": False})
+
+
+def test_stock_arguments_count_every_visible_gpu(two_gpus: None, tmp_path: Path):
+    arguments = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=4)
+    assert (arguments.n_gpu, arguments.train_batch_size) == (2, 8)
+    arguments = on_one_gpu(arguments)
+    assert (arguments.n_gpu, arguments.train_batch_size) == (1, 4)
+
+
+class Built(Exception):
+    """The trainer is built."""
+
+
+def arguments_of(cfg: RunConfig, folder: RunFolder) -> Any:
+    """The arguments of the trainer that the run's task builds."""
+
+    def stop(_: TrainRun, trainer: Any) -> None:
+        raise Built(trainer)
+
+    with patch.object(TrainRun, "train", stop), pytest.raises(Built) as built:
+        runner_of(cfg.task_mode)(cfg, folder=folder, stop=StopOnSignal())
+    return built.value.args[0].args
+
+
+def test_trl_trains_answers_on_one_of_two_gpus(two_gpus: None, inputs: Inputs, tmp_path: Path):
+    """TRL 1.16 refuses two: "does not support `nn.DataParallel`"."""
+    assert arguments_of(*new_run(tmp_path, inputs)).n_gpu == 1
+
+
+def test_trl_trains_by_rewards_on_one_of_two_gpus(two_gpus: None, tiny_llama: Path, tmp_path: Path):
+    prompts = grpo_inputs(tiny_llama, tmp_path)
+    assert arguments_of(*new_run(tmp_path, prompts, **grpo_options(prompts))).n_gpu == 1
+
+
+def test_two_turn_episodes_train_on_one_of_two_gpus(two_gpus: None, tmp_path: Path):
+    assert arguments_of(*new_run(tmp_path, score_inputs(tmp_path), **score_options())).n_gpu == 1
+
+
+def test_puzzles_are_loaded_in_batches_for_one_of_two_gpus(two_gpus: None, tmp_path: Path):
+    cfg, folder = new_hrm_run(tmp_path, write_puzzles(tmp_path / "puzzles"))
+    assert arguments_of(cfg, folder).train_batch_size == cfg.train.effective_batch_size
