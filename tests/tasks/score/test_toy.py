@@ -33,7 +33,9 @@ def test_stage_1_teaches_turn_2_alone_and_stage_2_teaches_both(
     assert first["acc_t2"] >= 0.9
     assert first["i2c"] >= 5 * first["c2i"]
     assert first["acc_t2_empty"] <= first["acc_t1"] + 0.05  # the guide matters
-    assert first["diagnosis"] == "turn 2 corrects the first answer"
+    assert first["diagnosis"] == "turn 2 follows the hint: it is the answer"
+    assert first["follows_hint"] >= 0.9
+    assert first["acc_t2_other_hint"] <= 0.2  # a wrong hint is followed as well
     assert second["acc_t1"] >= first["acc_t1"] + 0.3
     # Not below it, within what 1000 sampled episodes tell: with seed 2 both are above 0.99.
     assert second["acc_t2"] >= second["acc_t1"] - 0.01
