@@ -23,6 +23,7 @@ from sftplay.atomic import locked, whole_folder
 from sftplay.data.template.chatml import CHATML
 from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.model.toys.digits import DigitsRecipe, make_digits
+from sftplay.model.toys.steps import StepsRecipe
 from sftplay.places import shipped
 
 ROPE_THETA = 10_000.0
@@ -69,6 +70,7 @@ RECIPES: dict[str, Recipe | DigitsRecipe] = {
     "tiny": Recipe(),
     "digits": DigitsRecipe(),
     "copier": DigitsRecipe(copies=True, solves=0.5, hints=0.0, follows=0.9),
+    "steps": StepsRecipe(),
 }
 
 
