@@ -1,4 +1,4 @@
-"""What data/step_sums and builtin:steps promise: right sums, and held-out problems that no trace of the warm start has."""
+"""What data/step_sums and builtin:steps promise: right sums, and held-out problems that no warm trace has."""
 
 from __future__ import annotations
 
