@@ -51,7 +51,7 @@ def test_the_shipped_steps_are_corrected_with_three_seeds(
 
 
 @pytest.mark.long
-@pytest.mark.mark.parametrize("seed", [42, 1, 2])
+@pytest.mark.parametrize("seed", [42, 1, 2])
 def test_stage_1_teaches_turn_2_alone_and_stage_2_teaches_both(
     seed: int, tmp_path: Path, sftplay: Callable[..., CompletedProcess[str]]
 ):
