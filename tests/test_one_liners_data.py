@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 from test_demo_data import DATA, load_generator
@@ -11,9 +12,9 @@ from test_demo_data import DATA, load_generator
 FOLDER = DATA / "one_liners"
 
 
-def rows(file: str) -> list[dict[str, Any]]:
+def rows(file: str, *, folder: Path = FOLDER) -> list[dict[str, Any]]:
     """The rows with `question` and `answer`, the texts of their two turns."""
-    found = [json.loads(line) for line in (FOLDER / f"{file}.jsonl").read_text("utf-8").splitlines()]
+    found = [json.loads(line) for line in (folder / f"{file}.jsonl").read_text("utf-8").splitlines()]
     return [row | dict(zip(("question", "answer"), (turn["content"] for turn in row["messages"]))) for row in found]
 
 

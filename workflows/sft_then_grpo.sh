@@ -7,12 +7,12 @@
 #   --sft FILE    config of the first step (configs/run_grpo_toy_sft.yaml)
 #   --grpo FILE   config of the second step, which starts from the first one's result (configs/run_grpo_toy.yaml)
 #
-# 1. Fine-tunes on examples. In the toy three of four are wrong: the model is right now and then.
+# 1. Fine-tunes on examples. In the toy three of four are wrong: the model is right now and then, and never greedily.
 # 2. Lets it answer questions, runs its answers in the sandbox, and rewards it for tests that pass.
 # 3. Computes the rewards of all those answers again in another process, and compares.
 # 4. Shows what was learned.
 #
-# The toy needs no GPU and no download, and two to three minutes on two cores; the first time, one or more besides
+# The toy needs no GPU and no download, and about four minutes on two cores; the first time, one or more besides
 # to build the tiny model. Values behind -- change the second step, such as `-- train.max_steps=100 tuning.mode=lora
 # train.learning_rate=2e-3`. Run it again to go on where it was stopped. PY=python takes another Python.
 

@@ -26,6 +26,7 @@ from sftplay.model.toys.digits import DigitsRecipe, make_digits
 from sftplay.model.toys.induction import set_induction_heads
 from sftplay.model.toys.muon import Muon
 from sftplay.model.toys.shipped import read_shipped
+from sftplay.model.toys.steps import StepsRecipe
 from sftplay.places import shipped
 
 ROPE_THETA = 10_000.0
@@ -72,6 +73,7 @@ RECIPES: dict[str, Recipe | DigitsRecipe] = {
     "tiny": Recipe(),
     "digits": DigitsRecipe(),
     "copier": DigitsRecipe(copies=True, solves=0.5, hints=0.0, follows=0.9),
+    "steps": StepsRecipe(),
 }
 
 

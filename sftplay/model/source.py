@@ -48,6 +48,7 @@ BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "builtin:digits": DIGITS,
     "builtin:copier": DIGITS,
+    "builtin:steps": DIGITS,
 }
 """What the config.json of a built-in model says of its shape, for those who ask before it is made."""
 

@@ -44,6 +44,7 @@ def test_the_shipped_files_are_those_the_documents_name():
         "run_lora",
         "run_score_gsm8k",
         "run_score_mbpp",
+        "run_score_steps",
         "run_score_toy",
         "run_trm_sudoku",
     ]

@@ -53,6 +53,13 @@ class DigitsRecipe:
     seed: int = 7
     version: int = 1
 
+    def traces(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Traces and what is to be said after each of their tokens, -100 where nothing is: int64 [rows, tokens].
+
+        One trace teaches all three actions: after y and h the target is the end, although the trace goes on.
+        """
+        return _traces(self, generator)
+
 
 def make_digits(folder: Path, recipe: DigitsRecipe, *, say: Callable[[str], None]) -> None:
     """Train the model, a few seconds, and save it with its tokenizer in `folder`."""
@@ -97,7 +104,7 @@ def _warm_up(model: LlamaForCausalLM, recipe: DigitsRecipe) -> None:
     generator = torch.Generator().manual_seed(recipe.seed)
     model.train()
     for _ in range(recipe.steps):
-        ids, targets = _traces(recipe, generator)
+        ids, targets = recipe.traces(generator)
         scores = model(input_ids=ids, attention_mask=(ids != ID[PAD]).long()).logits
         cross_entropy(scores.flatten(0, 1), targets.flatten()).backward()
         optimizer.step()
@@ -106,10 +113,6 @@ def _warm_up(model: LlamaForCausalLM, recipe: DigitsRecipe) -> None:
 
 
 def _traces(recipe: DigitsRecipe, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Traces and what is to be said after each of their tokens, -100 where nothing is: int64 [rows, tokens].
-
-    One trace teaches all three actions: after y and h the target is the end, although the trace goes on.
-    """
     rows = recipe.rows
 
     def digits() -> Tensor:

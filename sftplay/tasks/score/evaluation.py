@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from sftplay.monitor.observer import Observer
 from sftplay.tasks.score.episodes.drawing import Action
 from sftplay.tasks.score.episodes.figures import diagnosis, reference_of
 from sftplay.tasks.score.episodes.judge import Verdict, describe, expect_known
-from sftplay.tasks.score.episodes.play import Episode, Hints
+from sftplay.tasks.score.episodes.play import Episode, Hints, exchange_hints
 from sftplay.tasks.score.episodes.samples import line_of, write_lines
 from sftplay.tasks.score.learning.schedule import gate_objection
 from sftplay.tasks.step.random_numbers import random_numbers_kept
@@ -94,9 +95,10 @@ class EvaluateEpisodes(Observer):
     def _measure(self, step: int, path: Path) -> dict[str, Any]:
         """Play all problems, and write what they say."""
         began = time.monotonic()
-        played, empty, static = self._play("own", "empty", "static")
+        played, empty, static, *other = self._play("own", "empty", "static", "other")
         figures: dict[str, Any] = {"step": step, "n": len(played), **figures_of(played)}
         figures |= {"acc_t2_empty": figures_of(empty)["acc_t2"], "acc_t2_static": figures_of(static)["acc_t2"]}
+        figures |= {"acc_t2_other_hint": figures_of(other[0])["acc_t2"] if other else None}
         if self.cfg.score.eval_temperature:
             said = figures_of(self._play("own", is_greedy=True)[0])
             figures |= {f"{name}_greedy": said[name] for name in ("acc_t1", "acc_t2")}
@@ -110,13 +112,18 @@ class EvaluateEpisodes(Observer):
         """With each kind of hints: the episodes of all ranks, each once, in the order of their numbers.
 
         First answers are the same with each kind, so they are drawn once. `is_greedy`: each problem once, with the
-        likeliest tokens; else as the config says.
+        likeliest tokens; else as the config says. Hints of the kind other are left out where all own ones are equal.
         """
-        played, firsts = list[list[Measured]](), None
+        played, firsts, others = list[list[Measured]](), None, dict[int, list[int]]()
         for hints in kinds:
+            if hints == "other" and not others:
+                continue
             with random_numbers_kept(), self.trainer.heartbeat.within("evaluation"):
-                episodes = self._share(hints, is_greedy=is_greedy, firsts=firsts)
+                episodes = self._share(hints, is_greedy=is_greedy, firsts=firsts, others=others)
                 shares = gather_objects(self._judged(episodes), self.trainer.heartbeat)
+            if hints == "own" and "other" in kinds:
+                written = gather_objects({number: episode.hint_ids for number, episode in episodes})
+                others = exchange_hints({number: ids for rank in written for number, ids in rank.items()})
             firsts = [episode.first for _, episode in episodes]
             by_number = {each[0]: each for share in shares for each in share}
             expect_known([verdict for _, verdict, _ in by_number.values()])
@@ -124,7 +131,12 @@ class EvaluateEpisodes(Observer):
         return played
 
     def _share(
-        self, hints: Hints, *, is_greedy: bool = False, firsts: Sequence[Action] | None = None
+        self,
+        hints: Hints,
+        *,
+        is_greedy: bool = False,
+        firsts: Sequence[Action] | None = None,
+        others: Mapping[int, list[int]] = MappingProxyType({}),
     ) -> list[tuple[int, Episode]]:
         """This rank's episodes with their numbers. Every rank has as many as the others: one may be played twice."""
         trainer, score = self.trainer, self.cfg.score
@@ -136,7 +148,13 @@ class EvaluateEpisodes(Observer):
         try:
             with torch.no_grad(), trainer.accelerator.autocast():
                 episodes = trainer.player.play(
-                    questions, numbers=numbers, seed=self.cfg.seed, temperature=temperature, hints=hints, firsts=firsts
+                    questions,
+                    numbers=numbers,
+                    seed=self.cfg.seed,
+                    temperature=temperature,
+                    hints=hints,
+                    firsts=firsts,
+                    others=[others[number] for number in numbers] if hints == "other" else (),
                 )
         finally:
             trainer.cast.train()

@@ -18,12 +18,14 @@ from processes import HANG_S
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[3]
-PARTS = ("sftplay", "workflows", "configs", "Makefile", "data/base", "data/one_liners")
+PARTS = ("sftplay", "workflows", "configs", "Makefile", "data/base", "data/mistaken_words")
 
 pytestmark = pytest.mark.slow
 
-SHORTER = ("train.max_steps=28", "train.learning_rate=3e-4", "train.eval_steps=14", "train.save_steps=28")
-"""A higher rate than the config's reaches the end in half the steps."""
+SHORTER = ("train.max_steps=45", "train.eval_steps=15", "train.save_steps=45")
+"""Enough for the likeliest answers; those that are sampled become surer until step 60."""
+
+N_HELD_OUT = 90
 
 
 class Kit:
@@ -86,18 +88,21 @@ def check_learned(run: Path, *, steps: int, measured: tuple[int, ...]) -> None:
     assert rise(metrics) >= 0.4
     drawn = [lines(run / "samples" / f"step-{step}.jsonl") for step in range(1, steps + 1)]
     last = [line for step in drawn[-10:] for line in step]
-    assert fmean(line["rewards"]["tests"] == 1.0 for line in last) >= 0.85
+    assert fmean(line["rewards"]["tests"] == 1.0 for line in last) >= 0.7
     every = [line["verdict"] for step in drawn for line in step]
     assert {verdict["status"] for verdict in every}.isdisjoint({"infra"})
     assert {verdict.get("executor") for verdict in every} <= {"bwrap", "landlock", None}
     for step in measured:
-        assert json.loads((run / "eval" / f"step-{step}.json").read_text())["n"] == 9
+        assert json.loads((run / "eval" / f"step-{step}.json").read_text())["n"] == N_HELD_OUT
+    start, *_, end = (json.loads((run / "eval" / f"step-{step}.json").read_text())["pass"] for step in measured)
+    assert start <= 0.6  # greedy, and numbers that neither the warm model nor this run has learned from
+    assert end >= 0.85
 
 
 def test_the_warm_model_learns_to_pass_the_tests(kit: Kit, shown: str):
     run = kit.home / "outputs" / "toy-grpo"
-    check_learned(run, steps=28, measured=(0, 14, 28))
-    measured, step = lines(run / "metrics.jsonl")[-1], lines(run / "samples" / "step-28.jsonl")
+    check_learned(run, steps=45, measured=(0, 15, 30, 45))
+    measured, step = lines(run / "metrics.jsonl")[-1], lines(run / "samples" / "step-45.jsonl")
     assert measured["sandbox/ok"] == pytest.approx(fmean(line["verdict"]["status"] == "ok" for line in step))
     assert measured["found/labelled"] == pytest.approx(fmean(line["verdict"]["how"] == "labelled" for line in step))
     assert re.search(r"^reward +0\.\d+ +[01]\.\d+ +\+0\.\d+$", shown, re.MULTILINE)
@@ -118,8 +123,8 @@ def test_another_executor_pays_every_completion_the_same(kit: Kit, shown: str):
     words = ("--config", "configs/run_grpo_toy.yaml", "--run", "toy-grpo", "--json", "sandbox.executor=none")
     found = json.loads(kit.call(sys.executable, "-m", "sftplay", "reward-check", *words))
     assert [(each["name"], each["n"], each["differ"]) for each in found] == [
-        ("tests", 28 * 64, 0),
-        ("syntax", 28 * 64, 0),
+        ("tests", 45 * 64, 0),
+        ("syntax", 45 * 64, 0),
     ]
 
 
@@ -132,14 +137,25 @@ def test_two_processes_share_the_questions_and_answer_them_as_one_does(kit: Kit,
     assert len(asked) == 64
     before, after = (lines(run / "eval" / "step-0.jsonl") for run in (one, two))
     assert [line["prediction"] for line in before] == [line["prediction"] for line in after]
-    assert [line["row"] for line in after] == list(range(9))
+    assert [line["row"] for line in after] == list(range(N_HELD_OUT))
 
 
 @pytest.mark.long
 def test_the_workflow_as_it_is_shipped_teaches_the_same(kit: Kit):
     shown = kit.call(kit.home / "workflows" / "sft_then_grpo.sh", "--name", "shipped")
     check_learned(kit.home / "outputs" / "shipped-grpo", steps=60, measured=(0, 20, 40, 60))
+    last = lines(kit.home / "outputs" / "shipped-grpo" / "samples" / "step-60.jsonl")
+    assert fmean(line["rewards"]["tests"] == 1.0 for line in last) >= 0.85
     assert "3,840 completions of 60 steps: all agree" in shown
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2])
+def test_other_seeds_answer_held_out_questions_as_well(kit: Kit, builtin_tiny: Path, seed: int):
+    kit.call(sys.executable, "-m", "sftplay", "train", "--config", "configs/run_grpo_toy_sft.yaml",
+             f"run_name=warm-{seed}", f"seed={seed}")  # fmt: skip
+    kit.second(f"seed-{seed}", f"seed={seed}", f"model.name=outputs/warm-{seed}")
+    check_learned(kit.home / "outputs" / f"seed-{seed}", steps=60, measured=(0, 20, 40, 60))
 
 
 @pytest.mark.long
@@ -152,7 +168,7 @@ def test_an_adapter_on_the_warm_model_learns_too(kit: Kit, warm: None, mode: str
 @pytest.mark.long
 def test_two_processes_learn_as_far_as_one(kit: Kit, warm: None):
     metrics = kit.second("two-to-the-end", *SHORTER, "--nproc=2")
-    assert len(metrics) == 28
+    assert len(metrics) == 45
     assert rise(metrics) >= 0.4
 
 

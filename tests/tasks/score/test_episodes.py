@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,9 @@ from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
 from sftplay.monitor.out_of_memory import OutOfMemory
 from sftplay.plan.sizing.decisions import RATES
 from sftplay.tasks.score.episodes.drawing import Action, RecordedSampling, draw_actions, padded_tokens
-from sftplay.tasks.score.episodes.figures import diagnosis, edit_ratio, is_leaked, turn_figures
-from sftplay.tasks.score.episodes.play import Player
+from sftplay.tasks.score.episodes.figures import diagnosis, edit_ratio, gives_the_hints_answer, is_leaked, turn_figures
+from sftplay.tasks.score.episodes.judge import Verdict, describe
+from sftplay.tasks.score.episodes.play import Player, exchange_hints
 from sftplay.tasks.score.episodes.templates import Template, make_templates, tokens_of, tokens_of_each, without_middle
 from sftplay.tasks.score.learning.schedule import rates_of
 
@@ -167,12 +169,36 @@ def test_copying_is_told_from_correcting():
     copies = SimpleNamespace(**turn_figures([True] * 585 + [False] * 415, [True] * 577 + [False] * 423))
     assert diagnosis({**vars(copies), "repeats": 0.98}) == "turn 2 copies the first answer: no self-correction"
     corrects = turn_figures([True] * 300 + [False] * 700, [True] * 292 + [False] * 8 + [True] * 673 + [False] * 27)
-    assert diagnosis({**corrects, "repeats": 0.03}) == "turn 2 corrects the first answer"
+    assert diagnosis({**corrects, "repeats": 0.03, "changes_to_hint": None}) == "turn 2 corrects the first answer"
+    # The same course where 98 of 100 changed answers are the hint, as in the shipped toy, or where no hint is one.
+    follows = diagnosis({**corrects, "repeats": 0.03, "changes_to_hint": 0.98})
+    assert follows == "turn 2 follows the hint: it is the answer"
+    assert diagnosis({**corrects, "repeats": 0.03, "changes_to_hint": 0.0}) == "turn 2 corrects the first answer"
     # Stage 2 of both: turn 1 is right itself, so nearly all second answers are the same, and few wrong ones are left.
     solved = turn_figures([True] * 998 + [False] * 2, [True] * 992 + [False] * 8)
     for repeats in (None, 0.5):
         said = diagnosis({**solved, "repeats": repeats})
         assert said == "the first answer is right already: little is left to correct"
+
+
+def test_a_second_answer_follows_the_hint_where_the_hint_states_it():
+    verdict = Verdict(
+        first=0.0, second=1.0, is_known=True, form_first=False, form_second=False, is_parsed=False, leaks=True,
+        n_cut=0, hint_tokens=1, edit_ratio=1.0, is_identical=False, follows_hint=True,
+    )  # fmt: skip
+    given = [verdict, replace(verdict, follows_hint=False), replace(verdict, follows_hint=False, is_identical=True)]
+    said = describe([*given, replace(verdict, follows_hint=None)])  # three hints, and one episode without
+    assert (said["follows_hint"], said["changes_to_hint"]) == (pytest.approx(1 / 3), 0.5)
+    assert describe([replace(verdict, follows_hint=None)])["changes_to_hint"] is None
+    assert gives_the_hints_answer("4", "4")
+    assert gives_the_hints_answer("The answer is \\boxed{4}.", "So \\boxed{4}")
+    assert not gives_the_hints_answer("Look at step 2.", "2")
+    assert not gives_the_hints_answer("", "")
+
+
+def test_an_exchanged_hint_was_written_for_another_problem_and_differs():
+    assert exchange_hints({0: [5], 1: [5], 2: [6], 3: []}) == {0: [6], 1: [6], 2: [], 3: [5]}
+    assert exchange_hints({0: [5], 1: [5]}) == {}
 
 
 def test_numbers_that_are_drawn_ahead_are_those_of_one_call_a_token():

@@ -25,17 +25,23 @@ SAMPLED = (
     ("Ratio to the probability of the draw", ("ratio_t1", "ratio_t2", "ratio_guide")),
     ("Share of tokens whose ratio is cut off", ("clip_share_t1", "clip_share_t2", "clip_share_guide")),
     ("What turn 2 does to turn 1", ("edit_ratio", "frac_identical")),
-    ("Hints and ends", ("hint_leak", "truncated", "parse_failures")),
+    ("Hints and ends", ("hint_leak", "follows_hint", "truncated", "parse_failures")),
     ("Gradient norm of each part", ("grad_norm/solver", "grad_norm/guide", "grad_norm/value")),
     ("The value", ("explained_variance", "value_mean")),
 )
 
-HINTS = {"acc_t2": "own hints", "acc_t2_empty": "no hint", "acc_t2_static": "static hint"}
+HINTS = {
+    "acc_t2": "own hints",
+    "acc_t2_empty": "no hint",
+    "acc_t2_static": "static hint",
+    "acc_t2_other_hint": "another's hint",
+}
 
 KINDS = {"none": "no hint", "static": "static hint", "model": "hints of the guide"}
 
 FIGURES = (
     "acc_t1", "acc_t2", "delta", "i2c", "c2i", "fix_rate", "break_rate", "acc_t2_empty", "acc_t2_static",
+    "acc_t2_other_hint", "follows_hint", "changes_to_hint",
     "acc_t1_greedy", "acc_t2_greedy", "edit_ratio", "frac_identical", "hint_leak", "hint_tokens", "truncated",
     "parse_failures",
 )  # fmt: skip

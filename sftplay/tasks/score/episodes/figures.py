@@ -15,7 +15,10 @@ LONGEST_LEAK = 100
 """Characters of a reference that a hint could state; a longer one is a whole solution."""
 
 COPIES = 0.9
-"""Share of the wrong first answers that turn 2 repeats, from which on it copies. Right ones are to be repeated."""
+"""Share of the wrong first answers that turn 2 repeats, from which on it copies. Right ones are to be repeated.
+
+The same share of the changed answers that the hint states: then turn 2 follows the hint.
+"""
 
 
 def turn_figures(right_first: Sequence[bool], right_second: Sequence[bool]) -> dict[str, float | None]:
@@ -74,6 +77,15 @@ def is_leaked(question: Question, hint: str) -> bool:
     return states_answer(reference, hint, problem=question.question)
 
 
+def gives_the_hints_answer(hint: str, answer: str) -> bool:
+    """Whether a hint is the answer itself: the whole text, the last number in a box, or what stands behind `####`.
+
+    >>> gives_the_hints_answer("The answer is \\\\boxed{4}.", "4"), states_answer("Look at step 2.", "2")
+    (True, False)
+    """
+    return bool(hint.strip()) and reference_answer(hint) == reference_answer(answer)
+
+
 def action_figures(firsts: Sequence[Sequence[int]], seconds: Sequence[Sequence[int]]) -> dict[str, float]:
     """How far second answers are from first ones."""
     pairs = list(zip(firsts, seconds, strict=True))
@@ -89,6 +101,8 @@ def diagnosis(figures: dict[str, float | None]) -> str:
     if (figures["repeats"] or 0.0) >= COPIES:
         return "turn 2 copies the first answer: no self-correction"
     if delta > 0 and i2c >= 5 * c2i and delta >= 0.05:
+        if (figures["changes_to_hint"] or 0.0) >= COPIES:
+            return "turn 2 follows the hint: it is the answer"
         return "turn 2 corrects the first answer"
     if (figures["acc_t1"] or 0.0) >= COPIES and delta < 0.05:
         return "the first answer is right already: little is left to correct"

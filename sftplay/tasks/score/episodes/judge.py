@@ -13,7 +13,7 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.metrics import gather_objects
 from sftplay.reward.reward_set import Abstentions, RewardSet, Scored, aligned
 from sftplay.reward.table import judges_form
-from sftplay.tasks.score.episodes.figures import action_figures, is_leaked, turn_figures
+from sftplay.tasks.score.episodes.figures import action_figures, gives_the_hints_answer, is_leaked, turn_figures
 from sftplay.tasks.score.episodes.play import Episode, text_of
 
 RIGHT = 1.0 - 1e-9
@@ -46,6 +46,8 @@ class Verdict:
     hint_tokens: int
     edit_ratio: float
     is_identical: bool
+    follows_hint: bool | None = None
+    """Whether the second answer is that of the hint; None without a hint."""
 
     @property
     def right(self) -> tuple[bool | None, bool | None]:
@@ -95,6 +97,7 @@ class EpisodeJudge:
         forms = [{scored.by_name[name].values[place] for name in self._form} for place in at]
         form = [None if None in each else each <= {1} for each in forms]
         says = action_figures([episode.first.said], [episode.second.said])
+        hint, second_text = (text_of(self.tokenizer, ids) for ids in (episode.hint_ids, episode.second.ids))
         return Verdict(
             first=first,
             second=second,
@@ -102,11 +105,12 @@ class EpisodeJudge:
             form_first=form[0],
             form_second=form[1],
             is_parsed=bool(self._form),
-            leaks=is_leaked(episode.question, text_of(self.tokenizer, episode.hint_ids)),
+            leaks=is_leaked(episode.question, hint),
             n_cut=sum(cut),
             hint_tokens=len(episode.hint_ids),
             edit_ratio=says["edit_ratio"],
             is_identical=bool(says["frac_identical"]),
+            follows_hint=gives_the_hints_answer(hint, second_text) if hint.strip() else None,
         )
 
     def _value(self, scored: Scored, place: int) -> float | None:
@@ -132,6 +136,11 @@ def expect_known(verdicts: Sequence[Verdict]) -> None:
         )
 
 
+def _share(values: Sequence[bool | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
 def describe(verdicts: Sequence[Verdict]) -> dict[str, float | None]:
     """The figures of section "Metrics" that verdicts tell; those about rewards over the episodes that are known."""
     known = [verdict for verdict in verdicts if verdict.is_known]
@@ -146,6 +155,8 @@ def describe(verdicts: Sequence[Verdict]) -> dict[str, float | None]:
         "edit_ratio": fmean(verdict.edit_ratio for verdict in verdicts),
         "frac_identical": fmean(verdict.is_identical for verdict in verdicts),
         "repeats": fmean(wrong) if wrong else None,
+        "follows_hint": _share([each.follows_hint for each in verdicts]),
+        "changes_to_hint": _share([each.follows_hint for each in verdicts if not each.is_identical]),
         "hint_leak": fmean(verdict.leaks for verdict in verdicts),
         "hint_tokens": fmean(verdict.hint_tokens for verdict in verdicts),
         "parse_failures": 1 - fmean(forms) if forms else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -17,8 +17,9 @@ from sftplay.tasks.score.episodes.drawing import Action, RecordedSampling, draw_
 from sftplay.tasks.score.episodes.figures import reference_of
 from sftplay.tasks.score.episodes.templates import Template, make_templates, tokens_of, tokens_of_each
 
-Hints = Literal["own", "empty", "static", "right"]
-"""Where hints come from. own: as `score.guidance` says. right: a text with the right answer."""
+Hints = Literal["own", "empty", "static", "right", "other"]
+"""Where hints come from. own: as `score.guidance` says. right: a text with the right answer. other: those given, which
+were written for other problems."""
 
 
 class Episode(NamedTuple):
@@ -74,11 +75,13 @@ class Player:
         temperature: float,
         hints: Hints = "own",
         firsts: Sequence[Action] | None = None,
+        others: Sequence[list[int]] = (),
     ) -> list[Episode]:
         """An episode for each question; the model must be in evaluation mode.
 
         `numbers` are those of the episodes among all ranks; together with `seed` they decide every token. `firsts` are
         the first answers where the same model has drawn them already, for episodes with other hints.
+        `others` are the hints of the kind `other`.
         """
         score, room = self.cfg.score, self.cfg.model.max_seq_len - self.cfg.score.max_new_tokens
 
@@ -95,7 +98,7 @@ class Player:
         firsts = answer(self.templates.solve, known, turn=1) if firsts is None else firsts
         known = [{**ids, "attempt": first.said} for ids, first in zip(known, firsts, strict=True)]
         written = self._written(known, numbers=numbers, seed=seed, temperature=temperature, hints=hints)
-        given = self._hint_ids(questions, written, hints=hints)
+        given = others if hints == "other" else self._hint_ids(questions, written, hints=hints)
         known = [{**ids, "hint": hint} for ids, hint in zip(known, given, strict=True)]
         seconds = answer(self.templates.revise, known, turn=3)
         return [
@@ -172,6 +175,21 @@ class Player:
 
         with self.cast.speaking(role) as model:
             return [action for part in self._at_once.each(len(prompts), draw) for action in part]
+
+
+def exchange_hints(by_number: Mapping[int, list[int]]) -> dict[int, list[int]]:
+    """Give each episode the next one's hint that differs from its own; nothing where all hints are equal.
+
+    >>> exchange_hints({0: [5], 1: [5], 2: [6]})
+    {0: [6], 1: [6], 2: [5]}
+    """
+    numbers = sorted(by_number)
+    doubled = [by_number[number] for number in numbers] * 2
+    if all(hint == doubled[0] for hint in doubled):
+        return {}
+    return {
+        number: next(hint for hint in doubled[at:] if hint != by_number[number]) for at, number in enumerate(numbers)
+    }
 
 
 def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
