@@ -55,7 +55,7 @@ from sftplay.tasks.rehearse.probe_step import synthetic_rows
 from sftplay.tasks.run.run_task import make_trainable
 from sftplay.tasks.run.setup import make_setup
 from sftplay.tasks.run.task import Rows, TrainerParts
-from sftplay.tasks.step.step_setup import StepSetup
+from sftplay.tasks.step.replay import StepSetup
 
 SEED, RANK, RATE = 7, 16, 1e-4
 WARM, MEASURED = 1, 3

@@ -31,7 +31,7 @@ from sftplay.tasks.grpo.judge import Judge
 from sftplay.tasks.grpo.prompts import PromptRows
 from sftplay.tasks.grpo.task import PromptTrainer
 from sftplay.tasks.step.random_numbers import random_numbers_kept
-from sftplay.tasks.step.step_setup import StepSetup
+from sftplay.tasks.step.replay import StepSetup
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "data" / "one_liners"

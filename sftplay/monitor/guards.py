@@ -78,7 +78,7 @@ class StopOnSignal(Observer):
 
     def agree(self) -> bool:
         """True on every rank when one of them has received a signal. Every rank must call it."""
-        ranks = gather_numbers([self.received], self.trainer.args.device, self.trainer.heartbeat)
+        ranks = gather_numbers([self.received], self.trainer.heartbeat)
         agreed = int(max(ranks)[0])
         if agreed:  # never set back to 0: a signal may have come during the exchange
             self.received = agreed
@@ -103,7 +103,7 @@ class StopOnBadStep(Observer):
         norm = getattr(self.trainer, "clipped_norm", None)  # of this step, where the trainer has clipped by it
         norm = rough_gradient_norm(model.parameters()) if norm is None else getattr(norm, "full_tensor", lambda: norm)()
         numbers = [float(self.trainer.last_loss), float(norm)]
-        ranks = gather_numbers(numbers, args.device, self.trainer.heartbeat)
+        ranks = gather_numbers(numbers, self.trainer.heartbeat)
         bad = not all(math.isfinite(value) for pair in ranks for value in pair)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if bad else 0
         if self.skipped_in_a_row > (FP16_PATIENCE if args.fp16 else 0):
@@ -111,7 +111,7 @@ class StopOnBadStep(Observer):
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """Check the loss after each forward pass. DeepSpeed needs it, because it steps within its backward pass."""
-        ranks = gather_numbers([float(loss), 0.0], loss.device, self.trainer.heartbeat)
+        ranks = gather_numbers([float(loss), 0.0], self.trainer.heartbeat)
         if not all(math.isfinite(value) for value, _ in ranks):
             raise self._explain(self.trainer.state.global_step + 1, ranks)
 
@@ -147,12 +147,14 @@ class StopWithoutProgress(EarlyStoppingCallback):
         self.early_stopping_patience_counter = saved.get("early_stopping_patience_counter", 0)
 
 
-def gather_numbers(numbers: Sequence[float], device: Any, heartbeat: Heartbeat | None = None) -> list[list[float]]:
+def gather_numbers(numbers: Sequence[float], heartbeat: Heartbeat | None = None) -> list[list[float]]:
     """As `gather_objects` for a few numbers, in fp64: one collective, and nothing is pickled."""
     if log.world_size() == 1:
         return [list(numbers)]
+    device = "cuda" if "nccl" in torch.distributed.get_backend() else "cpu"
     mine = torch.tensor(numbers, dtype=torch.float64, device=device)
+    ranks = mine.new_empty(log.world_size() * len(numbers))
     with heartbeat.within("communication") if heartbeat else nullcontext():
-        ranks = mine.new_empty(log.world_size(), len(numbers))
         torch.distributed.all_gather_into_tensor(ranks, mine)
-        return ranks.tolist()
+        gathered: list[list[float]] = ranks.view(-1, len(numbers)).tolist()
+    return gathered

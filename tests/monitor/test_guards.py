@@ -96,13 +96,13 @@ def stopping_while_ranks_agree(monkeypatch: pytest.MonkeyPatch, others: list[lis
     """A guard and the numbers it sends. The other ranks answer with `others`; SIGTERM comes during the first answer."""
     stop, sent = attached_stop(), []
 
-    def gather(received: int, _heartbeat: Any) -> list[int]:
-        sent.append(received)
+    def gather(numbers: list[int], _heartbeat: Any) -> list[list[int]]:
+        sent.append(numbers[0])
         if len(sent) == 1:
             stop._on_signal(signal.SIGTERM, None)
-        return [received, *others[len(sent) - 1]]
+        return [numbers, *([each] for each in others[len(sent) - 1])]
 
-    monkeypatch.setattr("sftplay.monitor.guards.gather_objects", gather)
+    monkeypatch.setattr("sftplay.monitor.guards.gather_numbers", gather)
     return stop, sent
 
 
@@ -119,7 +119,8 @@ def test_the_first_signal_does_not_count_as_a_second_when_another_rank_reported_
     monkeypatch: pytest.MonkeyPatch,
 ):
     stop = attached_stop()
-    monkeypatch.setattr("sftplay.monitor.guards.gather_objects", lambda received, _: [received, int(signal.SIGTERM)])
+    sigterm = [int(signal.SIGTERM)]
+    monkeypatch.setattr("sftplay.monitor.guards.gather_numbers", lambda received, _: [received, sigterm])
     stop.on_step_end(None, TrainerState(), TrainerControl())
     assert stop.received == signal.SIGTERM
     stop._on_signal(signal.SIGTERM, None)  # a second one would end this very process

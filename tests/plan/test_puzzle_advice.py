@@ -27,7 +27,7 @@ CASES = {
         ["--gpus", "8xT4", "hrm.puzzle_emb_dim=4096", "hrm.puzzle_emb_placement=replicated"],
         ["hrm.puzzle_emb_placement", "hrm.puzzle_emb_dim"],
     ),
-    "a micro-batch that was given": (TRM, ["--vram", "3GiB", "train.batch_size=384"], ["train.batch_size"]),
+    "a micro-batch that was given": (TRM, ["--vram", "4GiB", "train.batch_size=384"], ["train.batch_size"]),
     "fp32 that was given": (
         ARC,
         ["--vram", "12GiB", "train.precision=fp32"],

@@ -11,7 +11,7 @@ from sftplay.plan.devices.layout import OWN
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
 from sftplay.plan.memory.episodes import Episodes, episodes_of, estimate_episodes, fullest, names_of
 from sftplay.plan.memory.execution import Execution, execution_of, workspace_bytes
-from sftplay.plan.memory.head import GPU_CHUNK_TOKENS
+from sftplay.plan.memory.head import gpu_chunk_tokens
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.rollout import Rollout, estimate_rollout, rollout_of
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
@@ -221,7 +221,7 @@ def on_device(execution: Execution, shape: ModelShape, *, device: Device) -> Exe
         return replace(execution, folds_tiles=False, workspace_bytes=workspace_bytes(device.capability))
     is_half, is_plain = execution.compute_bytes == 2, shape.sliding_window is None and shape.layer_pattern == 1
     workspace = workspace_bytes(device.capability)
-    here = replace(execution, chunk_tokens=GPU_CHUNK_TOKENS, workspace_bytes=workspace)
+    here = replace(execution, chunk_tokens=gpu_chunk_tokens(shape.vocab), workspace_bytes=workspace)
     if device.capability >= (8, 0) and is_half and is_plain and execution.attention == "efficient":
         here = replace(here, attention="flash", is_masked=False, repeats_kv=False)
     return here

@@ -12,6 +12,7 @@ from typing import Any
 from sftplay.config.rules.cluster import BACKEND, unsloth_conflicts
 from sftplay.config.schema.run import FLASH_KERNELS, RunConfig
 from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.compiler import find_compiler_problem
 from sftplay.machine.probe import Machine
 from sftplay.plan.shape.model_shape import ModelShape
 
@@ -120,7 +121,16 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
         "train.optim": _decide_optimizer(cfg, chosen),
         "train.dataloader_pin_memory": Decision(bool(gpus), "page-locked memory speeds copies to a GPU only"),
         "train.learning_rate": Decision(rate, f"usual peak rate of {cfg.tuning.mode} {cfg.task_mode}"),
+        **({"hrm.compile": _decide_compile(machine)} if cfg.task_mode == "hrm" else {}),
     }
+
+
+def _decide_compile(machine: Machine) -> Decision:
+    """Whether torch.compile pays."""
+    if not machine.gpus:
+        return Decision(False, "on a CPU it costs more than a short run gets back")
+    problem = find_compiler_problem()
+    return Decision(not problem, problem or "faster steps on a GPU")
 
 
 def _decide_optimizer(cfg: RunConfig, precision: str) -> Decision:

@@ -6,8 +6,6 @@ never changed, and every choice comes with its reason. Below this module no conf
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -159,14 +157,6 @@ def _decide_sizes(
     return {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
 
 
-def _decide_compile(machine: Machine) -> Decision:
-    """Whether torch.compile pays; its compiler of kernels, Triton, needs one for C."""
-    if not machine.gpus:
-        return Decision(False, "on a CPU it costs more than a short run gets back")
-    has_compiler = any(shutil.which(name) for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name)
-    return Decision(has_compiler, "faster steps on a GPU" if has_compiler else "no C compiler is installed here")
-
-
 def _size_puzzles(cfg: RunConfig, machine: Machine, *, shape: PuzzleModelShape, place: Place) -> SizedRun:
     """As `size_run`. All rows of a process go at once where memory allows it."""
     chosen = decide_numerics(cfg, machine)
@@ -174,7 +164,6 @@ def _size_puzzles(cfg: RunConfig, machine: Machine, *, shape: PuzzleModelShape, 
         BACKEND: Decision("bnb", "the model is the kit's own"),
         LOSS_HEAD: Decision("standard", "the vocabulary is that of a grid"),
         STRATEGY: Decision("ddp", "the model is small"),
-        "hrm.compile": _decide_compile(machine),
     }
     chosen[TABLE] = choose_table(_fill(cfg, chosen), shape, place=place)
     decided = _fill(cfg, chosen)

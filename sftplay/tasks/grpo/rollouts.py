@@ -33,7 +33,7 @@ from sftplay.tasks.grpo.window_state import load_window, save_window
 from sftplay.tasks.run.preflight import has_sharded_weights
 from sftplay.tasks.step.eval_mode import eval_mode
 from sftplay.tasks.step.random_numbers import random_numbers_kept
-from sftplay.tasks.step.step_setup import StepSetup
+from sftplay.tasks.step.replay import StepSetup
 
 if TYPE_CHECKING:
 

@@ -28,7 +28,7 @@ from sftplay.tasks.hrm.network.model import PuzzleModel
 from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
 from sftplay.tasks.step.gradient_average import add_gradients
 from sftplay.tasks.step.random_numbers import random_numbers_kept
-from sftplay.tasks.step.step_setup import StepSetup
+from sftplay.tasks.step.replay import StepSetup
 
 
 def as_puzzles(rows: Rows, device: torch.device) -> Puzzles:

@@ -34,7 +34,7 @@ from sftplay.tasks.run.run_task import make_trainable
 from sftplay.tasks.run.setup import make_setup
 from sftplay.tasks.run.task import Rows, TrainerParts
 from sftplay.tasks.step.micro_batches import MicroBatcher
-from sftplay.tasks.step.step_setup import StepSetup
+from sftplay.tasks.step.replay import StepSetup
 
 REQUEST, MEASURED = "request.json", "measured.json"
 

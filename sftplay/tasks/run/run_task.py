@@ -78,10 +78,8 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     keep_final_report(rows, folder)
     if outcome.stop_signal == 0 and log.is_main():
         begun = cfg.with_values({"model.name": own_base, "model.revision": None}, "merged") if own_base else cfg
-        save_result(
-            trainer.model, tokenizer, cfg=begun, folder=folder, base=locate(begun.model.name), weights=weights,
-            beside=beside,
-        )  # fmt: skip
+        own: dict[str, Any] = {"base": locate(begun.model.name), "weights": weights, "beside": beside}
+        save_result(trainer.model, tokenizer, cfg=begun, folder=folder, **own)
         if cfg.eval.after:
             whole = whole_model(trainer, setup.cfg, folder=folder)
             task.measure(whole, rows, cfg=setup.cfg, path=folder.eval / "after.json")

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
-from sftplay.tasks.step.step_setup import StepSetup
+from sftplay.tasks.step.replay import StepSetup
 
 
 class RowSequence(Protocol):

@@ -41,8 +41,7 @@ from sftplay.tasks.run.rank_sync import GroupTimeout
 from sftplay.tasks.run.setup import RunSetup
 from sftplay.tasks.run.task import Rows, TrainerParts
 from sftplay.tasks.step.micro_batches import MicroBatcher
-from sftplay.tasks.step.replay import ADVICE, Replay
-from sftplay.tasks.step.step_setup import StepSetup
+from sftplay.tasks.step.replay import ADVICE, Replay, StepSetup
 from sftplay.units import format_bytes
 
 

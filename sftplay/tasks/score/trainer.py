@@ -40,7 +40,7 @@ from sftplay.tasks.score.learning.schedule import rates_of
 from sftplay.tasks.score.problems import Dealing
 from sftplay.tasks.step.gradient_average import average_gradients
 from sftplay.tasks.step.random_numbers import random_numbers_kept
-from sftplay.tasks.step.step_setup import StepSetup
+from sftplay.tasks.step.replay import StepSetup
 
 
 class EpisodeTrainer(Trainer):

@@ -21,11 +21,11 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError
+from sftplay.plan.memory.head import gpu_chunk_tokens
 from sftplay.tasks.step.label_head import PROOF_TOLERANCE, proof_rows
 
-CHUNK_TOKENS, GPU_CHUNK_TOKENS = 256, 2048
-"""Tokens whose scores exist at a time, on a CPU and on a GPU. Each chunk reads the whole head three times, 1 GB for a
-large vocabulary: with few tokens a GPU waits for its memory. `plan.memory.head` counts with them."""
+CHUNK_TOKENS = 256
+"""Tokens whose scores exist at a time on a CPU. `plan.memory` counts with it."""
 
 SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 """Names under which configs of transformers keep what scores are multiplied with (Cohere, Muse, Falcon-H1)."""
@@ -88,9 +88,9 @@ def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> T
     order = is_label.to(torch.int8).argsort(descending=True, stable=True)
     hidden, targets = hidden[:, :-1].reshape(-1, hidden.shape[-1])[order], targets[order]
     # One chunk without any label still reaches every weight, which DDP and FSDP wait for.
-    size = chunk_tokens(hidden.device)
+    size = chunk_tokens(hidden.device, weight.shape[0])
     chunks = max(1, -(-int(is_label.sum()) // size))
-    if size == GPU_CHUNK_TOKENS:  # on a CPU the gradients of chunks are added up in fp32
+    if hidden.device.type == "cuda":  # once, not in each chunk
         weight = weight.to(hidden.dtype)
     total = hidden.new_zeros((), dtype=torch.float32)
     for start in range(0, chunks * size, size):
@@ -100,9 +100,9 @@ def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> T
     return total
 
 
-def chunk_tokens(device: torch.device) -> int:
+def chunk_tokens(device: torch.device, vocab: int) -> int:
     """Tokens of a chunk on that device."""
-    return GPU_CHUNK_TOKENS if device.type == "cuda" else CHUNK_TOKENS
+    return gpu_chunk_tokens(vocab) if device.type == "cuda" else CHUNK_TOKENS
 
 
 def _chunk_loss(hidden: Tensor, targets: Tensor, *, weight: Tensor, bias: Tensor | None, config: Any) -> Tensor:

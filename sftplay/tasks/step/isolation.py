@@ -87,7 +87,9 @@ def ignores_padding(model: Any) -> bool:
     finally:
         handle.remove()
         model.train(was_training)
-    same = torch.allclose(masked, plain, rtol=PROOF_TOLERANCE, atol=PROOF_TOLERANCE * float(masked.abs().max()))
+    same = torch.allclose(
+        masked, plain, rtol=PROOF_TOLERANCE, atol=PROOF_TOLERANCE * float(masked.detach().abs().max())
+    )
     return bool(same) and not gradient[:, PROOF_TOKENS:].any()
 
 

@@ -1,9 +1,15 @@
-"""What happens when memory runs out for a window: the same rows in smaller micro-batches, noted in events.jsonl."""
+"""How a trainer computes its steps, and what happens when memory runs out in one: the same rows in smaller parts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
+from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import OUT_OF_MEMORY, RunFolder
 from sftplay.monitor.gradient_sync import wants_overlap
 from sftplay.monitor.out_of_memory import OutOfMemory, Shortage, describe_shortages, free_memory
@@ -55,3 +61,24 @@ class Replay:
                 held_bytes=max(each.held_bytes for each in shortages if each),
             )
         return smaller
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSetup:
+    """How a trainer computes its steps."""
+
+    micro_batcher: MicroBatcher | None
+    """How windows are cut; None: the Trainer accumulates."""
+
+    loss_head: str
+    """train.loss_head, decided."""
+
+    replay: Replay | None = None
+    """What happens when memory runs out for a window; None: the run ends."""
+
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    check_loss: Callable[[Tensor], None] | None = None
+    """Called with each loss before its backward pass, where that is the last moment to stop (DeepSpeed)."""
+
+    source_names: tuple[str, ...] = ()
+    """Names of a mixture's sources, in the order of their numbers."""

@@ -29,7 +29,7 @@ from sftplay.tasks.step.isolation import needs_no_mask
 from sftplay.tasks.step.label_head import prove_label_head
 from sftplay.tasks.step.model_inputs import Batch, has_flash_kernel, in_one_row, model_inputs, on_device
 from sftplay.tasks.step.random_numbers import RandomState, random_numbers_kept
-from sftplay.tasks.step.step_setup import StepSetup
+from sftplay.tasks.step.replay import StepSetup
 from sftplay.tasks.step.tally import SourceLoss, count_losses, count_rows
 
 if TYPE_CHECKING:
