@@ -54,3 +54,31 @@ def test_a_library_is_left_out_by_an_entry_point_only_and_not_once_it_or_who_ask
         [sys.executable, "-c", LEFT_OUT], capture_output=True, text=True, check=False, timeout=HANG_S
     )  # fmt: skip
     assert done.stdout.split() == ["False", "True", "False", "False"], done.stderr
+
+
+COUNTING = """
+import contextlib, io, json, sys
+from sftplay.cli import main
+with contextlib.redirect_stdout(io.StringIO()):
+    code = main(sys.argv[1:])
+own = sum(name.split(".")[0] == "sftplay" for name in sys.modules)
+print(json.dumps([code, own, sorted({name.split(".")[0] for name in sys.modules})]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        (["validate", "--config", "configs/run_lora.yaml"], 140),
+        (["plan", "--config", "configs/run_lora.yaml", "--gpus", "2xH200"], 165),
+    ],
+    ids=["validate", "plan"],
+)
+def test_a_plan_and_a_check_import_little(words: list[str], most: int):
+    """Each took a second on a plain machine: numpy, the manual and the planner of puzzles were among the imports."""
+    argv = [sys.executable, "-c", COUNTING, *words]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
+    code, own, names = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0
+    assert own <= most
+    assert not {"numpy", "torch", "transformers", "datasets", "pyarrow", "lxml", "psutil"} & {*names}

@@ -20,7 +20,6 @@ from sftplay.control.model_shape import known_shape, near_names
 from sftplay.data.layouts.convert import reading_of, to_record
 from sftplay.data.layouts.source_types import data_of
 from sftplay.data.prompts.prompt import to_prompt
-from sftplay.data.puzzles.make.find import NAMES, open_split
 from sftplay.data.read.files import files_of, suffix_of
 from sftplay.data.read.sources import dialect_of, is_hub_name, read_rows
 from sftplay.data.records import Refused, Text
@@ -188,6 +187,8 @@ def _check_data(key: str, *, cfg: RunConfig) -> None:
 
 def check_puzzles(path: str, key: str, *, cfg: RunConfig) -> None:
     """Raise the error about puzzles that are not there or not sound. Built-in ones are made when they are needed."""
+    from sftplay.data.puzzles.make.find import NAMES, open_split  # brings numpy
+
     try:
         if not path.startswith(BUILTIN) or path.removeprefix(BUILTIN) not in NAMES:
             open_split(path, "train" if key == "data.train_path" else "test", key=_where(cfg, key))

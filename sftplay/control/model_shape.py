@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.control.puzzles.shape import shape_for_puzzles
 from sftplay.errors import ConfigError
-from sftplay.machine.probe import probe
 from sftplay.model.source import BUILTIN_CONFIGS
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.report.puzzle_cost import workload_of_puzzles
-from sftplay.plan.report.run_cost import workload_of
 from sftplay.plan.shape.find import find_shape, nearest_names
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.plan.sizing.size_run import size_run
 
 
 def known_shape(cfg: RunConfig) -> ModelShape | None:
@@ -22,6 +17,8 @@ def known_shape(cfg: RunConfig) -> ModelShape | None:
         SftplayError: the puzzles that decide the shape of a model of puzzles are there, but not sound.
     """
     if cfg.task_mode == "hrm":
+        from sftplay.control.puzzles.shape import shape_for_puzzles  # brings numpy
+
         return shape_for_puzzles(cfg)
     return find_shape(cfg.model.name, cfg.model.revision, builtin=BUILTIN_CONFIGS)
 
@@ -52,6 +49,11 @@ def near_names(name: str) -> list[str]:
 
 def checkpoint_bytes(cfg: RunConfig) -> int | None:
     """Bytes of one checkpoint of a config on this machine, None where the model's shape is not known here."""
+    from sftplay.machine.probe import probe
+    from sftplay.plan.report.puzzle_cost import workload_of_puzzles
+    from sftplay.plan.report.run_cost import workload_of
+    from sftplay.plan.sizing.size_run import size_run
+
     cfg = resolve_names(cfg)
     shape = known_shape(cfg)
     if shape is None:

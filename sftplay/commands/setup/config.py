@@ -6,7 +6,6 @@ import json
 from argparse import Namespace
 
 from sftplay import log
-from sftplay.config.explain.manual import manual_text, schema_text
 from sftplay.config.rules.general import notes
 from sftplay.control.inputs import load_checked
 from sftplay.plan.sizing.groups import refuse_broken_groups
@@ -29,11 +28,15 @@ def validate(args: Namespace) -> int:
 
 def schema(args: Namespace) -> int:
     """`schema`: the JSON schema of the whole config."""
+    from sftplay.config.explain.manual import schema_text
+
     print(schema_text(), end="")
     return 0
 
 
 def manual(args: Namespace) -> int:
     """`manual`: docs/config.md."""
+    from sftplay.config.explain.manual import manual_text
+
     print(manual_text(), end="")
     return 0
