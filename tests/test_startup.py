@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from processes import HANG_S
+
+ROOT = Path(__file__).resolve().parents[1]
 
 SEARCHES = """
 import gc
