@@ -287,11 +287,12 @@ def test_a_call_is_compared_with_what_the_template_writes_for_it(
     assert "count" in tokenizer.decode(asked)
 
 
-def test_model_is_left_as_it_was(model: Any):
+def test_model_is_left_as_it_was(inputs: Inputs, tmp_path: Path, model: Any):
+    cfg = sized(written_config(tmp_path, inputs))
     model.train()
     model.config.use_cache = False
     getattr(model, f"{recomputation()}_enable")()
-    with ready_to_answer(model):
+    with ready_to_answer(model, cfg):
         assert not model.training
         assert model.config.use_cache
         assert not is_recomputing(model)

@@ -67,7 +67,9 @@ def _driver(machine: Machine) -> list[Finding]:
     if machine.cuda_driver[0] >= needs[0]:
         return [Finding("ok", "driver", f"{driver}; torch is built for {needs[0]}.{needs[1]}")]
     branch = DRIVERS.get(needs[0], "newer")
-    fix = f"install driver {branch} or later, or a torch for CUDA {machine.cuda_driver[0]}: make install"
+    fix = f"install driver {branch} or later"
+    if needs[0] > 12:
+        fix += f"; from driver {DRIVERS[12]} on, make install takes torch for CUDA 12.6, which runs there"
     return [Finding("stop", "driver", f"{driver}; torch is built for {needs[0]}.{needs[1]}", fix)]
 
 
