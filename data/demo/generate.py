@@ -1,9 +1,9 @@
 """Writes data/demo/train.jsonl and held_out.jsonl: one sentence about a person in, one index-card line out.
 
-    Tamsin Orvel was born on 3 March 1987 in Dorvath.   ->   Orvel, Tamsin | 1987-03-03 | Dorvath
+    Tamsin Orvel was born on 3 March 1987.   ->   Orvel, Tamsin | 1987-03-03
 
-The names are invented, and no first name, surname or town of the held-out rows occurs in a training row, so the only
-way to answer is to have learned the rewriting. One fixed seed: the files are the same on every machine.
+The names are invented, and no first name or surname of the held-out rows occurs in a training row, so the only way to
+answer is to have learned the rewriting. One fixed seed: the files are the same on every machine.
 """
 
 from __future__ import annotations
@@ -37,21 +37,15 @@ LAST_SYLLABLES = (
     ["", "a", "ar", "e", "en", "er", "i", "il", "in", "o", "ow", "um", "y"],
     listed("bane bury by den dale field gate ham ley lock man mere more ner rick son stock ter vel win worth"),
 )
-TOWN_SYLLABLES = (
-    listed("Al Bar Cald Dor El Fair Gren Hol Ister Kin Lang Mel Nar Os Pol Rin Sand Tor Umber Vel Win Yar"),
-    ["", "a", "an", "be", "der", "e", "en", "i", "ing", "ka", "mo", "o", "sel", "u"],
-    listed("borough cross don dorf ford grad haven holm lund mouth nes pool sted stoke ton vale vath wick"),
-)
-
 FRAMES = (
-    "{first} {last} was born on {day} {month} {year} in {town}.",
-    "{first} {last} was born in {town} on {month} {day}, {year}.",
-    "Born in {town} on {day} {month} {year}: {first} {last}.",
-    "On {month} {day}, {year}, {first} {last} was born in {town}.",
-    "The town of {town} lists {first} {last}, born on {day} {month} {year}.",
-    "{last}, {first}, of {town}; date of birth {day} {month} {year}.",
+    "{first} {last} was born on {day} {month} {year}.",
+    "{first} {last} was born on {month} {day}, {year}.",
+    "Born on {day} {month} {year}: {first} {last}.",
+    "On {month} {day}, {year}, {first} {last} was born.",
+    "The register lists {first} {last}, born on {day} {month} {year}.",
+    "{last}, {first}; date of birth {day} {month} {year}.",
 )
-ANSWER = "{last}, {first} | {year}-{month_number:02d}-{day:02d} | {town}"
+ANSWER = "{last}, {first} | {year}-{month_number:02d}-{day:02d}"
 
 
 def share_of(name: str) -> str:
@@ -66,11 +60,10 @@ def names(syllables: tuple[list[str], ...], share: str) -> list[str]:
 
 
 def pools(share: str) -> dict[str, list[str]]:
-    """The first names, surnames and towns of `share`; too many to know by heart."""
+    """The first names and surnames of `share`; too many to know by heart."""
     return {
         "first": names(FIRST_SYLLABLES, share),
         "last": names(LAST_SYLLABLES, share),
-        "town": names(TOWN_SYLLABLES, share),
     }
 
 
