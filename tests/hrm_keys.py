@@ -27,6 +27,7 @@ from sftplay.tasks.hrm.network.layers import Reasoner
 from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
 from sftplay.tasks.hrm.solve import refined
 from sftplay.tasks.hrm.task import build_model, open_puzzles, rows_of
+from sftplay.tasks.run.fingerprint import starting_weights
 
 Check = Callable[[Any], None]
 
@@ -193,6 +194,16 @@ def check_placement(bench: Any) -> None:
         assert len(model.puzzles.rows) == rows
 
 
+def check_start(bench: Any) -> None:
+    """The run's model has the weights of the file, and a resume sees another content of the file."""
+    puzzles, file = puzzles_of(bench), bench.home / "step_7"
+    cfg, _ = new_hrm_run(bench.home / "hrm-start", puzzles, hrm__start_from=str(file))
+    model = build_model(cfg.with_values({"hrm.start_from": None}, "test"), open_puzzles(cfg)[0])
+    torch.save({name: torch.ones_like(weight) for name, weight in model.state_dict().items()}, file)
+    assert (build_model(cfg, open_puzzles(cfg)[0]).tokens == 1).all()
+    assert list(starting_weights(cfg)) == [str(file)]
+
+
 def check_free_keys(_: Any) -> None:
     """What is measured may change in a resume, what is learned may not; other tasks have no use for the section."""
     hrm = {"task_mode": "hrm", "model": {"name": "builtin:hrm"}, "tuning": {"mode": "full"}}
@@ -210,6 +221,7 @@ def shape(name: str) -> Callable[[PuzzleModel], Any]:
 
 
 OF_HRM: dict[str, Check] = {
+    "start_from": check_start,
     "arch": of_model(lambda model: model.high is model.low, "arch", False, value="single", after=True),
     "grad": check_grad,
     "hidden_size": of_model(lambda m: m.tokens.shape[1], "hidden_size", 8, value=16, after=16),

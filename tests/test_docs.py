@@ -23,7 +23,7 @@ FOREIGN = ("guides.md", "networks.md", "papers.md")
 OTHERS = ("train.bf16", "train.fp16", "datasets.map")
 """Accepted spellings of another key, and a function of a library."""
 
-MADE = ("data/processed/",)
+MADE = ("data/processed/", "outputs/")
 """Folders that a run makes."""
 
 CODE = re.compile(r"`([^`\n]+)`")

@@ -38,6 +38,7 @@ from sftplay.model.start_point import resolve_names
 from sftplay.reward.table import reward_problems
 
 TERMS = "tuning.new_tokens.path"
+START = "hrm.start_from"
 SAMPLED_ROWS = 32
 NAMED_ROWS = 5
 KEYS = ("model.name", "data.template", "logging.backend", TERMS)
@@ -93,7 +94,8 @@ def load_checked(
 
 def _keys(cfg: RunConfig) -> list[str]:
     if cfg.task_mode == "hrm":
-        return ["data.train_path", *(["data.val_path"] if cfg.data.val_path else []), "logging.backend"]
+        given = [key for key in ("data.train_path", "data.val_path", START) if cfg.value_of(key)]
+        return [*given, "logging.backend"]
     return [KEYS[0], *(key for key, _ in row_paths(cfg)), *KEYS[1:]]
 
 
@@ -113,6 +115,7 @@ def _problems(cfg: RunConfig, keys: Sequence[str], *, asks_hub: bool) -> Iterato
         "data.template": lambda _: _check_template(cfg),
         "logging.backend": lambda _: _check_trackers(cfg),
         TERMS: lambda _: _check_terms(cfg),
+        START: lambda _: _check_start(cfg),
     }
     yield from reward_problems(cfg)
     for key in keys:
@@ -183,6 +186,14 @@ def _check_data(key: str, *, cfg: RunConfig) -> None:
         raise DataError(f"{path}: {error.what}", where=_where(cfg, key), fix=fix, nearest=near) from None
     if key != "data.test_path":  # training only looks at its readable rows
         _check_first_rows(path, key, cfg=cfg)
+
+
+def _check_start(cfg: RunConfig) -> None:
+    path = Path(str(cfg.hrm.start_from))
+    if not path.is_file():
+        near = nearest_names(path.name, [each.name for each in path.parent.glob("*")])
+        fix = f"did you mean {str(path.with_name(near[0]))!r}?" if near else "name a file step_N of HRM's or TRM's code"
+        raise ConfigError(f"there is no file {str(path)!r}", where=_where(cfg, START), fix=fix, nearest=near)
 
 
 def check_puzzles(path: str, key: str, *, cfg: RunConfig) -> None:

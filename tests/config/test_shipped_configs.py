@@ -40,6 +40,7 @@ def test_the_shipped_files_are_those_the_documents_name():
         "run_hrm_sudoku",
         "run_hrm_sudoku4",
         "run_hrm_sudoku9",
+        "run_hrm_sudoku_full",
         "run_llama70b",
         "run_lora",
         "run_score_gsm8k",

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sftplay.config.schema.section import Auto, NotNegative, Positive, PositiveFloat, Section, Share
+from sftplay.config.schema.section import Auto, NotNegative, Positive, PositiveFloat, Section, Share, UserPath
 
 Architecture = Literal["hrm", "single"]
 TablePlacement = Literal["auto", "replicated", "sharded"]
@@ -17,6 +17,11 @@ TablePlacement = Literal["auto", "replicated", "sharded"]
 
 class HrmConfig(Section):
     """The recurrent model of puzzles, see docs/puzzles.md. The defaults make the published model of 27 M weights."""
+
+    start_from: UserPath | None = None
+    """A checkpoint of HRM's or TRM's own code (a file `step_N`) whose weights the run begins with. The sizes of this
+    section must be those of its model, which the file all_config.yaml beside it names. None begins with random
+    weights."""
 
     arch: Architecture = "hrm"
     """hrm: a slow and a fast module, each with its own weights. single: one module does the work of both, as in the

@@ -29,7 +29,7 @@ from sftplay.monitor.guards import StopOnSignal
 from sftplay.tasks.hrm.evaluation import EvaluatePuzzles, StopWhenLearned
 from sftplay.tasks.hrm.network.embedding import ALL_ROWS
 from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
-from sftplay.tasks.hrm.network.saved import save_model
+from sftplay.tasks.hrm.network.saved import load_published, save_model
 from sftplay.tasks.hrm.network.table_share import TableShare
 from sftplay.tasks.hrm.trainer import PuzzleTrainer
 from sftplay.tasks.run.fingerprint import fingerprint_of
@@ -157,11 +157,13 @@ def described(name: str, counts: dict[str, Any]) -> str:
 
 
 def build_model(cfg: RunConfig, train: PuzzleFolder) -> PuzzleModel:
-    """A model for these puzzles; its weights follow from the seed."""
+    """A model for these puzzles; its weights follow from the seed, or are those of `hrm.start_from`."""
     facts, is_sharded = train.facts, cfg.hrm.puzzle_emb_placement == "sharded"
     share = TableShare(log.rank(), log.world_size()) if is_sharded else ALL_ROWS
     grid = Grid(vocab_size=facts.vocab_size, cells=facts.seq_len, identifiers=facts.num_puzzle_identifiers)
     model = PuzzleModel(cfg.hrm, grid, dtype=DTYPES[str(cfg.train.precision)], share=share)
+    if cfg.hrm.start_from is not None:
+        load_published(model, Path(cfg.hrm.start_from))
     if share.world > 1:  # DDP would copy the first process's buffers to all others
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["puzzles.rows"])
     return model
@@ -203,7 +205,8 @@ def announce(train_run: TrainRun, model: PuzzleModel, *, parameters: dict[str, A
     where = ", shared out over the processes" if model.puzzles is not None and model.puzzles.is_shared_out else ""
     log.say(
         f"{format_count(parameters['parameters'])} weights learn {grid.cells} cells of {grid.vocab_size} symbols from "
-        f"nothing, and {format_count(table)} numbers of {grid.identifiers} puzzle identifier(s){where}"
+        f"{cfg.hrm.start_from or 'nothing'}, and {format_count(table)} numbers of {grid.identifiers} puzzle "
+        f"identifier(s){where}"
     )
     kind = "new" if train_run.checkpoint is None else "continued"
     log.say(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ from sftplay.config.rules.resume_keys import DRAWN, SIZES, differences, held_out
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.model.new_tokens.tokens import NewToken
-from sftplay.model.source import locate, weights_digests
+from sftplay.model.source import locate, weights_digest, weights_digests
 from sftplay.tasks.run.task import Rows
 
 BATCH_ROWS = 1000
@@ -60,7 +61,8 @@ def fingerprint_of(cfg: RunConfig, rows: Rows, *, new_tokens: Sequence[NewToken]
 def starting_weights(cfg: RunConfig) -> dict[str, str]:
     """Path -> digest of each file of weights that the run starts from; empty where it starts from its seed."""
     if cfg.task_mode == "hrm":
-        return {}
+        start = cfg.hrm.start_from
+        return {} if start is None else {start: weights_digest(Path(start))}
     return weights_digests(locate(cfg.model.name)) | weights_digests(cfg.model.adapter)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch.nn import functional
 from sftplay.config.rules.hrm import broken_hrm_rules
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.config.schema.run import RunConfig
+from sftplay.errors import DataError
 from sftplay.tasks.hrm.network.model import Grid, PuzzleModel, State
+from sftplay.tasks.hrm.network.saved import load_published
 
 WIDTH, HEADS, CELLS, VOCAB, BATCH = 8, 2, 5, 4, 3
 SMALL = {"hidden_size": WIDTH, "num_heads": HEADS, "h_layers": 1, "l_layers": 1}
@@ -305,3 +308,68 @@ def test_a_model_that_computes_in_bf16_has_weights_and_gradients_in_fp32():
     assert answer.q_halt.dtype == torch.float32
     (answer.logits.float().square().sum() + answer.q_halt.sum()).backward()
     assert {weight.grad.dtype for weight in model.parameters() if weight.grad is not None} == {torch.float32}
+
+
+def published_names(*, layers: int, modules: tuple[str, ...], learns_positions: bool) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of each weight in a checkpoint of HRM's code at commit 42410da (pretrain.py saves the loss head's
+    state_dict, compiled unless DISABLE_COMPILE is set), for the sizes of this file."""
+    inner = 32  # two thirds of 4 * WIDTH, rounded up
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.embedding_weight": (VOCAB, WIDTH), "lm_head.weight": (VOCAB, WIDTH), "q_head.weight": (2, WIDTH),
+        "q_head.bias": (2,), "puzzle_emb.weights": (3, WIDTH), "H_init": (WIDTH,), "L_init": (WIDTH,),
+    }  # fmt: skip
+    if learns_positions:
+        shapes["embed_pos.embedding_weight"] = (1 + CELLS, WIDTH)
+    for module in modules:
+        for n in range(layers):
+            shapes |= {
+                f"{module}.layers.{n}.self_attn.qkv_proj.weight": (3 * WIDTH, WIDTH),
+                f"{module}.layers.{n}.self_attn.o_proj.weight": (WIDTH, WIDTH),
+                f"{module}.layers.{n}.mlp.gate_up_proj.weight": (2 * inner, WIDTH),
+                f"{module}.layers.{n}.mlp.down_proj.weight": (WIDTH, inner),
+            }
+    return {f"_orig_mod.model.inner.{name}": shape for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("modules", "changes"),
+    [
+        (("H_level", "L_level"), {}),
+        (("H_level", "L_level"), {"positions": "learned"}),
+        (("L_level",), {"arch": "single"}),
+    ],
+    ids=["HRM", "learned positions", "TRM"],
+)
+def test_a_published_checkpoint_gives_every_weight_its_place(modules, changes, tmp_path: Path):
+    names = published_names(layers=1, modules=modules, learns_positions="positions" in changes)
+    saved = {name: torch.randn(shape) for name, shape in names.items()}
+    torch.save(saved, tmp_path / "step_5")
+    model = PuzzleModel(HrmConfig(**{**SMALL, **changes}), GRID)
+    load_published(model, tmp_path / "step_5")
+    of = {name.removeprefix("_orig_mod.model.inner."): weight for name, weight in saved.items()}
+    block = "L_level.layers.0."
+    assert torch.equal(model.low.blocks[0].attention.qkv.weight, of[f"{block}self_attn.qkv_proj.weight"])
+    assert torch.equal(model.low.blocks[0].attention.out.weight, of[f"{block}self_attn.o_proj.weight"])
+    assert torch.equal(model.low.blocks[0].feed_forward.gate_up.weight, of[f"{block}mlp.gate_up_proj.weight"])
+    assert torch.equal(model.low.blocks[0].feed_forward.down.weight, of[f"{block}mlp.down_proj.weight"])
+    assert torch.equal(
+        model.high.blocks[0].attention.qkv.weight, of[f"{modules[0]}.layers.0.self_attn.qkv_proj.weight"]
+    )
+    assert torch.equal(model.tokens, of["embed_tokens.embedding_weight"])
+    assert torch.equal(model.puzzles.rows, of["puzzle_emb.weights"])
+    assert torch.equal(model.start_high, of["H_init"])
+    assert torch.equal(model.start_low, of["L_init"])
+    assert torch.equal(model.head.weight, of["lm_head.weight"])
+    assert len(saved) == len(model.state_dict())
+
+
+def test_a_checkpoint_of_other_sizes_is_refused_by_name(tmp_path: Path):
+    names = published_names(layers=2, modules=("H_level", "L_level"), learns_positions=False)
+    torch.save({name: torch.zeros(shape) for name, shape in names.items()}, tmp_path / "step_5")
+    with pytest.raises(DataError, match="does not fit the model of this config: Unexpected key") as refused:
+        load_published(PuzzleModel(HrmConfig(**SMALL), GRID), tmp_path / "step_5")
+    assert "blocks.1" in refused.value.what
+    assert "all_config.yaml" in refused.value.fix
+    (tmp_path / "step_6").write_text("no weights")
+    with pytest.raises(DataError, match="holds no weights"):
+        load_published(PuzzleModel(HrmConfig(**SMALL), GRID), tmp_path / "step_6")
