@@ -228,8 +228,11 @@ def print_progress(state: Any, every: float, *, text: str) -> None:
 
 
 def gather_objects(item: Any, heartbeat: Heartbeat | None = None) -> list[Any]:
-    """The `item` of every rank, in rank order. Every rank must call it. The time counts as communication."""
-    if log.world_size() == 1:
+    """The `item` of every rank, in rank order. Every rank must call it. The time counts as communication.
+
+    The main rank alone has its own item when the others have ended (`tasks.run.save.leave_process_group`).
+    """
+    if log.world_size() == 1 or not torch.distributed.is_initialized():
         return [item]
     items: list[Any] = [None] * log.world_size()
     with heartbeat.within("communication") if heartbeat else nullcontext():

@@ -127,7 +127,12 @@ def is_orphan() -> bool:
 
 
 def lost_rank(folder: RunFolder) -> str:
-    """The message about a rank of this node that has died and so caused another rank's error; empty when all live."""
+    """The message about a rank of this node that has died and so caused another rank's error; empty when all live.
+
+    After the training the others end, and the main rank goes on alone: their end is no reason for its errors.
+    """
+    if not is_in_process_group():
+        return ""
     ranks = folder.read_json("status.json").get("ranks") or []
     deadline = time.monotonic() + DISAPPEAR_S
     while len(ranks) > 1 and time.monotonic() < deadline:
@@ -137,6 +142,12 @@ def lost_rank(folder: RunFolder) -> str:
             return gone[0]
         time.sleep(0.02)
     return ""
+
+
+def is_in_process_group() -> bool:
+    """Whether other ranks may wait for this one."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def lost_node(error: Exception) -> str:

@@ -48,11 +48,13 @@ LEAKS = [
     ("x+1", "The factor is x + 1."),
     (r"x^2 + 1", r"$x^2+1$"),
     ("blue", "It is blue."),
+    ("007", "The code is 007."),
 ]
 """Reference and hint. The problem has the numbers 7 and 12."""
 
 ORDINARY = [
     ("42", "check 142"),
+    ("000", "0"),
     ("42", "42.5 is wrong"),
     ("42", "add 4 and 2"),
     ("42", "Compute 84/2 again."),

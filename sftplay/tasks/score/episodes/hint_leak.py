@@ -65,9 +65,9 @@ def _plain(text: str) -> str:
 
 
 def _value(text: str) -> Fraction | None:
-    """The number that a reference is, with a unit or without; None where it is anything else."""
+    """The number that a reference is, with a unit or without; None where it is anything else, as the code 007."""
     found = _NUMBER.match(text.strip())
-    if found is None or re.search(r"[\d=+*^(]", text.strip()[found.end() :]):
+    if found is None or re.match(r"0\d", found["top"]) or re.search(r"[\d=+*^(]", text.strip()[found.end() :]):
         return None
     return _as_fraction(found)
 
