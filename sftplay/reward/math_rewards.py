@@ -232,6 +232,8 @@ def read_number(text: str) -> tuple[Fraction, str] | None:
 
 def _unit(text: str) -> str:
     """A unit in one spelling: words as sympy names them, `km` as kilometer; other words in the singular."""
+    if not text:
+        return ""
     from sympy.physics import units  # type: ignore[import-untyped]
 
     def name(found: re.Match[str]) -> str:
