@@ -59,6 +59,7 @@ TYPOS = {
 }
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("kind", TYPOS)
 def test_a_typo_ends_with_2_naming_place_and_nearest_name(kind, refused):
     old, new, where, nearest = TYPOS[kind]
@@ -69,6 +70,7 @@ def test_a_typo_ends_with_2_naming_place_and_nearest_name(kind, refused):
     assert fix == f"  fix: did you mean {nearest!r}?"
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("kind", TYPOS)
 def test_a_typo_as_json_is_one_document_with_the_promised_keys(kind, refused):
     old, new, where, nearest = TYPOS[kind]
@@ -81,6 +83,7 @@ def test_a_typo_as_json_is_one_document_with_the_promised_keys(kind, refused):
     assert where in err  # what a person reads goes beside it, to standard error
 
 
+@pytest.mark.contract
 def test_all_problems_are_shown_at_once_in_the_order_of_the_file(refused):
     code, out, err = refused("max_steps: 4", "max_stpes: 4\n  epochs: many", "--json")
     assert code == 2
@@ -99,6 +102,7 @@ def call(*words, **options):
     )
 
 
+@pytest.mark.contract
 def test_a_refusal_in_a_process_of_its_own_has_no_traceback(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(RUN.replace("max_steps", "max_stpes"))
@@ -110,6 +114,7 @@ def test_a_refusal_in_a_process_of_its_own_has_no_traceback(tmp_path):
     )
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("words", "what", "nearest"),
     [
@@ -143,6 +148,7 @@ def test_a_command_line_that_cannot_be_understood_ends_with_2(words, what, neare
         assert "\n  fix: " in captured.err
 
 
+@pytest.mark.contract
 def test_a_config_that_is_missing_or_a_folder_is_refused(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(["train", "--config", "nowhere.yaml"]) == 2
@@ -151,6 +157,7 @@ def test_a_config_that_is_missing_or_a_folder_is_refused(capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("configs: is a folder, not a YAML file")
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("words", "steps"),
     [
@@ -241,6 +248,7 @@ def test_errors_survive_the_pickling_of_process_pools():
     assert pickle.loads(pickle.dumps(several)).as_json() == several.as_json()
 
 
+@pytest.mark.contract
 def test_variables_of_another_launch_are_cleared_and_told_by_name(monkeypatch, capsys):
     strays = {
         "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
@@ -261,12 +269,14 @@ def test_variables_of_another_launch_are_cleared_and_told_by_name(monkeypatch, c
     assert os.environ["MASTER_ADDR"] == "here"
 
 
+@pytest.mark.contract
 def test_no_words_at_all_show_the_help():
     done = call()
     assert done.returncode == 0
     assert re.search(r"\n    infer-batch\s", done.stdout)
 
 
+@pytest.mark.contract
 def test_a_reader_that_leaves_early_is_no_error():
     argv = [sys.executable, "-m", "sftplay", "schema"]
     process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -309,6 +319,7 @@ def test_a_dry_run_as_text_can_be_pasted_into_a_shell(tmp_path, monkeypatch, cap
     assert echoed.stdout.decode() == f"{target}/demo:"
 
 
+@pytest.mark.contract
 def test_a_dry_run_works_beside_a_run_of_its_name_and_says_that_a_start_would_be_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     run = tmp_path / "out" / "demo"
@@ -324,12 +335,14 @@ def test_a_dry_run_works_beside_a_run_of_its_name_and_says_that_a_start_would_be
     assert "a run called 'demo' exists" in capsys.readouterr().err
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("number", ["0", "-1", "two", "1.5"])
 def test_a_number_of_processes_that_is_none_is_refused(dry_run, number):
     code, answer = dry_run(f"--nproc={number}")
     assert (code, answer["error"]["where"]) == (2, "--nproc")
 
 
+@pytest.mark.contract
 def test_one_process_a_gpu_without_gpus_is_a_lack_of_the_machine(dry_run, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, answer = dry_run("--nproc=gpu")
@@ -337,6 +350,7 @@ def test_one_process_a_gpu_without_gpus_is_a_lack_of_the_machine(dry_run, monkey
     assert "CUDA_VISIBLE_DEVICES hides every GPU" in answer["error"]["what"]
 
 
+@pytest.mark.contract
 def test_two_processes_go_through_torchrun_with_a_port_of_their_own(dry_run):
     def port_of(launch):
         return int(launch["argv"][launch["argv"].index("--master-port") + 1])
@@ -352,6 +366,7 @@ def test_two_processes_go_through_torchrun_with_a_port_of_their_own(dry_run):
     assert port_of(first) != port_of(second)
 
 
+@pytest.mark.contract
 def test_several_nodes_meet_where_they_are_told_to(dry_run):
     words = ["--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.7", "--master-port=12345"]
     argv = dry_run("--nproc=1", *words)[1]["argv"]
@@ -360,29 +375,34 @@ def test_several_nodes_meet_where_they_are_told_to(dry_run):
     )
 
 
+@pytest.mark.contract
 def test_processes_that_do_not_divide_the_effective_batch_are_refused_with_both_neighbours(dry_run):
     code, answer = dry_run("--nproc=5", "train.effective_batch_size=32")
     assert (code, answer["error"]["code"]) == (2, "config")
     assert "to 30 or 35" in answer["error"]["fix"]
 
 
+@pytest.mark.contract
 def test_a_missing_data_file_is_named_with_the_place_that_names_it(dry_run):
     code, answer = dry_run("data.val_path=nowhere.jsonl")
     assert (code, answer["error"]["where"]) == (4, "command line data.val_path")
     assert answer["error"]["what"].startswith("nowhere.jsonl: ")
 
 
+@pytest.mark.contract
 def test_a_missing_model_folder_is_refused(dry_run):
     code, answer = dry_run("model.name=./nowhere")
     assert (code, answer["error"]["where"]) == (2, "command line model.name")
 
 
+@pytest.mark.contract
 def test_a_folder_that_is_no_model_is_refused(dry_run):
     code, answer = dry_run("model.name=configs")
     assert code == 2
     assert "config.json" in answer["error"]["what"]
 
 
+@pytest.mark.contract
 def test_an_output_folder_that_cannot_be_written_is_no_bug(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     (tmp_path / "file").touch()

@@ -11,6 +11,8 @@ from subprocess import CompletedProcess
 import pytest
 from processes import HANG_S
 
+pytestmark = pytest.mark.contract
+
 LAST_LINE = re.compile(r"demo: exact match (\d\.\d{3}) -> (\d\.\d{3}) on (\d+) held-out prompts in (\d+) s")
 
 Command = Callable[..., CompletedProcess[str]]

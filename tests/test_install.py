@@ -547,6 +547,7 @@ def make(clone, *words):
     return subprocess.run(argv, cwd=clone, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
+@pytest.mark.contract
 def test_help_needs_no_environment_at_all(clone, tmp_path):
     for name in ("Makefile", "docs"):
         (tmp_path / name).symlink_to(clone / name)
@@ -555,6 +556,7 @@ def test_help_needs_no_environment_at_all(clone, tmp_path):
     assert "  demo " in done.stdout
 
 
+@pytest.mark.contract
 def test_in_a_path_with_spaces_make_runs_a_config_with_spaces(clone):
     shutil.copy(clone / "configs/run_demo.yaml", clone / "my run.yaml")
     done = make(clone, "validate", "CONFIG=my run.yaml", "ARGS=train.max_steps=7 'run_name=two words'")
@@ -562,6 +564,7 @@ def test_in_a_path_with_spaces_make_runs_a_config_with_spaces(clone):
     assert "my run.yaml is valid" in done.stdout
 
 
+@pytest.mark.contract
 def test_a_refusal_through_make_says_what_the_kit_says(clone):
     done = make(clone, "train", "CONFIG=nowhere.yaml")
     assert done.returncode == 2

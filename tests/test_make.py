@@ -90,6 +90,7 @@ EXPORTED = ("make's shell", "command substitution", "double quotes", "a line")
 """The attacks that are tried as exported settings too, which make treats like typed ones."""
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("attack", "from_environment"), [*((attack, False) for attack in ATTACKS), *((attack, True) for attack in EXPORTED)]
 )
@@ -114,6 +115,7 @@ def test_every_setting_of_every_target_arrives_as_it_was_typed(
     assert sum("--dry-run" in call for call in place.calls()) > 5
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_program_is_one_file_and_no_command_line(attack: str, place: Place):
     words = ["READY=", "UNSLOTH_READY=", *(f"{program}={ATTACKS[attack]}" for program in PROGRAMS)]
@@ -122,6 +124,7 @@ def test_a_program_is_one_file_and_no_command_line(attack: str, place: Place):
     assert place.is_untouched
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("name", [*OWN_NAMES, "SHELL", ".SHELLFLAGS", "CURDIR", "MAKECMDGOALS", "FOO"])
 def test_what_is_no_setting_is_refused_and_never_expanded(name: str, place: Place, recording: list[str]):
     done = place.make("-s", *recording, f"{name}=$(shell touch pwned); touch pwned", "help")
@@ -129,17 +132,20 @@ def test_what_is_no_setting_is_refused_and_never_expanded(name: str, place: Plac
     assert f"no setting called {name}" in done.stderr
 
 
+@pytest.mark.contract
 def test_ready_and_a_python_in_the_environment_build_nothing_and_are_used(place: Place):
     done = place.make("-s", "gpu-check", READY="1", PY=str(place.recorder), PYTHON="false")
     assert done.returncode == 0, done.stderr
     assert [call[2:5] for call in place.calls()] == [["-m", "sftplay", "gpu-check"]]
 
 
+@pytest.mark.contract
 def test_what_the_make_of_another_project_passes_on_is_let_be(place: Place):
     done = place.make("-s", "FOO=$(shell touch pwned)", "SETTINGS=$(shell touch pwned)", "help", MAKELEVEL="1")
     assert (done.returncode, place.is_untouched) == (0, True)
 
 
+@pytest.mark.contract
 def test_ready_builds_nothing_whatever_stands_in_it(place: Place, recording: list[str]):
     given = [word for word in recording if not word.startswith("READY=")]
     done = place.make("-s", *given, "READY=x:;touch pwned", "gpu-info")
@@ -147,6 +153,7 @@ def test_ready_builds_nothing_whatever_stands_in_it(place: Place, recording: lis
     assert [call[2:] for call in place.calls()] == [["-m", "sftplay", "gpu-info", "--make-args="]]
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("typed", [False, True])
 def test_ready_builds_nothing_when_it_and_the_python_are_exported(place: Place, typed: bool):
     """As `PY=python3 READY=1 make gpu-check` gives them on a machine that brings its own libraries."""
@@ -157,11 +164,13 @@ def test_ready_builds_nothing_when_it_and_the_python_are_exported(place: Place, 
     assert [call[2:6] for call in place.calls()] == [["-m", "sftplay", "gpu-check", "--fast"]]
 
 
+@pytest.mark.contract
 def test_a_python_of_the_shell_alone_is_not_taken(place: Place):
     assert place.make("-s", "PYTHON=false", "gpu-check", PY=str(place.recorder)).returncode == 2
     assert place.calls() == []
 
 
+@pytest.mark.contract
 def test_a_goal_is_no_command_either(place: Place):
     goals = [attack for attack in ATTACKS.values() if "=" not in attack]  # else it would be a setting
     done = place.make("-s", "-k", *goals, "PYTHON=false")
@@ -171,6 +180,7 @@ def test_a_goal_is_no_command_either(place: Place):
     assert place.is_untouched
 
 
+@pytest.mark.contract
 def test_a_goal_that_is_no_target_is_answered_with_the_nearest(place: Place):
     done = place.make("trian", "CONFIG=x")
     assert done.returncode == 2
@@ -178,6 +188,7 @@ def test_a_goal_that_is_no_target_is_answered_with_the_nearest(place: Place):
     assert "fix: see `make help`" in place.make("qqqqq").stderr
 
 
+@pytest.mark.contract
 def test_settings_become_flags(place: Place, recording: list[str]):
     words = ["NPROC=2", "NNODES=3", "NODE_RANK=1", "MASTER_ADDR=h", "MASTER_PORT=5", "DRY_RUN=1", "CONFIG=a b.yaml"]
     place.make(*recording, "train", *words, "ARGS=a.b=c")
@@ -186,6 +197,7 @@ def test_settings_become_flags(place: Place, recording: list[str]):
     assert [call[2:] for call in place.calls()] == [expected]
 
 
+@pytest.mark.contract
 def test_the_words_of_args_reach_a_program_that_is_not_the_kit(place: Place):
     (place.root / "benchmarks").mkdir()
     (place.root / "benchmarks" / "startup.py").write_text("import sys; print(sys.argv[1:])")
@@ -208,6 +220,7 @@ def test_args_are_split_as_a_shell_splits_words_and_nothing_else_happens(text: s
     assert split_args(text) == words
 
 
+@pytest.mark.contract
 def test_args_with_an_open_quotation_mark_are_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ConfigError, match="No closing quotation"):
         split_args("a='b")
@@ -225,6 +238,7 @@ IN_MAKES_WORDS = {
 }
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("typed", IN_MAKES_WORDS)
 def test_a_refusal_names_settings_to_who_typed_make_and_flags_to_who_typed_the_verb(
     typed: str, capsys: pytest.CaptureFixture[str]

@@ -29,6 +29,7 @@ SCRIPTS = ("quick_start", "batch_process", "docs_to_model", "sft_then_grpo", "sc
 Workflow = Callable[..., CompletedProcess[str]]
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("path", sorted((ROOT / "workflows").glob("*.sh")), ids=lambda path: path.stem)
 def test_bash_can_read_the_script(path: Path):
     assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
@@ -37,6 +38,7 @@ def test_bash_can_read_the_script(path: Path):
         assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_shows_how_to_call_the_script(name: str, tmp_path: Path):
     done = subprocess.run(
@@ -47,6 +49,7 @@ def test_help_shows_how_to_call_the_script(name: str, tmp_path: Path):
     assert not [line for line in done.stdout.splitlines() if line.startswith("#") or "set -e" in line]
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("call", "what"),
     [
@@ -120,6 +123,7 @@ def rows_of_table(text: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in table[1:]}
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 def test_of_many_runs_one_that_fails_does_not_stop_the_rest(workflow: Workflow, home: Path, inputs: Inputs):
     good, bad = configs(home, inputs, "good run.yaml", "bad.yaml")
@@ -141,6 +145,7 @@ def test_of_many_runs_one_that_fails_does_not_stop_the_rest(workflow: Workflow, 
     assert len((home / "outputs" / "night-good-run" / "metrics.jsonl").read_text().splitlines()) == len(metrics)
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 def test_a_signal_stops_the_run_with_a_checkpoint_and_all_that_would_follow(
     kit: Path, home: Path, inputs: Inputs, tmp_path: Path
@@ -168,6 +173,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_all_that_would_follow(
     assert checkpoint.parent.name == f"checkpoint-{stopped[2]}"
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 def test_the_ablation_of_two_turns_ends_in_one_table(workflow: Workflow, home: Path, tmp_path: Path):
     options = score_options(
@@ -255,6 +261,7 @@ def test_documents_become_a_merged_model_that_plain_transformers_opens(
     assert len((kit / "data" / "processed" / "my-documents-dapt-documents.jsonl").read_text().splitlines()) >= 20
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 def test_the_quick_start_trains_and_answers(workflow: Workflow, kit: Path, builtin_tiny: Path):
     values = ["train.max_steps=2", "eval.limit=2", "eval.max_new_tokens=4"]

@@ -70,6 +70,7 @@ def test_the_copies_and_shards_of_the_shipped_hsdp_file_make_up_its_processes():
     assert copies * shards == config.num_processes
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 def test_the_cpu_file_starts_two_processes_that_talk():
     script = ROOT / ".cache" / "ranks.py"
@@ -95,6 +96,7 @@ def test_what_is_written_for_a_machine_is_read_by_accelerate(tmp_path, gpus, has
     assert config.use_cpu is (gpus == 0)
 
 
+@pytest.mark.contract
 def test_setup_accelerate_writes_again_but_not_over_a_change(tmp_path, capsys):
     path = tmp_path / "here.yaml"
     assert main(["setup-accelerate", "--out", str(path)]) == 0
@@ -107,6 +109,7 @@ def test_setup_accelerate_writes_again_but_not_over_a_change(tmp_path, capsys):
     assert "stays as it is" in capsys.readouterr().err
 
 
+@pytest.mark.contract
 def test_setup_accelerate_does_not_write_over_a_file_that_accelerate_made(tmp_path):
     path = tmp_path / "theirs.yaml"
     path.write_text("num_processes: 4\n")
@@ -121,6 +124,7 @@ def test_interactive_hands_over_to_accelerates_own_questions(tmp_path, monkeypat
     assert not (tmp_path / "a.yaml").exists()
 
 
+@pytest.mark.contract
 def test_matrix_as_json_holds_every_cell(capsys):
     assert main(["matrix", "--json"]) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]

@@ -36,6 +36,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "kept" / "comm-check-node0.log"
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 def test_two_real_ranks_exchange_and_the_table_adds_up(sftplay: Callable[..., Any], write_config: Callable[..., Path]):
     done = sftplay("comm-check", "--nproc", 2, "--json", "--config", write_config(tuning__mode="full"))
@@ -245,6 +246,7 @@ def test_a_dry_run_prints_the_command_of_two_ranks_and_starts_nothing(capsys: py
     assert "sftplay.tasks.worker" not in argv
 
 
+@pytest.mark.contract
 def test_a_config_names_the_ways_that_are_checked(
     write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ):
@@ -269,6 +271,7 @@ def test_values_without_a_config_to_set_them_in_are_refused(
     assert "CONFIG=" in error["fix"]
 
 
+@pytest.mark.contract
 def test_one_process_has_nobody_to_exchange_with(capsys: pytest.CaptureFixture[str]):
     assert main(["comm-check", "--nproc", "1"]) == 3
     assert "nobody to exchange with" in capsys.readouterr().err

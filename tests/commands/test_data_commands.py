@@ -218,6 +218,7 @@ def test_process_says_where_the_token_rows_lie_and_whether_they_were_there(call:
     assert f"data report      {report['read']} read = {report['kept']} kept" in out
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("count", ["-1", "two", "1.5", ""])
 def test_a_number_of_rows_that_is_none_is_refused(count: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["inspect", "--config", "x.yaml", f"--n={count}"]) == 2
@@ -274,6 +275,7 @@ def test_the_blocks_of_a_mixture_are_shown_document_by_document(call: Call, toke
     assert "blocks of documents, which no chat template writes" in err
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("verb", ["process", "inspect", "render"])
 def test_a_verb_on_texts_refuses_puzzles_by_name(verb: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main([verb, "--config", str(ROOT / "configs" / "run_hrm_sudoku4.yaml")]) == 2

@@ -59,6 +59,7 @@ def scores(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=IDS).logits.float()
 
 
+@pytest.mark.contract
 def test_merge_leaves_a_model_that_plain_transformers_computes_with_as_peft_does(run: Finished, merged: Path):
     expected = scores(AutoPeftModelForCausalLM.from_pretrained(run.folder.path / "adapter"))
     untuned = scores(AutoModelForCausalLM.from_pretrained(run.cfg.model.name))
@@ -66,6 +67,7 @@ def test_merge_leaves_a_model_that_plain_transformers_computes_with_as_peft_does
     assert float((actual - expected).abs().max()) < 1e-5 < float((expected - untuned).abs().max())
 
 
+@pytest.mark.contract
 def test_merge_in_bf16_goes_to_a_folder_of_its_own_and_says_how_to_compare_it(run: Finished, merged: Path, call: Any):
     code, out, err = call("merge", "--dtype", "bf16", "--json")
     target = run.folder.path / "merged-bf16"
@@ -77,6 +79,7 @@ def test_merge_in_bf16_goes_to_a_folder_of_its_own_and_says_how_to_compare_it(ru
     assert (code, figures["dtype"], figures["texts_equal"]) == (0, "bfloat16", True)
 
 
+@pytest.mark.contract
 def test_merge_test_agrees_with_what_merge_made_and_gives_its_figures(merged: Path, call: Any):
     code, out, err = call("merge-test", "--json")
     figures = json.loads(out)
@@ -85,6 +88,7 @@ def test_merge_test_agrees_with_what_merge_made_and_gives_its_figures(merged: Pa
     assert "agree: scores within" in err
 
 
+@pytest.mark.contract
 def test_merge_test_ends_with_5_when_one_tensor_was_altered(merged: Path, call: Any, tmp_path: Path):
     altered = tmp_path / "altered"
     altered.mkdir()
@@ -98,6 +102,7 @@ def test_merge_test_ends_with_5_when_one_tensor_was_altered(merged: Path, call: 
     assert "altered: model.layers.1.mlp.up_proj.weight" in err
 
 
+@pytest.mark.contract
 def test_export_says_where_it_is_and_stands_alone(run: Finished, call: Any, tmp_path: Path):
     code, out, _ = call("export", "--out", tmp_path / "mine", "--json")
     assert (code, json.loads(out)) == (0, {"export": str(tmp_path / "mine")})
@@ -107,6 +112,7 @@ def test_export_says_where_it_is_and_stands_alone(run: Finished, call: Any, tmp_
     assert not (run.folder.path / "export").exists()
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("verb", "arguments", "message"),
     [

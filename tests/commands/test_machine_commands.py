@@ -61,6 +61,7 @@ def running(tmp_path):
     return tmp_path
 
 
+@pytest.mark.contract
 def test_a_running_run_shows_what_was_planned_and_what_each_process_holds(running):
     done = call("memory-check", "--json", cwd=running, CUDA_VISIBLE_DEVICES="")
     (run,) = json.loads(done.stdout)["runs"]
@@ -120,6 +121,7 @@ def test_the_owner_of_a_process_is_its_user_by_name_or_number(monkeypatch):
     assert owner_of(os.getpid()) == str(os.getuid())
 
 
+@pytest.mark.contract
 def test_a_run_whose_process_has_gone_is_named_and_damaged_files_give_no_traceback(running):
     run = running / "outputs" / "mine"
     (run / "status.json").write_text(json.dumps({"state": "running", "step": 5, "pid": 2**30}))
@@ -133,12 +135,14 @@ def test_a_run_whose_process_has_gone_is_named_and_damaged_files_give_no_traceba
     assert "broken" not in done.stdout
 
 
+@pytest.mark.contract
 def test_finished_runs_are_none_of_its_business(running):
     (running / "outputs/mine/status.json").write_text(json.dumps({"state": "done", "pid": os.getpid()}))
     assert "no run is going on in outputs" in call("memory-check", cwd=running).stdout
     assert "no run is going on in elsewhere" in call("memory-check", "output_dir=elsewhere", cwd=running).stdout
 
 
+@pytest.mark.contract
 def test_other_keys_without_a_config_are_refused(tmp_path):
     for verb in ("memory-check", "doctor"):
         done = call(verb, "train.batch_size=2", cwd=tmp_path)
@@ -146,6 +150,7 @@ def test_other_keys_without_a_config_are_refused(tmp_path):
         assert "train.batch_size needs a config" in done.stderr
 
 
+@pytest.mark.contract
 def test_watching_shows_it_again_until_it_is_interrupted(running):
     argv = [sys.executable, "-u", "-m", "sftplay", "memory-check", "--watch"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -157,12 +162,14 @@ def test_watching_shows_it_again_until_it_is_interrupted(running):
         assert process.wait(timeout=HANG_S) == 0
 
 
+@pytest.mark.contract
 def test_watching_and_one_document_do_not_go_together(tmp_path):
     done = call("memory-check", "--watch", "--json", cwd=tmp_path)
     assert done.returncode == 2
     assert json.loads(done.stdout)["error"]["what"] == "--watch and --json do not go together"
 
 
+@pytest.mark.contract
 def test_the_doctor_ends_with_3_when_a_finding_would_keep_a_run_from_training(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("model: {name: org/never-seen}\ndata: {train_path: rows.jsonl}\n")
@@ -188,6 +195,7 @@ def test_the_fast_doctor_asks_nothing_of_the_network(tmp_path, monkeypatch):
     assert [each.level for each in hub.check_hub("org/model", is_fast=True, environ=environ)] == ["ok"]
 
 
+@pytest.mark.contract
 def test_without_a_gpu_it_says_what_the_memory_allows(tmp_path):
     done = call("gpu-info", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     lines = done.stdout.splitlines()

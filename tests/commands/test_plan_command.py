@@ -10,6 +10,8 @@ import pytest
 
 from sftplay.cli import main
 
+pytestmark = pytest.mark.contract
+
 ROOT = Path(__file__).resolve().parents[2]
 GEMMA = "configs/run_gemma27b_distributed.yaml"
 LLAMA = "configs/run_llama70b.yaml"

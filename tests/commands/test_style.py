@@ -13,6 +13,8 @@ import pytest
 from sftplay.cli import main
 from sftplay.config.load import load_config
 
+pytestmark = pytest.mark.contract
+
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """\
 # my run

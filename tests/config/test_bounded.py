@@ -44,6 +44,7 @@ def test_a_huge_file_is_refused_by_its_size(write):
         load_config(name)
 
 
+@pytest.mark.contract
 def test_files_that_include_each_other_in_ever_more_ways_are_counted(write):
     for n in range(24):
         write(f"include: [f{n + 1}.yaml, f{n + 1}.yaml]\n" if n < 23 else "seed: 1\n", f"f{n}.yaml")
@@ -52,6 +53,7 @@ def test_files_that_include_each_other_in_ever_more_ways_are_counted(write):
     assert refusal.value.where == "run.yaml include"
 
 
+@pytest.mark.contract
 def test_a_link_that_leads_to_itself_is_refused(write):
     name = write(f"include: link.yaml\n{BASE}")
     Path("link.yaml").symlink_to("link.yaml")
@@ -61,18 +63,21 @@ def test_a_link_that_leads_to_itself_is_refused(write):
         load_config("link.yaml")
 
 
+@pytest.mark.contract
 def test_many_files_that_each_include_one_are_read(write):
     for n in range(60):
         write(f"include: f{n + 1}.yaml\n" if n < 59 else "seed: 7\n", f"f{n}.yaml")
     assert load_config(write(f"include: f0.yaml\n{BASE}")).seed == 7
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("path", [r'"a\0b"', r'"\ud800"', '""', "x" * 300, "a/" * 2500])
 def test_an_include_that_no_path_can_be_is_refused(write, path):
     with pytest.raises(ConfigError, match="is no path and no list of paths"):
         load_config(write(f"include: {path}\n{BASE}"))
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("path", ["run.yaml/inner.yaml", "..", "/dev/null"])
 def test_an_include_that_cannot_be_read_is_named_with_its_line(write, path):
     with pytest.raises(ConfigError) as refusal:

@@ -72,6 +72,7 @@ def test_traffic_of_a_single_process_is_noted_as_without_effect(load):
     assert notes(size_run(cfg, machine(0), world_size=2).cfg) == []
 
 
+@pytest.mark.contract
 def test_a_resolved_config_keeps_its_traffic(load, write):
     cfg = load("cluster: {comm: {hook: powersgd, bucket_cap_mb: 7}}\n")
     assert load_config(write(dump_resolved(cfg), "resolved.yaml")).cluster == cfg.cluster

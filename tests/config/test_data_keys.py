@@ -66,6 +66,7 @@ def problem(write):
     return refuse
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("text", REFUSED)
 def test_a_value_that_cannot_be_meant_is_refused_with_a_way_out(problem, text):
     key, what, fix = REFUSED[text]
@@ -75,6 +76,7 @@ def test_a_value_that_cannot_be_meant_is_refused_with_a_way_out(problem, text):
     assert fix in found.fix
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("delimiter", ['"\\t"', "';'", "' '", "'|'", "auto", "ä"])
 def test_any_one_character_may_stand_between_cells(write, delimiter):
     cfg = load_config(write(f"data: {{train_path: b.csv, delimiter: {delimiter}}}" + MODEL))
@@ -83,11 +85,13 @@ def test_any_one_character_may_stand_between_cells(write, delimiter):
     assert load_config("again.yaml").model_dump() == cfg.model_dump()
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("name", ["utf-8", "UTF_16", "latin-1", "cp1252", "Shift-JIS", "utf-8-sig", "gb18030"])
 def test_an_encoding_may_be_spelt_in_any_way_python_knows(write, name):
     assert load_config(write(f"data: {{train_path: b, encoding: {name}}}" + MODEL)).data.encoding == name
 
 
+@pytest.mark.contract
 def test_every_encoding_of_python_that_turns_bytes_into_text_is_taken(write):
     # The names come from Python's own table; those of the last line are no encodings of files.
     names = {codecs.lookup(name).name for name in set(aliases.values()) - {"mbcs", "oem"}}
@@ -98,6 +102,7 @@ def test_every_encoding_of_python_that_turns_bytes_into_text_is_taken(write):
             load_config(write(f"data: {{train_path: b, encoding: {name}}}" + MODEL))
 
 
+@pytest.mark.contract
 def test_columns_given_on_the_command_line_and_in_a_file_are_joined(write):
     name = write("data: {train_path: b, columns: {question: frage}}" + MODEL)
     cfg = load_config(name, ["data.columns.answer=die antwort"])
@@ -119,6 +124,7 @@ def test_settings_of_tables_without_a_table_are_noted(write):
     assert notes(load_config(write(text.format("folder", "  val_path: c.jsonl\n")))) == []
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     "text",
     [
@@ -134,6 +140,7 @@ def test_folders_that_runs_write_to_may_not_be_read_as_rows(write, text):
         load_config(write(f"model: {{name: x}}\n{text}\n"))
 
 
+@pytest.mark.contract
 def test_folders_beside_the_rows_or_hidden_below_them_may_be_written_to(write):
     for text in (
         "data: {train_path: rows/a.jsonl, processed_dir: rows/processed}\noutput_dir: rows/outputs",

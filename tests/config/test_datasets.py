@@ -43,6 +43,7 @@ def test_dapt_is_a_spelling_of_cpt(load):
     assert load("", "task_mode=dapt").task_mode == "cpt"
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("override", ["datasets.chat.weight=0", "datasets.1.weight=0"])
 def test_the_command_line_changes_one_entry_by_its_name_or_its_number(mixture, override):
     cfg = mixture(override)
@@ -52,6 +53,7 @@ def test_the_command_line_changes_one_entry_by_its_name_or_its_number(mixture, o
     assert cfg.origins["datasets.0.name"] == "run.yaml:4"
 
 
+@pytest.mark.contract
 def test_a_file_changes_an_entry_of_what_it_includes(mixture, write):
     write(MIXTURE, "base.yaml")
     cfg = mixture(text="include: base.yaml\ndatasets:\n  chat: {weight: 0.3}\n")
@@ -59,12 +61,14 @@ def test_a_file_changes_an_entry_of_what_it_includes(mixture, write):
     assert cfg.origins["datasets.1.weight"] == "run.yaml:3"
 
 
+@pytest.mark.contract
 def test_a_list_above_replaces_the_list_below_as_a_whole(mixture):
     cfg = mixture("datasets=[{name: one, path: a.jsonl, type: cpt}]", "datasets.one.weight=2")
     assert [(source.name, source.weight) for source in cfg.datasets] == [("one", 2.0)]
     assert "datasets.1.path" not in cfg.origins
 
 
+@pytest.mark.contract
 def test_an_entry_that_is_not_there_is_refused_with_the_nearest_name(mixture):
     with pytest.raises(ConfigError) as caught:
         mixture("datasets.chatt.weight=0")
@@ -73,6 +77,7 @@ def test_an_entry_that_is_not_there_is_refused_with_the_nearest_name(mixture):
     assert error.fix == "did you mean 'chat'?"
 
 
+@pytest.mark.contract
 def test_the_resolved_text_keeps_every_entry_and_its_origins(mixture, write, tmp_path):
     cfg = mixture("datasets.chat.split=0.2")
     write(dump_resolved(cfg), "resolved.yaml")
@@ -88,6 +93,7 @@ def test_a_resume_compares_each_key_of_each_entry(mixture):
     assert flatten(mixture("datasets=[{name: one, path: a.jsonl, type: cpt}]"))["datasets.0.val_path"] is None
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("overrides", "where", "what"),
     [
@@ -150,6 +156,7 @@ def test_a_mixture_that_cannot_be_is_refused_at_the_entry(refused, overrides, wh
     assert [(where, what)] == [found[:2] for found in refused(*overrides)]
 
 
+@pytest.mark.contract
 def test_rows_are_named_by_one_of_two_keys(refused, mixture):
     nameless = "task_mode: cpt\nmodel: {name: builtin:tiny}\n"
     assert [found[:2] for found in refused(text=nameless)] == [("run.yaml data.train_path", "required, but not given")]
@@ -159,6 +166,7 @@ def test_rows_are_named_by_one_of_two_keys(refused, mixture):
     ]
 
 
+@pytest.mark.contract
 def test_a_block_is_as_long_as_the_model_reads_where_nothing_else_is_said(mixture):
     assert mixture("model.max_seq_len=64").row_tokens == 64
     assert mixture("model.max_seq_len=64", "cpt.block_size=32").row_tokens == 32

@@ -16,6 +16,7 @@ PLACEHOLDERS = {"configs/your_config.yaml", "your_config.yaml", "configs/deepspe
 needs_guide = pytest.mark.skipif(not GUIDE.exists(), reason="needs the multi-GPU guide in ../shared/guides")
 
 
+@pytest.mark.contract
 @needs_guide
 def test_every_yaml_block_of_the_guide_is_accepted(tmp_path):
     blocks = _blocks("yaml")

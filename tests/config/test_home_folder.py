@@ -26,6 +26,7 @@ def test_every_key_that_takes_a_path_is_known():
     ]  # fmt: skip
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("key", PATH_KEYS)
 def test_a_path_key_takes_the_home_folder_from_file_and_command_line_alike(key, home, write):
     more = ["cluster.strategy=zero2"] if key == "cluster.deepspeed" else []
@@ -44,6 +45,7 @@ def test_the_home_of_a_user_whom_nobody_knows_is_refused_with_the_way_out(key, r
     assert problem.fix == "write the whole path, or ./~nobody-here/x for a folder of that very name"
 
 
+@pytest.mark.contract
 def test_an_include_may_lie_in_the_home_folder(home, write):
     home.mkdir()
     (home / "base.yaml").write_text("seed: 7\n")

@@ -9,6 +9,7 @@ from sftplay.config.read.layers import merge, read_layers, read_overrides
 from sftplay.errors import ConfigError, ConfigErrors
 
 
+@pytest.mark.contract
 def test_the_command_line_wins_over_the_file_the_file_over_its_include_and_that_over_the_default(write):
     write("train: {epochs: 1, max_steps: 2, save_steps: 3}\n", "base.yaml")
     text = "include: base.yaml\nmodel: {name: a}\ndata: {train_path: b}\ntrain:\n  max_steps: 20\n  save_steps: 30\n"
@@ -16,6 +17,7 @@ def test_the_command_line_wins_over_the_file_the_file_over_its_include_and_that_
     assert (cfg.train.epochs, cfg.train.max_steps, cfg.train.save_steps, cfg.train.eval_steps) == (1, 20, 300, None)
 
 
+@pytest.mark.contract
 def test_origins_name_file_and_line_or_the_command_line_and_leave_defaults_out(write):
     write("seed: 7\ntrain:\n  epochs: 1\n", "configs/base.yaml")
     text = "include: base.yaml\nmodel:\n  name: a\ndata: {train_path: b}\ntuning: {lora: {target_modules: [q, k]}}\n"
@@ -31,6 +33,7 @@ def test_origins_name_file_and_line_or_the_command_line_and_leave_defaults_out(w
     }
 
 
+@pytest.mark.contract
 def test_an_include_is_found_beside_the_including_file_and_shown_relative_to_the_current_folder(write, tmp_path):
     write("seed: 1\n", "shared/deep/base.yaml")
     write("include: deep/base.yaml\n", "shared/middle.yaml")
@@ -41,6 +44,7 @@ def test_an_include_is_found_beside_the_including_file_and_shown_relative_to_the
     assert load_config(typed).origins["model.name"] == f"{typed}:2"
 
 
+@pytest.mark.contract
 def test_of_several_includes_the_later_one_wins(write):
     write("seed: 1\nrun_name: one\n", "one.yaml")
     write("seed: 2\n", "two.yaml")
@@ -48,6 +52,7 @@ def test_of_several_includes_the_later_one_wins(write):
     assert (cfg.seed, cfg.run_name) == (2, "one")
 
 
+@pytest.mark.contract
 def test_includes_that_lead_in_a_circle_are_refused_at_the_line_that_closes_it(write):
     write("seed: 1\ninclude: run.yaml\n", "base.yaml")
     with pytest.raises(ConfigError, match=r"leads back to itself: run\.yaml -> base\.yaml -> run\.yaml") as caught:
@@ -55,6 +60,7 @@ def test_includes_that_lead_in_a_circle_are_refused_at_the_line_that_closes_it(w
     assert caught.value.where == "base.yaml:2 include"
 
 
+@pytest.mark.contract
 def test_the_same_file_included_twice_without_a_circle_is_fine(write):
     write("seed: 5\n", "base.yaml")
     write("include: base.yaml\n", "one.yaml")
@@ -62,6 +68,7 @@ def test_the_same_file_included_twice_without_a_circle_is_fine(write):
     assert cfg.seed == 5
 
 
+@pytest.mark.contract
 def test_a_missing_include_is_named_with_the_path_that_would_work(write):
     write("seed: 1\n", "configs/base.yaml")
     with pytest.raises(ConfigError, match=r"no such file: configs/configs/base\.yaml") as caught:
@@ -70,6 +77,7 @@ def test_a_missing_include_is_named_with_the_path_that_would_work(write):
     assert "include: base.yaml" in caught.value.fix
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("value", ["3", "{a: b}", "[1]", "''", "", "null"])
 def test_an_include_that_is_no_path_is_refused(write, value):
     with pytest.raises(ConfigError, match="is no path and no list of paths") as caught:
@@ -77,6 +85,7 @@ def test_an_include_that_is_no_path_is_refused(write, value):
     assert caught.value.where == "run.yaml:2 include"
 
 
+@pytest.mark.contract
 def test_a_section_with_every_key_commented_out_changes_nothing(write):
     write("train: {epochs: 1}\ntuning: {lora: {r: 4}}\n", "base.yaml")
     text = (
@@ -86,6 +95,7 @@ def test_a_section_with_every_key_commented_out_changes_nothing(write):
     assert (cfg.train.epochs, cfg.tuning.lora.r, cfg.eval.limit) == (1, 4, 200)
 
 
+@pytest.mark.contract
 def test_a_list_is_replaced_as_a_whole_and_null_unsets_a_value(write):
     write("data: {val_path: v}\ntuning: {lora: {modules_to_save: [a, b]}}\n", "base.yaml")
     text = "include: base.yaml\nmodel: {name: a}\ndata: {train_path: b, val_path: null}\n"
@@ -200,6 +210,7 @@ def _paths(tree, path=()):
             yield from _paths(value, (*path, key))
 
 
+@pytest.mark.contract
 def test_a_file_that_is_missing_is_named_as_it_was_typed(write):
     write("")
     with pytest.raises(ConfigError, match="no such file") as caught:
@@ -212,6 +223,7 @@ def test_layers_come_lowest_first(write):
     assert [layer.values for layer in read_layers(write("include: base.yaml\nseed: 2\n"))] == [{"seed": 1}, {"seed": 2}]
 
 
+@pytest.mark.contract
 def test_problems_come_in_the_order_of_the_file_then_its_includes_then_the_command_line(write):
     write("sede: 1\ntrain: {epochs: 0}\n", "base.yaml")
     text = "include: base.yaml\nmodel: {name: a}\ndata: {train_path: b}\ntask_mode: sfft\nrun_naem: x\n"

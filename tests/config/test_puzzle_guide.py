@@ -54,6 +54,7 @@ def test_every_command_is_listed():
         assert text.replace("--node-rank=1", "--node-rank=0") in listed
 
 
+@pytest.mark.contract
 @needs_guide
 def test_every_option_is_refused_with_the_name_that_is_listed_and_accepted_by_that_name(monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -84,6 +85,7 @@ def test_the_published_protocol_makes_the_steps_that_the_table_says():
     assert 2000 * 1000 // 768 == 2604
 
 
+@pytest.mark.contract
 def test_the_command_with_eight_processes_is_accepted(monkeypatch):
     monkeypatch.chdir(ROOT)
     words = ["hrm.epochs=20000", "train.learning_rate=1e-4", "hrm.puzzle_emb_lr=1e-4"]

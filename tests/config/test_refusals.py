@@ -13,6 +13,7 @@ from sftplay.config.load import load_config
 from sftplay.errors import MOST_PROBLEMS, ConfigError, ConfigErrors
 
 
+@pytest.mark.contract
 def test_four_kinds_of_typos_are_each_answered_with_file_line_and_the_nearest_name(write):
     text = """\
         # a comment
@@ -94,6 +95,7 @@ def test_no_value_is_converted_in_silence(refusals):
     assert len(refusals(text)) == 7
 
 
+@pytest.mark.contract
 def test_a_missing_required_key_is_named_with_the_file_and_what_to_write(write):
     with pytest.raises(ConfigErrors) as caught:
         load_config(write("seed: 1\ndata:\n  format: alpaca\n"))
@@ -103,6 +105,7 @@ def test_a_missing_required_key_is_named_with_the_file_and_what_to_write(write):
     assert path.where == "run.yaml:2 data.train_path"
 
 
+@pytest.mark.contract
 def test_a_misspelt_section_or_key_is_not_reported_as_missing_too(write):
     with pytest.raises(ConfigErrors) as caught:
         load_config(write("modle: {name: a}\ndata: {train_pth: b}\n"))
@@ -178,6 +181,7 @@ def test_a_token_of_the_hub_is_refused_in_any_key_and_never_shown(refusals, text
     assert not any(token in str(each) for each in problems)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("word", ["\udcff=1", "model.\udcff=1", "a\udcff.b=1"])
 def test_an_override_whose_key_is_half_of_a_character_is_refused_by_name(word: str):
     with pytest.raises(ConfigError) as refusal:

@@ -128,6 +128,7 @@ def test_a_combination_that_works_is_accepted(load, text):
     assert check_rules(load(text + "\n")) == []
 
 
+@pytest.mark.contract
 def test_held_out_rows_given_twice_are_refused(write, refusals):
     text = "model: {name: a}\ndata:\n  train_path: b\n  val_path: c\n  split: 0.1\n"
     problem = _only(text, write)
@@ -135,6 +136,7 @@ def test_held_out_rows_given_twice_are_refused(write, refusals):
     assert problem.fix == "remove one of the two"
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     "wants",
     ["train: {best_metric: loss}", "train: {early_stopping: 3}", "eval: {after: true}", "train: {eval_steps: 5}"],
@@ -227,6 +229,7 @@ BESIDE_NEW_TOKENS = {
 }
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("text", BESIDE_NEW_TOKENS)
 def test_what_leaves_the_rows_of_new_tokens_untrained_is_refused(text, write):
     key, what, fix = BESIDE_NEW_TOKENS[text]

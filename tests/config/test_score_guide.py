@@ -99,6 +99,7 @@ VALUE = re.compile(r"([a-z_]+(?:\.\w+)+): (\w+)(?=[,;]|$| and )")
 """A key with a value to write as it stands."""
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("action", [action for action in ANSWERS if VALUE.search(action)])
 def test_what_an_answer_says_to_write_is_accepted(monkeypatch: pytest.MonkeyPatch, action):
     monkeypatch.chdir(ROOT)
@@ -107,6 +108,7 @@ def test_what_an_answer_says_to_write_is_accepted(monkeypatch: pytest.MonkeyPatc
     assert {key: str(cfg.value_of(key)) for key in said} == said
 
 
+@pytest.mark.contract
 def test_values_of_the_guide_are_accepted_by_our_names(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     for coefficient in (0.1, 0.01, 0.001):

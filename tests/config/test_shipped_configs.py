@@ -61,6 +61,7 @@ def test_a_shipped_file_loads_with_nothing_to_note_and_data_that_is_there(path):
     assert dump_resolved(cfg)
 
 
+@pytest.mark.contract
 def test_the_base_file_becomes_a_run_with_a_model_and_data(tmp_path):
     cfg = load_config("configs/config_base.yaml", ["model.name=builtin:tiny", "data.train_path=rows.jsonl"])
     assert cfg.model.name == "builtin:tiny"
@@ -101,6 +102,7 @@ def test_a_config_of_puzzles_names_the_published_result_its_source_and_its_proto
     assert "Protocol: " in text
 
 
+@pytest.mark.contract
 def test_the_sudoku_run_is_that_of_the_published_code_and_trm_is_a_preset_of_its_keys():
     hrm = load_config("configs/run_hrm_sudoku.yaml")
     assert (hrm.train.effective_batch_size, hrm.train.learning_rate, hrm.train.weight_decay) == (768, 1e-4, 1.0)
@@ -112,12 +114,14 @@ def test_the_sudoku_run_is_that_of_the_published_code_and_trm_is_a_preset_of_its
     assert (trm.h_cycles, trm.l_cycles, trm.epochs, trm.puzzle_emb_len) == (3, 6, 50_000, 16)
 
 
+@pytest.mark.contract
 def test_the_distributed_gemma_run_is_the_one_of_the_guide():
     cfg = load_config("configs/run_gemma27b_distributed.yaml")
     assert (cfg.model.name, cfg.model.max_seq_len) == ("google/gemma-3-27b-it", 2048)
     assert (cfg.tuning.mode, cfg.train.effective_batch_size, cfg.train.precision) == ("qlora", 32, "bf16")
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("name", "beta2"), [("gsm8k", 0.1), ("mbpp", 0.25)])
 def test_two_turn_runs_have_the_batch_of_the_guide_and_the_published_weights(name, beta2):
     cfg = load_config(f"configs/run_score_{name}.yaml")
@@ -127,6 +131,7 @@ def test_two_turn_runs_have_the_batch_of_the_guide_and_the_published_weights(nam
     assert (cfg.model.name, cfg.tuning.mode) == ("meta-llama/Llama-3.2-3B-Instruct", "lora")
 
 
+@pytest.mark.contract
 def test_the_demo_measures_itself_before_and_after_without_a_download():
     cfg = load_config("configs/run_demo.yaml")
     assert (cfg.model.name, cfg.run_name) == ("builtin:tiny", "demo")

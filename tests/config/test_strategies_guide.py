@@ -33,6 +33,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.contract
 @needs_guide
 def test_every_key_of_the_guides_yaml_is_accepted_or_refused_with_what_to_do_here(tmp_path):
     listed = set(re.findall(r"`([\w.]+)`", " ".join(rows("Keys of its YAML"))))

@@ -38,6 +38,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("override", ["trian.max_steps=5", "trian.a.b=5", "model.nmae.x=1"])
 def test_a_typo_in_the_section_of_an_override_is_answered_with_the_nearest_name(said, override):
     code, found = said("validate", override)
@@ -47,6 +48,7 @@ def test_a_typo_in_the_section_of_an_override_is_answered_with_the_nearest_name(
     assert problem["fix"] in ("did you mean 'train'?", "did you mean 'name'?")
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("verb", ["validate", "plan", "process", "inspect", "train"])
 def test_a_missing_data_file_is_refused_by_every_verb_with_its_key_and_the_nearest_file(said, verb):
     code, found = said(verb, "data.train_path=row.jsonl")
@@ -55,12 +57,14 @@ def test_a_missing_data_file_is_refused_by_every_verb_with_its_key_and_the_neare
     assert "did you mean 'rows.jsonl'?" in found["data.train_path"]["fix"]
 
 
+@pytest.mark.contract
 def test_config_files_and_model_name_are_told_at_once_and_the_config_decides_the_code(said):
     code, found = said("validate", "train.epochs=0", "data.val_path=v.csv", "data.template=t.jinja", "model.name=./no")
     assert code == 2
     assert list(found) == ["train.epochs", "model.name", "data.val_path", "data.template"]
 
 
+@pytest.mark.contract
 def test_rows_of_another_layout_are_refused_by_validate_too(said, tmp_path):
     (tmp_path / "odd.jsonl").write_text('{"frage": "a"}\n')
     code, found = said("validate", "data.val_path=odd.jsonl")
@@ -68,6 +72,7 @@ def test_rows_of_another_layout_are_refused_by_validate_too(said, tmp_path):
     assert "odd.jsonl:1 no known layout has the keys" in found["data.val_path"]["what"]
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("verb", ["validate", "plan", "process", "inspect", "render", "train"])
 def test_a_misspelt_model_is_answered_with_the_nearest_name_and_never_with_its_download(said, verb):
     code, found = said(verb, f"model.name={TYPO}")
@@ -77,6 +82,7 @@ def test_a_misspelt_model_is_answered_with_the_nearest_name_and_never_with_its_d
     assert "download" not in found["model.name"]["fix"]
 
 
+@pytest.mark.contract
 def test_a_misspelt_builtin_model_is_answered_with_the_nearest_one(said):
     code, found = said("validate", "model.name=builtin:tyni")
     assert code == 2
@@ -107,6 +113,7 @@ def test_what_a_misspelt_model_costs_is_no_library(tmp_path):
     assert ran.stdout.splitlines()[-1] == "2 []"
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("value", "what"),
     [(".nan", ".nan is no number to train with"), ("[0.9]", "[0.9] is not a number"), ("x", "x is not a number")],
@@ -116,11 +123,13 @@ def test_a_value_that_no_field_of_the_trainer_takes_is_refused(said, value, what
     assert (code, found["train.extra.adam_beta1"]["what"]) == (2, what)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("value", ["0.9", "1"])
 def test_a_number_is_taken_by_a_field_that_takes_numbers(said, value):
     assert said("validate", f"train.extra.adam_beta1={value}")[0] == 0
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("key", "text"),
     [
@@ -137,6 +146,7 @@ def test_a_character_that_no_path_can_hold_is_refused_by_its_key(said, key, text
     assert key in found
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("key", ["model.adapter", "model.name", "data.train_path", "data.template", "train.resume"])
 def test_a_path_that_no_file_can_have_is_refused_by_its_key(said, key):
     code, found = said("validate", f"{key}={'x' * 300}")
@@ -144,6 +154,7 @@ def test_a_path_that_no_file_can_have_is_refused_by_its_key(said, key):
     assert "is longer than any name or path" in found[key]["what"]
 
 
+@pytest.mark.contract
 def test_a_message_repeats_neither_a_huge_value_nor_a_password(said):
     for override in ("data.template=" + "x" * 100_000, "train.epochs=" + "9" * 100_000, "y" * 100_000 + "=1"):
         code, found = said("validate", override)
@@ -153,12 +164,14 @@ def test_a_message_repeats_neither_a_huge_value_nor_a_password(said):
     assert (code, "s3cret" in json.dumps(found)) == (2, False)
 
 
+@pytest.mark.contract
 def test_a_thousand_unknown_keys_are_told_by_the_first_hundred(said):
     text = "model: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n" + "".join(f"k{n}: 1\n" for n in range(1000))
     code, found = said("validate", text=text)
     assert (code, len(found)) == (2, 100)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("key", "rows", "reason"),
     [
@@ -183,6 +196,7 @@ datasets:
     assert reason in problems[key]["what"]
 
 
+@pytest.mark.contract
 def test_dapt_train_refuses_a_config_that_does_not_learn_documents(said):
     text = "model: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n"
     code, problems = said("train", "--documents", "--dry-run", text=text)

@@ -62,6 +62,7 @@ def test_the_layout_that_the_config_names_is_the_one_that_is_found(tmp_path):
     assert survey(path, **{"data.format": "alpaca"}).layouts == ("alpaca",)
 
 
+@pytest.mark.contract
 def test_columns_that_no_name_tells_apart_are_asked_for(tmp_path, capsys):
     path = write_rows(tmp_path / "rows.jsonl", [{"links": "a", "rechts": "b"}] * 3)
     assert main(["init", str(path), str(tmp_path / "run.yaml")]) == 4
@@ -69,6 +70,7 @@ def test_columns_that_no_name_tells_apart_are_asked_for(tmp_path, capsys):
     assert not (tmp_path / "run.yaml").exists()
 
 
+@pytest.mark.contract
 def test_a_file_that_is_there_is_not_touched_and_nothing_is_looked_at(tmp_path, capsys):
     out = tmp_path / "run.yaml"
     out.write_text("mine")
@@ -76,6 +78,7 @@ def test_a_file_that_is_there_is_not_touched_and_nothing_is_looked_at(tmp_path, 
     assert (out.read_text(), "exists already" in capsys.readouterr().err) == ("mine", True)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("words", [[], ["no such file.jsonl"], ["rows.jsonl", "run.txt"], ["a", "train.max_stps=3"]])
 def test_what_cannot_be_used_is_refused_without_a_trace_on_the_disk(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -84,6 +87,7 @@ def test_what_cannot_be_used_is_refused_without_a_trace_on_the_disk(words, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.contract
 def test_an_error_names_no_file_that_the_user_has_not_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}])
@@ -91,6 +95,7 @@ def test_an_error_names_no_file_that_the_user_has_not_written(tmp_path, monkeypa
     assert capsys.readouterr().err.startswith("init data.train_path: 'outputs' lies in the folder of rows")
 
 
+@pytest.mark.contract
 def test_a_model_that_is_almost_known_is_asked_about_before_anything_is_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     out = tmp_path / "run.yaml"
@@ -113,6 +118,7 @@ def test_names_may_stand_alone_or_behind_a_sign(words, flags):
     assert with_flags(["init", *words]) == ["init", *flags]
 
 
+@pytest.mark.contract
 def test_no_row_is_given_more_tokens_than_the_model_has_places(tmp_path, tiny_llama, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = [{"question": "what?", "answer": "stone " * n} for n in (5, 900, 900, 900)]
@@ -122,6 +128,7 @@ def test_no_row_is_given_more_tokens_than_the_model_has_places(tmp_path, tiny_ll
     assert load_config("run.yaml").model.max_seq_len == places == 512
 
 
+@pytest.mark.contract
 def test_the_config_that_is_written_is_valid_and_says_what_was_found(tmp_path, tiny_llama, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{n} what? " + "stone " * (n % 7), "code": "light " * (1 + n % 5)} for n in range(60)]
@@ -144,6 +151,7 @@ def test_the_config_that_is_written_is_valid_and_says_what_was_found(tmp_path, t
     assert "1 rows cannot be read" in text
 
 
+@pytest.mark.contract
 def test_without_the_tokenizer_lengths_are_told_from_bytes_and_said_to_be_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))

@@ -55,6 +55,7 @@ def started(place):
     return done, port, json.loads((place / RECORD).read_text())
 
 
+@pytest.mark.contract
 def test_it_answers_on_the_next_free_port_of_this_machine_when_the_command_returns(started):
     done, taken, record = started
     assert done.returncode == 0, done.stderr
@@ -65,6 +66,7 @@ def test_it_answers_on_the_next_free_port_of_this_machine_when_the_command_retur
         assert b"TensorBoard" in page.read()
 
 
+@pytest.mark.contract
 def test_it_listens_on_the_loopback_address_only(started):
     port = int(started[2]["url"].rsplit(":", 1)[1])
     with socket.socket() as elsewhere:  # 127.0.0.2 is this machine too, but not the address it is bound to
@@ -72,12 +74,14 @@ def test_it_listens_on_the_loopback_address_only(started):
         assert elsewhere.connect_ex(("127.0.0.2", port)) != 0
 
 
+@pytest.mark.contract
 def test_started_again_it_only_says_where_it_is(place, started):
     done = call(place, "tensorboard")
     assert (done.returncode, json.loads((place / RECORD).read_text())) == (0, started[2])
     assert f"already running: {started[2]['url']}" in done.stdout
 
 
+@pytest.mark.contract
 def test_over_another_folder_it_says_that_this_one_is_not_shown(place, started):
     done = call(place, "tensorboard", "--config", str(ROOT / "configs/run_demo.yaml"), "output_dir=elsewhere")
     assert done.returncode == 0, done.stderr
@@ -223,6 +227,7 @@ def test_a_port_that_cannot_be_one_is_refused_not_a_bug():
         free_port(70_000)
 
 
+@pytest.mark.contract
 def test_a_run_that_is_not_there_is_refused_with_the_nearest_name_and_starts_nothing(tmp_path):
     for name in ("night-1", "demo"):
         (tmp_path / "outputs" / name).mkdir(parents=True)

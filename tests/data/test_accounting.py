@@ -18,6 +18,8 @@ from sftplay.errors import DataError
 from tests.conftest import SHARED_DATA
 from tests.data.awkward import AWKWARD, Awkward, lines, parquet, row
 
+pytestmark = pytest.mark.contract
+
 Config = Callable[..., RunConfig]
 
 SOUND = [row(n, " sound") for n in range(100, 108)]

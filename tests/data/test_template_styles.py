@@ -14,6 +14,8 @@ from sftplay.data.encode.render import Renderer
 from sftplay.data.records import Chat, Message, Source
 from sftplay.errors import DataError
 
+pytestmark = pytest.mark.contract
+
 # Each style's answer stands between [[ and ]]: nothing, or generation markers.
 STYLES = {
     "chatml": (

@@ -360,6 +360,7 @@ def test_a_row_too_long_for_the_model_is_refused_by_its_place_before_any_is_answ
     assert infer_batch(run, source, out, "--max-new-tokens", str(room)) == 0
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("out", "arguments", "message"),
     [

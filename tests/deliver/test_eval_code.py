@@ -63,6 +63,7 @@ def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return train(tmp_path_factory.mktemp("run"), inputs, train__learning_rate=0.05, train__max_steps=6)
 
 
+@pytest.mark.contract
 def test_a_run_and_its_adapter_named_by_a_config_answer_alike_and_not_like_their_base(
     run: Finished, problems: Path, write_config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -86,6 +87,7 @@ def test_a_run_and_its_adapter_named_by_a_config_answer_alike_and_not_like_their
     assert json.loads((of_run / "code-1.json").read_text()) == result  # nothing was written over
 
 
+@pytest.mark.contract
 def test_a_run_without_a_result_is_told_from_a_config_without_a_run(
     problems: Path, write_config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -101,6 +103,7 @@ def test_a_run_without_a_result_is_told_from_a_config_without_a_run(
     assert "no run 'other'" in capsys.readouterr().err
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -149,6 +152,7 @@ def test_what_a_rank_could_not_do_is_the_error_of_the_command(tmp_path: Path):
     assert ranks.gather(tmp_path, 2, last_lines=[]) == {0: "a", 1: "b", 2: "c"}
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "drawing"),

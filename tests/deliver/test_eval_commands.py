@@ -68,6 +68,7 @@ def assistant(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
+@pytest.mark.contract
 def test_infer_batch_answers_every_row_in_order_and_keeps_its_fields(
     run: Finished, config: Path, plain: Any, sftplay: Command, tmp_path: Path
 ):
@@ -88,6 +89,7 @@ def test_infer_batch_answers_every_row_in_order_and_keeps_its_fields(
     assert [row["response"] for row in answered] == [plain(chat) for chat in chats]
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -114,10 +116,12 @@ def test_row_that_cannot_be_answered_is_refused_with_file_and_line(
     assert not (tmp_path / "o.jsonl").exists()
 
 
+@pytest.mark.contract
 def test_missing_input_file_is_refused(run: Finished, config: Path, tmp_path: Path):
     assert cli.main(["infer-batch", "--config", str(config), "--in", str(tmp_path / "no.jsonl"), "--out", "x"]) == 4
 
 
+@pytest.mark.contract
 def test_infer_answers_line_by_line_and_remembers_the_conversation(
     run: Finished, config: Path, plain: Any, sftplay: Command
 ):
@@ -212,6 +216,7 @@ def read(run: Finished, name: str) -> dict[str, Any]:
     return json.loads((run.folder.eval / f"{name}.json").read_text())
 
 
+@pytest.mark.contract
 def test_eval_gives_the_figures_that_the_run_measured(run: Finished, config: Path, sftplay: Command):
     after = read(run, "after")
     done = sftplay("eval", "--config", config, "--json")
@@ -241,6 +246,7 @@ def test_eval_of_the_test_rows_goes_to_files_of_its_own(
     assert "tuned" in shown
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("arguments", [["eval", "--split", "test"], ["eval-test"]], ids=" ".join)
 def test_eval_of_test_rows_that_are_not_named_is_refused(
     run: Finished, config: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -311,6 +317,7 @@ def test_what_the_command_line_says_goes_before_what_an_eval_verb_sets(run: Fini
     assert set(result["after"]) == {"n", "loss", "perplexity", "chrf"}
 
 
+@pytest.mark.contract
 def test_run_without_a_result_is_refused(run: Finished, config: Path, tmp_path: Path):
     hidden = run.folder.path / "adapter"
     hidden.rename(run.folder.path / "away")

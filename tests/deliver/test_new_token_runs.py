@@ -215,6 +215,7 @@ def test_a_loss_in_chunks_trains_the_same_rows(inputs: Inputs, tmp_path: Path):
         assert torch.allclose(rows[1][name], value, atol=1e-4)
 
 
+@pytest.mark.contract
 def test_every_verb_on_a_run_uses_its_tokenizer(
     run: Finished, verbs_environment: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):

@@ -13,6 +13,8 @@ from in_process import Finished, Inputs, train
 
 from sftplay import cli
 
+pytestmark = pytest.mark.contract
+
 Verb = Callable[..., Any]
 
 

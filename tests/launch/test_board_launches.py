@@ -139,6 +139,7 @@ def launched(checkout: Checkout) -> dict[str, subprocess.CompletedProcess[str]]:
     return {target: checkout.train(target) for target in TARGETS}
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("target", TARGETS)
 def test_two_processes_train_as_the_target_says(
     checkout: Checkout, launched: dict[str, subprocess.CompletedProcess[str]], target: str
@@ -151,6 +152,7 @@ def test_two_processes_train_as_the_target_says(
     assert ("[tensorboard]" in done.stdout) == (target in SHOWN)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("target", SHOWN)
 def test_tensorboard_shows_what_each_rank_measured(checkout: Checkout, launched: dict[str, Any], target: str):
     run, tags = f"{target}/tb", {f"train/rank{rank}/loss" for rank in (0, 1)}
@@ -165,6 +167,7 @@ def test_tensorboard_shows_what_each_rank_measured(checkout: Checkout, launched:
     assert lines[0]["ranks"][0]["loss"] != lines[0]["ranks"][1]["loss"]
 
 
+@pytest.mark.contract
 def test_it_answers_on_this_machines_own_address_only(checkout: Checkout, launched: dict[str, Any]):
     port = int(checkout.record["url"].removeprefix("http://127.0.0.1:"))
     cards = [
@@ -180,6 +183,7 @@ def test_it_answers_on_this_machines_own_address_only(checkout: Checkout, launch
             assert elsewhere.connect_ex((address, port)) != 0, address
 
 
+@pytest.mark.contract
 def test_stopping_it_ends_ours_and_no_other_server(checkout: Checkout, launched: dict[str, Any]):
     record = checkout.record
     family = [record["pid"], *(child.pid for child in psutil.Process(record["pid"]).children(recursive=True))]

@@ -160,6 +160,7 @@ def test_shell_of_dstack_that_is_told_its_end_after_that_of_a_run_starts_no_othe
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
 
 
+@pytest.mark.contract
 def test_what_does_not_fit_or_divide_gives_no_file(
     write_config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

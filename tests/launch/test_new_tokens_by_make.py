@@ -11,6 +11,8 @@ from domain import domain_texts, write_texts
 from processes import HANG_S
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.contract
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
 output_dir: {home}/outputs

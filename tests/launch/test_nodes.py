@@ -120,6 +120,7 @@ ODD = [
 """The change on node 1, the exit code of both nodes, the error of both."""
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("spoil", "code", "message"), ODD)
 def test_odd_node_is_named_on_both_before_anything_is_made(cluster: Cluster, spoil: Any, code: int, message: str):
     spoil(cluster.root / "node1")
@@ -131,6 +132,7 @@ def test_odd_node_is_named_on_both_before_anything_is_made(cluster: Cluster, spo
     assert not cluster.folder("odd").path.exists()
 
 
+@pytest.mark.contract
 def test_node_0_that_cannot_begin_says_why_on_the_other_node_too(cluster: Cluster):
     cluster.folder("taken").path.mkdir(parents=True)
     (cluster.folder("taken").path / "config.resolved.yaml").write_text("")
@@ -140,6 +142,7 @@ def test_node_0_that_cannot_begin_says_why_on_the_other_node_too(cluster: Cluste
         assert "a run called 'taken' exists" in output
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 def test_node_that_does_not_share_the_runs_folder_is_named_before_a_step_is_made(cluster: Cluster):
     for code, output in cluster.both("apart", "output_dir=outputs"):
@@ -188,6 +191,7 @@ def test_run_of_two_nodes_is_the_run_of_two_processes_stopped_and_continued_or_n
     assert "is finished: nothing to do" in cluster.output("stopped", 0)
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_rank_that_fails_before_the_ranks_meet_ends_the_run_on_both_nodes_with_its_code(cluster: Cluster, odd: int):

@@ -80,6 +80,7 @@ def test_ray_starts_in_no_launch_of_slurm_but_on_a_cluster_that_its_job_has_star
     assert refused([], {**job, "RAY_ADDRESS": "head:6379", "SLURM_STEP_NUM_TASKS": "2"})
 
 
+@pytest.mark.contract
 def test_a_process_of_torchrun_and_a_single_worker_are_refused(
     write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -180,6 +181,7 @@ def ray_processes() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.contract
 @needs_ray
 @pytest.mark.slow
 @pytest.mark.fresh_start
@@ -207,6 +209,7 @@ def status_of(run: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+@pytest.mark.contract
 @needs_ray
 @pytest.mark.long
 @pytest.mark.fresh_start
@@ -228,6 +231,7 @@ def test_run_whose_worker_is_killed_goes_on_from_its_newest_checkpoint_and_ends_
     assert curve(run) == curve(tmp_path / "outputs/alone")
 
 
+@pytest.mark.contract
 @needs_ray
 @pytest.mark.long
 @pytest.mark.fresh_start

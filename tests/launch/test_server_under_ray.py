@@ -62,6 +62,7 @@ def servers(home: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.contract
 def test_two_workers_of_ray_learn_from_what_their_server_draws(
     start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ):
@@ -74,6 +75,7 @@ def test_two_workers_of_ray_learn_from_what_their_server_draws(
     assert not servers(tmp_path)
 
 
+@pytest.mark.contract
 def test_ranks_end_with_a_server_that_dies(start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path):
     process = start(train__max_steps=100_000, train__save_steps=1000)
     metrics = tmp_path / "outputs/run/metrics.jsonl"
@@ -86,6 +88,7 @@ def test_ranks_end_with_a_server_that_dies(start: Callable[..., subprocess.Popen
     assert (status["state"], status["exit_code"]) == ("failed", 5)
 
 
+@pytest.mark.contract
 def test_a_server_that_cannot_start_ends_the_run_before_it_begins(
     start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ):

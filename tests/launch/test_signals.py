@@ -125,6 +125,7 @@ CASES = [
 """What starts the run, the moment, the signal, the complete checkpoints afterwards."""
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("by", "moment", "name", "complete"), CASES)
 def test_a_stop_signal_saves_what_is_due_and_leaves_no_process(
     project: Project, whole: bytes, by: str, moment: str, name: str, complete: list[int]
@@ -154,6 +155,7 @@ def expected_code(by: str, number: int) -> int:
     return 2 if number == signal.SIGUSR1 else -number
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("by", "moment", "name"),
     [
@@ -179,6 +181,7 @@ def test_a_second_signal_ends_a_run_at_once_and_the_last_checkpoint_stays(
     assert project.complete(run) == before
 
 
+@pytest.mark.contract
 def test_of_two_runs_under_one_name_the_second_is_refused_and_the_first_unharmed(
     project: Project, whole: bytes, sftplay: Callable[..., subprocess.CompletedProcess[str]]
 ):
@@ -200,6 +203,7 @@ def test_of_two_runs_under_one_name_the_second_is_refused_and_the_first_unharmed
     assert [(each["from_step"], each["cause"]) for each in status["attempts"]] == [(0, "done")]
 
 
+@pytest.mark.contract
 def test_of_two_runs_started_at_the_same_moment_under_one_name_one_trains(project: Project, whole: bytes):
     pair = [project.start("command", "same-moment") for _ in range(2)]
     assert sorted(process.wait(HANG_S) for process in pair) == [0, 2], project.output("same-moment")

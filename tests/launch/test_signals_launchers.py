@@ -130,6 +130,7 @@ PLAIN = [
 ]
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("launcher", "options", "kind", "processes"), PLAIN)
 def test_run_has_the_ranks_and_the_strategy_that_were_asked_for(
     project: Project, launcher: str, options: list[str], kind: str, processes: int
@@ -157,6 +158,7 @@ STOPS = [
 ]
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("launcher", "name"), STOPS)
 def test_stop_signal_to_the_command_saves_a_whole_checkpoint_and_leaves_nobody(
     project: Project, launcher: str, name: str
@@ -180,6 +182,7 @@ def test_stop_signal_to_the_command_saves_a_whole_checkpoint_and_leaves_nobody(
     assert "Traceback" not in (project.root / f"{run}.txt").read_text()
 
 
+@pytest.mark.contract
 @needs_linux
 @pytest.mark.parametrize("place", [0, 1], ids=["command", "runner"])
 def test_a_process_killed_between_the_command_and_the_ranks_of_deepspeed_ends_all_others(project: Project, place: int):
@@ -192,6 +195,7 @@ def test_a_process_killed_between_the_command_and_the_ranks_of_deepspeed_ends_al
     wait_until(lambda: not any(is_alive(each.pid) for each in processes_of_run))
 
 
+@pytest.mark.contract
 def test_rank_of_deepspeed_that_is_killed_is_a_death(project: Project):
     run = "dead"
     process, processes_of_run = project.hold(run, "deepspeed")

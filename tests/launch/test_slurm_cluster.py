@@ -160,6 +160,7 @@ def weights(project: Project, name: str) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.contract
 def test_two_nodes_that_are_told_of_their_end_come_back_and_end_as_an_undisturbed_run(project: Project):
     held = project.root / "held"
     job = project.submit("nodes", "NODES=2", "TIME=1:00:00", HOLD_AT=str(held))
@@ -224,6 +225,7 @@ def test_cancel_saves_a_checkpoint_and_leaves_no_process(project: Project):
     assert "had ended before" in project.make("cancel", "RUN=long").stdout
 
 
+@pytest.mark.contract
 def test_sbatch_of_the_shipped_file_trains_with_the_values_that_were_typed(project: Project):
     words = ["--training_args.max_steps=3", "--training_args.learning_rate=0.0001"]
     job = project.sbatch("--gres=gpu:volta:2", str(SCRIPT), "run.yaml", "run_name=null", *words)
@@ -273,6 +275,7 @@ def test_recommended_commands_of_the_guide_run_on_the_builtin_model(project: Pro
     assert project.cluster.state(job) == "COMPLETED", project.said(job)
 
 
+@pytest.mark.contract
 @pytest.mark.long
 def test_run_that_learns_from_rewards_comes_back_inside_a_drawing(project: Project, tiny_llama: Path):
     inputs = grpo_inputs(tiny_llama, project.root / "prompts")
@@ -281,6 +284,7 @@ def test_run_that_learns_from_rewards_comes_back_inside_a_drawing(project: Proje
     expect_return_inside_a_drawing(project, write_small_run(project.root, inputs, "grpo.yaml", **options))
 
 
+@pytest.mark.contract
 @pytest.mark.long
 @pytest.mark.usefixtures("builtin_tiny")
 def test_shipped_toy_of_programs_in_a_sandbox_comes_back_inside_a_drawing(project: Project):
@@ -361,6 +365,7 @@ def test_node_that_goes_down_is_survived(project: Project):
         project.cluster.start_node(node)
 
 
+@pytest.mark.contract
 @pytest.mark.long
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_twenty_requeues_at_random_moments_lose_and_double_no_step(project: Project, nodes: int):

@@ -93,6 +93,7 @@ def hub_environment(address: str, home: Path) -> dict[str, str]:
     return {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", **waits}
 
 
+@pytest.mark.contract
 def test_download_fetches_what_is_needed_to_where_libraries_find_it_offline(
     served: tuple[str, type[Hub]], sftplay: Callable[..., CompletedProcess[str]], tiny_llama: Path, tmp_path: Path
 ):
@@ -112,6 +113,7 @@ def test_download_fetches_what_is_needed_to_where_libraries_find_it_offline(
     assert Path(found).samefile(told["folder"])
 
 
+@pytest.mark.contract
 def test_download_of_pickled_weights_is_refused(
     served: tuple[str, type[Hub]], sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path
 ):
@@ -134,6 +136,7 @@ sys.addaudithook(listen)
 """The text of a sitecustomize.py that notes each attempt to connect to this machine."""
 
 
+@pytest.mark.contract
 def test_hub_that_refuses_connections_is_said_at_once_with_how_to_use_a_folder(
     sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path
 ):
@@ -225,6 +228,7 @@ def test_folders_and_builtins_are_never_asked_for(tiny_llama: Path, monkeypatch:
 FETCH = "from sftplay.model.hub import fetch_weights; fetch_weights('org/tiny', None)"
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("parts", [1, 2])
 def test_weights_are_fetched_once_however_they_are_cut_and_nothing_else(
     served: tuple[str, type[Hub]], tmp_path: Path, parts: int

@@ -128,6 +128,7 @@ def test_weights_and_losses_are_the_same_with_and_without_a_profile(run: Finishe
     assert all(torch.equal(value, expected[name]) for name, value in run.trainer.model.state_dict().items())
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 def test_every_process_writes_a_trace_with_its_communication(write_config: Any, sftplay: Any, tmp_path: Path):
     config = write_config(train__profile={"start": 2, "steps": 1}, train__batch_size=4)
@@ -196,6 +197,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
+@pytest.mark.contract
 def test_full_disk_costs_the_profile_and_not_the_run(tmp_path: Path, small_disk: Path, inputs: Inputs, capsys: Any):
     cfg, folder = new_run(tmp_path / "home", inputs, train__profile={"start": 1, "steps": 1}, train__max_steps=2)
     (folder.path / "profile").symlink_to(small_disk)

@@ -69,6 +69,7 @@ def plan(capsys: pytest.CaptureFixture[str]):
     return call
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("name", CASES)
 def test_each_advice_makes_the_run_fit_with_the_peak_that_it_names(name: str, plan):
     gpus, words, advised = CASES[name]

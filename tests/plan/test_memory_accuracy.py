@@ -46,6 +46,7 @@ def row(**changes: str) -> dict[str, str]:
     return {**plain, **changes}
 
 
+@pytest.mark.contract
 def test_on_modern_single_gpu_rows_the_promised_accuracy_holds(accuracy, rows):
     modern = accuracy.tables(accuracy.judge(rows))["modern"]
     assert modern["n"] >= 25
@@ -54,6 +55,7 @@ def test_on_modern_single_gpu_rows_the_promised_accuracy_holds(accuracy, rows):
     assert modern["worst_under"] >= -0.10
 
 
+@pytest.mark.contract
 def test_on_modern_rows_of_several_gpus_it_holds_too(accuracy, rows):
     judged = accuracy.judge(rows)
     found = accuracy.tables(judged)["several_gpus"]

@@ -49,6 +49,7 @@ def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     return call
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("name", CASES)
 def test_each_advice_makes_the_run_fit_with_the_peak_that_it_names(name: str, plan):
     config, words, first_keys = CASES[name]
@@ -65,6 +66,7 @@ def test_each_advice_makes_the_run_fit_with_the_peak_that_it_names(name: str, pl
         assert (again["peak_bytes"], again["batch_size"]) == (each["peak_bytes"], each["batch_size"])
 
 
+@pytest.mark.contract
 def test_changes_that_only_fit_together_are_each_needed_and_as_small_as_they_can_be(plan):
     words = ["--vram", "3GiB"]
     (advice,) = plan(ARC, *words)[1]["suggestions"]
@@ -76,6 +78,7 @@ def test_changes_that_only_fit_together_are_each_needed_and_as_small_as_they_can
             assert plan(ARC, *words, *others, *milder)[1]["verdict"] != "fits"
 
 
+@pytest.mark.contract
 def test_where_nothing_fits_the_plan_says_what_comes_nearest_and_a_run_that_fits_gets_no_advice(plan):
     (nearest,) = plan(TRM, "--vram", "1GiB")[1]["suggestions"]
     assert not nearest["fits"]

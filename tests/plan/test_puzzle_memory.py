@@ -175,6 +175,7 @@ def test_the_table_is_shared_out_where_only_that_makes_the_run_fit(gib: float, p
     assert (whole.verdict == "fits") == (gib == 80)
 
 
+@pytest.mark.contract
 def test_the_plan_of_arc_tells_the_table_and_what_sharding_saves(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = ["plan", "--config", "configs/run_hrm_arc2.yaml", "--gpus", "8xH100", "data.train_path=no/arc"]
@@ -185,6 +186,7 @@ def test_the_plan_of_arc_tells_the_table_and_what_sharding_saves(capsys, monkeyp
     assert "on each process 2.14 GiB whole, 273.7 MiB sharded: 1.87 GiB less (whole here)" in shown
 
 
+@pytest.mark.contract
 def test_a_plan_needs_no_puzzles_and_says_what_it_assumes(capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.chdir(ROOT)
     words = [
@@ -214,12 +216,14 @@ def test_steps_are_those_of_the_published_formula_and_the_plan_says_each_phase(c
         assert phase in shown
 
 
+@pytest.mark.contract
 def test_a_comparison_of_ways_to_train_is_refused(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(["plan", "--config", "configs/run_hrm_sudoku4.yaml", "--compare"]) == 2
     assert "nothing to compare" in capsys.readouterr().err
 
 
+@pytest.mark.contract
 def test_a_folder_of_puzzles_that_is_broken_is_refused_by_the_plan(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     shutil.copytree(ROOT / "configs", tmp_path / "sudoku")

@@ -38,6 +38,7 @@ def config(**train):
 EFFECTIVE, PROCESSES = st.integers(1, 256), st.integers(1, 16)
 
 
+@pytest.mark.contract
 @given(EFFECTIVE, PROCESSES)
 def test_exactly_those_effective_batches_are_accepted_that_the_processes_divide(effective, processes):
     cfg = config(effective_batch_size=effective)
@@ -52,6 +53,7 @@ def test_exactly_those_effective_batches_are_accepted_that_the_processes_divide(
     assert f"to {f'{below} or ' if below else ''}{above}," in caught.value.fix
 
 
+@pytest.mark.contract
 @given(EFFECTIVE, PROCESSES, st.integers(1, 64), st.sampled_from(["batch_size", "grad_accum"]))
 def test_one_size_that_is_given_is_kept_or_refused_with_the_nearest_batches(effective, processes, size, key):
     cfg = config(effective_batch_size=effective, **{key: size})
@@ -67,6 +69,7 @@ def test_one_size_that_is_given_is_kept_or_refused_with_the_nearest_batches(effe
     assert f"to {f'{below} or ' if below else ''}{above}," in caught.value.fix
 
 
+@pytest.mark.contract
 @given(EFFECTIVE, PROCESSES, st.integers(1, 64), st.integers(1, 64))
 def test_two_sizes_that_are_given_must_make_the_effective_batch(effective, processes, batch, accum):
     cfg = config(effective_batch_size=effective, batch_size=batch, grad_accum=accum)
@@ -127,6 +130,7 @@ def test_sizing_twice_changes_nothing():
     assert twice.decisions == {}
 
 
+@pytest.mark.contract
 def test_a_value_that_was_given_is_never_changed():
     cfg = config(
         precision="fp32", learning_rate=3e-3, optim="sgd", packing=True, loss_head="chunked", batch_size=4,

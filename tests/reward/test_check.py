@@ -171,6 +171,7 @@ def test_rewards_for_programs_are_tried_with_programs_that_cheat(tmp_path, user,
     assert (code, {each["verdict"] for each in findings}) == (5, {"cannot_tell"})
 
 
+@pytest.mark.contract
 @needs_boxes
 def test_a_problem_whose_own_solution_fails_is_named(tmp_path, capsys):
     wrong = {**PROBLEMS[0], "text": "Add 0.", "code": "def add_1(x):\n    return x"}
@@ -187,6 +188,7 @@ def test_a_test_that_is_no_python_is_refused_with_its_line(tmp_path, capsys):
     assert refusal.value.where == f"{tmp_path}/rows.jsonl:7, tests[1]"
 
 
+@pytest.mark.contract
 def test_a_function_that_is_not_there_is_named_with_its_line_before_a_run_begins(tmp_path, user, capsys):
     path, out = config(tmp_path, [{"name": "own", "use": f"{user}:nothing"}]), tmp_path / "out"
     assert main(["train", "--config", path, f"output_dir={out}"]) == 2
@@ -220,6 +222,7 @@ def before_training(rewards, rows=ROWS):
         return check_before_training(cfg, rows, rewards=opened)
 
 
+@pytest.mark.contract
 def test_a_run_that_would_learn_from_such_a_reward_does_not_begin(tmp_path, user, capsys):
     bad = {"name": "hack", "use": f"{user}:has_mark"}
     path, out = config(tmp_path, [bad]), tmp_path / "out"
@@ -351,6 +354,7 @@ def test_each_reward_says_what_it_pays_given_completions(tmp_path, user, capsys)
     assert [row["verdict"] for row in found] == [None] * 4
 
 
+@pytest.mark.contract
 def test_the_total_is_unknown_where_a_reward_for_content_is(tmp_path, user, capsys):
     form = {"name": "form", "use": "format", "options": {"form": "boxed"}}
     rows = [{"completion": "\\boxed{42}"}]
@@ -370,6 +374,7 @@ def test_given_programs_come_with_their_verdicts(tmp_path, capsys):
     assert [(row["total"], row["verdict"]["status"]) for row in found] == [(1.0, "ok"), (0.0, "wrong")]
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("row", "said"),
     [({"answer": "4"}, "completion is None"), ({"completion": "4"}, "reads the column answer"), ([], "cannot be read")],

@@ -126,6 +126,7 @@ def test_a_box_that_does_not_start_is_no_wrong_answer_and_is_not_kept(sandbox, m
     assert sandbox.run([job])[0].status == "wrong"
 
 
+@pytest.mark.contract
 def test_the_verb_answers_each_line_with_a_line(tmp_path, sftplay):
     half = {"code": "def f(x): return x", "tests": ["assert f(1) == 1", "assert f(2) == 3"]}
     (tmp_path / "jobs.jsonl").write_text(lines_of(half, {"code": "x ="}))
@@ -139,6 +140,7 @@ def test_the_verb_answers_each_line_with_a_line(tmp_path, sftplay):
     assert "did you mean" in done.stderr or "there are code, tests" in done.stderr
 
 
+@pytest.mark.contract
 def test_a_refused_start_leaves_earlier_verdicts_alone(tmp_path, sftplay):
     out, jobs = tmp_path / "verdicts.jsonl", tmp_path / "jobs.jsonl"
     out.write_text("earlier")
@@ -148,6 +150,7 @@ def test_a_refused_start_leaves_earlier_verdicts_alone(tmp_path, sftplay):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["jobs.jsonl", "verdicts.jsonl"]
 
 
+@pytest.mark.contract
 def test_verdicts_may_go_to_a_new_folder_or_nowhere_or_replace_their_jobs(tmp_path, sftplay):
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text(lines_of({"code": "x = 1"}))

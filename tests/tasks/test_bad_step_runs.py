@@ -12,6 +12,8 @@ from out_of_memory import hooked
 from processes import HANG_S
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["loss", "gradient"])

@@ -139,6 +139,7 @@ def resume_and_compare(disk: Disk, undisturbed: tuple[bytes, list[float]]) -> No
     assert (status["state"], status["exit_code"], status["error"]) == ("done", 0, None)
 
 
+@pytest.mark.contract
 def test_too_little_room_for_the_second_checkpoint_is_seen_before_it_begins(
     empty: Disk, undisturbed: tuple[bytes, list[float]]
 ):
@@ -159,6 +160,7 @@ def test_too_little_room_for_the_second_checkpoint_is_seen_before_it_begins(
     resume_and_compare(empty, undisturbed)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("at", "complete"),
     [

@@ -26,6 +26,7 @@ def samples_of(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted((folder / "samples").glob("*.jsonl"))}
 
 
+@pytest.mark.contract
 def test_a_run_killed_while_it_draws_judges_and_learns_ends_as_if_nothing_had_been(
     tiny_llama: Path, tmp_path: Path, sftplay: Verb
 ):
@@ -51,6 +52,7 @@ def test_a_run_killed_while_it_draws_judges_and_learns_ends_as_if_nothing_had_be
         assert (killed / file).read_bytes() == (whole / file).read_bytes()
 
 
+@pytest.mark.contract
 def test_two_processes_draw_for_the_same_prompts_and_judge_whole_groups(
     tiny_llama: Path, tmp_path: Path, sftplay: Verb
 ):

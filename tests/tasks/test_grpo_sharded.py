@@ -12,6 +12,8 @@ import pytest
 from grpo_run import grpo_inputs, grpo_options
 from small_run import write_small_run
 
+pytestmark = pytest.mark.contract
+
 ROOT = Path(__file__).resolve().parents[2]
 CPU_FSDP = ROOT / "benchmarks" / "cpu_fsdp"
 """accelerate shards by FSDP on accelerators only; this lets it do so here."""

@@ -137,6 +137,7 @@ def test_a_resumed_run_draws_the_same_prompts_again(options: dict[str, Any], pro
     assert whole.metrics[-1]["passed_turns"] > whole.metrics[4]["passed_turns"]
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "counted"),

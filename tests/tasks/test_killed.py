@@ -163,6 +163,7 @@ def resume_and_compare(shop: Shop, mode: str, name: str, whole: str) -> None:
     assert_same_run(shop, name, whole)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("mode", "step"), [("lora", 7), ("lora", 13), ("full", 6), ("full", 16), ("qlora", 11)])
 def test_run_killed_during_steps_ends_as_if_nothing_had_been(
     shop: Shop, undisturbed: Callable[[str], str], mode: str, step: int
@@ -173,6 +174,7 @@ def test_run_killed_during_steps_ends_as_if_nothing_had_been(
     resume_and_compare(shop, mode, name, whole)
 
 
+@pytest.mark.contract
 def test_run_killed_before_its_first_checkpoint_starts_again(shop: Shop, undisturbed: Callable[[str], str]):
     whole = undisturbed("qlora")
     kill_tree_at_step(shop, "qlora", "qlora-early", 2)
@@ -188,6 +190,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_run_killed_while_files_are_written_ends_as_if_nothing_had_been(
     shop: Shop, undisturbed: Callable[[str], str], moment: str
@@ -206,6 +209,7 @@ def test_run_killed_while_files_are_written_ends_as_if_nothing_had_been(
     resume_and_compare(shop, mode, name, whole)
 
 
+@pytest.mark.contract
 def test_flipped_byte_in_a_complete_checkpoint_is_named_and_the_one_before_is_used(
     shop: Shop, undisturbed: Callable[[str], str]
 ):

@@ -24,6 +24,7 @@ def old_home(tmp_path: Path) -> Path:
     return home
 
 
+@pytest.mark.contract
 def test_an_old_run_is_measured_asked_reported_and_merged(old_home, sftplay):
     (old_home / "questions.jsonl").write_text('{"prompt": "seven old boats"}\n{"prompt": "why"}\n')
     for words in (
@@ -42,6 +43,7 @@ def test_an_old_run_is_measured_asked_reported_and_merged(old_home, sftplay):
     assert "outputs/old" in (old_home / "outputs" / "old" / "report.html").read_text()
 
 
+@pytest.mark.contract
 def test_an_old_run_that_was_interrupted_goes_on_and_ends_as_it_would_have_ended(old_home, sftplay):
     run = old_home / "outputs" / "old"
     shutil.rmtree(run / "adapter")

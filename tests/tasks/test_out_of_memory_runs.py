@@ -90,6 +90,7 @@ def test_memory_that_runs_out_anywhere_in_a_window_changes_neither_weights_nor_r
     assert [line["row_ids"] for line in lines(dropped)] == [line["row_ids"] for line in lines(undisturbed)]
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 def test_without_recovery_the_run_dies_of_it_with_a_reason(write_config: Write, sftplay: Sftplay, tmp_path: Path):
     config = write_config(train__batch_size=8, train__oom_recovery=False, **ROWS)
@@ -167,6 +168,7 @@ def test_evaluation_that_runs_out_of_memory_shrinks_only_itself(write_config: Wr
     assert answers[0] == answers[1]
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 def test_where_gradients_travel_within_the_last_micro_batch_the_run_restarts_with_smaller_micro_batches(
     write_config: Write, sftplay: Sftplay, tmp_path: Path

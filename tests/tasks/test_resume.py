@@ -387,6 +387,7 @@ def test_run_that_meets_a_full_disk_keeps_its_last_checkpoint_and_goes_on_later(
     assert_equal(whole, train_in(again, folder))
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("mode", ["lora"])
 def test_command_trains_and_reports_what_it_did(
     mode: str, write_config: Callable[..., Path], sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path

@@ -81,6 +81,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed builds its CPU communication: needs g++")
 @pytest.mark.usefixtures("deepspeed_operators")
@@ -108,6 +109,7 @@ def test_a_sharded_run_has_the_curve_of_one_process(strategy: str, mode: str, tr
     assert [rank["is_main"] for rank in status["ranks"]] == [True, False]
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 def test_a_launch_that_accelerate_turns_into_something_else_is_stopped_before_the_first_step(train: Train):
     """FSDP on CPUs becomes two trainings that never meet, each with exit code 0."""
@@ -117,6 +119,7 @@ def test_a_launch_that_accelerate_turns_into_something_else_is_stopped_before_th
     assert not (run / "metrics.jsonl").exists() or not losses(run)
 
 
+@pytest.mark.contract
 @pytest.mark.long
 def test_a_run_split_by_fsdp_goes_on_on_other_numbers_of_processes(
     train: Train, sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path

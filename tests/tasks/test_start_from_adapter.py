@@ -193,6 +193,7 @@ def test_resumed_run_ends_bit_for_bit_where_an_undisturbed_one_ends(
     assert whole.losses == resumed.losses
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("merges", [False, True])
 def test_infer_batch_answers_from_the_right_base(merges: bool, first: Any, other: Inputs, tmp_path: Path):
     start = first().folder
@@ -326,6 +327,7 @@ def test_modules_trained_in_full_are_not_rounded_on_a_16_bit_base(inputs: Inputs
     assert torch.equal(head, stored[name])
 
 
+@pytest.mark.contract
 def test_secret_of_the_environment_is_in_no_file_and_no_line(
     inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -167,6 +167,7 @@ sys.addaudithook(listen)
 """The text of a sitecustomize.py: who opens the file finds that another has written to it meanwhile."""
 
 
+@pytest.mark.contract
 def test_a_file_that_changes_while_it_is_read_is_not_taken(tmp_path):
     docs = fill(tmp_path, ())
     growing = docs / "growing.txt"

@@ -74,6 +74,7 @@ def folder(tmp_path):
     return Folder(tmp_path)
 
 
+@pytest.mark.contract
 def test_a_row_tells_where_its_text_is_from(folder):
     path = folder.write("a/manual.md", f"# Pumps\n\n{prose(1)}\n\n## Seals\n\n- one\n- two\n")
     (row,) = folder.ingest()
@@ -95,6 +96,7 @@ def test_each_page_of_a_pdf_is_the_stretch_of_text_that_its_row_names(folder):
     assert row["pages"][-1][2] == row["n_chars"]
 
 
+@pytest.mark.contract
 def test_by_section_each_row_has_its_path_of_headings(folder):
     folder.write("m.md", f"# Pumps\n\n{prose(1)}\n\n## Seals\n\n### Old\n\n{prose(2)}\n\n## New\n\n{prose(3)}\n")
     rows = folder.ingest("--by", "section")
@@ -115,6 +117,7 @@ def test_sections_lose_no_block():
     assert [block for _, part in sections_of(blocks) for block in part] == blocks
 
 
+@pytest.mark.contract
 def test_documents_are_kept_dropped_or_unreadable_and_each_is_counted_once(folder):
     folder.write("1.txt", prose(1))
     folder.write("2.txt", prose(2))
@@ -141,6 +144,7 @@ def test_documents_are_kept_dropped_or_unreadable_and_each_is_counted_once(folde
     assert len(report["files"]) == 10
 
 
+@pytest.mark.contract
 def test_a_pair_is_listed_with_the_share_of_runs_of_five_words_that_it_has_in_common(folder):
     one, other = prose(1), prose(1) + " and some more words"
     folder.write("a.txt", one)
@@ -156,6 +160,7 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"[^\W_]+", text.lower())
 
 
+@pytest.mark.contract
 def test_steps_and_filters_can_be_switched(folder):
     folder.write("1.txt", prose(1))
     folder.write("2.txt", prose(1))
@@ -197,6 +202,7 @@ def test_tokens_are_those_of_the_tokenizer_that_is_named(folder, monkeypatch):
     assert "Tokens by some/model" in folder.out.with_suffix(".report.html").read_text()
 
 
+@pytest.mark.contract
 def test_lines_of_many_documents_go_and_are_named(folder):
     for number in range(6):
         folder.write(f"{number}.txt", f"{prose(number)}\n\nAll rights reserved by the maker.\n\n{prose(number + 50)}")
@@ -207,6 +213,7 @@ def test_lines_of_many_documents_go_and_are_named(folder):
     assert all("rights reserved" in row["text"] for row in folder.rows)
 
 
+@pytest.mark.contract
 def test_rows_of_tables_are_taken_as_they_are(folder):
     texts = [f"{prose(number)}  \u00a0 x\r\ny" for number in range(5)]
     lines = "\n".join(json.dumps({"text": text, "id": "a", "metadata": {"url": "b"}}) for text in texts[:2])
@@ -229,6 +236,7 @@ def test_training_reads_every_row_and_calls_no_column_unused(folder):
     assert unused_columns({"text": "x", "label": 1, "source": "y"}) == ("label", "source")
 
 
+@pytest.mark.contract
 def test_the_page_shows_names_and_texts_as_text_only(folder):
     folder.write("<script>alert(1)<|script>.txt", f"<img src=x onerror=alert(2)> {prose(1)}")
     folder.ingest()
@@ -260,6 +268,7 @@ def test_a_full_disk_is_no_fault_of_the_files(folder, capsys, monkeypatch):
     assert len(folder.ingest()) == 1
 
 
+@pytest.mark.contract
 def test_a_bad_file_ends_the_command_with_4_where_that_is_asked_for(folder, capsys):
     folder.write("a.txt", prose(1))
     folder.write("b.txt", "")
@@ -267,6 +276,7 @@ def test_a_bad_file_ends_the_command_with_4_where_that_is_asked_for(folder, caps
     assert "'b.txt': empty" in capsys.readouterr().err
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -284,6 +294,7 @@ def test_a_wrong_setting_is_refused_before_anything_is_read(folder, capsys, flag
     assert sorted(path.name for path in folder.home.iterdir()) == ["docs"]
 
 
+@pytest.mark.contract
 def test_a_file_that_is_there_is_not_written_over(folder, capsys):
     folder.write("a.txt", prose(1))
     folder.out.write_text("mine\n")
@@ -298,6 +309,7 @@ def test_a_file_that_is_there_is_not_written_over(folder, capsys):
     folder.ingest(code=2)
 
 
+@pytest.mark.contract
 def test_an_out_inside_the_folder_is_never_its_own_input(folder):
     folder.write("a.txt", prose(1))
     folder.out = folder.docs / "out.jsonl"
@@ -305,6 +317,7 @@ def test_an_out_inside_the_folder_is_never_its_own_input(folder):
     assert len(folder.ingest("--replace")) == 1
 
 
+@pytest.mark.contract
 def test_one_process_and_several_give_the_same_bytes(folder):
     for number in range(8):
         folder.write(f"{number}.txt", prose(number % 5, n_words=100 + number))
@@ -330,6 +343,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """The kit's command, which names its own processes and is killed when so many files are read."""
 
 
+@pytest.mark.contract
 def test_a_killed_command_goes_on_and_gives_the_same_bytes(folder):
     for number in range(12):
         folder.write(f"{number:02}.txt", prose(number))
@@ -372,6 +386,7 @@ def test_what_was_finished_before_a_kill_is_not_done_again(folder, monkeypatch):
     assert [row["text"] for row in folder.ingest()] == [prose(0), prose(7), prose(2)]
 
 
+@pytest.mark.contract
 def test_a_killed_command_leaves_no_process(folder):
     for number in range(3):
         folder.write(f"{number}.txt", prose(number))

@@ -58,6 +58,7 @@ def test_training_has_as_many_pairs_as_the_published_code_learns(name: str, tmp_
     assert len(PuzzleFolder.open(tmp_path / "out" / "test")) == parts["evaluation"][2]
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("part", ["train", "test"])
 def test_a_test_pair_that_another_task_has_in_other_colours_is_counted_and_named(
     part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -202,6 +202,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_sudoku_that_cannot_be_used_is_refused_with_its_line(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -226,6 +227,7 @@ FILES = {
 }
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("kind", FILES)
 def test_a_file_without_puzzles_is_refused(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     content, words = FILES[kind]
@@ -251,6 +253,7 @@ def test_a_byte_order_mark_and_foreign_line_ends_are_no_fault(
     assert reports[0]["train"] == reports[1]["train"]
 
 
+@pytest.mark.contract
 def test_all_bad_lines_are_told_up_to_a_hundred(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source = write_csv(tmp_path / "all.csv", [("1", "2")] * 5000)
     assert main(["puzzle-data", "--kind=sudoku", f"--in={source}", f"--out={tmp_path / 'out'}"]) == 4
@@ -286,6 +289,7 @@ def test_a_maze_has_as_many_copies_as_there_are_ways_to_turn_it(
     assert (code, error["fix"]) == (2, "take up to 7")
 
 
+@pytest.mark.contract
 def test_a_turned_maze_in_the_test_is_refused_with_both_lines(
     mazes: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -313,6 +317,7 @@ def spoilt_mazes(question: str, answer: str) -> dict[str, tuple[str, str, str]]:
     }
 
 
+@pytest.mark.contract
 def test_a_maze_that_cannot_be_used_is_refused_with_its_line(
     mazes: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -406,6 +411,7 @@ def test_right_answers_to_all_copies_win_the_votes(arc: Path):
     assert [solved_at(task, ballots) for task in read_asked(folder.path).values()] == [1]  # of one task
 
 
+@pytest.mark.contract
 def test_a_task_on_both_sides_is_refused_with_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source = write_tasks(tmp_path / "in")
     (source / "evaluation/aa.json").write_text((source / "training/aa.json").read_text())
@@ -427,6 +433,7 @@ def test_sudoku4_needs_no_file_and_is_the_builtin_one(
         assert (code, error["where"], error["fix"][:12]) == (2, where, "leave it out")
 
 
+@pytest.mark.contract
 def test_a_folder_that_is_there_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
@@ -435,6 +442,7 @@ def test_a_folder_that_is_there_stays_as_it_is(tmp_path: Path, capsys: pytest.Ca
     assert names_in(tmp_path / "out") == ["mine.txt"]
 
 
+@pytest.mark.contract
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = f"--out={tmp_path / 'out'}"
     assert refusal(capsys, "--kind=sudoku", out)[1]["where"] == "--in"
@@ -506,6 +514,7 @@ def test_several_processes_write_what_one_writes(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
 
 
+@pytest.mark.contract
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data")
 def test_the_real_puzzles_and_tasks_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source = SHARED / "sudoku" / "puzzles.jsonl"

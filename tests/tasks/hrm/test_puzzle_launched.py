@@ -66,6 +66,7 @@ def result(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
 
 
+@pytest.mark.contract
 def test_two_processes_learn_as_one_does(learned: dict[str, Path]):
     one, other = learned["one"], learned["two"]
     for mine, its in zip(lines_of(other), lines_of(one), strict=True):
@@ -101,6 +102,7 @@ def test_processes_that_share_the_puzzle_embeddings_out_learn_and_save_the_same_
     assert torch.equal(table(torch.arange(8)), result(whole)["puzzles.rows"])
 
 
+@pytest.mark.contract
 def test_a_run_with_sharded_puzzle_embeddings_goes_on_in_one_process(
     learned: dict[str, Path], two: tuple[Path, Path], sftplay: Verb
 ):
@@ -114,6 +116,7 @@ def test_a_run_with_sharded_puzzle_embeddings_goes_on_in_one_process(
     assert torch.equal(result(onward)["puzzles.rows"], result(learned["one"])["puzzles.rows"])
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("processes", "placement"), [(1, "replicated"), (2, "replicated"), (2, "sharded")])
 def test_a_killed_run_ends_as_a_whole_one_bit_for_bit(
     processes: int, placement: str, puzzles: Path, tmp_path: Path, sftplay: Verb

@@ -240,6 +240,7 @@ def words(home: Path, verb: str, *more: str) -> list[str]:
     return [verb, "--config", str(home / "config.resolved.yaml"), "--run", str(home), *more]
 
 
+@pytest.mark.contract
 def test_a_finished_run_is_measured_again_with_the_same_figures(home: Path, capsys: pytest.CaptureFixture[str]):
     assert main(words(home, "eval", "--json")) == 0
     figures = json.loads(capsys.readouterr().out)["after"]
@@ -252,6 +253,7 @@ def test_a_finished_run_is_measured_again_with_the_same_figures(home: Path, caps
     assert (home / "report.html").is_file()
 
 
+@pytest.mark.contract
 def test_one_puzzle_is_solved_and_its_grid_printed(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     puzzle = tmp_path / "puzzle.txt"
     puzzle.write_text("1..4\n..1.\n.3..\n4..2\n")
@@ -261,6 +263,7 @@ def test_one_puzzle_is_solved_and_its_grid_printed(home: Path, tmp_path: Path, c
     assert "by its own judgement" in shown[-1]
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [("1..4\n..1.\n.3.\n4..2\n", 4, ":3"), (None, 4, "cannot be read"), ("1" * 70_000, 4, "larger")],
@@ -304,6 +307,7 @@ def test_held_out_puzzles_of_another_kind_are_refused_before_a_run_begins_and_by
     assert f"{other / 'test'}: {said}; the run's model has" in capsys.readouterr().err
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("verb", ["infer-batch", "merge", "merge-test", "export", "serve"])
 def test_verbs_for_texts_say_that_the_run_has_learned_puzzles(verb: str, home: Path, tmp_path: Path, capsys):
     more = {"infer-batch": ["--in", str(tmp_path / "in"), "--out", str(tmp_path / "out")]}.get(verb, [])

@@ -79,6 +79,7 @@ def test_a_problem_that_is_typed_gets_both_answers_and_the_hint_between_them(
     assert shown in typed(run, monkeypatch, capsys)
 
 
+@pytest.mark.contract
 def test_rows_of_a_file_get_both_answers_and_the_hint(run: Finished, by_hand: Any, tmp_path: Path):
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows.write_text("".join(json.dumps({"text": problem, "n": 1}) + "\n" for problem in PROBLEMS))
@@ -92,6 +93,7 @@ def test_rows_of_a_file_get_both_answers_and_the_hint(run: Finished, by_hand: An
     assert drawn.read_text() != out.read_text()
 
 
+@pytest.mark.contract
 def test_eval_plays_each_kind_of_hint_and_agrees_with_the_run(run: Finished, capsys: pytest.CaptureFixture[str]):
     last = json.loads((run.folder.eval / "step-4.json").read_text())
     first = json.loads((run.folder.eval / "step-0.json").read_text())
@@ -149,6 +151,7 @@ def test_a_run_without_a_guide_shows_whose_hint_it_was(
     assert figures["acc_t2"] == figures["hints"][guidance]["acc_t2"]
 
 
+@pytest.mark.contract
 def test_a_row_without_room_for_both_answers_is_named(
     run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -34,6 +34,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     return score_inputs(tmp_path_factory.mktemp("digits"))
 
 
+@pytest.mark.contract
 def test_two_processes_play_judge_and_learn_as_one_does(inputs: Inputs, tmp_path: Path, sftplay: Verb):
     options = score_options(
         train__batch_size=4, train__learning_rate=1e-3, score__advantage="critic", score__steps_per_generation=2,
@@ -70,6 +71,7 @@ def test_two_processes_play_judge_and_learn_as_one_does(inputs: Inputs, tmp_path
     assert evaluated[0]["n"] == evaluated[1]["n"] == 5
 
 
+@pytest.mark.contract
 @pytest.mark.long
 def test_a_run_killed_in_each_phase_ends_as_if_nothing_had_been(inputs: Inputs, tmp_path: Path, sftplay: Verb):
     config = write_small_run(tmp_path, inputs, **score_options(train__max_steps=6, train__save_steps=2))

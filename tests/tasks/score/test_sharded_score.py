@@ -83,6 +83,7 @@ def assert_close_weights(run: Path, other: Path) -> None:
         torch.testing.assert_close(tensor, its[name], atol=1e-5, rtol=0, msg=name)
 
 
+@pytest.mark.contract
 def test_models_in_shards_learn_what_whole_ones_learn(home: Path, inputs: Inputs):
     shared, sharded = home / "outputs" / "shared", home / "outputs" / "sharded"
     ranks = json.loads((sharded / "status.json").read_text())["ranks"]
@@ -95,6 +96,7 @@ def test_models_in_shards_learn_what_whole_ones_learn(home: Path, inputs: Inputs
     assert any(not torch.equal(t, began[name.partition("/")[2]]) for name, t in weights(sharded).items())
 
 
+@pytest.mark.contract
 def test_the_result_opens_in_plain_transformers(home: Path):
     result = home / "outputs" / "sharded" / "model"
     for path in (result, result / "guide"):
@@ -107,6 +109,7 @@ def test_the_result_opens_in_plain_transformers(home: Path):
     assert after["acc_t2"] == pytest.approx(last["acc_t2"])
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("placement", "processes"), [("sharded", 2), ("roles", 1)])
 def test_a_run_in_shards_goes_on_in_shards_and_in_another_placement(
     placement: str, processes: int, home: Path, sftplay: Verb
