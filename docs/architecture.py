@@ -39,9 +39,6 @@ FLOORS = {
 }
 """Each module stands on the floor of the longest name here that it begins with."""
 
-MOST_MODULES = 12
-"""In one folder; above that a reader no longer takes it in at a glance."""
-
 
 @cache
 def floor_of(module: str) -> int:
@@ -129,7 +126,7 @@ INTRODUCTION = """<!-- Written by `make architecture`, held by a test: change do
 # Architecture
 
 Seven floors. A module imports only from lower floors, or from its own top folder as long as neither modules nor folders
-import each other in a circle. No folder holds more than {most} modules. The figure behind a module's name is its floor.
+import each other in a circle. The figure behind a module's name is its floor.
 
 | floor | what stands there |
 | --- | --- |
@@ -184,7 +181,7 @@ PATHS = """## The path of a config value
 def page() -> str:
     """The whole text of docs/architecture.md."""
     rows = "\n".join(f"| {floor} | {', '.join(names)} |" for floor, names in FLOORS.items())
-    introduction = INTRODUCTION.format(most=MOST_MODULES, floors=rows)
+    introduction = INTRODUCTION.format(floors=rows)
     return f"{introduction}\n{picture()}\n\n{PATHS}\n## Folders and modules\n{listing()}\n"
 
 
