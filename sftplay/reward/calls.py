@@ -44,7 +44,7 @@ class Scores:
     """Why values are None, each reason once."""
 
 
-class RewardCall:
+class RewardWorker:
     """A reward with its options, ready to be called. Close it to end its process."""
 
     def __init__(self, use: str, options: Mapping[str, Any], *, deadline_s: float) -> None:

@@ -11,14 +11,14 @@ from typing import Any, Literal
 from sftplay import log
 from sftplay.config.schema.run import RewardConfig, RunConfig
 from sftplay.errors import DataError, RunError
-from sftplay.reward.calls import RewardCall, Scores
+from sftplay.reward.calls import RewardWorker, Scores
 from sftplay.reward.code_rewards import CodeTests
 from sftplay.reward.form_rewards import in_form
 from sftplay.reward.junk import FORGERIES, Case, junk_answers
 from sftplay.reward.reward_set import RewardSet
 from sftplay.reward.table import judges_form, missing_column
 
-Call = RewardCall | CodeTests
+Call = RewardWorker | CodeTests
 
 Verdict = Literal["ok", "cannot_tell", "constant", "raises"]
 

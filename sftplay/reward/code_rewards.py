@@ -146,7 +146,7 @@ def limits_of(config: SandboxConfig) -> Limits:
 
 
 class CodeTests:
-    """The reward code_tests, ready to be called as a `RewardCall` is; the boxes take the place of a process."""
+    """The reward code_tests, ready to be called as a `RewardWorker` is; the boxes take the place of a process."""
 
     use = CODE_TESTS
 

@@ -12,7 +12,7 @@ from typing import Any
 from sftplay.config.schema.reward import CODE_TESTS
 from sftplay.config.schema.run import RewardConfig, RunConfig
 from sftplay.errors import ConfigError, RunError
-from sftplay.reward.calls import RewardCall, Scores
+from sftplay.reward.calls import RewardWorker, Scores
 from sftplay.reward.code_rewards import CodeTests, limits_of
 from sftplay.reward.completions import Completion
 from sftplay.reward.table import judges_form
@@ -70,7 +70,7 @@ class RewardSet:
         self.sandbox: Sandbox | None = None
         """The boxes of its programs; None where no reward runs any."""
         self._threads: ThreadPoolExecutor | None = None
-        self._calls: dict[str, RewardCall] = {}
+        self._calls: dict[str, RewardWorker] = {}
         self._code: dict[str, CodeTests] = {}
         try:
             self._open(cfg, workers=count_workers(rank_processes))
@@ -91,7 +91,7 @@ class RewardSet:
                     self.sandbox = self.sandbox or Sandbox(box.executor, workers=workers, packages=box.packages)
                 self._code[reward.name] = _code_tests(reward, cfg=cfg, sandbox=self.sandbox)
             else:
-                self._calls[reward.name] = RewardCall(reward.use, reward.options, deadline_s=reward.deadline)
+                self._calls[reward.name] = RewardWorker(reward.use, reward.options, deadline_s=reward.deadline)
         # Linux ends a process with the thread that started it. The main thread starts them; these threads stay, too.
         self._threads = ThreadPoolExecutor(max(1, len(self._calls)), thread_name_prefix="reward")
         for call in self._calls.values():
@@ -102,7 +102,7 @@ class RewardSet:
             with suppress(TimeoutError), _named(cfg, f"rewards.{number}.use"):  # the first batch asks again
                 self._calls[reward.name].wait_ready()
 
-    def call_of(self, name: str) -> RewardCall | CodeTests:
+    def call_of(self, name: str) -> RewardWorker | CodeTests:
         """One of the rewards, to be asked alone."""
         return self._code[name] if name in self._code else self._calls[name]
 
@@ -176,7 +176,7 @@ def combined(scored: Scored, weights: Sequence[float]) -> list[float | None]:
     return sums
 
 
-class Abstentions:
+class MissingRewardMonitor:
     """Counts the answers for which a reward has no value, and ends the run when they are too many."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from sftplay.commands.data.rewards import reward_check
 from sftplay.config.load import load_config
 from sftplay.config.schema.run import RewardConfig, RunConfig
 from sftplay.errors import ConfigError, DataError, RunError
-from sftplay.reward.calls import RewardCall
+from sftplay.reward.calls import RewardWorker
 from sftplay.reward.check import check_before_training, check_reward
 from sftplay.reward.junk import Case
 from sftplay.reward.reward_set import RewardSet
@@ -70,7 +70,7 @@ def user(tmp_path_factory):
 
 
 def found(use, **options):
-    with closing(RewardCall(str(use), options, deadline_s=HANG_S)) as call:
+    with closing(RewardWorker(str(use), options, deadline_s=HANG_S)) as call:
         return check_reward(call, CASES, reward=RewardConfig(name="it", use=str(use), options=options))
 
 

@@ -10,7 +10,7 @@ import pytest
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.errors import ConfigError
-from sftplay.reward.calls import RewardCall, checked
+from sftplay.reward.calls import RewardWorker, checked
 from sftplay.signals import STOP_SIGNALS
 
 USER = """
@@ -90,7 +90,7 @@ def user(tmp_path_factory):
     calls = {}
 
     def call(name, deadline_s=HANG_S):
-        return calls.setdefault(name, RewardCall(f"{path}:{name}", {}, deadline_s=deadline_s))
+        return calls.setdefault(name, RewardWorker(f"{path}:{name}", {}, deadline_s=deadline_s))
 
     yield call
     for each in calls.values():
@@ -171,19 +171,19 @@ def test_what_a_function_prints_is_no_output_of_the_command(user, capfd):
 
 def test_a_column_replaces_no_option_and_no_completion(tmp_path):
     (tmp_path / "own.py").write_text("def f(completions, most, **_): return [float(len(completions[0]) <= most)]\n")
-    call = RewardCall(f"{tmp_path}/own.py:f", {"most": 3}, deadline_s=HANG_S)
+    call = RewardWorker(f"{tmp_path}/own.py:f", {"most": 3}, deadline_s=HANG_S)
     assert call(["abc"], most=[1], completions=["abcdef"]).values == [1.0]
     call.close()
 
 
 def test_a_module_that_ends_its_process_is_refused_by_name(tmp_path):
     (tmp_path / "ends.py").write_text("import os\nos._exit(0)\n")
-    call = RewardCall(f"{tmp_path}/ends.py:f", {}, deadline_s=HANG_S)
+    call = RewardWorker(f"{tmp_path}/ends.py:f", {}, deadline_s=HANG_S)
     with pytest.raises(ConfigError, match=r"ends.py:f' cannot be loaded: its process ended"):
         call(["a"])
 
 
-class HastyWith(RewardCall):
+class HastyWith(RewardWorker):
     """Cuts one completion off soon, and gives each other one all the time that a busy machine needs."""
 
     def __init__(self, hangs, use, options):
@@ -218,7 +218,7 @@ def test_an_answer_on_which_the_parser_of_formulas_hangs_is_cut_off():
 
 
 def test_a_reward_whose_process_could_not_start_can_be_closed(monkeypatch):
-    call = RewardCall("repetition", {}, deadline_s=HANG_S)
+    call = RewardWorker("repetition", {}, deadline_s=HANG_S)
 
     def no_more_processes(_):
         raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -239,7 +239,7 @@ def test_signals_that_stop_a_run_leave_the_process_alone(user):
 
 
 def test_a_signal_that_comes_while_the_process_starts_is_ignored_too(user):
-    call = RewardCall("repetition", {}, deadline_s=HANG_S)
+    call = RewardWorker("repetition", {}, deadline_s=HANG_S)
     call.start()
     os.kill(call._process.pid, signal.SIGTERM)
     assert call(["a"]).values == [0.0]
@@ -247,7 +247,7 @@ def test_a_signal_that_comes_while_the_process_starts_is_ignored_too(user):
 
 
 def test_its_process_ends_with_the_call(user):
-    call = RewardCall("repetition", {}, deadline_s=HANG_S)
+    call = RewardWorker("repetition", {}, deadline_s=HANG_S)
     call(["a"])
     pid = call._process.pid
     call.close()
@@ -257,10 +257,10 @@ def test_its_process_ends_with_the_call(user):
 
 LEFT_OPEN = """
 import sys
-from sftplay.reward.calls import RewardCall
+from sftplay.reward.calls import RewardWorker
 
 if __name__ == "__main__":
-    call = RewardCall("repetition", {}, deadline_s=600.0)
+    call = RewardWorker("repetition", {}, deadline_s=600.0)
     call(["a"])
     print(call._process.pid, flush=True)
     sys.exit(3)
@@ -287,7 +287,7 @@ def test_a_call_that_nobody_closes_does_not_keep_the_interpreter(tmp_path):
     ],
 )
 def test_a_function_that_is_not_there_is_refused_by_name(name, said):
-    call = RewardCall(name, {}, deadline_s=HANG_S)
+    call = RewardWorker(name, {}, deadline_s=HANG_S)
     with pytest.raises(ConfigError, match=said):
         call(["a"])
 
@@ -301,6 +301,6 @@ def test_a_function_that_takes_too_long_to_load_is_said_so(tmp_path, monkeypatch
         "import time\nwhile True: time.sleep(60)\ndef f(completions, **_): return [1.0]\n"
     )
     monkeypatch.setattr("sftplay.reward.calls.START_S", 0.2)
-    call = RewardCall(f"{tmp_path}/late.py:f", {}, deadline_s=HANG_S)
+    call = RewardWorker(f"{tmp_path}/late.py:f", {}, deadline_s=HANG_S)
     assert call(["a"]).reasons == ["did not start within 0.2 s"]
     assert call._process is None

@@ -10,7 +10,7 @@ from processes import HANG_S, wait_until
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, RunError
 from sftplay.reward.calls import Scores
-from sftplay.reward.reward_set import Abstentions, RewardSet, Scored, combined
+from sftplay.reward.reward_set import MissingRewardMonitor, RewardSet, Scored, combined
 from sftplay.sandbox.choose import SAFE, problem_of
 from sftplay.sandbox.verdicts.job import Verdict
 
@@ -156,7 +156,7 @@ def test_what_a_sum_does_not_know_is_left_out_and_a_weight_of_0_only_measures():
 
 
 def test_one_answer_in_twenty_may_be_unknown_and_one_more_stops():
-    counter = Abstentions()
+    counter = MissingRewardMonitor()
     for _ in range(8):  # 8 of 160 answers are one in twenty
         assert counter.add(scored([None] + [1.0] * 7)) == {"known": 0, "odd": 1}
     for _ in range(12):
@@ -175,7 +175,7 @@ def test_one_answer_in_twenty_may_be_unknown_and_one_more_stops():
     ],
 )
 def test_a_reward_of_the_user_s_that_fails_stops_the_run_by_name(user, use, deadline, reason, remedy):
-    counter = Abstentions()
+    counter = MissingRewardMonitor()
     with (
         RewardSet(config({"use": f"{user}:{use}", "deadline": deadline})) as rewards,
         pytest.raises(RunError, match=reason) as refusal,
@@ -192,5 +192,5 @@ def test_an_executor_that_is_gone_stops_the_run(monkeypatch):
         for executor in rewards.sandbox._all:
             monkeypatch.setattr(executor, "_program", shutil.which("true"))
         with pytest.raises(RunError, match="the sandbox failed") as refusal:
-            ask_20_times(rewards, Abstentions(), columns={"tests": [["assert f(1) == 2"]] * 8})
+            ask_20_times(rewards, MissingRewardMonitor(), columns={"tests": [["assert f(1) == 2"]] * 8})
     assert "--self-test" in refusal.value.fix

@@ -10,7 +10,7 @@ import torch
 from sftplay.config.schema.run import RunConfig
 from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.metrics import gather_objects
-from sftplay.reward.reward_set import Abstentions, RewardSet, aligned
+from sftplay.reward.reward_set import MissingRewardMonitor, RewardSet, aligned
 from sftplay.tasks.grpo.judged import Drawn, Judged, together
 
 CONTROL = "control"
@@ -24,7 +24,7 @@ class Judge:
         """`columns` are those that any row has."""
         self.rewards, self.columns = RewardSet(cfg), tuple(columns)
         self._control = cfg.grpo.control
-        self._abstentions = Abstentions()
+        self._abstentions = MissingRewardMonitor()
 
     def __enter__(self) -> Judge:
         return self

@@ -18,7 +18,7 @@ from sftplay.deliver.report.episodes.shown import _correct
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.reward.calls import Scores
-from sftplay.reward.reward_set import Abstentions, Scored
+from sftplay.reward.reward_set import MissingRewardMonitor, Scored
 from sftplay.tasks.score.episodes.drawing import Action
 from sftplay.tasks.score.episodes.judge import EpisodeJudge, Verdict, describe, expect_known
 from sftplay.tasks.score.episodes.play import Episode
@@ -193,5 +193,5 @@ def test_abstentions_of_all_ranks_are_one_count():
     parts = [Rewards(None).score(["a"] * 2, {}), Rewards(1.0).score(["a"] * 6, {})]
     joined = Scored.of_all(parts)
     assert joined.by_name["tests"].values == [None] * 2 + [1.0] * 6
-    assert Abstentions().add(joined) == {"tests": 2}
+    assert MissingRewardMonitor().add(joined) == {"tests": 2}
     assert fmean(value is None for value in joined.by_name["tests"].values) == 0.25

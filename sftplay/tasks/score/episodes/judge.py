@@ -11,7 +11,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.metrics import gather_objects
-from sftplay.reward.reward_set import Abstentions, RewardSet, Scored, aligned
+from sftplay.reward.reward_set import MissingRewardMonitor, RewardSet, Scored, aligned
 from sftplay.reward.table import judges_form
 from sftplay.tasks.score.episodes.figures import action_figures, gives_the_hints_answer, is_leaked, turn_figures
 from sftplay.tasks.score.episodes.play import Episode, text_of
@@ -66,7 +66,7 @@ class EpisodeJudge:
         self._form = [name for name in self.rewards.names if name in form]
         weights = dict(zip(self.rewards.names, self.rewards.weights, strict=True))
         self._content = {name: weight for name, weight in weights.items() if name not in form and weight}
-        self._abstentions = Abstentions()
+        self._abstentions = MissingRewardMonitor()
 
     def __enter__(self) -> EpisodeJudge:
         return self
