@@ -46,7 +46,7 @@ from sftplay.machine.releases import recomputation_arguments
 from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.plan.devices.cards import find_card
-from sftplay.plan.memory.execution import execution_of
+from sftplay.plan.memory.memory_setup import execution_of
 from sftplay.plan.report.flops import model_flops
 from sftplay.plan.shape.find import find_shape, read_table
 from sftplay.plan.sizing.size_run import SizedRun, size_run

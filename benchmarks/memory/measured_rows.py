@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.errors import DataError, nearest_names
-from sftplay.plan.memory.execution import Attention, Optimizer
+from sftplay.plan.memory.memory_setup import Attention, Optimizer
 from sftplay.plan.memory.sharding import Strategy
 
 COLUMNS = (

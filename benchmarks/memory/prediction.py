@@ -8,7 +8,7 @@ from benchmarks.memory.harnesses import GENERIC, HARNESSES, NAMES, PEFT_TARGETS,
 from benchmarks.memory.measured_rows import MeasuredRow, NotModelledError
 from sftplay.plan.devices.cards import find_card
 from sftplay.plan.memory.budget import Device, runtime_bytes
-from sftplay.plan.memory.execution import Adapter, Execution
+from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
 from sftplay.plan.memory.sharding import share_of
 from sftplay.plan.memory.step import Footprint, Size, estimate, standing_bytes
 from sftplay.plan.shape.find import find_shape
@@ -45,7 +45,7 @@ def predict(row: MeasuredRow) -> Prediction:
     return Prediction(gib=total / GIB, phase=fitting[0].peak_phase, is_one_of_two=len(fitting) > 1)
 
 
-def _footprint(shape: ModelShape, execution: Execution, row: MeasuredRow) -> Footprint:
+def _footprint(shape: ModelShape, execution: MemorySetup, row: MeasuredRow) -> Footprint:
     standing = standing_bytes(shape, execution)
     share = share_of(shape, execution, standing=standing, strategy=row.strategy, world_size=row.gpus)
     size = Size(rows=row.rows, seq=row.tokens)
@@ -65,9 +65,9 @@ def _process_bytes(row: MeasuredRow) -> int:
     return runtime_bytes(Device(row.gpu, 0, 0, True, capability), row.gpus)
 
 
-def _executions(row: MeasuredRow, harness: Harness) -> list[Execution]:
+def _executions(row: MeasuredRow, harness: Harness) -> list[MemorySetup]:
     """What may have run, the harness's own stock code first."""
-    common = Execution(
+    common = MemorySetup(
         weight_bytes=2,
         compute_bytes=2,
         stream_bytes=2,

@@ -20,7 +20,7 @@ from sftplay.launch.supervise.processes import end_launch
 from sftplay.machine.probe import Machine
 from sftplay.model.start_point import resolve_names
 from sftplay.places import cache_root
-from sftplay.plan.memory.execution import execution_of
+from sftplay.plan.memory.memory_setup import execution_of
 from sftplay.plan.memory.step import standing_bytes
 from sftplay.plan.sizing.communication import (
     BUCKET_BYTES,

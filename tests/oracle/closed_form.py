@@ -8,7 +8,7 @@ from typing import Any
 
 from oracle.cases import Case, TraceSettings
 from oracle.record import recorded_peaks
-from sftplay.plan.memory.execution import WORKSPACE_BYTES, Adapter, Execution
+from sftplay.plan.memory.memory_setup import WORKSPACE_BYTES, Adapter, MemorySetup
 from sftplay.plan.memory.step import Size, estimate
 from sftplay.plan.shape.find import shape_from_config
 
@@ -58,7 +58,7 @@ def closed_bytes(case: Case) -> dict[str, float]:
     return {phase: sum(parts.values()) - WORKSPACE_BYTES for phase, parts in found.phases.items()}
 
 
-def execution_of(settings: TraceSettings, **more: Any) -> Execution:
+def execution_of(settings: TraceSettings, **more: Any) -> MemorySetup:
     """What a trace of these settings runs; `more` replaces fields."""
     sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
     is_wide = settings.method == "full" or settings.kbit_prepared
@@ -91,7 +91,7 @@ def execution_of(settings: TraceSettings, **more: Any) -> Execution:
         "is_foreach": settings.optimizer == "adamw",
         "holds_scores": settings.keeps_output,
     }
-    return Execution(**(fields | more))
+    return MemorySetup(**(fields | more))
 
 
 def compare(case: Case) -> Compared:

@@ -18,7 +18,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.deliver.infer.generate import Generator
 from sftplay.plan.devices.layout import OWN, Layout
 from sftplay.plan.memory.episodes import COMPARE, CRITIC, START, VALUE, Episodes, episodes_of, estimate_episodes
-from sftplay.plan.memory.execution import WORKSPACE_BYTES, Adapter, Execution
+from sftplay.plan.memory.memory_setup import WORKSPACE_BYTES, Adapter, MemorySetup
 from sftplay.plan.memory.rollout import CACHE, DRAW, REFERENCE
 from sftplay.plan.memory.step import SHARDING, Footprint
 from sftplay.plan.shape.find import find_shape
@@ -30,10 +30,10 @@ SHARED = Layout(placement="shared")
 SPLIT = Layout(placement="sharded")
 ROLES = Layout(placement="roles", guide="cuda:1", value="cuda:1", target_critic="cuda:1", ref="cuda:1")
 LLAMA = find_shape("meta-llama/Llama-3.2-3B")
-LORA = Execution(
+LORA = MemorySetup(
     weight_bytes=2, compute_bytes=2, stream_bytes=2, has_autocast=True, adapter=Adapter(rank=32), head="actions"
 )
-FULL = Execution(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True, head="actions")
+FULL = MemorySetup(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True, head="actions")
 USUAL = Episodes(layout=SHARED, tokens=2048, answer_tokens=512, hint_tokens=128)
 
 
@@ -83,7 +83,7 @@ def test_learning_in_shards_takes_what_a_trace_of_fsdp_takes(vocab: int, tied: b
     """Scores decide with a vocabulary of 8192, layers with one of 512."""
     config, compute = config_of(vocab, tied=tied), 2 if precision == "bf16" else 4
     traced = trace_shards(config, ranks=ranks, precision=precision)
-    execution = Execution(
+    execution = MemorySetup(
         weight_bytes=4, stream_bytes=4, compute_bytes=compute, logits_bytes=compute, has_autocast=compute == 2,
         head="actions", repeats_kv=True, is_masked=True,
     )  # fmt: skip
@@ -119,7 +119,7 @@ def test_drawing_actions_takes_what_a_real_model_takes():
     )
 
 
-def of(execution: Execution, episodes: Episodes, **more: Any) -> dict[str, Footprint]:
+def of(execution: MemorySetup, episodes: Episodes, **more: Any) -> dict[str, Footprint]:
     return estimate_episodes(LLAMA, execution, episodes=episodes, **({"rows": 1, "drawn": 4} | more))
 
 

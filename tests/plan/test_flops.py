@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sftplay.plan.memory.execution import Adapter, Execution
+from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
 from sftplay.plan.report.flops import model_flops, seen_pairs
 from sftplay.plan.shape.find import find_shape, shape_from_config
 from sftplay.tasks.step.label_head import prove_label_head
@@ -37,10 +37,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 MLP = {"llama": ["gate_proj", "up_proj", "down_proj"], "gpt_neox": ["dense_h_to_4h", "dense_4h_to_h"]}
 
 
-def path_of(mode: str, targets: list[str] | None = None, **more: Any) -> Execution:
+def path_of(mode: str, targets: list[str] | None = None, **more: Any) -> MemorySetup:
     chosen = None if targets is None else tuple(targets)
     adapter = None if mode == "full" else Adapter(rank=RANK, targets=chosen, **more)
-    return Execution(weight_bytes=4, compute_bytes=4, stream_bytes=4, adapter=adapter)
+    return MemorySetup(weight_bytes=4, compute_bytes=4, stream_bytes=4, adapter=adapter)
 
 
 def build(family: str, mode: str, targets: list[str] | None, **more: Any) -> tuple[Any, dict[str, Any]]:

@@ -18,7 +18,7 @@ from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.memory import execution, head, layer, sharding
 from sftplay.plan.memory import step as memory
 from sftplay.plan.memory.budget import Device, runtime_bytes
-from sftplay.plan.memory.execution import Adapter, Execution, trained_params, workspace_bytes
+from sftplay.plan.memory.memory_setup import Adapter, MemorySetup, trained_params, workspace_bytes
 from sftplay.plan.memory.sharding import share_of
 from sftplay.plan.memory.step import Size, estimate, standing_bytes
 from sftplay.plan.shape.find import find_shape, shape_from_config
@@ -95,7 +95,7 @@ def test_adamw_holds_two_states_of_the_weights_own_size(dtype):
     optimizer.step()
     states = [each for each in optimizer.state[weight].values() if each.numel() > 1]
     real = sum(each.numel() * each.element_size() for each in states) / weight.numel()
-    code = Execution(weight_bytes=dtype.itemsize, compute_bytes=2, stream_bytes=2)
+    code = MemorySetup(weight_bytes=dtype.itemsize, compute_bytes=2, stream_bytes=2)
     assert code.state_bytes == pytest.approx(real, rel=0.001)
 
 
@@ -206,7 +206,7 @@ def test_a_mask_is_a_boolean_and_a_16_bit_number_an_entry():
 
 
 def test_foreach_holds_one_more_copy_of_what_trains():
-    code = Execution(weight_bytes=2, compute_bytes=2, stream_bytes=2, is_foreach=True)
+    code = MemorySetup(weight_bytes=2, compute_bytes=2, stream_bytes=2, is_foreach=True)
     step = estimate(SHAPE, code, size=Size(rows=1, seq=8)).phases["step"]
     standing = sum(step[name] for name in ("weights", "gradients", "optimizer", "optimizer step"))
     # Published: full bf16 Mistral-7B took 67.46 GiB = 5.0 times its weights of 13.49 (fms-acceleration's table).
@@ -222,7 +222,7 @@ def test_ddp_holds_a_copy_of_the_gradients_in_its_buckets():
 
 def test_deepspeeds_buckets_hold_five_hundred_million_elements():
     wide = replace(SHAPE, layers=200)
-    code = Execution(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True)
+    code = MemorySetup(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True)
     share = share_of(wide, code, standing=standing_bytes(wide, code), strategy="zero1", world_size=2)
     assert share.communication.buffers == 2 * 2 * 500_000_000
     assert sharding.BUCKET_ELEMENTS == 500_000_000

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle.cases import FAMILIES
 
-from sftplay.plan.memory.execution import Adapter, Execution
+from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
 from sftplay.plan.memory.sharding import STRATEGIES, share_of
 from sftplay.plan.memory.step import Size, estimate, standing_bytes
 from sftplay.plan.shape.find import shape_from_config
@@ -23,7 +23,7 @@ ranks = st.integers(1, 256)
 worlds = st.integers(2, 16)
 
 
-def execution_for(method: str, *, rank: int = 16, **more) -> Execution:
+def execution_for(method: str, *, rank: int = 16, **more) -> MemorySetup:
     wide = 4 if method == "full" else 2
     fields = {
         "weight_bytes": wide,
@@ -34,11 +34,11 @@ def execution_for(method: str, *, rank: int = 16, **more) -> Execution:
         "has_autocast": True,
         "adapter": None if method == "full" else Adapter(rank=rank),
     }
-    return Execution(**(fields | more))
+    return MemorySetup(**(fields | more))
 
 
 @st.composite
-def executions(draw, method=methods) -> Execution:
+def executions(draw, method=methods) -> MemorySetup:
     return execution_for(
         draw(method),
         rank=draw(ranks),

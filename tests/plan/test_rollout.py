@@ -12,7 +12,7 @@ from oracle.trace import recompute
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from sftplay.plan.memory.execution import Adapter, Execution
+from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
 from sftplay.plan.memory.rollout import CACHE, DRAW, ENGINE, REFERENCE, SCORE, Rollout, cache_bytes, estimate_rollout
 from sftplay.plan.memory.sharding import share_of
 from sftplay.plan.memory.step import Size, estimate, standing_bytes
@@ -21,11 +21,11 @@ from sftplay.plan.shape.from_config import shape_from_config
 from sftplay.tasks.grpo.completions.tile_width import fitted_tiles
 
 LLAMA = find_shape("meta-llama/Llama-3.1-8B")
-LORA = Execution(
+LORA = MemorySetup(
     weight_bytes=2, compute_bytes=2, stream_bytes=2, has_autocast=True, adapter=Adapter(rank=16), head="tiled"
 )
-FULL = Execution(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True, head="tiled")
-ON_CPU = Execution(
+FULL = MemorySetup(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True, head="tiled")
+ON_CPU = MemorySetup(
     weight_bytes=4, compute_bytes=4, stream_bytes=4, attention="efficient", repeats_kv=True, is_masked=True,
     head="tiled", folds_tiles=False, logits_bytes=4,
 )  # fmt: skip

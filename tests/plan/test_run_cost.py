@@ -11,8 +11,8 @@ from oracle.cases import FAMILIES
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.budget import Device
-from sftplay.plan.memory.execution import Adapter, Execution
 from sftplay.plan.memory.forecast import Setting
+from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
 from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.report.run_cost import flops_per_token, workload_of
 from sftplay.plan.shape.find import shape_from_config
@@ -22,7 +22,7 @@ SHAPE = shape_from_config(FAMILIES["llama"], name="x")
 LAYER = 1024 * 1024 * 2 + 1024 * 256 * 2 + 3 * 1024 * 2816
 PRODUCTS = 4 * LAYER + 32_000 * 1024
 PAIRS = 4 * 8 * ((1024 + 1024) * 2 + (1024 + 256) * 2 + 3 * (1024 + 2816))
-LORA = Execution(weight_bytes=2, compute_bytes=2, stream_bytes=2, adapter=Adapter(rank=8), checkpointing=False)
+LORA = MemorySetup(weight_bytes=2, compute_bytes=2, stream_bytes=2, adapter=Adapter(rank=8), checkpointing=False)
 CPU = Device(name="this CPU", is_gpu=False, total_bytes=2**34, free_bytes=2**34, cores=4)
 GPU = Device(name="a card", is_gpu=True, total_bytes=2**34, free_bytes=2**34, tflops=100.0)
 

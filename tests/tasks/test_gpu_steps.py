@@ -35,8 +35,8 @@ from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import Machine
 from sftplay.monitor import guards
 from sftplay.plan.memory.budget import device_of
-from sftplay.plan.memory.execution import execution_of
 from sftplay.plan.memory.forecast import on_device as on_planned_device
+from sftplay.plan.memory.memory_setup import execution_of
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing import decisions
 from sftplay.plan.sizing.decisions import decide_numerics

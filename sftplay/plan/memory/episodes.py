@@ -13,8 +13,8 @@ from typing import Any
 from sftplay.config.schema.run import RunConfig
 from sftplay.config.schema.score import SEPARATE_WIDTH
 from sftplay.plan.devices.layout import OWN, Layout, layout_of
-from sftplay.plan.memory.execution import Execution
 from sftplay.plan.memory.head import reference_scores
+from sftplay.plan.memory.memory_setup import MemorySetup
 from sftplay.plan.memory.rollout import DRAW, REFERENCE, Rollout, forward_layer, newest_token
 from sftplay.plan.memory.step import (
     ALONE,
@@ -22,7 +22,7 @@ from sftplay.plan.memory.step import (
     Communication,
     Footprint,
     Size,
-    Standing,
+    StaticMemory,
     estimate,
     standing_bytes,
 )
@@ -81,7 +81,7 @@ def episodes_of(cfg: RunConfig, *, gpus: int, processes: int) -> Episodes | None
 
 
 def estimate_episodes(
-    shape: ModelShape, execution: Execution, *, episodes: Episodes, rows: int, drawn: int, world_size: int = 1
+    shape: ModelShape, execution: MemorySetup, *, episodes: Episodes, rows: int, drawn: int, world_size: int = 1
 ) -> dict[str, Footprint]:
     """Device -> bytes of every phase of one step in the steady state; of models in shards also of the start.
 
@@ -98,7 +98,7 @@ def estimate_episodes(
     return found
 
 
-def held_by(episodes: Episodes, execution: Execution) -> dict[str, list[str]]:
+def held_by(episodes: Episodes, execution: MemorySetup) -> dict[str, list[str]]:
     """Device -> the parts that lie there, as far as the run has them."""
     found: dict[str, list[str]] = {}
     for part, device in _in_use(episodes, execution).items():
@@ -112,7 +112,7 @@ def names_of(devices: Mapping[str, Any], *, is_gpu: bool) -> dict[str, Any]:
     return {own if name == OWN else name: each for name, each in devices.items()}
 
 
-def _in_use(episodes: Episodes, execution: Execution) -> dict[str, str]:
+def _in_use(episodes: Episodes, execution: MemorySetup) -> dict[str, str]:
     unused = set()
     if not episodes.has_guide:
         unused |= {"guide", "value"}
@@ -128,7 +128,7 @@ class _On:
     """One device of a run."""
 
     shape: ModelShape
-    execution: Execution
+    execution: MemorySetup
     episodes: Episodes
     device: str
     world_size: int
@@ -157,19 +157,19 @@ class _On:
     def _is_separate(self) -> bool:
         return self.episodes.has_guide and (self.episodes.layout.separates or self.execution.trains_all)
 
-    def _one(self) -> Standing:
+    def _one(self) -> StaticMemory:
         """What this device holds of a single model."""
         one = standing_bytes(self.shape, self.execution)
         parts = self.world_size if self.episodes.layout.is_split else 1
-        return Standing(**{name: size / parts for name, size in vars(one).items()})
+        return StaticMemory(**{name: size / parts for name, size in vars(one).items()})
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> StaticMemory:
         """Weights, gradients and moments of all models on this device, without the reference."""
         one, episodes = self._one(), self.episodes
         holds = {"solver": self._holds("solver"), "guide": self._holds("guide")}
         learns = holds["solver"] + (holds["guide"] and episodes.guide_learns)
         bases = holds["solver"] + (holds["guide"] and self._is_separate())
-        return Standing(
+        return StaticMemory(
             weights=bases * one.weights,
             adapters=sum(holds.values()) * one.adapters,
             gradients=learns * one.gradients,
@@ -234,7 +234,7 @@ class _On:
         learned = estimate(self.shape, self.execution, size=size, standing=standing).phases
         return {name: {**parts, **beside} for name, parts in learned.items()}
 
-    def _learning_in_shards(self, size: Size, standing: Standing) -> dict[str, dict[str, float]]:
+    def _learning_in_shards(self, size: Size, standing: StaticMemory) -> dict[str, dict[str, float]]:
         """The same where weights are gathered for each pass."""
         computed, gathered = self._computing(), self._gathered()
         learned = estimate(self.shape, computed, size=size, standing=standing, communication=gathered).phases
@@ -245,7 +245,7 @@ class _On:
         found["layer"][SHARDING] += head + gathered.ahead
         return found
 
-    def _computing(self) -> Execution:
+    def _computing(self) -> MemorySetup:
         """Shards are gathered in the precision that computes: there is no rounded copy beside them."""
         each = self.execution.compute_bytes if self.episodes.layout.is_split else None
         return replace(self.execution, weight_bytes=each, stream_bytes=each) if each else self.execution

@@ -10,13 +10,13 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.plan.devices.layout import OWN
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
 from sftplay.plan.memory.episodes import Episodes, episodes_of, estimate_episodes, fullest, names_of
-from sftplay.plan.memory.execution import Execution, execution_of, workspace_bytes
 from sftplay.plan.memory.head import gpu_chunk_tokens
+from sftplay.plan.memory.memory_setup import MemorySetup, execution_of, workspace_bytes
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.rollout import Rollout, estimate_rollout, rollout_of
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
 from sftplay.plan.memory.sharding import DeviceShare, Strategy, loading_bytes, share_of
-from sftplay.plan.memory.step import Footprint, Size, Standing, estimate, standing_bytes
+from sftplay.plan.memory.step import Footprint, Size, StaticMemory, estimate, standing_bytes
 from sftplay.plan.shape.model_shape import ModelShape
 
 Verdict = Literal["fits", "tight", "does_not_fit"]
@@ -35,7 +35,7 @@ class Setting:
     """What a forecast is about: a model, the code that runs, and where."""
 
     shape: ModelShape
-    execution: Execution
+    execution: MemorySetup
     device: Device
     strategy: Strategy = "single"
     world_size: int = 1
@@ -156,7 +156,7 @@ def forecast(setting: Setting, size: Size, *, drawn: int = 1) -> Forecast:
     return _with_loading(Forecast(setting, size, footprint, round(share.host)), standing, share=share)
 
 
-def _with_loading(seen: Forecast, standing: Standing, *, share: DeviceShare) -> Forecast:
+def _with_loading(seen: Forecast, standing: StaticMemory, *, share: DeviceShare) -> Forecast:
     """The forecast with the phase before the first step, where processes split the weights.
 
     FSDP can split a model that lies in the host's memory. It does so where the whole model would not fit the device.
@@ -212,7 +212,7 @@ def setting_of(
     )
 
 
-def on_device(execution: Execution, shape: ModelShape, *, device: Device) -> Execution:
+def on_device(execution: MemorySetup, shape: ModelShape, *, device: Device) -> MemorySetup:
     """The execution as it runs on that device.
 
     From capability 8.0 on, padded rows of a plain decoder in 16 bits need no mask (`tasks.step.isolation`).

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sftplay.plan.memory.execution import Execution
 from sftplay.plan.memory.layer import FP32, norm_kept, norm_out_bytes
+from sftplay.plan.memory.memory_setup import MemorySetup
 from sftplay.plan.shape.model_shape import ModelShape
 
 MOST_CHUNK_TOKENS, MOST_CHUNK_SCORES = 2048, 2**27
@@ -37,7 +37,7 @@ def gpu_chunk_tokens(vocab: int) -> int:
     return max(256, min(MOST_CHUNK_TOKENS, MOST_CHUNK_SCORES // vocab // 256 * 256))
 
 
-def head_in_forward(shape: ModelShape, execution: Execution, *, tokens: int, labelled: int) -> float:
+def head_in_forward(shape: ModelShape, execution: MemorySetup, *, tokens: int, labelled: int) -> float:
     """Bytes alive when the loss has just been computed, for `tokens` of which `labelled` carry a label."""
     out = norm_out_bytes(shape, execution)
     norm = tokens * (norm_kept(shape, execution) + out * shape.hidden)
@@ -54,7 +54,7 @@ def head_in_forward(shape: ModelShape, execution: Execution, *, tokens: int, lab
     return norm + _rounded_head(shape, execution) + copied_end(shape, execution) + scores
 
 
-def head_in_backward(shape: ModelShape, execution: Execution, *, tokens: int, labelled: int) -> float:
+def head_in_backward(shape: ModelShape, execution: MemorySetup, *, tokens: int, labelled: int) -> float:
     """Bytes alive in the loss's backward, or in that of the head's own weight where it trains."""
     norm = tokens * norm_kept(shape, execution)
     if execution.head == "tiled":
@@ -90,12 +90,12 @@ def head_in_backward(shape: ModelShape, execution: Execution, *, tokens: int, la
     return norm + max(so_far + max(loss, product, cast), 3 * so_far + _kept_for_chunks(shape, labelled))
 
 
-def copied_end(shape: ModelShape, execution: Execution) -> float:
+def copied_end(shape: ModelShape, execution: MemorySetup) -> float:
     """The copy of the head, or of the embedding, into which rows of new tokens are put; its gradient is as large."""
     return float(shape.vocab * shape.hidden * execution.weight_bytes) if execution.trains_rows else 0.0
 
 
-def _scores(shape: ModelShape, execution: Execution, *, labelled: int, per_score: int, in_chunk: int) -> float:
+def _scores(shape: ModelShape, execution: MemorySetup, *, labelled: int, per_score: int, in_chunk: int) -> float:
     """Of the scores over the vocabulary that exist at once, with what a chunked loss keeps for all tokens.
 
     `in_chunk` is the bytes of a score in a chunk, whose 16-bit scores are gone by then.
@@ -119,13 +119,13 @@ def _scores(shape: ModelShape, execution: Execution, *, labelled: int, per_score
     )
 
 
-def reference_scores(shape: ModelShape, execution: Execution, *, tokens: int, labelled: int) -> float:
+def reference_scores(shape: ModelShape, execution: MemorySetup, *, tokens: int, labelled: int) -> float:
     """Last states and log-probabilities of a reference that compares for a model on another device."""
     states = (tokens + labelled) * shape.hidden * execution.stream_bytes
     return float(states + 2 * FP32 * _action_chunk(shape, labelled)) + _rounded_head(shape, execution)
 
 
-def _actions_in_backward(shape: ModelShape, execution: Execution, *, labelled: int) -> float:
+def _actions_in_backward(shape: ModelShape, execution: MemorySetup, *, labelled: int) -> float:
     """As in the forward pass; where the head trains, its gradient is added up over the chunks."""
     scores = _action_scores(shape, execution, labelled=labelled)
     if not execution.trains_all:
@@ -138,7 +138,7 @@ def _actions_in_backward(shape: ModelShape, execution: Execution, *, labelled: i
     return max(so_far + scores + rounded, 3 * so_far + kept)
 
 
-def _action_scores(shape: ModelShape, execution: Execution, *, labelled: int) -> float:
+def _action_scores(shape: ModelShape, execution: MemorySetup, *, labelled: int) -> float:
     """A chunk of scores, and the last states of actions, the model's and the reference's, in the order of chunks."""
     states = 2 * labelled * shape.hidden * execution.stream_bytes
     return float(ACTION_COPIES * FP32 * _action_chunk(shape, labelled) + states)
@@ -148,7 +148,7 @@ def _action_chunk(shape: ModelShape, labelled: int) -> int:
     return min(labelled, max(1, CHUNK_SCORES // shape.vocab)) * shape.vocab
 
 
-def _tiles(shape: ModelShape, execution: Execution, *, labelled: int, copies: int) -> float:
+def _tiles(shape: ModelShape, execution: MemorySetup, *, labelled: int, copies: int) -> float:
     """One tile of scores with what it is computed of, and the numbers of every token."""
     rows, columns = min(labelled, TILE_TOKENS), min(shape.vocab, TILE_VOCAB)
     out = norm_out_bytes(shape, execution)
@@ -167,7 +167,7 @@ def _kept_for_chunks(shape: ModelShape, labelled: int) -> float:
     return float(labelled * shape.hidden * FP32)
 
 
-def _rounded_for_chunks(shape: ModelShape, execution: Execution) -> float:
+def _rounded_for_chunks(shape: ModelShape, execution: MemorySetup) -> float:
     """A 16-bit head is widened to hidden states that a layer norm made fp32, and autocast rounds it back."""
     if norm_out_bytes(shape, execution) == execution.weight_bytes or execution.weight_bytes != execution.compute_bytes:
         return 0.0
@@ -181,7 +181,7 @@ def liger_chunk(shape: ModelShape, labelled: int) -> int:
     return min(labelled, 1 << (chunk - 1).bit_length() if chunk > 1 else 1)
 
 
-def _rounded_head(shape: ModelShape, execution: Execution) -> float:
+def _rounded_head(shape: ModelShape, execution: MemorySetup) -> float:
     """The head's weight as the product takes it, where autocast rounds it."""
     if not execution.has_autocast or execution.weight_bytes == execution.compute_bytes:
         return 0.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sftplay.plan.memory.execution import Execution
 from sftplay.plan.memory.lora import PairMoments, pair_input_bytes, pair_kept, pair_moments
+from sftplay.plan.memory.memory_setup import MemorySetup
 from sftplay.plan.shape.model_shape import Linear, ModelShape
 
 FP32 = 4
@@ -47,7 +47,7 @@ class LayerBytes:
         return max(self.kept + self.transient, self.kept_without_mlp + self.transient_attention)
 
 
-def layer_bytes(shape: ModelShape, execution: Execution, *, tokens: int, seq: int) -> LayerBytes:
+def layer_bytes(shape: ModelShape, execution: MemorySetup, *, tokens: int, seq: int) -> LayerBytes:
     """Bytes of one layer for a micro-batch of `tokens` in rows of `seq`."""
     mlp = _mlp_kept(shape, execution) * tokens + _fixed(shape, execution, of_mlp=True)
     rest = (_norms_kept(shape, execution) + _attention_kept(shape, execution, seq=seq)) * tokens + _fixed(
@@ -62,17 +62,17 @@ def layer_bytes(shape: ModelShape, execution: Execution, *, tokens: int, seq: in
     )
 
 
-def stream_bytes(shape: ModelShape, execution: Execution) -> int:
+def stream_bytes(shape: ModelShape, execution: MemorySetup) -> int:
     """Bytes of a number in the stream: fp32 where 4-bit layers answer a layer norm's fp32 under autocast."""
     return max(execution.stream_bytes, inner_bytes(shape, execution)) if execution.four_bit else execution.stream_bytes
 
 
-def norm_out_bytes(shape: ModelShape, execution: Execution) -> int:
+def norm_out_bytes(shape: ModelShape, execution: MemorySetup) -> int:
     """Bytes of a number that a norm writes: a layer norm writes fp32 under autocast, an RMS norm the stream's dtype."""
     return FP32 if shape.norm == "layer" and execution.has_autocast else execution.stream_bytes
 
 
-def inner_bytes(shape: ModelShape, execution: Execution) -> int:
+def inner_bytes(shape: ModelShape, execution: MemorySetup) -> int:
     """Bytes of a number that a linear writes; a 4-bit one writes its input's dtype (bitsandbytes, `Linear4bit`)."""
     into = norm_out_bytes(shape, execution)
     if execution.has_autocast and not (execution.four_bit and into == FP32):
@@ -80,7 +80,7 @@ def inner_bytes(shape: ModelShape, execution: Execution) -> int:
     return into
 
 
-def norm_kept(shape: ModelShape, execution: Execution) -> float:
+def norm_kept(shape: ModelShape, execution: MemorySetup) -> float:
     """Bytes a token that one norm over the stream keeps."""
     if shape.norm == "layer":
         # torch saves the input, which autocast has copied to fp32.
@@ -89,7 +89,7 @@ def norm_kept(shape: ModelShape, execution: Execution) -> float:
     return shape.hidden * (FP32 + trained)
 
 
-def _norms_kept(shape: ModelShape, execution: Execution) -> float:
+def _norms_kept(shape: ModelShape, execution: MemorySetup) -> float:
     per_head = 0.0
     if shape.qk_norm:
         widths = shape.heads * shape.head_dim + shape.kv_heads * shape.head_dim
@@ -97,19 +97,19 @@ def _norms_kept(shape: ModelShape, execution: Execution) -> float:
     return copies_of_stream(shape, execution) * norm_kept(shape, execution) + per_head
 
 
-def norm_moment(shape: ModelShape, execution: Execution) -> float:
+def norm_moment(shape: ModelShape, execution: MemorySetup) -> float:
     """Bytes a token that the backward of one norm over the stream holds beside what the norm kept."""
     # An RMS norm is written in elementary operations, five of whose fp32 gradients are alive at once.
     return shape.hidden * FP32 * (5 if shape.norm == "rms" else 2)
 
 
-def copies_of_stream(shape: ModelShape, execution: Execution) -> int:
+def copies_of_stream(shape: ModelShape, execution: MemorySetup) -> int:
     """Tensors that a layer's norms keep: norms of a parallel block read the same stream, and where it is fp32 they keep
     it itself and not a copy each."""
     return 1 if shape.parallel_block and stream_bytes(shape, execution) == FP32 else shape.norms_per_layer
 
 
-def _attention_kept(shape: ModelShape, execution: Execution, *, seq: int) -> float:
+def _attention_kept(shape: ModelShape, execution: MemorySetup, *, seq: int) -> float:
     inner = inner_bytes(shape, execution)
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     held = query if execution.repeats_kv or execution.attention == "eager" else keys
@@ -128,7 +128,7 @@ def _attention_kept(shape: ModelShape, execution: Execution, *, seq: int) -> flo
     return entering + leaving + saved * (2 * query + 2 * held + (query + keys if is_fused else 0)) + FP32 * shape.heads
 
 
-def _mlp_kept(shape: ModelShape, execution: Execution) -> float:
+def _mlp_kept(shape: ModelShape, execution: MemorySetup) -> float:
     linears = _linears(shape, of_mlp=True)
     entering = _inputs_kept(
         shape, execution, linears=linears, width=shape.hidden, into=norm_out_bytes(shape, execution)
@@ -137,7 +137,7 @@ def _mlp_kept(shape: ModelShape, execution: Execution) -> float:
     return entering + product + shape.mlp * _activation_kept(shape, execution)
 
 
-def _activation_kept(shape: ModelShape, execution: Execution) -> float:
+def _activation_kept(shape: ModelShape, execution: MemorySetup) -> float:
     """Per token and unit of the MLP's width; gated: what goes into the activation, what comes out, and its factor."""
     inner = inner_bytes(shape, execution)
     if shape.activation not in COMPOSED:
@@ -146,7 +146,7 @@ def _activation_kept(shape: ModelShape, execution: Execution) -> float:
     return gate + 3 * _product_bytes(shape, execution) + inner
 
 
-def _product_bytes(shape: ModelShape, execution: Execution) -> int:
+def _product_bytes(shape: ModelShape, execution: MemorySetup) -> int:
     """Bytes of a number that enters the down projection."""
     return FP32 if shape.activation in COMPOSED and execution.has_autocast else inner_bytes(shape, execution)
 
@@ -157,7 +157,7 @@ def _linears(shape: ModelShape, *, of_mlp: bool) -> list[Linear]:
 
 def _inputs_kept(
     shape: ModelShape,
-    execution: Execution,
+    execution: MemorySetup,
     *,
     linears: list[Linear],
     width: int,
@@ -197,7 +197,7 @@ def _output_projection(shape: ModelShape) -> Linear:
     return _linears(shape, of_mlp=False)[-1]
 
 
-def _fixed(shape: ModelShape, execution: Execution, *, of_mlp: bool) -> float:
+def _fixed(shape: ModelShape, execution: MemorySetup, *, of_mlp: bool) -> float:
     """Rounded copies of what trains in fp32, which autograd keeps under autocast."""
     if not execution.has_autocast or execution.trained_bytes == execution.compute_bytes:
         return 0.0
@@ -208,13 +208,13 @@ def _fixed(shape: ModelShape, execution: Execution, *, of_mlp: bool) -> float:
     return float(execution.compute_bytes * adapter.rank * widths)
 
 
-def _stream_gradient(shape: ModelShape, execution: Execution) -> float:
+def _stream_gradient(shape: ModelShape, execution: MemorySetup) -> float:
     """Per token: the gradient of the stream, and its rounded copy that enters the branch."""
     inner, stream = inner_bytes(shape, execution), stream_bytes(shape, execution)
     return shape.hidden * (stream + (inner if inner != stream else 0))
 
 
-def _mlp_transient(shape: ModelShape, execution: Execution, *, tokens: int) -> float:
+def _mlp_transient(shape: ModelShape, execution: MemorySetup, *, tokens: int) -> float:
     """The most that the MLP holds beside `kept`: when its output is made, or in that output's backward."""
     down = next(linear for linear in reversed(shape.linears) if linear.is_mlp)
     into = _product_bytes(shape, execution)
@@ -245,14 +245,14 @@ def _mlp_transient(shape: ModelShape, execution: Execution, *, tokens: int) -> f
     return max(in_forward, in_pair, in_product, in_factors, in_norm)
 
 
-def _forward_streams(shape: ModelShape, execution: Execution) -> float:
+def _forward_streams(shape: ModelShape, execution: MemorySetup) -> float:
     """Per token, while an MLP's output is made: the stream beside it, that output, and what the norm wrote."""
     inner, out = inner_bytes(shape, execution), norm_out_bytes(shape, execution)
     is_copied = execution.adapter is not None and pair_input_bytes(execution, execution.adapter, into=out) > 0
     return shape.hidden * (stream_bytes(shape, execution) + inner + (out + inner if is_copied else 0))
 
 
-def _weight_moment(execution: Execution, linear: Linear) -> float:
+def _weight_moment(execution: MemorySetup, linear: Linear) -> float:
     """Bytes made for one product with a weight: the unpacked 4-bit weight, or its gradient and that in fp32."""
     size = linear.inputs * linear.outputs
     if execution.four_bit:
@@ -267,7 +267,7 @@ def _weight_moment(execution: Execution, linear: Linear) -> float:
     return 0.0
 
 
-def _attention_transient(shape: ModelShape, execution: Execution, *, seq: int) -> float:
+def _attention_transient(shape: ModelShape, execution: MemorySetup, *, seq: int) -> float:
     """Per token: gradients of the product's inputs and output, and what its kernel sums them up in."""
     inner = inner_bytes(shape, execution)
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

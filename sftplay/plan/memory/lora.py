@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sftplay.plan.memory.execution import Adapter, Execution
+from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
 from sftplay.plan.shape.model_shape import Linear
 
 MASK = 1
 """Bytes of one element of a dropout mask."""
 
 
-def pair_input_bytes(execution: Execution, adapter: Adapter, *, into: int) -> int:
+def pair_input_bytes(execution: MemorySetup, adapter: Adapter, *, into: int) -> int:
     """Bytes of an input element that one pair keeps for itself; 0 when it shares the base's copy."""
     if execution.has_autocast:
         is_own, kept = (
@@ -25,13 +25,13 @@ def pair_input_bytes(execution: Execution, adapter: Adapter, *, into: int) -> in
     return kept if is_own else 0
 
 
-def is_cast_first(execution: Execution, adapter: Adapter, *, into: int) -> bool:
+def is_cast_first(execution: MemorySetup, adapter: Adapter, *, into: int) -> bool:
     """Whether PEFT turns a pair's input into the pair's dtype first; not beside a 4-bit base under autocast
     (peft 0.21, `lora/bnb.py`, `requires_conversion`)."""
     return adapter.weight_bytes != into and not (execution.four_bit and execution.has_autocast)
 
 
-def pair_kept(execution: Execution, adapter: Adapter, *, linear: Linear, into: int) -> float:
+def pair_kept(execution: MemorySetup, adapter: Adapter, *, linear: Linear, into: int) -> float:
     """Bytes a token kept beside the input: the narrow product, and DoRA's two wide ones."""
     narrow = execution.compute_bytes if execution.has_autocast else adapter.weight_bytes
     wide = (into if not execution.has_autocast else execution.compute_bytes) + narrow
@@ -48,7 +48,7 @@ class PairMoments:
     """Of what was kept, gone when the output projection has been differentiated."""
 
 
-def pair_moments(execution: Execution, adapter: Adapter, *, into: int, is_fused: bool) -> PairMoments:
+def pair_moments(execution: MemorySetup, adapter: Adapter, *, into: int, is_fused: bool) -> PairMoments:
     """Around a pair whose input is `into` bytes an element: its casts, dropout, and their way back."""
     own = pair_input_bytes(execution, adapter, into=into)
     narrow = execution.compute_bytes if execution.has_autocast else adapter.weight_bytes

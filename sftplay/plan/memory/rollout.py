@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.execution import Execution, trained_params
 from sftplay.plan.memory.head import head_in_forward
 from sftplay.plan.memory.layer import FP32, inner_bytes, stream_bytes
+from sftplay.plan.memory.memory_setup import MemorySetup, trained_params
 from sftplay.plan.memory.sharding import HALF, DeviceShare, Strategy
 from sftplay.plan.memory.step import (
     MASK_BYTES,
@@ -113,14 +113,14 @@ def rollout_of(cfg: RunConfig, *, device_bytes: int, completions: int = 1, micro
     )
 
 
-def cache_bytes(shape: ModelShape, execution: Execution, *, completions: int, tokens: int) -> int:
+def cache_bytes(shape: ModelShape, execution: MemorySetup, *, completions: int, tokens: int) -> int:
     """Keys and values of all layers for every completion at its longest."""
     return completions * tokens * 2 * shape.layers * _keys_bytes(shape, execution)
 
 
 def estimate_rollout(
     shape: ModelShape,
-    execution: Execution,
+    execution: MemorySetup,
     *,
     rollout: Rollout,
     share: DeviceShare | None = None,
@@ -163,7 +163,7 @@ def estimate_rollout(
     return Footprint(phases)
 
 
-def _drawing(shape: ModelShape, execution: Execution, *, rollout: Rollout) -> dict[str, float]:
+def _drawing(shape: ModelShape, execution: MemorySetup, *, rollout: Rollout) -> dict[str, float]:
     """What drawing adds to what is always held: the newest token at full length, or the prompts at the beginning."""
     if rollout.engine.startswith("vllm"):
         return {ENGINE: float(rollout.engine_bytes)}
@@ -171,7 +171,7 @@ def _drawing(shape: ModelShape, execution: Execution, *, rollout: Rollout) -> di
     return newest_token(shape, execution, rollout=rollout, score_bytes=score)
 
 
-def newest_token(shape: ModelShape, execution: Execution, *, rollout: Rollout, score_bytes: int) -> dict[str, float]:
+def newest_token(shape: ModelShape, execution: MemorySetup, *, rollout: Rollout, score_bytes: int) -> dict[str, float]:
     """Of transformers' generation: the newest token at full length, or the prompts at the beginning.
 
     `score_bytes` are those of a score of the newest token in all its copies.
@@ -193,7 +193,7 @@ def newest_token(shape: ModelShape, execution: Execution, *, rollout: Rollout, s
     return max(late, early, key=lambda parts: sum(parts.values()))
 
 
-def _scoring(shape: ModelShape, execution: Execution, *, size: Size) -> dict[str, float]:
+def _scoring(shape: ModelShape, execution: MemorySetup, *, size: Size) -> dict[str, float]:
     """A micro-batch through the model without gradients."""
     labelled = size.tokens if size.labelled is None else size.labelled
     head = head_in_forward(shape, execution, tokens=size.tokens, labelled=labelled) + _rounded(shape, execution)
@@ -201,7 +201,7 @@ def _scoring(shape: ModelShape, execution: Execution, *, size: Size) -> dict[str
     return max({"head": head}, {"layer": layer}, key=lambda parts: sum(parts.values()))
 
 
-def forward_layer(shape: ModelShape, execution: Execution, *, rows: int, seq: int) -> float:
+def forward_layer(shape: ModelShape, execution: MemorySetup, *, rows: int, seq: int) -> float:
     """One layer at work without gradients: its MLP, its attention or one of its norms, and the streams beside it."""
     inner, query = inner_bytes(shape, execution), shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
@@ -215,12 +215,12 @@ def forward_layer(shape: ModelShape, execution: Execution, *, rows: int, seq: in
     return float(rows * seq * token + mask)
 
 
-def _keys_bytes(shape: ModelShape, execution: Execution) -> int:
+def _keys_bytes(shape: ModelShape, execution: MemorySetup) -> int:
     """A token's keys of one layer; its values are as large."""
     return shape.kv_heads * shape.head_dim * inner_bytes(shape, execution)
 
 
-def _rounded(shape: ModelShape, execution: Execution) -> float:
+def _rounded(shape: ModelShape, execution: MemorySetup) -> float:
     """16-bit copies of what trains, which autocast keeps until a forward pass ends."""
     if not execution.has_autocast or execution.trained_bytes == execution.compute_bytes:
         return 0.0
@@ -228,7 +228,7 @@ def _rounded(shape: ModelShape, execution: Execution) -> float:
     return float(execution.compute_bytes * (all_weights if execution.trains_all else trained_params(shape, execution)))
 
 
-def _reference(shape: ModelShape, execution: Execution, *, strategy: Strategy, world_size: int) -> float:
+def _reference(shape: ModelShape, execution: MemorySetup, *, strategy: Strategy, world_size: int) -> float:
     """The frozen model: a second copy of all weights, or of the adapter that the run began with."""
     standing = standing_bytes(shape, execution)
     if not execution.trains_all:

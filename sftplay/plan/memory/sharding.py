@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from sftplay.plan.memory.execution import Execution, trained_params
-from sftplay.plan.memory.step import ALONE, SHARDING, Communication, Standing
+from sftplay.plan.memory.memory_setup import MemorySetup, trained_params
+from sftplay.plan.memory.step import ALONE, SHARDING, Communication, StaticMemory
 from sftplay.plan.shape.model_shape import ModelShape
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "zero2_offload", "zero3_offload", "fsdp_offload"]
@@ -31,13 +31,13 @@ PINNED = 1.5
 class DeviceShare:
     """One device's part: what it holds throughout a step, what communication adds, and what lies on the host."""
 
-    standing: Standing
+    standing: StaticMemory
     communication: Communication = ALONE
     host: float = 0.0
 
 
 def share_of(
-    shape: ModelShape, execution: Execution, *, standing: Standing, strategy: Strategy, world_size: int
+    shape: ModelShape, execution: MemorySetup, *, standing: StaticMemory, strategy: Strategy, world_size: int
 ) -> DeviceShare:
     """The part of one of `world_size` devices under `strategy`."""
     if strategy == "single":
@@ -52,9 +52,9 @@ def share_of(
 
 def loading_bytes(
     shape: ModelShape,
-    execution: Execution,
+    execution: MemorySetup,
     *,
-    standing: Standing,
+    standing: StaticMemory,
     share: DeviceShare,
     strategy: Strategy,
     is_on_host: bool = False,
@@ -80,7 +80,7 @@ def loading_bytes(
 
 
 def _zero(
-    shape: ModelShape, execution: Execution, *, standing: Standing, strategy: Strategy, world_size: int
+    shape: ModelShape, execution: MemorySetup, *, standing: StaticMemory, strategy: Strategy, world_size: int
 ) -> DeviceShare:
     stage, to_host = int(strategy[4]), strategy.endswith("offload")
     trained = trained_params(shape, execution)
@@ -103,24 +103,24 @@ def _zero(
         host, optimizer = PINNED * (optimizer + trained * FP32 / world_size), 0.0
         if stage == 3:
             host, weights, adapters = host + PINNED * (weights + adapters), 0.0, 0.0
-    return DeviceShare(Standing(weights + scales, adapters, gradients, optimizer), communication, host)
+    return DeviceShare(StaticMemory(weights + scales, adapters, gradients, optimizer), communication, host)
 
 
 def _fsdp(
-    shape: ModelShape, execution: Execution, *, standing: Standing, world_size: int, to_host: bool
+    shape: ModelShape, execution: MemorySetup, *, standing: StaticMemory, world_size: int, to_host: bool
 ) -> DeviceShare:
     scales = _scales(shape, execution)
     codes = standing.weights - scales
     gathered = _gathered(
         shape, execution.compute_bytes, weights=codes, elsewhere=standing.weights * (1 - 1 / world_size)
     )
-    parts = Standing(*(part / world_size for part in vars(replace(standing, weights=codes)).values()))
+    parts = StaticMemory(*(part / world_size for part in vars(replace(standing, weights=codes)).values()))
     if not to_host:
         return DeviceShare(replace(parts, weights=parts.weights + scales), gathered)
-    return DeviceShare(Standing(scales, 0.0, 0.0, 0.0), gathered, PINNED * sum(vars(parts).values()))
+    return DeviceShare(StaticMemory(scales, 0.0, 0.0, 0.0), gathered, PINNED * sum(vars(parts).values()))
 
 
-def _scales(shape: ModelShape, execution: Execution) -> float:
+def _scales(shape: ModelShape, execution: MemorySetup) -> float:
     """What is whole on every device: shards are of parameters, and the scales of 4-bit weights are none
     (bitsandbytes, `Params4bit.quant_state`)."""
     return shape.linear_params * execution.scale_bytes

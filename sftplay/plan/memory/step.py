@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sftplay.plan.memory.execution import Execution, trained_params
 from sftplay.plan.memory.head import copied_end, head_in_backward, head_in_forward
 from sftplay.plan.memory.layer import FP32, copies_of_stream, layer_bytes, norm_kept, norm_moment, stream_bytes
+from sftplay.plan.memory.memory_setup import MemorySetup, trained_params
 from sftplay.plan.shape.model_shape import ModelShape
 
 MASK_BYTES = 1
@@ -54,7 +54,7 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class Standing:
+class StaticMemory:
     """Bytes that are held throughout a step."""
 
     weights: float
@@ -81,11 +81,11 @@ ALONE = Communication()
 SHARDING = "buckets and sharding"
 
 
-def standing_bytes(shape: ModelShape, execution: Execution) -> Standing:
+def standing_bytes(shape: ModelShape, execution: MemorySetup) -> StaticMemory:
     """Weights, adapters, gradients and optimizer state of a model that one device holds alone."""
     trained = trained_params(shape, execution)
     others = shape.total_params - shape.linear_params + shape.vision_params
-    return Standing(
+    return StaticMemory(
         weights=shape.linear_params * execution.linear_bytes + others * execution.weight_bytes,
         adapters=0.0 if execution.trains_all else float(trained * execution.trained_bytes),
         gradients=float(trained * execution.trained_bytes),
@@ -95,10 +95,10 @@ def standing_bytes(shape: ModelShape, execution: Execution) -> Standing:
 
 def estimate(
     shape: ModelShape,
-    execution: Execution,
+    execution: MemorySetup,
     *,
     size: Size,
-    standing: Standing | None = None,
+    standing: StaticMemory | None = None,
     communication: Communication = ALONE,
 ) -> Footprint:
     """Bytes of every phase of one optimizer step on one device, in the steady state.
@@ -127,20 +127,20 @@ def estimate(
     )
 
 
-def bias_bytes(execution: Execution) -> int:
+def bias_bytes(execution: MemorySetup) -> int:
     """Of an entry of the bias that the memory-efficient kernel makes of the mask in each layer, in its queries' dtype,
     and keeps for that layer's backward (torch, `convert_boolean_attn_mask`). transformers makes the eager one, in the
     dtype of the embeddings (`eager_mask`)."""
     return execution.weight_bytes if execution.attention == "eager" else execution.compute_bytes
 
 
-def _mask_bytes(shape: ModelShape, execution: Execution) -> int:
+def _mask_bytes(shape: ModelShape, execution: MemorySetup) -> int:
     """Of an entry of rows x tokens x tokens; under checkpointing one layer's bias lives at a time."""
     is_one = execution.attention == "eager" or execution.checkpointing
     return MASK_BYTES + bias_bytes(execution) * (1 if is_one else shape.layers)
 
 
-def kept_bytes(shape: ModelShape, execution: Execution, *, size: Size) -> float:
+def kept_bytes(shape: ModelShape, execution: MemorySetup, *, size: Size) -> float:
     """What all layers keep from forward to backward: their inputs, or with checkpointing off everything."""
     if execution.checkpointing:
         return float(shape.layers * size.tokens * shape.hidden * stream_bytes(shape, execution))
@@ -152,7 +152,7 @@ def kept_bytes(shape: ModelShape, execution: Execution, *, size: Size) -> float:
     return kept - first_norms * size.tokens * norm_kept(shape, execution)
 
 
-def _head_phase(shape: ModelShape, execution: Execution, *, size: Size, standing: Standing) -> dict[str, float]:
+def _head_phase(shape: ModelShape, execution: MemorySetup, *, size: Size, standing: StaticMemory) -> dict[str, float]:
     """The end of forward or the beginning of backward, whichever holds more."""
     labelled = size.tokens if size.labelled is None else size.labelled
     fullest = max(
@@ -164,7 +164,7 @@ def _head_phase(shape: ModelShape, execution: Execution, *, size: Size, standing
 
 
 def _layer_phase(
-    shape: ModelShape, execution: Execution, *, size: Size, standing: Standing, communication: Communication
+    shape: ModelShape, execution: MemorySetup, *, size: Size, standing: StaticMemory, communication: Communication
 ) -> dict[str, float]:
     """Backward in the layer it enters first, or in the one it leaves last: gradients grow while activations go."""
     layer = layer_bytes(shape, execution, tokens=size.tokens, seq=size.seq)
@@ -192,12 +192,12 @@ def _layer_phase(
     return {**fullest, "held scores": _held_scores(shape, execution, size=size)}
 
 
-def _held_scores(shape: ModelShape, execution: Execution, *, size: Size) -> float:
+def _held_scores(shape: ModelShape, execution: MemorySetup, *, size: Size) -> float:
     """The model's output, where the caller keeps it while backward runs through the layers."""
     return float(execution.logits_bytes * size.tokens * shape.vocab) if execution.holds_scores else 0.0
 
 
-def _embedding_moment(shape: ModelShape, execution: Execution, *, size: Size) -> float:
+def _embedding_moment(shape: ModelShape, execution: MemorySetup, *, size: Size) -> float:
     """Gradient of the stream, and of the embedding where it meets the head's before both become the tied weight's."""
     stream = float(size.tokens * shape.hidden * stream_bytes(shape, execution))
     if not execution.trains_all:
@@ -209,7 +209,7 @@ def _embedding_moment(shape: ModelShape, execution: Execution, *, size: Size) ->
     return stream + own * (shape.tied * (1 + is_view) + size.accumulates)
 
 
-def _gradients_by_then(shape: ModelShape, execution: Execution, *, gradients: float) -> tuple[float, float]:
+def _gradients_by_then(shape: ModelShape, execution: MemorySetup, *, gradients: float) -> tuple[float, float]:
     """Gradients that exist when backward is in the layer it enters first, and in the one it leaves last.
 
     The head's is the first to be made and, untied, the embedding's the last.
@@ -220,7 +220,7 @@ def _gradients_by_then(shape: ModelShape, execution: Execution, *, gradients: fl
     return gradients * head, gradients * (head + layers * (shape.layers - 1) / shape.layers)
 
 
-def _rounded_layers(shape: ModelShape, execution: Execution) -> float:
+def _rounded_layers(shape: ModelShape, execution: MemorySetup) -> float:
     """16-bit copies of what trains in the layers; autocast keeps them from their first use to the end of forward."""
     is_kept = not execution.checkpointing  # then they are among the activations
     if is_kept or not execution.has_autocast or execution.trained_bytes == execution.compute_bytes:

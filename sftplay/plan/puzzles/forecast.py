@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.execution import BYTES, Execution, workspace_bytes
 from sftplay.plan.memory.forecast import Forecast, Place, Setting
+from sftplay.plan.memory.memory_setup import BYTES, MemorySetup, workspace_bytes
 from sftplay.plan.memory.step import Size
 from sftplay.plan.puzzles.memory import PuzzleSize, collected_bytes, puzzle_footprint
 from sftplay.plan.puzzles.shape import PuzzleModelShape
@@ -17,7 +17,7 @@ def foresee_puzzles(cfg: RunConfig, shape: PuzzleModelShape, *, place: Place) ->
     compute = BYTES[str(cfg.train.precision)]
     setting = Setting(
         shape=shape,
-        execution=Execution(weight_bytes=4, compute_bytes=compute, stream_bytes=compute, checkpointing=False),
+        execution=MemorySetup(weight_bytes=4, compute_bytes=compute, stream_bytes=compute, checkpointing=False),
         device=place.device,
         strategy="ddp" if place.world_size > 1 else "single",
         world_size=place.world_size,

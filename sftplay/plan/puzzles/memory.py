@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sftplay.plan.memory.execution import WORKSPACE_BYTES
+from sftplay.plan.memory.memory_setup import WORKSPACE_BYTES
 from sftplay.plan.memory.step import Footprint
 from sftplay.plan.puzzles.weights import PuzzleShape
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sftplay.plan.memory.execution import Adapter, Execution
+from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
 from sftplay.plan.report.run_cost import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from sftplay.plan.shape.model_shape import Linear, ModelShape
 
@@ -61,7 +61,7 @@ def seen_pairs(tokens: int, window: int | None = None) -> int:
     return full * (full + 1) // 2 + (tokens - full) * full
 
 
-def model_flops(shape: ModelShape, execution: Execution) -> ModelFlops | None:
+def model_flops(shape: ModelShape, execution: MemorySetup) -> ModelFlops | None:
     """The operations of a model of this shape; None where the shape leaves parts of the model out.
 
     A product takes 2 operations a weight forward, 2 for the gradient of its input, and 2 for that of its weight where

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.execution import trained_params
 from sftplay.plan.memory.forecast import Setting
+from sftplay.plan.memory.memory_setup import trained_params
 from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.sizing.groups import completions_of_drawing
 

@@ -15,8 +15,8 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.doctor.install import is_within
 from sftplay.machine.probe import Machine
 from sftplay.machine.releases import vllm_problem
-from sftplay.plan.memory.execution import Execution
 from sftplay.plan.memory.forecast import Forecast
+from sftplay.plan.memory.memory_setup import MemorySetup
 from sftplay.plan.memory.rollout import cache_bytes
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.shape.model_shape import ModelShape
@@ -174,7 +174,7 @@ def refuse_parts(cfg: RunConfig, *, strategy: Strategy, world_size: int) -> None
             raise ConfigError(what, where=f"{cfg.origins.get(key, 'grpo')} {key}", fix=fix)
 
 
-def refuse_small_engine(cfg: RunConfig, shape: ModelShape, *, execution: Execution, device_bytes: int) -> None:
+def refuse_small_engine(cfg: RunConfig, shape: ModelShape, *, execution: MemorySetup, device_bytes: int) -> None:
     """Check that vLLM's share of a GPU holds the model and one completion.
 
     Raises:

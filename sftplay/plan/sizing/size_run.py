@@ -16,8 +16,8 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.budget import device_of
-from sftplay.plan.memory.execution import execution_of
 from sftplay.plan.memory.forecast import Forecast, Place
+from sftplay.plan.memory.memory_setup import execution_of
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
 from sftplay.plan.puzzles.forecast import foresee_puzzles

@@ -32,7 +32,7 @@ from sftplay.monitor.phases import TrackPhases
 from sftplay.monitor.profiler import ProfileSteps
 from sftplay.monitor.time_limit import StopInTime, find_deadline, process_start_s
 from sftplay.plan.devices.cards import find_card
-from sftplay.plan.memory.execution import execution_of
+from sftplay.plan.memory.memory_setup import execution_of
 from sftplay.plan.report.flops import ModelFlops, model_flops
 from sftplay.plan.shape.from_config import shape_from_config
 from sftplay.tasks.run.checkpointing import MarkComplete, accept_numbered_cpus, choose_checkpoint

@@ -71,7 +71,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Execution:
+class MemorySetup:
     """The code that runs. Every byte of a plan follows from it, a shape and a size."""
 
     weight_bytes: int
@@ -162,7 +162,7 @@ class Execution:
         return STATE_BYTES[self.optimizer] * self.trained_bytes
 
 
-def trained_params(shape: ModelShape, execution: Execution) -> int:
+def trained_params(shape: ModelShape, execution: MemorySetup) -> int:
     """Weights that train: all of the model's, or the pairs (and DoRA's magnitudes) of the adapter."""
     adapter = execution.adapter
     if adapter is None:
@@ -195,7 +195,7 @@ OPTIMIZERS: dict[OptimizerName, Optimizer] = {
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def execution_of(cfg: RunConfig) -> Execution:
+def execution_of(cfg: RunConfig) -> MemorySetup:
     """The execution of a config in which precision, attention, loss head and optimizer are decided."""
     mode, train = cfg.tuning.mode, cfg.train
     compute = BYTES[str(train.precision)]
@@ -203,7 +203,7 @@ def execution_of(cfg: RunConfig) -> Execution:
     # A padded batch needs a mask, with which transformers copies grouped keys and values out to the heads. Before
     # capability 8.0 and in fp32 they are copied without a mask too (`model.weights.repeat_shared_keys`).
     is_masked = cfg.model.attn not in FLASH_KERNELS
-    return Execution(
+    return MemorySetup(
         weight_bytes=weights,
         compute_bytes=compute,
         stream_bytes=weights,
