@@ -151,7 +151,7 @@ PATHS = """## The path of a config value
    `data/encode/labels.py` makes token ids and labels of it.
 4. `data/prepare/one_pass.py` does this in worker processes, counts every record and keeps the rows on disk.
 5. `data/pipeline.py` hands them to the task, in the order of `data/order.py`.
-6. `tasks/step/window.py` gets a rank's rows of one optimizer step, `tasks/step/micro_batches.py` cuts them.
+6. `tasks/step/exact_batch.py` gets a rank's rows of one optimizer step, `tasks/step/micro_batches.py` cuts them.
 
 ## The path of a document
 
@@ -163,7 +163,7 @@ PATHS = """## The path of a config value
 
 ## The path of an out-of-memory event
 
-1. `tasks/step/window.py` catches it in a micro-batch; all ranks agree by `monitor/out_of_memory.py`.
+1. `tasks/step/exact_batch.py` catches it in a micro-batch; all ranks agree by `monitor/out_of_memory.py`.
 2. `tasks/step/replay.py` runs the same rows again in smaller micro-batches and writes an event.
 3. Where a step cannot be run again, the run ends with code 3 and the size to go on with. `control/start.py` starts it
    again from its last checkpoint.

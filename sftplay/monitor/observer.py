@@ -28,7 +28,7 @@ class TrainerView(Protocol):
 
 
 class StepTrainer(TrainerView, Protocol):
-    """A trainer that also knows the rows and counts of its last step (`tasks.step.window`)."""
+    """A trainer that also knows the rows and counts of its last step (`tasks.step.exact_batch`)."""
 
     heartbeat: Heartbeat
     counts: StepCounts

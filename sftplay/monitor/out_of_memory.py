@@ -1,6 +1,6 @@
 """Running out of memory: how all ranks learn of it, how it is undone and explained.
 
-The window runs the rows again (`tasks.step.window`).
+The window runs the rows again (`tasks.step.exact_batch`).
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from sftplay.model.unsloth_model import check_arguments
 from sftplay.tasks.run.fingerprint import recipe_of
 from sftplay.tasks.run.setup import on_one_gpu
 from sftplay.tasks.run.task import Rows, TrainerParts
+from sftplay.tasks.step.exact_batch import ExactBatchMixin
 from sftplay.tasks.step.micro_batches import Collator
-from sftplay.tasks.step.window import Window
 
 
-class WindowedSFTTrainer(Window, SFTTrainer):
+class WindowedSFTTrainer(ExactBatchMixin, SFTTrainer):
     """TRL's trainer with the kit's window."""
 
 

@@ -19,8 +19,8 @@ from sftplay.monitor.interval import CostModel, RankShare, describe_ranks, descr
 from sftplay.monitor.metrics import MetricsWriter, compare_memory, memory_fields
 from sftplay.monitor.out_of_memory import held_bytes
 from sftplay.monitor.phases import TrackPhases
+from sftplay.tasks.step.exact_batch import StepCounts
 from sftplay.tasks.step.micro_batches import Collator, MicroBatcher
-from sftplay.tasks.step.window import StepCounts
 
 GIB = 2**30
 ROWS = [

@@ -22,7 +22,7 @@ from small_run import write_small_run
 from sftplay.data.mix import load
 from sftplay.data.mix.mixture import Mixture, source_and_block
 from sftplay.monitor.checkpoints import read_marker
-from sftplay.tasks.step.window import Window
+from sftplay.tasks.step.exact_batch import ExactBatchMixin
 from tests.tasks.test_resume import assert_equal
 
 WORDS = ["river", "stone", "lamp", "garden", "winter", "bread", "music", "copper"]
@@ -72,14 +72,14 @@ def received() -> list[list[dict[str, Any]]]:
 def finished(
     inputs: Inputs, mixture: dict[str, Any], received: list[Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Finished:
-    real = Window._run_micro_batch
+    real = ExactBatchMixin._run_micro_batch
 
     def keep(self: Any, model: Any, micro_batch: Any, *, n_items: Any) -> Any:
         source, loss = real(self, model, micro_batch, n_items=n_items)
         received.append({**micro_batch, "loss_sum": float(loss.double() * n_items)})
         return source, loss
 
-    with patch.object(Window, "_run_micro_batch", keep):
+    with patch.object(ExactBatchMixin, "_run_micro_batch", keep):
         return train(tmp_path_factory.mktemp("finished"), inputs, **mixture)
 
 

@@ -14,8 +14,8 @@ from transformers import GenerationMixin
 
 from sftplay.errors import RunError
 from sftplay.tasks.run.preflight import find_other_sizes
+from sftplay.tasks.step.exact_batch import ExactBatchMixin
 from sftplay.tasks.step.micro_batches import MicroBatcher
-from sftplay.tasks.step.window import Window
 
 SIZES = {"batch_size": 2, "grad_accum": 4, "effective_batch_size": 8, "world_size": 1}
 
@@ -31,14 +31,14 @@ def test_micro_batches_that_run_have_the_rows_and_the_number_that_the_plan_says(
     tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
 ):
     ran: list[int] = []
-    compute = Window.compute_loss
+    compute = ExactBatchMixin.compute_loss
 
-    def count(self: Window, model: Any, micro_batch: Any, *more: Any, **named: Any) -> Any:
+    def count(self: ExactBatchMixin, model: Any, micro_batch: Any, *more: Any, **named: Any) -> Any:
         if model.training:
             ran.append(len(micro_batch["input_ids"]))
         return compute(self, model, micro_batch, *more, **named)
 
-    monkeypatch.setattr(Window, "compute_loss", count)
+    monkeypatch.setattr(ExactBatchMixin, "compute_loss", count)
     cfg, folder = planned_run(tmp_path, inputs)
     done = train_in(cfg, folder)
     assert ran == [SIZES["batch_size"]] * SIZES["grad_accum"] * 2

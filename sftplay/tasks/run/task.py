@@ -118,7 +118,7 @@ class Task(Protocol):
         """Measure `model` on the held-out rows and write `path` (eval/before.json or after.json); on the main rank."""
 
     def build_trainer(self, parts: TrainerParts) -> Any:
-        """A Trainer that is a `StepTrainer`, most simply one whose class begins with `Window`.
+        """A Trainer that is a `StepTrainer`, most simply one whose class begins with `ExactBatchMixin`.
 
         A callback that the task adds is attached if it is an `Observer`.
         """

@@ -48,8 +48,8 @@ else:
     Base = object
 
 
-class Window(Base):
-    """Mixed in before a TRL trainer: `class WindowedSFTTrainer(Window, SFTTrainer)`. The rest goes to that trainer."""
+class ExactBatchMixin(Base):
+    """Mixed in before a TRL trainer: `class WindowedSFTTrainer(ExactBatchMixin, SFTTrainer)`. The rest goes to that trainer."""
 
     def __init__(self, step: StepSetup, *, model: Any, **named: Any) -> None:
         # TRL makes the adapter of a 4-bit base bf16.
