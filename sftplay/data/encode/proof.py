@@ -27,7 +27,7 @@ SHOWN_CHARACTERS = 600
 
 
 @dataclass(frozen=True)
-class Proven:
+class MaskMethod:
     """What was found out about a template."""
 
     traits: TemplateTraits
@@ -42,7 +42,7 @@ class Proven:
     """True when the template writes a turn differently if others follow it. Every turn is then its own example."""
 
 
-def prove_masks(writer: Writer, template: ChatTemplate, *, samples: Sequence[Chat]) -> Proven:
+def verify_masks(writer: Writer, template: ChatTemplate, *, samples: Sequence[Chat]) -> MaskMethod:
     """The first of markers, sentinels and prefixes that holds on every probe chat and on one sample at least.
 
     One sample that holds is enough. Samples that fail are refused one by one when they are rendered.
@@ -68,7 +68,7 @@ class _Trial:
         self._writer, self._template = writer, template
         self._finder = TurnFinder(template, writer.vocabulary.special_tokens)
 
-    def outcome(self, opening: str, samples: Sequence[Chat]) -> tuple[Proven | None, list[str]]:
+    def outcome(self, opening: str, samples: Sequence[Chat]) -> tuple[MaskMethod | None, list[str]]:
         """What holds with answers that begin with `opening`, or what is wrong with each method."""
         probes = [probe for probe in self._guarded(probe_chats(self._template, opening)) if self._accepts(probe)]
         calls = [probe for probe in self._guarded(tool_probe_chats()) if self._accepts(probe)]
@@ -82,7 +82,7 @@ class _Trial:
             calls and self._template.has_marks and not self._fault("markers", calls, samples=[], rewrites=rewrites)
         )
         tool_method: Method = "markers" if by_markers else "prefixes"
-        return Proven(self._finder.template.traits, self._finder.ends, method, tool_method, rewrites), []
+        return MaskMethod(self._finder.template.traits, self._finder.ends, method, tool_method, rewrites), []
 
     def refusal(self, sample: Chat, faults: list[str]) -> DataError:
         """The error for a template that no method holds for."""

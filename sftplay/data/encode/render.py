@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from sftplay.data.encode.labels import Placed, Rendered, labelled
-from sftplay.data.encode.proof import Proven, prove_masks
+from sftplay.data.encode.proof import MaskMethod, verify_masks
 from sftplay.data.encode.vocabulary import SpecialTokens, Vocabulary
 from sftplay.data.encode.writer import NOWHERE, Writer
 from sftplay.data.records import Chat, Message, Record, Text
@@ -40,7 +40,7 @@ class Recipe:
     template: str | None
     """The chat template's text; None where only texts are rendered."""
 
-    proven: Proven | None
+    proven: MaskMethod | None
 
 
 class Renderer:
@@ -50,7 +50,7 @@ class Renderer:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, template: str | None, *, proven: Proven | None, tokenizer: Any = None
+        self, vocabulary: Vocabulary, template: str | None, *, proven: MaskMethod | None, tokenizer: Any = None
     ) -> None:
         self.tokenizer = tokenizer
         """The transformers tokenizer it was proven with; None in a renderer made from a recipe."""
@@ -82,7 +82,7 @@ class Renderer:
             chats = _rendered_in_time(compiled, [sample for sample in samples if isinstance(sample, Chat)])
             with limited():
                 try:
-                    proven = prove_masks(Writer(vocabulary), compiled, samples=chats)
+                    proven = verify_masks(Writer(vocabulary), compiled, samples=chats)
                 except DataError as error:
                     raise (_endless() if is_used() else error) from None
         return cls(vocabulary, template, proven=proven, tokenizer=tokenizer)
