@@ -21,12 +21,12 @@ from sftplay.config.schema.score import ScoreConfig
 from sftplay.errors import ConfigError
 from sftplay.plan.devices.layout import layout_of
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
-from sftplay.tasks.score.gradients.lesson import guide_learns
+from sftplay.tasks.score.gradients.policy_update import guide_learns
 from sftplay.tasks.score.gradients.update import Batch, Update
 from sftplay.tasks.score.learning.credit import Outcome, credit_of
 from sftplay.tasks.score.learning.schedule import kl_coefficients, stage_of
 from sftplay.tasks.score.learning.value import SeparateValue, ValueHead
-from sftplay.tasks.score.problems import Dealing
+from sftplay.tasks.score.problems import MinibatchSchedule
 
 Check = Callable[[Any], None]
 
@@ -256,9 +256,9 @@ def check_evaluation(bench: Any) -> None:
     assert asked == [once, once, {"n": 6, "temperature": 0.5}, once]
 
 
-def dealt(score: ScoreConfig) -> Dealing:
+def dealt(score: ScoreConfig) -> MinibatchSchedule:
     """How a drawing of four episodes is dealt."""
-    return Dealing(step_episodes=4, portions=score.steps_per_generation, passes=score.num_iterations)
+    return MinibatchSchedule(step_episodes=4, portions=score.steps_per_generation, passes=score.num_iterations)
 
 
 def check_update(key: str, *values: Any, **usual: Any) -> Check:

@@ -22,8 +22,8 @@ from sftplay.monitor.metrics import gather_objects
 from sftplay.tasks.score.episodes.drawing import Action
 from sftplay.tasks.score.episodes.judge import Verdict
 from sftplay.tasks.score.episodes.play import Episode
-from sftplay.tasks.score.gradients.lesson import Played
-from sftplay.tasks.score.learning.credit import Credit
+from sftplay.tasks.score.gradients.policy_update import Played
+from sftplay.tasks.score.learning.credit import Advantages
 
 FILE = "episodes.json"
 
@@ -33,7 +33,7 @@ class Drawing(NamedTuple):
 
     number: int
     played: Played
-    credit: Credit
+    credit: Advantages
 
 
 def save_drawing(drawing: Drawing, checkpoint: Path) -> None:
@@ -97,11 +97,11 @@ def _plain(value: Any) -> Any:
     return [each.tolist() for each in value] if isinstance(value, tuple) else value
 
 
-def _credit(kept: dict[str, Any]) -> Credit:
+def _credit(kept: dict[str, Any]) -> Advantages:
     def tensor(values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.float32)
 
-    return Credit(
+    return Advantages(
         first=None if kept["first"] is None else tensor(kept["first"]),
         second=tensor(kept["second"]),
         guide=tensor(kept["guide"]),

@@ -40,7 +40,7 @@ class EpisodeRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dealing:
+class MinibatchSchedule:
     """Which episodes of a drawing each of its optimizer steps learns from."""
 
     step_episodes: int
@@ -55,7 +55,7 @@ class Dealing:
     seed: int = 0
 
     @classmethod
-    def of(cls, cfg: RunConfig) -> Dealing:
+    def of(cls, cfg: RunConfig) -> MinibatchSchedule:
         """That of a run."""
         score, episodes = cfg.score, cfg.train.effective_batch_size
         return cls(
@@ -96,7 +96,7 @@ class Dealing:
 class StepRows:
     """The episodes of all optimizer steps, one step after the other."""
 
-    def __init__(self, episodes: EpisodeRows, *, dealing: Dealing, steps: int) -> None:
+    def __init__(self, episodes: EpisodeRows, *, dealing: MinibatchSchedule, steps: int) -> None:
         self.episodes, self.dealing = episodes, dealing
         self._length = steps * dealing.step_episodes
 
@@ -116,7 +116,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 def run_order(cfg: RunConfig, prompts: Prompts) -> tuple[StepRows, RowOrder]:
     """The episodes of the whole run, and what a run's set-up needs to know of them."""
-    score, n, dealing = cfg.score, len(prompts.train), Dealing.of(cfg)
+    score, n, dealing = cfg.score, len(prompts.train), MinibatchSchedule.of(cfg)
     steps = cfg.train.max_steps or score.stage1_steps + score.stage2_steps
     at_once = dealing.episodes // score.episodes_per_problem
     order = training_order(n, math.ceil(steps / dealing.steps) * at_once, seed=cfg.seed)

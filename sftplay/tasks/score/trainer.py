@@ -30,14 +30,14 @@ from sftplay.tasks.score.episodes.drawing import padded_tokens
 from sftplay.tasks.score.episodes.judge import EpisodeJudge, describe, of_all_ranks
 from sftplay.tasks.score.episodes.play import Episode, Player
 from sftplay.tasks.score.episodes.samples import keep_episodes
-from sftplay.tasks.score.gradients.lesson import Lesson, Played, actions_of
+from sftplay.tasks.score.gradients.policy_update import Played, PolicyUpdate, actions_of
 from sftplay.tasks.score.gradients.update import Batch
 from sftplay.tasks.score.kept_episodes import Drawing, load_drawing, save_drawing
 from sftplay.tasks.score.kept_weights import load_weights, save_weights
-from sftplay.tasks.score.learning.credit import Credit
+from sftplay.tasks.score.learning.credit import Advantages
 from sftplay.tasks.score.learning.critic import soft_update
 from sftplay.tasks.score.learning.schedule import rates_of
-from sftplay.tasks.score.problems import Dealing
+from sftplay.tasks.score.problems import MinibatchSchedule
 from sftplay.tasks.step.gradient_average import average_gradients
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.tasks.step.replay import StepSetup
@@ -63,7 +63,7 @@ class EpisodeTrainer(Trainer):
         self.beside = {"guide": cast.models["guide"]} if cast.is_separate else {}
         """Models of the result that are not the Trainer's."""
 
-        self.questions, self.heartbeat, self.dealing = questions, step.heartbeat, Dealing.of(cfg)
+        self.questions, self.heartbeat, self.dealing = questions, step.heartbeat, MinibatchSchedule.of(cfg)
         self.drawing: Drawing | None = None
         """What the current steps learn from."""
 
@@ -100,7 +100,7 @@ class EpisodeTrainer(Trainer):
         own, score = self.dealing.own(number), self.cfg.score
         part = [int(place) - own.start for place in inputs["place"]]
         self.heartbeat.enter("forward")
-        lesson = Lesson(
+        lesson = PolicyUpdate(
             played, part=part, cast=self.cast, score=score, heartbeat=self.heartbeat, step=step,
             batch=self._batch(len(played.verdicts), is_fresh=age == 0),
         )  # fmt: skip
@@ -171,13 +171,13 @@ class EpisodeTrainer(Trainer):
             self.accelerator.backward(loss)
         self.heartbeat.enter("forward")
 
-    def _drop_idle(self, lesson: Lesson) -> None:
+    def _drop_idle(self, lesson: PolicyUpdate) -> None:
         """Averaging makes gradients of zeros where there are none; an optimizer would count them as a step."""
         if not lesson.guide_learns:
             for parameter in self.cast.parts.get("guide", ()):
                 parameter.grad = None
 
-    def _finish(self, lesson: Lesson, credit: Credit) -> Tensor:
+    def _finish(self, lesson: PolicyUpdate, credit: Advantages) -> Tensor:
         """Counts and figures of the step; the loss of this rank."""
         played = lesson.played
         self._count([played.episodes[n] for n in lesson.part])

@@ -23,18 +23,18 @@ from sftplay.tasks.score.episodes.cast import Cast
 from sftplay.tasks.score.episodes.drawing import Action
 from sftplay.tasks.score.episodes.judge import Verdict
 from sftplay.tasks.score.episodes.play import Episode
-from sftplay.tasks.score.gradients.lesson import Lesson, Played
+from sftplay.tasks.score.gradients.policy_update import Played, PolicyUpdate
 from sftplay.tasks.score.gradients.scoring import ActionBatch, score_actions
 from sftplay.tasks.score.gradients.update import Batch
 from sftplay.tasks.score.kept_episodes import Drawing, load_drawing, save_drawing
-from sftplay.tasks.score.learning.credit import Credit
-from sftplay.tasks.score.problems import Dealing, EpisodeRows, StepRows
+from sftplay.tasks.score.learning.credit import Advantages
+from sftplay.tasks.score.problems import EpisodeRows, MinibatchSchedule, StepRows
 
 N = 4
 END = ID["<end>"]
 
 
-def of_step(dealing: Dealing, step: int) -> list[int]:
+def of_step(dealing: MinibatchSchedule, step: int) -> list[int]:
     """Places of the episodes of a step, counted from 0."""
     rows = range(step * dealing.step_episodes, (step + 1) * dealing.step_episodes)
     return [dealing.place(row) for row in rows]
@@ -42,7 +42,7 @@ def of_step(dealing: Dealing, step: int) -> list[int]:
 
 @pytest.mark.parametrize(("parts", "passes"), [(1, 3), (2, 2), (4, 1), (3, 2)])
 def test_the_steps_of_a_pass_have_every_episode_of_the_drawing_once(parts: int, passes: int):
-    dealing = Dealing(step_episodes=8, portions=parts, passes=passes, seed=7)
+    dealing = MinibatchSchedule(step_episodes=8, portions=parts, passes=passes, seed=7)
     for drawing in range(2):
         every = list(range(drawing * dealing.episodes, (drawing + 1) * dealing.episodes))
         for number in range(passes):
@@ -52,16 +52,16 @@ def test_the_steps_of_a_pass_have_every_episode_of_the_drawing_once(parts: int, 
 
 
 def test_each_pass_deals_the_episodes_in_another_way():
-    dealing = Dealing(step_episodes=8, portions=2, passes=2, seed=7)
+    dealing = MinibatchSchedule(step_episodes=8, portions=2, passes=2, seed=7)
     steps = [sorted(of_step(dealing, step)) for step in range(4)]
     assert len({tuple(step) for step in steps}) == 4
-    other = Dealing(step_episodes=8, portions=2, passes=2, seed=8)
+    other = MinibatchSchedule(step_episodes=8, portions=2, passes=2, seed=8)
     assert [sorted(of_step(other, step)) for step in range(4)] != steps
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_rank_learns_from_episodes_that_it_has_played_itself(world: int):
-    dealing = Dealing(step_episodes=8, portions=2, passes=2)
+    dealing = MinibatchSchedule(step_episodes=8, portions=2, passes=2)
     share = dealing.step_episodes // world  # accelerate gives rank 0 the first rows of a step, then rank 1
     played: list[int] = []
     for rank in range(world):
@@ -75,7 +75,7 @@ def test_a_rank_learns_from_episodes_that_it_has_played_itself(world: int):
 
 
 def test_with_one_step_a_drawing_the_episodes_stand_in_their_order():
-    rows = StepRows(EpisodeRows([5, 9], each=2), dealing=Dealing(step_episodes=2), steps=2)
+    rows = StepRows(EpisodeRows([5, 9], each=2), dealing=MinibatchSchedule(step_episodes=2), steps=2)
     assert [rows[n] for n in range(len(rows))] == [
         {"place": 0, "row": 5}, {"place": 1, "row": 5}, {"place": 2, "row": 9}, {"place": 3, "row": 9},
     ]  # fmt: skip
@@ -127,12 +127,12 @@ def drawing(cast: Cast) -> Drawing:
     )  # fmt: skip
     verdicts = [replace(verdict, second=float(n % 2)) for n in range(N)]
     advantages = torch.tensor([[1.3, -0.7, 0.1, -0.9], [0.3, 0.7, -1.1, 0.2], [-0.6, 0.6, 0.1, 0.8]])
-    credit = Credit(*advantages, {"return_t1": 0.1, "none": None}, (advantages[0], advantages[1]))
+    credit = Advantages(*advantages, {"return_t1": 0.1, "none": None}, (advantages[0], advantages[1]))
     fresh = [(episode.first, episode.second) for episode in episodes]
     return Drawing(3, Played(episodes, verdicts, fresh), credit)
 
 
-def lesson(cast: Cast, drawing: Drawing, part: list[int], *, is_fresh: bool = True, **changes: float) -> Lesson:
+def lesson(cast: Cast, drawing: Drawing, part: list[int], *, is_fresh: bool = True, **changes: float) -> PolicyUpdate:
     parts = N // len(part)
     score = ScoreConfig(
         max_new_tokens=4, max_hint_tokens=3, beta1=0.1, beta_guide=0.1, stage1_steps=0, steps_per_generation=parts,
@@ -142,7 +142,7 @@ def lesson(cast: Cast, drawing: Drawing, part: list[int], *, is_fresh: bool = Tr
         micro_batch=2, n_episodes=N / parts, pad=ID["<pad>"], backward=lambda loss: loss.backward(),
         context=nullcontext, is_fresh=is_fresh,
     )  # fmt: skip
-    return Lesson(drawing.played, part=part, cast=cast, score=score, batch=batch, heartbeat=Heartbeat(), step=1)
+    return PolicyUpdate(drawing.played, part=part, cast=cast, score=score, batch=batch, heartbeat=Heartbeat(), step=1)
 
 
 def learned(cast: Cast, drawing: Drawing, part: list[int], **given: float) -> tuple[torch.Tensor, dict[str, float]]:

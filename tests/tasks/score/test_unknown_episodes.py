@@ -23,7 +23,7 @@ from sftplay.tasks.score.episodes.drawing import Action
 from sftplay.tasks.score.episodes.judge import EpisodeJudge, Verdict, describe, expect_known
 from sftplay.tasks.score.episodes.play import Episode
 from sftplay.tasks.score.episodes.samples import line_of
-from sftplay.tasks.score.learning.credit import Credit, Outcome, credit_of
+from sftplay.tasks.score.learning.credit import Advantages, Outcome, credit_of
 from sftplay.tasks.score.learning.value import ValueHead, value_loss
 
 GROUP = 4
@@ -38,7 +38,7 @@ def outcome(first: list[float], second: list[float], known: list[float], **more:
     )  # fmt: skip
 
 
-def credit(found: Outcome, **score: Any) -> Credit:
+def credit(found: Outcome, **score: Any) -> Advantages:
     return credit_of(found, ScoreConfig(episodes_per_problem=GROUP, alpha=10.0, **score), stage=2)
 
 

@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
     """Q and V of turn 1, then of turn 2: [4, episodes]."""
 
 
-class Credit(NamedTuple):
+class Advantages(NamedTuple):
     """The advantages of both turns and of the hint, and figures about them."""
 
     first: Tensor | None
@@ -87,7 +87,7 @@ class Baselines:
         return explained_variance(value[known], target[known])
 
 
-def credit_of(outcome: Outcome, score: ScoreConfig, *, stage: Stage) -> Credit:
+def credit_of(outcome: Outcome, score: ScoreConfig, *, stage: Stage) -> Advantages:
     """Advantages over the episodes of all ranks, of which those of a problem stand together."""
     r1, r2, value = outcome.first, outcome.second, outcome.value
     first, second = turn_returns(r1, r2, stage=stage, alpha=score.alpha, turn_discount=score.turn_discount)
@@ -118,7 +118,7 @@ def credit_of(outcome: Outcome, score: ScoreConfig, *, stage: Stage) -> Credit:
         figures |= {f"return_{name}": _mean(returns[known]), f"return_{name}_std": _std(returns[known])}
         figures[f"advantage_{name}_std"] = _std(gain[known])
     told = {} if value is None or not known.any() else _of_value(value[known], r2[known])
-    return Credit(gain_first, gain_second, gain_hint, figures | told, (alone, second))
+    return Advantages(gain_first, gain_second, gain_hint, figures | told, (alone, second))
 
 
 def _of_value(value: Tensor, r2: Tensor) -> dict[str, float | None]:

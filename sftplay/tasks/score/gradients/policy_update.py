@@ -20,7 +20,7 @@ from sftplay.tasks.score.episodes.judge import Verdict
 from sftplay.tasks.score.episodes.play import Episode, Fresh
 from sftplay.tasks.score.gradients.critic_step import CriticStep
 from sftplay.tasks.score.gradients.update import Batch, Update
-from sftplay.tasks.score.learning.credit import Credit, Outcome, credit_of
+from sftplay.tasks.score.learning.credit import Advantages, Outcome, credit_of
 from sftplay.tasks.score.learning.schedule import kl_coefficients, stage_of
 
 
@@ -39,7 +39,7 @@ class Played(NamedTuple):
         return slice(log.rank() * n, (log.rank() + 1) * n)
 
 
-class Lesson:
+class PolicyUpdate:
     """What an optimizer step learns from the episodes of a drawing, from their credit to the gradients."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Lesson:
         if cast.critic is not None:
             self.critic_step = CriticStep(cast.critic, cast.slow_critic, batch=batch)
 
-    def credit(self) -> Credit:
+    def credit(self) -> Advantages:
         """Advantages of the episodes of all ranks, from values of before anything is learned."""
         episodes, fresh, verdicts = self.played.episodes, self.played.fresh, self.played.verdicts
         value = critic = None
@@ -92,7 +92,7 @@ class Lesson:
         )
         return credit_of(outcome, self.score, stage=self.stage)
 
-    def learn(self, credit: Credit) -> None:
+    def learn(self, credit: Advantages) -> None:
         """Gradients of all parts, from this rank's share."""
         own, score = self.played.own, self.score
         episodes = [self.played.episodes[n] for n in self.part]
