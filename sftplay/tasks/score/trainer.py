@@ -100,12 +100,12 @@ class EpisodeTrainer(Trainer):
         own, score = self.dealing.own(number), self.cfg.score
         part = [int(place) - own.start for place in inputs["place"]]
         self.heartbeat.enter("forward")
-        lesson = PolicyUpdate(
+        policy_update = PolicyUpdate(
             played, part=part, cast=self.cast, score=score, heartbeat=self.heartbeat, step=step,
             batch=self._batch(len(played.verdicts), is_fresh=age == 0),
         )  # fmt: skip
         if age == 0:
-            credit = lesson.credit()
+            credit = policy_update.credit()
             self.drawing = Drawing(number, played, credit)
             keep_episodes(
                 played.episodes, played.verdicts, run_folder=self.run_folder, step=step, limit=score.samples,
@@ -114,12 +114,12 @@ class EpisodeTrainer(Trainer):
             )  # fmt: skip
         credit = self._kept(number).credit
         self.cast.train()
-        lesson.learn(credit)
+        policy_update.learn(credit)
         if log.world_size() > 1:
             with self.heartbeat.within("communication"):
                 average_gradients(self.model_wrapped, beside=self.cast.beside())
-                self._drop_idle(lesson)
-        return self._finish(lesson, credit)
+                self._drop_idle(policy_update)
+        return self._finish(policy_update, credit)
 
     def _kept(self, number: int) -> Drawing:
         """The drawing with this number, which was played in an earlier step or lay in a checkpoint."""
@@ -171,20 +171,25 @@ class EpisodeTrainer(Trainer):
             self.accelerator.backward(loss)
         self.heartbeat.enter("forward")
 
-    def _drop_idle(self, lesson: PolicyUpdate) -> None:
+    def _drop_idle(self, policy_update: PolicyUpdate) -> None:
         """Averaging makes gradients of zeros where there are none; an optimizer would count them as a step."""
-        if not lesson.guide_learns:
+        if not policy_update.guide_learns:
             for parameter in self.cast.parts.get("guide", ()):
                 parameter.grad = None
 
-    def _finish(self, lesson: PolicyUpdate, credit: Advantages) -> Tensor:
+    def _finish(self, policy_update: PolicyUpdate, credit: Advantages) -> Tensor:
         """Counts and figures of the step; the loss of this rank."""
-        played = lesson.played
-        self._count([played.episodes[n] for n in lesson.part])
-        self.figures = {**describe(played.verdicts), **credit.figures, **lesson.figures(), "stage": lesson.stage}
+        played = policy_update.played
+        self._count([played.episodes[n] for n in policy_update.part])
+        self.figures = {
+            **describe(played.verdicts),
+            **credit.figures,
+            **policy_update.figures(),
+            "stage": policy_update.stage,
+        }
         for name, value in self.figures.items():
             self._figures[name].append(value)
-        self.last_loss = lesson.update.sums["loss"]
+        self.last_loss = policy_update.update.sums["loss"]
         return torch.tensor(self.last_loss, device=self.args.device)
 
     def _count(self, episodes: Sequence[Episode]) -> None:

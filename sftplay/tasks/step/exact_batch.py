@@ -49,7 +49,7 @@ else:
 
 
 class ExactBatchMixin(Base):
-    """Mixed in before a TRL trainer: `class WindowedSFTTrainer(ExactBatchMixin, SFTTrainer)`. The rest goes to that trainer."""
+    """Runs before a TRL trainer's own methods: `class WindowedSFTTrainer(ExactBatchMixin, SFTTrainer)`."""
 
     def __init__(self, step: StepSetup, *, model: Any, **named: Any) -> None:
         # TRL makes the adapter of a 4-bit base bf16.

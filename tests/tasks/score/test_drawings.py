@@ -132,7 +132,9 @@ def drawing(cast: Cast) -> Drawing:
     return Drawing(3, Played(episodes, verdicts, fresh), credit)
 
 
-def lesson(cast: Cast, drawing: Drawing, part: list[int], *, is_fresh: bool = True, **changes: float) -> PolicyUpdate:
+def policy_update(
+    cast: Cast, drawing: Drawing, part: list[int], *, is_fresh: bool = True, **changes: float
+) -> PolicyUpdate:
     parts = N // len(part)
     score = ScoreConfig(
         max_new_tokens=4, max_hint_tokens=3, beta1=0.1, beta_guide=0.1, stage1_steps=0, steps_per_generation=parts,
@@ -147,7 +149,7 @@ def lesson(cast: Cast, drawing: Drawing, part: list[int], *, is_fresh: bool = Tr
 
 def learned(cast: Cast, drawing: Drawing, part: list[int], **given: float) -> tuple[torch.Tensor, dict[str, float]]:
     """The gradient of everything that trains, and the figures of the step."""
-    step = lesson(cast, drawing, part, **given)
+    step = policy_update(cast, drawing, part, **given)
     step.learn(drawing.credit)
     gradient = torch.cat([p.grad.flatten() for each in cast.parts.values() for p in each if p.grad is not None])
     cast.model.zero_grad()
@@ -209,7 +211,7 @@ def test_v_learns_beside_a_guide_that_does_not_whatever_its_coefficient(cast: Ca
     gradients = []
     for value_coef in (0.0, 0.5):
         waiting = {"guidance_warmup": 9, "value_flow": "stop", "value_coef": value_coef}
-        lesson(cast, drawing, [0, 1, 2, 3], **waiting).learn(drawing.credit)
+        policy_update(cast, drawing, [0, 1, 2, 3], **waiting).learn(drawing.credit)
         assert all(parameter.grad is None for parameter in cast.parts["guide"])
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in cast.parts["value"]]))
         cast.model.zero_grad()
