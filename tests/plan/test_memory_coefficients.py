@@ -15,7 +15,7 @@ from oracle.closed_form import closed_bytes, execution_of, traced_bytes
 
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.memory import execution, head, layer, sharding
+from sftplay.plan.memory import head, layer, sharding
 from sftplay.plan.memory import step as memory
 from sftplay.plan.memory.budget import Device, runtime_bytes
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup, trained_params, workspace_bytes
@@ -84,7 +84,7 @@ def test_a_four_bit_weight_weighs_what_bitsandbytes_makes_of_it(constant):
     packed, state = quantize_4bit(torch.randn(2048, 2048), quant_type="nf4", compress_statistics=is_double)
     scales = [state.absmax, *([state.state2.absmax] if is_double else [])]
     real = sum(each.numel() * each.element_size() for each in (packed, *scales)) / 2048**2
-    assert getattr(execution, constant) == pytest.approx(real, rel=0.001)
+    assert getattr(memory_setup, constant) == pytest.approx(real, rel=0.001)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -109,7 +109,7 @@ def test_adamw_8bit_holds_two_bytes_and_the_maxima_of_its_blocks():
     names = ("state1", "state2", "absmax1", "absmax2")
     states = [optimizer.state[weight][name] for name in names]
     real = sum(each.numel() * each.element_size() for each in states) / weight.numel()
-    assert pytest.approx(real, rel=0.005) == execution.STATE_BYTES_8BIT
+    assert pytest.approx(real, rel=0.005) == memory_setup.STATE_BYTES_8BIT
 
 
 def test_pairs_of_an_adapter_weigh_rank_times_both_widths():
@@ -137,7 +137,7 @@ def test_rows_of_new_tokens_are_those_of_the_config(tmp_path):
         ({"tuning.new_tokens.count": 50, "tuning.lora.modules_to_save": full}, 0),
     ):
         cfg = LORA.with_values({"train.precision": "bf16", "train.optim": "adamw_torch", **values}, "test")
-        assert execution.execution_of(cfg).adapter.new_rows == rows
+        assert memory_setup.execution_of(cfg).adapter.new_rows == rows
 
 
 def test_scores_take_twelve_bytes_each_and_fourteen_where_the_caller_keeps_them():
