@@ -15,7 +15,7 @@ from oracle.closed_form import closed_bytes, execution_of, traced_bytes
 
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.memory import head, layer, sharding
+from sftplay.plan.memory import head, layer, memory_setup, sharding
 from sftplay.plan.memory import step as memory
 from sftplay.plan.memory.budget import Device, runtime_bytes
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup, trained_params, workspace_bytes
