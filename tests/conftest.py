@@ -24,6 +24,8 @@ from hypothesis import HealthCheck, settings
 from processes import HANG_S
 from small_run import WORDS, Inputs, write_small_run
 
+from sftplay.signals import STOP_SIGNALS
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
@@ -87,10 +89,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def environment_put_back() -> Iterator[None]:
-    """Verbs set variables for the libraries they import; run inside a test, they must not reach the next one."""
-    before = dict(os.environ)
+def process_put_back() -> Iterator[None]:
+    """Verbs set variables for the libraries they import, and a worker that ends ignores stop signals. Run inside a
+    test, neither must reach the next one, nor the processes that it starts."""
+    before, handlers = dict(os.environ), {each: signal.getsignal(each) for each in STOP_SIGNALS}
     yield
+    for each, handler in handlers.items():
+        signal.signal(each, handler)
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
