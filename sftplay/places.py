@@ -12,6 +12,9 @@ PROJECT = "sft-play"
 SHARED = "share/sftplay"
 """Where pip puts what lies beside the package (pyproject.toml, data-files)."""
 
+ROOT = Path(__file__).resolve().parents[1]
+"""The folder that holds the package: the repository in a checkout, site-packages where pip has put it."""
+
 
 def cache_root() -> Path:
     """The folder of all caches: `.cache` where the current folder is a checkout, else the user's own.
@@ -30,7 +33,7 @@ def cache_root() -> Path:
 
 def shipped(path: str) -> Path:
     """A file or folder of the repository that the kit reads: beside the package, or where pip has put it."""
-    beside = Path(__file__).resolve().parents[1] / path
+    beside = ROOT / path
     if beside.exists():
         return beside
     from importlib.metadata import PackageNotFoundError, files

@@ -33,6 +33,7 @@ from sftplay.launch.supervise.exit_cause import find_death
 from sftplay.launch.supervise.follow import follow, log_name
 from sftplay.machine.probe import Machine, library_versions, probe
 from sftplay.model.source import weights_digests
+from sftplay.places import ROOT
 from sftplay.units import format_bytes
 
 WHOLE_FILE_BYTES, DIGEST_CHUNKS = 2**26, 64
@@ -139,7 +140,7 @@ def describe_files(cfg: RunConfig) -> dict[str, str]:
 
 def kit_version() -> str:
     """The kit's version and a digest of its source, because clones may be at different commits."""
-    digest, root = hashlib.sha256(), Path(__file__).parents[1]
+    digest, root = hashlib.sha256(), ROOT / "sftplay"
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return f"{__version__} (source {digest.hexdigest()[:12]})"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Machine, probe
+from sftplay.places import ROOT
 from sftplay.units import format_bytes
 
 if TYPE_CHECKING:
@@ -81,8 +82,7 @@ def doctor(args: Namespace) -> int:
 
 def check(args: Namespace) -> int:
     """`check`: ruff's lint and format and mypy over this repository; 1 when one of them fails, else 0."""
-    root = Path(__file__).resolve().parents[3]
-    failed = [" ".join(argv) for argv in CHECKS if subprocess.call([sys.executable, "-m", *argv], cwd=root)]
+    failed = [" ".join(argv) for argv in CHECKS if subprocess.call([sys.executable, "-m", *argv], cwd=ROOT)]
     if failed:
         log.say(f"failed: {', '.join(failed)}", "check")
         return 1

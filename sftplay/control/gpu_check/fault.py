@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sftplay.launch.command.command import WORKER
+from sftplay.places import ROOT
 
 FAULT = "SFTPLAY_GPU_CHECK_FAULT"
 HOOK = "from sftplay.control.gpu_check.fault import obey\n\nobey()\n"
-ROOT = Path(__file__).resolve().parents[3]
-
 SHARE = 0.7
 """Of what a step takes beside what stays, the part that is left: a whole micro-batch does not fit, half of it does."""
 

@@ -23,6 +23,7 @@ from sftplay.deliver.export import gate
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.launch.command.command import Launch, offline_environment, quiet_environment
 from sftplay.machine.ports import HOST, free_port
+from sftplay.places import ROOT
 from sftplay.signals import popen_tied
 
 Server = Literal["transformers", "vllm"]
@@ -92,7 +93,7 @@ def build_server(server: Server, folder: Path, *, name: str, port: int, trusts_c
     """
     env = quiet_environment() | offline_environment() | {"HF_HUB_DISABLE_UPDATE_CHECK": "1", "VLLM_NO_USAGE_STATS": "1"}
     # The server's working folder is another one; the kit need not be installed.
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), os.getenv("PYTHONPATH"))))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
     flags = ["--host", HOST, "--port", str(port), *(["--trust-remote-code"] if trusts_code else [])]
     if server == "vllm":
         module = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", name]

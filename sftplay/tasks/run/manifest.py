@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from sftplay import __version__
 from sftplay.machine.probe import probe
+from sftplay.places import ROOT
 from sftplay.tasks.run.setup import RunSetup
 from sftplay.tasks.run.task import Rows
 
@@ -39,10 +39,9 @@ def write_manifest(setup: RunSetup, rows: Rows, *, parameters: dict[str, Any], t
 
 def git_commit() -> str | None:
     """Commit of the kit's own checkout, None outside one."""
-    root = Path(__file__).resolve().parents[3]
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -18,7 +18,7 @@ from sftplay.atomic import read_lines, read_object, write_text
 from sftplay.control.gpu_check.frame.check import Broken, NotPossible, Place
 from sftplay.launch.command.command import gpu_environment
 from sftplay.launch.run_folder import RunFolder
-from sftplay.places import shipped
+from sftplay.places import ROOT, shipped
 from sftplay.signals import popen_tied
 
 STEPS = 12
@@ -183,7 +183,7 @@ def run_script(script: str, *words: str) -> None:
         NotPossible: the kit was installed without it.
         Broken: it failed.
     """
-    path = Path(__file__).resolve().parents[4] / "benchmarks" / script
+    path = ROOT / "benchmarks" / script
     if not path.is_file():
         raise NotPossible(f"needs a checkout of the kit: benchmarks/{script} is not here")
     argv = [sys.executable, str(path), *words]

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from sftplay.errors import MachineError
+from sftplay.places import ROOT
 from sftplay.signals import TiedPopen
 
 ONE_THREAD = {
@@ -73,8 +74,7 @@ class ChildPool:
 
         `errors` gets what libraries print.
         """
-        root = str(Path(__file__).resolve().parents[4])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._size, self._errors = size, errors
         with errors.open("ab") as stream:
             self._server = TiedPopen(

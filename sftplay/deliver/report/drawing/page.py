@@ -9,13 +9,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-TEMPLATES = Path(__file__).parents[1] / "templates"
+from sftplay.places import ROOT
+
+TEMPLATES = ROOT / "sftplay" / "deliver" / "report" / "templates"
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters no HTML text may hold, or that turn the direction of what follows; half surrogates are no UTF-8."""
