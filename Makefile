@@ -26,7 +26,7 @@ export TYPED_GOALS
 
 SFTPLAY := exec "$$TYPED_PY" -m sftplay
 WORDS := --make-args="$$TYPED_ARGS"
-PROGRAM := exec "$$TYPED_PY" -m sftplay.commands.make words "$$TYPED_ARGS"
+PROGRAM := exec "$$TYPED_PY" -m sftplay.make_arguments words "$$TYPED_ARGS"
 INSTALL := TORCH_INDEX="$$TYPED_TORCH_INDEX" EXTRAS="$$TYPED_EXTRAS" exec "$$TYPED_PYTHON" -m sftplay.install
 # Two processes; a file's tests stay in one of them. ARGS="-n 0" runs all in one, ARGS="-n 8" in eight.
 PYTEST := $(PROGRAM) -m pytest -n 2 --dist loadfile
@@ -60,7 +60,7 @@ endif
 $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 	@$(INSTALL) --unsloth
 .DEFAULT:
-	@exec "$$TYPED_PYTHON" -m sftplay.commands.make goals "$$TYPED_GOALS"
+	@exec "$$TYPED_PYTHON" -m sftplay.make_arguments goals "$$TYPED_GOALS"
 
 .PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
@@ -82,7 +82,7 @@ test-slow: $(READY) ## the long tests, and those by random input with 400 exampl
 test-long: $(READY) ## by hand: more families, depths, launchers and signals of what the others try
 	@$(PYTEST) -m "long"
 test-unsloth: $(UNSLOTH_READY) ## train with the real unsloth, in .venv-unsloth
-	@exec "$$TYPED_UNSLOTH_PY" -m sftplay.commands.make words "$$TYPED_ARGS" -m pytest -m "unsloth"
+	@exec "$$TYPED_UNSLOTH_PY" -m sftplay.make_arguments words "$$TYPED_ARGS" -m pytest -m "unsloth"
 check: $(READY) ## lint, format and types of this repository
 	@$(SFTPLAY) check $(WORDS)
 init: $(READY) ## write a commented config for your rows: DATA=file (OUT=run.yaml)

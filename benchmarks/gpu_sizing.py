@@ -35,13 +35,13 @@ from benchmarks.gpu_sizing_table import as_line, as_markdown, summarise  # noqa:
 from sftplay.atomic import write_text  # noqa: E402
 from sftplay.config.load import load_config  # noqa: E402
 from sftplay.config.schema.run import RunConfig  # noqa: E402
-from sftplay.control.memory_probe import Bench, run_rehearsal, size_by_probe  # noqa: E402
 from sftplay.errors import SftplayError  # noqa: E402
 from sftplay.machine.probe import Machine, probe  # noqa: E402
 from sftplay.plan.memory.forecast import RUNTIME, Forecast, forecast  # noqa: E402
 from sftplay.plan.shape.find import find_shape, read_table  # noqa: E402
 from sftplay.plan.sizing.size_run import SizedRun, size_run  # noqa: E402
 from sftplay.plan.sizing.split import PLATEAU_TOKENS  # noqa: E402
+from sftplay.runs.memory_probe import Bench, run_rehearsal, size_by_probe  # noqa: E402
 
 TINY = "tiny"
 TINY_CONFIG = {

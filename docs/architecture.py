@@ -33,9 +33,11 @@ FLOORS = {
     ],
     2: ["plan", "launch", "monitor", "reward", "data"],
     3: ["data.pipeline", "data.inspect", "data.mix", "data.prompts.load", "model"],
-    4: ["deliver"],
-    5: ["tasks", "control"],
-    6: ["commands", "flags", "cli", "__main__"],
+    4: ["generate"],
+    5: ["evaluate", "export"],
+    6: ["report"],
+    7: ["tasks", "runs"],
+    8: ["commands", "flags", "make_arguments", "cli", "__main__"],
 }
 """Each module stands on the floor of the longest name here that it begins with."""
 
@@ -125,7 +127,7 @@ def listing() -> str:
 INTRODUCTION = """<!-- Written by `make architecture`, held by a test: change docs/architecture.py or docstrings. -->
 # Architecture
 
-Seven floors. A module imports only from lower floors, or from its own top folder as long as neither modules nor folders
+Nine floors. A module imports only from lower floors, or from its own top folder as long as neither modules nor folders
 import each other in a circle. The figure behind a module's name is its floor.
 
 | floor | what stands there |
@@ -135,7 +137,7 @@ import each other in a circle. The figure behind a module's name is its floor.
 
 PATHS = """## The path of a config value
 
-1. `commands/train/train.py` calls `config/load.py`. It reads the file by `config/read/yaml12.py`, and lays includes
+1. `commands/train.py` calls `config/load.py`. It reads the file by `config/read/yaml12.py`, and lays includes
    and command line over each other in `config/read/layers.py`. Every value remembers where it was written.
 2. `config/schema/` types it; what it refuses is said by `config/explain/problems.py`. Rules between keys are in
    `config/rules/`.
@@ -165,7 +167,7 @@ PATHS = """## The path of a config value
 
 1. `tasks/step/exact_batch.py` catches it in a micro-batch; all ranks agree by `monitor/out_of_memory.py`.
 2. `tasks/step/replay.py` runs the same rows again in smaller micro-batches and writes an event.
-3. Where a step cannot be run again, the run ends with code 3 and the size to go on with. `control/start.py` starts it
+3. Where a step cannot be run again, the run ends with code 3 and the size to go on with. `runs/start.py` starts it
    again from its last checkpoint.
 
 ## The path of a stop signal

@@ -57,7 +57,7 @@ def pytest_configure() -> None:
 os.environ.setdefault("SFTPLAY_CACHE", ".cache")  # a test's working folder keeps its caches
 
 FORKING = fork_server.lazy_client(ROOT)
-FORKED = ("launch", "tasks", "control", "monitor", "deliver", "test_demo.py")
+FORKED = ("launch", "tasks", "runs", "monitor", "evaluate", "generate", "export", "report", "test_demo.py")
 """Below tests/: the slow tests there start their processes by a fork of one that has imported the libraries (see
 `fork_server`). Those elsewhere measure a process, or what it imports."""
 
@@ -182,7 +182,7 @@ def builtin_tiny() -> Path:
 @pytest.fixture(scope="session")
 def deepspeed_operators(shared_folder: Path) -> None:
     """What DeepSpeed compiles for minutes on a fresh clone is there, before a run that has a time limit needs it."""
-    from sftplay.control.strategy_setup import prebuild_deepspeed_ops
+    from sftplay.runs.strategy_setup import prebuild_deepspeed_ops
 
     build_once(shared_folder / "deepspeed", lambda _: prebuild_deepspeed_ops(has_gpu=False, offloads=False))
 

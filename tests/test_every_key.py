@@ -32,22 +32,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 from unsloth_stand_in import FastLanguageModel, as_module
 
-from sftplay.commands.use import evaluate
+from sftplay.commands import evaluate
 from sftplay.config.load import load_config
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
 from sftplay.config.schema.keys import all_keys
 from sftplay.config.schema.run import RewardConfig, RunConfig
-from sftplay.control import memory_probe
-from sftplay.control import start as launching
-from sftplay.control.model_shape import known_shape
-from sftplay.control.strategy_setup import environment_of, prepare_deepspeed, with_deepspeed
 from sftplay.data.mix import load as load_of_mixtures
 from sftplay.data.mix.load import MixtureRows, load_mixture
 from sftplay.data.order import training_order
-from sftplay.deliver.evaluate.perplexity import Document
-from sftplay.deliver.evaluate.sources import HeldOut, measure_sources
-from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import DataError
+from sftplay.evaluate.perplexity import Document
+from sftplay.evaluate.sources import HeldOut, measure_sources
+from sftplay.generate.generate import Generator
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.command import ray_command
 from sftplay.launch.command.command import Launch, Scale
@@ -63,6 +59,10 @@ from sftplay.monitor.gradient_sync import GradientSync
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.reward.reward_set import RewardSet, combined
 from sftplay.reward.table import judges_form
+from sftplay.runs import memory_probe
+from sftplay.runs import start as launching
+from sftplay.runs.model_shape import known_shape
+from sftplay.runs.strategy_setup import environment_of, prepare_deepspeed, with_deepspeed
 from sftplay.signals import StopAtOnce
 from sftplay.tasks import TASKS, worker
 from sftplay.tasks.grpo.arguments import grpo_arguments
@@ -434,7 +434,7 @@ def check_deepspeed(bench: Bench) -> None:
     folder = RunFolder(bench.home / "deepspeed" / "run")
     folder.create()
     env = environment_of(cfg, folder, scale=Scale(2), has_gpu=False)
-    with patch("sftplay.control.strategy_setup.prebuild_deepspeed_ops"):
+    with patch("sftplay.runs.strategy_setup.prebuild_deepspeed_ops"):
         prepare_deepspeed(cfg, folder, command=Launch(("worker",), env))
     handed = json.loads(Path(env["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
     assert (handed["zero_optimization"]["stage"], handed["steps_per_print"]) == (3, 7)

@@ -12,8 +12,8 @@ import pytest
 from processes import HANG_S
 
 from sftplay.cli import main
-from sftplay.commands.make import split_args
 from sftplay.errors import ConfigError
+from sftplay.make_arguments import split_args
 
 ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()

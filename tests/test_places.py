@@ -52,7 +52,7 @@ def test_what_is_shipped_lies_beside_the_package():
 FIND = """
 import sys; sys.path.insert(0, sys.argv[1])
 from sftplay.model.builtin import TEXT_DIR, text_files
-from sftplay.commands.train.demo import _default_config, _with_rows
+from sftplay.commands.demo import _default_config, _with_rows
 from sftplay.config.load import load_config
 import sftplay
 cfg = _with_rows(load_config(_default_config()))

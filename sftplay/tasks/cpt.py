@@ -16,9 +16,9 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.mix.load import load_mixture
 from sftplay.data.mix.report import mixture_table
 from sftplay.data.prepare.known_lengths import note_blocks
-from sftplay.deliver.evaluate.sources import held_out_of, measure_sources
-from sftplay.deliver.report.sample import write_masked_sample
+from sftplay.evaluate.sources import held_out_of, measure_sources
 from sftplay.launch.run_folder import RunFolder
+from sftplay.report.sample import write_masked_sample
 from sftplay.tasks import sft
 from sftplay.tasks.run.fingerprint import recipe_of
 from sftplay.tasks.run.task import RowOrder, Rows, TrainerParts

@@ -11,10 +11,10 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.pipeline import load_examples
 from sftplay.data.prepare.report import report_table
-from sftplay.deliver.evaluate.evaluate import evaluate
-from sftplay.deliver.report.sample import write_masked_sample
+from sftplay.evaluate.evaluate import evaluate
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.unsloth_model import check_arguments
+from sftplay.report.sample import write_masked_sample
 from sftplay.tasks.run.fingerprint import recipe_of
 from sftplay.tasks.run.setup import on_one_gpu
 from sftplay.tasks.run.task import Rows, TrainerParts

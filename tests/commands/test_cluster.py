@@ -14,11 +14,11 @@ import pytest
 from processes import HANG_S
 
 from sftplay.cli import main
-from sftplay.commands.scale import cluster
-from sftplay.control import strategy_setup
+from sftplay.commands import cluster
 from sftplay.errors import MachineError
 from sftplay.launch.command.accelerate_yaml import accelerate_text
 from sftplay.machine.doctor.system import check_builds
+from sftplay.runs import strategy_setup
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))

@@ -16,11 +16,11 @@ from processes import HANG_S
 
 from sftplay.cli import main
 from sftplay.config.load import load_config
-from sftplay.control import comm_check
 from sftplay.errors import RunError
 from sftplay.launch.command.command import Launch, Scale
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.sizing.communication import Exchange, exchange_s, nominal_link, turning_bytes
+from sftplay.runs import comm_check
 from sftplay.tasks.rehearse import comm_check as rank
 
 CPU = Machine((), "none in this test", 2**34, 2, "3.11", "Linux", {})
@@ -261,9 +261,7 @@ def test_a_config_names_the_ways_that_are_checked(
 def test_values_without_a_config_to_set_them_in_are_refused(
     more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(
-        "sftplay.commands.scale.comm_check.run_check", lambda *_, **__: pytest.fail("ranks were started")
-    )
+    monkeypatch.setattr("sftplay.commands.comm_check.run_check", lambda *_, **__: pytest.fail("ranks were started"))
     assert main(["comm-check", "--nproc", "2", "--json", "cluster.nccl.socket_ifname=nope", *more]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["where"] == "command line"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.cli import VERBS, main
-from sftplay.commands.setup.completion import MAKE_WORDS, bash_text, fish_text, zsh_text
+from sftplay.commands.completion import MAKE_WORDS, bash_text, fish_text, zsh_text
 from sftplay.config.schema.keys import all_keys, list_keys
 from sftplay.flags import flags_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sftplay.cli import main
-from sftplay.commands.train import demo
+from sftplay.commands import demo
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["started", "dry"])

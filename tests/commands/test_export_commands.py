@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sftplay import cli
-from sftplay.deliver.export import serve as serving
-from sftplay.deliver.export import server
+from sftplay.export import serve as serving
+from sftplay.export import server
 from sftplay.launch.command.command import Launch
 from sftplay.machine.ports import HOST, free_port
 

@@ -14,10 +14,10 @@ from in_process import Inputs, StopAfter, train_in, written_config
 
 from sftplay import cli
 from sftplay.config.load import load_config
-from sftplay.control import start
 from sftplay.data.read.sources import read_rows
 from sftplay.launch.command.command import Launch
 from sftplay.launch.run_folder import RunFolder
+from sftplay.runs import start
 
 pytestmark = pytest.mark.usefixtures("verbs_environment")
 
@@ -147,7 +147,7 @@ def test_a_report_that_fails_changes_no_exit_code_and_is_said(
     def fail(*_: object, **__: object) -> None:
         raise fault
 
-    monkeypatch.setattr("sftplay.deliver.report.report.render", fail)
+    monkeypatch.setattr("sftplay.report.report.render", fail)
     assert ended(RunFolder(tmp_path / "run"), monkeypatch, code=143, state="stopped") == 143
     output = capsys.readouterr().out
     assert "[report] note: no report (" in output

@@ -11,15 +11,15 @@ import pytest
 
 from sftplay.atomic import write_text
 from sftplay.cli import main
-from sftplay.commands.train import train as train_command
+from sftplay.commands import train as train_command
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema.run import DataConfig, ModelConfig, RunConfig
-from sftplay.control import start
-from sftplay.control.resume import find_changes
 from sftplay.errors import MachineError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing.size_run import size_run
+from sftplay.runs import start
+from sftplay.runs.resume import find_changes
 
 
 def config(**data: object) -> RunConfig:

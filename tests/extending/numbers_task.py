@@ -15,7 +15,7 @@ from datasets import Dataset
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.schema.run import RunConfig
-from sftplay.deliver.evaluate.evaluate import held_out_loss
+from sftplay.evaluate.evaluate import held_out_loss
 from sftplay.tasks import sft
 from sftplay.tasks.run.task import Rows, TrainerParts
 

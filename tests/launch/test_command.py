@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from sftplay.config.load import load_config
-from sftplay.control.inputs import needs_no_hub
 from sftplay.launch.command import command
 from sftplay.launch.command.command import Launch, Scale, build_launch, cache_environment, offline_environment
+from sftplay.runs.inputs import needs_no_hub
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFLINE = {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"}

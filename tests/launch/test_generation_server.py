@@ -23,8 +23,8 @@ from trl.scripts.vllm_serve import ScriptArguments, build_command
 
 from sftplay.cli import main
 from sftplay.config.schema.run import RunConfig
-from sftplay.control.jobs import submit
 from sftplay.launch.generation_server import client_environment, server_command, starts_server
+from sftplay.runs import submit
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 COMMAND = shlex.join([sys.executable, str(STAND_IN), "--port", "{port}"])

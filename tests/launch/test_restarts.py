@@ -25,7 +25,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.control import start as launching
 from sftplay.errors import ConfigError
 from sftplay.launch.command.command import PARENT, Launch, Scale
 from sftplay.launch.run_folder import RunFolder
@@ -34,6 +33,7 @@ from sftplay.launch.supervise.follow import final_exit_code
 from sftplay.machine.probe import probe
 from sftplay.monitor.checkpoints import mark_complete
 from sftplay.plan.sizing.size_run import size_run
+from sftplay.runs import start as launching
 from sftplay.tasks import worker
 
 ROOT = Path(__file__).resolve().parents[2]

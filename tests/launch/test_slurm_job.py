@@ -25,7 +25,6 @@ from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.config.read.resolved import dump_given
 from sftplay.config.schema.keys import all_keys
-from sftplay.control.first_step import free_name
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.slurm import job
@@ -36,6 +35,7 @@ from sftplay.launch.slurm.records import JobFolder, newest_job
 from sftplay.launch.slurm.request import JobRequest, gpus_in, limit_seconds
 from sftplay.launch.slurm.summary import write_summary
 from sftplay.machine.ports import JOB_PORTS, QUIET
+from sftplay.runs.start import free_name
 from sftplay.signals import Echoes
 
 ROOT = Path(__file__).resolve().parents[2]

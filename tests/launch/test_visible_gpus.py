@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from sftplay.config.load import load_config
-from sftplay.control import start
 from sftplay.launch.command.command import Scale, one_gpu_environment
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import Gpu, Machine
+from sftplay.runs import start
 
 ROOT = Path(__file__).resolve().parents[2]
 CARDS = tuple(Gpu(n, "Tesla V100", 32 * 2**30, 31 * 2**30, (7, 0), uuid=f"GPU-{n}{n}") for n in range(2))

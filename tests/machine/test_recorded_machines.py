@@ -13,7 +13,7 @@ import pynvml
 import pytest
 import recorded_driver as driver
 
-from sftplay.commands.look import machine as commands
+from sftplay.commands import machine as commands
 from sftplay.launch.command.command import one_gpu_environment
 from sftplay.machine import memory_use, probe, torch_build
 from sftplay.machine.doctor.gpu import check_gpus

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from sftplay.config.load import load_config
 from sftplay.config.schema.run import ModelConfig
-from sftplay.control.inputs import check_inputs
 from sftplay.errors import MachineError, SftplayError
 from sftplay.model.failures import explain_failure, refusing
 from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
+from sftplay.runs.inputs import check_inputs
 
 RAW = [b"", b"[]", b"5", b"null", b"{", b"\xff\xfe", b"[" * 100_000]
 

@@ -10,11 +10,11 @@ import pytest
 
 from sftplay.cli import main
 from sftplay.config.load import load_config
-from sftplay.control.start import size
 from sftplay.errors import MachineError
 from sftplay.launch.command.command import Scale
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.devices.cards import find_card
+from sftplay.runs.start import size
 
 CONFIG = Path(__file__).parents[2] / "configs" / "run_score_gsm8k.yaml"
 FULL = ["tuning.mode=full", "train.batch_size=1", "train.effective_batch_size=48"]

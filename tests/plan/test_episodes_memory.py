@@ -15,7 +15,7 @@ from oracle.shards_trace import LONGEST, ROWS, TOKENS, config_of, trace_shards
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.deliver.infer.generate import Generator
+from sftplay.generate.generate import Generator
 from sftplay.plan.devices.layout import OWN, Layout
 from sftplay.plan.memory.episodes import COMPARE, CRITIC, START, VALUE, Episodes, episodes_of, estimate_episodes
 from sftplay.plan.memory.memory_setup import WORKSPACE_BYTES, Adapter, MemorySetup

@@ -9,11 +9,11 @@ import pytest
 
 from sftplay.cli import main
 from sftplay.config.load import load_config
-from sftplay.control.known_lengths import known_lengths
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing.size_run import size_run
+from sftplay.runs.inputs import known_lengths
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = load_config(ROOT / "configs/run_lora.yaml")

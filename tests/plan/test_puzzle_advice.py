@@ -10,10 +10,10 @@ import pytest
 
 from sftplay.cli import main
 from sftplay.config.load import load_config
-from sftplay.control.start import size
 from sftplay.errors import MachineError
 from sftplay.launch.command.command import Scale
 from sftplay.machine.probe import Gpu, Machine
+from sftplay.runs.start import size
 
 ROOT = Path(__file__).parents[2]
 ARC, TRM = "configs/run_hrm_arc2.yaml", "configs/run_trm_sudoku.yaml"

@@ -10,7 +10,7 @@ from patience import PATIENT_BOX
 from processes import HANG_S
 
 from sftplay.cli import main
-from sftplay.commands.data.rewards import reward_check
+from sftplay.commands.reward_check import reward_check
 from sftplay.config.load import load_config
 from sftplay.config.schema.run import RewardConfig, RunConfig
 from sftplay.errors import ConfigError, DataError, RunError
@@ -269,7 +269,7 @@ def test_rows_without_different_answers_are_refused(tmp_path, capsys):
 
 
 def test_rows_that_are_left_out_are_said(tmp_path, capsys):
-    from sftplay.control.rewards.trial import read_cases
+    from sftplay.runs.reward_check import read_cases
 
     rows = [
         {"question": "1", "answer": "2"},

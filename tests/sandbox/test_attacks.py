@@ -15,7 +15,7 @@ import pytest
 from patience import PATIENT
 from processes import HANG_S
 
-from sftplay.commands.use.sandbox import BEGIN, END
+from sftplay.commands.sandbox import BEGIN, END
 from sftplay.sandbox.attacks.attack import boxed_processes, targets
 from sftplay.sandbox.attacks.conduct import ATTACKS, GROUPS, conduct, wait_gone
 from sftplay.sandbox.attacks.quick import find_hole

@@ -19,7 +19,7 @@ import pytest
 from patience import PATIENT
 from processes import HANG_S
 
-from sftplay.commands.use.sandbox import read_jobs
+from sftplay.commands.sandbox import read_jobs
 from sftplay.errors import ConfigError, MachineError
 from sftplay.sandbox import choose
 from sftplay.sandbox.choose import SAFE, problem_of

@@ -29,8 +29,8 @@ from transformers import (
 
 from sftplay.config.load import load_config
 from sftplay.config.schema.run import RunConfig
-from sftplay.deliver.evaluate.evaluate import held_out_loss, ready_to_answer
 from sftplay.errors import ConfigError, MachineError
+from sftplay.evaluate.evaluate import held_out_loss, ready_to_answer
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import Machine
 from sftplay.monitor import guards

@@ -18,9 +18,9 @@ from run_outputs import Outputs
 from small_run import Inputs, write_small_run
 
 from sftplay.config.load import load_config
-from sftplay.control.resume import draws_at_random, free_sizes, processes_of
 from sftplay.launch.command.command import Scale
 from sftplay.launch.run_folder import RunFolder
+from sftplay.runs.resume import draws_at_random, free_sizes, processes_of
 from sftplay.tasks.run.fingerprint import config_changes
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from sftplay.cli import main
 from sftplay.config.load import load_config
-from sftplay.control.inputs import check_inputs
 from sftplay.errors import ConfigError, RunError
 from sftplay.model.load import load_base, load_result
 from sftplay.model.start_point import resolve_names
+from sftplay.runs.inputs import check_inputs
 
 IDS = torch.arange(3, 40)[None]
 N_ROWS = 12

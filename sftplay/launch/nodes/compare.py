@@ -1,4 +1,4 @@
-"""Compares the reports of a run's nodes: which values differ, and on which node. `control/nodes.py` collects them."""
+"""Compares the reports of a run's nodes: which values differ, and on which node. `runs/nodes.py` collects them."""
 
 from __future__ import annotations
 

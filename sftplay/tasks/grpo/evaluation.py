@@ -17,7 +17,7 @@ from typing import Any
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
-from sftplay.deliver.evaluate.rewarded import PASS, Rewarded, figures_of, reward_answers, said_of, write_evaluation
+from sftplay.evaluate.rewarded import PASS, Rewarded, figures_of, reward_answers, said_of, write_evaluation
 from sftplay.monitor.metrics import gather_objects
 from sftplay.monitor.observer import Observer
 from sftplay.tasks.grpo.judge import Judge

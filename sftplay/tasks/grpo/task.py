@@ -13,7 +13,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.load import prepare_prompts
 from sftplay.data.prompts.report import prompts_table
-from sftplay.deliver.evaluate.rewarded import evaluate_prompts, spread
+from sftplay.evaluate.rewarded import evaluate_prompts, spread
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo.arguments import grpo_arguments
 from sftplay.tasks.grpo.completions.sampler_copies import send_copies

@@ -12,8 +12,8 @@ import torch
 from sftplay import log
 from sftplay.atomic import whole_folder
 from sftplay.config.schema.run import RunConfig
-from sftplay.deliver.export.merge import set_end_tokens
-from sftplay.deliver.export.model_card import write_adapter_card
+from sftplay.export.merge import set_end_tokens
+from sftplay.export.model_card import write_adapter_card
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.source import BUILTIN
 

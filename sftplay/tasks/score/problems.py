@@ -20,7 +20,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.order import order_hash, training_order
 from sftplay.data.prompts.load import Prompts
-from sftplay.deliver.infer.sampling import seed_of
+from sftplay.generate.sampling import seed_of
 from sftplay.tasks.run.task import RowOrder
 
 

@@ -21,7 +21,7 @@ from transformers import Trainer
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
-from sftplay.deliver.infer.sampling import seed_of
+from sftplay.generate.sampling import seed_of
 from sftplay.monitor.checkpoints import step_of
 from sftplay.monitor.gradient_norm import gradient_norm
 from sftplay.monitor.interval import StepCounts

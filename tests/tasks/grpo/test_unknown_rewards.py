@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
-from sftplay.deliver.evaluate.rewarded import figures_of, reward_answers
+from sftplay.evaluate.rewarded import figures_of, reward_answers
 from sftplay.reward.calls import Scores
 from sftplay.reward.reward_set import Scored, combined
 from sftplay.tasks.grpo.judged import Judged

@@ -320,7 +320,7 @@ def test_verbs_for_texts_say_that_the_run_has_learned_puzzles(verb: str, home: P
 def test_a_run_on_puzzles_needs_a_file_and_other_runs_take_none(home: Path, capsys: pytest.CaptureFixture[str]):
     assert main(words(home, "infer")) == 2
     assert "IN=puzzle.txt" in capsys.readouterr().err
-    from sftplay.commands.use.puzzle import refuse_file
+    from sftplay.commands.puzzles import refuse_file
     from sftplay.errors import ConfigError
 
     refuse_file(Namespace(input=""))

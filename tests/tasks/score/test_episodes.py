@@ -16,9 +16,9 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.config.schema.score import PromptsConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.prompts.questions import Question
-from sftplay.deliver.infer.generate import Generator
-from sftplay.deliver.infer.sampling import AHEAD, DrawByRow, seed_of
 from sftplay.errors import RunError
+from sftplay.generate.generate import Generator
+from sftplay.generate.sampling import AHEAD, DrawByRow, seed_of
 from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
 from sftplay.monitor.out_of_memory import OutOfMemory
 from sftplay.plan.sizing.decisions import RATES

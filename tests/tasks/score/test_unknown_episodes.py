@@ -14,9 +14,9 @@ from gloo_ranks import on_ranks
 from sftplay.config.schema.run import RunConfig
 from sftplay.config.schema.score import ScoreConfig
 from sftplay.data.prompts.questions import Question
-from sftplay.deliver.report.episodes.shown import _correct
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
+from sftplay.report.episodes import _correct
 from sftplay.reward.calls import Scores
 from sftplay.reward.reward_set import MissingRewardMonitor, Scored
 from sftplay.tasks.score.episodes.drawing import Action

@@ -15,8 +15,8 @@ from transformers.trainer_callback import ExportableState
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.deliver.evaluate.rewarded import content_rewards
 from sftplay.errors import RunError
+from sftplay.evaluate.rewarded import content_rewards
 from sftplay.monitor.observer import Observer
 
 RECENT = 10

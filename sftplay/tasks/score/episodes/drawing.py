@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from sftplay.deliver.infer.generate import Generator, left_padded
-from sftplay.deliver.infer.sampling import DrawByRow, Sampling, only
+from sftplay.generate.generate import Generator, left_padded
+from sftplay.generate.sampling import DrawByRow, Sampling, only
 
 
 class Action(NamedTuple):

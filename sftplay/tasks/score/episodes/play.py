@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.prompts.questions import Question
-from sftplay.deliver.infer.generate import Generator
-from sftplay.deliver.infer.sampling import Sampling, seed_of
+from sftplay.generate.generate import Generator
+from sftplay.generate.sampling import Sampling, seed_of
 from sftplay.monitor.out_of_memory import AdaptiveBatches
 from sftplay.tasks.score.episodes.cast import Role
 from sftplay.tasks.score.episodes.drawing import Action, RecordedSampling, draw_actions

@@ -10,8 +10,8 @@ from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.load import Prompts
-from sftplay.deliver.evaluate.evaluate import ready_to_answer
-from sftplay.deliver.evaluate.rewarded import spread
+from sftplay.evaluate.evaluate import ready_to_answer
+from sftplay.evaluate.rewarded import spread
 from sftplay.heartbeat import Heartbeat
 from sftplay.tasks.score.episodes.figures import diagnosis
 from sftplay.tasks.score.episodes.judge import EpisodeJudge, describe, expect_known

@@ -10,10 +10,10 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.load import not_asked
 from sftplay.data.prompts.prompt import Prompt
 from sftplay.data.prompts.questions import Question
-from sftplay.deliver.evaluate.evaluate import ready_to_answer
-from sftplay.deliver.infer.prompts import PromptFile
-from sftplay.deliver.infer.sampling import Sampling
 from sftplay.errors import DataError
+from sftplay.evaluate.evaluate import ready_to_answer
+from sftplay.generate.prompts import PromptFile
+from sftplay.generate.sampling import Sampling
 from sftplay.tasks.score.episodes.play import Player, text_of
 from sftplay.tasks.score.finished.cast import FinishedCast
 

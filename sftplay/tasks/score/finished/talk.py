@@ -12,10 +12,10 @@ from threading import Event
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.deliver.infer.chat import COMMANDS
-from sftplay.deliver.infer.generate import Generator, stream_answer
-from sftplay.deliver.infer.sampling import seed_of
 from sftplay.errors import DataError, RunError
+from sftplay.generate.chat import COMMANDS
+from sftplay.generate.generate import Generator, stream_answer
+from sftplay.generate.sampling import seed_of
 from sftplay.tasks.score.episodes.cast import Role
 from sftplay.tasks.score.episodes.templates import Template, make_templates, tokens_of
 from sftplay.tasks.score.finished.cast import FinishedCast

@@ -13,8 +13,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sftplay.deliver.infer.generate import left_padded
 from sftplay.errors import ConfigError
+from sftplay.generate.generate import left_padded
 from sftplay.plan.memory.head import CHUNK_SCORES
 from sftplay.tasks.score.episodes.cast import Cast, Role
 from sftplay.tasks.score.episodes.drawing import Action, right_padded

@@ -1,1 +1,0 @@
-"""The verbs that prepare data and show it."""

@@ -1,0 +1,247 @@
+"""The verbs that ask a finished run for answers: `infer` line by line, `infer-batch` a whole file."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from sftplay import log
+from sftplay.commands import puzzles as puzzle
+from sftplay.commands import two_turns
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.layouts.convert import reading_of
+from sftplay.data.read.sources import dialect_of
+from sftplay.errors import ConfigError, DataError, MachineError
+from sftplay.generate.partial_answers import PartialAnswers, fingerprint_run
+from sftplay.generate.prompts import PromptFile
+from sftplay.launch.run_folder import RunFolder
+from sftplay.runs.finished_run import load_renderer, open_run, prepare_environment
+
+
+def infer(args: Namespace) -> int:
+    """`infer`: a conversation on standard input and output, one line a turn. An empty line or the end of input ends.
+
+    For a run that has learned puzzles: the solution of the one in a file.
+    """
+    cfg, folder = open_run(args, takes_puzzles=True)
+    if cfg.task_mode == "hrm":
+        return puzzle.solve(args, cfg, folder=folder)
+    puzzle.refuse_file(args)
+    conversation = _open_conversation(_in_length(cfg, args), folder, args=args)
+    from sftplay.generate.chat import run_command
+
+    model = f"{'the base of ' if args.base else ''}{folder.path}"
+    log.say(f"talking to {model}; an empty line ends it, /help lists commands", "infer")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    while line := _next_line():
+        if not line.startswith("/"):
+            _answer(conversation, line.strip())
+        elif (reply := run_command(conversation, line)) is not None:
+            log.say(reply, "infer")
+        else:
+            return 0
+    return 0
+
+
+def _open_conversation(cfg: RunConfig, folder: RunFolder, *, args: Namespace) -> Any:
+    """A chat, or episodes where the run answers twice."""
+    if cfg.task_mode == "score":
+        prepare_environment(cfg)
+        return two_turns.open_talk(cfg, folder, args=args, sampling=_sampling(args, cfg))
+    generator, renderer = open_generator(cfg, folder, args=args)
+    from sftplay.generate.chat import Conversation
+
+    return Conversation(generator, renderer, cfg.data.system)
+
+
+def _in_length(cfg: RunConfig, args: Namespace) -> RunConfig:
+    """The config of a run that answers twice with answers as long as the command line says."""
+    if cfg.task_mode != "score" or not args.max_new_tokens:
+        return cfg
+    longer = cfg.with_values({"score.max_new_tokens": args.max_new_tokens}, "command line")
+    if longer.prompt_tokens < 1:
+        what = f"{args.max_new_tokens} leaves no room for a problem: the run read {cfg.model.max_seq_len} tokens"
+        raise ConfigError(what, where="--max-new-tokens", fix="write fewer: MAX_NEW_TOKENS=")
+    return longer
+
+
+def _next_line() -> str:
+    """The next line without its end; empty at the end of the conversation."""
+    is_typed = sys.stdin.isatty()
+    sys.stdout.write("> " if is_typed else "")
+    sys.stdout.flush()
+    line = ""
+    try:
+        line = sys.stdin.readline()
+    finally:
+        if is_typed and not line:  # Ctrl-C and Ctrl-D leave the cursor behind the prompt
+            print(flush=True)
+    return line.rstrip() if line.strip() else ""
+
+
+def _answer(conversation: Any, question: str) -> None:
+    with _interruptible() as stop:
+        try:
+            for piece in conversation.ask(question, stop, note=lambda text: log.say(f"note: {text}", "infer")):
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        except DataError as error:
+            log.say(str(error), "infer")
+        else:
+            print(flush=True)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Event]:
+    """An event that the first Ctrl-C sets. The second Ctrl-C interrupts as usual."""
+    stop = Event()
+
+    def on_interrupt(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def infer_batch(args: Namespace) -> int:
+    """`infer-batch`: the rows of a file in any layout that training reads, in order, each with a `response`.
+
+    Answers are kept beside OUT as they come. The same command continues from there after an interruption.
+    """
+    cfg, folder = open_run(args)
+    cfg = _in_length(cfg, args)
+    out = _check_paths(args)
+    questions = PromptFile(args.input, reading_of(cfg.data), dialect_of(cfg.data))
+    n = sum(1 for _ in questions)
+    digest = questions.digest()
+    partial = PartialAnswers(out, {"input": digest, "run": fingerprint_run(folder), **_settings(args, cfg)})
+    with partial.held():
+        if n_kept := partial.n_answers:
+            log.say(f"{partial.path} holds {n_kept} of {n} answers: continuing from there", "infer")
+        if n_kept < n:
+            _answer_file(args, cfg, folder=folder, questions=questions, partial=partial, n=n)
+        if questions.digest() != digest:
+            fix = f"put it back as it was, or remove {partial.path}"
+            raise DataError("has changed while it was being answered", where=args.input, fix=fix)
+        from sftplay.generate.batch import write_answered
+
+        write_answered(questions, partial, out=out, batch_size=cfg.eval.batch_size)
+    log.say(f"{n} answers in {out}", "infer")
+    if args.json:
+        print(json.dumps({"answers": n, "kept": n_kept, "out": str(out)}))
+    return 0
+
+
+def _answer_file(
+    args: Namespace, cfg: RunConfig, *, folder: RunFolder, questions: PromptFile, partial: PartialAnswers, n: int
+) -> None:
+    answer, renderer = _open_answers(args, cfg, folder=folder, questions=None if partial.n_batches else questions)
+    from sftplay.generate.batch import ProgressMeter, answer_rest
+
+    meter = ProgressMeter(n, partial.n_answers, show=_progress_line())
+    try:
+        answer_rest(answer, renderer, questions=questions, batch_size=cfg.eval.batch_size, partial=partial, meter=meter)
+    except KeyboardInterrupt:
+        log.say(f"stopped; {partial.n_answers} answers are kept, the same command continues from there", "infer")
+        raise
+
+
+def _open_answers(
+    args: Namespace, cfg: RunConfig, *, folder: RunFolder, questions: PromptFile | None
+) -> tuple[Any, Any]:
+    """What answers a batch of rows, and the renderer; the lengths of `questions` are checked before anything else."""
+    if cfg.task_mode == "score":
+        prepare_environment(cfg)
+        player, renderer = two_turns.open_row_player(cfg, folder, sampling=_sampling(args, cfg))
+        from sftplay.tasks.score.finished.rows import check_problems
+
+        if questions:
+            check_problems(questions, renderer, cfg=cfg)
+        return player.answers, renderer
+    generator, renderer = open_generator(cfg, folder, args=args)
+    from sftplay.generate.batch import answerer, check_lengths
+
+    if questions:
+        check_lengths(questions, renderer, generator=generator)
+    return answerer(generator), renderer
+
+
+def _progress_line() -> Callable[[str], None]:
+    """A function that prints progress: one changing line on a terminal, elsewhere a line from time to time."""
+    console = log.new_console()
+
+    def show(text: str) -> None:
+        console.status(f"[infer] {text}")
+        console.tick(time.monotonic())
+
+    return show
+
+
+def _check_paths(args: Namespace) -> Path:
+    out = Path(args.out)
+    if out.is_dir():
+        raise ConfigError("is a folder", where=args.out, fix="name a file with OUT=")
+    if out.exists() and Path(args.input).exists() and out.samefile(args.input):
+        raise ConfigError("is the file with the rows themselves", where=args.out, fix="name another file with OUT=")
+    if args.temperature == 0:
+        for flag, value in (("--top-p", args.top_p), ("--seed", args.seed)):
+            if value is not None:
+                what = "has no effect: at temperature 0 nothing is drawn"
+                raise ConfigError(what, where=flag, fix="leave it out, or set --temperature (TEMPERATURE=1)")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"cannot be written ({error.strerror})"
+        raise MachineError(what, where=args.out, fix="choose another file with OUT=") from error
+    return out
+
+
+def _settings(args: Namespace, cfg: RunConfig) -> dict[str, Any]:
+    """The settings that change the answers, besides the run and the rows."""
+    fixed = {"batch_size": cfg.eval.batch_size, "max_new_tokens": _longest(args, cfg), "temperature": args.temperature}
+    return {**fixed, "top_p": _top_p(args), "seed": _seed(args, cfg)} if args.temperature else fixed
+
+
+def open_generator(cfg: RunConfig, folder: RunFolder, *, args: Namespace) -> tuple[Any, Any]:
+    prepare_environment(cfg)
+    from sftplay.generate.generate import Generator
+    from sftplay.model.load import load_result, load_untrained
+
+    tokenizer, renderer = load_renderer(cfg, folder)
+    model = load_untrained(cfg, folder.path) if getattr(args, "base", False) else load_result(cfg, folder.path)
+    return Generator(model, tokenizer, renderer.end_token_ids, _longest(args, cfg), _sampling(args, cfg)), renderer
+
+
+def _sampling(args: Namespace, cfg: RunConfig) -> Any:
+    from sftplay.generate.sampling import Sampling
+
+    return Sampling(args.temperature, _top_p(args), _seed(args, cfg))
+
+
+def _longest(args: Namespace, cfg: RunConfig) -> int:
+    if cfg.task_mode == "score":
+        return cfg.score.max_new_tokens
+    return args.max_new_tokens or cfg.eval.max_new_tokens
+
+
+def _top_p(args: Namespace) -> float:
+    return 1.0 if args.top_p is None else args.top_p
+
+
+def _seed(args: Namespace, cfg: RunConfig) -> int:
+    return cfg.seed if args.seed is None else args.seed

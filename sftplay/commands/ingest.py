@@ -1,0 +1,90 @@
+"""The verb that turns a folder of documents into rows of text for training."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sftplay import log
+from sftplay.data.ingest.settings import STEPS, Settings
+from sftplay.errors import ConfigError, nearest_names
+from sftplay.machine.probe import usable_cores
+from sftplay.units import format_seconds
+
+
+def ingest(args: Namespace) -> int:
+    """`ingest`: read all documents, write the rows and the report; a summary, or the report as JSON."""
+    if args.overrides:
+        what = f"{args.overrides[0]!r} is no setting of ingest, which has no config"
+        raise ConfigError(what, where="command line", fix="see `python -m sftplay ingest --help`")
+    settings = _settings(args)
+    from sftplay.data.ingest.run.ingest import Outside, check_outcome
+    from sftplay.data.ingest.run.ingest import ingest as run
+    from sftplay.report.documents import page_of
+
+    outside = Outside(page_of=page_of, count_tokens=_counter(args.tokenizer) if args.tokenizer else None)
+    report = run(settings, outside, replaces=args.replace)
+    if not args.json:
+        _show(report, settings)
+    check_outcome(report, settings)
+    if args.json:
+        print(json.dumps(report))
+    return 0
+
+
+def _settings(args: Namespace) -> Settings:
+    unknown = [step for step in args.without if step not in STEPS]
+    if unknown:
+        near = nearest_names(unknown[0], STEPS)
+        fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(STEPS)}"
+        raise ConfigError(f"no step called {unknown[0]!r}", where="--without", fix=fix, nearest=near)
+    if args.max_chars is not None and args.max_chars < args.min_chars:
+        what = f"is {args.max_chars:,}, below --min-chars {args.min_chars:,}: nothing would be kept"
+        raise ConfigError(what, where="--max-chars", fix="raise it, or lower --min-chars")
+    return Settings(
+        source=Path(args.input), out=Path(args.out), by=args.by, without=tuple(args.without), near=args.near,
+        min_chars=args.min_chars, max_chars=args.max_chars, languages=tuple(args.language), encoding=args.encoding,
+        limit_s=args.timeout, memory_bytes=args.memory, workers=args.workers or usable_cores(),
+        bad_files=args.on_bad_file, tokenizer=args.tokenizer,
+    )  # fmt: skip
+
+
+def _counter(name: str) -> Callable[[Sequence[str]], int]:
+    """What counts the tokens of texts, by the tokenizer of a model."""
+    from sftplay.config.schema.run import ModelConfig
+    from sftplay.model.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(ModelConfig(name=name))
+
+    def count(texts: Sequence[str]) -> int:
+        found = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return sum(map(len, found))
+
+    return count
+
+
+def _show(report: dict[str, Any], settings: Settings) -> None:
+    from sftplay.data.ingest.run.ingest import report_paths
+
+    def counted(group: str) -> str:
+        named = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in report[group].items())
+        return f"{sum(report[group].values()):,}" + (f" ({named})" if named else "")
+
+    size = f"{report['characters']:,} characters"
+    size += f", {report['tokens']:,} tokens" if report["tokens"] is not None else ""
+    log.say(f"documents   {report['documents']:,}", "ingest")
+    log.say(f"kept        {report['kept']:,}, {size}", "ingest")
+    for group in ("dropped", "unreadable"):
+        log.say(f"{group:11} {counted(group)}", "ingest")
+    if report["guessed_encodings"]:
+        log.say(f"guessed     encodings of {counted('guessed_encodings')}; their notes are in the report", "ingest")
+    if report["tracebacks"]:
+        log.say(f"tracebacks  of readers that failed: {report['tracebacks']}", "ingest")
+    if report["skipped"]:
+        log.say(f"passed over {counted('skipped')}", "ingest")
+    if report["kept"]:
+        page, seconds = report_paths(settings.out)[1], format_seconds(report["seconds"])
+        log.say(f"{settings.out} in {seconds}; report: {page}", "ingest")

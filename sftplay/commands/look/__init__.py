@@ -1,1 +1,0 @@
-"""The verbs that look at plans, machines and runs."""

@@ -1,0 +1,150 @@
+"""The verbs about this machine and this repository."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sftplay import log
+from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.probe import Machine, probe
+from sftplay.places import ROOT
+from sftplay.units import format_bytes
+
+if TYPE_CHECKING:
+    from sftplay.machine.doctor.examine import RunNeeds
+
+CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
+
+REFRESH_S = 2.0
+
+CLEAR = "\x1b[H\x1b[J"
+"""Moves the cursor to the top left corner and clears the terminal."""
+
+
+def gpu_info(args: Namespace) -> int:
+    """`gpu-info`: GPUs with the driver's facts, or why there are none; processor, memory, disk, library versions."""
+    from sftplay.machine.gpu_info import describe_host, describe_machine
+
+    machine = probe(in_detail=True)
+    torch_facts = _ask_torch() if args.torch else {}
+    if args.json:
+        torch_says = {"torch_says": torch_facts} if torch_facts else {}
+        print(json.dumps({"n_gpus": len(machine.gpus), **machine.as_dict(), **torch_says}))
+        return 0
+    for line in (*describe_machine(machine), *describe_host(machine)):
+        log.show(line)
+    for name, value in torch_facts.items():
+        log.show(f"torch says {name}: {value}")
+    return 0
+
+
+def memory_check(args: Namespace) -> int:
+    """`memory-check`: memory by process, and the plans of the runs that are going on; with --watch until Ctrl-C."""
+    output = _output_folder(args)
+    if not args.watch:
+        _show_memory(output, as_json=args.json)
+        return 0
+    if args.json:
+        raise ConfigError("--watch and --json do not go together", where="command line", fix="leave one out")
+    try:
+        while (screen := log.own_screen()) is None or screen.is_read:
+            if sys.stdout.isatty():
+                sys.stdout.write(CLEAR)
+            _show_memory(output, as_json=False)
+            time.sleep(REFRESH_S)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def doctor(args: Namespace) -> int:
+    """`doctor`: findings with their remedies; exit code 3 when one of them would stop a run."""
+    from sftplay.machine.doctor.examine import diagnose
+
+    findings = diagnose(probe(in_detail=True), _run_needs(args), is_fast=args.fast)
+    counts = {level: sum(each.level == level for each in findings) for level in ("ok", "warn", "stop")}
+    if args.json:
+        print(json.dumps({**counts, "findings": [asdict(each) for each in findings]}, ensure_ascii=False))
+    else:
+        for each in findings:
+            log.show(each.as_text())
+        log.show(", ".join(f"{n} {level}" for level, n in counts.items()))
+        log.show("`make gpu-check` then tries here what the kit promises, and writes a file to attach to a report")
+    return MachineError.exit_code if counts["stop"] else 0
+
+
+def check(args: Namespace) -> int:
+    """`check`: ruff's lint and format and mypy over this repository; 1 when one of them fails, else 0."""
+    failed = [" ".join(argv) for argv in CHECKS if subprocess.call([sys.executable, "-m", *argv], cwd=ROOT)]
+    if failed:
+        log.say(f"failed: {', '.join(failed)}", "check")
+        return 1
+    log.say("lint, format and types are clean", "check")
+    return 0
+
+
+def _ask_torch() -> dict[str, Any]:
+    from sftplay.machine.torch_build import ask_torch
+
+    return ask_torch()
+
+
+def _show_memory(output: Path, *, as_json: bool) -> None:
+    from sftplay.machine.memory_use import describe_gpus, describe_run, read_runs
+
+    machine = probe(in_detail=True)
+    runs = read_runs(output, machine)
+    if as_json:
+        memory = {"ram_bytes": machine.ram_bytes, "ram_free_bytes": machine.ram_available}
+        gpus = machine.as_dict()["gpus"]
+        print(json.dumps({**memory, "n_gpus": len(gpus), "gpus": gpus, "runs": [run.as_dict() for run in runs]}))
+        return
+    lines = describe_gpus(machine) or [f"No GPU: {machine.gpu_reason}"]
+    lines.append(_ram(machine))
+    for run in runs:
+        lines += describe_run(run)
+    for line in lines if runs else [*lines, f"no run is going on in {output}"]:
+        log.show(line)
+
+
+def _ram(machine: Machine) -> str:
+    used = format_bytes(machine.ram_bytes - machine.ram_available)
+    return f"memory: {format_bytes(machine.ram_bytes)}: {used} used, {format_bytes(machine.ram_available)} free"
+
+
+def _output_folder(args: Namespace) -> Path:
+    """The config's output_dir. Without a config: the override of it, or the default."""
+    if args.config:
+        from sftplay.config.load import load_config
+
+        return Path(load_config(args.config, args.overrides).output_dir)
+    overrides = dict(override.split("=", 1) for override in args.overrides)
+    if unknown := next((key for key in overrides if key != "output_dir"), None):
+        raise ConfigError(f"{unknown} needs a config", where="command line", fix="name one with CONFIG=")
+    return Path(overrides.get("output_dir", "outputs"))
+
+
+def _run_needs(args: Namespace) -> RunNeeds:
+    from sftplay.machine.doctor.examine import RunNeeds
+
+    if not args.config:
+        return RunNeeds(output=_output_folder(args))
+    from sftplay.config.load import load_config
+    from sftplay.model.source import is_local
+    from sftplay.runs.model_shape import checkpoint_bytes
+
+    cfg = load_config(args.config, args.overrides)
+    return RunNeeds(
+        output=Path(cfg.output_dir),
+        hub_model=None if is_local(cfg.model.name) else cfg.model.name,
+        checkpoint_bytes=checkpoint_bytes(cfg),
+        checkpoints_kept=cfg.train.save_total_limit,
+        wants_4bit=cfg.tuning.mode == "qlora",
+    )

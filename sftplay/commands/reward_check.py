@@ -1,0 +1,129 @@
+"""The verb `reward-check`: the rewards of a config tried on right answers and on junk, before anything is trained.
+
+With the name of a run: the rewards of the completions that it has kept, computed once more. With a file of completions:
+what each reward pays each of them.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from sftplay import log
+from sftplay.config.load import load_config
+from sftplay.errors import ConfigError, DataError, RunError
+from sftplay.launch.run_folder import find_run
+from sftplay.model.start_point import resolve_names
+from sftplay.runs.finished_run import prepare_environment
+from sftplay.runs.inputs import load_checked
+
+if TYPE_CHECKING:
+    from sftplay.reward.check import Finding
+
+
+ROWS = 32
+"""Rows on which rewards are tried."""
+
+
+def reward_check(args: Namespace) -> int:
+    """`reward-check`: each reward of the config on its rows; 5 unless every reward tells right answers from junk.
+
+    With --run: each reward of the run on its own samples; 5 where one has another value now. With --in: the value of
+    each reward for each completion of a file; 0.
+    """
+    if args.input:
+        return _score_given(args)
+    if args.run:
+        return _recheck(args)
+    cfg = load_checked(args.config, args.overrides, asks_hub=False)  # no model answers here
+    if not cfg.rewards:
+        fix = "write rewards: [{name: answer, use: exact_match}]"
+        raise ConfigError("the config has no rewards", where=args.config, fix=fix)
+    from sftplay.reward.check import check_rewards, refusal_of
+    from sftplay.reward.reward_set import RewardSet
+    from sftplay.runs.reward_check import check_solutions, read_cases
+
+    cases = read_cases(cfg, args.n or ROWS)
+    with RewardSet(cfg) as rewards:
+        check_solutions(cfg, rewards)
+        findings = check_rewards(rewards, cases, cfg=cfg)
+    bad = [finding for finding in findings if finding.verdict != "ok"]
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+        return RunError.exit_code if bad else 0
+    for finding in findings:
+        _show(finding)
+    if bad:
+        raise refusal_of(bad)
+    return 0
+
+
+def _score_given(args: Namespace) -> int:
+    if args.run or args.n:
+        raise ConfigError("--in goes with neither --run nor --n", where="reward-check", fix="leave those out")
+    cfg = load_config(args.config, args.overrides)
+    if not cfg.rewards:
+        fix = "write rewards: [{name: answer, use: exact_match}]"
+        raise ConfigError("the config has no rewards", where=args.config, fix=fix)
+    from sftplay.runs.reward_check import score_given
+
+    rows = score_given(cfg, args.input)
+    if args.json:
+        print(json.dumps({"rows": rows}))
+        return 0
+    for number, row in enumerate(rows, 1):
+        values = {**row["rewards"], "total": row["total"]}
+        said = "  ".join(
+            f"{name} {'unknown' if value is None else format(value, 'g')}" for name, value in values.items()
+        )
+        status = f"  ({row['verdict']['status']})" if row["verdict"] else ""
+        log.say(f"{number:>5}  {said}{status}", "reward")
+    return 0
+
+
+def _recheck(args: Namespace) -> int:
+    given = load_config(args.config, args.overrides)
+    folder = find_run(given, args.config, run=args.run)
+    cfg = resolve_names(load_config(folder.resolved))
+    cfg = cfg.with_values({"sandbox": given.sandbox.model_dump()}, "command line")
+    from sftplay.evaluate.recomputed import kept_steps, recompute
+
+    files = kept_steps(folder.path)
+    if not files:
+        raise DataError(
+            "no completions are kept there", where=str(folder.path / "samples"),
+            fix="name a run of task_mode grpo whose grpo.samples is not 0",
+        )  # fmt: skip
+    if args.n:
+        files = [files[at * len(files) // args.n] for at in range(args.n)] if args.n < len(files) else files
+    prepare_environment(cfg)
+    from sftplay.data.prompts.load import load_prompts
+    from sftplay.model.tokenizer import load_tokenizer
+    from sftplay.reward.reward_set import RewardSet
+
+    prompts = load_prompts(cfg, load_tokenizer(cfg.model))
+    with RewardSet(cfg) as rewards:
+        found = recompute(files, prompts.train, columns=prompts.report["columns"], reward_set=rewards)
+        executor = rewards.executor
+    if args.json:
+        print(json.dumps([asdict(each) for each in found]))
+    for each in found if not args.json else []:
+        said = f"{each.differ:,} differ, first {each.first}" if each.differ else "all agree"
+        log.say(f"{each.name:<16} {each.n:,} completions of {len(files):,} steps: {said}", "reward")
+    if executor and not args.json:
+        log.say(f"programs ran in {executor}", "reward")
+    return RunError.exit_code if any(each.differ for each in found) else 0
+
+
+def _show(finding: Finding) -> None:
+    said = "ok" if finding.verdict == "ok" else finding.verdict.replace("_", " ").upper()
+    means = "  ".join(
+        f"{kind} {'-' if mean is None else format(mean, '.2f')}"
+        for kind, mean in {"right answers": finding.gold_mean, **finding.junk}.items()
+    )
+    log.say(f"{finding.name:<16} {said:<12} {means}{f'  ({finding.why})' if finding.why else ''}", "reward")
+    if finding.in_process:
+        places = ", ".join(finding.in_process)
+        log.say(f"note: these tests run in_process, where a program can forge its verdict: {places}", "reward")

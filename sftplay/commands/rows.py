@@ -1,0 +1,193 @@
+"""The verbs that prepare data and show it, with the same checks as training and without a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sftplay import log
+from sftplay.atomic import check_new_file
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError
+from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+from sftplay.model.libraries import unneeded_for_rows
+from sftplay.model.start_point import resolve_names
+from sftplay.runs.inputs import load_checked, needs_no_hub
+from sftplay.startup import leave_out
+from sftplay.terminal.colours import has_colours
+
+if TYPE_CHECKING:
+    from sftplay.data.mix.load import MixtureRows
+    from sftplay.data.pipeline import Examples
+
+
+def load_texts(args: Namespace) -> RunConfig:
+    """The checked config of a run on texts.
+
+    Raises:
+        ConfigError: it learns puzzles, which no tokenizer reads.
+    """
+    cfg = load_checked(args.config, args.overrides)
+    if cfg.task_mode == "hrm":
+        what = "task_mode hrm learns puzzles, which have neither a tokenizer nor a template"
+        fix = "`make train` prints what the puzzles are; `make puzzle-data` makes some"
+        raise ConfigError(what, where=f"{cfg.origins.get('task_mode', 'default')} task_mode", fix=fix)
+    return cfg
+
+
+def process(args: Namespace) -> int:
+    """`process`: read, render and cache the rows; the data report as a table or as JSON."""
+    rows = _load(load_texts(args))
+    if args.json:
+        print(json.dumps(rows.report))
+    else:
+        _show_report(rows)
+    return 0
+
+
+def inspect(args: Namespace) -> int:
+    """`inspect`: the data report, and a spread of training rows with the learned tokens marked."""
+    cfg = load_texts(args)
+    if cfg.learns_documents:
+        return _inspect_blocks(_load_mixture(cfg), args)
+    examples = _load_examples(cfg)
+    from sftplay.data.inspect.display import decoded, legend, mark_learned
+    from sftplay.data.inspect.rows import n_learned, spread_rows
+
+    tokenizer, rows = examples.renderer.tokenizer, list(spread_rows(examples, args.n))
+    if args.json:
+        keys = ("row", "source", "input_ids", "labels")
+        documents = [{**{key: row[key] for key in keys}, "text": decoded(tokenizer, row["input_ids"])} for row in rows]
+        print(json.dumps({"report": examples.report, "rows": documents}))
+        return 0
+    _show_report(examples)
+    colours = has_colours(sys.stdout)
+    if rows:
+        log.show(f"\n{legend(colours=colours)}")
+    for row in rows:
+        n_tokens = len(row["input_ids"])
+        log.show(f"\nrow {row['row']}  {row['source']}  {n_tokens:,} tokens, {n_learned(row):,} learned")
+        log.show(mark_learned(tokenizer, row["input_ids"], labels=row["labels"], colours=colours))
+    return 0
+
+
+def _inspect_blocks(mixture: MixtureRows, args: Namespace) -> int:
+    from sftplay.data.inspect.blocks import as_json, show_block, spread_blocks
+    from sftplay.data.inspect.display import legend
+
+    tokenizer, blocks, colours = mixture.renderer.tokenizer, spread_blocks(mixture, args.n), has_colours(sys.stdout)
+    if args.json:
+        print(json.dumps({"report": mixture.report, "rows": [as_json(block, tokenizer) for block in blocks]}))
+        return 0
+    _show_report(mixture)
+    if args.n:
+        log.show(f"\n{legend(colours=colours)}")
+    for block in blocks:
+        show_block(block, tokenizer, colours=colours)
+    return 0
+
+
+def render(args: Namespace) -> int:
+    """`render`: training rows as the chat template writes them; with `--out` every row, into a new jsonl file."""
+    out = None if args.out is None else Path(args.out)
+    cfg = load_texts(args)
+    if cfg.learns_documents:
+        where = f"{cfg.origins.get('task_mode', args.config)} task_mode"
+        what = f"the rows of {cfg.task_mode} are blocks of documents, which no chat template writes"
+        raise ConfigError(what, where=where, fix=f"make inspect CONFIG={args.config} shows what stands in them")
+    if out is not None:
+        check_new_file(out)
+    examples = _load_examples(cfg)
+    from sftplay.data.inspect.rows import rendered, show_rendered, spread_rows, write_rendered
+
+    tokenizer = examples.renderer.tokenizer
+    if out is not None:
+        count = write_rendered(examples, out)
+        log.say(f"{count:,} rows in {out}", "render")
+        if args.json:
+            print(json.dumps({"out": str(out), "rows": count}))
+        return 0
+    rows = spread_rows(examples, args.n)
+    if args.json:
+        print(json.dumps({"report": examples.report, "rows": [rendered(row, tokenizer) for row in rows]}))
+        return 0
+    for row in rows:
+        show_rendered(row, tokenizer)
+    return 0
+
+
+def _load(cfg: RunConfig) -> Examples | MixtureRows:
+    return _load_mixture(cfg) if cfg.learns_documents else _load_examples(cfg)
+
+
+def _load_examples(cfg: RunConfig) -> Examples:
+    """The rows as training gets them. Problems that need no heavy library are found first."""
+    cfg = _prepared(cfg)
+    from sftplay.model.tokenizer import load_extended
+
+    before, tokenizer = _seal_times(cfg), load_extended(cfg)[0]
+    if cfg.task_mode in ("grpo", "score"):
+        from sftplay.data.inspect.prompts import as_examples
+        from sftplay.data.prompts.load import load_prompts
+
+        examples = as_examples(load_prompts(cfg, tokenizer))
+    else:
+        from sftplay.data.pipeline import load_examples
+
+        examples = load_examples(cfg, tokenizer)
+    _say_where(cfg, examples.report["fingerprint"], before=before)
+    return examples
+
+
+def _load_mixture(cfg: RunConfig) -> MixtureRows:
+    """The same for blocks of documents."""
+    cfg = _prepared(cfg)
+    from sftplay.data.mix.load import load_mixture
+    from sftplay.data.prepare.known_lengths import note_blocks
+    from sftplay.model.tokenizer import load_extended
+
+    before = _seal_times(cfg)
+    mixture = load_mixture(cfg, load_extended(cfg)[0])
+    for source in mixture.report["sources"].values():
+        _say_where(cfg, source["fingerprint"], before=before)
+    if mixture.steps_per_epoch is not None:
+        note_blocks(cfg, mixture.steps_per_epoch * cfg.train.effective_batch_size)
+    return mixture
+
+
+def _prepared(cfg: RunConfig) -> RunConfig:
+    cfg = resolve_names(cfg)
+    os.environ.update(quiet_environment() | cache_environment())
+    if needs_no_hub(cfg):
+        os.environ.update(offline_environment())
+    log.say(f"reading {', '.join(source.path for source in cfg.datasets) or cfg.rows_path}", "data")
+    leave_out(unneeded_for_rows(cfg.model))
+    return cfg
+
+
+def _say_where(cfg: RunConfig, name: str, *, before: dict[str, int]) -> None:
+    outcome = "found in" if before.get(name) == _seal_times(cfg).get(name) else "written to"
+    log.say(f"token rows {outcome} {Path(cfg.data.processed_dir) / name}", "data")
+
+
+def _seal_times(cfg: RunConfig) -> dict[str, int]:
+    """Name of a cache folder -> when it was made."""
+    from sftplay.data.cache import SEAL
+
+    return {path.parent.name: path.stat().st_mtime_ns for path in Path(cfg.data.processed_dir).glob(f"*/{SEAL}")}
+
+
+def _show_report(rows: Examples | MixtureRows) -> None:
+    from sftplay.data.mix.report import mixture_table
+    from sftplay.data.pipeline import Examples
+    from sftplay.data.prepare.report import report_table
+    from sftplay.data.prompts.report import prompts_table
+
+    if not isinstance(rows, Examples):
+        log.show(mixture_table(rows.report))
+    else:
+        log.show(prompts_table(rows.report) if "max_prompt_tokens" in rows.report else report_table(rows.report))

@@ -1,0 +1,127 @@
+"""The verbs `submit`, `status`, `logs`, `cancel` and `job-file`: a run as a job of a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from argparse import Namespace
+from pathlib import Path
+
+from sftplay import log
+from sftplay.atomic import check_new_file, write_text
+from sftplay.config.load import load_config
+from sftplay.errors import ConfigError
+from sftplay.launch.job_files import job_text
+from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.slurm.records import JOB_FILE, JobFolder
+from sftplay.launch.slurm.request import JobRequest
+from sftplay.runs import submit as submitting
+from sftplay.runs.submit import as_text, describe, plan_job
+from sftplay.runs.submit import cancel as cancel_job
+
+
+def submit(args: Namespace) -> int:
+    """`submit`: queue the run of a config as a job; with --here, train in the job that this is called in."""
+    if args.here:
+        return submitting.run_here(args, os.environ)
+    job = submitting.prepare(args, _request(args))
+    answer = {"job_id": None, "run": str(job.folder.path), "job_file": str(job.folder.path / JOB_FILE)}
+    if args.dry_run:
+        print(json.dumps({**answer, "text": job.text}) if args.json else job.text, end="\n" if args.json else "")
+        return 0
+    number = submitting.submit(job)
+    if args.json:
+        print(json.dumps({**answer, "job_id": number}))
+    else:
+        name = job.folder.name
+        log.say(
+            f"job {number} is queued: make status RUN={name}, make logs RUN={name}, make cancel RUN={name}", "submit"
+        )
+    return 0
+
+
+def status(args: Namespace) -> int:
+    """`status`: the job of a run and how far the run is; without RUN= of all runs with a job."""
+    output = _output(args)
+    jobs = [submitting.find_job(output, args.run)] if args.run else submitting.all_jobs(output)
+    facts = [describe(job) for job in jobs]
+    if args.json:
+        print(json.dumps(facts[0] if args.run else facts, ensure_ascii=False))
+    elif not facts:
+        log.say(f"no run below {output} has a job", "status")
+    for each in [] if args.json else facts:
+        log.show(as_text(each))
+    return 0
+
+
+def logs(args: Namespace) -> int:
+    """`logs`: the last lines of a run's job; with --watch also those to come."""
+    job = submitting.find_job(_output(args), args.run)
+    files = [path for path in (job.output, job.server_log, job.log) if path.exists()]
+    if args.json:
+        print(json.dumps({"run": job.run.name, "job_id": job.job, "files": list(map(str, files))}))
+    elif files:
+        return subprocess.call(["tail", "-n", str(args.n), *(["-F"] if args.watch else []), *map(str, files)])
+    else:
+        log.show(as_text(describe(job)))
+    return 0
+
+
+def cancel(args: Namespace) -> int:
+    """`cancel`: stop the job of a run with a checkpoint, or take it out of the queue."""
+    job = submitting.find_job(_output(args), args.run)
+    was_there = cancel_job(job, wait_s=0 if args.fast else args.wait)
+    facts = {"run": job.run.name, "job_id": job.job, "cancelled": was_there, **_end_of(job)}
+    if args.json:
+        print(json.dumps(facts))
+    else:
+        how = "has ended" if was_there else "had ended before"
+        saved = f"; its last checkpoint is {facts['last_checkpoint']}" if facts["last_checkpoint"] else ""
+        log.say(f"job {job.job} {how}{saved}", "cancel")
+    return 0
+
+
+def _end_of(job: JobFolder) -> dict[str, object]:
+    run = RunFolder(job.run).read_json("status.json")
+    return {key: run.get(key) for key in ("step", "last_checkpoint")}
+
+
+def _output(args: Namespace) -> Path:
+    if args.overrides and not args.config:
+        what = f"{args.verb} has no config to set {args.overrides[0]!r} in"
+        raise ConfigError(what, where="command line", fix="leave it out, or name the config with CONFIG=")
+    return Path(load_config(args.config, args.overrides).output_dir if args.config else "outputs")
+
+
+def _request(args: Namespace) -> JobRequest:
+    return JobRequest(
+        nodes=args.nodes, gpus_per_node=args.gpus_per_node, gres=args.gres, time=args.time, partition=args.partition,
+        nproc=args.nproc, setup=Path(args.setup) if args.setup else None, sbatch=_words(args.sbatch, "--sbatch"),
+        server_sbatch=_words(args.server_sbatch, "--server-sbatch"),
+    )  # fmt: skip
+
+
+def _words(text: str, flag: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"cannot be split into words ({error})", where=flag, fix="close the quotes") from None
+
+
+def job_file(args: Namespace) -> int:
+    """`job-file`: print the file, or write it to --out."""
+    job = plan_job(args)
+    text = job_text(args.kind, job)
+    if args.out:
+        check_new_file(Path(args.out))
+        write_text(Path(args.out), text)
+    if args.json:
+        facts = {"kind": args.kind, "name": job.name, "nodes": job.nodes, "gpus": job.gpus, "gpu": job.gpu}
+        print(json.dumps({**facts, "out": args.out, "text": text}))
+    elif args.out:
+        log.say(f"{args.out}: {job.nodes} node(s) with {job.gpus} x {job.gpu}", "job-file")
+    else:
+        print(text, end="")
+    return 0

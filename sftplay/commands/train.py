@@ -1,0 +1,110 @@
+"""The verbs that train: from a config to a run folder, a command and its exit code."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from contextlib import suppress
+from functools import partial
+
+from sftplay.atomic import write_text
+from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError, SftplayError
+from sftplay.launch.command.ray_command import ADDRESS
+from sftplay.launch.nodes.rendezvous import Rendezvous
+from sftplay.launch.run_folder import RunFolder, has_begun, new_folder
+from sftplay.log import CLUSTER_NAMES
+from sftplay.machine.probe import probe
+from sftplay.runs.inputs import check_inputs
+from sftplay.runs.memory_probe import Bench, size_by_probe
+from sftplay.runs.nodes import among_nodes
+from sftplay.runs.resume import continue_run
+from sftplay.runs.reward_check import try_rewards
+from sftplay.runs.start import (
+    all_notes,
+    build_command,
+    free_name,
+    print_command,
+    read_scale,
+    refusals_free_name,
+    run_workers,
+    say_sizing,
+    size,
+)
+from sftplay.runs.strategy_setup import with_deepspeed
+
+
+def train(args: Namespace) -> int:
+    """`train`: start the run of a config, or continue it where train.resume asks for that."""
+    return among_nodes(args, partial(_train, args))
+
+
+def _train(args: Namespace, rendezvous: Rendezvous | None) -> int:
+    cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
+    if args.documents and not cfg.learns_documents:
+        where = f"{cfg.origins.get('task_mode', args.config)} task_mode"
+        fix = "write task_mode: cpt, or cpt_mixed with chats beside them; or use make train"
+        raise ConfigError(f"{cfg.task_mode} does not learn documents", where=where, fix=fix)
+    if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_begun(cfg, args.config)):
+        return launch(args, cfg, rendezvous=rendezvous)
+    return continue_run(args, cfg, rendezvous=rendezvous)
+
+
+def resume(args: Namespace) -> int:
+    """`resume`: continue the newest run of a config."""
+    return among_nodes(args, partial(_resume, args))
+
+
+def _resume(args: Namespace, rendezvous: Rendezvous | None) -> int:
+    cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
+    if cfg.train.resume == "never":
+        cfg = cfg.with_values({"train.resume": "auto"}, "resume")
+    return continue_run(args, cfg, rendezvous=rendezvous)
+
+
+def launch(
+    args: Namespace, cfg: RunConfig, *, folder: RunFolder | None = None, rendezvous: Rendezvous | None = None
+) -> int:
+    """Size the run, create its folder (a new one where none is given), start the workers and follow them."""
+    machine = probe()
+    scale = read_scale(args, machine)
+    cfg = check_inputs(cfg, asks_hub=not args.dry_run)
+    sized = size(cfg, machine, scale=scale)
+    if not args.dry_run:
+        try_rewards(cfg)
+    folder = folder or new_folder(cfg, args.config, claim=not args.dry_run)
+    try:
+        command = build_command(sized.cfg, folder, scale=scale, machine=machine)
+    except SftplayError:
+        with suppress(OSError):  # only an empty folder is removed: one that `new_folder` has made
+            folder.path.rmdir()
+        raise
+    if args.dry_run:
+        return print_command(command, args)
+    free_name(folder)
+    with folder.locked(), refusals_free_name(folder, is_alone=rendezvous is None):
+        folder.create()
+        bench = Bench(machine, scale.nproc, folder.logs)
+        sized, probed = size_by_probe(sized, bench, resize=lambda fit: size(cfg, machine, scale=scale, fit=fit))
+        say_sizing(sized, machine, folder=folder)
+        write_text(folder.resolved, dump_resolved(sized.cfg))
+        folder.write_json("plan.json", {**sized.as_plan(), "probe": probed, "notes": all_notes(sized)})
+        return run_workers(command, folder, cfg=sized.cfg, args=args, rendezvous=rendezvous)
+
+
+def train_ray(args: Namespace) -> int:
+    """`train-ray`: train on the cluster of RAY_ADDRESS, or on one that is started here.
+
+    Raises:
+        ConfigError: this is one process of another launch, or a single worker is asked for.
+    """
+    if numbers := [name for name in args.strays if name in CLUSTER_NAMES or name.startswith("TORCHELASTIC_")]:
+        what = f"this is a process of another launch, which has set {', '.join(numbers)}"
+        raise ConfigError(what, where="train-ray", fix="call it once, from a shell that no launcher has started")
+    if args.workers == 1:
+        raise ConfigError("one process needs no Ray", where="--workers", fix="use `make train`, or ask for --workers 2")
+    args.overrides.append("cluster.launcher=ray")
+    args.nproc, args.nnodes, args.node_rank, args.master_addr, args.master_port = str(args.workers), 1, 0, "", None
+    args.documents, args.is_elsewhere = False, ADDRESS in os.environ
+    return train(args)

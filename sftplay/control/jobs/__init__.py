@@ -1,1 +1,0 @@
-"""Runs as jobs of a cluster: checked here, before they wait in a queue."""

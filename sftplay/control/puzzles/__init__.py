@@ -1,1 +1,0 @@
-"""Runs that learn puzzles: what is known of them before they start."""

@@ -1,1 +1,0 @@
-"""What is made of a trained model: evaluation, answers, reports."""

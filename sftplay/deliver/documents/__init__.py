@@ -1,1 +1,0 @@
-"""What an ingestion has made of a folder of documents, for people."""

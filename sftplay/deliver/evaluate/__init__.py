@@ -1,1 +1,0 @@
-"""Held-out rows measured: exact loss, and answers compared with references."""

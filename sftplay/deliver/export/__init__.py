@@ -1,1 +1,0 @@
-"""A trained model for others: merged, checked, exported, served."""

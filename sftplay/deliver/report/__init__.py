@@ -1,1 +1,0 @@
-"""report.html of a run, and two runs side by side."""

@@ -1,1 +1,0 @@
-"""The report on a run that answers twice: what the second turn does, and episodes to read."""

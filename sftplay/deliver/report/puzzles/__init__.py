@@ -1,1 +1,0 @@
-"""What the report shows of a run that learns puzzles."""

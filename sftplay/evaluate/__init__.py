@@ -1,0 +1,1 @@
+"""Measure models: perplexity, rewards, right programs, differences between two runs."""

@@ -1,0 +1,195 @@
+"""Measures a model on held-out rows: exact loss over label tokens, and answers compared with references.
+
+It trains nothing and chooses nothing; the same functions measure the base and the tuned model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+
+from sftplay import log
+from sftplay.atomic import write_text
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.encode.render import Renderer
+from sftplay.data.records import IGNORE_INDEX, Chat
+from sftplay.evaluate.metrics import score_answers
+from sftplay.evaluate.reward_scores import columns_of, mean_rewards, score_by_rewards
+from sftplay.generate.generate import Generator, answer_all
+from sftplay.machine.releases import nothing_recomputed
+from sftplay.monitor.out_of_memory import AdaptiveBatches
+
+LOSS_TOKENS = 8192
+"""Most tokens of one batch when the held-out loss is computed."""
+
+SCORES_BYTES = 2**30
+"""Most bytes of fp32 scores over the vocabulary in one batch; a single row may take more."""
+
+
+class HeldOutChats(Protocol):
+    """What is measured: of `data.pipeline.Examples` the held-out side."""
+
+    @property
+    def held_out(self) -> Any:
+        """Columns `input_ids` and `labels`, or None."""
+
+    @property
+    def held_out_chats(self) -> Sequence[Chat]:
+        """The chats behind them, of which the last turn is answered."""
+
+    @property
+    def renderer(self) -> Renderer:
+        """What rendered them."""
+
+
+def evaluate(model: Any, examples: HeldOutChats, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
+    """Measure `model` on `examples.held_out`, write `path` (.json) and every answer beside it (.jsonl).
+
+    `loss` is the mean negative log likelihood of the label tokens in nats, `perplexity` its exponential; the other
+    figures are means over the `n` prompts answered. Plain texts have no prompt: without a held-out chat `n` is 0 and
+    there are no other figures.
+    """
+    tag = path.stem
+    tokenizer = examples.renderer.tokenizer
+    assert examples.held_out is not None
+    log.say(f"measuring the model ({tag}) on {len(examples.held_out)} held-out rows", "eval")
+    with ready_to_answer(model, cfg):
+        loss = held_out_loss(model, examples.held_out, pad_token_id=tokenizer.pad_token_id)
+        chats = spread(examples.held_out_chats, cfg.eval.limit)
+        generator = Generator(model, tokenizer, examples.renderer.end_token_ids, cfg.eval.max_new_tokens)
+        answers = (
+            answer_chats(generator, examples.renderer, chats=chats, batch_size=cfg.eval.batch_size) if chats else []
+        )
+    references = [reference_of(chat, examples.renderer) for chat in chats]
+    means, correct = score_answers(answers, references, metrics=cfg.eval.metrics) if chats else ({}, [])
+    rewards = score_by_rewards(cfg, answers, columns=columns_of(chats, references)) if chats else {}
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    figures: dict[str, Any] = {
+        "n": len(chats),
+        "loss": loss,
+        "perplexity": perplexity,
+        **means,
+        **mean_rewards(rewards),
+    }
+    rows = (
+        {
+            "row": n,
+            "prompt": chat.prompt[-1].content if chat.prompt else "",
+            "reference": references[n],
+            "prediction": answers[n],
+            "correct": correct[n],
+            **({"rewards": {name: values[n] for name, values in rewards.items()}} if rewards else {}),
+        }
+        for n, chat in enumerate(chats)
+    )
+    # The answers first: where the figures lie, nothing is measured again.
+    write_text(path.with_suffix(".jsonl"), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_text(path, json.dumps(figures, indent=1) + "\n")
+    summary = "  ".join(f"{key} {value:.4f}" for key, value in figures.items() if key != "n")
+    log.say(f"{tag}: {summary}  (n {figures['n']})", "eval")
+    return figures
+
+
+def reference_of(chat: Chat, renderer: Renderer) -> str:
+    """What the model should have answered in the chat's last turn, in the form in which its answers are read.
+
+    A tool call is the text that the template writes for it, without special tokens, as answers are read.
+    """
+    last = chat.messages[-1]
+    if not last.calls:
+        return last.content
+    ids = renderer.tokenizer(renderer.answer_text(chat), add_special_tokens=False)["input_ids"]
+    return str(renderer.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def spread(chats: Sequence[Chat], limit: int | None) -> list[Chat]:
+    """At most `limit` of the rows, evenly spread over them."""
+    if limit is None or len(chats) <= limit:
+        return list(chats)
+    return [chats[i * len(chats) // limit] for i in range(limit)]
+
+
+def answer_chats(generator: Generator, renderer: Renderer, *, chats: Sequence[Chat], batch_size: int) -> list[str]:
+    """The model's greedy answer in place of each row's last turn."""
+    prompts = [renderer.prompt_ids(chat.prompt, chat.tools) for chat in chats]
+    return answer_all(
+        generator,
+        prompts,
+        batch_size=batch_size,
+        progress=lambda done: log.progress(done, len(prompts), what="answered", tag="eval"),
+    )
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, rows: Any, *, pad_token_id: int) -> float:
+    """Mean negative log likelihood, in nats, over all label tokens of `rows`, each token counting the same."""
+    total, count = 0.0, 0
+    room = min(LOSS_TOKENS, SCORES_BYTES // (4 * model.config.get_text_config().vocab_size))
+    batches = AdaptiveBatches(len(rows), "the held-out loss")
+    for batch in _by_length(rows["input_ids"], rows["labels"], room=room):
+        for loss, labels in batches.each(
+            len(batch), partial(_summed_loss, model, batch=batch, pad_token_id=pad_token_id)
+        ):
+            total, count = total + loss, count + labels
+    return total / count if count else math.nan
+
+
+def _summed_loss(
+    model: Any, part: slice, *, batch: Sequence[tuple[list[int], list[int]]], pad_token_id: int
+) -> tuple[float, int]:
+    """The sum of the label tokens' losses of a part of the rows, and their number."""
+    batch, device = batch[part], next(model.parameters()).device
+    width = max(len(ids) for ids, _ in batch)
+    ids = torch.full((len(batch), width), pad_token_id)
+    labels = torch.full((len(batch), width), IGNORE_INDEX)
+    mask = torch.zeros_like(ids)
+    for i, (row, targets) in enumerate(batch):
+        ids[i, : len(row)] = torch.tensor(row)
+        labels[i, : len(targets)] = torch.tensor(targets)
+        mask[i, : len(row)] = 1
+    scores = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits[:, :-1]
+    wanted = labels[:, 1:].to(device)
+    loss = functional.cross_entropy(scores.flatten(0, 1).float(), wanted.flatten(), reduction="sum")
+    return float(loss), int((wanted != IGNORE_INDEX).sum())
+
+
+def _by_length(
+    all_ids: Sequence[list[int]], all_labels: Sequence[list[int]], *, room: int
+) -> Iterator[list[tuple[Any, Any]]]:
+    pairs = sorted(zip(all_ids, all_labels, strict=True), key=lambda pair: len(pair[0]), reverse=True)
+    start = 0
+    while start < len(pairs):
+        size = max(1, room // len(pairs[start][0]))
+        yield pairs[start : start + size]
+        start += size
+
+
+@contextmanager
+def ready_to_answer(model: Any, cfg: RunConfig) -> Iterator[None]:
+    """The model in evaluation mode with its cache on and no recomputation, restored afterwards.
+
+    fp32 weights of a run in 16 bits compute under autocast, as in training: an adapter's next to a 16-bit base, and all
+    in full tuning. Flash attention takes no fp32.
+    """
+    was_training, had_cache = model.training, model.config.use_cache
+    model.eval()
+    model.config.use_cache = True
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(cfg.train.precision))
+    half = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), wanted)
+    device = next(model.parameters()).device.type
+    rounds = half is not None and torch.float32 in dtypes
+    try:
+        with nothing_recomputed(model), torch.autocast(device, dtype=half or torch.bfloat16, enabled=rounds):
+            yield
+    finally:
+        model.config.use_cache = had_cache
+        model.train(was_training)

@@ -1,0 +1,1 @@
+"""Hand a trained model on: merge, export, model card, serve."""

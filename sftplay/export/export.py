@@ -1,0 +1,190 @@
+"""A finished run as a folder that stands alone: weights, tokenizer, card, config and figures, for plain libraries.
+
+The folder holds no path of this machine, no secret and no row of the data. Nothing is uploaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+
+from sftplay import log
+from sftplay.config.load import dump_resolved
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import MachineError
+from sftplay.export.merge import (
+    SHARD_BYTES,
+    Dtype,
+    check_target,
+    copy_processor,
+    file_of_base,
+    merged_model,
+    save_whole,
+    set_end_tokens,
+    size_bytes,
+    write_folder,
+)
+from sftplay.export.model_card import PublicRun, write_card
+from sftplay.launch.run_folder import RunFolder
+from sftplay.model.hub import first_line
+from sftplay.model.source import BUILTIN, is_local
+from sftplay.model.tokenizer import load_tokenizer
+from sftplay.model.weights import DTYPES
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+REMOVED = "(removed)"
+
+_PATH = re.compile(r"(?<![\w./:~-])~?/(?:[^\s/:\"'`<>|,;()]+/)+([^\s/:\"'`<>|,;()]*)")
+"""An absolute path of two parts or more inside a text; its last part is kept. `https://...` does not match."""
+
+_SECRET_NAME = re.compile(r"(hub|api|access|auth)_?(token|key)|secret|password|passwd|credential", re.IGNORECASE)
+_SECRET = re.compile(r"hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|AKIA[0-9A-Z]{16}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+"""Tokens of the hub, OpenAI, GitHub and AWS, and a user with a password in an address."""
+
+
+def export(
+    cfg: RunConfig, folder: RunFolder, *, out: Path, dtype: Dtype | None = None, shard_bytes: int = SHARD_BYTES
+) -> Path:
+    """Write the run's model to `out`, for plain transformers. An adapter run's adapter lies in it too.
+
+    Weights in safetensors shards of at most `shard_bytes` (with an index where there are several), tokenizer with the
+    trained chat template, generation config with the end tokens of training, README.md (the model card),
+    config.resolved.yaml, data_report.json and the evaluation's figures. `dtype` None keeps the base's dtype for an
+    adapter run and the result's for a full one. `out` appears whole or not at all.
+
+    Raises:
+        ConfigError: the run has no result, or `out` exists.
+        MachineError: base or result cannot be read, or the disk is too small.
+        RunError: the adapter holds values that are not finite.
+    """
+    check_target(out)
+    model, tokenizer = _whole_model(cfg, folder, dtype=dtype)
+    run = public_run(cfg, folder)
+    beside = [folder.path / "adapter" / name for name in ADAPTER_FILES if run.has_adapter]
+
+    def fill(scratch: Path) -> None:
+        log.status("writing", "export")
+        save_whole(model, tokenizer, target=scratch, shard_bytes=shard_bytes)
+        copy_processor(cfg, folder, target=scratch)
+        if run.has_adapter:
+            _add_adapter(folder, scratch / "adapter", run=run)
+        _add_figures(run, scratch)
+        write_card(run, scratch / "README.md")
+
+    write_folder(out, size_bytes(model) + sum(path.stat().st_size for path in beside), fill=fill)
+    log.say(f"{out}: read README.md in it before you publish", "export")
+    return out
+
+
+def _whole_model(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None) -> tuple[Any, Any]:
+    result = folder.path / "model"
+    if not result.is_dir():
+        return merged_model(cfg, folder, dtype=dtype)
+    tokenizer = load_tokenizer(cfg.model, str(result))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            result, dtype=DTYPES[dtype] if dtype else "auto", trust_remote_code=cfg.model.trust_remote_code
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        what = f"the result cannot be loaded ({first_line(error)})"
+        raise MachineError(what, where=str(result), fix="check its files") from error
+    set_end_tokens(model.generation_config, tokenizer)
+    return model, tokenizer
+
+
+def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
+    """The part of the run that may be published: its files without paths of this machine and without secrets."""
+    # step-N.json measures the weights at a step of the training, not the result.
+    measured = sorted(path for path in folder.eval.glob("*.json") if not path.stem.startswith("step-"))
+    figures = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in measured}
+    clean = Cleaner([*_strings(cfg.model_dump()), str(folder.path.resolve())])
+    public_cfg = RunConfig.model_validate(clean(cfg.model_dump()))
+    public_cfg.origins.update(clean(cfg.origins))
+    is_named = not (is_local(cfg.model.name) or PurePosixPath(cfg.model.name).is_absolute())
+    is_builtin = cfg.model.name.startswith(BUILTIN)
+    card = None if is_builtin else file_of_base(cfg, folder, name="README.md")
+    return PublicRun(
+        name=folder.path.resolve().name,
+        cfg=public_cfg,
+        hub_base=cfg.model.name if is_named else None,
+        # The builtin models are made from this kit's own text.
+        licence="apache-2.0" if is_builtin else read_licence(card.read_text(encoding="utf-8") if card else ""),
+        data_report=clean(folder.read_json("data_report.json")),
+        manifest=clean(folder.read_json("manifest.json")),
+        figures=clean(figures),
+        # With merge_adapter the base is a merged model that others cannot get, so the adapter alone is of no use.
+        has_adapter=(folder.path / "adapter").is_dir() and not cfg.model.merge_adapter,
+    )
+
+
+def read_licence(card: str) -> str | None:
+    """The licence that a model card's front matter names, None where it names none."""
+    front = re.match(r"---\n(.*?)\n---", card, re.DOTALL)
+    licence = re.search(r"^license:\s*[\"']?([\w.-]+)[\"']?\s*$", front[1], re.MULTILINE) if front else None
+    return licence[1] if licence and licence[1] != "unknown" else None
+
+
+def _add_adapter(folder: RunFolder, target: Path, *, run: PublicRun) -> None:
+    target.mkdir()
+    settings = json.loads((folder.path / "adapter" / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
+    settings["base_model_name_or_path"] = run.cfg.model.name
+    _write_json(target / ADAPTER_FILES[0], Cleaner()(settings))
+    shutil.copyfile(folder.path / "adapter" / ADAPTER_FILES[1], target / ADAPTER_FILES[1])
+
+
+def _add_figures(run: PublicRun, target: Path) -> None:
+    (target / "config.resolved.yaml").write_text(dump_resolved(run.cfg), encoding="utf-8")
+    _write_json(target / "data_report.json", run.data_report)
+    for name, figures in run.figures.items():
+        (target / "eval").mkdir(exist_ok=True)
+        _write_json(target / "eval" / f"{name}.json", figures)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+class Cleaner:
+    """Removes paths of this machine and secrets from JSON values. Some of the strings in `known` are such paths."""
+
+    def __init__(self, known: Iterable[str] = ()) -> None:
+        paths = {path for path in known if _is_path(path) and path.strip("/")}
+        self.known = sorted(paths, key=len, reverse=True)  # the longer of two with the same beginning goes first
+
+    def __call__(self, value: Any) -> Any:
+        """A copy in which absolute paths are cut to their last part, and secrets are gone."""
+        if isinstance(value, Mapping):
+            return {
+                self(key): REMOVED if isinstance(inner, str) and _SECRET_NAME.search(str(key)) else self(inner)
+                for key, inner in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self(inner) for inner in value]
+        return self._text(value) if isinstance(value, str) else value
+
+    def _text(self, text: str) -> str:
+        text = _SECRET.sub(REMOVED, text)
+        if _is_path(text):
+            return text.rstrip("/").rpartition("/")[2]
+        for path in self.known:
+            text = text.replace(path, path.rstrip("/").rpartition("/")[2])
+        return _PATH.sub(lambda match: match[1] or REMOVED, text)
+
+
+def _is_path(text: str) -> bool:
+    return PurePosixPath(text).is_absolute() and "\n" not in text
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _strings(inner)

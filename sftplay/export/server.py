@@ -1,0 +1,193 @@
+"""The command and environment of an OpenAI-compatible server on this machine, and its life from start to stop.
+
+It knows nothing of runs and loads no model; what is served lies in a folder that is given.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from sftplay import log
+from sftplay.errors import ConfigError, MachineError, RunError
+from sftplay.export import gate
+from sftplay.launch.command.command import Launch, offline_environment, quiet_environment
+from sftplay.machine.ports import HOST, free_port
+from sftplay.places import ROOT
+from sftplay.signals import popen_tied
+
+Server = Literal["transformers", "vllm"]
+
+NEEDS: dict[Server, tuple[str, ...]] = {"transformers": ("fastapi", "uvicorn", "openai"), "vllm": ("vllm",)}
+"""What each server imports beside the kit's own libraries (transformers 5.17: `is_serve_available`)."""
+
+START_S = 600.0
+"""A large model takes minutes to read. A server that fails ends by itself, which is noticed at once."""
+
+STOP_S = 10.0
+"""How long an answer that is still being written keeps the server alive."""
+
+POLL_S = 0.1
+LAST_LINES = 15
+
+
+def choose_server(choice: Server | Literal["auto"], *, has_gpu: bool) -> tuple[Server, str]:
+    """Which server to use and why; auto takes vLLM where it is installed and there is a GPU.
+
+    Raises:
+        MachineError: a package it needs is not installed.
+    """
+    if choice != "auto":
+        server, reason = choice, "asked for"
+    elif find_spec("vllm") is None:
+        server, reason = "transformers", "vLLM is not installed"
+    elif not has_gpu:
+        server, reason = "transformers", "vLLM is installed, but there is no GPU"
+    else:
+        server, reason = "vllm", "installed, and there is a GPU"
+    missing = [name for name in NEEDS[server] if find_spec(name) is None]
+    if missing:
+        fix = f"{sys.executable} -m pip install vllm==0.31.0" if server == "vllm" else "make install EXTRAS=serve"
+        raise MachineError(f"serving by {server} needs {', '.join(missing)}", where=sys.prefix, fix=fix)
+    return server, reason
+
+
+def choose_port(port: int) -> int:
+    """`port`, or any free one for 0. Clients know the port, so another one never takes its place.
+
+    Raises:
+        MachineError: something listens on it.
+    """
+    free = free_port(port)
+    if port not in (0, free):
+        raise MachineError("something listens here already", where=f"{HOST}:{port}", fix="give another with PORT=")
+    return free
+
+
+def check_token() -> None:
+    """Refuse a token that no client could send.
+
+    Raises:
+        ConfigError: SFTPLAY_SERVE_TOKEN is set, and is empty or not of visible ASCII characters.
+    """
+    token = os.environ.get(gate.TOKEN)
+    if token is not None and not re.fullmatch(r"[!-~]+", token):
+        what = "is empty" if not token else "holds a character that a header cannot carry"
+        raise ConfigError(what, where=gate.TOKEN, fix="set it to letters, digits and signs, or unset it")
+
+
+def build_server(server: Server, folder: Path, *, name: str, port: int, trusts_code: bool) -> Launch:
+    """The command of a server for the model `name` in `folder`.
+
+    `folder` is the model's own for vLLM; for transformers a hub cache (see `serve`), since its server lists hub names.
+    """
+    env = quiet_environment() | offline_environment() | {"HF_HUB_DISABLE_UPDATE_CHECK": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # The server's working folder is another one; the kit need not be installed.
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
+    flags = ["--host", HOST, "--port", str(port), *(["--trust-remote-code"] if trusts_code else [])]
+    if server == "vllm":
+        module = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", name]
+        return Launch((sys.executable, "-P", *module, *flags, "--middleware", f"{gate.__name__}.Gate"), env)
+    # -P: the working folder is no place to import from.
+    module = ["-m", "sftplay.export.chat_server", name]
+    return Launch((sys.executable, "-P", *module, *flags), env | {"HF_HUB_CACHE": str(folder)})
+
+
+def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Path) -> int:
+    """Start the server, say when it answers, and stay until it is stopped: 128 + the signal's number.
+
+    The first SIGTERM or SIGINT lets answers finish for `STOP_S` seconds, the second ends at once; the server does not
+    outlive this process.
+
+    Raises:
+        RunError: it ended by itself, with its last lines.
+    """
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("wb") as handle, _StopSignals().installed() as stopper:
+        process = popen_tied(launch.argv, output=handle, env=launch.env, cwd=cwd)
+        try:
+            _wait_until_it_answers(process, stopper, port=port)
+            if not stopper.received and process.poll() is None:
+                key = f", API key from {gate.TOKEN}" if os.environ.get(gate.TOKEN) else ""
+                log.say(f"http://{HOST}:{port}/v1 answers, model {name!r}{key}; Ctrl-C stops it", "serve")
+            _wait_for_end(process, stopper)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    if not stopper.received:
+        raise RunError(_last_lines(log_file, process.returncode), where=str(log_file), fix="read that log")
+    log.say("stopped", "serve")
+    return 128 + stopper.received
+
+
+class _StopSignals:
+    """Remembers the first stop signal and when it came, and whether there was a second one."""
+
+    def __init__(self) -> None:
+        self.received, self.again, self.at = 0, False, 0.0
+
+    @contextmanager
+    def installed(self) -> Iterator[_StopSignals]:
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        if self.received:
+            self.again = True
+        else:
+            self.received, self.at = number, time.monotonic()
+
+    @property
+    def is_patient(self) -> bool:
+        return not self.again and time.monotonic() - self.at < STOP_S
+
+
+def _wait_until_it_answers(process: subprocess.Popen[bytes], stopper: _StopSignals, *, port: int) -> None:
+    deadline = time.monotonic() + START_S
+    while process.poll() is None and not stopper.received and not _is_healthy(port):
+        if time.monotonic() > deadline:
+            process.kill()
+        time.sleep(POLL_S)
+
+
+def _is_healthy(port: int) -> bool:
+    connection = HTTPConnection(HOST, port, timeout=1)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _wait_for_end(process: subprocess.Popen[bytes], stopper: _StopSignals) -> None:
+    is_terminated = False
+    while process.poll() is None:
+        if stopper.received and not is_terminated:
+            process.terminate()
+            is_terminated = True
+        elif is_terminated and not stopper.is_patient:
+            process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(POLL_S)
+
+
+def _last_lines(log_file: Path, code: int) -> str:
+    lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+    return "\n".join([f"the server ended with code {code}:", *(f"  {line}" for line in lines)])

@@ -1,0 +1,1 @@
+"""Answer prompts with a model: chat, batches, sampling."""

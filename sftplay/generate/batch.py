@@ -1,0 +1,124 @@
+"""Answers every row of a file in batches. A batch is on the disk as soon as it is answered."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sftplay.atomic import whole_file
+from sftplay.data.layouts.fields import Row
+from sftplay.data.prompts.prompt import Prompt
+from sftplay.errors import DataError, RunError
+from sftplay.generate.generate import Generator, answer_batch
+from sftplay.generate.partial_answers import FIX_SPACE, PartialAnswers
+from sftplay.generate.prompts import PromptFile
+from sftplay.units import format_seconds
+
+Batch = list[tuple[Prompt, list[int]]]
+
+Answer = str | dict[str, str]
+"""What a row gets: its `response`, or several columns by name."""
+
+
+def check_lengths(questions: PromptFile, renderer: Any, *, generator: Generator) -> None:
+    """Make sure that every row can be asked and has room for its answer, before any is answered.
+
+    Raises:
+        DataError: one cannot, with its place.
+    """
+    context, answer = generator.context_tokens, generator.max_new_tokens
+    for question in questions:
+        n_tokens = len(question.prompt(renderer))
+        if context is not None and n_tokens + answer > context:
+            what = f"has {n_tokens} tokens and leaves no room for an answer of {answer}: the model reads {context}"
+            fix = "shorten the row" + (", or the answers: MAX_NEW_TOKENS=" if n_tokens < context else "")
+            raise DataError(what, where=str(question.source), fix=fix)
+
+
+def answerer(generator: Generator) -> Callable[[Batch], list[Answer]]:
+    """A function that answers the rows of a batch."""
+
+    def answer(batch: Batch) -> list[Answer]:
+        return [*answer_batch(generator, [prompt for _, prompt in batch], rows=[row.number for row, _ in batch])]
+
+    return answer
+
+
+def answer_rest(
+    answer: Callable[[Batch], list[Answer]],
+    renderer: Any,
+    *,
+    questions: PromptFile,
+    batch_size: int,
+    partial: PartialAnswers,
+    meter: ProgressMeter,
+) -> None:
+    """Answer the rows that have no answer in `partial` yet, and add the answers to it.
+
+    The batches are the same every time, so that a resumed run gives the answers it would have given.
+    """
+    skipped = partial.n_batches
+    for window in questions.windows(batch_size):
+        n_batches = -(-len(window) // batch_size)
+        for batch in _by_length(window, renderer, batch_size=batch_size)[skipped:] if skipped < n_batches else ():
+            partial.append(list(zip([question.number for question, _ in batch], answer(batch), strict=True)))
+            meter.count(len(batch))
+        skipped = max(0, skipped - n_batches)
+
+
+def _by_length(window: list[Prompt], renderer: Any, *, batch_size: int) -> list[Batch]:
+    """The longest first, so that a batch too large for the memory fails at once."""
+    pairs = [(question, question.prompt(renderer)) for question in window]
+    pairs.sort(key=lambda pair: -len(pair[1]))
+    return [pairs[start : start + batch_size] for start in range(0, len(pairs), batch_size)]
+
+
+def write_answered(questions: PromptFile, partial: PartialAnswers, *, out: Path, batch_size: int) -> None:
+    """Write every row with its answer, in order; `out` appears whole, and `partial` is removed.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    try:
+        with whole_file(out) as scratch, scratch.open("w", encoding="utf-8") as handle:
+            batches = partial.answers() if partial.n_batches else iter(())
+            for window in questions.windows(batch_size):
+                answers = {n: answer for _ in range(-(-len(window) // batch_size)) for n, answer in next(batches)}
+                for question in window:
+                    answer = answers[question.number]
+                    columns = {"response": answer} if isinstance(answer, str) else answer
+                    handle.write(_line({**question.row, **columns}))
+    except OSError as error:
+        what = f"cannot be written ({error.strerror}); the answers are kept in {partial.path}"
+        raise RunError(what, where=str(out), fix=FIX_SPACE) from error
+    partial.remove()
+
+
+def _line(row: Row) -> str:
+    # A parquet file can hold values that JSON lacks, such as dates. JSON can hold half surrogate pairs, UTF-8 cannot.
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text = json.dumps(row, default=str)
+    return f"{text}\n"
+
+
+class ProgressMeter:
+    """Shows how many of `n` rows are answered, how many a second, and the time that is left."""
+
+    def __init__(self, n: int, done: int, *, show: Callable[[str], None]) -> None:
+        self._n, self._done, self._show = n, done, show
+        self._fresh = 0
+        self._began = time.monotonic()
+
+    def count(self, n: int) -> None:
+        """`n` more are answered."""
+        self._fresh += n
+        self._done += n
+        per_s = self._fresh / max(time.monotonic() - self._began, 1e-9)
+        left = format_seconds((self._n - self._done) / per_s)
+        self._show(f"answered {self._done}/{self._n}, {per_s:.1f} rows/s, {left} left")

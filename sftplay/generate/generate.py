@@ -1,0 +1,211 @@
+"""Answers of a model: batches for measuring and for files, a stream for a chat; greedy unless sampling is set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Generator as Pieces
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from queue import SimpleQueue
+from threading import Event
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from sftplay.generate.sampling import GREEDY, Sampling
+from sftplay.monitor.out_of_memory import AdaptiveBatches
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A model with its tokenizer, the tokens that end an answer, and the longest answer in tokens."""
+
+    model: Any
+    tokenizer: Any
+    end_token_ids: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Most tokens of prompt and answer together, None where the model has no such limit."""
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else None
+
+    @property
+    def all_end_ids(self) -> list[int]:
+        """End tokens of the template and of the model."""
+        shipped = self.model.generation_config.eos_token_id or []
+        return sorted({*self.end_token_ids, *([shipped] if isinstance(shipped, int) else shipped)})
+
+    def greedy(self) -> GenerationConfig:
+        """The config for the likeliest token each time, up to an end token of the template or of the model."""
+        return GenerationConfig(
+            do_sample=False,
+            max_new_tokens=self.max_new_tokens,
+            eos_token_id=self.all_end_ids,
+            pad_token_id=self.tokenizer.pad_token_id,
+            bos_token_id=self.tokenizer.bos_token_id,
+        )
+
+    @torch.no_grad()
+    def generate(
+        self, ids: torch.Tensor, mask: torch.Tensor, *, rows: Sequence[int] = (), streamer: TextStreamer | None = None
+    ) -> Any:
+        """Continuation of `ids`, int64 [prompts, tokens], padded on the left; `rows` are the numbers of the prompts.
+
+        transformers fills what a generation config leaves open with the settings shipped with the model (a repetition
+        penalty, forbidden tokens). These are put aside meanwhile: they must not change what is measured.
+        """
+        greedy = self.greedy()
+        inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        shipped, inner.generation_config = inner.generation_config, GenerationConfig()
+        device = next(self.model.parameters()).device
+        try:
+            # Not PeftModel.generate: it parses versions at each token, for kinds of adapters that the kit refuses.
+            return inner.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=greedy,
+                logits_processor=self.sampling.processors(rows or range(len(ids))),
+                stopping_criteria=StoppingCriteriaList(
+                    [_StopOnEvent(streamer.stop), _StopOnEvent(streamer.left)] if streamer else []
+                ),
+                streamer=streamer,
+                # A model in shards (FSDP2) needs all ranks for each token, also of those that have answered already.
+                synced_gpus=hasattr(self.model, "unshard") or None,
+            )
+        finally:
+            inner.generation_config = shipped
+
+
+def answer_batch(generator: Generator, prompts: Sequence[list[int]], *, rows: Sequence[int] = ()) -> list[str]:
+    """The answer to each prompt (token ids), without special tokens, in order; `rows` are their numbers.
+
+    Prompts are padded on the left, so that all answers start at the same place.
+    """
+    ids, mask = left_padded(prompts, generator.tokenizer.pad_token_id)
+    out = generator.generate(ids, mask, rows=rows)
+    answers: list[str] = generator.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+    return answers
+
+
+def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and attention mask, int64 [prompts, tokens], with the padding before the tokens."""
+    # All rows at once, by way of numpy: to fill tensors row by row takes longer than a small model does.
+    lengths = np.array([len(prompt) for prompt in prompts])
+    mask = np.arange(lengths.max()) >= lengths.max() - lengths[:, None]
+    ids = np.full(mask.shape, pad)
+    ids[mask] = list(chain.from_iterable(prompts))
+    return torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64))
+
+
+def answer_all(
+    generator: Generator,
+    prompts: Sequence[list[int]],
+    *,
+    batch_size: int,
+    rows: Sequence[int] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[str]:
+    """Answers to all prompts, in order; prompts of similar length share a batch.
+
+    `rows` are the numbers by which random numbers are drawn, None for the places in `prompts`. `progress` is called
+    with the number of answers so far.
+    """
+    numbers = range(len(prompts)) if rows is None else rows
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    answers = [""] * len(prompts)
+    batches = AdaptiveBatches(batch_size, "answering")
+
+    def answer(part: slice) -> int:
+        places = order[part]
+        batch, own = [prompts[i] for i in places], [numbers[i] for i in places]
+        for i, text in zip(places, answer_batch(generator, batch, rows=own), strict=True):
+            answers[i] = text
+        return part.stop
+
+    for done in batches.each(len(order), answer):
+        progress(done)
+    return answers
+
+
+def stream_answer(
+    generator: Generator, prompt: list[int], *, row: int = 0, stop: Event | None = None
+) -> Pieces[str, None, list[int]]:
+    """Parts of the answer to one prompt as they are made, until `stop` is set; together they are the answer.
+
+    What the generator returns at its end are the answer's tokens, an end token among them.
+    """
+    streamer = TextStreamer(generator.tokenizer, stop or Event())
+    ids = torch.tensor([prompt])
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(generator.generate, ids, torch.ones_like(ids), rows=[row], streamer=streamer)
+        work.add_done_callback(lambda _: streamer.end())  # else a failure would leave the reader waiting
+        try:
+            yield from iter(streamer.queue.get, None)
+        finally:
+            streamer.left.set()  # a reader that left early waits for one token, not for the whole answer
+        work.result()
+    return streamer.ids
+
+
+class TextStreamer(BaseStreamer):
+    """The text of one answer as its tokens come; a character is held back until all its bytes are there.
+
+    transformers' own streamers decode a few tokens at a time, and with some tokenizers lose the space before a word.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Event) -> None:
+        self.queue: SimpleQueue[str | None] = SimpleQueue()
+        self.stop = stop
+        self.left = Event()
+        """Set when nobody reads any more."""
+        self._tokenizer = tokenizer
+        self._ids: list[int] | None = None
+        self._shown = ""
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take new tokens; the first are the prompt."""
+        if self._ids is None:
+            self._ids = []
+            return
+        self._ids.extend(value.flatten().tolist())
+        text = self._text().rstrip("\N{REPLACEMENT CHARACTER}")
+        if text.startswith(self._shown):
+            self._put_new(text)
+
+    def end(self) -> None:
+        """Hand out what is left, and the end."""
+        self._put_new(self._text())
+        self.queue.put(None)
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens so far."""
+        return self._ids or []
+
+    def _text(self) -> str:
+        return str(self._tokenizer.decode(self.ids, skip_special_tokens=True))
+
+    def _put_new(self, text: str) -> None:
+        # A tokenizer that tidies white space may change the text that it wrote before.
+        changed = (place for place, (old, new) in enumerate(zip(self._shown, text)) if old != new)
+        known = next(changed, min(len(self._shown), len(text)))
+        if text[known:]:
+            self.queue.put(text[known:])
+            self._shown = text
+
+
+class _StopOnEvent(StoppingCriteria):
+    """Ends an answer once somebody asks for it."""
+
+    def __init__(self, stop: Event) -> None:
+        self._stop = stop
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self._stop.is_set(), dtype=torch.bool, device=input_ids.device)

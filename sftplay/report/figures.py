@@ -1,0 +1,165 @@
+"""Figures as the report shows them: named in words, rounded for people, and compared."""
+
+from __future__ import annotations
+
+import math
+
+from sftplay.report.history import as_number
+from sftplay.units import format_bytes, format_seconds
+
+SHARES = (
+    "exact_match",
+    "rouge_l",
+    "chrf",
+    "accuracy",
+    "exact_accuracy",
+    "blank_accuracy",
+    "mfu",
+    "pass",
+    "held_out_pass",
+    "hidden_pass",
+    "clipped_ratio",
+    "acc_t1",
+    "acc_t2",
+    "acc_t2_empty",
+    "acc_t2_static",
+    "acc_t2_other_hint",
+    "follows_hint",
+    "changes_to_hint",
+    "acc_t1_greedy",
+    "acc_t2_greedy",
+    "i2c",
+    "c2i",
+    "fix_rate",
+    "break_rate",
+    "clip_share_t1",
+    "clip_share_t2",
+    "clip_share_guide",
+)
+LESS_IS_BETTER = ("loss", "held_out_loss", "perplexity", "bits_per_byte", "c2i", "break_rate")
+PERCENT = "\u00a0%"
+"""Kept together with its figure."""
+
+NAMES = {
+    "n": "prompts answered",
+    "exact_accuracy": "puzzles solved",
+    "pass": "pass@1",
+    "acc_t1": "first answers right",
+    "acc_t2": "second answers right",
+    "acc_t2_empty": "second answers right, no hint",
+    "acc_t2_static": "second answers right, static hint",
+    "acc_t2_other_hint": "second answers right, another problem's hint",
+    "follows_hint": "second answers that are the hint",
+    "changes_to_hint": "changed answers that are the hint",
+    "acc_t1_greedy": "first answers right, likeliest tokens",
+    "acc_t2_greedy": "second answers right, likeliest tokens",
+    "delta": "gain of the second turn",
+    "i2c": "wrong became right",
+    "c2i": "right became wrong",
+    "fix_rate": "of the wrong ones corrected",
+    "break_rate": "of the right ones broken",
+    "frac_identical": "second answers that repeat the first",
+    "edit_ratio": "share of tokens changed",
+    "hint_leak": "hints that state the answer",
+    "hint_tokens": "tokens of a hint",
+    "truncated": "answers that were cut off",
+    "parse_failures": "answers of the wrong form",
+    "kl_t1": "turn 1",
+    "kl_t2": "turn 2",
+    "kl_guide": "guide",
+    "entropy_t1": "turn 1",
+    "entropy_t2": "turn 2",
+    "entropy_guide": "guide",
+    "ratio_t1": "turn 1",
+    "ratio_t2": "turn 2",
+    "ratio_guide": "guide",
+    "clip_share_t1": "turn 1",
+    "clip_share_t2": "turn 2",
+    "clip_share_guide": "guide",
+    "zero_variance_share": "groups with equal rewards",
+    "clipped_ratio": "completions that were cut off",
+    "completion_tokens": "tokens of a completion",
+    "held_out_loss": "held-out loss",
+    "rouge_l": "ROUGE-L",
+    "chrf": "chrF",
+    "tokens_per_s": "tokens per second",
+    "grad_norm": "gradient norm",
+    "model_tflops_per_s": "TFLOP/s of the model",
+    "mfu": "share of the peak (MFU)",
+    "peak_rss_bytes": "peak memory",
+    "peak_bytes": "peak memory",
+    "allocated_bytes": "allocated memory",
+    "reserved_bytes": "reserved memory",
+}
+
+
+def name_of(key: str) -> str:
+    """What a figure is called, in words."""
+    return NAMES.get(key, key.replace("_", " "))
+
+
+def capitalized(text: str) -> str:
+    """The text with a capital in front."""
+    return text[:1].upper() + text[1:]
+
+
+def format_figure(key: str, value: object) -> str:
+    """The value of the figure `key` with its unit; a dash for none."""
+    number = as_number(value)
+    if number is None:
+        return "–"
+    if not math.isfinite(number):
+        return "not finite"
+    if is_share(key) and -1 <= number <= 1:
+        return f"{math.floor(1000 * number + 0.5) / 10:.1f}{PERCENT}"
+    if key.endswith("_bytes"):
+        return format_bytes(number)
+    if key.endswith("_seconds"):
+        return format_seconds(number)
+    return rounded(number)
+
+
+def is_share(key: str) -> bool:
+    """True for figures between 0 and 1 that people read in percent."""
+    return key in SHARES or key.endswith("_share") or key.startswith("pass@")
+
+
+def rounded(number: float) -> str:
+    """Four figures, thousands separated by commas, very small and very large ones with an exponent."""
+    size = abs(number)
+    if not math.isfinite(number):
+        return "not finite"
+    if number == int(number) and size < 1e9:
+        return f"{int(number):,}"
+    if size >= 1e9 or size < 1e-3:
+        return f"{number:.3g}"
+    return f"{number:,.0f}" if size >= 1000 else f"{number:.4g}"
+
+
+def change(key: str, before: object, *, after: object) -> str:
+    """The difference, signed and in the figure's unit; empty when one of the two is no finite number."""
+    old, new = as_number(before), as_number(after)
+    if old is None or new is None or not math.isfinite(old) or not math.isfinite(new):
+        return ""
+    difference = new - old
+    sign = "+" if difference > 0 else "−" if difference < 0 else "±"
+    text = format_figure(key, abs(difference))
+    return f"{sign}{text.removesuffix(PERCENT)} points" if text.endswith(PERCENT) else f"{sign}{text}"
+
+
+def is_better(key: str, before: object, *, after: object) -> bool | None:
+    """Whether the figure went the right way; None where that is not known or nothing moved."""
+    old, new = as_number(before), as_number(after)
+    is_less = any(key == name or key.startswith(f"{name}_") for name in LESS_IS_BETTER)
+    if old is None or new is None or old == new or not (is_less or is_share(key)):
+        return None
+    return (new < old) == is_less
+
+
+def interval(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share among `count` (Wilson, JASA 1927)."""
+    z = 1.959964
+    middle = share + z * z / (2 * count)
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    below = 1 + z * z / count
+    return (middle - half) / below, (middle + half) / below

@@ -1,0 +1,175 @@
+"""Writes report.html: a run on one page that needs neither network nor server, from what lies in its folder.
+
+It measures nothing and needs no model; a run in any state gets its page, and what is missing is named on it.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from sftplay import __version__
+from sftplay.atomic import write_text
+from sftplay.launch.run_folder import RunFolder
+from sftplay.report import sections
+from sftplay.report.answers import Answers, answers_of
+from sftplay.report.charts import Chart
+from sftplay.report.course import charts_of, memory_of, resumed_steps
+from sftplay.report.episodes import turns_of
+from sftplay.report.figures import capitalized, format_figure, is_share, name_of
+from sftplay.report.history import as_bytes, as_number
+from sftplay.report.learned import Headline, headlines, learned_table, learns_from_rewards, reward_charts
+from sftplay.report.mixture import anchors_of, forgetting, mixture_tables, source_charts
+from sftplay.report.page import render_page
+from sftplay.report.puzzles import puzzles_of
+from sftplay.report.remarks import find_remarks
+from sftplay.report.run_files import RunFiles, mapping, mappings, read_run_files
+from sftplay.report.tries import tries_of
+from sftplay.units import format_count, format_seconds
+
+NAME = "report.html"
+COLOURS = {"done": "good", "failed": "bad", "interrupted": "bad"}
+"""Colour of a run's state. Any other state is shown as a caution."""
+
+Tile = tuple[str, str, str]
+"""Name, value, a note below it."""
+
+
+def write_report(folder: RunFolder) -> Path:
+    """Write `report.html` into the run folder, over an older one; the file's path.
+
+    Raises:
+        OSError: the page cannot be written. Nothing in the folder's files raises.
+    """
+    path = folder.path / NAME
+    write_text(path, render(read_run_files(folder)))
+    return path
+
+
+def render(run: RunFiles) -> str:
+    """The page as HTML."""
+    return render_page(
+        title=f"{run.folder.name}: {run.state}",
+        run=run,
+        colour=COLOURS.get(run.state, "caution"),
+        method=_method(run),
+        tiles=(tiles := _tiles(run)),
+        columns=even_columns(len(tiles)),
+        remarks=find_remarks(run),
+        charts=_charts(run),
+        resumed=resumed_steps(run),
+        learned=[table] if (table := learned_table(run)) else [],
+        evaluation=sections.evaluation_tables(run),
+        bars=sections.evaluation_bars(run),
+        puzzles=puzzles_of(run),
+        turns=turns_of(run, resumed_steps(run)),
+        sources=mixture_tables(run),
+        forgetting=forgetting(run),
+        answers=_answers(run),
+        tries=tries_of(run),
+        data=sections.data_tables(run),
+        data_facts=sections.data_facts(run),
+        histogram=sections.histogram(run),
+        sample=sections.sample_of(run),
+        choices=sections.choice_tables(run),
+        config=sections.config_tables(run),
+        versions=sections.version_facts(run),
+        written=time.strftime("%Y-%m-%d %H:%M"),
+        kit_version=__version__,
+    )
+
+
+def _charts(run: RunFiles) -> list[Chart]:
+    """All curves; those of the sources stand behind the loss, and rewards before it."""
+    charts, resumed = charts_of(run), resumed_steps(run)
+    if learns_from_rewards(run):
+        return [*reward_charts(run, resumed), *charts]
+    return [*reward_charts(run, resumed), *charts[:1], *source_charts(run, resumed), *charts[1:]]
+
+
+def _answers(run: RunFiles) -> list[tuple[str, str, Answers]]:
+    """Sets of answers, each with its anchor on the page and its title. Episodes have a table of their own."""
+    if run.value("task_mode") == "score":
+        return []
+    sets = [("answers", "Answers before and after", "")]
+    sets += [(f"answers-{n}", f"Answers to {name}", f"anchor-{name}-") for n, name in enumerate(anchors_of(run), 1)]
+    sets += [("test-answers", "Answers to the test rows", "test-")]
+    return [(anchor, title, found) for anchor, title, prefix in sets if (found := answers_of(run, prefix))]
+
+
+def _method(run: RunFiles) -> str:
+    mode, task = (run.value(key) for key in ("tuning.mode", "task_mode"))
+    tasks = {
+        "sft": "Supervised fine-tuning",
+        "cpt": "Continued pretraining",
+        "cpt_mixed": "Continued pretraining on a mixture",
+        "grpo": "Reinforcement learning (GRPO)",
+        "score": "Two-turn self-correction (BiLevel SCoRe)",
+        "hrm": "A recurrent model of puzzles (HRM)",
+    }
+    modes = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA, base in 4 bits"}
+    known = isinstance(mode, str) and isinstance(task, str)
+    if not known:
+        return "Training"
+    rank = f", rank {run.value('tuning.lora.r')}" if mode in ("lora", "qlora") else ""
+    return f"{tasks.get(task, task)}, {modes.get(mode, mode)}{rank},"
+
+
+def _tiles(run: RunFiles) -> list[Tile]:
+    """The figures one looks for first."""
+    before, after = run.evals.get("before", {}), run.evals.get("after", {})
+    tiles = [_headline_tile(each) for each in headlines(run)]
+    for key in () if tiles else [*[key for key in after if is_share(key)][:2], "loss"]:
+        if key in after:
+            old = f"{format_figure(key, before[key])} →\u00a0" if key in before else ""
+            n = f"on {format_figure('n', after.get('n'))} prompts" if key != "loss" else ""
+            name = "Held-out loss" if key == "loss" else capitalized(name_of(key))
+            tiles.append((name, old + format_figure(key, after[key]), n))
+    history = run.history
+    if learns_from_rewards(run):
+        if rewards := history.ends("reward"):
+            tiles.append(_headline_tile(("reward", "Sampled reward", *rewards, None)))
+    elif losses := history.ends("loss"):
+        tiles.append(
+            ("Training loss", f"{format_figure('loss', losses[0])} →\u00a0{format_figure('loss', losses[1])}", "")
+        )
+    seconds = as_number(run.status.get("train_seconds"))
+    if seconds is not None and 0 <= seconds < 1e12:
+        tiles.append(("Training time", format_seconds(seconds), "the last attempt" if len(run.attempts) > 1 else ""))
+    speed = history.middle("tokens_per_s")
+    if speed is not None:
+        tiles.append(("Tokens per second", format_figure("tokens", speed), "median"))
+    memory = as_bytes(history.largest("peak_bytes") or history.largest("peak_rss_bytes"))
+    if memory is not None:
+        plan = memory_of(run)
+        beside = f"of {format_figure('peak_bytes', plan.planned)} planned" if plan else "main process"
+        tiles.append(("Peak memory", format_figure("peak_bytes", memory), beside))
+    return tiles + _size_tiles(run)
+
+
+def _headline_tile(headline: Headline) -> Tile:
+    key, name, first, last, count = headline
+    n = f"on {count:,} prompts" if count is not None else ""
+    return name, f"{format_figure(key, first)} →\u00a0{format_figure(key, last)}", n
+
+
+def even_columns(count: int) -> int:
+    """Columns in which so many tiles leave the fewest gaps in the last row; the most of those that leave as few."""
+    return min(range(3, 7), key=lambda columns: (-count % columns, -columns))
+
+
+def _size_tiles(run: RunFiles) -> list[Tile]:
+    tiles = []
+    model: dict[str, Any] = mapping(run.manifest.get("model"))
+    whole, trained = (as_number(model.get(key)) for key in ("parameters", "trainable_parameters"))
+    if whole and trained is not None and 0 < whole < 1e18 and 0 <= trained < 1e18:
+        tiles.append(
+            ("Weights that train", format_count(trained), f"{100 * trained / whole:.2g} % of {format_count(whole)}")
+        )
+    machine = mapping(run.manifest.get("machine"))
+    gpus = [str(gpu.get("name")) for gpu in mappings(machine.get("gpus"))]
+    if machine:
+        name = f"{len(gpus)} × {gpus[0]}" if gpus else f"CPU, {machine.get('cores', '?')} cores"
+        tiles.append(("Hardware", name[:60], f"{run.plan.get('world_size', 1)} process(es)"[:60]))
+    return tiles

@@ -1,0 +1,163 @@
+"""Ask a model many questions: which weights are meant, and each process's share of the answers."""
+
+from __future__ import annotations
+
+import hashlib
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sftplay import log
+from sftplay.config.load import load_config
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError
+from sftplay.launch.run_folder import RunFolder, find_run
+from sftplay.machine.probe import probe
+from sftplay.model.start_point import resolve_names
+from sftplay.plan.sizing.decisions import decide_numerics
+from sftplay.runs.finished_run import load_renderer, open_run, prepare_environment
+from sftplay.runs.inputs import check_model
+from sftplay.runs.model_shape import known_shape
+
+UNTRAINED = "-untrained"
+"""What is added to a config's stem for the folder of what is measured of its model without a run."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that can be opened."""
+
+    cfg: RunConfig
+    """A run's resolved config; or one whose names are resolved, with precision and attention decided."""
+
+    folder: RunFolder
+    """Where figures go: the run's folder, or one that no run has."""
+
+    run: bool
+    """Whether `folder` is that of a run."""
+
+    base: bool
+    """Whether the weights are those before training."""
+
+    def describe(self) -> dict[str, Any]:
+        """What figures say of it."""
+        model = self.cfg.model
+        names = {"run": str(self.folder.path) if self.run else None, "model": model.name, "adapter": model.adapter}
+        step = None if self.base else self.folder.read_json("status.json").get("step")
+        return {**names, "weights": "start" if self.base else "result", "step": step}
+
+    def open(self) -> tuple[Any, Any, Any]:
+        """Model, in evaluation mode, tokenizer and renderer. It imports the heavy libraries.
+
+        Raises:
+            SftplayError: what `load_tokenizer`, `Renderer.prove` and `load_result` or `load_untrained` raise.
+        """
+        from sftplay.model.load import load_base, load_result, load_untrained
+
+        if self.run:
+            tokenizer, renderer = load_renderer(self.cfg, self.folder)
+            load = load_untrained if self.base else load_result
+            return load(self.cfg, self.folder.path), tokenizer, renderer
+        from sftplay.data.encode.render import Renderer
+        from sftplay.data.template.templates import resolve_template
+        from sftplay.model.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(self.cfg.model)
+        template = resolve_template(self.cfg.data.template, tokenizer)
+        return load_base(self.cfg).eval(), tokenizer, Renderer.prove(tokenizer, template, samples=[])
+
+
+def find_subject(args: Namespace) -> Subject:
+    """What the command line means: a run of the config where there is one, else the model that the config names.
+
+    Raises:
+        ConfigError: the run that is named is not there or has no result; the model or adapter is not there.
+    """
+    given = load_config(args.config, args.overrides)
+    try:
+        find_run(given, args.config, run=args.run)
+    except ConfigError:
+        if args.run:
+            raise
+        return _untrained(given, args.config)
+    try:
+        cfg, folder = open_run(args, needs_result=not args.base)
+    except ConfigError as error:
+        fix = f"{error.fix}; what it started from is measured with ARGS=--base"
+        raise ConfigError(error.what, where=error.where, fix=fix) from error
+    own = {"cluster.launcher": given.cluster.launcher, "sandbox": given.sandbox.model_dump()}
+    cfg = cfg.with_values(own, "command line")
+    return Subject(cfg, folder, run=True, base=args.base)
+
+
+def _untrained(given: RunConfig, config_path: str) -> Subject:
+    cfg = resolve_names(given)
+    check_model(cfg, asks_hub=True)
+    decided = decide_numerics(cfg, probe(), shape=known_shape(cfg))
+    open_keys = {"train.precision": cfg.train.precision, "model.attn": cfg.model.attn}
+    cfg = cfg.with_values({key: decided[key].value for key, value in open_keys.items() if value == "auto"}, "auto")
+    adapter = f" with the adapter {cfg.model.adapter}" if cfg.model.adapter else ""
+    log.say(f"no run of {config_path} yet: measuring {cfg.model.name}{adapter} as it is", "eval")
+    folder = RunFolder(Path(cfg.output_dir) / f"{Path(config_path).stem}{UNTRAINED}")
+    return Subject(cfg, folder, run=False, base=True)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is asked, and how answers are drawn. All of it is plain data, for other processes."""
+
+    texts: tuple[str, ...]
+    samples: int
+    """Answers to each."""
+
+    temperature: float
+    top_p: float
+    seed: int
+    max_new_tokens: int
+
+    def share(self, rank: int, world_size: int) -> list[int]:
+        """The numbers of the answers that a process makes: those of every `world_size`-th question."""
+        numbers = range(len(self.texts) * self.samples)
+        return [number for number in numbers if number // self.samples % world_size == rank]
+
+    def digest(self) -> str:
+        """Hex sha256 of what is asked."""
+        return hashlib.sha256("\0".join(self.texts).encode()).hexdigest()
+
+
+def questions_of(texts: Sequence[str], *, cfg: RunConfig, args: Namespace) -> Questions:
+    """The questions with what the command line says of the answers, and the config where it says nothing."""
+    return Questions(
+        tuple(texts), args.n, args.temperature, args.top_p or 1.0, cfg.seed if args.seed is None else args.seed,
+        args.max_new_tokens or cfg.eval.max_new_tokens,
+    )  # fmt: skip
+
+
+def answer_share(subject: Subject, questions: Questions, *, rank: int = 0, world_size: int = 1) -> dict[int, str]:
+    """This process's answers by their number; answer `i` is one to question `i // samples`.
+
+    Random numbers belong to an answer's number, so that they do not depend on the number of processes.
+    """
+    prepare_environment(subject.cfg)
+    from sftplay.data.records import Message
+    from sftplay.generate.generate import Generator, answer_all
+    from sftplay.generate.sampling import Sampling
+
+    cfg = subject.cfg
+    model, tokenizer, renderer = subject.open()
+    sampling = Sampling(questions.temperature, questions.top_p, questions.seed)
+    generator = Generator(model, tokenizer, renderer.end_token_ids, questions.max_new_tokens, sampling)
+    system = (Message("system", cfg.data.system),) if cfg.data.system else ()
+    numbers = questions.share(rank, world_size)
+    asked = [Message("user", questions.texts[number // questions.samples]) for number in numbers]
+    prompts = [renderer.prompt_ids((*system, question), "") for question in asked]
+    answers = answer_all(
+        generator,
+        prompts,
+        batch_size=cfg.eval.batch_size,
+        rows=numbers,
+        progress=lambda done: log.progress(done, len(prompts), what="answered", tag="eval"),
+    )
+    return dict(zip(numbers, answers, strict=True))

@@ -1,0 +1,113 @@
+"""What the commands that use a finished run share: opening it, its chat template, its report."""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from argparse import Namespace
+from collections.abc import Mapping
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any
+
+from sftplay import log
+from sftplay.atomic import write_text
+from sftplay.config.load import load_config
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError
+from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+from sftplay.launch.run_folder import RunFolder, find_run
+from sftplay.model.libraries import unneeded
+from sftplay.model.source import is_local
+from sftplay.startup import leave_out
+from sftplay.terminal.console import Screen
+
+
+def open_run(
+    args: Namespace,
+    values: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    needs_result: bool = True,
+    takes_puzzles: bool = False,
+) -> tuple[RunConfig, RunFolder]:
+    """The finished run that a command line names, and its config.
+
+    The config is the run's own, except for the keys that do not shape the weights: these come from the command line.
+    `values` are the verb's own values of some keys; the command line overrides them. `takes_puzzles` says that the verb
+    has a use for a run of task mode hrm, which has neither a tokenizer nor a chat template.
+
+    Raises:
+        ConfigError: there is no such run; it has no result yet and `needs_result`; it learns puzzles and the verb
+            takes texts.
+    """
+    given = load_config(args.config, args.overrides)
+    folder = find_run(given, args.config, run=args.run)
+    if needs_result and folder.result is None:
+        raise ConfigError("this run has no result yet", where=str(folder.path), fix="finish it with `make resume`")
+    cfg = load_config(folder.resolved)
+    if cfg.task_mode == "hrm" and not takes_puzzles:
+        what = f"task_mode hrm learns puzzles, and {args.verb} needs a model of texts"
+        fix = f"take {folder.path / 'model'} as it is; `make eval` and `make infer IN=puzzle.txt` use it"
+        raise ConfigError(what, where=str(folder.path), fix=fix)
+    own = {key: value for key, value in values.items() if given.origins.get(key) != "command line"}
+    given = given.with_values(own, args.verb)
+    wanted = {"eval": given.eval.model_dump(), "data.test_path": given.data.test_path}
+    if given.data.val_path != cfg.data.val_path:
+        wanted["data.val_path"] = given.data.val_path
+    return cfg.with_values(wanted, "command line"), folder
+
+
+def prepare_environment(cfg: RunConfig) -> None:
+    """Quieten the heavy libraries. Call it before the first of them is imported."""
+    log.say("loading libraries and model", "use")
+    os.environ.update(quiet_environment() | cache_environment())
+    if is_local(cfg.model.name):
+        # Nothing is downloaded; without this, progress bars of libraries would appear between the lines.
+        os.environ.update(offline_environment())
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it recommends packages nobody asked for
+    # It is no news that there is no GPU. DeepSpeed sets its logger's level when it is imported, and keeps a filter.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+    log.quiet_libraries()
+    leave_out(unneeded(cfg))
+
+
+def load_renderer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, Any]:
+    """The tokenizer in the result's folder, and the renderer of the chat template there."""
+    from sftplay.data.encode.render import Renderer
+    from sftplay.model.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(cfg.model, str(folder.result))
+    return tokenizer, Renderer.prove(tokenizer, stored_template(tokenizer, folder), samples=[])
+
+
+def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
+    """The chat template in the result's folder. A warning is printed where the run was trained with another one."""
+    from sftplay.data.template.templates import template_hash
+
+    template: str | None = tokenizer.chat_template
+    trained = folder.read_json("manifest.json").get("template_sha256")
+    stored = template_hash(template or "")
+    if trained is not None and trained != stored:
+        log.say(f"warning: the chat template in {folder.result} is not the one this run was trained with:", "use")
+        log.say(f"its sha256 is {stored}, the run's was {trained}; it is used as it stands", "use")
+    return template
+
+
+def report_at_end(folder: RunFolder) -> None:
+    """Write report.html after a run or a measurement and print its path.
+
+    A failure is only printed, and its traceback kept in logs/report.log: the run or measurement has ended, and nothing
+    here may change its outcome.
+    """
+    log_file = folder.logs / "report.log"
+    try:
+        from sftplay.report.report import write_report
+
+        text = f"report: {write_report(folder)}"
+    except Exception as error:  # noqa: BLE001 - see above
+        text = f"note: no report ({getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'})"
+        with suppress(OSError):
+            write_text(log_file, traceback.format_exc())
+            text += f"; {log_file} has the traceback"
+    Screen(log.screen)(f"[report] {text}\n")  # a Screen also survives a closed pipe

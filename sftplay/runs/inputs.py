@@ -1,0 +1,296 @@
+"""Checks the inputs of a run before a heavy library is imported: model, files, first rows. All problems at once.
+
+Only `sftplay.model.hub` may ask the hub here, and only about a model that this machine does not know.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+
+from sftplay import log
+from sftplay.config.load import examine_config
+from sftplay.config.rules.data import row_paths
+from sftplay.config.schema.mixture import SourceType
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.layouts.convert import reading_of, to_record
+from sftplay.data.layouts.source_types import data_of
+from sftplay.data.prepare.known_lengths import read_lengths
+from sftplay.data.prompts.prompt import to_prompt
+from sftplay.data.read.files import files_of, suffix_of
+from sftplay.data.read.sources import dialect_of, is_hub_name, read_rows
+from sftplay.data.records import Refused, Text
+from sftplay.errors import (
+    ConfigError,
+    ConfigErrors,
+    DataError,
+    MachineError,
+    SeveralErrors,
+    SftplayError,
+    nearest_names,
+)
+from sftplay.model.new_tokens.terms import read_terms
+from sftplay.model.source import BUILTIN, BUILTIN_CONFIGS, check_source, is_downloaded, is_local
+from sftplay.model.start_point import resolve_names
+from sftplay.plan.memory.row_lengths import RowLengths
+from sftplay.reward.table import reward_problems
+from sftplay.runs.model_shape import known_shape, near_names
+
+TERMS = "tuning.new_tokens.path"
+START = "hrm.start_from"
+SAMPLED_ROWS = 32
+NAMED_ROWS = 5
+KEYS = ("model.name", "data.template", "logging.backend", TERMS)
+"""Keys of inputs that are looked at, beside those that name rows."""
+
+
+def needs_no_hub(cfg: RunConfig) -> bool:
+    """True when the model and all data are on this machine."""
+    if cfg.task_mode == "hrm":
+        return True
+    return is_local(resolve_names(cfg).model.name) and all(Path(path).exists() for _, path in row_paths(cfg))
+
+
+def check_inputs(cfg: RunConfig, *, asks_hub: bool = True) -> RunConfig:
+    """Refuse missing inputs; otherwise `cfg` with names of runs resolved.
+
+    With `asks_hub` the hub is asked whether it has a model that is not on this machine.
+
+    Raises:
+        ConfigError: the model is not found, its name is ambiguous, or the adapter does not fit.
+        DataError: a data file is missing or of an unknown kind, or none of its first rows can be read.
+        MachineError: a tracker is not installed; the hub does not answer.
+        SeveralErrors: more than one of these.
+    """
+    if problems := list(_problems(cfg, _keys(cfg), asks_hub=asks_hub)):
+        raise _together(problems)
+    return resolve_names(cfg)
+
+
+def load_checked(
+    path: str, overrides: Sequence[str] = (), *, asks_hub: bool = True, needs_puzzles: bool = True
+) -> RunConfig:
+    """The config as `load_config` gives it, with its inputs checked too: all problems of both at once.
+
+    Without `needs_puzzles` a folder of puzzles may be missing.
+
+    Raises:
+        SftplayError: what `load_config` and `check_inputs` raise.
+    """
+    cfg, found = examine_config(path, overrides)
+    problems: list[SftplayError] = list(found)
+    if cfg is not None:
+        # A key that is missing or was refused has no origin. Its stand-in says nothing about the inputs.
+        keys = [key for key in _keys(cfg) if not found or key in cfg.origins]
+        if cfg.task_mode == "hrm" and not needs_puzzles:
+            keys = [key for key in keys if not key.startswith("data.") or Path(cfg.value_of(key)).exists()]
+        problems += _problems(cfg, keys, asks_hub=asks_hub and not found)
+    if problems:
+        raise _together(problems)
+    assert cfg is not None
+    return cfg
+
+
+def _keys(cfg: RunConfig) -> list[str]:
+    if cfg.task_mode == "hrm":
+        given = [key for key in ("data.train_path", "data.val_path", START) if cfg.value_of(key)]
+        return [*given, "logging.backend"]
+    return [KEYS[0], *(key for key, _ in row_paths(cfg)), *KEYS[1:]]
+
+
+def _together(problems: Sequence[SftplayError]) -> SftplayError:
+    """All problems in one error. The config comes first, because its code ends a script that wrote it."""
+    listed = sorted(problems, key=lambda problem: problem.exit_code)
+    config = [problem for problem in listed if isinstance(problem, ConfigError)]
+    if len(config) == len(listed):
+        return config[0] if len(config) == 1 else ConfigErrors(config)
+    return listed[0] if len(listed) == 1 else SeveralErrors(listed)
+
+
+def _problems(cfg: RunConfig, keys: Sequence[str], *, asks_hub: bool) -> Iterator[SftplayError]:
+    """What is wrong with the inputs that these keys name."""
+    checks: dict[str, Callable[[str], None]] = {
+        "model.name": lambda _: check_model(resolve_names(cfg), asks_hub=asks_hub),
+        "data.template": lambda _: _check_template(cfg),
+        "logging.backend": lambda _: _check_trackers(cfg),
+        TERMS: lambda _: _check_terms(cfg),
+        START: lambda _: _check_start(cfg),
+    }
+    yield from reward_problems(cfg)
+    for key in keys:
+        try:
+            checks.get(key, lambda key: _check_data(key, cfg=cfg))(key)
+        except SftplayError as error:
+            yield error
+        except OSError as error:  # a path that the file system does not serve
+            what = f"{error.filename}: {error.strerror}"
+            yield ConfigError(what, where=_where(cfg, key), fix="name another path, or give this user the right to it")
+
+
+def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
+    """Refuse a model that is not there, or whose name is almost one that the kit knows; `cfg` has no names of runs.
+
+    Raises:
+        ConfigError: there is no such model.
+        MachineError: the hub was asked and did not answer.
+    """
+    name = cfg.model.name
+    where = _where(cfg, "model.name")
+    check_source(name, where, allow_pickle=cfg.model.allow_pickle)
+    is_known = known_shape(cfg) is not None
+    if is_local(name) and not (name.startswith(BUILTIN) and not is_known):
+        return
+    near = [] if is_known else near_names(name)
+    if name.startswith(BUILTIN):
+        fix = f"did you mean {' or '.join(near or BUILTIN_CONFIGS)}?"
+        raise ConfigError(f"there is no builtin model {name!r}", where=where, fix=fix, nearest=near)
+    if not is_downloaded(name) and (asks_hub or near):
+        if not is_known:
+            log.say(f"{name} is not known here; the hub is asked", "model")
+        ask_hub(name, cfg.model.revision, where=where)
+
+
+def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
+    """What `hub.check_reachable` says. A name that the kit almost knows is answered with the one that it knows.
+
+    Raises:
+        ConfigError: its name is like that of a model that the kit knows, which is named.
+        MachineError: it is not.
+    """
+    from sftplay.model import hub
+
+    try:
+        return hub.check_reachable(name, revision, where=where)
+    except MachineError as error:
+        near = near_names(name)
+        if not near or near[0] == name:
+            raise
+        what = f"{name!r} is not known here ({error.what})"
+        raise ConfigError(what, where=where, fix=f"did you mean {' or '.join(near)}?", nearest=near) from error
+
+
+def _check_data(key: str, *, cfg: RunConfig) -> None:
+    path = cfg.value_of(key)
+    if cfg.task_mode == "hrm":
+        check_puzzles(path, key, cfg=cfg)
+        return
+    if path is None or is_hub_name(path):
+        return
+    try:
+        files_of(path)
+    except DataError as error:
+        fix = error.fix if Path(path).exists() else f"correct {key}; it starts at the current folder"
+        if near := nearest_names(Path(path).name, names_beside(Path(path))):
+            fix = f"did you mean {str(Path(path).with_name(near[0]))!r}?"
+        raise DataError(f"{path}: {error.what}", where=_where(cfg, key), fix=fix, nearest=near) from None
+    if key != "data.test_path":  # training only looks at its readable rows
+        _check_first_rows(path, key, cfg=cfg)
+
+
+def _check_start(cfg: RunConfig) -> None:
+    path = Path(str(cfg.hrm.start_from))
+    if not path.is_file():
+        near = nearest_names(path.name, [each.name for each in path.parent.glob("*")])
+        fix = f"did you mean {str(path.with_name(near[0]))!r}?" if near else "name a file step_N of HRM's or TRM's code"
+        raise ConfigError(f"there is no file {str(path)!r}", where=_where(cfg, START), fix=fix, nearest=near)
+
+
+def check_puzzles(path: str, key: str, *, cfg: RunConfig) -> None:
+    """Raise the error about puzzles that are not there or not sound. Built-in ones are made when they are needed."""
+    from sftplay.data.puzzles.make.find import NAMES, open_split  # brings numpy
+
+    try:
+        if not path.startswith(BUILTIN) or path.removeprefix(BUILTIN) not in NAMES:
+            open_split(path, "train" if key == "data.train_path" else "test", key=_where(cfg, key))
+    except DataError as error:
+        raise DataError(f"{error.where}: {error.what}", where=_where(cfg, key), fix=error.fix) from None
+
+
+def names_beside(path: Path) -> list[str]:
+    """Names of the files of rows in the folder of a path, which may have been meant."""
+    try:
+        return [each.name for each in path.parent.iterdir() if suffix_of(each)]
+    except OSError:
+        return []
+
+
+def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
+    """Refuse a file whose first rows are all bad, because its layout is another. With skip the full pass decides."""
+    kind = _type_of(key, cfg=cfg)
+    data, n_rows = data_of(cfg, kind) if kind else cfg.data, 0
+    refused: list[str] = []
+    rows = read_rows(path, dialect_of(data))
+    for source, row in islice(rows, SAMPLED_ROWS):
+        n_rows += 1
+        try:
+            if isinstance(row, Refused):
+                refused.append(f"{source} {row.reason}")
+            elif cfg.task_mode in ("grpo", "score"):
+                to_prompt(row, source, number=0, reading=reading_of(data))
+                return
+            elif isinstance(to_record(row, source, reading=reading_of(data)), Text) and kind == "chat":
+                refused.append(f"{source} is a plain text, and the source has type: chat")
+            else:
+                return
+        except DataError as error:
+            refused.append(f"{source} {error.what}")
+    where = _where(cfg, key)
+    if not n_rows:
+        raise DataError(f"{path}: has no rows", where=where, fix="name a file with at least one row")
+    if data.on_bad_row == "skip":
+        return
+    count = "its only row cannot" if n_rows == 1 else f"none of its first {n_rows} rows can"
+    reasons = "".join(f"\n  {reason}" for reason in refused[:NAMED_ROWS])
+    fix = "name its layout with data.format and its columns with data.columns, or another file"
+    if kind == "cpt":
+        fix = "name the column of the text, data.columns: {text: NAME}; chats take task_mode cpt_mixed and type: chat"
+    raise DataError(f"{path}: {count} be read{reasons}", where=where, fix=fix)
+
+
+def _type_of(key: str, *, cfg: RunConfig) -> SourceType | None:
+    """The type of the source whose rows a key names; None in task sft, where any layout is read."""
+    if key.startswith("datasets."):
+        return cfg.datasets[int(key.split(".")[1])].type
+    return "cpt" if cfg.learns_documents else None
+
+
+def _check_template(cfg: RunConfig) -> None:
+    template = cfg.data.template
+    if template not in ("auto", "chatml") and not Path(template).is_file():
+        fix = "give auto, chatml or a Jinja file's path"
+        raise DataError(f"there is no file {template!r}", where=_where(cfg, "data.template"), fix=fix)
+
+
+def _check_trackers(cfg: RunConfig) -> None:
+    backend = cfg.logging.backend
+    for tracker in [backend] if isinstance(backend, str) else backend:
+        if tracker != "none" and find_spec(tracker) is None:
+            raise MachineError(
+                f"the tracker {tracker} is not installed",
+                where=_where(cfg, "logging.backend"),
+                fix=f"{sys.executable} -m pip install {tracker}, or logging.backend=none",
+            )
+
+
+def _check_terms(cfg: RunConfig) -> None:
+    if cfg.tuning.new_tokens.path is not None:
+        read_terms(cfg.tuning.new_tokens.path)
+
+
+def _where(cfg: RunConfig, key: str) -> str:
+    return f"{cfg.origins.get(key, 'default')} {key}"
+
+
+def known_lengths(cfg: RunConfig) -> RowLengths | None:
+    """Lengths of the rows of a resolved config, where they were prepared before; None where nothing is known.
+
+    Nobody knows how long completions will be, so rows of task modes grpo and score count as full. Puzzles of task
+    mode hrm all have the same length.
+    """
+    if cfg.task_mode in ("grpo", "score", "hrm"):
+        return None
+    found = read_lengths(cfg)
+    return RowLengths(longest=int(found["longest"]), mean=found["mean"], count=int(found["count"])) if found else None

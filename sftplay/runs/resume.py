@@ -1,0 +1,217 @@
+"""Continues a run: with the sizes of its first start where they fit, and never as another run."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from sftplay import log
+from sftplay.atomic import write_text
+from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.rules.resume_keys import DRAWN, SIZES, differences, values_that_decide_weights
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError, ConfigErrors
+from sftplay.launch.command.command import Scale
+from sftplay.launch.nodes.rendezvous import Rendezvous
+from sftplay.launch.run_folder import OUT_OF_MEMORY, RESIZED, RESOLVED, RunFolder, find_run
+from sftplay.machine.probe import probe
+from sftplay.model.start_point import resolve_names
+from sftplay.monitor.checkpoints import list_checkpoints, read_marker
+from sftplay.plan.sizing.size_run import SizedRun
+from sftplay.runs.inputs import check_inputs
+from sftplay.runs.start import all_notes, build_command, print_command, read_scale, run_workers, size, sizes_of
+
+
+def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | None = None) -> int:
+    """Continue the run that `cfg` or `--run` names. A finished run is left as it is.
+
+    Raises:
+        ConfigErrors: values that decide the result have changed since its first start.
+    """
+    folder = find_run(cfg, args.config, run=getattr(args, "run", None) or _run_of(cfg))
+    stored = load_config(folder.resolved)
+    if folder.read_json("status.json").get("state") == "done":
+        return _leave_finished(args, folder, stored=stored, cfg=cfg)
+    machine = probe()
+    scale = read_scale(args, machine)
+    cfg = check_inputs(cfg)
+    before = processes_of(cfg.train.resume, folder)
+    starts_anew = before is None and cfg.train.resume == "auto"
+    moves = before not in (None, scale.world_size)
+    if moves or folder.is_resized:
+        cfg = free_sizes(cfg, scale)
+    # Open sizes keep the values of the first start: other micro-batches round differently and draw other dropout.
+    smaller_rows = _rows_after_shortage(folder)
+    kept = {} if starts_anew or moves else _kept_sizes(cfg, stored, smaller_rows=smaller_rows)
+    named = cfg.with_values({"run_name": stored.run_name}, "resume")
+    sized = size(named.with_values(kept, "resume"), machine, scale=scale)
+    fits = not kept or _fits(sized)
+    if not fits:
+        sized = size(named, machine, scale=scale)
+        _say_resized(stored, sized.cfg)
+    if moves:
+        _refuse_other_processes(before, sized, scale=scale)
+        _say_moved(before, sized)
+    resized = moves or not fits or bool(kept and smaller_rows)
+    starts_anew |= resized
+    sizes = {key: sized.cfg.value_of(key) for key in (*SIZES, DRAWN)} if starts_anew else {}
+    _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder=folder)
+    command = build_command(sized.cfg, folder, scale=scale, machine=machine)
+    if args.dry_run:
+        return print_command(command, args)
+    with folder.locked():
+        folder.set_broken_aside()
+        write_text(folder.resolved, dump_resolved(sized.cfg))
+        if starts_anew or "world_size" not in folder.read_json("plan.json"):
+            folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized)})
+        if resized:
+            folder.add_event(RESIZED, world_size=sized.world_size, **_named(sizes))
+        return run_workers(command, folder, cfg=sized.cfg, args=args, rendezvous=rendezvous)
+
+
+def _named(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Sizes by the last part of their keys; those that the task does not have are left out."""
+    return {key.rpartition(".")[2]: value for key, value in sizes.items() if value is not None}
+
+
+def _rows_after_shortage(folder: RunFolder) -> int | None:
+    """The micro-batch that a step needed after it ran out of memory; None when a later start has used it already."""
+    rows = None
+    for event in folder.read_events():
+        if event["event"] in (OUT_OF_MEMORY, RESIZED):
+            rows = event["batch_size"] if event["event"] == OUT_OF_MEMORY else None
+    return rows
+
+
+def _kept_sizes(cfg: RunConfig, stored: RunConfig, *, smaller_rows: int | None) -> dict[str, Any]:
+    """The run's last values of the sizes that `cfg` leaves open."""
+    last = {key: stored.value_of(key) for key in SIZES}
+    if smaller_rows:
+        train = stored.train
+        world_size = train.effective_batch_size // (int(train.batch_size) * int(train.grad_accum))
+        last = sizes_of(stored, smaller_rows, world_size=world_size)
+    last[DRAWN] = stored.value_of(DRAWN)
+    return {key: value for key, value in last.items() if cfg.value_of(key) in ("auto", None)}
+
+
+def _refuse_other_processes(before: int | None, sized: SizedRun, *, scale: Scale) -> None:
+    """Refuse another number of processes where the checkpoint cannot be read by it.
+
+    FSDP's checkpoints are whole (`FULL_STATE_DICT`): any number of processes above 1 can read them.
+    """
+    strategy, now = sized.cfg.cluster.strategy, scale.world_size
+    if not sized.cfg.accelerate_shards or (strategy == "fsdp" and 1 not in (before, now)):
+        return
+    fix = f"continue it with NPROC={before}, or train under a new run_name"
+    if strategy == "fsdp":
+        what = (
+            f"a checkpoint of {before} process(es) cannot continue on {now}: one process trains without fsdp, and "
+            "fsdp's checkpoints give the optimizer's state other names"
+        )
+        fix = fix if before == 1 else f"continue it with NPROC={before} or another number above 1"
+    elif strategy == "hsdp":
+        what = f"{now} processes would split the model into other copies than {before} did; this was never tried"
+    else:
+        what = f"the checkpoints of {strategy} hold one part for each of {before} processes, not for {now}"
+    where = f"{sized.cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy"
+    raise ConfigError(what, where=where, fix=fix)
+
+
+def _leave_finished(args: Namespace, folder: RunFolder, *, stored: RunConfig, cfg: RunConfig) -> int:
+    filled = cfg.with_values({key: stored.value_of(key) for key in _left_open(cfg)}, "resume")
+    _refuse_changes(stored, resolve_names(filled), folder=folder)
+    log.say(f"{folder.path} is finished: nothing to do", "resume")
+    if args.json:
+        print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
+    return 0
+
+
+def _fits(sized: SizedRun) -> bool:
+    return sized.forecast is None or sized.forecast.verdict != "does_not_fit"
+
+
+def _say_resized(stored: RunConfig, cfg: RunConfig) -> None:
+    before, now = (f"{each.train.batch_size} x {each.train.grad_accum}" for each in (stored, cfg))
+    log.say(
+        f"note: the first start's sizes, {before} rows a process, do not fit here; the run continues with {now}. The "
+        "effective batch and the rows stay the same; from here on sums round differently",
+        "resume",
+    )
+
+
+def _run_of(cfg: RunConfig) -> str | None:
+    """The run whose folder holds the checkpoint named by train.resume, where the config names no run."""
+    run = Path(cfg.train.resume).parent.parent
+    return str(run) if cfg.run_name is None and (run / RESOLVED).is_file() else None
+
+
+def find_changes(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, Any]]:
+    """Keys whose values differ and would make a resumed run another run: (dotted key, before, after)."""
+    return differences(values_that_decide_weights(before), values_that_decide_weights(after))
+
+
+def _refuse_changes(stored: RunConfig, cfg: RunConfig, *, folder: RunFolder) -> None:
+    other = "train under a new run_name" if folder.has_made_step else "`make train`: this start made no step"
+    problems = [
+        ConfigError(
+            f"{key} was {before!r} when the run began and is {after!r} now; the result would be neither run's",
+            where=f"{cfg.origins.get(key, str(folder.resolved))} {key}",
+            fix=f"restore it, or {other}",
+        )
+        for key, before, after in find_changes(stored, cfg)
+    ]
+    if problems:
+        raise ConfigErrors(problems)
+
+
+def processes_of(resume: str, folder: RunFolder) -> int | None:
+    """The number of processes that wrote the checkpoint `train.resume` means; None where there is none yet."""
+    named = [] if resume in ("never", "auto") else [Path(resume)]
+    markers = map(read_marker, named or reversed(list_checkpoints(folder.checkpoints)))
+    return next((marker["world_size"] for marker in markers if marker.get("world_size")), None)
+
+
+def free_sizes(cfg: RunConfig, scale: Scale) -> RunConfig:
+    """`cfg` without the sizes that do not fit the new number of processes.
+
+    The accumulation is left open first, then the micro-batch.
+    """
+    train, share = cfg.train, cfg.train.effective_batch_size // scale.world_size
+    given = [size for size in (train.batch_size, train.grad_accum) if isinstance(size, int)]
+    product = math.prod(given)
+    if product == share or (len(given) < len(SIZES) and share % product == 0):
+        return cfg
+    divides = not isinstance(train.batch_size, int) or share % train.batch_size == 0
+    return cfg.with_values(dict.fromkeys(SIZES[1:] if divides else SIZES, "auto"), "resume")
+
+
+def _say_moved(before: int | None, sized: SizedRun) -> None:
+    cfg = sized.cfg
+    draws = ", dropout and noise draw other numbers" if draws_at_random(cfg) else ""
+    log.say(
+        f"note: the run began on {before} process(es) and continues on {sized.world_size}, each with "
+        f"{cfg.train.batch_size} x {cfg.train.grad_accum} rows. The effective batch and the rows stay the same; from "
+        f"here on sums round differently{draws}",
+        "resume",
+    )
+
+
+def draws_at_random(cfg: RunConfig) -> bool:
+    """True when a step draws random numbers: the adapter's dropout, the model's own dropout, or NEFTune's noise.
+
+    A model whose config.json is not on this machine counts as one without dropout.
+    """
+    if cfg.train.neftune_alpha or (cfg.tuning.mode != "full" and cfg.tuning.lora.dropout):
+        return True
+    try:
+        own = json.loads((Path(cfg.model.name) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return any(value for key, value in own.items() if "drop" in key and isinstance(value, float))
+
+
+def _left_open(cfg: RunConfig) -> list[str]:
+    return [key for key, value in values_that_decide_weights(cfg).items() if value in (None, "auto")]

@@ -1,0 +1,327 @@
+"""A finished run is measured, talked to and given a file, by the commands a user types."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+from in_process import Finished, Inputs, train
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+from sftplay import cli
+from sftplay.commands import evaluate
+from sftplay.generate.generate import Generator
+
+Command = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    home = tmp_path_factory.mktemp("use")
+    test_rows = home / "test.jsonl"
+    test_rows.write_text("\n".join(inputs.held_out.read_text().splitlines()[:5]) + "\n")
+    return train(
+        home, inputs, train__learning_rate=0.05, train__max_steps=8, eval__after=True, eval__max_new_tokens=6,
+        data__test_path=str(test_rows),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config(run: Finished) -> Path:
+    return run.folder.path.parents[1] / "run.yaml"
+
+
+@pytest.fixture(scope="module")
+def plain(run: Finished) -> Callable[[list[dict[str, str]]], str]:
+    """The answer of plain PEFT and transformers to a chat, greedy, alone in its batch."""
+    adapter = run.folder.path / "adapter"
+    model = AutoPeftModelForCausalLM.from_pretrained(adapter).eval()
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+
+    def answer(messages: list[dict[str, str]]) -> str:
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        with torch.no_grad():
+            out = model.generate(
+                input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                do_sample=False, max_new_tokens=6,
+            )  # fmt: skip
+        text: str = tokenizer.decode(out[0, len(prompt) :], skip_special_tokens=True)
+        return text
+
+    return answer
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def assistant(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.contract
+def test_infer_batch_answers_every_row_in_order_and_keeps_its_fields(
+    run: Finished, config: Path, plain: Any, sftplay: Command, tmp_path: Path
+):
+    rows: list[dict[str, Any]] = [
+        {"id": 7, "prompt": "why old boats carry salt over quiet hills and green stone"},
+        {"messages": user("seven"), "note": "kept"},
+        {"prompt": "light"},
+        {"messages": [{"role": "system", "content": "asks"}, *user("the river"), *assistant("why"), *user("walks")]},
+        {"prompt": "ünïcödé \u2028 line"},
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "new folder" / "out.jsonl"
+    source.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
+    done = sftplay("infer-batch", "--config", config, "--in", source, "--out", target)
+    assert done.returncode == 0, done.stderr
+    answered = [json.loads(line) for line in target.read_text().split("\n") if line]
+    assert [{k: v for k, v in row.items() if k != "response"} for row in answered] == rows
+    chats = [row.get("messages") or user(row["prompt"]) for row in rows]
+    assert [row["response"] for row in answered] == [plain(chat) for chat in chats]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": ', "is not JSON"),
+        ('["a list"]', "is a list, not an object"),
+        ('{"frage": "x"}', "has no question; its keys are 'frage'"),
+        ('{"prompt": 3}', "prompt is a number, not a text"),
+        ('{"messages": []}', "does not end with a turn that can be answered"),
+        ('{"messages": [{"role": "user"}]}', "messages[0]"),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}', "message 2 is from"),
+        ('{"messages": [{"role": "assistant", "content": "hi"}]}', "message 1 is from"),
+    ],
+)
+def test_row_that_cannot_be_answered_is_refused_with_file_and_line(
+    line: str, said: str, run: Finished, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    source = tmp_path / "in.jsonl"
+    source.write_text(f'{{"prompt": "fine"}}\n\n{line}\n')
+    code = cli.main(["infer-batch", "--config", str(config), "--in", str(source), "--out", str(tmp_path / "o.jsonl")])
+    error = capsys.readouterr().err
+    assert code == 4
+    assert f"{source}:3" in error
+    assert said in error
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+@pytest.mark.contract
+def test_missing_input_file_is_refused(run: Finished, config: Path, tmp_path: Path):
+    assert cli.main(["infer-batch", "--config", str(config), "--in", str(tmp_path / "no.jsonl"), "--out", "x"]) == 4
+
+
+@pytest.mark.contract
+def test_infer_answers_line_by_line_and_remembers_the_conversation(
+    run: Finished, config: Path, plain: Any, sftplay: Command
+):
+    done = sftplay("infer", "--config", config, input="the river\nwhy\n\nnever read\n")
+    assert done.returncode == 0, done.stderr
+    first = plain(user("the river"))
+    second = plain([*user("the river"), {"role": "assistant", "content": first}, *user("why")])
+    said = [line for line in done.stdout.split("\n") if not line.startswith("[")]
+    assert "\n".join(said) == f"{first}\n{second}\n"
+
+
+@pytest.fixture
+def styled(run: Finished, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, str]]]:
+    """The run as if it had been trained with a system prompt; the message it puts first."""
+    from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+
+    for key in quiet_environment() | cache_environment() | offline_environment():
+        monkeypatch.setenv(key, "1")  # so that what the verbs set is undone
+    before = run.folder.resolved.read_text()
+    assert "  system: null\n" in before
+    run.folder.resolved.write_text(before.replace("  system: null\n", "  system: old boats\n"))
+    yield [{"role": "system", "content": "old boats"}]
+    run.folder.resolved.write_text(before)
+
+
+@pytest.fixture
+def asked(run: Finished, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The prompts that models are given from here on, as token ids, the longest of a batch first."""
+    prompts: list[list[int]] = []
+    real = Generator.generate
+
+    def generate(self: Generator, ids: torch.Tensor, mask: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        prompts.extend(row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True))
+        return real(self, ids, mask, *rest, **named)
+
+    monkeypatch.setattr(Generator, "generate", generate)
+    return prompts
+
+
+def prompt_of(run: Finished, chat: list[dict[str, str]]) -> list[int]:
+    tokenizer = AutoTokenizer.from_pretrained(run.folder.path / "adapter")
+    ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    return ids
+
+
+def test_the_system_prompt_of_the_run_goes_before_rows_that_have_none(
+    styled: list[dict[str, str]], asked: list[list[int]], run: Finished, config: Path, tmp_path: Path
+):
+    own = [{"role": "system", "content": "seven"}, *user("light and stone")]
+    rows = [{"prompt": "light"}, {"messages": user("light river")}, {"messages": own}]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # What the config says now is not what the run was trained with.
+    arguments = ["--config", str(config), "--in", str(source), "--out", str(target), "data.system=another"]
+    assert cli.main(["infer-batch", *arguments]) == 0
+    chats = [[*styled, *user("light")], [*styled, *user("light river")], own]
+    assert asked == sorted((prompt_of(run, chat) for chat in chats), key=len, reverse=True)
+    answered = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [{key: row[key] for key in row if key != "response"} for row in answered] == rows
+
+
+def test_infer_begins_with_the_system_prompt_of_the_run(
+    styled: list[dict[str, str]], asked: list[list[int]], run: Finished, config: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("the river\n\n"))
+    assert cli.main(["infer", "--config", str(config)]) == 0
+    assert asked == [prompt_of(run, [*styled, *user("the river")])]
+
+
+def test_an_edited_template_is_reported_with_both_hashes(run: Finished, capsys: pytest.CaptureFixture[str]):
+    file = run.folder.path / "adapter" / "chat_template.jinja"
+    before = file.read_text()
+    trained = json.loads((run.folder.path / "manifest.json").read_text())["template_sha256"]
+    assert trained == hashlib.sha256(before.encode()).hexdigest()
+
+    def said() -> str:
+        evaluate.stored_template(AutoTokenizer.from_pretrained(run.folder.path / "adapter"), run.folder)
+        return capsys.readouterr().out
+
+    assert said() == ""
+    try:
+        file.write_text(before + "edited")
+        result = said()
+    finally:
+        file.write_text(before)
+    assert "is not the one this run was trained with" in result
+    assert trained in result
+    assert hashlib.sha256((before + "edited").encode()).hexdigest() in result
+
+
+def read(run: Finished, name: str) -> dict[str, Any]:
+    return json.loads((run.folder.eval / f"{name}.json").read_text())
+
+
+@pytest.mark.contract
+def test_eval_gives_the_figures_that_the_run_measured(run: Finished, config: Path, sftplay: Command):
+    after = read(run, "after")
+    done = sftplay("eval", "--config", config, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result == {"before": read(run, "before"), "after": read(run, "after")}
+    assert result["after"] == {**after, "loss": pytest.approx(after["loss"], rel=1e-6), "perplexity": pytest.approx(
+        after["perplexity"], rel=1e-5)}  # fmt: skip
+    assert result["before"]["loss"] > result["after"]["loss"] + 0.05
+    assert result["after"]["perplexity"] == pytest.approx(math.exp(result["after"]["loss"]))
+
+
+def test_eval_of_the_test_rows_goes_to_files_of_its_own(
+    run: Finished, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+
+    for key in quiet_environment() | cache_environment() | offline_environment():
+        monkeypatch.setenv(key, "1")  # so that what the verb sets is undone
+    before = read(run, "after")
+    assert cli.main(["eval", "--config", str(config), "--split", "test", "eval.limit=3"]) == 0
+    assert read(run, "test-after")["n"] == read(run, "test-before")["n"] == 3
+    assert read(run, "test-after")["loss"] != before["loss"]
+    assert read(run, "after") == before
+    shown = capsys.readouterr().out
+    assert "base" in shown
+    assert "tuned" in shown
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("arguments", [["eval", "--split", "test"], ["eval-test"]], ids=" ".join)
+def test_eval_of_test_rows_that_are_not_named_is_refused(
+    run: Finished, config: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main([*arguments, "--config", str(config), "data.test_path=null"]) == 2
+    assert "there is no test set" in capsys.readouterr().err
+
+
+@pytest.fixture
+def measure(
+    run: Finished, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[dict[str, Any], set[str]]]:
+    """Runs an eval verb: what it tells as JSON, and the names of the files below eval/ that it wrote."""
+    from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+
+    for key in quiet_environment() | cache_environment() | offline_environment():
+        monkeypatch.setenv(key, "1")  # so that what the verb sets is undone
+
+    def versions() -> dict[str, tuple[int, int]]:
+        """The inode too: a file that replaces another one may have the same time."""
+        found = {path.name: path.stat() for path in run.folder.eval.iterdir()}
+        return {name: (facts.st_ino, facts.st_mtime_ns) for name, facts in found.items()}
+
+    def measure(verb: str, *arguments: str) -> tuple[dict[str, Any], set[str]]:
+        before = versions()
+        capsys.readouterr()
+        assert cli.main([verb, "--config", str(config), "--json", *arguments]) == 0
+        after = versions()
+        return json.loads(capsys.readouterr().out), {name for name in after if after[name] != before.get(name)}
+
+    return measure
+
+
+def pair(prefix: str, *sides: str) -> set[str]:
+    return {f"{prefix}{side}.{kind}" for side in sides for kind in ("json", "jsonl")}
+
+
+def test_eval_test_measures_both_models_on_the_test_rows(run: Finished, measure: Any, inputs: Inputs):
+    result, written = measure("eval-test")
+    assert written == pair("test-", "before", "after")
+    assert result == {"before": read(run, "test-before"), "after": read(run, "test-after")}
+    rows = [json.loads(line) for line in (run.folder.eval / "test-after.jsonl").read_text().splitlines()]
+    held_out = [json.loads(line)["messages"] for line in inputs.held_out.read_text().splitlines()]
+    assert [row["reference"] for row in rows] == [turns[1]["content"] for turns in held_out[:4]]  # eval.limit: 4
+
+
+def test_eval_full_answers_every_row_and_counts_by_every_metric(run: Finished, measure: Any):
+    result, written = measure("eval-full")
+    assert written == pair("full-", "before", "after")
+    assert result["before"]["n"] == result["after"]["n"] == 12
+    assert {"loss", "perplexity", "exact_match", "rouge_l", "chrf"} < set(result["after"])
+    assert result["after"]["loss"] < result["before"]["loss"]
+
+
+def test_eval_quick_answers_fifty_rows_and_leaves_the_base_out(run: Finished, measure: Any, tmp_path: Path):
+    rows = tmp_path / "many.jsonl"
+    turns = [[*user(f"{n} the river"), *assistant("why")] for n in range(60)]
+    rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    result, written = measure("eval-quick", f"data.val_path={rows}")
+    assert written == pair("quick-", "after")
+    assert result == {"after": read(run, "quick-after")}
+    assert result["after"]["n"] == 50
+
+
+def test_what_the_command_line_says_goes_before_what_an_eval_verb_sets(run: Finished, measure: Any):
+    result, _ = measure("eval-full", "eval.limit=3", "eval.metrics=[chrf]")
+    assert result["after"]["n"] == 3
+    assert set(result["after"]) == {"n", "loss", "perplexity", "chrf"}
+
+
+@pytest.mark.contract
+def test_run_without_a_result_is_refused(run: Finished, config: Path, tmp_path: Path):
+    hidden = run.folder.path / "adapter"
+    hidden.rename(run.folder.path / "away")
+    try:
+        assert cli.main(["eval", "--config", str(config)]) == 2
+    finally:
+        (run.folder.path / "away").rename(hidden)

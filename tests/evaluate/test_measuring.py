@@ -1,0 +1,337 @@
+"""Figures of a model, compared with plain torch, plain generation and the metrics' own libraries."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from in_process import Inputs, sized, written_config
+from lively import lively_model
+from rouge_score.rouge_scorer import RougeScorer
+from sacrebleu.metrics import CHRF
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sftplay.data.pipeline import load_examples
+from sftplay.evaluate import evaluate as measuring
+from sftplay.evaluate.evaluate import evaluate, held_out_loss, ready_to_answer, spread
+from sftplay.evaluate.metrics import score_answers
+from sftplay.generate.generate import Generator, answer_all, stream_answer
+from sftplay.machine.releases import is_recomputing, recomputation
+
+END = 2
+"""Id of <|im_end|> in the tiny tokenizer."""
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: Path) -> Any:
+    """A model whose answers depend on every token of the prompt and end at different lengths."""
+    return lively_model(tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_llama: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    torch.manual_seed(1)
+    return [torch.randint(3, 400, (n,)).tolist() for n in (9, 2, 25, 1, 14, 9, 3, 18, 30, 5)]
+
+
+def plain_answer(model: Any, tokenizer: Any, prompt: list[int], tokens: int, ends: set[int]) -> str:
+    """Greedy decoding by hand: the likeliest token, again and again, without cache, mask or padding."""
+    ids = list(prompt)
+    for _ in range(tokens):
+        with torch.no_grad():
+            nearest = int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+        ids.append(nearest)
+        if nearest in ends:
+            break
+    return tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_answers_come_in_order_and_do_not_depend_on_their_neighbours(
+    batch_size: int, model: Any, tokenizer: Any, prompts: list[list[int]]
+):
+    expected = [plain_answer(model, tokenizer, prompt, 12, {END}) for prompt in prompts]
+    assert len(set(expected)) == len(prompts)
+    heard: list[int] = []
+    actual = answer_all(Generator(model, tokenizer, [END], 12), prompts, batch_size=batch_size, progress=heard.append)
+    assert actual == expected
+    assert heard[-1] == len(prompts)
+
+
+def test_answer_ends_at_any_of_the_end_tokens(model: Any, tokenizer: Any, prompts: list[list[int]]):
+    with torch.no_grad():
+        out = model.generate(torch.tensor([prompts[2]]), max_new_tokens=12, do_sample=False, eos_token_id=399)
+    third = int(out[0, len(prompts[2]) + 2])
+    ended = answer_all(Generator(model, tokenizer, [END, third], 12), prompts[2:3], batch_size=1)
+    assert ended == [plain_answer(model, tokenizer, prompts[2], 12, {END, third})]
+    assert ended != answer_all(Generator(model, tokenizer, [END], 12), prompts[2:3], batch_size=1)
+
+
+@pytest.mark.parametrize(
+    "shipped",
+    [
+        {"repetition_penalty": 5.0},
+        {"no_repeat_ngram_size": 1},
+        {"do_sample": True, "temperature": 5.0, "top_k": 400},
+        {"num_beams": 3},
+        {"suppress_tokens": list(range(3, 380))},
+        {"min_new_tokens": 12},
+    ],
+)
+def test_settings_shipped_with_a_model_change_no_answer(
+    shipped: dict[str, Any], model: Any, tokenizer: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    generator = Generator(model, tokenizer, [END, *range(300, 400)], 12)
+    plain = answer_all(generator, prompts, batch_size=4)
+    for key, value in shipped.items():
+        monkeypatch.setattr(model.generation_config, key, value)
+    config = model.generation_config
+    assert answer_all(generator, prompts, batch_size=4) == plain
+    assert ["".join(stream_answer(generator, prompt)) for prompt in prompts] == plain
+    assert model.generation_config is config
+
+
+def test_end_tokens_shipped_with_a_model_end_an_answer(model: Any, tokenizer: Any, prompts: list[list[int]]):
+    with torch.no_grad():
+        out = model.generate(torch.tensor([prompts[0]]), max_new_tokens=6, do_sample=False, eos_token_id=399)
+    second = int(out[0, len(prompts[0]) + 1])
+    other = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[second, 7]))
+    assert Generator(other, tokenizer, [END], 6).greedy().eos_token_id == sorted({END, 7, second})
+
+
+def test_stream_gives_the_same_answer_in_pieces(model: Any, tokenizer: Any, prompts: list[list[int]]):
+    generator = Generator(model, tokenizer, [END], 12)
+    parts = list(stream_answer(generator, prompts[2]))
+    assert len([part for part in parts if part]) > 1
+    assert "".join(parts) == answer_all(generator, [prompts[2]], batch_size=1)[0]
+
+
+def test_stream_that_fails_ends_with_the_error_instead_of_waiting(model: Any, tokenizer: Any):
+    with pytest.raises(IndexError):
+        list(stream_answer(Generator(model, tokenizer, [END], 4), [10_000]))
+
+
+def plain_loss(model: Any, rows: Any) -> float:
+    total, count = 0.0, 0
+    for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+        targets = torch.tensor(labels[1:])
+        total += functional.cross_entropy(logits, targets, reduction="sum").item()
+        count += int((targets != -100).sum())
+    return total / count
+
+
+def make_rows(lengths: list[int]) -> dict[str, list[list[int]]]:
+    torch.manual_seed(2)
+    ids = [torch.randint(3, 400, (n,)).tolist() for n in lengths]
+    return {"input_ids": ids, "labels": [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in ids]}
+
+
+@pytest.mark.parametrize("room", [8192, 40, 1])
+def test_held_out_loss_weighs_every_label_token_the_same_however_rows_are_put_together(
+    room: int, model: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(measuring, "LOSS_TOKENS", room)
+    rows = make_rows([40, 3, 12, 25, 5, 60, 8])
+    assert held_out_loss(model, rows, pad_token_id=0) == pytest.approx(plain_loss(model, rows), rel=1e-5)
+
+
+def test_scores_of_a_large_vocabulary_are_computed_a_few_rows_at_a_time(model: Any, monkeypatch: pytest.MonkeyPatch):
+    sizes: list[int] = []
+    hook = model.lm_head.register_forward_hook(lambda _m, _i, out: sizes.append(out.numel() * 4))
+    monkeypatch.setattr(measuring, "SCORES_BYTES", 400 * 4 * 64)
+    rows = make_rows([30] * 9)
+    actual = held_out_loss(model, rows, pad_token_id=0)
+    hook.remove()
+    assert max(sizes) <= 400 * 4 * 64
+    assert len(sizes) == 5
+    assert actual == pytest.approx(plain_loss(model, rows), rel=1e-5)
+
+
+def test_loss_without_a_label_is_not_a_number(model: Any):
+    assert math.isnan(held_out_loss(model, {"input_ids": [[5, 6]], "labels": [[-100, -100]]}, pad_token_id=0))
+
+
+ANSWERS = ["the river", " old boats carry salt\n", "seven", "", "green Light"]
+REFERENCES = ["the river", "old boats carry  salt", "seven stones", "why", "green light"]
+
+
+def test_metrics_are_those_of_their_libraries():
+    means, correct = score_answers(ANSWERS, REFERENCES, metrics=["exact_match", "rouge_l", "chrf"])
+    pairs = [(a.strip(), r.strip()) for a, r in zip(ANSWERS, REFERENCES, strict=True)]
+    assert correct == [True, False, False, False, False]
+    assert means["exact_match"] == pytest.approx(1 / 5)
+    rouge = RougeScorer(["rougeL"], use_stemmer=False)
+    assert means["rouge_l"] == pytest.approx(sum(rouge.score(r, a)["rougeL"].fmeasure for a, r in pairs) / 5)
+    assert means["chrf"] == pytest.approx(sum(CHRF().sentence_score(a, [r]).score for a, r in pairs) / 500)
+
+
+def test_metrics_by_hand():
+    # ROUGE-L of "a b c" and "a x c": the common subsequence is "a c", precision and recall 2/3.
+    means, _ = score_answers(["a b c"], ["a x c"], metrics=["rouge_l"])
+    assert means == {"rouge_l": pytest.approx(2 / 3)}
+    means, _ = score_answers(["same words", "abc"], ["same words", "xyz"], metrics=["chrf", "rouge_l"])
+    assert means == {"chrf": pytest.approx(0.5), "rouge_l": pytest.approx(0.5)}
+    assert score_answers([], [], metrics=["exact_match"]) == ({"exact_match": 0.0}, [])
+
+
+def test_limit_takes_rows_evenly_from_the_whole_set():
+    assert spread(list("abcdefgh"), 4) == list("aceg")
+    assert spread(list("abc"), None) == list("abc")
+    assert spread(list("abc"), 7) == list("abc")
+    assert len(set(spread(list(range(1000)), 199))) == 199
+
+
+def test_evaluation_writes_figures_and_every_answer(inputs: Inputs, tmp_path: Path, model: Any, tokenizer: Any):
+    cfg = sized(written_config(tmp_path, inputs, eval__limit=5, eval__metrics=["exact_match", "rouge_l", "chrf"]))
+    examples = load_examples(cfg, tokenizer)
+    figures = evaluate(model, examples, cfg=cfg, path=tmp_path / "eval" / "after.json")
+    assert json.loads((tmp_path / "eval" / "after.json").read_text()) == figures
+    assert list(figures) == ["n", "loss", "perplexity", "exact_match", "rouge_l", "chrf"]
+    assert figures["loss"] == pytest.approx(plain_loss(model, examples.held_out), rel=1e-5)
+    assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))
+    rows = [json.loads(line) for line in (tmp_path / "eval" / "after.jsonl").read_text().splitlines()]
+    asked = [json.loads(line)["messages"] for line in inputs.held_out.read_text().splitlines()]
+    chosen = [asked[i * 12 // 5] for i in range(5)]
+    assert figures["n"] == len(rows) == 5
+    assert [row["row"] for row in rows] == list(range(5))
+    assert [row["prompt"] for row in rows] == [turns[0]["content"] for turns in chosen]
+    assert [row["reference"] for row in rows] == [turns[1]["content"] for turns in chosen]
+    prompts = [
+        tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False) for turns in chosen
+    ]
+    assert [row["prediction"] for row in rows] == [plain_answer(model, tokenizer, p, 4, {END}) for p in prompts]
+    assert all(row["correct"] == (row["prediction"].strip() == row["reference"].strip()) for row in rows)
+
+
+def test_held_out_texts_without_a_prompt_are_measured_by_their_loss_alone(
+    inputs: Inputs, tmp_path: Path, model: Any, tokenizer: Any
+):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{n} old boats carry salt"}) + "\n" for n in range(3)))
+    cfg = sized(written_config(tmp_path, inputs, data__val_path=str(texts)))
+    examples = load_examples(cfg, tokenizer)
+    figures = evaluate(model, examples, cfg=cfg, path=tmp_path / "eval" / "after.json")
+    assert figures == {"n": 0, "loss": pytest.approx(plain_loss(model, examples.held_out), rel=1e-5), "perplexity":
+        pytest.approx(math.exp(figures["loss"]))}  # fmt: skip
+    assert (tmp_path / "eval" / "after.jsonl").read_text() == ""
+
+
+def test_chats_beside_texts_are_answered_and_the_loss_counts_both(
+    inputs: Inputs, tmp_path: Path, model: Any, tokenizer: Any
+):
+    mixed = tmp_path / "mixed.jsonl"
+    rows = [{"text": "old boats"}, {"prompt": "why", "completion": "salt"}, {"text": "green light"}]
+    mixed.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = sized(written_config(tmp_path, inputs, data__val_path=str(mixed)))
+    examples = load_examples(cfg, tokenizer)
+    figures = evaluate(model, examples, cfg=cfg, path=tmp_path / "eval" / "after.json")
+    assert (len(examples.held_out), figures["n"]) == (3, 1)
+    assert figures["loss"] == pytest.approx(plain_loss(model, examples.held_out), rel=1e-5)
+    (answered,) = (json.loads(line) for line in (tmp_path / "eval" / "after.jsonl").read_text().splitlines())
+    assert (answered["prompt"], answered["reference"]) == ("why", "salt")
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{% for call in m.get('tool_calls') or [] %}{{ '<|im_start|>' + call['function']['name'] + "
+    "(call['function']['arguments'] | tojson) }}{% endfor %}{{ '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""A call is marked by a special token, as in Mistral's and Llama's templates."""
+
+
+def test_a_call_is_compared_with_what_the_template_writes_for_it(
+    inputs: Inputs, tmp_path: Path, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+):
+    template, rows = tmp_path / "tools.jinja", tmp_path / "calls.jsonl"
+    template.write_text(TOOLS_TEMPLATE)
+    function = {"name": "boats", "description": "count", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    call = {"id": "c1", "type": "function", "function": {"name": "boats", "arguments": {"salt": 7}}}
+    turns = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    rows.write_text(json.dumps({"messages": turns, "tools": tools}) + "\n")
+    changes = {"data__val_path": str(rows), "data__template": str(template), "model__max_seq_len": 512}
+    cfg = sized(written_config(tmp_path, inputs, **changes))
+    examples = load_examples(cfg, tokenizer)
+    prompts: list[list[int]] = []
+    real = measuring.answer_all
+
+    def answer_all_and_keep(generator: Generator, asked: list[list[int]], **options: Any) -> list[str]:
+        prompts.extend(asked)
+        return real(generator, asked, **options)
+
+    monkeypatch.setattr(measuring, "answer_all", answer_all_and_keep)
+    evaluate(model, examples, cfg=cfg, path=tmp_path / "eval" / "after.json")
+    (answered,) = (json.loads(line) for line in (tmp_path / "eval" / "after.jsonl").read_text().splitlines())
+    assert (answered["prompt"], answered["reference"]) == ("why", 'boats{"salt": 7}')
+    asked = tokenizer.apply_chat_template(
+        turns[:1], tools=tools, chat_template=TOOLS_TEMPLATE, add_generation_prompt=True, return_dict=False
+    )
+    assert prompts == [asked]
+    assert "count" in tokenizer.decode(asked)
+
+
+def test_model_is_left_as_it_was(inputs: Inputs, tmp_path: Path, model: Any):
+    cfg = sized(written_config(tmp_path, inputs))
+    model.train()
+    model.config.use_cache = False
+    getattr(model, f"{recomputation()}_enable")()
+    with ready_to_answer(model, cfg):
+        assert not model.training
+        assert model.config.use_cache
+        assert not is_recomputing(model)
+    assert model.training
+    assert not model.config.use_cache
+    assert is_recomputing(model)
+    getattr(model, f"{recomputation()}_disable")()
+    model.eval()
+
+
+def test_adapter_answers_without_the_settings_shipped_with_its_base(
+    tiny_llama: Path, tokenizer: Any, prompts: list[list[int]]
+):
+    from peft import LoraConfig, get_peft_model
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    generator = Generator(get_peft_model(base, LoraConfig(target_modules="all-linear")).eval(), tokenizer, [END], 8)
+    plain = answer_all(generator, prompts, batch_size=4)
+    base.generation_config.no_repeat_ngram_size = 1
+    assert answer_all(generator, prompts, batch_size=4) == plain
+    assert base.generation_config.no_repeat_ngram_size == 1
+
+
+def test_a_kill_between_the_two_files_of_a_measurement_leaves_no_figures_without_answers(
+    tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+):
+    cfg = sized(written_config(tmp_path, inputs))
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(cfg.model.name),
+        AutoTokenizer.from_pretrained(cfg.model.name),
+    )
+    examples, path, write = load_examples(cfg, tokenizer), tmp_path / "before.json", measuring.write_text
+
+    def write_and_die(target: Path, text: str) -> None:
+        write(target, text)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measuring, "write_text", write_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, examples, cfg=cfg, path=path)
+    assert not path.exists()  # else no later start would measure again
+    assert path.with_suffix(".jsonl").exists()

@@ -1,0 +1,172 @@
+"""Perplexity over whole documents, compared with plain transformers, window by window, and with known answers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lively import lively_model
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from sftplay.evaluate import perplexity as measuring
+from sftplay.evaluate.perplexity import Document, measure_perplexity
+
+VOCABULARY = 400
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: Path) -> Any:
+    return lively_model(tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    """Random documents, also of one token and of none; as arrays and as lists."""
+    torch.manual_seed(3)
+    rows = [torch.randint(3, VOCABULARY, (n,)).tolist() for n in (1, 2, 7, 16, 17, 40, 61, 0, 33, 16)]
+    return [Document(np.array(row, np.uint32) if n % 2 else row, 5 * len(row)) for n, row in enumerate(rows)]
+
+
+@torch.no_grad()
+def reference(model: Any, documents: list[Document], *, window: int, stride: int) -> tuple[float, int]:
+    """Summed loss and tokens: each document alone, one window after another, every score at hand."""
+    nats, tokens = 0.0, 0
+    for document in documents:
+        ids = torch.tensor([int(token) for token in document.ids])
+        known = 1
+        end = min(window, len(ids))
+        while known < len(ids):
+            begin = max(0, end - window)
+            scores = model(input_ids=ids[None, begin:end]).logits[0].double()
+            for place in range(known, end):
+                nats -= float(functional.log_softmax(scores[place - begin - 1], dim=-1)[ids[place]])
+                tokens += 1
+            known, end = end, min(end + stride, len(ids))
+    return nats, tokens
+
+
+def measured(model: Any, documents: list[Document], **how: Any) -> measuring.TextFigures:
+    return measure_perplexity(model, documents, pad_token_id=0, **how)
+
+
+@pytest.mark.parametrize(("window", "stride"), [(16, 8), (16, 1), (16, 15), (16, 5), (100, 50), (2, 1)])
+def test_figures_are_those_of_one_window_after_another(window: int, stride: int, model: Any, documents: list[Document]):
+    nats, tokens = reference(model, documents, window=window, stride=stride)
+    figures = measured(model, documents, window=window, stride=stride)
+    assert figures.tokens == tokens == sum(max(0, len(document.ids) - 1) for document in documents)
+    assert figures.loss == pytest.approx(nats / tokens, rel=1e-6)
+    assert figures.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-5)
+    n_bytes = sum(document.n_bytes for document in documents)
+    assert figures.bits_per_byte == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-6)
+    assert figures.documents == len(documents)
+
+
+def test_stride_is_half_the_window_where_none_is_given(model: Any, documents: list[Document]):
+    assert measured(model, documents, window=16) == measured(model, documents, window=16, stride=8)
+    assert measured(model, documents, window=16) != measured(model, documents, window=16, stride=4)
+
+
+def test_neither_batch_nor_room_for_scores_nor_documents_at_a_time_change_a_figure(
+    model: Any, documents: list[Document], monkeypatch: pytest.MonkeyPatch
+):
+    usual = measured(model, documents, window=32)
+    ways = [("LOSS_TOKENS", 1), ("SCORES_BYTES", 4 * VOCABULARY * 3), ("SCORES_BYTES", 1), ("GROUP_TOKENS", 20)]
+    for name, value in ways:
+        with monkeypatch.context() as patch:
+            patch.setattr(measuring, name, value)
+            figures = measured(model, documents, window=32)
+        assert (figures.tokens, figures.documents, figures.bytes) == (usual.tokens, usual.documents, usual.bytes)
+        assert figures.loss == pytest.approx(usual.loss, rel=1e-6)
+
+
+def test_scores_at_a_time_stay_within_their_bytes(
+    model: Any, documents: list[Document], monkeypatch: pytest.MonkeyPatch
+):
+    most = 4 * VOCABULARY * 10
+    monkeypatch.setattr(measuring, "SCORES_BYTES", most)
+    held: list[int] = []
+    handle = model.get_output_embeddings().register_forward_hook(lambda _m, _i, out: held.append(4 * out.numel()))
+    try:
+        measured(model, documents, window=32)
+    finally:
+        handle.remove()
+    assert 0 < max(held) <= most
+
+
+def test_model_without_any_knowledge_is_as_perplexed_as_its_vocabulary_is_large(
+    tiny_llama: Path, documents: list[Document]
+):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()
+    figures = measured(model, documents, window=16)
+    assert figures.perplexity == pytest.approx(VOCABULARY, rel=1e-4)
+    scored, n_bytes = figures.tokens, sum(document.n_bytes for document in documents)
+    assert figures.bits_per_byte == pytest.approx(scored * math.log2(VOCABULARY) / n_bytes, rel=1e-4)
+
+
+def test_model_that_knows_the_next_token_has_perplexity_one(tiny_llama: Path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "layers" in name and weight.dim() == 2:
+                weight.zero_()  # what reaches the head is the last token's embedding alone
+        width = model.config.hidden_size
+        model.get_input_embeddings().weight[5:9] = torch.eye(width)[:4]
+        head = torch.zeros_like(model.get_output_embeddings().weight)
+        head[[6, 7, 8, 5]] = 100 * torch.eye(width)[:4]  # 5 is followed by 6, and so on
+        model.get_output_embeddings().weight = torch.nn.Parameter(head)
+    cycle = [5, 6, 7, 8] * 10
+    assert measured(model, [Document(cycle, 40)], window=16).perplexity == pytest.approx(1.0, abs=1e-6)
+
+
+def test_nothing_to_score_is_no_figure(model: Any):
+    for documents in ([], [Document([], 0)], [Document([7], 2)]):
+        figures = measured(model, documents, window=16)
+        assert figures.tokens == 0
+        assert math.isnan(figures.loss)
+        assert math.isnan(figures.bits_per_byte)
+        assert (figures.as_json()["perplexity"], figures.as_json()["tokens"]) == (None, 0)
+
+
+def test_adapter_and_a_model_that_scores_every_position_anyway_are_measured_the_same(
+    tiny_llama: Path, documents: list[Document], monkeypatch: pytest.MonkeyPatch
+):
+    from peft import LoraConfig, get_peft_model
+
+    base = lively_model(tiny_llama)
+    plain = measured(base, documents, window=16)
+    config = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    tuned = get_peft_model(base, config).eval()
+    nats, tokens = reference(tuned, documents, window=16, stride=8)
+    assert measured(tuned, documents, window=16).loss == pytest.approx(nats / tokens, rel=1e-6)
+    assert measured(tuned, documents, window=16).loss != pytest.approx(plain.loss, rel=1e-3)
+
+    whole = type(base).forward
+
+    def scores_all(self: Any, input_ids: Any, attention_mask: Any = None, use_cache: Any = None) -> Any:
+        return whole(self, input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
+
+    monkeypatch.setattr(type(base), "forward", scores_all)
+    with tuned.disable_adapter():
+        assert measured(base, documents, window=16).loss == pytest.approx(plain.loss, rel=1e-6)
+
+
+@given(length=st.integers(0, 200), window=st.integers(2, 40), data=st.data())
+def test_each_token_is_scored_once_with_the_most_context_that_the_stride_leaves(
+    length: int, window: int, data: st.DataObject
+):
+    stride = data.draw(st.integers(1, window - 1))
+    pieces = list(measuring._pieces(0, length, window=window, stride=stride))
+    assert [place for piece in pieces for place in range(piece.scored, piece.end)] == list(range(1, length))
+    for piece in pieces:
+        assert piece.end - piece.start == min(window, piece.end)
+        for place in range(piece.scored, piece.end):
+            assert place - piece.start >= min(place, window - stride)

@@ -1,0 +1,474 @@
+"""A merged model answers as PEFT with the adapter does, and `merge-test` sees when it does not."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from in_process import Finished, Inputs, new_run, train
+from lively import lively_model
+from peft import AutoPeftModelForCausalLM, PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError, MachineError, RunError
+from sftplay.export import merge as merging
+from sftplay.export import merge as scratch
+from sftplay.export import merge_check
+from sftplay.export.export import export
+from sftplay.export.merge import merge
+from sftplay.launch.run_folder import RunFolder
+from sftplay.model.adapter import add_adapter
+from sftplay.model.load import load_base
+from sftplay.model.tokenizer import load_tokenizer
+from sftplay.tasks.run.save import save_result
+
+IDS = torch.arange(3, 390)[None, :60]
+END = 2
+"""Id of <|im_end|> in the tiny tokenizer."""
+
+
+@pytest.fixture(scope="session")
+def tied_llama(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama with one weight for input embedding and head."""
+    folder = tmp_path_factory.mktemp("models") / "tied-llama"
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(folder)
+    assert not any("lm_head" in name for name in load_file(folder / "model.safetensors"))
+    return folder
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without PEFT's advice on embeddings in an adapter, which is what these runs are about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(tie_word_embeddings|save_embedding_layers).*")
+        yield
+
+
+def finished(home: Path, inputs: Inputs, **changes: Any) -> tuple[RunConfig, RunFolder]:
+    """A run as it ends, with an adapter of random values far from zero in place of a trained one."""
+    cfg, folder = new_run(home, inputs, **changes)
+    torch.manual_seed(3)
+    with quiet(), torch.no_grad():
+        model = add_adapter(load_base(cfg), cfg.tuning.lora)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        save_result(model, load_tokenizer(cfg.model), cfg=cfg, folder=folder, base=cfg.model.name)
+    return cfg, folder
+
+
+def scores(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits.float()
+
+
+def peft_scores(base: Path, folder: RunFolder, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What PEFT itself computes with the adapter beside the base."""
+    with quiet():
+        loaded = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base, dtype=dtype), folder.path / "adapter"
+        )
+    return scores(loaded)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {},
+        {"rslora": True, "alpha": 8.0},
+        {"dora": True},
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["lm_head", "norm"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "dora": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [False, True], ids=["two weights", "tied"])
+def test_merged_model_computes_what_peft_computes(
+    lora: dict[str, Any], tied: bool, inputs: Inputs, tied_llama: Path, tmp_path: Path
+):
+    base = tied_llama if tied else inputs.model
+    started = Inputs(base, inputs.train, inputs.held_out)
+    cfg, folder = finished(tmp_path, started, tuning__lora={"r": 4, **lora})
+    expected = peft_scores(base, folder)
+    untuned = scores(AutoModelForCausalLM.from_pretrained(base))
+    out = merge(cfg, folder, out=tmp_path / "merged")
+    actual = scores(AutoModelForCausalLM.from_pretrained(out))
+    assert float((actual - expected).abs().max()) < 1e-5 < 0.05 < float((expected - untuned).abs().max())
+    touches_ends = {"lm_head", "embed_tokens"} & {
+        name for names in lora.values() if isinstance(names, list) for name in names
+    }
+    is_one = tied and not touches_ends
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] == is_one
+    assert ("lm_head.weight" in load_file(out / "model.safetensors")) != is_one
+
+
+@pytest.fixture(scope="module", params=["lora", "qlora"])
+def run(request: pytest.FixtureRequest, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run trained by the kit on a base whose answers are long and depend on every token of the prompt."""
+    home = tmp_path_factory.mktemp("merge")
+    base = Path(shutil.copytree(inputs.model, home / "base"))
+    lively_model(base).save_pretrained(base)
+    started = Inputs(base, inputs.train, inputs.held_out)
+    return train(home, started, tuning__mode=request.param, train__learning_rate=0.05)
+
+
+@pytest.fixture(scope="module")
+def merged(run: Finished) -> Path:
+    return merge(run.cfg, run.folder, out=run.folder.path / "merged")
+
+
+@pytest.fixture(scope="module")
+def simple(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, RunFolder]:
+    """A run with a random adapter, for what does not depend on how it was trained."""
+    return finished(tmp_path_factory.mktemp("simple"), inputs)
+
+
+def greedy(model: Any, folder: Path, text: str) -> str:
+    """The answer of plain transformers, stopped by the model's own generation config."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        out = model.eval().generate(**asked, do_sample=False, max_new_tokens=20)
+    answer: str = tokenizer.decode(out[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    return answer
+
+
+def test_merged_model_says_in_plain_transformers_what_the_adapter_says_in_plain_peft(run: Finished, merged: Path):
+    adapter = run.folder.path / "adapter"
+    beside, whole = AutoPeftModelForCausalLM.from_pretrained(adapter), AutoModelForCausalLM.from_pretrained(merged)
+    answers = {text: greedy(beside, adapter, text) for text in ("why", "seven old boats", "the river asks")}
+    assert len(set(answers.values())) == 3
+    assert {text: greedy(whole, merged, text) for text in answers} == answers
+
+
+def test_merged_weights_are_the_full_precision_base_and_the_update(run: Finished, merged: Path):
+    base = load_file(Path(run.cfg.model.name) / "model.safetensors")
+    update = load_file(run.folder.path / "adapter" / "adapter_model.safetensors")
+    actual = load_file(merged / "model.safetensors")
+    assert actual.keys() == base.keys()
+    changed = 0
+    for name, value in base.items():
+        pair = [f"base_model.model.{name.removesuffix('.weight')}.lora_{half}.weight" for half in "BA"]
+        if pair[0] in update:
+            value = value + 2.0 * update[pair[0]] @ update[pair[1]]  # alpha 8 / r 4
+            changed += 1
+        assert torch.allclose(actual[name], value, rtol=0, atol=1e-6)
+    assert changed == 14
+
+
+def test_merge_test_agrees_and_says_of_a_4_bit_run_how_far_the_rounding_was(
+    run: Finished, merged: Path, capsys: pytest.CaptureFixture[str]
+):
+    figures = merge_check.test_merge(run.cfg, run.folder, merged=merged)
+    assert figures["max_abs_logit_diff"] <= figures["tolerance"] < 0.01
+    assert (figures["texts_equal"], figures["n"], figures["prompts"]) == (True, 8, "held-out")
+    assert ("quantised" in figures) == (run.cfg.tuning.mode == "qlora")
+    if "quantised" in figures:
+        # Codes of 4 bits are some per cent away from a weight, a thousand times what fp32 sums lose.
+        assert figures["quantised"]["max_abs_logit_diff"] > 100 * figures["max_abs_logit_diff"]
+        assert "no error of merging" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("merges", [False, True], ids=["trained on", "merged first"])
+def test_run_that_began_with_an_adapter_is_merged_into_the_base_it_was_trained_on(
+    merges: bool, inputs: Inputs, tmp_path: Path
+):
+    _, earlier = finished(tmp_path / "first", inputs)
+    changes = {"model__adapter": str(earlier.path), "model__merge_adapter": merges, "train__learning_rate": 1e-4}
+    second = train(tmp_path / "second", inputs, **changes)
+    expected = scores(AutoPeftModelForCausalLM.from_pretrained(second.folder.path / "adapter"))
+    out = merge(second.cfg, second.folder, out=tmp_path / "merged")
+    assert float((scores(AutoModelForCausalLM.from_pretrained(out)) - expected).abs().max()) < 1e-5
+    # At so low a rate, most of what it knows is the earlier adapter's, whose weights are far from zero.
+    begun = peft_scores(inputs.model, earlier)
+    untuned = scores(AutoModelForCausalLM.from_pretrained(inputs.model))
+    assert float((expected - begun).abs().mean()) < 0.1 * float((expected - untuned).abs().mean())
+    assert merge_check.test_merge(second.cfg, second.folder, merged=out)["texts_equal"]
+    exported = export(second.cfg, second.folder, out=tmp_path / "exported")
+    assert (exported / "adapter").is_dir() != merges  # on a base nobody else has it would be of no use
+    sentence = "had been merged into the base before" if merges else "was trained on"
+    assert f"the adapter of an earlier run {sentence}" in (exported / "README.md").read_text()
+
+
+def altered(merged: Path, target: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    shutil.copytree(merged, target)
+    weights = load_file(target / "model.safetensors")
+    weights[name] = change(weights[name]).contiguous()
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def raise_one(value: torch.Tensor) -> torch.Tensor:
+    value = value.clone()
+    value.view(-1)[7] += 0.02 * value.abs().max()
+    return value
+
+
+@pytest.fixture(scope="module")
+def sound(simple: tuple[RunConfig, RunFolder], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
+    """The folder of `simple`, merged in a dtype, once."""
+    home = tmp_path_factory.mktemp("sound")
+
+    def folder_of(dtype: Any) -> Path:
+        target = home / f"merged-{dtype}"
+        return target if target.exists() else merge(*simple, out=target, dtype=dtype)
+
+    return folder_of
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_merge_test_allows_the_rounding_of_16_bit_weights(
+    dtype: Any, simple: tuple[RunConfig, RunFolder], sound: Callable[[Any], Path]
+):
+    figures = merge_check.test_merge(*simple, merged=sound(dtype))
+    assert 1e-6 < figures["max_abs_logit_diff"] < figures["tolerance"] / 2
+    assert figures["texts_equal"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "change"),
+    [
+        (None, "model.layers.1.mlp.up_proj.weight", torch.neg),
+        (None, "model.layers.0.input_layernorm.weight", lambda value: value * 1.1),
+        ("bf16", "model.layers.0.self_attn.q_proj.weight", torch.zeros_like),
+        ("bf16", "model.embed_tokens.weight", raise_one),  # a token that no prompt holds: only the weights tell
+        ("bf16", "lm_head.weight", lambda value: value * float("nan")),
+    ],
+)
+def test_merge_test_catches_one_altered_tensor_and_names_it(
+    dtype: Any,
+    name: str,
+    change: Any,
+    simple: tuple[RunConfig, RunFolder],
+    sound: Callable[[Any], Path],
+    tmp_path: Path,
+):
+    with pytest.raises(RunError, match=rf"altered: {re.escape(name)}[;)]") as caught:
+        merge_check.test_merge(*simple, merged=altered(sound(dtype), tmp_path / "altered", name, change))
+    assert caught.value.exit_code == 5
+
+
+def test_merge_test_catches_another_adapter_and_another_template(
+    simple: tuple[RunConfig, RunFolder], sound: Callable[[Any], Path], inputs: Inputs, tmp_path: Path
+):
+    cfg, folder = finished(tmp_path, inputs, tuning__lora={"r": 4, "alpha": 9.0})
+    with pytest.raises(RunError, match=r"altered: model\.layers\.0.*scores differ by"):
+        merge_check.test_merge(cfg, folder, merged=sound(None))
+    changed = Path(shutil.copytree(sound(None), tmp_path / "changed"))
+    (changed / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(RunError, match="chat template"):
+        merge_check.test_merge(*simple, merged=changed)
+
+
+def test_merge_test_asks_built_in_questions_where_the_rows_are_gone(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = tmp_path / "rows.jsonl"
+    shutil.copyfile(inputs.train, rows)
+    cfg, folder = finished(tmp_path, Inputs(inputs.model, rows, inputs.held_out))
+    rows.unlink()
+    figures = merge_check.test_merge(cfg, folder, merged=merge(cfg, folder, out=tmp_path / "merged"))
+    assert (figures["prompts"], figures["texts_equal"]) == ("built-in", True)
+    assert "cannot be read any more" in capsys.readouterr().out
+
+
+def test_merge_test_of_nothing_is_refused(simple: tuple[RunConfig, RunFolder], tmp_path: Path):
+    with pytest.raises(ConfigError, match="no merged model here"):
+        merge_check.test_merge(*simple, merged=tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("answer", "gap", "verdict"),
+    [
+        ([1, 2, 3], 1.0, "same"),
+        ([1, 5, 3], 0.01, "tie"),
+        ([1, 5, 9, 9], 0.01, "tie"),
+        ([1, 5, 3], 0.5, "different"),
+        ([1, 2], 0.0, "different"),
+    ],
+)
+def test_texts_may_differ_only_where_the_reference_scores_both_tokens_the_same(
+    answer: list[int], gap: float, verdict: str
+):
+    scores = torch.zeros(4, 10)
+    scores[1, 2], scores[1, 5] = 1.0, 1.0 - gap
+    expected = merge_check.Outputs(answers=[[1, 2, 3]], scores=[scores])
+    assert merge_check.compare_answers(expected, merge_check.Outputs(answers=[answer]), n=0, tolerance=0.05) == verdict
+
+
+@pytest.mark.parametrize(
+    ("base_dtype", "dtype", "expected"),
+    [
+        (torch.bfloat16, None, torch.bfloat16),
+        (torch.float32, "bf16", torch.bfloat16),
+        (torch.float32, "fp16", torch.float16),
+        (torch.bfloat16, "fp32", torch.float32),
+    ],
+)
+def test_each_merged_weight_is_rounded_once(
+    base_dtype: torch.dtype, dtype: Any, expected: torch.dtype, inputs: Inputs, tmp_path: Path
+):
+    base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
+    AutoModelForCausalLM.from_pretrained(base, dtype=base_dtype).save_pretrained(base)
+    lora = {"r": 4, "modules_to_save": ["embed_tokens"]}
+    cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out), tuning__lora=lora)
+    out = merge(cfg, folder, out=tmp_path / "merged", dtype=dtype)
+    with quiet():
+        exact = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder.path / "adapter"
+        ).merge_and_unload()
+    actual = load_file(out / "model.safetensors")
+    assert json.loads((out / "config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
+    for name, value in exact.named_parameters():
+        assert actual[name].dtype == expected
+        assert torch.equal(actual[name], value.to(expected)), name
+
+
+def test_values_that_fp16_cannot_hold_are_refused(inputs: Inputs, tmp_path: Path):
+    base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = 1e5
+    model.save_pretrained(base)
+    cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
+    with pytest.raises(RunError, match=r"lm_head\.weight holds values that float16 cannot hold"):
+        merge(cfg, folder, out=tmp_path / "merged", dtype="fp16")
+    assert merge(cfg, folder, out=tmp_path / "merged", dtype="bf16").is_dir()
+
+
+def test_adapter_that_is_not_finite_is_refused(inputs: Inputs, tmp_path: Path):
+    cfg, folder = finished(tmp_path, inputs)
+    file = folder.path / "adapter" / "adapter_model.safetensors"
+    weights = load_file(file)
+    next(iter(weights.values())).fill_(float("nan"))
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(RunError, match="cannot be merged"):
+        merge(cfg, folder, out=tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("shipped", "ends"), [({"eos_token_id": 5}, [END, 5]), ({"eos_token_id": [7, 2]}, [END, 7]), ({}, END)]
+)
+def test_generation_ends_where_the_base_ended_and_where_training_did(
+    shipped: dict[str, Any], ends: Any, inputs: Inputs, tmp_path: Path
+):
+    base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
+    # A temperature without sampling, as several bases ship it, is what transformers refuses to write.
+    (base / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, **shipped}))
+    cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
+    actual = GenerationConfig.from_pretrained(merge(cfg, folder, out=tmp_path / "merged"))
+    assert actual.eos_token_id == ends
+    assert actual.temperature is None
+
+
+def test_full_run_is_refused_with_what_to_do(inputs: Inputs, tmp_path: Path):
+    cfg, folder = new_run(tmp_path, inputs, tuning__mode="full")
+    with pytest.raises(ConfigError, match="no result yet") as caught:
+        merge(cfg, folder, out=tmp_path / "merged")
+    assert "make resume" in caught.value.fix
+    (folder.path / "model").mkdir()
+    with pytest.raises(ConfigError, match="a whole model already") as caught:
+        merge(cfg, folder, out=tmp_path / "merged")
+    assert "make export" in caught.value.fix
+
+
+def test_base_that_is_stored_quantised_is_refused(inputs: Inputs, tmp_path: Path):
+    base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
+    cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MachineError, match="stored quantised"):
+        merge(cfg, folder, out=tmp_path / "merged")
+
+
+def test_base_that_is_gone_is_named(inputs: Inputs, tmp_path: Path):
+    base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
+    cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
+    shutil.rmtree(base)
+    with pytest.raises(MachineError, match="the base cannot be loaded") as caught:
+        merge(cfg, folder, out=tmp_path / "merged")
+    assert str(base) in caught.value.where
+
+
+def test_copy_of_the_base_in_the_run_goes_before_its_name(inputs: Inputs, tmp_path: Path):
+    base = Path(shutil.copytree(inputs.model, tmp_path / "base"))
+    cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
+    expected = peft_scores(base, folder)
+    base.rename(folder.path / "base")  # as a run on a builtin model keeps it
+    actual = scores(AutoModelForCausalLM.from_pretrained(merge(cfg, folder, out=tmp_path / "merged")))
+    assert float((actual - expected).abs().max()) < 1e-5
+
+
+def test_nothing_is_written_over(simple: tuple[RunConfig, RunFolder], tmp_path: Path):
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "mine").write_text("kept")
+    with pytest.raises(ConfigError, match="exists already"):
+        merge(*simple, out=tmp_path / "merged")
+    assert [path.name for path in (tmp_path / "merged").iterdir()] == ["mine"]
+
+
+def test_disk_that_is_too_small_is_refused_with_the_bytes_before_anything_is_written(
+    simple: tuple[RunConfig, RunFolder], inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    usage = SimpleNamespace(total=0, used=0, free=30_000_000)
+    monkeypatch.setattr(scratch.shutil, "disk_usage", lambda path: usage)
+    weights = sum(value.numel() * 4 for value in load_file(inputs.model / "model.safetensors").values())
+    with pytest.raises(MachineError, match=rf"\({weights + scratch.SLACK_BYTES} bytes\) are needed"):
+        merge(*simple, out=tmp_path / "merged", dtype="fp32")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_write_leaves_nothing_and_a_broken_off_one_is_cleared(
+    simple: tuple[RunConfig, RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(model: Any, tokenizer: Any, target: Path) -> None:
+        (target / "half").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(merging, "save_whole", fail)
+        with pytest.raises(MachineError, match="No space left on device"):
+            merge(*simple, out=tmp_path / "merged")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".merged.part" / "left").mkdir(parents=True)
+    out = merge(*simple, out=tmp_path / "merged")
+    assert not (out / "left").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+
+
+def test_second_process_that_writes_the_same_folder_is_refused(simple: tuple[RunConfig, RunFolder], tmp_path: Path):
+    other = tmp_path / ".merged.part"
+    other.mkdir()
+    (other / "model.safetensors").write_text("half")
+    handle = os.open(other, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(ConfigError, match="another process is writing it"):
+            merge(*simple, out=tmp_path / "merged")
+    finally:
+        os.close(handle)
+    assert (other / "model.safetensors").read_text() == "half"

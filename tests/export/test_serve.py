@@ -1,0 +1,398 @@
+"""A run served on this machine answers the real OpenAI client, through the trained template, and stops when told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from huggingface_hub import scan_cache_dir
+from huggingface_hub.utils import validate_repo_id
+from in_process import Finished, Inputs, train
+from lively import lively_model
+from peft import AutoPeftModelForCausalLM
+from processes import HANG_S, is_alive, wait_until
+from transformers import AutoTokenizer, GenerationConfig
+
+from sftplay.errors import ConfigError, MachineError, RunError
+from sftplay.export import server as serving
+from sftplay.export.gate import TOKEN
+from sftplay.export.serve import make_hub_cache, served_name, server_config, whole_model
+from sftplay.export.server import build_server, choose_port, choose_server, run_server
+from sftplay.launch.command.command import Launch
+from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.ports import HOST, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "tiny-run"
+QUESTION = [{"role": "user", "content": "why old boats"}]
+CHAT = [
+    {"role": "system", "content": "asks"},
+    *QUESTION,
+    {"role": "assistant", "content": "salt"},
+    {"role": "user", "content": "and then"},
+]
+LACKING = [name for name in serving.NEEDS["transformers"] if find_spec(name) is None]
+needs_server = pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(LACKING)}: make install EXTRAS=serve")
+
+SERVE = """
+import sys
+from pathlib import Path
+from sftplay.config.load import load_config
+from sftplay.export.serve import serve
+from sftplay.launch.command.command import Launch
+from sftplay.launch.run_folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]))
+sys.exit(serve(load_config(folder.resolved), folder, server="transformers", port=int(sys.argv[2])))
+"""
+
+
+@pytest.fixture(scope="module")
+def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A LoRA run on a base whose answers are long and depend on every token of the prompt."""
+    home = tmp_path_factory.mktemp("serve place")
+    base = Path(shutil.copytree(inputs.model, home / "base"))
+    lively_model(base).save_pretrained(base)
+    done = train(home, Inputs(base, inputs.train, inputs.held_out), train__max_steps=2)
+    folder = RunFolder(done.folder.path.rename(done.folder.path.with_name(NAME)))
+    return Finished(done.cfg, folder, done.outcome, done.trainer)
+
+
+@pytest.fixture(scope="module")
+def started(run: Finished) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
+    """A server as the verb starts it, its port, and what it said."""
+    port, output = free_port(0), run.folder.path / "said.txt"
+    with output.open("w") as handle:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, str(run.folder.path), str(port)], cwd=ROOT, stdin=subprocess.DEVNULL,
+            stdout=handle, stderr=handle,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": "/nowhere", TOKEN: "sesame"},
+        )  # fmt: skip
+    wait_until(lambda: "answers" in output.read_text() or process.poll() is not None)
+    assert process.poll() is None, output.read_text()
+    yield process, port, output
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def client(started: Any) -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=f"http://{HOST}:{started[1]}/v1", api_key="sesame", max_retries=0)
+
+
+def plain_answer(run: Finished, messages: list[dict[str, str]], tokens: int) -> str:
+    """The greedy answer of plain PEFT and transformers."""
+    adapter = run.folder.path / "adapter"
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    with torch.no_grad():
+        out = AutoPeftModelForCausalLM.from_pretrained(adapter).eval().generate(
+            **prompt, do_sample=False, max_new_tokens=tokens, eos_token_id=2, pad_token_id=0
+        )  # fmt: skip
+    text: str = tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text
+
+
+@needs_server
+@pytest.mark.slow
+@pytest.mark.parametrize("messages", [QUESTION, CHAT], ids=["one turn", "a chat"])
+def test_greedy_answer_to_the_openai_client_is_the_one_of_plain_peft(messages: Any, run: Finished, client: Any):
+    expected = plain_answer(run, messages, 12)
+    assert len(set(expected)) > 5
+    asked = {"model": NAME, "messages": messages, "temperature": 0, "max_tokens": 12}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.message.content == expected
+    parts = [part.choices[0].delta.content or "" for part in client.chat.completions.create(**asked, stream=True)]
+    # These weights may end inside a character of several bytes, which a stream holds back until it is whole.
+    assert "".join(parts) == expected.rstrip("\ufffd")
+    assert len([part for part in parts if part]) > 3
+
+
+@needs_server
+@pytest.mark.slow
+def test_temperature_has_effect_and_a_seed_repeats_an_answer(client: Any):
+    def answer(**settings: Any) -> str:
+        asked = {"model": NAME, "messages": QUESTION, "max_tokens": 24, **settings}
+        return client.chat.completions.create(**asked).choices[0].message.content
+
+    greedy = answer(temperature=0)
+    assert answer(temperature=0.001) == greedy
+    assert answer(seed=1) == answer(seed=1) != answer(seed=2)
+    assert answer(seed=1, temperature=2.0) != greedy
+
+
+@needs_server
+@pytest.mark.slow
+def test_list_of_models_is_the_run_alone_and_another_name_is_refused(client: Any):
+    import openai
+
+    assert [model.id for model in client.models.list().data] == [NAME]
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="gpt", messages=QUESTION)
+
+
+def answer_to(port: int, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
+    """Status and body of one request, as no client of ours would send it."""
+    known = {"Authorization": "Bearer sesame", "Content-Type": "application/json"}
+    method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
+    with closing(HTTPConnection(HOST, port, timeout=120)) as connection:
+        connection.request(method, path, content, known | headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+
+
+@needs_server
+@pytest.mark.slow
+def test_real_server_lets_in_a_client_of_chat_only(started: Any, run: Finished):
+    port = started[1]
+    asked = {"model": NAME, "messages": QUESTION, "temperature": 0, "max_tokens": 6}
+    assert answer_to(port, "/load_model", {"model": str(run.folder.path)})[0] == 404
+    assert answer_to(port, "/openapi.json")[0] == 404
+    assert answer_to(port, "/v1/models", Host="attacker.example")[0] == 403
+    assert answer_to(port, "/v1/models", Authorization="Bearer open")[0] == 401
+    for wrong in (
+        {"max_tokens": -1},
+        {"temperature": float("nan")},
+        {"n": 2},
+        {"messages": None},
+        {"max_tokens": 10**6},
+    ):
+        assert answer_to(port, "/v1/chat/completions", {**asked, **wrong})[0] == 400
+    listed = json.loads(answer_to(port, "/v1/models")[1])["data"]
+    assert [(model["id"], type(model["created"])) for model in listed] == [(NAME, int)]
+    status, stream = answer_to(port, "/v1/chat/completions", {**asked, "stream": True})
+    assert (status, stream.endswith("data: [DONE]\n\n")) == (200, True)
+    assert "Traceback" not in (run.folder.logs / "serve.log").read_text()
+
+
+@needs_server
+@pytest.mark.slow
+def test_an_answer_ends_before_its_stop_text_and_after_as_many_tokens_as_were_asked_for(client: Any):
+    asked = {"model": NAME, "messages": QUESTION, "temperature": 0}
+    whole = client.chat.completions.create(**asked, max_completion_tokens=12)
+    assert whole.usage.completion_tokens == 12
+    text = whole.choices[0].message.content
+    stop = text[4:6]
+    expected = text[: text.find(stop)]
+    found = client.chat.completions.create(**asked, max_tokens=12, stop=stop).choices[0]
+    assert (found.message.content, found.finish_reason) == (expected, "stop")
+    parts = client.chat.completions.create(**asked, max_tokens=12, stop=stop, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
+
+
+def listening_on(port: int) -> set[str]:
+    """The addresses at which something listens on `port`."""
+    tables = [Path("/proc/net") / name for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port}
+
+
+@needs_server
+@pytest.mark.slow
+def test_server_listens_on_this_machine_only_and_stops_at_a_signal(started: Any, run: Finished, client: Any):
+    process, port, output = started
+    children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    assert listening_on(port) == {"0100007F"}  # 127.0.0.1, as proc(5) writes it
+    assert "merging the adapter into" in output.read_text()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(HANG_S) == 128 + signal.SIGTERM
+    assert children
+    assert not any(is_alive(pid) for pid in children)
+    assert choose_port(port) == port
+    assert "Traceback" not in output.read_text() + (run.folder.logs / "serve.log").read_text()
+
+
+FAKE = """
+import signal, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
+print("pid", __import__("os").getpid(), flush=True)
+if "broken" in sys.argv:
+    sys.exit("no room for the model")
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+"""
+"""Stands for a server where only its life is looked at."""
+
+
+def live(tmp_path: Path, signals: list[int], *words: str) -> int:
+    """`run_server` with the stand-in, sent `signals` once it has said that it answers: each when the one before has
+    reached the server."""
+    port, log_file = free_port(0), tmp_path / "logs" / "serve.log"
+    launch = Launch((sys.executable, "-c", FAKE, str(port), *words), {})
+    output: list[str] = []
+
+    def send() -> None:
+        wait_until(lambda: not signals or any("answers, model 'x'" in line for line in output))
+        for sent, number in enumerate(signals):
+            wait_until(lambda sent=sent: log_file.read_text().count("told") == sent)
+            os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    with patch.object(serving.log, "say", lambda text, tag: output.append(text)):
+        sender.start()
+        try:
+            return run_server(launch, "x", port=port, cwd=tmp_path, log_file=log_file)
+        finally:
+            sender.join()
+
+
+def fake_pid(tmp_path: Path) -> int:
+    return int((tmp_path / "logs" / "serve.log").read_text().split()[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_the_server_and_gives_its_code(number: int, tmp_path: Path):
+    before = signal.getsignal(number)
+    assert live(tmp_path, [number]) == 128 + number
+    assert not is_alive(fake_pid(tmp_path))
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_signal_ends_a_server_that_does_not_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving, "STOP_S", 600.0)
+    begun = time.monotonic()
+    assert live(tmp_path, [signal.SIGTERM, signal.SIGINT], "deaf") == 128 + signal.SIGTERM
+    assert time.monotonic() - begun < serving.STOP_S
+    assert not is_alive(fake_pid(tmp_path))
+
+
+def test_a_server_that_does_not_stop_is_ended_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving, "STOP_S", 0.5)
+    assert live(tmp_path, [signal.SIGTERM], "deaf") == 128 + signal.SIGTERM
+    assert not is_alive(fake_pid(tmp_path))
+
+
+def test_a_server_that_ends_by_itself_is_an_error_with_its_last_words(tmp_path: Path):
+    with pytest.raises(RunError, match="no room for the model") as caught:
+        live(tmp_path, [], "broken")
+    assert "ended with code 1" in caught.value.what
+
+
+def having(*installed: str) -> Any:
+    return lambda name: name if name in installed else None
+
+
+@pytest.mark.parametrize(
+    ("choice", "installed", "has_gpu", "server"),
+    [
+        ("auto", ("fastapi", "uvicorn", "openai"), True, "transformers"),
+        ("auto", ("fastapi", "uvicorn", "openai", "vllm"), False, "transformers"),
+        ("auto", ("vllm",), True, "vllm"),
+        ("transformers", ("fastapi", "uvicorn", "openai", "vllm"), True, "transformers"),
+        ("vllm", ("vllm",), False, "vllm"),
+    ],
+)
+def test_auto_takes_vllm_only_where_it_can_work(
+    choice: Any, installed: Any, has_gpu: bool, server: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(serving, "find_spec", having(*installed))
+    assert choose_server(choice, has_gpu=has_gpu)[0] == server
+
+
+def test_what_is_not_installed_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving, "find_spec", having("uvicorn"))
+    with pytest.raises(MachineError, match="needs fastapi, openai") as caught:
+        choose_server("auto", has_gpu=True)
+    assert caught.value.fix == "make install EXTRAS=serve"
+    with pytest.raises(MachineError, match="needs vllm"):
+        choose_server("vllm", has_gpu=True)
+
+
+def test_a_port_in_use_is_refused_and_0_takes_any():
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(MachineError, match="something listens") as caught:
+            choose_port(port)
+    assert str(port) in caught.value.where
+    assert choose_port(0) > 0
+
+
+@pytest.mark.parametrize("server", ["transformers", "vllm"])
+def test_command_binds_to_this_machine_and_runs_a_models_code_only_if_told(server: Any, tmp_path: Path):
+    launch = build_server(server, tmp_path, name="x", port=8123, trusts_code=False)
+    words = " ".join(launch.argv)
+    assert f"--host {HOST} --port 8123" in words
+    assert "trust" not in words
+    assert "--trust-remote-code" in build_server(server, tmp_path, name="x", port=8123, trusts_code=True).argv
+    assert ("--middleware sftplay.export.gate.Gate" in words) == (server == "vllm")
+    assert launch.env["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
+    assert launch.env["HF_HUB_OFFLINE"] == "1"
+    assert str(tmp_path) in (launch.env["HF_HUB_CACHE"] if server == "transformers" else words)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("run", "run"), ("my run@2", "my-run-2"), ("a--b..c", "a-b-c"), ("-x-", "x"), ("@", "run"), ("r.git", "r")],
+)
+def test_served_name_is_one_the_hub_would_take(folder: str, name: str, tmp_path: Path):
+    actual = served_name(RunFolder(tmp_path / folder))
+    assert actual == name
+    validate_repo_id(actual)
+
+
+def test_links_show_one_model_that_samples_and_ends_where_training_ended(run: Finished, tmp_path: Path):
+    model = whole_model(run.cfg, run.folder)
+    config = server_config(run.cfg, model)
+    snapshot = make_hub_cache(tmp_path / "hub", model, config=config, name="x")
+    assert [repo.repo_id for repo in scan_cache_dir(tmp_path / "hub").repos] == ["x"]
+    assert not scan_cache_dir(tmp_path / "hub").warnings
+    actual = GenerationConfig.from_pretrained(snapshot)
+    assert (actual.do_sample, actual.temperature, actual.top_k, actual.eos_token_id) == (True, 1.0, 0, 2)
+    # The model's own file stays as it was: plain transformers answers greedily.
+    assert not GenerationConfig.from_pretrained(model).do_sample
+    assert AutoTokenizer.from_pretrained(snapshot).chat_template == run.trainer.processing_class.chat_template
+
+
+def test_model_keeps_its_own_way_of_sampling(run: Finished, tmp_path: Path):
+    model = Path(shutil.copytree(whole_model(run.cfg, run.folder), tmp_path / "model"))
+    GenerationConfig(do_sample=True, temperature=0.7, top_k=20, eos_token_id=5).save_pretrained(model)
+    actual = server_config(run.cfg, model)
+    assert (actual.temperature, actual.top_k, actual.eos_token_id) == (0.7, 20, [2, 5])
+
+
+def test_merged_model_is_made_once_and_one_of_another_adapter_is_refused(run: Finished):
+    merged = whole_model(run.cfg, run.folder)
+    assert merged == run.folder.path / "merged"
+    made = (merged / "model.safetensors").stat().st_mtime_ns
+    assert (whole_model(run.cfg, run.folder) / "model.safetensors").stat().st_mtime_ns == made
+    record = merged / "merge.json"
+    kept = record.read_text()
+    record.write_text(json.dumps({"adapter_sha256": "0"}))
+    try:
+        with pytest.raises(ConfigError, match="not merged from this run's adapter"):
+            whole_model(run.cfg, run.folder)
+    finally:
+        record.write_text(kept)
+
+
+def test_full_run_is_served_as_it_is_and_a_run_without_a_result_is_refused(run: Finished, tmp_path: Path):
+    with pytest.raises(ConfigError, match="no result yet"):
+        whole_model(run.cfg, RunFolder(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert whole_model(run.cfg, RunFolder(tmp_path)) == tmp_path / "model"

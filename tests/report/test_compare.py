@@ -1,0 +1,194 @@
+"""Two runs side by side: what was set differently, what came out, and whether that may be compared."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from in_process import Finished, Inputs, train
+
+from sftplay.launch.run_folder import RunFolder
+from sftplay.report import compare
+from sftplay.report.compare import compare_runs, comparison_table
+
+SETTINGS = {"train__max_steps": 4, "eval__after": True, "eval__max_new_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def slow_run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return finished(train(tmp_path_factory.mktemp("a"), inputs, train__learning_rate=0.001, **SETTINGS))
+
+
+@pytest.fixture(scope="module")
+def fast_run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The same run with another rate and rank, on the same rows."""
+    changes = {"train__learning_rate": 0.05, "tuning__lora__r": 8}
+    return finished(train(tmp_path_factory.mktemp("b"), inputs, **SETTINGS, **changes))
+
+
+def finished(run: Finished) -> Finished:
+    run.folder.update_status(state="done", step=run.outcome.step, train_seconds=run.outcome.train_seconds)
+    run.folder.close_attempt("done")
+    (run.folder.path / "launch.txt").write_text("python -m sftplay.tasks.worker run\n")
+    return run
+
+
+@pytest.fixture
+def copies(slow_run: Finished, fast_run: Finished, tmp_path: Path) -> list[RunFolder]:
+    """Both runs, to spoil."""
+    for name, run in (("a", slow_run), ("b", fast_run)):
+        shutil.copytree(run.folder.path, tmp_path / name)
+    return [RunFolder(tmp_path / name) for name in "ab"]
+
+
+def row(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    (match,) = (row for row in rows if name in (row.get("name"), row.get("key")))
+    return match
+
+
+def figures(run: Finished, tag: str = "after") -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run.folder.eval / f"{tag}.json").read_text())
+    return content
+
+
+def test_config_values_that_differ_are_listed_with_both_values_and_no_others(slow_run: Finished, fast_run: Finished):
+    config = {r["key"]: (r["a"], r["b"]) for r in compare_runs(slow_run.folder, fast_run.folder)["config"]}
+    # The two live in folders of their own, so their caches do too.
+    config.pop("data.processed_dir")
+    assert config == {"train.learning_rate": (0.001, 0.05), "tuning.lora.r": (4, 8)}
+
+
+def test_figures_stand_side_by_side_with_their_difference(slow_run: Finished, fast_run: Finished):
+    comparison = compare_runs(slow_run.folder, fast_run.folder)
+    a, b = figures(slow_run)["loss"], figures(fast_run)["loss"]
+    assert row(comparison["figures"], "after loss") == {"name": "after loss", "a": a, "b": b, "difference": b - a}
+    assert {r["name"] for r in comparison["figures"]} == {f"after {key}" for key in figures(slow_run)}
+    training = comparison["training"]
+    assert row(training, "last training_loss")["a"] == slow_run.losses[-1]
+    assert row(training, "step")["b"] == 4
+    assert row(training, "median tokens_per_s")["b"] == median(line["tokens_per_s"] for line in fast_run.metrics)
+    assert row(training, "train_seconds")["a"] == slow_run.outcome.train_seconds
+
+
+def test_the_same_rows_are_known_to_be_the_same(slow_run: Finished, fast_run: Finished):
+    comparison = compare_runs(slow_run.folder, fast_run.folder)
+    assert comparison["same_held_out"] is True
+    assert comparison["warnings"] == []
+    assert row(comparison["data"], "order_sha256")["a"] == row(comparison["data"], "order_sha256")["b"]
+    assert comparison["versions"] == []
+
+
+def test_other_held_out_rows_are_found_and_warned_of(
+    slow_run: Finished, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory
+):
+    home = tmp_path_factory.mktemp("c")
+    fewer = home / "fewer.jsonl"
+    fewer.write_text("\n".join(inputs.held_out.read_text().splitlines()[1:]) + "\n")
+    other = finished(train(home, Inputs(inputs.model, inputs.train, fewer), **SETTINGS))
+    comparison = compare_runs(slow_run.folder, other.folder)
+    assert comparison["same_held_out"] is False
+    assert (
+        "the held-out rows differ: figures of one run do not compare with those of the other" in comparison["warnings"]
+    )
+    assert row(comparison["data"], "held_out examples") == {"key": "held_out examples", "a": 12, "b": 11}
+
+
+def test_the_same_prompts_with_other_tokens_compare_in_answers_only(copies: list[RunFolder]):
+    report = copies[1].read_json("data_report.json")
+    report["fingerprint"] = "another"
+    copies[1].write_json("data_report.json", report)
+    assert compare_runs(*copies)["warnings"] == []  # other options, the same tokens
+    report["sources"]["held_out"]["trainable_tokens"] += 5
+    copies[1].write_json("data_report.json", report)
+    comparison = compare_runs(*copies)
+    assert comparison["same_held_out"] is True
+    (warning,) = comparison["warnings"]
+    assert "loss and perplexity do not compare, answers do" in warning
+
+
+def test_rows_that_cannot_be_known_to_be_the_same_are_not_said_to_be(copies: list[RunFolder]):
+    report = copies[1].read_json("data_report.json")
+    copies[1].write_json("data_report.json", {**report, "fingerprint": "another"})
+    (copies[1].eval / "after.jsonl").unlink()
+    comparison = compare_runs(*copies)
+    assert comparison["same_held_out"] is None
+    assert any("not known" in warning for warning in comparison["warnings"])
+
+
+def test_more_prompts_of_the_same_rows_are_not_the_same_prompts(copies: list[RunFolder]):
+    text = copies[1].resolved.read_text()
+    copies[1].resolved.write_text(text.replace("limit: 4 ", "limit: 3 "))
+    lines = (copies[1].eval / "after.jsonl").read_text().splitlines()
+    (copies[1].eval / "after.jsonl").write_text("\n".join(lines[:3]) + "\n")
+    assert compare_runs(*copies)["same_held_out"] is False
+
+
+def test_another_machine_another_version_and_a_run_that_is_not_done_are_said(copies: list[RunFolder]):
+    manifest = copies[1].read_json("manifest.json")
+    manifest["machine"]["gpus"] = [{"name": "NVIDIA H100"}]
+    manifest["machine"]["libraries"]["torch"] = "1.0"
+    copies[1].write_json("manifest.json", manifest)
+    copies[1].update_status(state="stopped", attempts=[{"cause": "SIGTERM"}, {"cause": None}])
+    comparison = compare_runs(*copies)
+    assert row(comparison["versions"], "torch")["b"] == "1.0"
+    assert row(comparison["versions"], "machine")["b"] == "NVIDIA H100"
+    text = " | ".join(comparison["warnings"])
+    assert "run b is stopped: its figures are not final" in text
+    assert "run b was resumed" in text
+    assert "the machines differ: speed, seconds and memory do not compare" in text
+
+
+def test_a_figure_that_is_not_finite_or_missing_has_no_difference_and_stays_json(copies: list[RunFolder]):
+    copies[0].write_json("eval/after.json", {"n": 4, "loss": math.nan, "chrf": 0.5})
+    comparison = compare_runs(*copies)
+    assert row(comparison["figures"], "after loss")["difference"] is None
+    assert row(comparison["figures"], "after chrf") == {"name": "after chrf", "a": 0.5, "b": None, "difference": None}
+    json.dumps(comparison, allow_nan=False)
+
+
+def test_a_run_that_failed_before_it_noted_its_machine_is_not_said_to_have_another(copies: list[RunFolder]):
+    (copies[1].path / "manifest.json").unlink()
+    comparison = compare_runs(*copies)
+    text = " | ".join(comparison["warnings"])
+    assert "it is not known on which machine run b ran" in text
+    assert "machines differ" not in text
+    assert comparison["versions"] == []
+
+
+def test_a_folder_without_anything_compares_as_nothing_known(copies: list[RunFolder], tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    comparison = compare_runs(copies[0], RunFolder(tmp_path / "empty"))
+    assert comparison["same_held_out"] is None
+    assert "run b: metrics.jsonl is not there: no step was logged yet" in comparison["warnings"]
+    assert "warning" in comparison_table(comparison)
+
+
+def test_the_table_shows_rounded_figures_and_what_differs(slow_run: Finished, fast_run: Finished):
+    lines = comparison_table(compare_runs(slow_run.folder, fast_run.folder)).splitlines()
+    a, b = figures(slow_run)["loss"], figures(fast_run)["loss"]
+    (held_out,) = (line.split() for line in lines if line.startswith("  after loss"))
+    assert held_out[2:] == [f"{a:.4g}", f"{b:.4g}", f"{'+' if b > a else '−'}{abs(b - a):.4g}"]
+    (rate,) = (line.split() for line in lines if "train.learning_rate" in line)
+    assert rate == ["train.learning_rate", "0.001", "0.05"]
+    assert "versions: no difference" in lines
+    assert max(map(len, lines)) <= 200
+
+
+@pytest.mark.parametrize(
+    ("title", "expected"),
+    [
+        ("settings that differ", ["", "settings that differ  one  two", "  rate                0.1   10"]),
+        ("x", ["", "x       one  two", "  rate  0.1   10"]),
+    ],
+)
+def test_a_block_is_as_narrow_as_its_title_and_names_allow(title: str, expected: list[str]):
+    assert compare._block(title, ["", "one", "two"], rows=[["rate", "0.1", "10"]]) == expected
+
+
+def test_a_block_without_rows_is_left_out():
+    assert compare._block("x", ["", "one"], rows=[]) == []

@@ -1,0 +1,112 @@
+"""Rows of `gpu-check` for real, as far as a CPU goes: by make, and those that need a GPU with a stand-in for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from out_of_memory import hooked
+
+from benchmarks import gpu_speed
+from sftplay.machine.probe import probe
+from sftplay.runs.gpu_check import kit, recovery, runs, several_processes, speed
+from sftplay.runs.gpu_check.check import Place
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    machine = replace(probe(), gpus=())
+    made = Place(machine, tmp_path / "own", tmp_path / "shared")
+    made.folder.mkdir()
+    made.shared.mkdir()
+    return made
+
+
+def test_make_runs_a_row_and_writes_the_table(tmp_path: Path, builtin_tiny: Path):
+    argv = ["make", "-s", "gpu-check", "READY=", f"PY={sys.executable}", f"OUT={tmp_path}", "FAST=1", "JSON=1"]
+    done = subprocess.run(
+        [*argv, 'ARGS=--only "SIGTERM, 8B shape"'], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "gpu-check.json").read_text())
+    stopped, shape = report["rows"]
+    assert (stopped["state"], shape["state"]) == ("ok", "not_possible")
+    assert stopped["figure"].startswith("state stopped, code 143, with checkpoint-3")
+    assert shape["why"] == "needs a CUDA GPU"
+
+
+def test_memory_that_runs_out_in_a_step_leaves_the_same_weights(
+    place: Place, builtin_tiny: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The stand-in raises torch's own error where a capped GPU would."""
+    monkeypatch.setattr(
+        recovery, "LARGE", {"train.effective_batch_size": 32, "train.batch_size": 32, "train.max_steps": 3}
+    )
+    planted = hooked(place.folder, [(0, 2, 1, "backward")])["env"]
+    monkeypatch.setattr(recovery, "environment", lambda *_, **__: planted)
+    assert recovery.out_of_memory(place).startswith("32 rows at a time, then 16; weights within")
+    (event,) = place.details["events"]
+    assert event["step"] == 2
+
+
+def test_the_cap_is_planted_in_the_worker_and_nowhere_else(place: Place, builtin_tiny: Path):
+    """Without a GPU the cap itself fails there: the run ends with that error, at the step that was asked for."""
+    run = kit.write_run(place.folder, "capped", values={**recovery.SAVED, "train.save_steps": 1})
+    code = kit.start("train", run, env=recovery.environment(place.folder, "cap", step=2)).wait()
+    assert code != 0
+    assert run.status["step"] == 1
+    assert "cap_memory" in (run.folder.logs / "rank0.log").read_text()
+
+
+def test_ddp_and_fsdp2_on_one_process_have_the_plain_gradient(place: Place):
+    assert several_processes.wrapped_alone(place).endswith("over gloo")
+
+
+@pytest.mark.parametrize("case", ["tiny-lora", "tiny-qlora"])
+def test_the_kit_and_plain_trl_train_on_the_same(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def measured(who: str) -> dict[str, Any]:
+        (tmp_path / who).mkdir()
+        return gpu_speed.measure(gpu_speed.CASES[case], who, tmp_path / who)
+
+    ours, trl = measured("ours"), measured("trl")
+    assert ours["losses"] == pytest.approx(trl["losses"], rel=1e-5)
+    assert len(ours["step_seconds"]) == gpu_speed.WARM + gpu_speed.MEASURED
+    assert min(ours["tokens_per_s"], trl["tokens_per_s"]) > 0
+    assert ours["mfu"] is None
+
+
+def test_a_shape_that_no_memory_holds_is_told_and_not_built(tmp_path: Path):
+    huge = replace(gpu_speed.CASES["llama-8b-lora"], tokens=131_072, micro_batch=32)
+    found = gpu_speed.measure(huge, "ours", tmp_path)
+    assert set(found) == {"does_not_fit"}
+
+
+def test_a_model_with_grouped_heads_has_the_losses_of_eager_attention(place: Place):
+    assert "the first loss within" in runs.grouped_heads(place, precision="fp32")
+
+
+def test_held_out_rows_are_measured_before_full_tuning(place: Place, builtin_tiny: Path):
+    assert "before" in runs.measured_before(place)
+
+
+def test_padded_and_packed_rows_have_their_speeds(place: Place, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(speed, "SHAPE", "tiny")
+    assert "packed, of the shape tiny" in speed.padded_beside_packed(place)
+    assert len(place.details["padded"]) == len(place.details["packed"]) == kit.STEPS
+
+
+def test_a_split_model_takes_steps(place: Place, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks" / "cpu_fsdp"))  # accelerate has FSDP for GPUs only
+    monkeypatch.setattr(several_processes, "split_candidate", lambda *_: "tiny")
+    monkeypatch.setattr(several_processes, "processes", lambda _: 2)
+    assert several_processes.larger_than_one(place).startswith("tiny on 2 GPUs; losses ")

@@ -1,0 +1,182 @@
+"""`init`: a config from a data file. What is found is taken, what is guessed is said, and nothing is overwritten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sftplay.cli import main, with_flags
+from sftplay.config.load import load_config
+from sftplay.machine.probe import Gpu, Machine
+from sftplay.plan.memory.row_lengths import RowLengths
+from sftplay.runs.new_config import MODELS, TOY, choose_model, estimate, survey_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED_DATA = ROOT.parent / "shared" / "data"
+BASE = load_config(ROOT / "configs/run_lora.yaml")
+GIB = 1 << 30
+
+FOUND = {
+    "alpaca/alpaca_2000.json": ("alpaca", {}),
+    "glaive-toolcall/sharegpt_toolcall_200.json": ("sharegpt", {}),
+    "gpteacher-code/codegen_500.jsonl": ("alpaca", {}),
+    "gsm8k/train_1000.jsonl": ("question_answer", {}),
+    "humaneval/HumanEval.jsonl": ("humaneval", {}),
+    "mbpp/sanitized-mbpp.json": ("mbpp", {}),
+    "sgd-dialogues/messages_150.jsonl": ("messages", {}),
+    "sudoku/puzzles.jsonl": ("question_answer", {"question": "puzzle", "answer": "solution"}),
+}
+
+
+def survey(path: Path, **data: object):
+    return survey_rows(BASE.with_values({"data.train_path": str(path), **data}, "test"))
+
+
+def machine(*, gpu_gib: int = 0, ram_gib: int = 32, cores: int = 2) -> Machine:
+    card = Gpu(0, "NVIDIA H100", gpu_gib * GIB, gpu_gib * GIB, (9, 0))
+    return Machine(
+        gpus=(card,) if gpu_gib else (), gpu_reason="", ram_bytes=ram_gib * GIB, cores=cores, python="3",
+        system="Linux", libraries={},
+    )  # fmt: skip
+
+
+def write_rows(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="needs the shared data sets")
+def test_layout_and_columns_of_real_data_sets_are_found(name):
+    found = survey(SHARED_DATA / name)
+    assert (found.layouts[0], dict(found.columns), found.refused[:1]) == (*FOUND[name], ())
+    assert found.is_all
+
+
+def test_the_layout_that_the_config_names_is_the_one_that_is_found(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"instruction": "a", "output": "b"}] * 3)
+    assert survey(path, **{"data.format": "alpaca"}).layouts == ("alpaca",)
+
+
+@pytest.mark.contract
+def test_columns_that_no_name_tells_apart_are_asked_for(tmp_path, capsys):
+    path = write_rows(tmp_path / "rows.jsonl", [{"links": "a", "rechts": "b"}] * 3)
+    assert main(["init", str(path), str(tmp_path / "run.yaml")]) == 4
+    assert "data.columns.question=links data.columns.answer=rechts" in capsys.readouterr().err
+    assert not (tmp_path / "run.yaml").exists()
+
+
+@pytest.mark.contract
+def test_a_file_that_is_there_is_not_touched_and_nothing_is_looked_at(tmp_path, capsys):
+    out = tmp_path / "run.yaml"
+    out.write_text("mine")
+    assert main(["init", "no such file.jsonl", f"OUT={out}"]) == 2
+    assert (out.read_text(), "exists already" in capsys.readouterr().err) == ("mine", True)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("words", [[], ["no such file.jsonl"], ["rows.jsonl", "run.txt"], ["a", "train.max_stps=3"]])
+def test_what_cannot_be_used_is_refused_without_a_trace_on_the_disk(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", *words]) in (2, 4)
+    assert "fix:" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.contract
+def test_an_error_names_no_file_that_the_user_has_not_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}])
+    assert main(["init", ".", "../run.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("init data.train_path: 'outputs' lies in the folder of rows")
+
+
+@pytest.mark.contract
+def test_a_model_that_is_almost_known_is_asked_about_before_anything_is_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    out = tmp_path / "run.yaml"
+    assert main(["init", str(ROOT / "data/demo/train.jsonl"), str(out), "model.name=Qwen/Qwen2.5-0.5B-Instrct"]) == 2
+    assert "did you mean Qwen/Qwen2.5-0.5B-Instruct" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        (["a.jsonl"], ["--data", "a.jsonl"]),
+        (["a.jsonl", "b.yaml", "train.epochs=1"], ["--data", "a.jsonl", "--out", "b.yaml", "train.epochs=1"]),
+        (["train.epochs=1", "OUT=b.yaml", "DATA=a"], ["--out", "b.yaml", "--data", "a", "train.epochs=1"]),
+        (["--data", "a", "--json"], ["--data", "a", "--json"]),
+        (["x=1.jsonl"], ["--data", "x=1.jsonl"]),
+    ],
+)
+def test_names_may_stand_alone_or_behind_a_sign(words, flags):
+    assert with_flags(["init", *words]) == ["init", *flags]
+
+
+@pytest.mark.contract
+def test_no_row_is_given_more_tokens_than_the_model_has_places(tmp_path, tiny_llama, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": "what?", "answer": "stone " * n} for n in (5, 900, 900, 900)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    assert main(["init", str(path), f"model.name={tiny_llama}"]) == 0
+    places = json.loads((tiny_llama / "config.json").read_text())["max_position_embeddings"]
+    assert load_config("run.yaml").model.max_seq_len == places == 512
+
+
+@pytest.mark.contract
+def test_the_config_that_is_written_is_valid_and_says_what_was_found(tmp_path, tiny_llama, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{n} what? " + "stone " * (n % 7), "code": "light " * (1 + n % 5)} for n in range(60)]
+    path = write_rows(tmp_path / "my rows: #1.jsonl", [*rows, {"prompt": "x"}])
+    words = [str(path), f"model.name={tiny_llama}", "train.max_steps=20", "data.processed_dir=p"]
+    assert main(["init", *words]) == 0
+    assert main(["validate", "--config", "run.yaml"]) == 0
+    cfg = load_config("run.yaml")
+    assert cfg.data.columns == {"question": "prompt", "answer": "code"}
+    assert (cfg.data.train_path, cfg.model.name, cfg.train.max_steps) == (str(path), str(tiny_llama), 20)
+    assert (cfg.data.on_bad_row, cfg.train.effective_batch_size) == ("skip", 8)
+    capsys.readouterr()
+    assert main(["process", "--config", "run.yaml", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert cfg.model.max_seq_len - 64 < report["longest_tokens"] <= cfg.model.max_seq_len
+    assert (report["cut"], report["refused"]) == (0, 1)
+    text = Path("run.yaml").read_text()
+    assert f"has {report['longest_tokens']} tokens" in text
+    assert "guessed from the names" in text
+    assert "1 rows cannot be read" in text
+
+
+@pytest.mark.contract
+def test_without_the_tokenizer_lengths_are_told_from_bytes_and_said_to_be_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    rows = write_rows(tmp_path / "rows.jsonl", [{"question": "a" * 300, "answer": "b" * 30}] * 5)
+    assert main(["init", str(rows), str(tmp_path / "run.yaml"), "model.name=org/unknown", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # 300 and 30 bytes at 3 a token, and 8 tokens around each of two turns
+    assert (found["max_seq_len"], found["rows"]) == (128, 5)
+    assert "estimated by bytes" in (tmp_path / "run.yaml").read_text()
+
+
+def test_an_estimate_by_bytes_counts_texts_turns_and_tools():
+    found = survey(ROOT / "data/demo/held_out.jsonl")
+    measured = estimate(found.records)
+    assert list(measured.tokens) == sorted(measured.tokens)
+    assert measured.at(1.0) == measured.tokens[-1]
+    assert measured.cut(measured.tokens[-1]) == 0
+    assert measured.within(10).longest == 10
+
+
+def test_the_model_is_the_largest_that_the_plan_fits_into_the_machine():
+    lengths = RowLengths(longest=512, mean=200.0, count=2000)
+    cfg = BASE.with_values({"model.max_seq_len": 512}, "test")
+    names = [choose_model(cfg, each, lengths=lengths) for each in (
+        machine(gpu_gib=80), machine(gpu_gib=8), machine(ram_gib=32), machine(ram_gib=1))]  # fmt: skip
+    assert (names[0].name, names[0].mode) == (MODELS[0], "lora")
+    sizes = [[*MODELS, TOY].index(choice.name) for choice in names]
+    assert sizes == sorted(sizes)
+    assert 0 < sizes[1] < sizes[2] < sizes[3]
+    assert names[3].name == TOY
