@@ -51,11 +51,11 @@ from sftplay.plan.report.flops import model_flops
 from sftplay.plan.shape.find import find_shape, read_table
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 from sftplay.tasks import sft
-from sftplay.tasks.rehearse.probe_step import synthetic_rows
-from sftplay.tasks.run.run_task import make_trainable
-from sftplay.tasks.run.setup import make_setup
-from sftplay.tasks.run.task import Rows, TrainerParts
-from sftplay.tasks.step.replay import StepSetup
+from sftplay.tasks.probe_step import synthetic_rows
+from sftplay.train.exact_batch import StepSetup
+from sftplay.train.run_task import make_trainable
+from sftplay.train.setup import make_setup
+from sftplay.train.task import Rows, TrainerParts
 
 SEED, RANK, RATE = 7, 16, 1e-4
 WARM, MEASURED = 1, 3

@@ -30,8 +30,8 @@ from sftplay.reward.reward_set import RewardSet
 from sftplay.tasks.grpo.judge import Judge
 from sftplay.tasks.grpo.prompts import PromptRows
 from sftplay.tasks.grpo.task import PromptTrainer
-from sftplay.tasks.step.random_numbers import random_numbers_kept
-from sftplay.tasks.step.replay import StepSetup
+from sftplay.train.exact_batch import StepSetup
+from sftplay.train.random_numbers import random_numbers_kept
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "data" / "one_liners"

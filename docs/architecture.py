@@ -31,13 +31,14 @@ FLOORS = {
         "data.problems.problem",
         "data.problems.rows",
     ],
-    2: ["plan", "launch", "monitor", "reward", "data"],
+    2: ["plan", "launch", "reward", "data"],
     3: ["data.pipeline", "data.inspect", "data.mix", "data.prompts.load", "model"],
     4: ["generate"],
     5: ["evaluate", "export"],
     6: ["report"],
-    7: ["tasks", "runs"],
-    8: ["commands", "flags", "make_arguments", "cli", "__main__"],
+    7: ["train", "runs"],
+    8: ["tasks"],
+    9: ["commands", "flags", "make_arguments", "cli", "__main__"],
 }
 """Each module stands on the floor of the longest name here that it begins with."""
 
@@ -99,11 +100,7 @@ def picture() -> str:
     def reached(name: str) -> set[str]:
         return edges[name].union(*(reached(each) for each in edges[name]))
 
-    tops = {name: max(floor_of(each) for each in MODULES if subject_of(each) == name) for name in names}
     lines = ["```mermaid", "flowchart TD"]
-    for floor in sorted(set(tops.values()), reverse=True):
-        lines.append(f'  subgraph floor{floor}["floor {floor}"]')
-        lines += ["    " + "; ".join(name for name in names if tops[name] == floor), "  end"]
     for name in names:
         implied = set().union(*(reached(each) for each in edges[name]))
         if drawn := sorted(edges[name] - implied):
@@ -127,7 +124,7 @@ def listing() -> str:
 INTRODUCTION = """<!-- Written by `make architecture`, held by a test: change docs/architecture.py or docstrings. -->
 # Architecture
 
-Nine floors. A module imports only from lower floors, or from its own top folder as long as neither modules nor folders
+Ten floors. A module imports only from lower floors, or from its own top folder as long as neither modules nor folders
 import each other in a circle. The figure behind a module's name is its floor.
 
 | floor | what stands there |
@@ -153,7 +150,7 @@ PATHS = """## The path of a config value
    `data/encode/labels.py` makes token ids and labels of it.
 4. `data/prepare/one_pass.py` does this in worker processes, counts every record and keeps the rows on disk.
 5. `data/pipeline.py` hands them to the task, in the order of `data/order.py`.
-6. `tasks/step/exact_batch.py` gets a rank's rows of one optimizer step, `tasks/step/micro_batches.py` cuts them.
+6. `train/exact_batch.py` gets a rank's rows of one optimizer step, `train/micro_batches.py` cuts them.
 
 ## The path of a document
 
@@ -165,17 +162,17 @@ PATHS = """## The path of a config value
 
 ## The path of an out-of-memory event
 
-1. `tasks/step/exact_batch.py` catches it in a micro-batch; all ranks agree by `monitor/out_of_memory.py`.
-2. `tasks/step/replay.py` runs the same rows again in smaller micro-batches and writes an event.
+1. `train/exact_batch.py` catches it in a micro-batch; all ranks agree by `model/out_of_memory.py`.
+2. `train/exact_batch.py` runs the same rows again in smaller micro-batches and writes an event.
 3. Where a step cannot be run again, the run ends with code 3 and the size to go on with. `runs/start.py` starts it
    again from its last checkpoint.
 
 ## The path of a stop signal
 
 1. The parent (`launch/supervise/follow.py`) passes it to the ranks by their process ids.
-2. Before the first step `signals.py` ends the rank at once. Behind it `monitor/guards.py` notes it, and all ranks agree
+2. Before the first step `signals.py` ends the rank at once. Behind it `train/guards.py` notes it, and all ranks agree
    at a step's edge.
-3. The Trainer saves; `tasks/run/checkpointing.py` seals the checkpoint by `monitor/checkpoints.py`.
+3. The Trainer saves; `train/checkpointing.py` seals the checkpoint by `launch/checkpoints.py`.
 4. `tasks/worker.py` writes the state and the code into `status.json`. The parent returns that code.
 """
 

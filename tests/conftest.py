@@ -57,7 +57,7 @@ def pytest_configure() -> None:
 os.environ.setdefault("SFTPLAY_CACHE", ".cache")  # a test's working folder keeps its caches
 
 FORKING = fork_server.lazy_client(ROOT)
-FORKED = ("launch", "tasks", "runs", "monitor", "evaluate", "generate", "export", "report", "test_demo.py")
+FORKED = ("launch", "tasks", "runs", "train", "evaluate", "generate", "export", "report", "test_demo.py")
 """Below tests/: the slow tests there start their processes by a fork of one that has imported the libraries (see
 `fork_server`). Those elsewhere measure a process, or what it imports."""
 

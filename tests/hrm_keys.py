@@ -27,7 +27,7 @@ from sftplay.tasks.hrm.network.layers import Reasoner
 from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
 from sftplay.tasks.hrm.solve import refined
 from sftplay.tasks.hrm.task import build_model, open_puzzles, rows_of
-from sftplay.tasks.run.fingerprint import starting_weights
+from sftplay.train.fingerprint import starting_weights
 
 Check = Callable[[Any], None]
 

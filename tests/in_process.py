@@ -17,10 +17,10 @@ from sftplay.config.load import dump_resolved, load_config, load_resolved
 from sftplay.config.schema.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
-from sftplay.monitor.guards import StopOnSignal
 from sftplay.plan.sizing.size_run import size_run
-from sftplay.tasks.run.train_run import Outcome, TrainRun
 from sftplay.tasks.worker import runner_of
+from sftplay.train.guards import StopOnSignal
+from sftplay.train.train_run import Outcome, TrainRun
 
 
 @dataclass

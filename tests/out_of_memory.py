@@ -62,7 +62,7 @@ if "sftplay.tasks.worker" in sys.orig_argv:
         return out
 
     if os.environ.get("OUT_OF_MEMORY_OVERLAPS"):
-        from sftplay.tasks.step.replay import Replay
+        from sftplay.train.exact_batch import Replay
 
         made = Replay.__init__
 

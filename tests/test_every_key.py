@@ -55,7 +55,6 @@ from sftplay.launch.supervise.exit_cause import Death
 from sftplay.launch.supervise.watchdog import timeout_of
 from sftplay.machine.probe import Gpu, Machine, probe
 from sftplay.machine.releases import recomputation_arguments
-from sftplay.monitor.gradient_sync import GradientSync
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.reward.reward_set import RewardSet, combined
 from sftplay.reward.table import judges_form
@@ -66,9 +65,10 @@ from sftplay.runs.strategy_setup import environment_of, prepare_deepspeed, with_
 from sftplay.signals import StopAtOnce
 from sftplay.tasks import TASKS, worker
 from sftplay.tasks.grpo.arguments import grpo_arguments
-from sftplay.tasks.run.checkpointing import MarkComplete, choose_checkpoint
-from sftplay.tasks.run.setup import make_setup
-from sftplay.tasks.step.replay import Replay
+from sftplay.train.checkpointing import MarkComplete, choose_checkpoint
+from sftplay.train.exact_batch import Replay
+from sftplay.train.gradients import GradientSync
+from sftplay.train.setup import make_setup
 
 CHANGES: dict[str, Any] = {
     "seed": 7,
@@ -367,7 +367,7 @@ def pins_memory(run: Finished) -> bool:
 
 
 def check_ddp_keys(bench: Bench) -> None:
-    """Two ranks that really use them are in tests/monitor/test_gradient_sync.py."""
+    """Two ranks that really use them are in tests/train/test_gradient_sync.py."""
     names = ("ddp_bucket_cap_mb", "ddp_static_graph")
     with patch.dict("os.environ", {"WORLD_SIZE": "2"}):
         for comm, expected in (({}, [None, False]), ({"bucket_cap_mb": 7, "static_graph": True}, [7, True])):

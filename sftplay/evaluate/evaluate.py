@@ -25,7 +25,7 @@ from sftplay.evaluate.metrics import score_answers
 from sftplay.evaluate.reward_scores import columns_of, mean_rewards, score_by_rewards
 from sftplay.generate.generate import Generator, answer_all
 from sftplay.machine.releases import nothing_recomputed
-from sftplay.monitor.out_of_memory import AdaptiveBatches
+from sftplay.model.out_of_memory import AdaptiveBatches
 
 LOSS_TOKENS = 8192
 """Most tokens of one batch when the held-out loss is computed."""

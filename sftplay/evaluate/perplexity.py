@@ -20,7 +20,7 @@ from torch.nn import functional
 from sftplay import log
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.evaluate.evaluate import LOSS_TOKENS, SCORES_BYTES
-from sftplay.monitor.out_of_memory import AdaptiveBatches
+from sftplay.model.out_of_memory import AdaptiveBatches
 
 GROUP_TOKENS = 2**20
 """Tokens of the documents that are held at a time, about."""

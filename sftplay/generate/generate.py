@@ -17,7 +17,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from transformers.generation.streamers import BaseStreamer
 
 from sftplay.generate.sampling import GREEDY, Sampling
-from sftplay.monitor.out_of_memory import AdaptiveBatches
+from sftplay.model.out_of_memory import AdaptiveBatches
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from sftplay.atomic import is_locked
 from sftplay.config.read import yaml12
 from sftplay.config.read.resolved import flow
 from sftplay.errors import ConfigError
+from sftplay.launch.checkpoints import is_marked, list_checkpoints, step_of
 from sftplay.launch.run_folder import RunFolder
-from sftplay.monitor.checkpoints import is_marked, list_checkpoints, step_of
 from sftplay.report.history import MOST_SOURCES, History, Point, as_number, read_history
 
 MOST_STATE_BYTES = 2**25

@@ -33,7 +33,7 @@ from sftplay.runs.model_shape import known_shape
 from sftplay.signals import popen_tied
 from sftplay.units import format_bytes
 
-RANK = "sftplay.tasks.rehearse.comm_check"
+RANK = "sftplay.train.comm_check"
 
 LIMIT_S = 180.0
 """The longest time for the whole check on one node; starting on a slow disk takes most of it."""

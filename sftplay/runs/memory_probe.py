@@ -37,7 +37,7 @@ from sftplay.plan.sizing.size_run import SizedRun
 from sftplay.runs.inputs import needs_no_hub
 from sftplay.units import format_bytes, format_seconds
 
-STEP = "sftplay.tasks.rehearse.probe_step"
+STEP = "sftplay.tasks.probe_step"
 REQUEST, MEASURED, LOG = "request.json", "measured.json", "probe.log"
 CACHE = cache_root() / "probes"
 

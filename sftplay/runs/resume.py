@@ -14,12 +14,12 @@ from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.rules.resume_keys import DRAWN, SIZES, differences, values_that_decide_weights
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors
+from sftplay.launch.checkpoints import list_checkpoints, read_marker
 from sftplay.launch.command.command import Scale
 from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import OUT_OF_MEMORY, RESIZED, RESOLVED, RunFolder, find_run
 from sftplay.machine.probe import probe
 from sftplay.model.start_point import resolve_names
-from sftplay.monitor.checkpoints import list_checkpoints, read_marker
 from sftplay.plan.sizing.size_run import SizedRun
 from sftplay.runs.inputs import check_inputs
 from sftplay.runs.start import all_notes, build_command, print_command, read_scale, run_workers, size, sizes_of

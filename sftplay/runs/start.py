@@ -21,6 +21,7 @@ from sftplay.config.read.resolved import flow
 from sftplay.config.rules.general import notes
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
+from sftplay.launch.checkpoints import newest_complete
 from sftplay.launch.command.command import Launch, Scale, build_launch
 from sftplay.launch.command.network import list_interfaces, nccl_environment
 from sftplay.launch.nodes.join import announce_run, await_ready, watch_nodes
@@ -31,7 +32,6 @@ from sftplay.launch.supervise.follow import FolderGone, follow
 from sftplay.machine.doctor.system import RENDEZVOUS_PORT
 from sftplay.machine.ports import free_port
 from sftplay.machine.probe import Machine
-from sftplay.monitor.checkpoints import newest_complete
 from sftplay.plan.memory.forecast import Place
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.puzzles.shape import PuzzleModelShape

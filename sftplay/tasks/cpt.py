@@ -20,10 +20,10 @@ from sftplay.evaluate.sources import held_out_of, measure_sources
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.sample import write_masked_sample
 from sftplay.tasks import sft
-from sftplay.tasks.run.fingerprint import recipe_of
-from sftplay.tasks.run.task import RowOrder, Rows, TrainerParts
-from sftplay.tasks.step.held_out import HeldOutBlocks
-from sftplay.tasks.step.isolation import can_compute, check_isolation
+from sftplay.train.fingerprint import recipe_of
+from sftplay.train.held_out import HeldOutBlocks
+from sftplay.train.isolation import can_compute, check_isolation
+from sftplay.train.task import RowOrder, Rows, TrainerParts
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:

@@ -15,11 +15,11 @@ from sftplay.evaluate.evaluate import evaluate
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.unsloth_model import check_arguments
 from sftplay.report.sample import write_masked_sample
-from sftplay.tasks.run.fingerprint import recipe_of
-from sftplay.tasks.run.setup import on_one_gpu
-from sftplay.tasks.run.task import Rows, TrainerParts
-from sftplay.tasks.step.exact_batch import ExactBatchMixin
-from sftplay.tasks.step.micro_batches import Collator
+from sftplay.train.exact_batch import ExactBatchMixin
+from sftplay.train.fingerprint import recipe_of
+from sftplay.train.micro_batches import Collator
+from sftplay.train.setup import on_one_gpu
+from sftplay.train.task import Rows, TrainerParts
 
 
 class WindowedSFTTrainer(ExactBatchMixin, SFTTrainer):

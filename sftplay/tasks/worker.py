@@ -33,8 +33,8 @@ from sftplay.startup import begin_imports, leave_out
 from sftplay.tasks import TASKS
 
 if TYPE_CHECKING:
-    from sftplay.tasks.run.task import Task
-    from sftplay.tasks.run.train_run import Outcome
+    from sftplay.train.task import Task
+    from sftplay.train.train_run import Outcome
 
 BUG = 1
 
@@ -83,9 +83,9 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
         import_unsloth()
     else:
         leave_out(unneeded(cfg))
-    from sftplay.monitor.disk import report_full_disk
-    from sftplay.monitor.guards import StopOnSignal
-    from sftplay.tasks.run.setup import refuse_missing_gpu
+    from sftplay.train.disk import report_full_disk
+    from sftplay.train.guards import StopOnSignal
+    from sftplay.train.setup import refuse_missing_gpu
 
     run = runner_of(cfg.task_mode)
     refuse_missing_gpu()
@@ -100,7 +100,7 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
 
 def runner_of(task_mode: str) -> Callable[..., Outcome]:
     """What runs a task, from the resolved config to the saved result: `run_task`, or the task's own `run`."""
-    from sftplay.tasks.run.run_task import run_task
+    from sftplay.train.run_task import run_task
 
     task = importlib.import_module(TASKS[task_mode])
     return task.run if hasattr(task, "run") else partial(run_task, cast("Task", task))

@@ -21,7 +21,7 @@ from sftplay.launch.command.command import Launch, Scale
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.sizing.communication import Exchange, exchange_s, nominal_link, turning_bytes
 from sftplay.runs import comm_check
-from sftplay.tasks.rehearse import comm_check as rank
+from sftplay.train import comm_check as rank
 
 CPU = Machine((), "none in this test", 2**34, 2, "3.11", "Linux", {})
 TWO = Scale(nproc=2)
@@ -242,7 +242,7 @@ def test_a_dry_run_prints_the_command_of_two_ranks_and_starts_nothing(capsys: py
     argv = json.loads(capsys.readouterr().out)["argv"]
     assert argv[argv.index("--nproc-per-node") + 1] == "2"
     assert argv[argv.index("-m", 3) + 1 :][-2:] == ["FOLDER", "180"]
-    assert "sftplay.tasks.rehearse.comm_check" in argv
+    assert "sftplay.train.comm_check" in argv
     assert "sftplay.tasks.worker" not in argv
 
 

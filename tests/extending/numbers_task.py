@@ -17,7 +17,7 @@ from sftplay.atomic import write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.evaluate.evaluate import held_out_loss
 from sftplay.tasks import sft
-from sftplay.tasks.run.task import Rows, TrainerParts
+from sftplay.train.task import Rows, TrainerParts
 
 FIRST_ID = 3
 """Token id of the number 0: the ids before it are special."""

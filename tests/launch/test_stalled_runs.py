@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from processes import HANG_S
 
+from sftplay.launch.checkpoints import newest_complete
 from sftplay.launch.run_folder import RunFolder
-from sftplay.monitor.checkpoints import newest_complete
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S, SAVE_STEPS = 8, 2
@@ -71,7 +71,7 @@ SLEEPS = {
     # The loader fetches two windows before the first step and one after each: the fourth after the second. The
     # other rank already has its window and waits to add up the labels of all ranks.
     "data": Sleep(
-        "1", "sftplay.tasks.step.micro_batches", "Collator.__call__", 4,
+        "1", "sftplay.train.micro_batches", "Collator.__call__", 4,
         r"rank 1 has been in data for \d+ s at step 3; rank 0 waits for it \(data\)",
     ),
     # Two passes try the label head, then each step has two micro-batches: the seventh pass is the third step's first.

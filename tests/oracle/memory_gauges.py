@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from oracle.live_bytes import LiveBytes
-from sftplay.monitor.metrics import peak_rss_bytes
-from sftplay.tasks.rehearse.memory_gauges import MemoryGauge
+from sftplay.model.out_of_memory import peak_rss_bytes
+from sftplay.tasks.probe_step import MemoryGauge
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")

@@ -60,8 +60,7 @@ def run_really(how: TraceSettings) -> dict[str, int]:
 
     from sftplay.config.schema.run import LoraConfig
     from sftplay.model.adapter import add_adapter
-    from sftplay.tasks.step.chunked_head import put_chunked_head
-    from sftplay.tasks.step.label_head import LabelHead
+    from sftplay.train.loss_heads import LabelHead, put_chunked_head
 
     config = LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"}, attn_implementation="eager")
     ids = torch.arange(how.batch * how.seq).reshape(how.batch, how.seq) % 1000
@@ -224,7 +223,7 @@ def test_the_trace_takes_nothing_from_the_closed_form():
         for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("sftplay")
     }
-    assert taken == {"sftplay.tasks.step.chunked_head"}  # what is traced
+    assert taken == {"sftplay.train.loss_heads"}  # what is traced
 
 
 def test_a_loop_that_keeps_the_output_holds_the_scores_while_they_are_differentiated():

@@ -184,7 +184,7 @@ class _Step:
 
     def _place_head(self) -> None:
         if self.how.head == "chunked":
-            from sftplay.tasks.step.chunked_head import put_chunked_head
+            from sftplay.train.loss_heads import put_chunked_head
 
             put_chunked_head(self.causal, proves=False)
         elif self.how.head == "standard":

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
 from sftplay.plan.report.flops import model_flops, seen_pairs
 from sftplay.plan.shape.find import find_shape, shape_from_config
-from sftplay.tasks.step.label_head import prove_label_head
+from sftplay.train.loss_heads import prove_label_head
 
 ROWS, TOKENS, RANK = 2, 24, 4
 SMALL: dict[str, Any] = {

@@ -18,8 +18,8 @@ from sftplay.model.load import load_start
 from sftplay.plan.memory.forecast import LOAD, OPENED
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing.size_run import SizedRun, size_run
-from sftplay.tasks.run import run_task
 from sftplay.tasks.worker import runner_of
+from sftplay.train import run_task
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -152,7 +152,7 @@ def test_scores_take_twelve_bytes_each_and_fourteen_where_the_caller_keeps_them(
 
 
 def test_chunks_are_counted_as_long_as_they_are():
-    from sftplay.tasks.step import chunked_head
+    from sftplay.train import loss_heads as chunked_head
 
     code = execution_of(TraceSettings(method="lora"))
     assert code.chunk_tokens == chunked_head.CHUNK_TOKENS

@@ -32,7 +32,7 @@ from sftplay.runs import start
 from sftplay.tasks import worker
 from sftplay.tasks.grpo.completions import tile_width
 from sftplay.tasks.grpo.completions.tile_width import avoid_triton
-from sftplay.tasks.run import setup
+from sftplay.train import setup
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -11,7 +11,7 @@ import torch
 from in_process import Inputs, built, train
 
 from sftplay.model.adapter import make_trainable_fp32
-from sftplay.tasks.run.preflight import find_problems
+from sftplay.train.preflight import find_problems
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.config.load import load_config
-from sftplay.tasks.run.capacity import describe_capacity, describe_rate
+from sftplay.train.setup import describe_capacity, describe_rate
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/run_demo.yaml"
 

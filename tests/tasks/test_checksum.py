@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from sftplay.config.load import load_config
 from sftplay.launch.run_folder import RunFolder
-from sftplay.tasks.run import preflight
-from sftplay.tasks.run.preflight import CHUNK_NUMBERS, Preflight, checksum
+from sftplay.train import preflight
+from sftplay.train.preflight import CHUNK_NUMBERS, Preflight, checksum
 
 
 class LargestCopy(TorchDispatchMode):

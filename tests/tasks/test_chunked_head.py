@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sftplay.errors import ConfigError
-from sftplay.tasks.step import chunked_head
-from sftplay.tasks.step.chunked_head import put_chunked_head
+from sftplay.train import loss_heads as chunked_head
+from sftplay.train.loss_heads import put_chunked_head
 
 SIZES = {
     "hidden_size": 16,

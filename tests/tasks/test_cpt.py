@@ -21,8 +21,8 @@ from small_run import write_small_run
 
 from sftplay.data.mix import load
 from sftplay.data.mix.mixture import Mixture, source_and_block
-from sftplay.monitor.checkpoints import read_marker
-from sftplay.tasks.step.exact_batch import ExactBatchMixin
+from sftplay.launch.checkpoints import read_marker
+from sftplay.train.exact_batch import ExactBatchMixin
 from tests.tasks.test_resume import assert_equal
 
 WORDS = ["river", "stone", "lamp", "garden", "winter", "bread", "music", "copper"]

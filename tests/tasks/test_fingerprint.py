@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sftplay.tasks.run.fingerprint import weights_changes
+from sftplay.train.fingerprint import weights_changes
 
 
 def test_checkpoints_of_a_kit_that_did_not_look_at_weights_are_not_refused():

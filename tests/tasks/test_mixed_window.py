@@ -16,11 +16,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaConfig
 
 from sftplay.errors import ConfigError
-from sftplay.monitor.interval import StepCounts
-from sftplay.tasks.step.held_out import HeldOutBlocks
-from sftplay.tasks.step.isolation import can_compute, check_isolation
-from sftplay.tasks.step.micro_batches import Collator, MicroBatcher
-from sftplay.tasks.step.model_inputs import has_flash_kernel
+from sftplay.train.held_out import HeldOutBlocks
+from sftplay.train.interval import StepCounts
+from sftplay.train.isolation import can_compute, check_isolation
+from sftplay.train.micro_batches import Collator, MicroBatcher, has_flash_kernel
 
 PAD, VOCAB = 0, 400
 BLOCKS = [(0, [9, 1, 14]), (1, [24]), (0, [5, 5, 5, 8]), (0, [23]), (1, [3, 18]), (0, [2, 1, 1, 20])]

@@ -16,10 +16,10 @@ from transformers import TrainingArguments
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
-from sftplay.monitor.guards import StopOnSignal
-from sftplay.tasks.run.setup import RunSetup, on_one_gpu
-from sftplay.tasks.run.train_run import TrainRun
 from sftplay.tasks.worker import runner_of
+from sftplay.train.guards import StopOnSignal
+from sftplay.train.setup import RunSetup, on_one_gpu
+from sftplay.train.train_run import TrainRun
 
 
 @pytest.fixture

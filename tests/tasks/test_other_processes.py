@@ -21,7 +21,7 @@ from sftplay.config.load import load_config
 from sftplay.launch.command.command import Scale
 from sftplay.launch.run_folder import RunFolder
 from sftplay.runs.resume import draws_at_random, free_sizes, processes_of
-from sftplay.tasks.run.fingerprint import config_changes
+from sftplay.train.fingerprint import config_changes
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_STEPS, STEP_ROWS = 12, 4, 8

@@ -27,8 +27,8 @@ from sftplay.machine.ports import free_port
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.tasks import worker
-from sftplay.tasks.run import rank_sync
-from sftplay.tasks.run.rank_sync import GroupTimeout, first_of_node, marker_path, wait_for_main
+from sftplay.train import rank_sync
+from sftplay.train.rank_sync import GroupTimeout, first_of_node, marker_path, wait_for_main
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 77
@@ -43,7 +43,7 @@ import torch
 import sftplay.tasks.sft as sft
 from sftplay.tasks.run import run_task
 from sftplay.data.prepare.one_pass import Preparation
-from sftplay.tasks.run.train_run import TrainRun
+from sftplay.train.train_run import TrainRun
 
 def note(what):
     line = f"{os.environ['RANK']} {what} {torch.distributed.is_initialized()}\\n"

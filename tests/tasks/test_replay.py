@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from in_process import Inputs, built, train
 
 from sftplay.errors import no_memory, ran_out_of_memory
-from sftplay.monitor.out_of_memory import AdaptiveBatches, OutOfMemory
-from sftplay.tasks.run.train_run import TrainRun
-from sftplay.tasks.step.micro_batches import Collator, MicroBatcher
+from sftplay.model.out_of_memory import AdaptiveBatches, OutOfMemory
+from sftplay.train.micro_batches import Collator, MicroBatcher
+from sftplay.train.train_run import TrainRun
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 

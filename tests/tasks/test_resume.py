@@ -21,9 +21,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import TrainerCallback
 
 from sftplay.errors import ConfigError, DataError, RunError
-from sftplay.monitor.disk import report_full_disk
-from sftplay.monitor.guards import StopOnBadStep, StopOnSignal
-from sftplay.tasks.run.train_run import TrainRun
+from sftplay.train.disk import report_full_disk
+from sftplay.train.guards import StopOnBadStep, StopOnSignal
+from sftplay.train.train_run import TrainRun
 
 TIMED = {
     "tokens_per_s", "padded_tokens_per_s", "samples_per_s", "model_tflops_per_s", "mfu", "step_s", "step_split",
@@ -246,7 +246,7 @@ def test_checkpoint_behind_a_skipped_step_does_not_count(inputs: Inputs, tmp_pat
     cfg, folder = new_run(tmp_path, inputs, train__save_steps=1, train__save_total_limit=9)
     with pytest.MonkeyPatch.context() as patch:
         bad_step = StopOnBadStep(tmp_path / "bad_step.json")
-        patch.setattr("sftplay.tasks.run.train_run.StopOnBadStep", lambda _: bad_step)
+        patch.setattr("sftplay.train.train_run.StopOnBadStep", lambda _: bad_step)
         train_in(cfg, folder, Skip())
     complete = [path.parent.name for path in folder.checkpoints.glob("*/COMPLETE.json")]
     assert sorted(complete) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]

@@ -13,9 +13,9 @@ from in_process import Inputs, new_run, train_in
 from transformers import GenerationMixin
 
 from sftplay.errors import RunError
-from sftplay.tasks.run.preflight import find_other_sizes
-from sftplay.tasks.step.exact_batch import ExactBatchMixin
-from sftplay.tasks.step.micro_batches import MicroBatcher
+from sftplay.train.exact_batch import ExactBatchMixin
+from sftplay.train.micro_batches import MicroBatcher
+from sftplay.train.preflight import find_other_sizes
 
 SIZES = {"batch_size": 2, "grad_accum": 4, "effective_batch_size": 8, "world_size": 1}
 
@@ -87,7 +87,7 @@ def test_a_plan_that_says_another_size_stops_the_run_before_its_first_step(key: 
 def test_a_micro_batch_that_is_not_the_plans_is_noticed(
     tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("sftplay.tasks.run.setup.RunSetup.micro_batcher", lambda self: MicroBatcher(4))
+    monkeypatch.setattr("sftplay.train.setup.RunSetup.micro_batcher", lambda self: MicroBatcher(4))
     cfg, folder = planned_run(tmp_path, inputs)
     with pytest.raises(RunError, match=r"batch_size is 4 where plan.json says 2; rank 0: grad_accum is 2"):
         train_in(cfg, folder)

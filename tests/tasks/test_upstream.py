@@ -14,7 +14,7 @@ import transformers.trainer
 from packaging.specifiers import SpecifierSet
 
 from sftplay.machine.doctor.install import RANGES
-from sftplay.tasks.upstream import PRIVATE_NAMES, TRAINER, UTILITIES
+from sftplay.train.upstream import PRIVATE_NAMES, TRAINER, UTILITIES
 
 TASKS = Path(__file__).parents[2] / "sftplay" / "tasks"
 

@@ -16,9 +16,9 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from sftplay.errors import RunError
-from sftplay.tasks.run.train_run import TrainRun, pad_to_multiple
-from sftplay.tasks.step.label_head import prove_label_head
-from sftplay.tasks.step.micro_batches import Collator, MicroBatcher, first_fit
+from sftplay.train.loss_heads import prove_label_head
+from sftplay.train.micro_batches import Collator, MicroBatcher, first_fit
+from sftplay.train.train_run import TrainRun, pad_to_multiple
 
 PAD = 0
 LABELS = [1, 40, 2, 17, 1, 3, 60, 5]

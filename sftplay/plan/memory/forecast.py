@@ -215,7 +215,7 @@ def setting_of(
 def on_device(execution: MemorySetup, shape: ModelShape, *, device: Device) -> MemorySetup:
     """The execution as it runs on that device.
 
-    From capability 8.0 on, padded rows of a plain decoder in 16 bits need no mask (`tasks.step.isolation`).
+    From capability 8.0 on, padded rows of a plain decoder in 16 bits need no mask (`train.isolation`).
     """
     if not device.is_gpu:
         return replace(execution, folds_tiles=False, workspace_bytes=workspace_bytes(device.capability))

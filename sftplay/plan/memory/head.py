@@ -29,7 +29,7 @@ TOKEN_SUMS = 9
 
 
 def gpu_chunk_tokens(vocab: int) -> int:
-    """Tokens whose scores exist at a time in the chunked loss on a GPU (`tasks.step.chunked_head`).
+    """Tokens whose scores exist at a time in the chunked loss on a GPU (`train.loss_heads`).
 
     Each chunk reads the whole head three times. From about 300 tokens on a GPU computes longer than it reads (H100: 990
     TFLOP/s in 16 bits to 3.35 TB/s).

@@ -6,9 +6,9 @@ import signal
 import time
 from typing import Any
 
+from sftplay.launch.checkpoints import newest_complete
 from sftplay.launch.run_folder import OUT_OF_MEMORY
 from sftplay.machine.probe import probe
-from sftplay.monitor.checkpoints import newest_complete
 from sftplay.runs.gpu_check.check import Broken, Check, Place, a_gpu
 from sftplay.runs.gpu_check.fault import environment
 from sftplay.runs.gpu_check.kit import STEPS, Run, call, losses_apart, undisturbed, weights_apart, write_run

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sftplay import log
 from sftplay.data.prompts.questions import Questions
-from sftplay.monitor.metrics import gather_objects
+from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.grpo.completions.length_order import depends_on_cut, has_relative_places, order_by_length
 from sftplay.tasks.grpo.completions.sampler_gauge import SAMPLED, SCORED, SamplerGauge, recorded
 from sftplay.tasks.grpo.completions.tile_width import fitted_tiles
@@ -22,8 +22,8 @@ from sftplay.tasks.grpo.judged import Judged
 from sftplay.tasks.grpo.prompts import PromptRows
 from sftplay.tasks.grpo.redraws import Redraws, Share
 from sftplay.tasks.grpo.rollouts import Rollouts
-from sftplay.tasks.run.preflight import has_sharded_weights
-from sftplay.tasks.step.eval_mode import eval_mode
+from sftplay.train.eval_mode import eval_mode
+from sftplay.train.preflight import has_sharded_weights
 
 if TYPE_CHECKING:
 

@@ -18,10 +18,10 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.evaluate.rewarded import PASS, Rewarded, figures_of, reward_answers, said_of, write_evaluation
-from sftplay.monitor.metrics import gather_objects
-from sftplay.monitor.observer import Observer
+from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.grpo.judge import Judge
-from sftplay.tasks.step.random_numbers import random_numbers_kept
+from sftplay.train.observer import Observer
+from sftplay.train.random_numbers import random_numbers_kept
 
 GREEDY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 """Written out: what a generation config leaves open comes from the one that was shipped with the model."""

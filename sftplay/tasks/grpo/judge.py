@@ -9,7 +9,7 @@ import torch
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.heartbeat import Heartbeat
-from sftplay.monitor.metrics import gather_objects
+from sftplay.model.out_of_memory import gather_objects
 from sftplay.reward.reward_set import MissingRewardMonitor, RewardSet, aligned
 from sftplay.tasks.grpo.judged import Drawn, Judged, together
 

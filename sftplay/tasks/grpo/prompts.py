@@ -12,7 +12,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.data.prompts.load import Prompts
 from sftplay.data.prompts.questions import Question, Questions
-from sftplay.tasks.run.task import RowOrder
+from sftplay.train.task import RowOrder
 
 KEPT_QUESTIONS = 1024
 """Questions that are not read from disk again. TRL asks for a row once for each completion and micro-batch."""

@@ -18,9 +18,9 @@ from transformers.trainer_callback import ExportableState
 
 from sftplay import log
 from sftplay.data.order import training_order
-from sftplay.monitor.observer import Observer
 from sftplay.reward.calls import Scores
 from sftplay.tasks.grpo.judged import Judged
+from sftplay.train.observer import Observer
 
 MOST_TURNS = 4
 """Most turns in a row that a silent prompt passes. The model may unlearn what it could, or learn what it could not."""

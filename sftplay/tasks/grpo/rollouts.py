@@ -2,7 +2,7 @@
 
 It overrides `_tokenize_prompts`, `_generate`, `_generate_single_turn`, `_calculate_rewards`,
 `_generate_and_score_completions`, `_prepare_inputs`, `compute_loss`, `_save_checkpoint` and `train`; and provides what
-`monitor.observer.StepTrainer` asks for.
+`train.observer.StepTrainer` asks for.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from torch import Tensor, nn
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.model.adapter import trained_weights_kept
-from sftplay.monitor.interval import StepCounts
-from sftplay.monitor.observer import TrainerView
-from sftplay.monitor.out_of_memory import AdaptiveBatches
+from sftplay.model.out_of_memory import AdaptiveBatches
 from sftplay.tasks.grpo.completions.continuous import dtypes_kept
 from sftplay.tasks.grpo.completions.gathered_root import gathered_root
 from sftplay.tasks.grpo.judge import Judge
@@ -30,10 +28,12 @@ from sftplay.tasks.grpo.reference import keep_reference, no_copy_by_trl
 from sftplay.tasks.grpo.samples import cut_samples, samples_path, write_samples
 from sftplay.tasks.grpo.watch.signal_health import policy_clip_share
 from sftplay.tasks.grpo.window_state import load_window, save_window
-from sftplay.tasks.run.preflight import has_sharded_weights
-from sftplay.tasks.step.eval_mode import eval_mode
-from sftplay.tasks.step.random_numbers import random_numbers_kept
-from sftplay.tasks.step.replay import StepSetup
+from sftplay.train.eval_mode import eval_mode
+from sftplay.train.exact_batch import StepSetup
+from sftplay.train.interval import StepCounts
+from sftplay.train.observer import TrainerView
+from sftplay.train.preflight import has_sharded_weights
+from sftplay.train.random_numbers import random_numbers_kept
 
 if TYPE_CHECKING:
 

@@ -26,9 +26,9 @@ from sftplay.tasks.grpo.redraws import KeepDraws
 from sftplay.tasks.grpo.rollouts import Rollouts
 from sftplay.tasks.grpo.watch.base_weights import WatchBaseWeights
 from sftplay.tasks.grpo.watch.signal_health import SignalHealth
-from sftplay.tasks.run.fingerprint import recipe_of
-from sftplay.tasks.run.setup import on_one_gpu
-from sftplay.tasks.run.task import Rows, TrainerParts
+from sftplay.train.fingerprint import recipe_of
+from sftplay.train.setup import on_one_gpu
+from sftplay.train.task import Rows, TrainerParts
 
 
 class PromptTrainer(Drawing, Rollouts, GRPOTrainer):

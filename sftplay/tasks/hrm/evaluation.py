@@ -14,10 +14,10 @@ from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.puzzles.folder import PuzzleFolder
-from sftplay.monitor.metrics import gather_objects
-from sftplay.monitor.observer import Observer
+from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.hrm.measuring import FIGURES, Measured, measure
-from sftplay.tasks.step.random_numbers import random_numbers_kept
+from sftplay.train.observer import Observer
+from sftplay.train.random_numbers import random_numbers_kept
 
 
 class EvaluatePuzzles(Observer):

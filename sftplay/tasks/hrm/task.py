@@ -1,6 +1,6 @@
 """Task mode hrm from the resolved config to the saved result: the puzzles, the model, the trainer.
 
-It has no tokenizer, no rows of text and no pretrained model, so that it does not go through `tasks.run.run_task`.
+It has no tokenizer, no rows of text and no pretrained model, so that it does not go through `train.run_task`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.releases import recomputation_arguments
 from sftplay.model.adapter import describe_parameters
 from sftplay.model.source import weights_digest
-from sftplay.monitor.guards import StopOnSignal
 from sftplay.tasks.hrm.evaluation import EvaluatePuzzles, StopWhenLearned
 from sftplay.tasks.hrm.network.embedding import ALL_ROWS
 from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
 from sftplay.tasks.hrm.network.saved import load_published, save_model
 from sftplay.tasks.hrm.network.table_share import TableShare
 from sftplay.tasks.hrm.trainer import PuzzleTrainer
-from sftplay.tasks.run.fingerprint import fingerprint_of
-from sftplay.tasks.run.manifest import write_manifest
-from sftplay.tasks.run.rank_sync import first_of_node, wait_for_nodes
-from sftplay.tasks.run.save import leave_process_group
-from sftplay.tasks.run.setup import make_setup, on_one_gpu
-from sftplay.tasks.run.task import RowOrder, Rows, TrainerParts
-from sftplay.tasks.run.train_run import Outcome, TrainRun
+from sftplay.train.fingerprint import fingerprint_of, write_manifest
+from sftplay.train.guards import StopOnSignal
+from sftplay.train.rank_sync import first_of_node, wait_for_nodes
+from sftplay.train.save import leave_process_group
+from sftplay.train.setup import make_setup, on_one_gpu
+from sftplay.train.task import RowOrder, Rows, TrainerParts
+from sftplay.train.train_run import Outcome, TrainRun
 from sftplay.units import format_count
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -1,7 +1,7 @@
 """transformers' Trainer over puzzles under way: a step is one segment of every row of this rank's batch.
 
 Loop, checkpoints, optimizer and logging are the Trainer's. It overrides `training_step`, `create_optimizer`,
-`create_scheduler`, `_save_checkpoint` and `_load_from_checkpoint`, and provides what `monitor.observer.StepTrainer`
+`create_scheduler`, `_save_checkpoint` and `_load_from_checkpoint`, and provides what `train.observer.StepTrainer`
 asks for.
 """
 
@@ -19,16 +19,16 @@ from transformers import Trainer
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.puzzles.sampler import Rows, TrainRows
-from sftplay.monitor.interval import StepCounts
-from sftplay.monitor.observer import Observer
 from sftplay.tasks.hrm.act import FIGURES, Carry, Puzzles, all_halted, begun, least_segments, run_segment, together
 from sftplay.tasks.hrm.learning.adam_atan2 import AdamATan2
 from sftplay.tasks.hrm.learning.average import MovingAverage
 from sftplay.tasks.hrm.network.model import PuzzleModel
 from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
-from sftplay.tasks.step.gradient_average import add_gradients
-from sftplay.tasks.step.random_numbers import random_numbers_kept
-from sftplay.tasks.step.replay import StepSetup
+from sftplay.train.exact_batch import StepSetup
+from sftplay.train.gradients import add_gradients
+from sftplay.train.interval import StepCounts
+from sftplay.train.observer import Observer
+from sftplay.train.random_numbers import random_numbers_kept
 
 
 def as_puzzles(rows: Rows, device: torch.device) -> Puzzles:

@@ -21,16 +21,16 @@ from sftplay.atomic import write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
-from sftplay.monitor.disk import check_room, checkpoint_bytes
-from sftplay.monitor.metrics import gather_objects
-from sftplay.monitor.observer import Observer
+from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.score.episodes.drawing import Action
 from sftplay.tasks.score.episodes.figures import diagnosis, reference_of
 from sftplay.tasks.score.episodes.judge import Verdict, describe, expect_known
 from sftplay.tasks.score.episodes.play import Episode, Hints, exchange_hints
 from sftplay.tasks.score.episodes.samples import line_of, write_lines
 from sftplay.tasks.score.learning.schedule import gate_objection
-from sftplay.tasks.step.random_numbers import random_numbers_kept
+from sftplay.train.disk import check_room, checkpoint_bytes
+from sftplay.train.observer import Observer
+from sftplay.train.random_numbers import random_numbers_kept
 
 Measured = tuple[int, Verdict, dict[str, Any]]
 """Number of the episode, verdict, and the episode for people."""

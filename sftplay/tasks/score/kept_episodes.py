@@ -18,7 +18,7 @@ from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
-from sftplay.monitor.metrics import gather_objects
+from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.score.episodes.drawing import Action
 from sftplay.tasks.score.episodes.judge import Verdict
 from sftplay.tasks.score.episodes.play import Episode

@@ -21,7 +21,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.order import order_hash, training_order
 from sftplay.data.prompts.load import Prompts
 from sftplay.generate.sampling import seed_of
-from sftplay.tasks.run.task import RowOrder
+from sftplay.train.task import RowOrder
 
 
 class EpisodeRows:

@@ -15,9 +15,6 @@ from sftplay.data.prompts.report import prompts_table
 from sftplay.evaluate.rewarded import spread
 from sftplay.launch.run_folder import RunFolder
 from sftplay.plan.devices.layout import Layout, layout_of
-from sftplay.tasks.run.fingerprint import recipe_of
-from sftplay.tasks.run.setup import on_one_gpu
-from sftplay.tasks.run.task import Rows, TrainerParts
 from sftplay.tasks.score.episodes.cast import ADAPTERS, Cast
 from sftplay.tasks.score.episodes.judge import EpisodeJudge
 from sftplay.tasks.score.episodes.play import Player
@@ -28,6 +25,9 @@ from sftplay.tasks.score.gradients.scoring import check_scores
 from sftplay.tasks.score.problems import EpisodeRows, collate, run_order
 from sftplay.tasks.score.sharded_trainer import ShardedEpisodeTrainer
 from sftplay.tasks.score.trainer import EpisodeTrainer
+from sftplay.train.fingerprint import recipe_of
+from sftplay.train.setup import on_one_gpu
+from sftplay.train.task import Rows, TrainerParts
 
 
 def layout_of_run(cfg: RunConfig) -> Layout:

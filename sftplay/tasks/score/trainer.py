@@ -2,7 +2,7 @@
 
 Loop, checkpoints, optimizer and logging are the Trainer's. It overrides `training_step`, `create_optimizer`,
 `_clip_grad_norm`, `_save_checkpoint`, `_load_from_checkpoint` and `_load_best_model`, and provides what
-`monitor.observer.StepTrainer` asks for.
+`train.observer.StepTrainer` asks for.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.generate.sampling import seed_of
-from sftplay.monitor.checkpoints import step_of
-from sftplay.monitor.gradient_norm import gradient_norm
-from sftplay.monitor.interval import StepCounts
+from sftplay.launch.checkpoints import step_of
 from sftplay.tasks.score.episodes.cast import Cast
 from sftplay.tasks.score.episodes.drawing import padded_tokens
 from sftplay.tasks.score.episodes.judge import EpisodeJudge, describe, of_all_ranks
@@ -38,9 +36,10 @@ from sftplay.tasks.score.learning.credit import Advantages
 from sftplay.tasks.score.learning.critic import soft_update
 from sftplay.tasks.score.learning.schedule import rates_of
 from sftplay.tasks.score.problems import MinibatchSchedule
-from sftplay.tasks.step.gradient_average import average_gradients
-from sftplay.tasks.step.random_numbers import random_numbers_kept
-from sftplay.tasks.step.replay import StepSetup
+from sftplay.train.exact_batch import StepSetup
+from sftplay.train.gradients import average_gradients, gradient_norm
+from sftplay.train.interval import StepCounts
+from sftplay.train.random_numbers import random_numbers_kept
 
 
 class EpisodeTrainer(Trainer):

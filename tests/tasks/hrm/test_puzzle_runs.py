@@ -22,7 +22,7 @@ from sftplay.tasks.hrm.network.model import State
 from sftplay.tasks.hrm.network.saved import load_model
 from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
 from sftplay.tasks.hrm.task import open_puzzles, rows_of
-from sftplay.tasks.run.setup import make_setup
+from sftplay.train.setup import make_setup
 
 KINDS: dict[str, dict[str, Any]] = {
     "hrm": {"hrm__ema": 0.9},

@@ -19,8 +19,8 @@ from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
 from sftplay.generate.generate import Generator
 from sftplay.generate.sampling import AHEAD, DrawByRow, seed_of
+from sftplay.model.out_of_memory import OutOfMemory
 from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
-from sftplay.monitor.out_of_memory import OutOfMemory
 from sftplay.plan.sizing.decisions import RATES
 from sftplay.tasks.score.episodes.drawing import Action, RecordedSampling, draw_actions, padded_tokens
 from sftplay.tasks.score.episodes.figures import diagnosis, edit_ratio, gives_the_hints_answer, is_leaked, turn_figures

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sftplay.heartbeat import Heartbeat
-from sftplay.monitor.metrics import gather_objects
+from sftplay.model.out_of_memory import gather_objects
 
 SAMPLED = "sampling_per_token_logps"
 """TRL's key for what the sampler said of the tokens; it moves and cuts them with their rows."""

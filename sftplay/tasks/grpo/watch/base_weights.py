@@ -16,8 +16,8 @@ from torch import Tensor
 from sftplay import log
 from sftplay.errors import RunError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.monitor.metrics import gather_objects
-from sftplay.monitor.observer import Observer
+from sftplay.model.out_of_memory import gather_objects
+from sftplay.train.observer import Observer
 
 CHUNK_WORDS = 2**21
 """How many words of 8 bytes are summed at a time: the copy that this needs takes 16 MiB."""

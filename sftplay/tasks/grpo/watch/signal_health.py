@@ -17,7 +17,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.evaluate.rewarded import content_rewards
-from sftplay.monitor.observer import Observer
+from sftplay.train.observer import Observer
 
 RECENT = 10
 """Drawings, or lines of metrics, over which a figure is averaged before it is judged."""

@@ -22,7 +22,7 @@ from sftplay.plan.devices.layout import Layout
 from sftplay.tasks.score.learning.critic import Critic, slow_copy
 from sftplay.tasks.score.learning.value import SeparateValue, ValueHead
 from sftplay.tasks.score.shards.models import is_sharded, mesh_of_ranks, shard
-from sftplay.tasks.step.eval_mode import eval_mode
+from sftplay.train.eval_mode import eval_mode
 
 Role = Literal["solver", "guide"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
-from sftplay.monitor.metrics import gather_objects
+from sftplay.model.out_of_memory import gather_objects
 from sftplay.reward.reward_set import MissingRewardMonitor, RewardSet, Scored, aligned
 from sftplay.reward.table import judges_form
 from sftplay.tasks.score.episodes.figures import action_figures, gives_the_hints_answer, is_leaked, turn_figures

@@ -11,7 +11,7 @@ from sftplay.data.encode.render import Renderer
 from sftplay.data.prompts.questions import Question
 from sftplay.generate.generate import Generator
 from sftplay.generate.sampling import Sampling, seed_of
-from sftplay.monitor.out_of_memory import AdaptiveBatches
+from sftplay.model.out_of_memory import AdaptiveBatches
 from sftplay.tasks.score.episodes.cast import Role
 from sftplay.tasks.score.episodes.drawing import Action, RecordedSampling, draw_actions
 from sftplay.tasks.score.episodes.figures import reference_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from sftplay import log
 from sftplay.config.schema.score import ScoreConfig
 from sftplay.heartbeat import Heartbeat
-from sftplay.monitor.metrics import gather_objects
+from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.score.episodes.cast import Cast
 from sftplay.tasks.score.episodes.drawing import Action
 from sftplay.tasks.score.episodes.judge import Verdict

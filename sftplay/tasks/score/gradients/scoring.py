@@ -20,8 +20,7 @@ from sftplay.tasks.score.episodes.cast import Cast, Role
 from sftplay.tasks.score.episodes.drawing import Action, right_padded
 from sftplay.tasks.score.learning.losses import chosen, entropy, full_kl, k3_kl
 from sftplay.tasks.score.shards.models import within
-from sftplay.tasks.step.chunked_head import scores_of
-from sftplay.tasks.step.label_head import PROOF_TOLERANCE, proof_rows
+from sftplay.train.loss_heads import PROOF_TOLERANCE, proof_rows, scores_of
 
 Kl = Literal["full", "k3"]
 

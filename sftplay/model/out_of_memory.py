@@ -1,0 +1,173 @@
+"""Running out of memory: how all ranks learn of it, how it is undone and explained.
+
+`ExactBatchMixin` runs the rows again (`train.exact_batch`).
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from sftplay import log
+from sftplay.errors import MachineError, ran_out_of_memory, said_of_memory
+from sftplay.heartbeat import Heartbeat
+from sftplay.units import format_bytes
+
+T = TypeVar("T")
+
+
+class OutOfMemory(MachineError):
+    """Memory ran out in a step that cannot be run again, or for a single row."""
+
+    code = "memory"
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "", batch_size: int | None = None) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.batch_size = batch_size
+        """Rows of a micro-batch with which the run may continue from its last checkpoint; None when it cannot."""
+
+    def as_json(self) -> dict[str, object]:
+        return {**super().as_json(), "batch_size": self.batch_size}
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Where memory ran out. It holds no tensor, because the failed attempt's memory must be free for the next one."""
+
+    rows: int
+    tokens: int
+    """Tokens of the micro-batch, with padding."""
+
+    phase: str
+    held_bytes: int
+    """The most that this process had held until then: in torch's allocator on a GPU, resident on a CPU."""
+
+    reason: str
+    """`said_of_memory` of the error."""
+
+
+class Agreement:
+    """Lets all ranks know that one of them ran out of memory. Its few bytes are allocated in advance."""
+
+    def __init__(self, device: Any) -> None:
+        self._flag = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def all_shortages(self, own: Shortage | None, heartbeat: Heartbeat) -> list[Shortage | None]:
+        """The shortage of every rank, in rank order; empty when no rank has one. Every rank must call it."""
+        if log.world_size() == 1:
+            return [own] if own else []
+        with heartbeat.within("communication"):
+            self._flag.fill_(own is not None)
+            torch.distributed.all_reduce(self._flag, torch.distributed.ReduceOp.MAX)
+            if not int(self._flag):
+                return []
+        free_memory()
+        return gather_objects(own, heartbeat)
+
+
+def gather_objects(item: Any, heartbeat: Heartbeat | None = None) -> list[Any]:
+    """The `item` of every rank, in rank order. Every rank must call it. The time counts as communication.
+
+    The main rank alone has its own item when the others have ended (`train.save.leave_process_group`).
+    """
+    if log.world_size() == 1 or not torch.distributed.is_initialized():
+        return [item]
+    items: list[Any] = [None] * log.world_size()
+    with heartbeat.within("communication") if heartbeat else nullcontext():
+        torch.distributed.all_gather_object(items, item)
+    return items
+
+
+def memory_fields() -> dict[str, int]:
+    """Bytes that this process holds: on a GPU allocated, reserved and peak, otherwise the peak resident set."""
+    if torch.cuda.is_available():
+        return {
+            "allocated_bytes": torch.cuda.memory_allocated(),
+            "reserved_bytes": torch.cuda.memory_reserved(),
+            "peak_bytes": torch.cuda.max_memory_allocated(),
+        }
+    return {"peak_rss_bytes": peak_rss_bytes()}
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that was resident in this process. The kernel counts bytes on macOS, KiB on other systems."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def held_bytes() -> int:
+    """The most memory that this process has held so far."""
+    memory = memory_fields()
+    return memory["peak_bytes"] if "peak_bytes" in memory else memory["peak_rss_bytes"]
+
+
+def free_memory() -> None:
+    """Free the memory that a failed micro-batch left: reference cycles first, then the allocator's blocks."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def describe_shortages(shortages: list[Shortage | None], planned_bytes: int | None) -> str:
+    """Which ranks ran out of memory and where, beside the plan's figure."""
+    first = next(shortage for shortage in shortages if shortage)
+    failed = ", ".join(str(rank) for rank, shortage in enumerate(shortages) if shortage)
+    ranks = f" on rank {failed}" if len(shortages) > 1 else ""
+    planned = f", {format_bytes(planned_bytes)} planned" if planned_bytes else ""
+    return (
+        f"out of memory in {first.phase}{ranks}: {first.rows} rows, {first.tokens} tokens at once; "
+        f"{format_bytes(first.held_bytes)} held{planned} ({first.reason})"
+    )
+
+
+class AdaptiveBatches:
+    """Works on rows in batches. Each time memory does not suffice for a batch, the size is halved for good.
+
+    For evaluation and drawing, where the size of a batch changes only the speed. With `fix` ranks compute together:
+    none may take smaller batches than the others, and `fix` says what the user can do.
+    """
+
+    def __init__(self, batch_size: int, activity: str, *, fix: str = "") -> None:
+        self.batch_size = batch_size
+        self._activity, self._fix = activity, fix
+
+    def each(self, rows: int, work: Callable[[slice], T]) -> Iterator[T]:
+        """The result of `work` for each batch of range(`rows`), in order.
+
+        Raises:
+            OutOfMemory: a batch of several ranks together is too much.
+            RuntimeError: a single row is too much. Other errors of `work` pass through.
+        """
+        start = 0
+        while start < rows:
+            batch = slice(start, min(rows, start + self.batch_size))
+            results = self._attempt(work, batch)
+            if not results:
+                self.batch_size = max(1, (batch.stop - batch.start) // 2)
+                free_memory()
+                log.show_error(
+                    f"[memory] out of memory in {self._activity}: it goes on with {self.batch_size} rows at a time"
+                )
+                continue
+            yield results[0]
+            start = batch.stop
+
+    def _attempt(self, work: Callable[[slice], T], batch: slice) -> list[T]:
+        """A list of the one result; empty when memory ran out. The error and the tensors it refers to are gone then."""
+        try:
+            return [work(batch)]
+        except RuntimeError as error:
+            if not ran_out_of_memory(error) or (batch.stop - batch.start == 1 and not self._fix):
+                raise
+            if self._fix:
+                rows = f"{batch.stop - batch.start} rows at a time; {format_bytes(held_bytes())} held"
+                what = f"out of memory in {self._activity}: {rows} ({said_of_memory(error)})"
+                raise OutOfMemory(what, where="training", fix=self._fix) from error
+        return []

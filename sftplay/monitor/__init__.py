@@ -1,1 +1,0 @@
-"""What watches a run while it trains: metrics, guards, recovery."""

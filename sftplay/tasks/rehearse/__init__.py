@@ -1,1 +1,0 @@
-"""Short runs before a run: a step's memory, the speed of communication."""

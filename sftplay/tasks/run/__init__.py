@@ -1,1 +1,0 @@
-"""What every trainer shares before, around and after its steps."""

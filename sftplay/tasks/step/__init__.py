@@ -1,1 +1,0 @@
-"""One optimizer step: the window, its micro-batches, what is run again."""

@@ -1,0 +1,157 @@
+"""Room on the disk: predicted for the whole run, checked before a checkpoint, and reported when a write has failed.
+
+It removes only files that were half written when the disk became full.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import TrainerCallback
+
+from sftplay import log
+from sftplay.errors import RunError
+from sftplay.launch.checkpoints import is_marked, list_checkpoints, list_marked
+
+TORCH_WRITE_FAILED = ("PytorchStreamWriter", "unexpected pos", "iostream error")
+"""Texts in torch.save's errors when the disk is full (caffe2/serialize/inline_container.cc)."""
+
+SAFETENSORS_WRITE_FAILED = "while serializing"
+"""Text in safetensors' errors when a file cannot be written; those of reading have another one."""
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+SMALL_FILES_BYTES = 1 << 16
+"""Room for status.json, metrics.jsonl and logs beside a checkpoint."""
+
+RESULT_SCRATCH = (".adapter.part", ".model.part")
+"""Scratch folders of a result that is being written."""
+
+FIX = "make room, then continue with `make resume`; the last complete checkpoint is untouched"
+
+
+def folder_bytes(folder: Path) -> int:
+    """Size of all files below `folder`."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def checkpoint_bytes(checkpoints: Path, model: Any, *, optimizer: Any) -> int:
+    """Size of the next checkpoint: that of the newest complete one; without one, the size of its tensors."""
+    if complete := list_marked(checkpoints):
+        return folder_bytes(complete[-1])
+    states = (value for state in optimizer.state.values() for value in state.values() if hasattr(value, "nbytes"))
+    return trained_bytes(model) + sum(int(state.nbytes) for state in states)
+
+
+def trained_bytes(model: Any) -> int:
+    """Size of the weights that train."""
+    return sum(int(weight.nbytes) for weight in model.parameters() if weight.requires_grad)
+
+
+def check_room(checkpoints: Path, size_bytes: int) -> None:
+    """Check the room on the disk before a checkpoint begins. Otherwise it could be left half written.
+
+    Raises:
+        RunError: there is no room for a checkpoint of this size and the small files beside it.
+    """
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    free, needed = shutil.disk_usage(checkpoints).free, size_bytes + SMALL_FILES_BYTES
+    if free < needed:
+        raise RunError(
+            f"the disk is too full for the next checkpoint: {needed:,} bytes needed, {free:,} free",
+            where=str(checkpoints),
+            fix=FIX,
+        )
+
+
+@contextmanager
+def report_full_disk(folder: Path) -> Iterator[None]:
+    """Turn a failed write into a RunError with its remedy, and remove half-written files in the run's `folder`.
+
+    A full disk raises one of three errors: OSError, safetensors' own error, and a RuntimeError of torch.save.
+
+    Raises:
+        RunError: something could not be written.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in TORCH_WRITE_FAILED):
+            raise
+        if isinstance(error, SafetensorError) and SAFETENSORS_WRITE_FAILED not in str(error):
+            raise
+        is_full = not isinstance(error, OSError) or error.errno in DISK_ERRORS
+        room = _describe_room(folder) if is_full else ""
+        if is_full:
+            _remove_half_written(folder)
+        where = getattr(error, "filename", None) or folder
+        raise RunError(f"writing failed ({str(error).splitlines()[0]}){room}", where=str(where), fix=FIX) from error
+
+
+class WarnOfFullDisk(TrainerCallback):
+    """Warns once, while there is time, that the disk will be full before the end of the run.
+
+    The prediction counts the checkpoints that are kept at the same time, the result, and the other files on the disk,
+    which go on growing at the rate since the first prediction. It is made after the first step, when the optimizer's
+    states exist, and after each checkpoint. This callback comes after the one that removes old checkpoints. `limit` of
+    them stay.
+    """
+
+    def __init__(self, checkpoints: Path, limit: int) -> None:
+        self.checkpoints, self.limit = checkpoints, limit
+        self._first: tuple[int, int] | None = None
+        """Step of the first prediction, and the bytes that were free then or held by checkpoints."""
+
+        self._warned = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if self._first is None and not control.should_save:
+            self._predict(state, more["model"], optimizer=more["optimizer"])
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._predict(state, more["model"], optimizer=more["optimizer"])
+
+    def _predict(self, state: Any, model: Any, *, optimizer: Any) -> None:
+        if self._warned or not log.is_main():
+            return
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        free, own = shutil.disk_usage(self.checkpoints).free, folder_bytes(self.checkpoints)
+        step, steps_left = state.global_step, state.max_steps - state.global_step
+        self._first = self._first or (step, free + own)
+        others = max(0, self._first[1] - free - own) * steps_left // max(1, step - self._first[0])
+        size = checkpoint_bytes(self.checkpoints, model, optimizer=optimizer)
+        kept = len(list_marked(self.checkpoints))
+        saves = math.ceil(steps_left / state.save_steps)
+        # A new checkpoint is complete before an old one is removed.
+        own_growth = size * max(min(saves, self.limit + 1 - kept), min(saves, 1))
+        result = trained_bytes(model)
+        needed = own_growth + result + others + SMALL_FILES_BYTES
+        if free < needed:
+            self._warned = True
+            log.say(
+                f"warning: the disk will be full before step {state.max_steps}: {free:,} bytes free, {needed:,} needed"
+                f" (checkpoints {own_growth:,} at {size:,} each, result {result:,}, growth of other files {others:,});"
+                f" make room on {self.checkpoints}, or lower train.save_total_limit"
+            )
+
+
+def _describe_room(folder: Path) -> str:
+    """Free bytes, and the bytes of a checkpoint when there is one."""
+    free = shutil.disk_usage(folder).free
+    complete = list_marked(folder / "checkpoints")
+    needed = f"a checkpoint needs {folder_bytes(complete[-1]):,} bytes, " if complete else ""
+    return f": {needed}{free:,} bytes free"
+
+
+def _remove_half_written(folder: Path) -> None:
+    unmarked = [each for each in list_checkpoints(folder / "checkpoints") if not is_marked(each)]
+    for unfinished in (*unmarked, *(folder / name for name in RESULT_SCRATCH)):
+        with suppress(OSError):
+            shutil.rmtree(unfinished)

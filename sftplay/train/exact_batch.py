@@ -1,0 +1,384 @@
+"""One optimizer step: its rows in micro-batches, a loss over the whole effective batch, and its replay in smaller
+micro-batches after an out-of-memory error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from sftplay import log
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ran_out_of_memory, said_of_memory
+from sftplay.heartbeat import Heartbeat
+from sftplay.launch.run_folder import OUT_OF_MEMORY, RunFolder
+from sftplay.model.adapter import trained_weights_kept
+from sftplay.model.out_of_memory import (
+    AdaptiveBatches,
+    Agreement,
+    OutOfMemory,
+    Shortage,
+    describe_shortages,
+    free_memory,
+    held_bytes,
+)
+from sftplay.train.gradients import average_gradients, gradient_norm, wants_overlap
+from sftplay.train.held_out import HeldOutTally, by_source, labels_per_row
+from sftplay.train.interval import StepCounts
+from sftplay.train.isolation import needs_no_mask
+from sftplay.train.loss_heads import prove_label_head
+from sftplay.train.micro_batches import (
+    Batch,
+    MicroBatcher,
+    SourceLoss,
+    count_losses,
+    count_rows,
+    has_flash_kernel,
+    in_one_row,
+    model_inputs,
+    on_device,
+)
+from sftplay.train.observer import TrainerView
+from sftplay.train.random_numbers import RandomState, random_numbers_kept
+
+ADVICE = (
+    "`make plan` lists the cheapest changes that fit (a shorter model.max_seq_len, tuning.mode qlora, "
+    "train.gradient_checkpointing); `make memory-check` shows who else holds memory"
+)
+
+
+class Replay:
+    """Used by one attempt at a run, where `train.oom_recovery` is on."""
+
+    def __init__(self, cfg: RunConfig, folder: RunFolder) -> None:
+        self._folder = folder
+        self.sends_afterwards = log.world_size() > 1 and not wants_overlap(cfg)
+        """True where gradients are sent after the window all at once, so that any micro-batch can be run again. Full
+        tuning on GPUs sends them while the last one computes, because they are as large as the model. So does a hook.
+        """
+
+        self.times = 0
+        """Windows that this attempt has run again so far."""
+
+    def step_down(
+        self, micro_batcher: MicroBatcher, shortages: list[Shortage | None], *, step: int, window_rows: int
+    ) -> MicroBatcher:
+        """The micro-batcher with which the same rows are run again, the same on every rank.
+
+        Raises:
+            OutOfMemory: every micro-batch was a single row already.
+        """
+        free_memory()
+        planned = self._folder.read_json("plan.json")
+        what = f"step {step}: {describe_shortages(shortages, planned.get('peak_bytes'))}"
+        smaller = micro_batcher.smaller(window_rows)
+        if smaller is None:
+            raise OutOfMemory(what, where="training", fix=ADVICE)
+        self.times += 1
+        log.say(f"{what}; running the same rows again, {smaller.micro_batch} at a time")
+        if log.is_main():
+            self._folder.add_event(  # a resume reads it
+                OUT_OF_MEMORY,
+                step=step,
+                batch_size_before=micro_batcher.micro_batch,
+                batch_size=smaller.micro_batch,
+                ranks=[rank for rank, each in enumerate(shortages) if each],
+                planned_bytes=planned.get("peak_bytes"),
+                held_bytes=max(each.held_bytes for each in shortages if each),
+            )
+        return smaller
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSetup:
+    """How a trainer computes its steps."""
+
+    micro_batcher: MicroBatcher | None
+    """How windows are cut; None: the Trainer accumulates."""
+
+    loss_head: str
+    """train.loss_head, decided."""
+
+    replay: Replay | None = None
+    """What happens when memory runs out for a window; None: the run ends."""
+
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    check_loss: Callable[[Tensor], None] | None = None
+    """Called with each loss before its backward pass, where that is the last moment to stop (DeepSpeed)."""
+
+    source_names: tuple[str, ...] = ()
+    """Names of a mixture's sources, in the order of their numbers."""
+
+
+if TYPE_CHECKING:
+
+    class Base(TrainerView):
+        """The trainer that comes after the mixin."""
+
+        def __init__(self, **named: Any) -> None: ...
+        def get_train_dataloader(self) -> Any: ...
+        def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor: ...
+        def _clip_grad_norm(self, model: nn.Module) -> Tensor: ...
+        def evaluate(self, *given: Any, **named: Any) -> dict[str, float]: ...
+        def evaluation_loop(self, *given: Any, **named: Any) -> Any: ...
+        def _save_checkpoint(self, *given: Any) -> None: ...
+else:
+    Base = object
+
+
+class ExactBatchMixin(Base):
+    """Runs before a TRL trainer's own methods: `class WindowedSFTTrainer(ExactBatchMixin, SFTTrainer)`."""
+
+    def __init__(self, step: StepSetup, *, model: Any, **named: Any) -> None:
+        # TRL makes the adapter of a 4-bit base bf16.
+        with trained_weights_kept(model) if hasattr(model, "get_base_model") else nullcontext():
+            super().__init__(model=model, **named)
+        self.micro_batcher, self.replay, self.heartbeat = step.micro_batcher, step.replay, step.heartbeat
+        self.counts = StepCounts()
+        self.last_loss: Any = 0.0
+        self.clipped_norm: Tensor | None = None  # of this step's gradients, where they are clipped by it
+        self.last_windows: list[Batch] = []
+        """The rows of this rank's last step."""
+
+        self._accumulated_step, args, model = -1, self.args, self.model
+        # In fp16 DeepSpeed's own scaler skips steps that are not finite.
+        self._check_loss = step.check_loss if self.is_deepspeed_enabled and not args.fp16 else None
+        self._agreement = Agreement(args.device)
+        self.source_names = step.source_names
+        self.held_out_sources: dict[str, dict[str, float]] = {}
+        self._held_out_tally = HeldOutTally(step.source_names, args.device)
+        self.held_out_labels_per_row = labels_per_row(named.get("eval_dataset"))
+        self.eval_batches = AdaptiveBatches(args.per_device_eval_batch_size, "the evaluation")
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        narrows = step.loss_head == "standard" and not args.label_smoothing_factor
+        self.label_head, self.label_head_off = None, ""
+        if narrows:
+            with self.accelerator.autocast():
+                self.label_head, self.label_head_off = prove_label_head(base)
+        with self.accelerator.autocast():
+            half = self.args.bf16 or self.args.fp16
+            self._drops_mask = self.micro_batcher is not None and needs_no_mask(base, self.args.device, is_half=half)
+        self._wants_one_row = has_flash_kernel(base)
+        if step.loss_head == "chunked":
+            from sftplay.train.loss_heads import put_chunked_head  # brings torch's DTensor
+
+            with self.accelerator.autocast():
+                put_chunked_head(base, proves=self.micro_batcher is not None)
+
+    def get_train_dataloader(self) -> Any:
+        """As the Trainer's; but windows stay in the host's memory, where they are cut without waiting for the GPU."""
+        loader = super().get_train_dataloader()
+        if self.micro_batcher is not None:
+            loader.device = None
+        return loader
+
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward over all micro-batches of the window; the sum of their losses.
+
+        A micro-batch that sends gradients to other ranks while it computes is not run again: a rank that fails inside
+        it would leave the others waiting. With a replay that sends gradients afterwards there is none of these.
+
+        Raises:
+            OutOfMemory: memory does not suffice for a single row of the window.
+        """
+        count_rows(self.counts, inputs)
+        if self.micro_batcher is None:
+            return self._accumulate(model, inputs, n_items=num_items_in_batch)
+        self.last_windows = [inputs]
+        replay, padded_tokens = self.replay, self.counts.padded_tokens
+        start = RandomState() if replay else None
+        while True:
+            micro_batches = list(self.micro_batcher.cut(inputs))
+            sends = self._sends_in_backward()
+            alone = micro_batches[:-1] if sends else micro_batches
+            losses, shortage = self._attempt(model, alone, n_items=num_items_in_batch)
+            if not replay or not start:
+                break
+            shortages = self._agreement.all_shortages(shortage, self.heartbeat)
+            if not shortages:
+                break
+            model.zero_grad(set_to_none=True)
+            start.restore()
+            self.counts.padded_tokens = padded_tokens
+            self.micro_batcher = replay.step_down(
+                self.micro_batcher, shortages, step=self.state.global_step + 1, window_rows=len(inputs["row"])
+            )
+        if sends:
+            losses.append(self._run_micro_batch(model, micro_batches[-1], n_items=num_items_in_batch))
+        elif replay and replay.sends_afterwards:
+            with self.heartbeat.within("communication"):
+                average_gradients(model)
+        total = sum(loss for _, loss in losses)
+        self.last_loss = total.detach()
+        self._count_losses(losses, num_items_in_batch)
+        return total
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """Clip the gradients by their exact norm where torch's is not exact; the norm before clipping."""
+        if self.micro_batcher is None or self.args.device.type != "cpu":
+            self.clipped_norm = super()._clip_grad_norm(model)
+            return self.clipped_norm
+        self.clipped_norm = gradient_norm(model.parameters())
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, self.clipped_norm)
+        return self.clipped_norm
+
+    def evaluation_loop(self, *given: Any, **named: Any) -> Any:
+        """As the Trainer's, with a loss of each source of a mixture among the metrics."""
+        output = super().evaluation_loop(*given, **named)
+        self.held_out_sources = self._held_out_tally.take() if self.source_names else {}
+        output.metrics.update({f"eval_{name}_loss": each["loss"] for name, each in self.held_out_sources.items()})
+        return output
+
+    def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
+        """As the Trainer's, and without a trace in the run's random numbers: its loader of rows draws one."""
+        with random_numbers_kept():
+            return super().evaluate(*given, **named)
+
+    def _save_checkpoint(self, *given: Any) -> None:
+        with random_numbers_kept():
+            super()._save_checkpoint(*given)
+
+    def take_counts(self) -> StepCounts:
+        """The counts so far; counting starts again from zero."""
+        taken, self.counts = self.counts, StepCounts()
+        return taken
+
+    def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """Nothing beyond the figures of every task."""
+        return {}
+
+    @property
+    def last_rows(self) -> list[int]:
+        """Ids of this rank's last step."""
+        return [row for window in self.last_windows for row in window["row"].tolist()]
+
+    @torch.no_grad()
+    def rows_not_finite(self) -> list[int]:
+        """Ids of the rows of the last step whose loss alone, without dropout, is not finite. Asks no other rank."""
+        row_ids = []
+        self.model.eval()
+        # Where weights are sharded, a rank cannot compute alone.
+        for window in self.last_windows if self.micro_batcher is not None else ():
+            for n, width in enumerate(window["attention_mask"].sum(1).tolist()):
+                row = {key: value[n : n + 1, :width] for key, value in model_inputs(window).items()}
+                row = on_device(row, self.args.device)
+                with self.compute_loss_context_manager():
+                    loss = self._model_loss(self.model, row, return_outputs=False, n_items=1)
+                if not torch.isfinite(loss):
+                    row_ids.append(int(window["row"][n]))
+        self.model.train()
+        return row_ids
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The sum of the label tokens' losses over `num_items_in_batch`, without TRL's entropy and accuracy."""
+        if model.training:
+            inputs = self._given(inputs)
+            return self._model_loss(model, inputs, return_outputs=return_outputs, n_items=num_items_in_batch)
+        return self._held_out_loss(model, inputs, return_outputs=return_outputs, n_items=num_items_in_batch)
+
+    def _sends_in_backward(self) -> bool:
+        return self.accelerator.num_processes > 1 and not (self.replay and self.replay.sends_afterwards)
+
+    def _attempt(
+        self, model: nn.Module, micro_batches: Iterable[Batch], *, n_items: Any
+    ) -> tuple[list[SourceLoss], Shortage | None]:
+        """The losses of the micro-batches, and where memory ran out. No micro-batch sends gradients anywhere.
+
+        The error, and what it refers to (the graph), are gone when this returns.
+        """
+        losses: list[SourceLoss] = []
+        for micro_batch in micro_batches:
+            try:
+                with self.accelerator.no_sync(model):
+                    losses.append(self._run_micro_batch(model, micro_batch, n_items=n_items))
+            except RuntimeError as error:
+                if not self.replay or not ran_out_of_memory(error):
+                    raise
+                rows, tokens = len(micro_batch["input_ids"]), micro_batch["input_ids"].numel()
+                return losses, Shortage(rows, tokens, self.heartbeat.phase, held_bytes(), said_of_memory(error))
+        return losses, None
+
+    def _accumulate(self, model: nn.Module, inputs: Batch, *, n_items: Any) -> Tensor:
+        """One of the micro-batches that the Trainer accumulates. Ranks communicate in it: it cannot be run again."""
+        step = self.state.global_step
+        if step != self._accumulated_step:
+            self._accumulated_step, self.last_windows, self.last_loss = step, [], 0.0
+        self.last_windows.append(inputs)
+        only_source = {"source": torch.tensor(0)} if len(self.source_names) == 1 else {}
+        losses = [self._run_micro_batch(model, model_inputs(inputs) | only_source, n_items=n_items)]
+        self.last_loss = self.last_loss + losses[0][1].detach()
+        self._count_losses(losses, n_items)
+        return losses[0][1]
+
+    def _run_micro_batch(self, model: nn.Module, micro_batch: Batch, *, n_items: Any) -> SourceLoss:
+        """Forward and backward of one micro-batch; its source, where it is all of one, and its loss."""
+        source = int(micro_batch["source"]) if "source" in micro_batch else None
+        self.counts.padded_tokens += micro_batch["input_ids"].numel()
+        self.heartbeat.enter("forward")
+        given = on_device(self._given(micro_batch), self.args.device)
+        return source, super().training_step(model, given, n_items)
+
+    def _given(self, batch: Batch) -> Batch:
+        """What the model is given of a batch."""
+        inputs = model_inputs(batch)
+        return {key: value for key, value in inputs.items() if key != "attention_mask" or not self._drops_mask}
+
+    def _model_loss(self, model: nn.Module, inputs: Batch, *, return_outputs: bool, n_items: Any) -> Any:
+        if "position_ids" in inputs and self._wants_one_row:
+            inputs = in_one_row(inputs)
+        # With a cache the attention of packed rows would leak from one into the next.
+        inputs = {**inputs, "use_cache": False}
+        if self.label_head is not None:
+            inputs["shift_labels"] = self.label_head.narrow(inputs["labels"])
+        try:
+            loss = Trainer.compute_loss(self, model, inputs, return_outputs, n_items)
+        finally:
+            if self.label_head is not None:
+                self.label_head.widen()
+        if model.training:
+            if self._check_loss is not None:
+                self._check_loss(loss.detach())
+            self.heartbeat.enter("backward")
+        return loss
+
+    def _held_out_loss(self, model: nn.Module, inputs: Batch, *, return_outputs: bool, n_items: Any) -> Any:
+        """As `compute_loss`; when memory runs out, in ever smaller batches. Ranks do not communicate in it."""
+        rows = len(inputs["input_ids"])
+        if self.held_out_labels_per_row:
+            # The Trainer multiplies by the processes for DDP's mean over gradients; there is none here.
+            count = rows * self.held_out_labels_per_row * self.accelerator.num_processes
+            n_items = torch.tensor(count, device=inputs["input_ids"].device)
+
+        def measure(batch: Batch, part: slice) -> Any:
+            self.heartbeat.enter("evaluation")  # a beat for each batch: only a single one can take too long
+            given = {key: value[part] for key, value in self._given(batch).items()}
+            return self._model_loss(model, given, return_outputs=True, n_items=n_items)
+
+        # A mean over rows is no sum over batches, and sharded weights need all ranks at once.
+        if n_items is None or self.micro_batcher is None:
+            measured = measure(inputs, slice(rows))
+            return measured if return_outputs else measured[0]
+        total = outputs = None
+        for source, batch in by_source(inputs):
+            for loss, each_outputs in self.eval_batches.each(len(batch["input_ids"]), partial(measure, batch)):
+                total, outputs = loss if total is None else total + loss, each_outputs
+                if source is not None:
+                    self._held_out_tally.add(source, loss * n_items / self.accelerator.num_processes)
+            if source is not None:
+                self._held_out_tally.count(source, batch)
+        return (total, outputs) if return_outputs else total
+
+    def _count_losses(self, losses: list[SourceLoss], label_tokens: Any) -> None:
+        """Add the losses. The Trainer has divided them by the `label_tokens` of all ranks, and multiplied them by the
+        processes for DDP's mean over gradients."""
+        if label_tokens is not None:
+            processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            count_losses(self.counts, losses, scale=label_tokens / processes)

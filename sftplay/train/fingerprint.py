@@ -1,0 +1,178 @@
+"""The fingerprint of a run: everything its weights depend on; and how two of them differ.
+
+It is in every checkpoint's marker, so that a resume can name what has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from datasets import Dataset
+
+from sftplay import __version__, log
+from sftplay.config.rules.resume_keys import DRAWN, SIZES, differences, held_out_decides, values_that_decide_weights
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.encode.render import Renderer
+from sftplay.machine.probe import probe
+from sftplay.model.new_tokens.tokens import NewToken
+from sftplay.model.source import locate, weights_digest, weights_digests
+from sftplay.places import ROOT
+from sftplay.train.setup import RunSetup
+from sftplay.train.task import Rows
+
+BATCH_ROWS = 1000
+SHOWN_DIGITS = 12
+
+
+def recipe_of(renderer: Renderer) -> dict[str, Any]:
+    """What a renderer adds to the fingerprint and the manifest of a run."""
+    return {
+        "template_sha256": renderer.template_hash,
+        "tokenizer_sha256": hashlib.sha256(renderer.recipe().tokenizer.encode()).hexdigest(),
+        "mask_method": renderer.method,
+    }
+
+
+def fingerprint_of(cfg: RunConfig, rows: Rows, *, new_tokens: Sequence[NewToken] = ()) -> dict[str, Any]:
+    """Config, files, rows, template, tokenizer, starting weights, processes and kit of this run; plain JSON.
+
+    `cfg` names folders, not runs. Weights on a hub have no digest: model.revision pins them.
+    """
+
+    def digest_of(each: Any) -> str:
+        return rows.order.digest if rows.order else rows_digest(each)
+
+    return {
+        "kit": __version__,
+        "config": values_that_decide_weights(cfg),
+        "world_size": log.world_size(),
+        "data_files": rows.report["files"],
+        "rows": len(rows.train),
+        "rows_sha256": digest_of(rows.train),
+        "held_out_sha256": digest_of(rows.held_out) if rows.held_out is not None else None,
+        "template_sha256": rows.recipe.get("template_sha256"),
+        "tokenizer_sha256": rows.recipe.get("tokenizer_sha256"),
+        "new_tokens": {token.content: token.id for token in new_tokens},
+        "weights": starting_weights(cfg),
+    }
+
+
+def starting_weights(cfg: RunConfig) -> dict[str, str]:
+    """Path -> digest of each file of weights that the run starts from; empty where it starts from its seed."""
+    if cfg.task_mode == "hrm":
+        start = cfg.hrm.start_from
+        return {} if start is None else {start: weights_digest(Path(start))}
+    return weights_digests(locate(cfg.model.name)) | weights_digests(cfg.model.adapter)
+
+
+def weights_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line for each changed file of the base, or of the adapter that the run starts from."""
+    if "weights" not in before or "weights" not in now:
+        return []
+    old, new = before["weights"], now["weights"]
+    return [
+        f"{path} has changed (content {_short(old.get(path))} then, {_short(new.get(path))} now)"
+        for path in sorted({*old, *new})
+        if old.get(path) != new.get(path)
+    ]
+
+
+def rows_digest(rows: Dataset) -> str:
+    """Hex sha256 of all token ids and labels, row by row; it does not depend on how and where they are stored."""
+    digest = hashlib.sha256()
+    for table in rows.select_columns(["input_ids", "labels"]).with_format("arrow").iter(BATCH_ROWS):
+        for name in table.column_names:
+            for chunk in table[name].chunks:
+                digest.update(chunk.value_lengths().cast(pa.int64()).to_numpy(zero_copy_only=False).tobytes())
+                digest.update(chunk.flatten().cast(pa.int64()).to_numpy(zero_copy_only=False).tobytes())
+    return digest.hexdigest()
+
+
+def config_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, resized: bool = False) -> list[str]:
+    """A line for each config key, and for the number of processes, that makes this another run.
+
+    `resized` allows other sizes and another number of processes: the launching command keeps the sizes of the first
+    start unless they do not fit this machine or that number.
+    """
+    if "config" not in before or "config" not in now:
+        return []
+    changed = [
+        f"{key} was {old!r} and is {new!r} now"
+        for key, old, new in differences(before["config"], now["config"])
+        if not (resized and key in (*SIZES, DRAWN))
+    ]
+    if before.get("world_size") not in (None, now["world_size"]) and not resized:
+        changed.append(f"it ran on {before['world_size']} processes and runs on {now['world_size']} now")
+    return changed
+
+
+def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Lines that say why the rows have changed, the rows' own digests last; empty when every token is the same."""
+    if "rows_sha256" not in before or "rows_sha256" not in now:
+        return []
+    compared = {"rows_sha256": "training rows"}
+    if held_out_decides(now["config"]):
+        compared["held_out_sha256"] = "held-out rows"
+    changed = [(key, what) for key, what in compared.items() if before[key] != now[key]]
+    if not changed:
+        return []
+    causes = [
+        f"{path} has changed (content {_short(old)} then, {_short(now['data_files'].get(path))} now)"
+        for path, old in before["data_files"].items()
+        if now["data_files"].get(path) != old
+    ]
+    causes += [
+        f"the {what} has changed ({_short(before[key])} then, {_short(now[key])} now)"
+        for key, what in (("tokenizer_sha256", "tokenizer"), ("template_sha256", "chat template"))
+        if before[key] != now[key]
+    ]
+    if before["kit"] != now["kit"]:
+        causes.append(f"the kit was {before['kit']} and is {now['kit']} now")
+    counts = f", {before['rows']:,} then, {now['rows']:,} now" if before["rows"] != now["rows"] else ""
+    lines = [f"{what}: fingerprint {_short(before[key])} then, {_short(now[key])} now" for key, what in changed]
+    return [*causes, lines[0] + counts, *lines[1:]]
+
+
+def _short(digest: str | None) -> str:
+    return digest[:SHOWN_DIGITS] if digest else "none"
+
+
+def write_manifest(setup: RunSetup, rows: Rows, *, parameters: dict[str, Any], task: dict[str, Any]) -> None:
+    """Record versions, machine, code, data, template, seed, sizing and what trains; `task` adds what only it knows."""
+    setup.folder.write_json(
+        "manifest.json",
+        {
+            "kit": __version__,
+            "git_commit": git_commit(),
+            "machine": probe().as_dict(),
+            "python": sys.version.split()[0],
+            "seed": setup.cfg.seed,
+            "origins": setup.cfg.origins,
+            "template_sha256": rows.recipe.get("template_sha256"),
+            "mask_method": rows.recipe.get("mask_method"),
+            "data": rows.report["sources"],
+            "data_files": rows.report["files"],
+            "order_sha256": setup.order_hash,
+            "steps": setup.steps,
+            "model": parameters,
+            **task,
+            "sizing": setup.folder.read_json("plan.json"),
+        },
+    )
+
+
+def git_commit() -> str | None:
+    """Commit of the kit's own checkout, None outside one."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,106 @@
+"""Held-out rows: those of a mixture, how many labels rows have, and the loss of each source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sftplay.data.records import IGNORE_INDEX
+from sftplay.train.micro_batches import Batch, labels_of
+
+
+def labels_per_row(rows: Any) -> float:
+    """Mean count of label tokens in the held-out rows; 0 without any. The first token of a row predicts no label.
+
+    Rows may know the sum of their label tokens as `label_tokens`. With the result the Trainer's mean over rows becomes
+    the exact mean over label tokens.
+    """
+    if rows is None or len(rows) == 0:
+        return 0.0
+    counted = getattr(rows, "label_tokens", None)
+    if counted is None:
+        counted = sum(sum(label != IGNORE_INDEX for label in row[1:]) for row in rows["labels"])
+    return counted / len(rows)
+
+
+def by_source(batch: Batch) -> Iterator[tuple[int | None, Batch]]:
+    """The rows of a batch source by source; all at once where they have no sources."""
+    if "source" not in batch:
+        yield None, batch
+        return
+    for source in batch["source"].unique().tolist():
+        rows = batch["source"] == source
+        yield source, {key: value[rows] for key, value in batch.items()}
+
+
+class HeldOutTally:
+    """Losses and label tokens of the held-out rows of each source, summed over an evaluation on all ranks."""
+
+    def __init__(self, sources: Sequence[str], device: torch.device) -> None:
+        self.sources, self._device = sources, device
+        self._sums = torch.zeros(len(sources), 2, dtype=torch.float64)
+
+    def count(self, source: int, batch: Batch) -> None:
+        """Count the label tokens of rows of one source."""
+        self._sums[source, 1] += int(labels_of(batch).sum())
+
+    def add(self, source: int, loss_sum: Tensor) -> None:
+        """Add the sum of label tokens' losses of one source."""
+        self._sums[source, 0] += float(loss_sum)
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """Source -> `loss` (mean over label tokens) and `label_tokens`, of all ranks; the sums start again from zero.
+
+        Every rank must call it. A source without a held-out label token is left out.
+        """
+        sums = self._sums.to(self._device)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(sums)
+        self._sums = torch.zeros_like(self._sums)
+        return {
+            name: {"loss": total / count, "label_tokens": int(count)}
+            for name, (total, count) in zip(self.sources, sums.tolist(), strict=True)
+            if count
+        }
+
+
+class HeldOutBlocks:
+    """The held-out blocks of all sources, one source after the other, as a map-style data set."""
+
+    def __init__(self, sources: Sequence[Any], *, n_rows: int | None = None) -> None:
+        self._sources = sources
+        self._n_blocks = sum(len(blocks) for blocks in sources)
+        self._n_rows = self._n_blocks if n_rows is None else n_rows
+
+    @cached_property
+    def label_tokens(self) -> int:
+        """Label tokens of all blocks."""
+        return sum(int((row["labels"][1:] != IGNORE_INDEX).sum()) for blocks in self._sources for row in blocks)
+
+    def __len__(self) -> int:
+        return self._n_rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        if not 0 <= row < self._n_rows:
+            raise IndexError(row)
+        if row >= self._n_blocks:
+            first = self[0]
+            return {**first, "labels": np.full_like(first["labels"], IGNORE_INDEX)}
+        for blocks in self._sources:
+            if row < len(blocks):
+                break
+            row -= len(blocks)
+        found: dict[str, Any] = blocks[row]
+        return found
+
+    def padded_to(self, multiple: int) -> HeldOutBlocks:
+        """The same blocks, and behind them blocks without a label, up to a multiple of `multiple`."""
+        rows = -(-self._n_blocks // multiple) * multiple
+        padded = HeldOutBlocks(self._sources, n_rows=rows)
+        padded.label_tokens = self.label_tokens
+        return padded

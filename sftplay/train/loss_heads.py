@@ -1,0 +1,204 @@
+"""The head's loss without the logits of a whole micro-batch: only where there are labels, and in chunks."""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import CausalLMOutput
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+from sftplay.data.records import IGNORE_INDEX
+from sftplay.errors import ConfigError, ran_out_of_memory
+from sftplay.plan.memory.head import gpu_chunk_tokens
+
+PROOF_TOKENS = 8
+PROOF_TOLERANCE = 1e-2
+"""Relative. 16-bit heads round differently for other shapes; a wrong position differs by far more."""
+
+
+class LabelHead:
+    """Narrows the input of a causal model's output head while `narrow` is in force."""
+
+    def __init__(self, model: Any) -> None:
+        self._positions: Tensor | None = None
+        self._handle = model.get_output_embeddings().register_forward_pre_hook(self._select)
+
+    def narrow(self, labels: Tensor) -> Tensor:
+        """From now on only the positions before a label reach the head; returns the labels in that order.
+
+        `labels` int64 [rows, tokens] -> int64 [1, labelled], for the model's argument `shift_labels`.
+        """
+        shifted = nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].reshape(-1)
+        positions = (shifted != IGNORE_INDEX).nonzero().squeeze(1)
+        if len(positions) == 0:
+            positions = positions.new_zeros(1)  # the head needs one position; this one's label is IGNORE_INDEX
+        self._positions = positions
+        return shifted[positions][None]
+
+    def widen(self) -> None:
+        """From now on all positions reach the head, as generation needs it."""
+        self._positions = None
+
+    def remove(self) -> None:
+        """Take the hook off the model."""
+        self._handle.remove()
+
+    def _select(self, _head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._positions is None:
+            return None
+        hidden = inputs[0]  # [rows, tokens, width]
+        return (hidden.reshape(1, -1, hidden.shape[-1])[:, self._positions], *inputs[1:])
+
+
+def prove_label_head(model: Any) -> tuple[LabelHead | None, str]:
+    """A label head for `model`; or None, and why: the model computes its scores in a way that the hook does not reach.
+
+    The proof: the loss of a few tokens is the same with it and without it.
+
+    Raises:
+        RuntimeError: memory ran out in it, which says nothing about the model.
+    """
+    if model.get_output_embeddings() is None:
+        return None, "the model has no output embeddings"
+    head = LabelHead(model)
+    was_training = model.training
+    model.eval()
+    try:
+        why = "" if _agrees(model, head) else "the loss of a few tokens is another one with it"
+    except (RuntimeError, TypeError, ValueError) as error:  # the model hands its scores on in another shape
+        if ran_out_of_memory(error):
+            raise
+        why = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}" if str(error) else type(error).__name__
+    finally:
+        head.widen()
+        model.train(was_training)
+    if why:
+        head.remove()
+        return None, why
+    return head, ""
+
+
+def proof_rows(model: Any) -> tuple[Tensor, Tensor]:
+    """Token ids and labels of two short rows, some of them without a label, where `model` is."""
+    device = model.get_input_embeddings().weight.device
+    ids = torch.arange(2 * PROOF_TOKENS, device=device).reshape(2, PROOF_TOKENS)
+    labels = ids.clone()
+    labels[0, : PROOF_TOKENS // 2] = IGNORE_INDEX
+    return ids, labels
+
+
+@torch.no_grad()
+def _agrees(model: Any, head: LabelHead) -> bool:
+    ids, labels = proof_rows(model)
+    wide = model(input_ids=ids, labels=labels, use_cache=False).loss
+    narrow = model(input_ids=ids, labels=labels, shift_labels=head.narrow(labels), use_cache=False).loss
+    return bool(torch.isclose(wide.float(), narrow.float(), rtol=PROOF_TOLERANCE))
+
+
+CHUNK_TOKENS = 256
+"""Tokens whose scores exist at a time on a CPU. `plan.memory` counts with it."""
+
+SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+"""Names under which configs of transformers keep what scores are multiplied with (Cohere, Muse, Falcon-H1)."""
+
+
+def put_chunked_head(model: Any, *, proves: bool) -> None:
+    """From now on the causal `model`, given labels, computes its loss in chunks; without labels it is as before.
+
+    With `proves` a few tokens show that the loss is the model's own. They cannot where weights are sharded.
+
+    Raises:
+        ConfigError: the loss of this model cannot be computed so.
+    """
+    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        raise _refusal("the adapter has a pair on the output head, which a loss in chunks passes over")
+    whole, config = model.forward, model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        raise _refusal("the model adds a loss of its router, which a loss in chunks leaves out")
+
+    @functools.wraps(type(model).forward)  # generate() looks at its signature
+    def forward(self: Any, *given: Any, labels: Any = None, num_items_in_batch: Any = None, **named: Any) -> Any:
+        if labels is None:
+            return whole(*given, **named)
+        hidden = self.base_model(*given, **named).last_hidden_state
+        # Looked up here, because FSDP replaces it.
+        total = _summed_loss(hidden, labels, head=self.get_output_embeddings(), config=config)
+        count = (labels[:, 1:] != IGNORE_INDEX).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        return CausalLMOutput(loss=total / count)
+
+    model.forward = MethodType(forward, model)
+    if proves and not _agree(model, whole, model.forward):
+        raise _refusal(f"{type(model).__name__} computes its loss from more than the scores of its output head")
+
+
+@torch.no_grad()
+def _agree(model: Any, *forwards: Any) -> bool:
+    ids, labels = proof_rows(model)
+    was_training = model.training
+    model.eval()
+    try:
+        one, other = (forward(input_ids=ids, labels=labels, use_cache=False).loss.float() for forward in forwards)
+    finally:
+        model.train(was_training)
+    return bool(torch.isclose(one, other, rtol=PROOF_TOLERANCE))
+
+
+def _refusal(what: str) -> ConfigError:
+    return ConfigError(what, where="train.loss_head chunked", fix="write train.loss_head: standard")
+
+
+def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> Tensor:
+    """Sum of the label tokens' losses; `hidden` [rows, tokens, width], `labels` int64 [rows, tokens]."""
+    # Of a head that has rows of new tokens, PEFT's wrapper gives the weight with these rows, and no bias.
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if isinstance(weight, DTensor):  # gathered once, not in every chunk
+        weight, bias = weight.full_tensor(), bias.full_tensor() if bias is not None else None
+    targets = labels[:, 1:].reshape(-1)
+    is_label = targets != IGNORE_INDEX
+    # Labels first, in their order. The rest of the last chunk counts nothing.
+    order = is_label.to(torch.int8).argsort(descending=True, stable=True)
+    hidden, targets = hidden[:, :-1].reshape(-1, hidden.shape[-1])[order], targets[order]
+    # One chunk without any label still reaches every weight, which DDP and FSDP wait for.
+    size = chunk_tokens(hidden.device, weight.shape[0])
+    chunks = max(1, -(-int(is_label.sum()) // size))
+    if hidden.device.type == "cuda":  # once, not in each chunk
+        weight = weight.to(hidden.dtype)
+    total = hidden.new_zeros((), dtype=torch.float32)
+    for start in range(0, chunks * size, size):
+        part = slice(start, start + size)
+        given = {"weight": weight, "bias": bias, "config": config}
+        total = total + checkpoint(_chunk_loss, hidden[part], targets[part], **given, use_reentrant=False)
+    return total
+
+
+def chunk_tokens(device: torch.device, vocab: int) -> int:
+    """Tokens of a chunk on that device."""
+    return gpu_chunk_tokens(vocab) if device.type == "cuda" else CHUNK_TOKENS
+
+
+def _chunk_loss(hidden: Tensor, targets: Tensor, *, weight: Tensor, bias: Tensor | None, config: Any) -> Tensor:
+    with maybe_gather_lm_head_ctx(weight, bias):
+        scores = scores_of(hidden, weight=weight, bias=bias, config=config)
+    return nn.functional.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def scores_of(hidden: Tensor, *, weight: Tensor, bias: Tensor | None, config: Any) -> Tensor:
+    """What a causal model of this text config makes of its last states: fp32 [..., width] -> [..., vocabulary]."""
+    scores = (hidden @ weight.to(hidden.dtype).t()).float()
+    if bias is not None:
+        scores = scores + bias.float()
+    scale = next((getattr(config, name) for name in SCALES if getattr(config, name, None) is not None), 1.0)
+    divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
+    if scale != divisor:
+        scores = scores * (scale / divisor)
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    return scores

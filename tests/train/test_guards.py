@@ -1,0 +1,127 @@
+"""A run ends in good order: after the step in which a signal came, and before a step that is not finite."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerControl, TrainerState
+
+from sftplay.errors import RunError
+from sftplay.heartbeat import Heartbeat
+from sftplay.train.guards import FP16_PATIENCE, StopOnBadStep, StopOnSignal
+
+
+def model_with_gradient(value: float) -> Any:
+    model = torch.nn.Linear(2, 1)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    return model
+
+
+def check(guard: StopOnBadStep, loss: float, gradient: float, *, fp16: bool = False) -> None:
+    guard.attach(
+        SimpleNamespace(
+            last_loss=torch.tensor(loss), heartbeat=Heartbeat(), last_rows=[8, 5, 2], rows_not_finite=lambda: [5]
+        )
+    )
+    state = TrainerState(global_step=6)
+    guard.on_pre_optimizer_step(
+        SimpleNamespace(fp16=fp16), state, TrainerControl(), model=model_with_gradient(gradient)
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_loss_or_gradient_that_is_not_finite_ends_the_run_and_names_the_rows(bad: float, tmp_path: Path):
+    path = tmp_path / "bad_step.json"
+    guard = StopOnBadStep(path)
+    check(guard, 2.0, 1.0)
+    assert not path.exists()
+    with pytest.raises(RunError, match="the loss of step 7 is not finite on rank 0; rows that are not finite alone: 5"):
+        check(guard, bad, 1.0)
+    with pytest.raises(RunError, match="the gradient of step 7 is not finite"):
+        check(guard, 2.0, bad)
+    written = json.loads(path.read_text())
+    assert written["step"] == 7
+    assert [(each["rank"], each["row_ids"], each["rows_not_finite"]) for each in written["ranks"]] == [
+        (0, [8, 5, 2], [5])
+    ]
+
+
+def test_fp16_run_may_skip_as_many_steps_as_its_scale_can_be_halved(tmp_path: Path):
+    guard = StopOnBadStep(tmp_path / "bad_step.json")
+    for _ in range(FP16_PATIENCE):
+        check(guard, 2.0, math.inf, fp16=True)
+    check(guard, 2.0, 1.0, fp16=True)  # one good step and the count starts again
+    for _ in range(FP16_PATIENCE):
+        check(guard, math.nan, 1.0, fp16=True)
+    with pytest.raises(RunError, match="the loss of step 7"):
+        check(guard, math.nan, 1.0, fp16=True)
+
+
+def attached_stop() -> StopOnSignal:
+    """A guard with a trainer."""
+    stop = StopOnSignal()
+    stop.attach(SimpleNamespace(heartbeat=Heartbeat()))
+    return stop
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signal_lets_the_step_finish_then_logs_saves_and_stops(number: signal.Signals):
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        stop = attached_stop()
+        stop.install()
+        before_signal = stop.on_step_end(None, None, TrainerControl())
+        assert not before_signal.should_save
+        assert not before_signal.should_training_stop
+        signal.raise_signal(number)
+        control = stop.on_step_end(None, None, TrainerControl())
+        assert stop.received == number
+        assert control.should_log
+        assert control.should_save
+        assert control.should_training_stop
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def stopping_while_ranks_agree(monkeypatch: pytest.MonkeyPatch, others: list[list[int]]) -> tuple[StopOnSignal, list]:
+    """A guard and the numbers it sends. The other ranks answer with `others`; SIGTERM comes during the first answer."""
+    stop, sent = attached_stop(), []
+
+    def gather(numbers: list[int], _heartbeat: Any) -> list[list[int]]:
+        sent.append(numbers[0])
+        if len(sent) == 1:
+            stop._on_signal(signal.SIGTERM, None)
+        return [numbers, *([each] for each in others[len(sent) - 1])]
+
+    monkeypatch.setattr("sftplay.train.guards.gather_numbers", gather)
+    return stop, sent
+
+
+def test_a_signal_that_comes_while_the_ranks_agree_counts_at_the_next_step(monkeypatch: pytest.MonkeyPatch):
+    stop, sent = stopping_while_ranks_agree(monkeypatch, [[0], [0]])
+    control = stop.on_step_end(None, TrainerState(), TrainerControl())
+    assert not control.should_training_stop
+    control = stop.on_step_end(None, TrainerState(), TrainerControl())
+    assert control.should_training_stop
+    assert sent == [0, signal.SIGTERM]
+
+
+def test_the_first_signal_does_not_count_as_a_second_when_another_rank_reported_it_before(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    stop = attached_stop()
+    sigterm = [int(signal.SIGTERM)]
+    monkeypatch.setattr("sftplay.train.guards.gather_numbers", lambda received, _: [received, sigterm])
+    stop.on_step_end(None, TrainerState(), TrainerControl())
+    assert stop.received == signal.SIGTERM
+    stop._on_signal(signal.SIGTERM, None)  # a second one would end this very process
+    assert stop.received == signal.SIGTERM
