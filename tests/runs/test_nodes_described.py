@@ -50,17 +50,17 @@ def test_a_name_on_a_hub_has_no_files_here(tmp_path: Path):
 
 def test_another_line_in_the_kit_makes_it_another_kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for folder in ("a", "b"):
-        (tmp_path / folder / "verbs").mkdir(parents=True)
-        (tmp_path / folder / "verbs" / "nodes.py").write_text("")
+        (tmp_path / folder / "sftplay" / "verbs").mkdir(parents=True)
+        (tmp_path / folder / "sftplay" / "verbs" / "nodes.py").write_text("")
 
     def version_of(folder: str) -> str:
-        monkeypatch.setattr(nodes, "__file__", str(tmp_path / folder / "verbs" / "nodes.py"))
+        monkeypatch.setattr(nodes, "ROOT", tmp_path / folder)
         return kit_version()
 
     assert version_of("a") == version_of("b")
-    (tmp_path / "b" / "verbs" / "nodes.py").write_text("x = 1\n")
+    (tmp_path / "b" / "sftplay" / "verbs" / "nodes.py").write_text("x = 1\n")
     assert version_of("a") != version_of("b")
-    (tmp_path / "a" / "nodes.py").write_text("x = 1\n")  # the same line in another file
+    (tmp_path / "a" / "sftplay" / "nodes.py").write_text("x = 1\n")  # the same line in another file
     assert version_of("a") != version_of("b")
 
 
