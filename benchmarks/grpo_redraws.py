@@ -27,8 +27,8 @@ from sftplay.data.order import training_order
 from sftplay.data.prompts.questions import Questions
 from sftplay.machine.releases import recomputation_arguments
 from sftplay.reward.reward_set import RewardSet
-from sftplay.tasks.grpo.judge import Judge
 from sftplay.tasks.grpo.prompts import PromptRows
+from sftplay.tasks.grpo.scoring import Judge
 from sftplay.tasks.grpo.task import PromptTrainer
 from sftplay.train.exact_batch import StepSetup
 from sftplay.train.random_numbers import random_numbers_kept

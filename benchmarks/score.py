@@ -32,9 +32,8 @@ from sftplay.data.encode.render import Renderer
 from sftplay.data.prompts.questions import Question
 from sftplay.model.load import load_start, start_adapter
 from sftplay.model.tokenizer import load_tokenizer
-from sftplay.tasks.score.episodes.cast import ADAPTERS, Cast
-from sftplay.tasks.score.episodes.play import Player
-from sftplay.tasks.score.episodes.templates import make_templates
+from sftplay.tasks.score.role_models import ADAPTERS, Cast
+from sftplay.tasks.score.sample_episodes import Player, make_templates
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 32_000

@@ -17,15 +17,12 @@ from sftplay.config.rules.hrm import broken_hrm_rules, idle_hrm_keys
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.config.schema.run import RunConfig
-from sftplay.tasks.hrm.act import FIGURES, Puzzles, all_halted, begun, least_segments, run_segment
+from sftplay.tasks.hrm.act import FIGURES, Puzzles, all_halted, begun, cell_losses, least_segments, run_segment
+from sftplay.tasks.hrm.embedding import PuzzleTable
 from sftplay.tasks.hrm.evaluation import StopWhenLearned
-from sftplay.tasks.hrm.learning.adam_atan2 import AdamATan2
-from sftplay.tasks.hrm.learning.losses import cell_losses
-from sftplay.tasks.hrm.measuring import described
-from sftplay.tasks.hrm.network.embedding import PuzzleTable
-from sftplay.tasks.hrm.network.layers import Reasoner
-from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
-from sftplay.tasks.hrm.solve import refined
+from sftplay.tasks.hrm.measuring import described, refined
+from sftplay.tasks.hrm.network import Grid, PuzzleModel, Reasoner
+from sftplay.tasks.hrm.optimizer import AdamATan2
 from sftplay.tasks.hrm.task import build_model, open_puzzles, rows_of
 from sftplay.train.fingerprint import starting_weights
 

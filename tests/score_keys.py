@@ -20,13 +20,12 @@ from sftplay.config.rules.score import broken_score_rules, idle_score_keys
 from sftplay.config.schema.score import ScoreConfig
 from sftplay.errors import ConfigError
 from sftplay.plan.devices.layout import layout_of
+from sftplay.tasks.score.advantages import Outcome, credit_of
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
-from sftplay.tasks.score.gradients.policy_update import guide_learns
-from sftplay.tasks.score.gradients.update import Batch, Update
-from sftplay.tasks.score.learning.credit import Outcome, credit_of
-from sftplay.tasks.score.learning.schedule import kl_coefficients, stage_of
-from sftplay.tasks.score.learning.value import SeparateValue, ValueHead
+from sftplay.tasks.score.losses import kl_coefficients, stage_of
 from sftplay.tasks.score.problems import MinibatchSchedule
+from sftplay.tasks.score.update import Batch, Update, guide_learns
+from sftplay.tasks.score.value_model import SeparateValue, ValueHead
 
 Check = Callable[[Any], None]
 

@@ -100,7 +100,7 @@ def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> 
 
 def _measure_puzzles(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[dict[str, Any], str]:
     """The figures of the result and their table; an untrained model solves nothing, so it is not measured beside it."""
-    from sftplay.tasks.hrm.finished.evaluation import figures_table, measure_finished
+    from sftplay.tasks.hrm.finished import figures_table, measure_finished
 
     limit = measure.values.get("eval.limit")
     path = folder.eval / f"{measure.prefix}after.json"
@@ -133,8 +133,7 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str
 
 def _measure_turns(cfg: RunConfig, folder: RunFolder, *, measure: Measure, prompts: Any) -> dict[str, dict[str, Any]]:
     """Both turns with each kind of hint; where nothing is held out, of the problems that were trained on."""
-    from sftplay.tasks.score.finished.ablation import measure_ablation
-    from sftplay.tasks.score.finished.cast import open_cast
+    from sftplay.tasks.score.finished import measure_ablation, open_cast
 
     figures = {}
     for side in ("before", "after") if measure.has_base else ("after",):
@@ -145,7 +144,7 @@ def _measure_turns(cfg: RunConfig, folder: RunFolder, *, measure: Measure, promp
 
 
 def _ablation_table(figures: dict[str, dict[str, Any]]) -> str:
-    from sftplay.tasks.score.finished.ablation import ablation_table
+    from sftplay.tasks.score.finished import ablation_table
 
     return ablation_table(figures)
 

@@ -168,7 +168,7 @@ def _open_answers(
     if cfg.task_mode == "score":
         prepare_environment(cfg)
         player, renderer = two_turns.open_row_player(cfg, folder, sampling=_sampling(args, cfg))
-        from sftplay.tasks.score.finished.rows import check_problems
+        from sftplay.tasks.score.finished import check_problems
 
         if questions:
             check_problems(questions, renderer, cfg=cfg)

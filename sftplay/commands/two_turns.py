@@ -13,8 +13,7 @@ from sftplay.runs.finished_run import load_renderer
 def open_talk(cfg: RunConfig, folder: RunFolder, *, args: Namespace, sampling: Any) -> Any:
     """Episodes with the run's solver and guide, or with its base for both."""
     from sftplay.generate.generate import Generator
-    from sftplay.tasks.score.finished.cast import open_cast
-    from sftplay.tasks.score.finished.talk import EpisodeTalk
+    from sftplay.tasks.score.finished import EpisodeTalk, open_cast
 
     tokenizer, renderer = load_renderer(cfg, folder)
     cast = open_cast(cfg, folder, untrained=args.base)
@@ -24,8 +23,7 @@ def open_talk(cfg: RunConfig, folder: RunFolder, *, args: Namespace, sampling: A
 
 def open_row_player(cfg: RunConfig, folder: RunFolder, *, sampling: Any) -> tuple[Any, Any]:
     """What plays the rows of a file, and the renderer of their prompts."""
-    from sftplay.tasks.score.finished.cast import open_cast
-    from sftplay.tasks.score.finished.rows import RowPlayer
+    from sftplay.tasks.score.finished import RowPlayer, open_cast
 
     _, renderer = load_renderer(cfg, folder)
     return RowPlayer(cfg, open_cast(cfg, folder), renderer=renderer, sampling=sampling), renderer

@@ -27,12 +27,10 @@ from oracle.score_update import batch_of_zeros, optimizer_with_state
 from oracle.trace import reads_answered, recompute
 from oracle.traced_model import DTYPES, adapt, build_causal
 from sftplay.config.schema.score import CriticConfig
-from sftplay.tasks.score.episodes import cast as cast_module
-from sftplay.tasks.score.episodes.cast import Cast
-from sftplay.tasks.score.gradients.scoring import score_actions
-from sftplay.tasks.score.learning.critic import Visits, critic_loss
-from sftplay.tasks.score.learning.encoder import Tokens
-from sftplay.tasks.score.learning.value import value_loss
+from sftplay.tasks.score import role_models as cast_module
+from sftplay.tasks.score.role_models import Cast
+from sftplay.tasks.score.scoring import score_actions
+from sftplay.tasks.score.value_model import Tokens, Visits, critic_loss, value_loss
 
 RECORD = Path(__file__).parent / "recorded" / "episodes.json"
 

@@ -17,7 +17,7 @@ from oracle.gpu_kernels import CudaKernels, InPlaceSums, replaced
 from oracle.live_bytes import LiveBytes
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.tasks.hrm.act import Puzzles, all_halted, begun, run_segment, together
-from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
+from sftplay.tasks.hrm.network import Grid, PuzzleModel
 
 PHASES = {"segment": ("begin", "forward"), "layer": ("backward",), "step": ("together", "step")}
 """Phase of the plan -> phases of the trace."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sftplay.tasks.score.episodes.cast import Cast
-from sftplay.tasks.score.gradients.scoring import ActionBatch
+from sftplay.tasks.score.role_models import Cast
+from sftplay.tasks.score.scoring import ActionBatch
 
 
 def optimizer_with_state(cast: Cast) -> torch.optim.Optimizer:

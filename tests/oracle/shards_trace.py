@@ -23,8 +23,8 @@ from oracle.score_update import batch_of_zeros, optimizer_with_state
 from sftplay import log
 from sftplay.machine.releases import recompute
 from sftplay.plan.devices.layout import Layout
-from sftplay.tasks.score.episodes.cast import Cast
-from sftplay.tasks.score.gradients.scoring import score_actions
+from sftplay.tasks.score.role_models import Cast
+from sftplay.tasks.score.scoring import score_actions
 
 ROWS, TOKENS, LONGEST = 2, 256, 128
 """Rows of a micro-batch, their tokens, and how many of these are an action."""

@@ -23,7 +23,7 @@ from sftplay.plan.memory.rollout import CACHE, DRAW, REFERENCE
 from sftplay.plan.memory.step import SHARDING, Footprint
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.shape.from_config import shape_from_config
-from sftplay.tasks.score.episodes.drawing import RecordedSampling, draw_actions
+from sftplay.tasks.score.sample_episodes import RecordedSampling, draw_actions
 
 TOLERANCE = 0.03
 SHARED = Layout(placement="shared")

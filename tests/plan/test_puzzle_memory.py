@@ -23,7 +23,7 @@ from sftplay.plan.report.puzzle_cost import flops_per_row
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 from sftplay.runs.model_shape import shape_for_puzzles
 from sftplay.tasks.hrm.act import all_halted, run_segment
-from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
+from sftplay.tasks.hrm.network import Grid, PuzzleModel
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.03

@@ -18,7 +18,7 @@ from sftplay.plan.memory.sharding import share_of
 from sftplay.plan.memory.step import Size, estimate, standing_bytes
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.shape.from_config import shape_from_config
-from sftplay.tasks.grpo.completions.tile_width import fitted_tiles
+from sftplay.tasks.grpo.rollouts import fitted_tiles
 
 LLAMA = find_shape("meta-llama/Llama-3.1-8B")
 LORA = MemorySetup(

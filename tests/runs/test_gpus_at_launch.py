@@ -30,8 +30,8 @@ from sftplay.model.failures import explain_failure, refusing
 from sftplay.runs import gpus_at_launch as at_launch
 from sftplay.runs import start
 from sftplay.tasks import worker
-from sftplay.tasks.grpo.completions import tile_width
-from sftplay.tasks.grpo.completions.tile_width import avoid_triton
+from sftplay.tasks.grpo import rollouts as tile_width
+from sftplay.tasks.grpo.rollouts import avoid_triton
 from sftplay.train import setup
 
 ROOT = Path(__file__).resolve().parents[2]

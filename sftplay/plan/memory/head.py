@@ -10,7 +10,7 @@ MOST_CHUNK_TOKENS, MOST_CHUNK_SCORES = 2048, 2**27
 """On a GPU a chunk of the loss has at most so many tokens and scores; 512 MiB of them in fp32."""
 
 CHUNK_SCORES = 2**24
-"""Scores over the vocabulary that exist at a time where actions are learned from (`tasks.score.gradients.scoring`):
+"""Scores over the vocabulary that exist at a time where actions are learned from (`tasks.score.scoring`):
 64 MiB in fp32."""
 
 ACTION_COPIES = 5
@@ -19,7 +19,7 @@ as many in the backward pass (`_token_scores`, full KL)."""
 
 TILE_TOKENS, TILE_VOCAB = 4096, 32_768
 """Scores that exist at a time where log-probabilities are taken in tiles (trl 1.16, `kernels/chunked_logprob.py` and
-`_CHUNKED_LOGPROB_CHUNK_SIZE`, which `tasks.grpo.completions.tile_width` lowers to a smaller vocabulary)."""
+`_CHUNKED_LOGPROB_CHUNK_SIZE`, which `tasks.grpo.rollouts` lowers to a smaller vocabulary)."""
 
 FORWARD_COPIES, BACKWARD_COPIES = 3, 7
 """fp32 copies of a tile where torch folds it, in place of a kernel (ibid., `_forward_tile` and `_backward_tile`)."""

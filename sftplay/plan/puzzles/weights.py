@@ -1,6 +1,6 @@
 """The weights of the model of puzzles, counted from the section `hrm` and the grid. It builds nothing.
 
-`tasks.hrm.network.model` builds what is counted here; a test holds the two against each other.
+`tasks.hrm.network` builds what is counted here; a test holds the two against each other.
 """
 
 from __future__ import annotations

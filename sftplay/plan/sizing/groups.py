@@ -38,7 +38,7 @@ VLLM_INSTALL = "pip install vllm==0.31.0"
 """The newest that trl 1.16 takes, and made for torch 2.13."""
 
 OLDEST_TRL = "1.16"
-"""The first release that takes log-probabilities in the tiles that `tasks.grpo.completions.tile_width` narrows."""
+"""The first release that takes log-probabilities in the tiles that `tasks.grpo.rollouts` narrows."""
 
 
 def completions_of_drawing(cfg: RunConfig) -> int:

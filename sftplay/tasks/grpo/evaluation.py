@@ -19,7 +19,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.evaluate.rewarded import PASS, Rewarded, figures_of, reward_answers, said_of, write_evaluation
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.grpo.judge import Judge
+from sftplay.tasks.grpo.scoring import Judge
 from sftplay.train.observer import Observer
 from sftplay.train.random_numbers import random_numbers_kept
 

@@ -1,32 +1,28 @@
-"""The mixin over TRL's GRPOTrainer: the kit's prompts, rewards, counts and checkpoints. Its loss is TRL's own.
-
-It overrides `_tokenize_prompts`, `_generate`, `_generate_single_turn`, `_calculate_rewards`,
-`_generate_and_score_completions`, `_prepare_inputs`, `compute_loss`, `_save_checkpoint` and `train`; and provides what
-`train.observer.StepTrainer` asks for.
-"""
+"""Rollout batches of task grpo: sampled by the model in training, completions side by side, and learned from in exact
+batches."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
+from trl.kernels import chunked_logprob
+from trl.trainer import utils
 
+from sftplay import log
 from sftplay.config.schema.run import RunConfig
+from sftplay.machine.compiler import compiler_remedy, find_compiler_problem
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches
-from sftplay.tasks.grpo.completions.continuous import dtypes_kept
-from sftplay.tasks.grpo.completions.gathered_root import gathered_root
-from sftplay.tasks.grpo.judge import Judge
-from sftplay.tasks.grpo.judged import Judged
-from sftplay.tasks.grpo.reference import keep_reference, no_copy_by_trl
-from sftplay.tasks.grpo.samples import cut_samples, samples_path, write_samples
-from sftplay.tasks.grpo.watch.signal_health import policy_clip_share
+from sftplay.tasks.grpo.scoring import Judge, Judged, cut_samples, samples_path, write_samples
+from sftplay.tasks.grpo.watch import policy_clip_share
 from sftplay.tasks.grpo.window_state import load_window, save_window
 from sftplay.train.eval_mode import eval_mode
 from sftplay.train.exact_batch import StepSetup
@@ -34,6 +30,97 @@ from sftplay.train.interval import StepCounts
 from sftplay.train.observer import TrainerView
 from sftplay.train.preflight import has_sharded_weights
 from sftplay.train.random_numbers import random_numbers_kept
+
+
+@contextmanager
+def dtypes_kept(args: Any, device: torch.device) -> Iterator[None]:
+    """Inside, TRL does not turn the model to 16 bits before it generates; the model computes in its weights' dtypes.
+
+    TRL would turn all of it, and for good: what trains in fp32, and the angles of the rotation (trl 1.16,
+    `_generate_single_turn`).
+    """
+    before = args.bf16, args.fp16
+    args.bf16 = args.fp16 = False
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        args.bf16, args.fp16 = before
+
+
+@contextmanager
+def gathered_root(model: Any) -> Iterator[None]:
+    """Meanwhile every rank holds the weights outside the layers of `model`, where FSDP shards one with an adapter."""
+    if not (hasattr(model, "unshard") and hasattr(model, "peft_config")):
+        yield
+        return
+    model._get_fsdp_state()._lazy_init()  # else the first layer that is called would take itself for the outermost
+    model.unshard()
+    try:
+        yield
+    finally:
+        model.reshard()
+
+
+@contextmanager
+def fitted_tiles(vocab: int) -> Iterator[None]:
+    """Meanwhile TRL's forward passes take a buffer of so many columns for each token, where that is fewer than 32768.
+
+    Columns beyond the vocabulary are never used, but they take memory. On a CPU they are huge pages, which the kernel
+    fills with zeros each time. And on a CPU TRL computes the scores of prompts and padding, too, to throw them away: it
+    leaves them out on GPUs alone, for the sake of devices that would compile each shape anew (trl 1.16,
+    `_fused_forward`). The numbers are the same; gradients are to the last bits of rounding.
+    """
+    width, real = utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton
+
+    def leaves_out(device: torch.device) -> bool:
+        return device.type == "cpu" or bool(real(device))
+
+    utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton = min(width, vocab), leaves_out
+    try:
+        yield
+    finally:
+        utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton = width, real
+
+
+def avoid_triton() -> None:
+    """Where Triton cannot build kernels for this process's GPU, let TRL compute its tiles by torch from now on.
+
+    The choice is made anew in every pass (trl 1.16, kernels/chunked_logprob.py, `_use_triton`), also backwards.
+    """
+    if torch.cuda.is_available() and (problem := find_compiler_problem()):
+        chunked_logprob._use_triton = lambda device: False
+        log.say(
+            f"{problem}: log-probabilities are computed by torch, not by TRL's Triton kernels ({compiler_remedy()})"
+        )
+
+
+REFERENCE = "ref"
+"""The name under which TRL looks for an adapter to compare with (`_generate_and_score_completions`)."""
+
+
+@contextmanager
+def no_copy_by_trl(model: Any, args: Any) -> Iterator[None]:
+    """Inside, TRL's constructor sees beta 0 where an adapter trains: it would copy every adapter, also a fresh one."""
+    beta = args.beta
+    if hasattr(model, "get_base_model"):
+        args.beta = 0.0
+    try:
+        yield
+    finally:
+        args.beta = beta
+
+
+def keep_reference(model: Any) -> None:
+    """Hold a frozen copy of the adapter as it is now."""
+    weights = get_peft_model_state_dict(model, adapter_name="default")
+    model.add_adapter(REFERENCE, model.peft_config["default"])
+    set_peft_model_state_dict(model, weights, adapter_name=REFERENCE)
+    model.set_adapter("default")
+    for name, parameter in model.named_parameters():
+        if f".{REFERENCE}." in f"{name}.":
+            parameter.requires_grad_(False)
+
 
 if TYPE_CHECKING:
 

@@ -16,16 +16,14 @@ from sftplay.data.prompts.report import prompts_table
 from sftplay.evaluate.rewarded import evaluate_prompts, spread
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo.arguments import grpo_arguments
-from sftplay.tasks.grpo.completions.sampler_copies import send_copies
-from sftplay.tasks.grpo.completions.tile_width import avoid_triton
-from sftplay.tasks.grpo.drawing import Drawing
+from sftplay.tasks.grpo.dynamic_sampling import KeepDraws
 from sftplay.tasks.grpo.evaluation import EvaluatePrompts
-from sftplay.tasks.grpo.judge import Judge
+from sftplay.tasks.grpo.logprob_check import send_copies
 from sftplay.tasks.grpo.prompts import PromptRows, run_order
-from sftplay.tasks.grpo.redraws import KeepDraws
-from sftplay.tasks.grpo.rollouts import Rollouts
-from sftplay.tasks.grpo.watch.base_weights import WatchBaseWeights
-from sftplay.tasks.grpo.watch.signal_health import SignalHealth
+from sftplay.tasks.grpo.rollouts import Rollouts, avoid_triton
+from sftplay.tasks.grpo.sampling import Drawing
+from sftplay.tasks.grpo.scoring import Judge
+from sftplay.tasks.grpo.watch import SignalHealth, WatchBaseWeights
 from sftplay.train.fingerprint import recipe_of
 from sftplay.train.setup import on_one_gpu
 from sftplay.train.task import Rows, TrainerParts

@@ -1,8 +1,4 @@
-"""Deep supervision with adaptive halting: what a training step does with a batch of puzzles under way.
-
-Each step is one segment for every row. Rows that have halted take the next puzzle; the others go on from where they
-were. Sections 2.1 to 2.4 of arXiv:2506.21734.
-"""
+"""Deep supervision with adaptive halting: the losses, and what a training step does with a batch of puzzles."""
 
 from __future__ import annotations
 
@@ -11,11 +7,39 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.data.records import IGNORE_INDEX
-from sftplay.tasks.hrm.learning.losses import Q_WEIGHT, cell_losses, q_losses
-from sftplay.tasks.hrm.network.model import Answer, PuzzleModel, State
+from sftplay.tasks.hrm.network import PuzzleModel, SegmentOutput, State
+
+PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32}
+Q_WEIGHT = 0.5
+"""Weight of the losses of both Q values."""
+
+
+def log_stablemax(scores: Tensor) -> Tensor:
+    """Logarithms of s(x) / sum of s, with s(x) = x + 1 from 0 on and 1 / (1 - x) below it; of the last dimension.
+
+    s is never 0, and its logarithm is log1p(x) or -log1p(-x): nothing overflows.
+    """
+    logs = torch.where(scores >= 0, torch.log1p(scores.clamp(min=0)), -torch.log1p(-scores.clamp(max=0)))
+    return logs - logs.logsumexp(dim=-1, keepdim=True)
+
+
+def cell_losses(logits: Tensor, labels: Tensor, *, hrm: HrmConfig) -> Tensor:
+    """Mean loss over the labelled cells of each row, [batch]; 0 for a row without a label."""
+    scores = logits.to(PRECISIONS[hrm.loss_precision])
+    logs = log_stablemax(scores) if hrm.loss == "stablemax" else scores.log_softmax(dim=-1)
+    known = labels != IGNORE_INDEX
+    picked = logs.gather(-1, labels.clamp(min=0).long().unsqueeze(-1)).squeeze(-1)
+    return -(picked * known).sum(dim=-1) / known.sum(dim=-1).clamp(min=1)
+
+
+def q_losses(q: Tensor, target: Tensor) -> Tensor:
+    """Binary cross-entropy of a Q value before its sigmoid, [batch]."""
+    return functional.binary_cross_entropy_with_logits(q, target.to(q.dtype), reduction="none")
+
 
 FIGURES = (
     "count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss", "q_continue_loss",
@@ -58,7 +82,7 @@ class Segment(NamedTuple):
     """What a step has computed."""
 
     carry: Carry
-    answer: Answer
+    answer: SegmentOutput
     losses: Tensor
     """[batch], with gradient"""
 
@@ -113,12 +137,12 @@ def least_segments(hrm: HrmConfig, batch: int, *, seed: int, step: int) -> Tenso
     return torch.where(explores, drawn, 0)
 
 
-def wants_to_halt(answer: Answer, hrm: HrmConfig) -> Tensor:
+def wants_to_halt(answer: SegmentOutput, hrm: HrmConfig) -> Tensor:
     """bool [batch]: halting is worth more than going on, or, without the latter, the answer is probably right."""
     return answer.q_halt > (answer.q_continue if hrm.q_continue else 0)
 
 
-def halts(answer: Answer, steps: Tensor, *, hrm: HrmConfig, at_least: Tensor) -> Tensor:
+def halts(answer: SegmentOutput, steps: Tensor, *, hrm: HrmConfig, at_least: Tensor) -> Tensor:
     """bool [batch]: which rows halt after their `steps` segments, in training."""
     is_last = steps >= hrm.n_supervision
     if hrm.n_supervision == 1:
@@ -126,7 +150,7 @@ def halts(answer: Answer, steps: Tensor, *, hrm: HrmConfig, at_least: Tensor) ->
     return (is_last | wants_to_halt(answer, hrm)) & (steps >= at_least)
 
 
-def worth_of_continuing(following: Answer, is_last: Tensor) -> Tensor:
+def worth_of_continuing(following: SegmentOutput, is_last: Tensor) -> Tensor:
     """The target of q_continue: what the segment after this one promises, [batch]."""
     best = torch.maximum(following.q_halt, following.q_continue)
     return torch.where(is_last, following.q_halt, best).sigmoid()

@@ -1,28 +1,95 @@
-"""Puzzles measured without learning: figures after each segment and where the model would halt, answers, ARC votes.
-
-Every rank measures its share of the rows; rows of padding count for nothing.
-"""
+"""Measure puzzles without learning: figures after each segment, where the model would halt, answers, ARC votes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sftplay import log
 from sftplay.config.schema.hrm import HrmConfig
+from sftplay.data.puzzles.arc.answers import read_asked, read_names
+from sftplay.data.puzzles.arc.canvas import ALPHABET
+from sftplay.data.puzzles.arc.task import LARGEST
+from sftplay.data.puzzles.arc.votes import Answer, Tally, ranks_of, share_of, share_of_inputs_solved, share_solved
 from sftplay.data.puzzles.folder import PuzzleFolder
 from sftplay.data.puzzles.sampler import Rows, TestRows
 from sftplay.data.puzzles.written.grid import GridText
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.tasks.hrm.act import wants_to_halt
-from sftplay.tasks.hrm.gathering import objects_on
-from sftplay.tasks.hrm.network.model import PuzzleModel
-from sftplay.tasks.hrm.solve import refined
-from sftplay.tasks.hrm.voting import Voting, is_arc
+from sftplay.tasks.hrm.network import PuzzleModel, SegmentOutput
+
+
+def objects_on(rank: int, mine: Any) -> list[Any]:
+    """What each rank has, in rank order, on `rank`; nothing on others. All ranks call it."""
+    if log.world_size() == 1:
+        return [mine]
+    found: list[Any] | None = [None] * log.world_size() if log.rank() == rank else None
+    torch.distributed.gather_object(mine, found, dst=rank)
+    return found or []
+
+
+def refined(model: PuzzleModel, inputs: Tensor, *, identifiers: Tensor) -> Iterator[SegmentOutput]:
+    """The answer after each of the model's `n_supervision` segments, none of them left out.
+
+    `inputs` are int64 [batch, cells], `identifiers` int64 [batch]. Grad mode is off while a segment runs.
+    """
+    state = model.start(len(inputs))
+    with torch.no_grad():
+        rows = model.puzzles(identifiers) if model.puzzles is not None else None
+    for _ in range(model.hrm.n_supervision):
+        with torch.no_grad():
+            state, answer = model(state, inputs, puzzle_rows=rows)
+        yield answer
+
+
+def is_arc(puzzles: PuzzleFolder) -> bool:
+    """Whether the folder says that it holds tasks of ARC; where it looks so and says nothing, that is told."""
+    facts = puzzles.facts
+    looks_so = (facts.seq_len, facts.vocab_size) == (LARGEST**2, len(ALPHABET.symbols))
+    if looks_so and not facts.kind and facts.num_puzzle_identifiers > 1:
+        what = 'no votes are counted: dataset.json names no kind; write "kind": "arc" there, with identifiers.json and'
+        log.say(f"{puzzles.path}: {what} test_puzzles.json in the folder above, if these are tasks of ARC", "eval")
+    return facts.kind == "arc"
+
+
+class Voting:
+    """Takes the answers of this rank while it measures."""
+
+    def __init__(self, puzzles: PuzzleFolder) -> None:
+        """Raise DataError where the names of the copies or the tasks do not lie beside the puzzles."""
+        self.names, self.tasks = read_names(puzzles.path), read_asked(puzzles.path)
+        self.tally = Tally()
+
+    def add(self, rows: Rows, predicted: NDArray[Any], *, q_halt: NDArray[Any]) -> None:
+        """Count the answers to a batch, rows of padding left out: uint8 [batch, cells], and fp32 [batch]."""
+        for place in np.flatnonzero(rows.mask):
+            name = self.names[rows.puzzle_identifiers[place]]
+            self.tally.add(Answer(name, rows.inputs[place], predicted[place], float(q_halt[place])))
+
+    def figures(self) -> dict[str, Any]:
+        """pass@k of whole tasks and of test inputs by the votes of all ranks; nothing on ranks other than the main one.
+
+        All ranks call it.
+        """
+        rank, world = log.rank(), log.world_size()
+        mine = Tally()
+        for owner, share in enumerate(self.tally.shares(world)):
+            for each in objects_on(owner, share):
+                mine.merge(each)
+        ballots = mine.ballots()
+        ranks = [ranks_of(task, ballots) for name, task in self.tasks.items() if share_of(name, world) == rank]
+        of_all = [each for of_rank in objects_on(0, ranks) for each in of_rank]
+        if not log.is_main():
+            return {}
+        strict, partial = share_solved([max(each) for each in of_all]), share_of_inputs_solved(of_all)
+        named = {"pass_at": strict, "pass_at_partial": partial}
+        return {"tasks": len(of_all)} | {name: {str(k): v for k, v in of_k.items()} for name, of_k in named.items()}
+
 
 SHOWN = 64
 """Puzzles whose answers are kept for people, spread over all of them."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from sftplay import log
 from sftplay.errors import RunError
 from sftplay.tasks.hrm.act import Carry, Puzzles
-from sftplay.tasks.hrm.network.model import State
+from sftplay.tasks.hrm.network import State
 
 AVERAGE = "average.safetensors"
 SAMPLER = "sampler"

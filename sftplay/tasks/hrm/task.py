@@ -25,11 +25,10 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.releases import recomputation_arguments
 from sftplay.model.adapter import describe_parameters
 from sftplay.model.source import weights_digest
+from sftplay.tasks.hrm.embedding import ALL_ROWS, TableShare
 from sftplay.tasks.hrm.evaluation import EvaluatePuzzles, StopWhenLearned
-from sftplay.tasks.hrm.network.embedding import ALL_ROWS
-from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
-from sftplay.tasks.hrm.network.saved import load_published, save_model
-from sftplay.tasks.hrm.network.table_share import TableShare
+from sftplay.tasks.hrm.network import Grid, PuzzleModel
+from sftplay.tasks.hrm.published import load_published, save_model
 from sftplay.tasks.hrm.trainer import PuzzleTrainer
 from sftplay.train.fingerprint import fingerprint_of, write_manifest
 from sftplay.train.guards import StopOnSignal

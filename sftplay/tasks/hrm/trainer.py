@@ -20,9 +20,8 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.puzzles.sampler import Rows, TrainRows
 from sftplay.tasks.hrm.act import FIGURES, Carry, Puzzles, all_halted, begun, least_segments, run_segment, together
-from sftplay.tasks.hrm.learning.adam_atan2 import AdamATan2
-from sftplay.tasks.hrm.learning.average import MovingAverage
-from sftplay.tasks.hrm.network.model import PuzzleModel
+from sftplay.tasks.hrm.network import PuzzleModel
+from sftplay.tasks.hrm.optimizer import AdamATan2, MovingAverage
 from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
 from sftplay.train.exact_batch import StepSetup
 from sftplay.train.gradients import add_gradients

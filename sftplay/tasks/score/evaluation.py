@@ -22,12 +22,9 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.score.episodes.drawing import Action
-from sftplay.tasks.score.episodes.figures import diagnosis, reference_of
-from sftplay.tasks.score.episodes.judge import Verdict, describe, expect_known
-from sftplay.tasks.score.episodes.play import Episode, Hints, exchange_hints
-from sftplay.tasks.score.episodes.samples import line_of, write_lines
-from sftplay.tasks.score.learning.schedule import gate_objection
+from sftplay.tasks.score.episode_rewards import Verdict, describe, expect_known, line_of, write_lines
+from sftplay.tasks.score.losses import gate_objection
+from sftplay.tasks.score.sample_episodes import Action, Episode, Hints, diagnosis, exchange_hints, reference_of
 from sftplay.train.disk import check_room, checkpoint_bytes
 from sftplay.train.observer import Observer
 from sftplay.train.random_numbers import random_numbers_kept

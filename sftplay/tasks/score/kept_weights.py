@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from sftplay import log
 from sftplay.errors import RunError
-from sftplay.tasks.score.episodes.cast import Cast
-from sftplay.tasks.score.shards.models import gathered, put
+from sftplay.tasks.score.role_models import Cast
+from sftplay.tasks.score.shards import gathered, put
 
 FILE = "score.safetensors"
 

@@ -16,8 +16,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from sftplay import log
 from sftplay.tasks.score.kept_weights import load_weights
-from sftplay.tasks.score.shards.models import FSDPModels, load_whole, whole_weights
-from sftplay.tasks.score.shards.optimizer_state import load_optimizer, save_optimizer
+from sftplay.tasks.score.shards import FSDPModels, load_optimizer, load_whole, save_optimizer, whole_weights
 from sftplay.tasks.score.trainer import EpisodeTrainer
 
 

@@ -15,14 +15,13 @@ from sftplay.data.prompts.report import prompts_table
 from sftplay.evaluate.rewarded import spread
 from sftplay.launch.run_folder import RunFolder
 from sftplay.plan.devices.layout import Layout, layout_of
-from sftplay.tasks.score.episodes.cast import ADAPTERS, Cast
-from sftplay.tasks.score.episodes.judge import EpisodeJudge
-from sftplay.tasks.score.episodes.play import Player
+from sftplay.tasks.score.episode_rewards import EpisodeJudge
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
-from sftplay.tasks.score.finished.ablation import measure_ablation
-from sftplay.tasks.score.finished.cast import FinishedCast, open_cast
-from sftplay.tasks.score.gradients.scoring import check_scores
+from sftplay.tasks.score.finished import FinishedCast, measure_ablation, open_cast
 from sftplay.tasks.score.problems import EpisodeRows, collate, run_order
+from sftplay.tasks.score.role_models import ADAPTERS, Cast
+from sftplay.tasks.score.sample_episodes import Player
+from sftplay.tasks.score.scoring import check_scores
 from sftplay.tasks.score.sharded_trainer import ShardedEpisodeTrainer
 from sftplay.tasks.score.trainer import EpisodeTrainer
 from sftplay.train.fingerprint import recipe_of

@@ -23,19 +23,16 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.generate.sampling import seed_of
 from sftplay.launch.checkpoints import step_of
-from sftplay.tasks.score.episodes.cast import Cast
-from sftplay.tasks.score.episodes.drawing import padded_tokens
-from sftplay.tasks.score.episodes.judge import EpisodeJudge, describe, of_all_ranks
-from sftplay.tasks.score.episodes.play import Episode, Player
-from sftplay.tasks.score.episodes.samples import keep_episodes
-from sftplay.tasks.score.gradients.policy_update import Played, PolicyUpdate, actions_of
-from sftplay.tasks.score.gradients.update import Batch
-from sftplay.tasks.score.kept_episodes import Drawing, load_drawing, save_drawing
+from sftplay.tasks.score.advantages import Advantages
+from sftplay.tasks.score.episode_rewards import EpisodeJudge, describe, keep_episodes, of_all_ranks
 from sftplay.tasks.score.kept_weights import load_weights, save_weights
-from sftplay.tasks.score.learning.credit import Advantages
-from sftplay.tasks.score.learning.critic import soft_update
-from sftplay.tasks.score.learning.schedule import rates_of
+from sftplay.tasks.score.losses import rates_of
 from sftplay.tasks.score.problems import MinibatchSchedule
+from sftplay.tasks.score.role_models import Cast
+from sftplay.tasks.score.rollout_batch import Drawing, load_drawing, save_drawing
+from sftplay.tasks.score.sample_episodes import Episode, Player, padded_tokens
+from sftplay.tasks.score.update import Batch, Played, PolicyUpdate, actions_of
+from sftplay.tasks.score.value_model import soft_update
 from sftplay.train.exact_batch import StepSetup
 from sftplay.train.gradients import average_gradients, gradient_norm
 from sftplay.train.interval import StepCounts

@@ -15,8 +15,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from sftplay.errors import ConfigError, RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
-from sftplay.tasks.grpo.completions.sampler_copies import merged_copies, send_copies
-from sftplay.tasks.grpo.watch.base_weights import CHUNK_WORDS, WatchBaseWeights, digest_of, frozen_digests
+from sftplay.tasks.grpo.logprob_check import merged_copies, send_copies
+from sftplay.tasks.grpo.watch import CHUNK_WORDS, WatchBaseWeights, digest_of, frozen_digests
 
 
 def adapted(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:

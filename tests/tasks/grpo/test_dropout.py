@@ -13,7 +13,7 @@ import torch
 from grpo_run import grpo_inputs, grpo_options
 from in_process import Inputs, train
 
-from sftplay.tasks.grpo.completions.sampler_gauge import SamplerGauge
+from sftplay.tasks.grpo.logprob_check import SamplerGauge
 
 pytestmark = pytest.mark.slow
 

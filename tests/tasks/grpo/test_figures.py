@@ -9,9 +9,9 @@ import torch
 
 from sftplay.reward.calls import Scores
 from sftplay.reward.reward_set import Scored
-from sftplay.tasks.grpo.judged import Judged, figures_of_programs
 from sftplay.tasks.grpo.rollouts import scaling_figures
-from sftplay.tasks.grpo.watch.signal_health import policy_clip_share
+from sftplay.tasks.grpo.scoring import Judged, figures_of_programs
+from sftplay.tasks.grpo.watch import policy_clip_share
 
 TRIED: list[dict[str, Any] | None] = [
     {"how": "labelled", "status": "ok", "hidden_pass": True},

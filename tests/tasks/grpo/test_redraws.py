@@ -11,8 +11,8 @@ from processes import HANG_S
 from sftplay import log
 from sftplay.reward.calls import Scores
 from sftplay.reward.reward_set import Scored
-from sftplay.tasks.grpo.judged import Drawn, Judged, together
-from sftplay.tasks.grpo.redraws import MOST_TURNS, Redraws, Reserve, Share, silent_groups
+from sftplay.tasks.grpo.dynamic_sampling import MOST_TURNS, Redraws, Reserve, Share, silent_groups
+from sftplay.tasks.grpo.scoring import Drawn, Judged, together
 
 GROUP = 4
 ROWS = [10 * n for n in range(12)]

@@ -9,7 +9,7 @@ import pytest
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import RunError
-from sftplay.tasks.grpo.watch.signal_health import CAUSES, RECENT, SignalHealth
+from sftplay.tasks.grpo.watch import CAUSES, RECENT, SignalHealth
 
 GOOD = {"reward": 0.5, "reward/a": 0.4, "zero_variance_share": 0.2, "clipped_ratio": 0.0, "completion_tokens": 100.0}
 GOOD_LOGS = {"entropy": 1.0, "kl": 0.01, "sampler_kl": 0.0, "sampler_gap": 1e-6, "clip_ratio/region_mean": 0.05}

@@ -18,9 +18,9 @@ from sftplay.data.prompts.questions import Question
 from sftplay.evaluate.rewarded import figures_of, reward_answers
 from sftplay.reward.calls import Scores
 from sftplay.reward.reward_set import Scored, combined
-from sftplay.tasks.grpo.judged import Judged
-from sftplay.tasks.grpo.redraws import Redraws
-from sftplay.tasks.grpo.watch.signal_health import SignalHealth
+from sftplay.tasks.grpo.dynamic_sampling import Redraws
+from sftplay.tasks.grpo.scoring import Judged
+from sftplay.tasks.grpo.watch import SignalHealth
 
 WEIGHTS = (1.0, 0.1)
 CONTENT: list[float | None] = [1.0, 0.0, None, 1.0, 1.0, 1.0, 1.0, None]

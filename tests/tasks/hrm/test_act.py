@@ -17,13 +17,13 @@ from sftplay.tasks.hrm.act import (
     Segment,
     all_halted,
     begun,
+    cell_losses,
     halts,
     least_segments,
     run_segment,
     worth_of_continuing,
 )
-from sftplay.tasks.hrm.learning.losses import cell_losses
-from sftplay.tasks.hrm.network.model import Answer, Grid, PuzzleModel, State
+from sftplay.tasks.hrm.network import Grid, PuzzleModel, SegmentOutput, State
 
 BATCH, CELLS, VOCAB = 4, 3, 5
 SMALL = {"hidden_size": 8, "num_heads": 2, "h_layers": 1, "l_layers": 1}
@@ -41,18 +41,18 @@ def puzzles(seed: int) -> Puzzles:
     return Puzzles(inputs, labels, torch.full((BATCH,), seed % 2))
 
 
-def answer(halt: list[float], go_on: list[float]) -> Answer:
-    return Answer(torch.zeros(len(halt), CELLS, VOCAB), torch.tensor(halt), torch.tensor(go_on))
+def answer(halt: list[float], go_on: list[float]) -> SegmentOutput:
+    return SegmentOutput(torch.zeros(len(halt), CELLS, VOCAB), torch.tensor(halt), torch.tensor(go_on))
 
 
 class Told(torch.nn.Module):
     """A model that answers what it is told, call by call, and counts up its state."""
 
-    def __init__(self, hrm: HrmConfig, *answers: Answer) -> None:
+    def __init__(self, hrm: HrmConfig, *answers: SegmentOutput) -> None:
         super().__init__()
         self.hrm, self.answers, self.puzzles = hrm, list(answers), None
 
-    def forward(self, state: State, _inputs: Tensor, **_: Any) -> tuple[State, Answer]:
+    def forward(self, state: State, _inputs: Tensor, **_: Any) -> tuple[State, SegmentOutput]:
         return State(state.high + 1, state.low + 1), self.answers.pop(0)
 
 
@@ -96,7 +96,7 @@ def test_going_on_is_worth_what_the_next_segment_promises_and_at_the_end_what_ha
     assert target.tolist() == pytest.approx(sigmoid)
 
 
-def told_segment(hrm: HrmConfig, said: list[Answer], *, steps: list[int], labels: Tensor) -> Segment:
+def told_segment(hrm: HrmConfig, said: list[SegmentOutput], *, steps: list[int], labels: Tensor) -> Segment:
     state = State(torch.zeros(BATCH, CELLS, 8), torch.zeros(BATCH, CELLS, 8))
     carry = Carry(state, torch.tensor(steps), FREE == 1, Puzzles(FREE.new_zeros(BATCH, CELLS), labels, FREE))
     return run_segment(Told(hrm, *said), carry, at_least=FREE)  # type: ignore[arg-type]
@@ -107,8 +107,8 @@ def test_losses_and_figures_of_a_segment_are_those_of_hand_arithmetic():
     logits = torch.zeros(BATCH, CELLS, VOCAB)
     logits[..., 1] = 2.0  # it answers 1 everywhere
     labels = torch.tensor([[1, 1, 1], [1, 2, 1], [1, -100, 1], [-100, -100, -100]])
-    first = Answer(logits, torch.tensor([2.0, -1.0, 0.5, 9.0]), torch.tensor([1.0, 1.0, 1.0, 1.0]))
-    following = Answer(logits, torch.tensor([0.0, 3.0, 1.0, 0.0]), torch.tensor([4.0, 0.0, 5.0, 0.0]))
+    first = SegmentOutput(logits, torch.tensor([2.0, -1.0, 0.5, 9.0]), torch.tensor([1.0, 1.0, 1.0, 1.0]))
+    following = SegmentOutput(logits, torch.tensor([0.0, 3.0, 1.0, 0.0]), torch.tensor([4.0, 0.0, 5.0, 0.0]))
     segment = told_segment(hrm, [first, following], steps=[0, 1, 2, 0], labels=labels)
 
     def bce(q: float, target: float) -> float:

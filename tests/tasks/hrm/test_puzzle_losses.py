@@ -11,9 +11,8 @@ import torch
 from torch.nn import functional
 
 from sftplay.config.schema.hrm import HrmConfig
-from sftplay.tasks.hrm.learning.adam_atan2 import AdamATan2
-from sftplay.tasks.hrm.learning.average import MovingAverage
-from sftplay.tasks.hrm.learning.losses import cell_losses, log_stablemax, q_losses
+from sftplay.tasks.hrm.act import cell_losses, log_stablemax, q_losses
+from sftplay.tasks.hrm.optimizer import AdamATan2, MovingAverage
 
 SCORES = [
     [0.0, 1.0, -1.0],

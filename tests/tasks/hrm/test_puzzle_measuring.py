@@ -22,9 +22,9 @@ from sftplay.data.puzzles.sudoku.small import ALPHABET as SUDOKU4
 from sftplay.data.puzzles.writer import Group, write_folder
 from sftplay.tasks.hrm import measuring
 from sftplay.tasks.hrm.evaluation import said_of
-from sftplay.tasks.hrm.finished.evaluation import figures_table
+from sftplay.tasks.hrm.finished import figures_table
 from sftplay.tasks.hrm.measuring import described, measure
-from sftplay.tasks.hrm.network.model import Answer, Grid, PuzzleModel
+from sftplay.tasks.hrm.network import Grid, PuzzleModel, SegmentOutput
 
 SEGMENTS = 3
 HRM: dict[str, Any] = {
@@ -46,7 +46,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, answers: list[tuple[Any, list[float]]
     def refined(model: Any, inputs: Any, identifiers: Any) -> Any:
         for cells, q in answers:
             logits = torch.nn.functional.one_hot(torch.as_tensor(np.asarray(cells)).long(), vocab).float()
-            yield Answer(logits[: len(inputs)], torch.tensor(q)[: len(inputs)], torch.zeros(len(inputs)))
+            yield SegmentOutput(logits[: len(inputs)], torch.tensor(q)[: len(inputs)], torch.zeros(len(inputs)))
 
     monkeypatch.setattr(measuring, "refined", refined)
 
@@ -205,7 +205,7 @@ def test_votes_that_several_ranks_count_are_those_of_one_process(tmp_path: Path,
 
     def refined(model: Any, inputs: torch.Tensor, identifiers: torch.Tensor) -> Any:
         logits = torch.nn.functional.one_hot(canvases[colours[identifiers]], 12).float()
-        yield from [Answer(logits, -((identifiers - 1) % WAYS).float(), torch.zeros(len(inputs)))] * SEGMENTS
+        yield from [SegmentOutput(logits, -((identifiers - 1) % WAYS).float(), torch.zeros(len(inputs)))] * SEGMENTS
 
     monkeypatch.setattr(measuring, "refined", refined)
     model = model_for(puzzles)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sftplay.tasks.hrm.network import linear
-from sftplay.tasks.hrm.network.linear import Linear, OneDnnProduct, multiplies_by_one_dnn
+from sftplay.tasks.hrm import network as linear
+from sftplay.tasks.hrm.network import Linear, OneDnnProduct, multiplies_by_one_dnn
 
 HAS_ONE_DNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs a torch with oneDNN")
 

@@ -17,10 +17,10 @@ from untimed_metrics import untimed
 from sftplay import log
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.tasks.hrm.act import Carry, Puzzles
-from sftplay.tasks.hrm.network.embedding import PuzzleTable
-from sftplay.tasks.hrm.network.model import State
-from sftplay.tasks.hrm.network.saved import load_model
+from sftplay.tasks.hrm.embedding import PuzzleTable
+from sftplay.tasks.hrm.network import State
 from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
+from sftplay.tasks.hrm.published import load_model
 from sftplay.tasks.hrm.task import open_puzzles, rows_of
 from sftplay.train.setup import make_setup
 

@@ -17,13 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from sftplay.config.schema.score import CriticConfig, ScoreConfig
 from sftplay.plan.devices.layout import Layout
-from sftplay.tasks.score.episodes.cast import Cast
-from sftplay.tasks.score.episodes.drawing import Action
-from sftplay.tasks.score.episodes.play import Episode
-from sftplay.tasks.score.gradients import scoring
-from sftplay.tasks.score.gradients.critic_step import CriticStep
-from sftplay.tasks.score.gradients.update import Batch, Update
-from sftplay.tasks.score.learning.critic import soft_update
+from sftplay.tasks.score import scoring
+from sftplay.tasks.score.role_models import Cast
+from sftplay.tasks.score.sample_episodes import Action, Episode
+from sftplay.tasks.score.update import Batch, CriticStep, Update
+from sftplay.tasks.score.value_model import soft_update
 
 ACTIONS = [Action(prompt=[1, 2, 3], ids=[4, 5], log_probs=[-1.0, -0.1], is_truncated=False)] * 2
 LAYOUTS = {

@@ -18,17 +18,15 @@ from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
-from sftplay.tasks.score import kept_episodes
-from sftplay.tasks.score.episodes.cast import Cast
-from sftplay.tasks.score.episodes.drawing import Action
-from sftplay.tasks.score.episodes.judge import Verdict
-from sftplay.tasks.score.episodes.play import Episode
-from sftplay.tasks.score.gradients.policy_update import Played, PolicyUpdate
-from sftplay.tasks.score.gradients.scoring import ActionBatch, score_actions
-from sftplay.tasks.score.gradients.update import Batch
-from sftplay.tasks.score.kept_episodes import Drawing, load_drawing, save_drawing
-from sftplay.tasks.score.learning.credit import Advantages
+from sftplay.tasks.score import rollout_batch as kept_episodes
+from sftplay.tasks.score.advantages import Advantages
+from sftplay.tasks.score.episode_rewards import Verdict
 from sftplay.tasks.score.problems import EpisodeRows, MinibatchSchedule, StepRows
+from sftplay.tasks.score.role_models import Cast
+from sftplay.tasks.score.rollout_batch import Drawing, load_drawing, save_drawing
+from sftplay.tasks.score.sample_episodes import Action, Episode
+from sftplay.tasks.score.scoring import ActionBatch, score_actions
+from sftplay.tasks.score.update import Batch, Played, PolicyUpdate
 
 N = 4
 END = ID["<end>"]

@@ -22,12 +22,26 @@ from sftplay.generate.sampling import AHEAD, DrawByRow, seed_of
 from sftplay.model.out_of_memory import OutOfMemory
 from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
 from sftplay.plan.sizing.decisions import RATES
-from sftplay.tasks.score.episodes.drawing import Action, RecordedSampling, draw_actions, padded_tokens
-from sftplay.tasks.score.episodes.figures import diagnosis, edit_ratio, gives_the_hints_answer, is_leaked, turn_figures
-from sftplay.tasks.score.episodes.judge import Verdict, describe
-from sftplay.tasks.score.episodes.play import Player, exchange_hints
-from sftplay.tasks.score.episodes.templates import Template, make_templates, tokens_of, tokens_of_each, without_middle
-from sftplay.tasks.score.learning.schedule import rates_of
+from sftplay.tasks.score.episode_rewards import Verdict, describe
+from sftplay.tasks.score.losses import rates_of
+from sftplay.tasks.score.sample_episodes import (
+    Action,
+    Player,
+    RecordedSampling,
+    Template,
+    diagnosis,
+    draw_actions,
+    edit_ratio,
+    exchange_hints,
+    gives_the_hints_answer,
+    is_leaked,
+    make_templates,
+    padded_tokens,
+    tokens_of,
+    tokens_of_each,
+    turn_figures,
+    without_middle,
+)
 
 
 @pytest.fixture(scope="module")

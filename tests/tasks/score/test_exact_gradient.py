@@ -17,11 +17,10 @@ from sftplay.config.load import load_config
 from sftplay.data.encode.render import Renderer
 from sftplay.data.prompts.questions import Question
 from sftplay.model.toys.digits import ID
-from sftplay.tasks.score.episodes.cast import Cast, Role
-from sftplay.tasks.score.episodes.play import Player
-from sftplay.tasks.score.gradients.update import Batch, Update
-from sftplay.tasks.score.learning.advantages import advantages, leave_one_out_baseline
-from sftplay.tasks.score.learning.returns import turn_returns
+from sftplay.tasks.score.advantages import advantages, leave_one_out_baseline, turn_returns
+from sftplay.tasks.score.role_models import Cast, Role
+from sftplay.tasks.score.sample_episodes import Player
+from sftplay.tasks.score.update import Batch, Update
 
 pytestmark = pytest.mark.slow
 

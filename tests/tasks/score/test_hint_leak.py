@@ -14,10 +14,9 @@ from sftplay.config.schema.score import ScoreConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
-from sftplay.tasks.score.episodes.drawing import Action
-from sftplay.tasks.score.episodes.judge import EpisodeJudge, Verdict, describe
-from sftplay.tasks.score.episodes.play import Episode
-from sftplay.tasks.score.learning.credit import Outcome, credit_of
+from sftplay.tasks.score.advantages import Outcome, credit_of
+from sftplay.tasks.score.episode_rewards import EpisodeJudge, Verdict, describe
+from sftplay.tasks.score.sample_episodes import Action, Episode
 
 N = 8
 PENALTY = 0.3

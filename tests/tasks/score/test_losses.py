@@ -6,17 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-from sftplay.tasks.score.learning.advantages import advantages, leave_one_out_baseline
-from sftplay.tasks.score.learning.losses import (
-    action_log_prob,
-    chosen,
-    clipped_loss,
-    full_kl,
-    k3_kl,
-    masked_mean,
-    policy_loss,
-)
-from sftplay.tasks.score.learning.returns import turn_returns
+from sftplay.tasks.score.advantages import advantages, leave_one_out_baseline, turn_returns
+from sftplay.tasks.score.losses import action_log_prob, chosen, clipped_loss, full_kl, k3_kl, masked_mean, policy_loss
 
 WORDS, RIGHT, GROUP = 5, 2, 4
 PROBLEMS = 5_000

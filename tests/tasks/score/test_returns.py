@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sftplay.tasks.score.learning.advantages import advantages, batch_baseline, leave_one_out_baseline
-from sftplay.tasks.score.learning.returns import (
+from sftplay.tasks.score.advantages import (
+    advantages,
+    batch_baseline,
     explained_variance,
     guide_return,
     guide_reward,
+    leave_one_out_baseline,
     shaped_baseline,
     turn_returns,
 )

@@ -15,9 +15,9 @@ from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.tasks.score import task
-from sftplay.tasks.score.episodes.judge import Verdict
+from sftplay.tasks.score.episode_rewards import Verdict
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
-from sftplay.tasks.score.learning.schedule import gate_objection
+from sftplay.tasks.score.losses import gate_objection
 
 STAGE1, STEPS, N = 2, 4, 4
 OPTIMIZER = SimpleNamespace(state={})

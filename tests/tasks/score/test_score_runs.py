@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from untimed_metrics import untimed
 
 from sftplay.errors import RunError
-from sftplay.tasks.score.episodes.cast import Cast
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
+from sftplay.tasks.score.role_models import Cast
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ CRITIC = score_options(
 
 
 def test_a_run_with_a_critic_and_a_separate_value_resumes_bit_for_bit(inputs: Inputs, tmp_path: Path):
-    with patch("sftplay.tasks.score.learning.credit.WARM", -1e9):  # so that its opinion counts from the first step
+    with patch("sftplay.tasks.score.advantages.WARM", -1e9):  # so that its opinion counts from the first step
         whole = train(tmp_path / "whole", inputs, **CRITIC)
         cfg, folder = new_run(tmp_path / "halves", inputs, **CRITIC)
         train_in(cfg, folder, StopAfter(2))

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from sftplay.config.schema.score import ScoreConfig
 from sftplay.machine.releases import recompute
 from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
-from sftplay.tasks.score.episodes.cast import ADAPTERS, Cast
-from sftplay.tasks.score.episodes.drawing import Action
-from sftplay.tasks.score.gradients.scoring import ActionBatch, score_actions
-from sftplay.tasks.score.gradients.update import Batch, Update
+from sftplay.tasks.score.role_models import ADAPTERS, Cast
+from sftplay.tasks.score.sample_episodes import Action
+from sftplay.tasks.score.scoring import ActionBatch, score_actions
+from sftplay.tasks.score.update import Batch, Update
 
 ACTIONS = [
     Action(prompt=[ID[c] for c in prompt], ids=[ID[answer], ID["<end>"]], log_probs=[-1.0, -0.1], is_truncated=False)

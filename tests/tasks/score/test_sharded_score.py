@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from untimed_metrics import lines_of
 
 from sftplay.plan.devices.layout import Layout
-from sftplay.tasks.score.episodes.cast import Cast
 from sftplay.tasks.score.kept_weights import load_weights, save_weights
-from sftplay.tasks.score.shards.models import gathered, load_whole
+from sftplay.tasks.score.role_models import Cast
+from sftplay.tasks.score.shards import gathered, load_whole
 
 pytestmark = pytest.mark.slow
 

@@ -19,12 +19,10 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.report.episodes import _correct
 from sftplay.reward.calls import Scores
 from sftplay.reward.reward_set import MissingRewardMonitor, Scored
-from sftplay.tasks.score.episodes.drawing import Action
-from sftplay.tasks.score.episodes.judge import EpisodeJudge, Verdict, describe, expect_known
-from sftplay.tasks.score.episodes.play import Episode
-from sftplay.tasks.score.episodes.samples import line_of
-from sftplay.tasks.score.learning.credit import Advantages, Outcome, credit_of
-from sftplay.tasks.score.learning.value import ValueHead, value_loss
+from sftplay.tasks.score.advantages import Advantages, Outcome, credit_of
+from sftplay.tasks.score.episode_rewards import EpisodeJudge, Verdict, describe, expect_known, line_of
+from sftplay.tasks.score.sample_episodes import Action, Episode
+from sftplay.tasks.score.value_model import ValueHead, value_loss
 
 GROUP = 4
 
@@ -162,7 +160,7 @@ class Rewards:
 
 
 def judge_of(value: float | None, monkeypatch: pytest.MonkeyPatch) -> EpisodeJudge:
-    monkeypatch.setattr("sftplay.tasks.score.episodes.judge.RewardSet", lambda cfg: Rewards(value))
+    monkeypatch.setattr("sftplay.tasks.score.episode_rewards.RewardSet", lambda cfg: Rewards(value))
     cfg = RunConfig.model_validate({"model": {"name": "m"}, "rewards": [{"name": "tests", "use": "code_tests"}]})
     return EpisodeJudge(cfg, columns=[], tokenizer=Words())
 

@@ -6,9 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from sftplay.tasks.score.learning.critic import Critic, Visits, critic_loss, opinion, slow_copy, soft_update
-from sftplay.tasks.score.learning.encoder import TextEncoder, Tokens
-from sftplay.tasks.score.learning.value import SeparateValue, ValueHead, straight_through, value_loss
+from sftplay.tasks.score.value_model import (
+    Critic,
+    SeparateValue,
+    TextEncoder,
+    Tokens,
+    ValueHead,
+    Visits,
+    critic_loss,
+    opinion,
+    slow_copy,
+    soft_update,
+    straight_through,
+    value_loss,
+)
 
 TARGET = torch.tensor([0.0, 1.0, 1.0])
 

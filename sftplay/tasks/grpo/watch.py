@@ -1,0 +1,308 @@
+"""Callbacks of task grpo: the frozen weights stay as they were, and there is a signal to learn from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.trainer_callback import ExportableState
+
+from sftplay import log
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import RunError
+from sftplay.evaluate.rewarded import content_rewards
+from sftplay.launch.run_folder import RunFolder
+from sftplay.model.out_of_memory import gather_objects
+from sftplay.train.observer import Observer
+
+CHUNK_WORDS = 2**21
+"""How many words of 8 bytes are summed at a time: the copy that this needs takes 16 MiB."""
+
+SHOWN_NAMES = 3
+
+
+class WatchBaseWeights(Observer):
+    """Ends the run when a frozen weight has changed. A checkpoint of such a step is not marked complete.
+
+    It must come before the callback that marks checkpoints. Each rank looks at the weights that it holds.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.digests: dict[str, str] = {}
+        """Those of the start, by the name of the weight."""
+
+        self.checked_steps: list[int] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.digests = frozen_digests(self.trainer.model)
+        self._check(state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._check(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._check(state.global_step)
+
+    def _check(self, step: int) -> None:
+        if self.checked_steps[-1:] == [step]:
+            return
+        now = frozen_digests(self.trainer.model) if self.checked_steps else self.digests
+        changed = sorted(name for name in self.digests if now.get(name) != self.digests[name])
+        ranks = gather_objects((changed, combined_digest(now)), self.trainer.heartbeat)
+        if everywhere := sorted({name for names, _ in ranks for name in names}):
+            shown = ", ".join(everywhere[:SHOWN_NAMES]) + (" ..." if len(everywhere) > SHOWN_NAMES else "")
+            raise RunError(
+                f"{len(everywhere)} frozen weights have changed by step {step}: {shown}",
+                where="base weights",
+                fix="the adapter belongs to the weights of the start: continue from the last complete checkpoint, with "
+                "grpo.generation=transformers, which merges nothing",
+            )
+        self.checked_steps.append(step)
+        if log.is_main():
+            facts = {
+                "sha256": [digest for _, digest in ranks],
+                "tensors": len(self.digests),
+                "unchanged_at_steps": self.checked_steps,
+            }
+            self.folder.write_json("manifest.json", {**self.folder.read_json("manifest.json"), "base_weights": facts})
+
+
+def frozen_digests(model: Any) -> dict[str, str]:
+    """A digest of each weight that does not train, of the part that this rank holds; exact to the bit."""
+    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+    # A 4-bit weight is nothing without the scales of its blocks.
+    scales = {
+        f"{name}.absmax": weight.quant_state.absmax
+        for name, weight in frozen.items()
+        if getattr(weight, "quant_state", None) is not None
+    }
+    return {name: digest_of(_held(weight)) for name, weight in {**frozen, **scales}.items()}
+
+
+def combined_digest(digests: dict[str, str]) -> str:
+    """One digest of all."""
+    return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in digests.items()).encode()).hexdigest()
+
+
+@torch.no_grad()
+def digest_of(tensor: Tensor) -> str:
+    """Changes with any bit of the tensor, its dtype and its shape; computed where the tensor lies.
+
+    It is a sum of the bytes, as words of 8, each times its own odd number, modulo 2^64. Any single change of a word
+    changes it, because an odd factor can be undone; two changes cancel each other by chance once in 2^64.
+    """
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    sums = [_weighted_sum(words) for words in _words(tensor)]
+    if sums:
+        digest.update(torch.stack(sums).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _words(tensor: Tensor) -> Iterator[Tensor]:
+    """The bytes of the tensor as int64, a chunk at a time, the last word filled up with zeros."""
+    data = tensor.contiguous().reshape(-1).view(torch.uint8)
+    for chunk in data.split(CHUNK_WORDS * 8):
+        rest = -chunk.numel() % 8
+        if rest or chunk.storage_offset() % 8:
+            chunk = torch.cat([chunk, chunk.new_zeros(rest)])
+        yield chunk.view(torch.int64)
+
+
+def _weighted_sum(words: Tensor) -> Tensor:
+    factors = torch.arange(1, 2 * words.numel(), 2, device=words.device)
+    return (words * factors).sum()
+
+
+def _held(parameter: Any) -> Tensor:
+    """The part of a weight that this rank holds: FSDP and ZeRO-3 shard it."""
+    held: Tensor = (
+        parameter.to_local() if hasattr(parameter, "to_local") else getattr(parameter, "ds_tensor", parameter)
+    )
+    return held.detach()
+
+
+RECENT = 10
+"""Drawings, or lines of metrics, over which a figure is averaged before it is judged."""
+
+WARM_UP = (
+    "warm it up first: fine-tune on examples of right answers (task_mode sft), and name that run in model.name, as "
+    "workflows/sft_then_grpo.sh does; or take easier prompts"
+)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One thing that may go wrong with the figure `of`; `first` and `now` are its first and its recent mean."""
+
+    name: str
+    of: str
+    is_wrong: Callable[[float, float], bool]
+    what: str
+    fix: str
+
+
+CAUSES = (
+    Cause(
+        "silent groups", "zero_variance_share", lambda _, now: now > 0.8,
+        "{now:.0%} of the groups have equal rewards, which teach nothing",
+        "set grpo.redraws=2, draw more (grpo.num_generations), or take other prompts: easier where the reward is low, "
+        "harder where it is high",
+    ),
+    Cause(
+        "truncation", "clipped_ratio", lambda _, now: now > 0.25,
+        "{now:.0%} of the completions are cut off at grpo.max_completion_length",
+        "raise it, or set grpo.mask_truncated_completions=true to learn nothing from them",
+    ),
+    Cause(
+        "longer", "completion_tokens", lambda first, now: now > 2 * first and now > first + 16,
+        "completions have become longer: {now:.0f} tokens in the mean, {first:.0f} at the beginning",
+        "see in samples/ whether length is what is paid; add a reward `overlong`, or set grpo.loss_type=dr_grpo",
+    ),
+    Cause(
+        "shorter", "completion_tokens", lambda first, now: now < 0.5 * first and now < first - 16,
+        "completions have become shorter: {now:.0f} tokens in the mean, {first:.0f} at the beginning",
+        "see in samples/ what is still answered; a reward that a short text earns may have to go",
+    ),
+    Cause(
+        "sure", "entropy", lambda first, now: now < 0.1 * first,
+        "the model is nearly sure of each token: entropy {now:.3g}, {first:.3g} at the beginning; it tries nothing new",
+        "set grpo.epsilon_high=0.28, raise grpo.temperature, or lower train.learning_rate",
+    ),
+    Cause(
+        "unsure", "entropy", lambda first, now: now > 3 * first and now > first + 1,
+        "the model becomes unsure of its tokens: entropy {now:.3g}, {first:.3g} at the beginning",
+        "lower train.learning_rate, or set grpo.beta=0.04",
+    ),
+    Cause(
+        "far from the start", "kl", lambda _, now: now > 1,
+        "the model is far from the one that the run started with: KL {now:.3g}",
+        "raise grpo.beta, or lower train.learning_rate",
+    ),
+    Cause(
+        "clipping", "policy_clip_share", lambda _, now: now > 0.3,
+        "the ratio of {now:.0%} of the tokens is cut off, so they are not learned from",
+        "lower train.learning_rate, grpo.num_iterations or grpo.steps_per_generation",
+    ),
+    Cause(
+        "stale sampler", "sampler_kl", lambda _, now: now > 0.1,
+        "the weights that learn are far from those that drew: KL {now:.3g}",
+        "lower grpo.steps_per_generation, grpo.num_iterations or train.learning_rate",
+    ),
+    Cause(
+        "other sampler", "sampler_gap", lambda _, now: now > 0.1,
+        "the sampler and the model that learns disagree: their log-probabilities differ by {now:.3g} in the mean",
+        "set grpo.top_p=1, top_k=0, min_p=null and repetition_penalty=1; with vLLM, train and draw in one precision",
+    ),
+)  # fmt: skip
+
+
+class SignalHealth(Observer, ExportableState):
+    """Warns, and raises RunError after grpo.stop_without_signal steps in which all groups had equal rewards."""
+
+    trainer: Any
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self.limit = 0 if cfg.grpo.control == "constant" else cfg.grpo.stop_without_signal
+        self.warns = cfg.grpo.control is None
+        self.steps_without = 0
+        """Steps in a row without a signal."""
+
+        self.extremes: list[float] = []
+        """The lowest and the highest mean reward of all drawings so far."""
+
+        self.content = content_rewards(cfg.rewards)
+        """The rewards that a right answer alone gets in full."""
+
+        self.seen_content = False
+        """Whether any of these was ever other than 0."""
+
+        self.first: dict[str, float] = {}
+        self.said: list[str] = []
+        self._recent: dict[str, deque[float]] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        saved = state.stateful_callbacks.get(type(self).__name__, {})
+        for name, value in saved.get("attributes", {}).items():
+            setattr(self, name, value)
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer keeps in its checkpoints."""
+        names = ("steps_without", "extremes", "seen_content", "first", "said")
+        return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        drawing = self.trainer.drawing
+        reward = drawing.get("reward")
+        if reward is not None:
+            self.extremes = [min([reward, *self.extremes]), max([reward, *self.extremes])]
+        self.seen_content |= any(drawing.get(f"reward/{name}") for name in self.content)
+        share = drawing.get("zero_variance_share", 0.0)
+        if share is not None:  # None: too few rewards are known to tell
+            self.steps_without = 0 if share < 1.0 else self.steps_without + 1
+        if self.limit and self.steps_without >= self.limit:
+            raise self._explain(state.global_step)
+        self._judge(drawing)
+        self._warn_of_form_alone()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        names = ("entropy", "kl", "sampler_kl", "sampler_gap")
+        self._judge({**{name: logs.get(name) for name in names}, "policy_clip_share": policy_clip_share(logs)})
+
+    def _judge(self, figures: Mapping[str, float | None]) -> None:
+        for name, value in figures.items():
+            if value is not None:
+                self._recent.setdefault(name, deque(maxlen=RECENT)).append(value)
+        for cause in CAUSES:
+            values = self._recent.get(cause.of, ())
+            if figures.get(cause.of) is None or len(values) < RECENT:
+                continue
+            now = fmean(values)
+            first = self.first.setdefault(cause.of, now)
+            if self.warns and cause.name not in self.said and cause.is_wrong(first, now):
+                self.said.append(cause.name)
+                log.say(f"warning: {cause.what.format(first=first, now=now)}\n  fix: {cause.fix}", "signal")
+
+    @property
+    def _learns_form_alone(self) -> bool:
+        return bool(self.content) and not self.seen_content
+
+    def _warn_of_form_alone(self) -> None:
+        """Where rewards for form have a signal, a run without a right answer would go on unnoticed."""
+        is_due = len(self._recent.get("reward", ())) >= RECENT and self.extremes != [0, 0]
+        if is_due and self.warns and self._learns_form_alone and "form alone" not in self.said:
+            self.said.append("form alone")
+            what = (
+                f"since the first step no answer was paid for content ({', '.join(self.content)}): only form is learned"
+            )
+            log.say(f"warning: {what}\n  fix: {WARM_UP}", "signal")
+
+    def _explain(self, step: int) -> RunError:
+        what = f"nothing was learned in the last {self.steps_without} steps: in each group all rewards were equal"
+        samples = "read samples/ to see what the model tries"
+        if self.extremes == [0, 0] or self._learns_form_alone:
+            paid = "reward" if self.extremes == [0, 0] else f"reward for content ({', '.join(self.content)})"
+            return RunError(
+                f"{what}, and every {paid} since the first step was 0: the model never does what is asked",
+                where=f"step {step}",
+                fix=f"{WARM_UP}. {samples}",
+            )
+        return RunError(
+            f"{what} (mean reward {self.trainer.drawing['reward'] or 0:.3g})",
+            where=f"step {step}",
+            fix="stop here or take harder prompts where that is the highest reward; otherwise take easier prompts, or "
+            "a reward that pays parts of an answer; more grpo.num_generations and a higher grpo.temperature make "
+            f"answers differ. {samples}; grpo.stop_without_signal=0 goes on",
+        )
+
+
+def policy_clip_share(logs: Mapping[str, Any]) -> float | None:
+    """Share of the tokens whose ratio TRL's loss cuts off; None for a loss that cuts none off."""
+    names = ("clip_ratio/region_mean", "cispo_clip_ratio")
+    return next((logs[name] for name in names if logs.get(name) is not None), None)

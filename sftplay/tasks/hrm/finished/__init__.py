@@ -1,1 +1,0 @@
-"""Finished runs of task hrm: measured again, and used to solve a puzzle."""

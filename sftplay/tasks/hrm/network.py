@@ -1,0 +1,326 @@
+"""The recurrent network of HRM and TRM: linear maps, layers, and the two levels of recurrence."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from sftplay.config.schema.hrm import HrmConfig
+from sftplay.tasks.hrm.embedding import ALL_ROWS, PuzzleTable, TableShare
+
+CUT = 2.0
+"""Standard deviations beyond which a truncated normal distribution has nothing."""
+
+STD_OF_CUT = 0.8796256610342398
+"""Standard deviation of a standard normal distribution that is cut at +-CUT: sqrt(1 - 2 CUT phi(CUT) / (2 Phi(CUT) -
+1)). torch's trunc_normal_ does not correct for it."""
+
+
+def truncated_normal_(weight: Tensor, std: float) -> Tensor:
+    """Fill `weight` from a normal distribution that is cut at two sigma, and whose standard deviation is `std`."""
+    sigma = std / STD_OF_CUT
+    with torch.no_grad():
+        return nn.init.trunc_normal_(weight, std=sigma, a=-CUT * sigma, b=CUT * sigma)
+
+
+class Linear(nn.Module):
+    """A linear layer without a bias."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(truncated_normal_(torch.empty(n_out, n_in), n_in**-0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        if multiplies_by_one_dnn(x):
+            multiply = OneDnnProduct.apply if torch.is_grad_enabled() else one_dnn_product
+            product: Tensor = multiply(x, weight)
+            return product
+        return functional.linear(x, weight)
+
+
+def multiplies_by_one_dnn(x: Tensor) -> bool:
+    """Whether `x` is multiplied by oneDNN: in fp32, on a CPU of AMD with AVX-512, where nothing is compiled."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and not torch.compiler.is_compiling()
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and is_of_amd()
+    )
+
+
+@cache
+def is_of_amd() -> bool:
+    """Whether the CPU is one of AMD's. Where the system does not say so, it counts as another."""
+    with suppress(OSError):
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    return False
+
+
+class OneDnnProduct(torch.autograd.Function):
+    """x [..., n_in] times the transposed weight [n_out, n_in], in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, *factors: Tensor) -> Tensor:
+        # With a setup_context torch would look up the signature in each call, for a tenth of a small model's step.
+        ctx.save_for_backward(*factors)
+        return one_dnn_product(*factors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        of_x = one_dnn_product(gradient, weight.t()) if ctx.needs_input_grad[0] else None
+        of_weight = (
+            one_dnn_product(gradient.flatten(0, -2).t(), x.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
+        )
+        return of_x, of_weight
+
+
+def one_dnn_product(x: Tensor, weight: Tensor) -> Tensor:
+    """As functional.linear; torch's compiler calls oneDNN by this operator (torch/_inductor/mkldnn_ir.py)."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product
+
+
+EPSILON = 1e-5
+MULTIPLE = 256
+SMALL_WIDTH, SMALL_MULTIPLE = 512, 32
+"""Below this width the feed-forward layers are rounded up to a multiple of 32, else to one of 256."""
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x over its root mean square, computed in fp32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return functional.rms_norm(wide, x.shape[-1:], eps=EPSILON).to(x.dtype)
+
+
+def inner_width(hidden: int, expansion: float) -> int:
+    """Width within SwiGLU: two thirds of `expansion` times `hidden`, rounded up."""
+    multiple = MULTIPLE if hidden >= SMALL_WIDTH else SMALL_MULTIPLE
+    return math.ceil(round(expansion * hidden * 2 / 3) / multiple) * multiple
+
+
+class Rotation(nn.Module):
+    """Cosines and sines of the rotary positions 0 to `length` - 1 (rotate-half)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_width: int, length: int, *, theta: float) -> None:
+        super().__init__()
+        rates = theta ** -(torch.arange(0, head_width, 2).float() / head_width)
+        angles = torch.outer(torch.arange(length).float(), rates).unsqueeze(1)
+        self.register_buffer("cos", angles.cos().repeat(1, 1, 2), persistent=False)
+        self.register_buffer("sin", torch.cat((-angles.sin(), angles.sin()), dim=-1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [batch, length, heads, head_width], rotated."""
+        first, second = x.chunk(2, dim=-1)
+        swapped = torch.cat((second, first), dim=-1)
+        return (x * self.cos.to(x.dtype)).addcmul_(swapped, self.sin.to(x.dtype))
+
+
+class Attention(nn.Module):
+    """Positions look at every position: all of them, or only the `first` ones."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = Linear(hidden, 3 * hidden)
+        self.out = Linear(hidden, hidden)
+
+    def forward(self, x: Tensor, rotation: Rotation | None, *, first: int | None = None) -> Tensor:
+        batch, length, hidden = x.shape
+        heads = self.qkv(x).view(batch, length, 3 * self.heads, hidden // self.heads)
+        looking, v = heads.split((2 * self.heads, self.heads), dim=2)
+        if rotation is not None:
+            looking = rotation(looking)
+        q, k, v = (each.transpose(1, 2) for each in (*looking.chunk(2, dim=2), v))
+        mixed = functional.scaled_dot_product_attention(q[:, :, :first], k, v)
+        return self.out(mixed.transpose(1, 2).reshape(batch, -1, hidden))
+
+
+class SwiGlu(nn.Module):
+    """The feed-forward layer."""
+
+    def __init__(self, hidden: int, expansion: float) -> None:
+        super().__init__()
+        inner = inner_width(hidden, expansion)
+        self.gate_up = Linear(hidden, 2 * inner)
+        self.down = Linear(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(functional.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward layer, each followed by a norm of the sum (post-norm)."""
+
+    def __init__(self, hidden: int, *, heads: int, expansion: float) -> None:
+        super().__init__()
+        self.attention = Attention(hidden, heads)
+        self.feed_forward = SwiGlu(hidden, expansion)
+
+    def forward(self, x: Tensor, rotation: Rotation | None, *, first: int | None = None) -> Tensor:
+        x = rms_norm(x[:, :first] + self.attention(x, rotation, first=first))
+        return rms_norm(x + self.feed_forward(x))
+
+
+class Reasoner(nn.Module):
+    """A recurrent module: what is injected is added to its state, which then goes through its blocks."""
+
+    def __init__(self, n_layers: int, hidden: int, *, heads: int, expansion: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(hidden, heads=heads, expansion=expansion) for _ in range(n_layers))
+
+    def forward(
+        self, state: Tensor, injected: Tensor, *, rotation: Rotation | None, first: int | None = None
+    ) -> Tensor:
+        """The next state, of its `first` positions alone where that is given."""
+        state = state + injected
+        *blocks, last = self.blocks
+        for block in blocks:
+            state = block(state, rotation)
+        return last(state, rotation, first=first)
+
+
+Q_BIAS = -5.0
+"""Start of both Q values before the sigmoid: halting and going on look worthless at first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What the data decides of the model."""
+
+    vocab_size: int
+    cells: int
+    identifiers: int
+    """Number of puzzle identifiers, the blank one among them."""
+
+
+class State(NamedTuple):
+    """What a segment hands to the next one; both [batch, positions, hidden]."""
+
+    high: Tensor
+    low: Tensor
+
+    def detached(self) -> State:
+        """The same without its gradients."""
+        return State(self.high.detach(), self.low.detach())
+
+
+class SegmentOutput(NamedTuple):
+    """What the model says after a segment."""
+
+    logits: Tensor
+    """[batch, cells, vocabulary]"""
+
+    q_halt: Tensor
+    """fp32 [batch], before the sigmoid: how likely the answer is right."""
+
+    q_continue: Tensor
+    """fp32 [batch], before the sigmoid: what going on is worth."""
+
+
+class PuzzleModel(nn.Module):
+    """Both modules, the embeddings and the heads."""
+
+    start_high: Tensor
+    start_low: Tensor
+
+    def __init__(
+        self, hrm: HrmConfig, grid: Grid, *, dtype: torch.dtype = torch.float32, share: TableShare = ALL_ROWS
+    ) -> None:
+        """`dtype` is the type it computes in; its weights are fp32. `share` says which puzzle embeddings it holds."""
+        super().__init__()
+        self.hrm, self.grid, self.dtype = hrm, grid, dtype
+        width = hrm.hidden_size
+        emb_dim = width if hrm.puzzle_emb_dim is None else hrm.puzzle_emb_dim
+        self.prefix = hrm.puzzle_emb_len or math.ceil(emb_dim / width)
+        """Positions before the grid, which hold the puzzle's embedding."""
+
+        positions = self.prefix + grid.cells
+        self.tokens = nn.Parameter(truncated_normal_(torch.empty(grid.vocab_size, width), width**-0.5))
+        self.places: nn.Parameter | None = None
+        self.rotation: Rotation | None = None
+        if hrm.positions == "learned":
+            self.places = nn.Parameter(truncated_normal_(torch.empty(positions, width), width**-0.5))
+        else:
+            self.rotation = Rotation(width // hrm.num_heads, positions, theta=hrm.rope_theta)
+        self.puzzles = PuzzleTable(grid.identifiers, emb_dim, share=share) if emb_dim else None
+        module: dict[str, Any] = {"heads": hrm.num_heads, "expansion": hrm.expansion}
+        self.low = Reasoner(hrm.l_layers, width, **module)
+        self.own_high = None if hrm.arch == "single" else Reasoner(hrm.h_layers, width, **module)
+        self.head = Linear(width, grid.vocab_size)
+        self.q_head = nn.Linear(width, 2)
+        with torch.no_grad():
+            self.q_head.weight.zero_()
+            self.q_head.bias.fill_(Q_BIAS)
+        self.register_buffer("start_high", truncated_normal_(torch.empty(width), 1.0))
+        self.register_buffer("start_low", truncated_normal_(torch.empty(width), 1.0))
+
+    @property
+    def high(self) -> Reasoner:
+        """The slow module, which may be the fast one."""
+        return self.low if self.own_high is None else self.own_high
+
+    def start(self, batch: int) -> State:
+        """The state before the first segment."""
+        shape = (batch, self.prefix + self.grid.cells, self.hrm.hidden_size)
+        return State(*(each.to(self.dtype).expand(shape) for each in (self.start_high, self.start_low)))
+
+    def embed(self, inputs: Tensor, puzzle_rows: Tensor | None) -> Tensor:
+        """The input of each call of the fast module, [batch, positions, hidden].
+
+        `inputs` are int [batch, cells]; `puzzle_rows` the embeddings of the puzzles [batch, puzzle_emb_dim].
+        """
+        width = self.hrm.hidden_size
+        embedded = self.tokens[inputs].to(self.dtype)
+        if self.prefix and puzzle_rows is not None:
+            padding = self.prefix * width - puzzle_rows.shape[-1]
+            rows = nn.functional.pad(puzzle_rows.to(self.dtype), (0, padding))
+            embedded = torch.cat((rows.view(-1, self.prefix, width), embedded), dim=1)
+        if self.places is not None:
+            embedded = math.sqrt(0.5) * (embedded + self.places.to(self.dtype))
+        return math.sqrt(width) * embedded
+
+    def forward(
+        self, state: State, inputs: Tensor, *, puzzle_rows: Tensor | None, judges_alone: bool = False
+    ) -> tuple[State, SegmentOutput]:
+        """One segment: the state after it, detached, and the answer.
+
+        Gradients reach the last calls alone, as `hrm.grad` says; `state` gets none. With `judges_alone` the answer has
+        no cells, and the high state only its first position, from which the Q values are read.
+        """
+        embedded = self.embed(inputs, puzzle_rows)
+        state = self._think(state.detached(), embedded, first=1 if judges_alone else None)
+        q = self.q_head(state.high[:, 0].to(self.q_head.weight.dtype))
+        logits = self.head(state.high[:, :0] if judges_alone else state.high[:, self.prefix :])
+        return state.detached(), SegmentOutput(logits, q[:, 0], q[:, 1])
+
+    def _think(self, state: State, embedded: Tensor, *, first: int | None) -> State:
+        """All cycles. Which calls have a gradient is decided by their number; the last gives the `first` positions."""
+        hrm, (high, low) = self.hrm, state
+        for slow in range(hrm.h_cycles):
+            is_last_cycle = slow == hrm.h_cycles - 1
+            for fast in range(hrm.l_cycles):
+                learns = is_last_cycle and (hrm.grad == "full_last_cycle" or fast == hrm.l_cycles - 1)
+                with nullcontext() if learns else torch.no_grad():
+                    low = self.low(low, high + embedded, rotation=self.rotation)
+            with nullcontext() if is_last_cycle else torch.no_grad():
+                high = self.high(high, low, rotation=self.rotation, first=first if is_last_cycle else None)
+        return State(high, low)

@@ -1,1 +1,0 @@
-"""The recurrent model itself: layers, puzzle embeddings, one segment, and the model of a finished run on disk."""

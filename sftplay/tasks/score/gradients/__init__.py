@@ -1,1 +1,0 @@
-"""The forward and backward passes of a step: what models say of actions that were drawn, and what they learn."""

@@ -1,1 +1,0 @@
-"""What episodes are worth and what is learned from them: tensors in, tensors out; no model is loaded here."""

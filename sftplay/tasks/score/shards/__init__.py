@@ -1,1 +1,0 @@
-"""Models and an optimizer of which every rank holds a part."""
