@@ -63,7 +63,7 @@ def evaluate(model: Any, examples: HeldOutChats, *, cfg: RunConfig, path: Path) 
     log.say(f"measuring the model ({tag}) on {len(examples.held_out)} held-out rows", "eval")
     with ready_to_answer(model, cfg):
         loss = held_out_loss(model, examples.held_out, pad_token_id=tokenizer.pad_token_id)
-        chats = spread(examples.held_out_chats, cfg.eval.limit)
+        chats = evenly_spaced(examples.held_out_chats, cfg.eval.limit)
         generator = Generator(model, tokenizer, examples.renderer.end_token_ids, cfg.eval.max_new_tokens)
         answers = (
             answer_chats(generator, examples.renderer, chats=chats, batch_size=cfg.eval.batch_size) if chats else []
@@ -110,8 +110,8 @@ def reference_of(chat: Chat, renderer: Renderer) -> str:
     return str(renderer.tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def spread(chats: Sequence[Chat], limit: int | None) -> list[Chat]:
-    """At most `limit` of the rows, evenly spread over them."""
+def evenly_spaced(chats: Sequence[Chat], limit: int | None) -> list[Chat]:
+    """Return at most `limit` rows, evenly spaced over all of them."""
     if limit is None or len(chats) <= limit:
         return list(chats)
     return [chats[i * len(chats) // limit] for i in range(limit)]

@@ -82,9 +82,9 @@ def reward_answers(
     return [Rewarded(*each) for each in zip(asked, answers, n_tokens, values, sums, scored.verdicts, strict=True)]
 
 
-def figures_of(answers: Sequence[Rewarded], *, rewards: Sequence[RewardConfig]) -> dict[str, Any]:
-    """`n`, `reward` and `reward/NAME` (means of what is known), `pass` and its standard error, `hidden_pass`, counts by
-    status, and what is not known."""
+def compute_figures(answers: Sequence[Rewarded], *, rewards: Sequence[RewardConfig]) -> dict[str, Any]:
+    """Compute `n`, `reward` and `reward/NAME` (means of known values), `pass` and its standard error, `hidden_pass`,
+    counts by status, and counts of unknown values."""
     content = content_rewards(rewards)
     named = {f"reward/{reward.name}": [each.rewards[reward.name] for each in answers] for reward in rewards}
     measures: dict[str, list[Any]] = {
@@ -133,9 +133,9 @@ def evaluate_questions(
     lengths = [len(generator.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     with RewardSet(cfg) as reward_set:
         answers = reward_answers(reward_set, questions, columns=columns, answers=texts, n_tokens=lengths)
-    figures = figures_of(answers, rewards=cfg.rewards)
+    figures = compute_figures(answers, rewards=cfg.rewards)
     write_evaluation(path, figures=figures, answers=answers, rewards=cfg.rewards)
-    log.say(f"{tag}: {said_of(figures)}", "eval")
+    log.say(f"{tag}: {format_summary(figures)}", "eval")
     return figures
 
 
@@ -144,17 +144,17 @@ def evaluate_prompts(model: Any, prompts: Prompts, *, cfg: RunConfig, path: Path
     completions."""
     renderer = prompts.renderer
     generator = Generator(model, renderer.tokenizer, renderer.end_token_ids, cfg.grpo.max_completion_length)
-    questions = spread(prompts.held_out, cfg.eval.limit)
+    questions = evenly_spaced(prompts.held_out, cfg.eval.limit)
     return evaluate_questions(generator, questions, columns=prompts.report["columns"], cfg=cfg, path=path)
 
 
-def said_of(figures: Mapping[str, Any]) -> str:
-    """The figures in a line."""
+def format_summary(figures: Mapping[str, Any]) -> str:
+    """Format the figures as one line."""
     means = {key: value for key, value in figures.items() if key == PASS or key.startswith("reward")}
     return "  ".join(f"{key} {value:.3f}" for key, value in means.items()) + f"  (n {figures['n']})"
 
 
-def spread(questions: Sequence[Question] | Questions, limit: int | None) -> list[Question]:
-    """At most `limit` of the questions, evenly spread over them."""
+def evenly_spaced(questions: Sequence[Question] | Questions, limit: int | None) -> list[Question]:
+    """Return at most `limit` questions, evenly spaced over all of them."""
     count = len(questions) if limit is None else min(limit, len(questions))
     return [questions[at * len(questions) // count] for at in range(count)]

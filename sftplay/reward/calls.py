@@ -34,8 +34,8 @@ PACKAGE = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """What a reward says of a batch."""
+class RewardValues:
+    """The values of one reward for a batch of completions."""
 
     values: list[float | None]
     """A number for each completion. None: nothing is known."""
@@ -56,11 +56,11 @@ class RewardWorker:
         self._at_exit: Finalize | None = None
         self._is_ready = self._is_over = False
 
-    def __call__(self, completions: Sequence[Any], /, **columns: Any) -> Scores:
+    def __call__(self, completions: Sequence[Any], /, **columns: Any) -> RewardValues:
         """The scores of the completions; `columns` are aligned with them."""
         if is_user_function(self.use):
             return self._whole(completions, columns)
-        scores = Scores([])
+        scores = RewardValues([])
         for at in range(len(completions)):
             one = self._whole(completions[at : at + 1], {name: value[at : at + 1] for name, value in columns.items()})
             scores.values.extend(one.values)
@@ -133,25 +133,25 @@ class RewardWorker:
             self._is_ready = True
         return self._pipe
 
-    def _whole(self, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scores:
+    def _whole(self, completions: Sequence[Any], columns: Mapping[str, Any]) -> RewardValues:
         """One call for all of them: each gets a number, or none of them does."""
         n = len(completions)
         if self._is_over:
-            return Scores([None] * n, ["it was ended"])
+            return RewardValues([None] * n, ["it was ended"])
         try:
             pipe = self.wait_ready()
             pipe.send({**columns, "completions": list(completions)})
             if not pipe.poll(self.deadline_s):
                 self.close()
-                return Scores([None] * n, [f"took longer than {self.deadline_s:g} s"])
+                return RewardValues([None] * n, [f"took longer than {self.deadline_s:g} s"])
             kind, answer = pipe.recv()
         except TimeoutError as error:
-            return Scores([None] * n, [str(error)])
+            return RewardValues([None] * n, [str(error)])
         except (EOFError, OSError):
             self.close()
-            return Scores([None] * n, ["its process died"])
+            return RewardValues([None] * n, ["its process died"])
         if kind == "raised":
-            return Scores([None] * n, [answer])
+            return RewardValues([None] * n, [answer])
         return checked(answer, n)
 
 
@@ -175,7 +175,7 @@ def _first_word(pipe: Connection, use: str) -> Exception | None:
     return said
 
 
-def checked(answer: Any, n: int) -> Scores:
+def checked(answer: Any, n: int) -> RewardValues:
     """A reward's answer as scores: finite numbers and None pass, everything else is None with its reason.
 
     >>> checked([1.0, None, float("nan")], 3).reasons
@@ -183,8 +183,8 @@ def checked(answer: Any, n: int) -> Scores:
     """
     if not isinstance(answer, list) or len(answer) != n:
         said = f"{len(answer)} values" if isinstance(answer, list) else answer
-        return Scores([None] * n, [f"returned {said} for {n} completions"])
-    scores = Scores([])
+        return RewardValues([None] * n, [f"returned {said} for {n} completions"])
+    scores = RewardValues([])
     for value in answer:
         if isinstance(value, float) and isfinite(value):
             scores.values.append(value)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from sftplay import log
 from sftplay.config.schema.run import RewardConfig, RunConfig
 from sftplay.errors import DataError, RunError
-from sftplay.reward.calls import RewardWorker, Scores
+from sftplay.reward.calls import RewardValues, RewardWorker
 from sftplay.reward.code_rewards import CodeTests
 from sftplay.reward.form_rewards import in_form
 from sftplay.reward.junk import FORGERIES, Case, junk_answers
@@ -74,7 +74,7 @@ def check_reward(call: Call, cases: Sequence[Case], *, reward: RewardConfig) -> 
     )  # fmt: skip
 
 
-def _paid(cases: Sequence[Case], gold: Scores, *, kinds: Mapping[str, Scores]) -> list[str]:
+def _paid(cases: Sequence[Case], gold: RewardValues, *, kinds: Mapping[str, RewardValues]) -> list[str]:
     """The rows on which a forgery gets what the right answer gets, each with the forgery."""
     return [
         f"{case.where or f'row {number}'} pays {kind} {value:g}"
@@ -98,7 +98,7 @@ def _shares_process(call: Call, cases: Sequence[Case]) -> list[str]:
     ]
 
 
-def score(call: Call, answers: Sequence[str], *, cases: Sequence[Case]) -> Scores:
+def score(call: Call, answers: Sequence[str], *, cases: Sequence[Case]) -> RewardValues:
     """The reward's values of one answer for each case."""
     columns = {name: [case.columns[name] for case in cases] for name in cases[0].columns}
     return call(answers, **columns)
@@ -173,13 +173,13 @@ def _has_answer(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("answer"), str) and bool(row["answer"].strip())
 
 
-def mean_of(scores: Scores) -> float | None:
+def mean_of(scores: RewardValues) -> float | None:
     """Mean of the values that are known; None where none is."""
     known = [value for value in scores.values if value is not None]
     return sum(known) / len(known) if known else None
 
 
-def _judge(gold: Scores, junk: Mapping[str, float | None], *, only_form: bool) -> tuple[Verdict, str]:
+def _judge(gold: RewardValues, junk: Mapping[str, float | None], *, only_form: bool) -> tuple[Verdict, str]:
     best = mean_of(gold)
     if None in gold.values or best is None:
         return "raises", "; ".join(gold.reasons)

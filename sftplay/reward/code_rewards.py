@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from sftplay.config.schema.reward import CODE_TESTS, SandboxConfig
 from sftplay.errors import DataError
-from sftplay.reward.calls import Scores
+from sftplay.reward.calls import RewardValues
 from sftplay.reward.code_answer import CodeAnswer, find_code
 from sftplay.reward.completions import Completion
 from sftplay.sandbox.pool import Sandbox
@@ -155,11 +155,13 @@ class CodeTests:
         self.options, self.deadline_s = dict(options), deadline_s
         self._sandbox, self._limits = sandbox, limits
 
-    def __call__(self, completions: Sequence[Any], /, **columns: Any) -> Scores:
+    def __call__(self, completions: Sequence[Any], /, **columns: Any) -> RewardValues:
         """The scores of the completions; `columns` are aligned with them."""
         return self.judge(completions, columns)[0]
 
-    def judge(self, completions: Sequence[Any], columns: Mapping[str, Any]) -> tuple[Scores, list[dict[str, Any]]]:
+    def judge(
+        self, completions: Sequence[Any], columns: Mapping[str, Any]
+    ) -> tuple[RewardValues, list[dict[str, Any]]]:
         """The scores of the completions, and what became of each program."""
         turns = math.ceil(len(completions) / self._sandbox.workers)
         read = {name: columns[name] for name in COLUMNS if name in columns}  # rows may have a column `limits`
@@ -168,7 +170,7 @@ class CodeTests:
                 completions, sandbox=self._sandbox, limits=self._limits, within_s=self.deadline_s * turns, **read
             )
         except DataError as error:
-            return Scores([None] * len(completions), [str(error)]), [{"status": MACHINERY} for _ in completions]
+            return RewardValues([None] * len(completions), [str(error)]), [{"status": MACHINERY} for _ in completions]
         verdicts = [each.verdict for each in tried if each.verdict]
         shown = columns.get("shown") or [0] * len(tried)
         values = passes_tests(tried, shown=shown, **self.options)
@@ -179,4 +181,4 @@ class CodeTests:
         reasons = [f"the sandbox failed: {each.stderr}" for each in verdicts if each.status == MACHINERY]
         reasons += ["a row has no tests" for each in verdicts if each.status != MACHINERY and not each.total]
         said = [{**each.as_json(), "hidden_pass": known} for each, known in zip(tried, hidden, strict=True)]
-        return Scores(values, list(dict.fromkeys(reasons))), said
+        return RewardValues(values, list(dict.fromkeys(reasons))), said

@@ -12,7 +12,7 @@ from typing import Any
 from sftplay.config.schema.reward import CODE_TESTS
 from sftplay.config.schema.run import RewardConfig, RunConfig
 from sftplay.errors import ConfigError, RunError
-from sftplay.reward.calls import RewardWorker, Scores
+from sftplay.reward.calls import RewardValues, RewardWorker
 from sftplay.reward.code_rewards import CodeTests, limits_of
 from sftplay.reward.completions import Completion
 from sftplay.reward.table import judges_form
@@ -27,10 +27,10 @@ MOST_REASONS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """What all rewards say of a batch."""
+class BatchRewards:
+    """The values of all rewards for a batch of completions."""
 
-    by_name: dict[str, Scores]
+    by_name: dict[str, RewardValues]
     """In the order of the config. A value None means that nothing is known."""
 
     verdicts: list[dict[str, Any] | None]
@@ -40,13 +40,13 @@ class Scored:
     """Names of the rewards for content: without their values nothing is known of an answer's worth."""
 
     @classmethod
-    def of_all(cls, parts: Sequence[Scored]) -> Scored:
-        """Join the parts of a batch, for example those of all ranks, in their order."""
+    def concatenate(cls, parts: Sequence[BatchRewards]) -> BatchRewards:
+        """Concatenate the parts of a batch, for example those of all ranks, in order."""
         by_name = {}
         for name in parts[0].by_name:
-            each = [part.by_name[name] for part in parts]
-            reasons = list(dict.fromkeys(reason for scores in each for reason in scores.reasons))
-            by_name[name] = Scores([value for scores in each for value in scores.values], reasons)
+            values_by_part = [part.by_name[name] for part in parts]
+            reasons = list(dict.fromkeys(reason for scores in values_by_part for reason in scores.reasons))
+            by_name[name] = RewardValues([value for scores in values_by_part for value in scores.values], reasons)
         return cls(by_name, [verdict for part in parts for verdict in part.verdicts], parts[0].content)
 
 
@@ -106,7 +106,7 @@ class RewardSet:
         """One of the rewards, to be asked alone."""
         return self._code[name] if name in self._code else self._calls[name]
 
-    def score(self, completions: Sequence[Completion], columns: Mapping[str, Sequence[Any]]) -> Scored:
+    def score(self, completions: Sequence[Completion], columns: Mapping[str, Sequence[Any]]) -> BatchRewards:
         """What every reward says of the completions; `columns` are those of their rows, aligned with them."""
         assert self._threads is not None
         futures = {name: self._threads.submit(call, completions, **columns) for name, call in self._calls.items()}
@@ -116,7 +116,7 @@ class RewardSet:
         verdicts: Sequence[dict[str, Any] | None] = next(
             (each for _, each in judged.values()), [None] * len(completions)
         )
-        return Scored({name: found[name] for name in self.names}, list(verdicts), self._content)
+        return BatchRewards({name: found[name] for name in self.names}, list(verdicts), self._content)
 
     def close(self) -> None:
         """End all processes and boxes, also while a call is under way in another thread."""
@@ -159,7 +159,7 @@ def aligned(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def combined(scored: Scored, weights: Sequence[float]) -> list[float | None]:
+def combined(scored: BatchRewards, weights: Sequence[float]) -> list[float | None]:
     """The weighted sum of the rewards that know a value, for each completion; None where nothing is known of it.
 
     That is where a reward for content has no value, since the rest would make it a wrong answer, and where no reward
@@ -184,7 +184,7 @@ class MissingRewardMonitor:
         self._counts: deque[Counter[str]] = deque(maxlen=WINDOW)
         self._reasons: deque[dict[str, list[str]]] = deque(maxlen=WINDOW)
 
-    def add(self, scored: Scored) -> dict[str, int]:
+    def add(self, scored: BatchRewards) -> dict[str, int]:
         """Count a call: the name of each reward -> how many of its values are None.
 
         Raises:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.data.pipeline import load_examples
 from sftplay.evaluate import evaluate as measuring
-from sftplay.evaluate.evaluate import evaluate, held_out_loss, ready_to_answer, spread
+from sftplay.evaluate.evaluate import evaluate, evenly_spaced, held_out_loss, ready_to_answer
 from sftplay.evaluate.metrics import score_answers
 from sftplay.generate.generate import Generator, answer_all, stream_answer
 from sftplay.machine.releases import is_recomputing, recomputation
@@ -188,10 +188,10 @@ def test_metrics_by_hand():
 
 
 def test_limit_takes_rows_evenly_from_the_whole_set():
-    assert spread(list("abcdefgh"), 4) == list("aceg")
-    assert spread(list("abc"), None) == list("abc")
-    assert spread(list("abc"), 7) == list("abc")
-    assert len(set(spread(list(range(1000)), 199))) == 199
+    assert evenly_spaced(list("abcdefgh"), 4) == list("aceg")
+    assert evenly_spaced(list("abc"), None) == list("abc")
+    assert evenly_spaced(list("abc"), 7) == list("abc")
+    assert len(set(evenly_spaced(list(range(1000)), 199))) == 199
 
 
 def test_evaluation_writes_figures_and_every_answer(inputs: Inputs, tmp_path: Path, model: Any, tokenizer: Any):

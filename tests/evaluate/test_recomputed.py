@@ -12,8 +12,8 @@ from datasets import Dataset
 from sftplay.data.prompts.questions import Questions
 from sftplay.errors import DataError
 from sftplay.evaluate.recomputed import Recomputed, kept_steps, recompute
-from sftplay.reward.calls import Scores
-from sftplay.reward.reward_set import Scored
+from sftplay.reward.calls import RewardValues
+from sftplay.reward.reward_set import BatchRewards
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ class Lengths:
 
     names = ("length",)
 
-    def score(self, completions: list[str], columns: dict[str, list[Any]]) -> Scored:
+    def score(self, completions: list[str], columns: dict[str, list[Any]]) -> BatchRewards:
         worth = [float(len(text)) if best else 0.0 for text, best in zip(completions, columns["counts"], strict=True)]
-        return Scored({"length": Scores(worth)}, [None] * len(completions))
+        return BatchRewards({"length": RewardValues(worth)}, [None] * len(completions))
 
 
 def questions() -> Questions:

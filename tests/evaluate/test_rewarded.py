@@ -10,9 +10,9 @@ import pytest
 
 from sftplay.config.schema.run import RewardConfig
 from sftplay.data.prompts.questions import Question
-from sftplay.evaluate.rewarded import Rewarded, figures_of, reward_answers, write_evaluation
-from sftplay.reward.calls import Scores
-from sftplay.reward.reward_set import Scored
+from sftplay.evaluate.rewarded import Rewarded, compute_figures, reward_answers, write_evaluation
+from sftplay.reward.calls import RewardValues
+from sftplay.reward.reward_set import BatchRewards
 
 REWARDS = [RewardConfig(name="right", use="exact_match"), RewardConfig(name="shape", use="regex", weight=0.5)]
 
@@ -25,14 +25,14 @@ class TwoRewards:
     def __init__(self) -> None:
         self.columns: dict[str, Any] = {}
 
-    def score(self, completions: list[str], columns: dict[str, list[Any]]) -> Scored:
+    def score(self, completions: list[str], columns: dict[str, list[Any]]) -> BatchRewards:
         self.columns = columns
         right = [None if text == "?" else float(text == want) for text, want in zip(completions, columns["answer"])]
         shape = [float(text.count(".")) for text in completions]
         verdicts: list[Any] = [
             {"status": "ok", "hidden_pass": True}, {"status": "wrong", "hidden_pass": False}, {"status": "infra"}, None,
         ][: len(completions)]  # fmt: skip
-        return Scored({"right": Scores(right), "shape": Scores(shape)}, verdicts)
+        return BatchRewards({"right": RewardValues(right), "shape": RewardValues(shape)}, verdicts)
 
 
 def answered() -> tuple[TwoRewards, list[Rewarded]]:
@@ -44,7 +44,7 @@ def answered() -> tuple[TwoRewards, list[Rewarded]]:
 
 
 def test_means_leave_out_what_is_not_known_and_form_does_not_decide_what_passes():
-    figures = figures_of(answered()[1], rewards=REWARDS)
+    figures = compute_figures(answered()[1], rewards=REWARDS)
     assert figures["n"] == 4
     assert figures["reward/right"] == pytest.approx(1 / 3)
     assert figures["reward/shape"] == pytest.approx(1 / 4)
@@ -63,14 +63,14 @@ def test_rewards_get_the_columns_of_all_rows_aligned():
 
 
 def test_rewards_for_form_alone_let_nothing_pass_or_fail():
-    figures = figures_of(answered()[1], rewards=REWARDS[1:])
+    figures = compute_figures(answered()[1], rewards=REWARDS[1:])
     assert not {"pass", "pass_stderr"} & set(figures)
 
 
 def test_every_answer_stands_beside_the_figures(tmp_path: Path):
     answers = answered()[1]
     path = tmp_path / "step-3.json"
-    figures = {"step": 3, **figures_of(answers, rewards=REWARDS)}
+    figures = {"step": 3, **compute_figures(answers, rewards=REWARDS)}
     write_evaluation(path, figures=figures, answers=answers, rewards=REWARDS)
     assert json.loads(path.read_text())["step"] == 3
     lines = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]

@@ -9,8 +9,8 @@ from processes import HANG_S, wait_until
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, RunError
-from sftplay.reward.calls import Scores
-from sftplay.reward.reward_set import MissingRewardMonitor, RewardSet, Scored, combined
+from sftplay.reward.calls import RewardValues
+from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, combined
 from sftplay.sandbox.choose import SAFE, problem_of
 from sftplay.sandbox.verdicts.job import Verdict
 
@@ -146,11 +146,11 @@ def ask_20_times(rewards, counter, n=8, columns=None):
 
 
 def scored(values, reasons=(), n=8):
-    return Scored({"known": Scores([1.0] * n), "odd": Scores(values, list(reasons))}, [None] * n)
+    return BatchRewards({"known": RewardValues([1.0] * n), "odd": RewardValues(values, list(reasons))}, [None] * n)
 
 
 def test_what_a_sum_does_not_know_is_left_out_and_a_weight_of_0_only_measures():
-    found = Scored({"a": Scores([1.0, None, None]), "b": Scores([0.5, 0.5, None])}, [None] * 3)
+    found = BatchRewards({"a": RewardValues([1.0, None, None]), "b": RewardValues([0.5, 0.5, None])}, [None] * 3)
     assert combined(found, [2.0, 4.0]) == [4.0, 2.0, None]
     assert combined(found, [2.0, 0.0]) == [2.0, None, None]
 

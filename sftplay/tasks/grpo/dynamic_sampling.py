@@ -18,7 +18,7 @@ from transformers.trainer_callback import ExportableState
 
 from sftplay import log
 from sftplay.data.order import training_order
-from sftplay.reward.calls import Scores
+from sftplay.reward.calls import RewardValues
 from sftplay.tasks.grpo.scoring import Judged
 from sftplay.train.observer import Observer
 
@@ -278,7 +278,7 @@ def spliced(judged: Judged, part: Judged, *, places: Sequence[int]) -> Judged:
         return merged
 
     by_name = {
-        name: Scores(put(scores.values, part.scored.by_name[name].values), scores.reasons)
+        name: RewardValues(put(scores.values, part.scored.by_name[name].values), scores.reasons)
         for name, scores in judged.scored.by_name.items()
     }
     return replace(

@@ -17,7 +17,7 @@ from typing import Any
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
-from sftplay.evaluate.rewarded import PASS, Rewarded, figures_of, reward_answers, said_of, write_evaluation
+from sftplay.evaluate.rewarded import PASS, Rewarded, compute_figures, format_summary, reward_answers, write_evaluation
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.grpo.scoring import Judge
 from sftplay.train.observer import Observer
@@ -72,14 +72,14 @@ class EvaluatePrompts(Observer):
             shares = gather_objects(self._rewarded_share())
         by_row = {each.asked.row: each for share in shares for each in share}
         answers = [by_row[row] for row in sorted(by_row)]
-        figures = {"step": step, **figures_of(answers, rewards=self.cfg.rewards)}
+        figures = {"step": step, **compute_figures(answers, rewards=self.cfg.rewards)}
         figures |= {"prompt_version": self.prompt_version, "executor": self.judge.rewards.executor}
         figures["seconds"] = round(time.monotonic() - began, 3)
         if log.is_main():
             write_evaluation(path, figures=figures, answers=answers, rewards=self.cfg.rewards)
         if step:  # the first line of metrics is that of step 1
             trainer.held_out_figures = {f"held_out_{key}": figures[key] for key in ("reward", PASS) if key in figures}
-        log.say(f"step {step}/{trainer.state.max_steps}  held-out {said_of(figures)}", "eval")
+        log.say(f"step {step}/{trainer.state.max_steps}  held-out {format_summary(figures)}", "eval")
 
     def _rewarded_share(self) -> list[Rewarded]:
         """This rank's share of the questions, answered and rewarded.

@@ -21,7 +21,7 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.reward.code_answer import How
 from sftplay.reward.code_rewards import NO_CODE
-from sftplay.reward.reward_set import MissingRewardMonitor, RewardSet, Scored, aligned, combined
+from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, aligned, combined
 from sftplay.sandbox.verdicts.job import Status
 
 
@@ -53,7 +53,7 @@ class Drawn:
 
     rows: list[int]
     completions: list[str]
-    scored: Scored
+    scored: BatchRewards
     prompts: list[str] = field(default_factory=list)
     """What was asked, in words."""
 
@@ -69,7 +69,7 @@ class Judged:
     weights: tuple[float, ...]
     rows: list[int]
     completions: list[str]
-    scored: Scored
+    scored: BatchRewards
     prompts: list[str] = field(default_factory=list)
     control: list[float] | None = None
 
@@ -169,7 +169,7 @@ def together(ranks: Sequence[Drawn], *, names: tuple[str, ...], weights: tuple[f
         weights=weights,
         rows=[row for rank in ranks for row in rank.rows],
         completions=[text for rank in ranks for text in rank.completions],
-        scored=Scored.of_all([rank.scored for rank in ranks]),
+        scored=BatchRewards.concatenate([rank.scored for rank in ranks]),
         prompts=[text for rank in ranks for text in rank.prompts],
         control=None if ranks[0].control is None else [value for rank in ranks for value in rank.control or ()],
     )

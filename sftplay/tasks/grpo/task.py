@@ -13,7 +13,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.load import prepare_prompts
 from sftplay.data.prompts.report import prompts_table
-from sftplay.evaluate.rewarded import evaluate_prompts, spread
+from sftplay.evaluate.rewarded import evaluate_prompts, evenly_spaced
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo.arguments import grpo_arguments
 from sftplay.tasks.grpo.dynamic_sampling import KeepDraws
@@ -100,7 +100,7 @@ def evaluation_of(parts: TrainerParts, judge: Judge) -> EvaluatePrompts:
     assert rows.order is not None
     return EvaluatePrompts(
         cfg,
-        spread(rows.source.held_out, cfg.eval.limit),
+        evenly_spaced(rows.source.held_out, cfg.eval.limit),
         judge=judge,
         folder=parts.folder.eval,
         every=cfg.train.eval_steps or rows.order.steps_per_epoch,

@@ -60,7 +60,7 @@ class EvaluatePuzzles(Observer):
             write_measured(path, Measured(figures, lines))
         trainer.held_out_figures = {f"eval_{name}": figures[name] for name in FIGURES}
         trainer.held_out_figures["eval_segments"] = figures["halting_q"]["segments"]
-        log.say(f"step {step}/{trainer.state.max_steps}  {said_of(figures)}", "eval")
+        log.say(f"step {step}/{trainer.state.max_steps}  {format_summary(figures)}", "eval")
 
 
 class StopWhenLearned(Observer):
@@ -89,7 +89,7 @@ def write_measured(path: Path, measured: Measured) -> None:
     write_text(path, json.dumps(measured.figures, indent=1) + "\n")
 
 
-def said_of(figures: dict[str, Any]) -> str:
+def format_summary(figures: dict[str, Any]) -> str:
     """The figures in a line."""
     curve = [each["exact_accuracy"] for each in figures["segments"]]
     shown = sorted({0, 1, 3, 7, len(curve) - 1} & set(range(len(curve))))

@@ -17,7 +17,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.reward.reward_set import MissingRewardMonitor, RewardSet, Scored, aligned
+from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, aligned
 from sftplay.reward.table import judges_form
 from sftplay.tasks.score.sample_episodes import (
     Episode,
@@ -98,11 +98,11 @@ class EpisodeJudge:
             rows = [episode.question.columns for episode in episodes] * 2
             scored = self.rewards.score(texts, aligned(rows, self.columns))
             ranks = gather_objects(replace(scored, verdicts=[None] * len(texts)), heartbeat)
-        self._abstentions.add(Scored.of_all(ranks))
+        self._abstentions.add(BatchRewards.concatenate(ranks))
         n = len(episodes)
         return [self._verdict(episode, scored, at=(at, at + n)) for at, episode in enumerate(episodes)]
 
-    def _verdict(self, episode: Episode, scored: Scored, *, at: tuple[int, int]) -> Verdict:
+    def _verdict(self, episode: Episode, scored: BatchRewards, *, at: tuple[int, int]) -> Verdict:
         values = [self._value(scored, place) for place in at]
         cut = [episode.first.is_truncated, episode.second.is_truncated]
         first, second = (0.0 if is_cut else value for value, is_cut in zip(values, cut, strict=True))
@@ -125,7 +125,7 @@ class EpisodeJudge:
             follows_hint=gives_the_hints_answer(hint, second_text) if hint.strip() else None,
         )
 
-    def _value(self, scored: Scored, place: int) -> float | None:
+    def _value(self, scored: BatchRewards, place: int) -> float | None:
         """The weighted mean of the rewards for content; None where one has no value."""
         pairs = [(scored.by_name[name].values[place], weight) for name, weight in self._content.items()]
         if any(value is None for value, _ in pairs):

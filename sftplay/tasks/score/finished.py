@@ -20,7 +20,7 @@ from sftplay.data.prompts.prompt import Prompt
 from sftplay.data.prompts.questions import Question
 from sftplay.errors import DataError, RunError
 from sftplay.evaluate.evaluate import ready_to_answer
-from sftplay.evaluate.rewarded import spread
+from sftplay.evaluate.rewarded import evenly_spaced
 from sftplay.generate.chat import COMMANDS
 from sftplay.generate.generate import Generator, stream_answer
 from sftplay.generate.prompts import PromptFile
@@ -93,7 +93,7 @@ def measure_ablation(cast: FinishedCast, prompts: Prompts, *, cfg: RunConfig, pa
     """
     score, tag = cfg.score, path.stem
     own = score.guidance if score.guidance in ("none", "static") else "model"
-    measured = spread(prompts.held_out if len(prompts.held_out) else prompts.train, cfg.eval.limit)
+    measured = evenly_spaced(prompts.held_out if len(prompts.held_out) else prompts.train, cfg.eval.limit)
     questions = [question for question in measured for _ in range(score.eval_samples)]
     log.say(f"playing {len(questions):,} episodes with each kind of hint ({tag})", "eval")
     at_once = {"score.generation_rows": score.generation_rows or cfg.eval.batch_size}

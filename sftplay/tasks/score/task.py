@@ -12,7 +12,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.load import prepare_prompts
 from sftplay.data.prompts.report import prompts_table
-from sftplay.evaluate.rewarded import spread
+from sftplay.evaluate.rewarded import evenly_spaced
 from sftplay.launch.run_folder import RunFolder
 from sftplay.plan.devices.layout import Layout, layout_of
 from sftplay.tasks.score.episode_rewards import EpisodeJudge
@@ -101,7 +101,7 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
     trainer.add_callback(
         EvaluateEpisodes(
             cfg,
-            spread(measured, cfg.eval.limit),
+            evenly_spaced(measured, cfg.eval.limit),
             folder=parts.folder.eval,
             every=cfg.train.eval_steps or parts.rows.order.steps_per_epoch,
         )

@@ -18,8 +18,8 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.heartbeat import Heartbeat
-from sftplay.reward.calls import Scores
-from sftplay.reward.reward_set import Scored
+from sftplay.reward.calls import RewardValues
+from sftplay.reward.reward_set import BatchRewards
 from sftplay.tasks.grpo.evaluation import EvaluatePrompts
 
 STEPS = 2
@@ -97,8 +97,8 @@ class Judge:
     rewards = SimpleNamespace(
         weights=(1.0,),
         executor="",
-        score=lambda texts, columns: Scored(
-            {"length": Scores([float(len(text)) for text in texts])}, [None] * len(texts)
+        score=lambda texts, columns: BatchRewards(
+            {"length": RewardValues([float(len(text)) for text in texts])}, [None] * len(texts)
         ),
     )
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from sftplay.reward.calls import Scores
-from sftplay.reward.reward_set import Scored
+from sftplay.reward.calls import RewardValues
+from sftplay.reward.reward_set import BatchRewards
 from sftplay.tasks.grpo.rollouts import scaling_figures
 from sftplay.tasks.grpo.scoring import Judged, figures_of_programs
 from sftplay.tasks.grpo.watch import policy_clip_share
@@ -24,7 +24,7 @@ TRIED: list[dict[str, Any] | None] = [
 
 def judged(verdicts: list[dict[str, Any] | None]) -> Judged:
     n = len(verdicts)
-    scored = Scored({"tests": Scores([1.0] * n, [])}, verdicts)
+    scored = BatchRewards({"tests": RewardValues([1.0] * n, [])}, verdicts)
     return Judged(names=("tests",), weights=(1.0,), rows=[0] * n, completions=[""] * n, scored=scored)
 
 

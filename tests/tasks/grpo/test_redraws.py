@@ -9,8 +9,8 @@ import pytest
 from processes import HANG_S
 
 from sftplay import log
-from sftplay.reward.calls import Scores
-from sftplay.reward.reward_set import Scored
+from sftplay.reward.calls import RewardValues
+from sftplay.reward.reward_set import BatchRewards
 from sftplay.tasks.grpo.dynamic_sampling import MOST_TURNS, Redraws, Reserve, Share, silent_groups
 from sftplay.tasks.grpo.scoring import Drawn, Judged, together
 
@@ -37,7 +37,7 @@ def judge_local(inputs: list[dict[str, Any]], places: list[int]) -> Drawn:
     values: list[float | None] = [
         1.0 if is_silent(row["row"]) else float(place) for row, place in zip(inputs, places, strict=True)
     ]
-    scored = Scored({"r": Scores(values, [])}, [None] * len(values))
+    scored = BatchRewards({"r": RewardValues(values, [])}, [None] * len(values))
     rows = [row["row"] for row in inputs]
     words = [f"asked {row}" for row in rows]
     return Drawn(rows=rows, completions=[str(row) for row in rows], scored=scored, prompts=words)

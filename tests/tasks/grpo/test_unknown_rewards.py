@@ -15,9 +15,9 @@ from trl import GRPOTrainer
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
-from sftplay.evaluate.rewarded import figures_of, reward_answers
-from sftplay.reward.calls import Scores
-from sftplay.reward.reward_set import Scored, combined
+from sftplay.evaluate.rewarded import compute_figures, reward_answers
+from sftplay.reward.calls import RewardValues
+from sftplay.reward.reward_set import BatchRewards, combined
 from sftplay.tasks.grpo.dynamic_sampling import Redraws
 from sftplay.tasks.grpo.scoring import Judged
 from sftplay.tasks.grpo.watch import SignalHealth
@@ -29,9 +29,9 @@ PAID = [1.1, 0.1, None, 1.1, 1.1, 1.0, 1.0, None]
 """Two groups of four. A form that is not known adds nothing; content that is not known leaves nothing to add to."""
 
 
-def scored(content: list[float | None] = CONTENT, form: list[float | None] = FORM) -> Scored:
-    by_name = {"tests": Scores(list(content), ["the sandbox failed"]), "format": Scores(list(form), [])}
-    return Scored(by_name, [None] * len(content), frozenset({"tests"}))
+def scored(content: list[float | None] = CONTENT, form: list[float | None] = FORM) -> BatchRewards:
+    by_name = {"tests": RewardValues(list(content), ["the sandbox failed"]), "format": RewardValues(list(form), [])}
+    return BatchRewards(by_name, [None] * len(content), frozenset({"tests"}))
 
 
 def judged(**columns: list[float | None]) -> Judged:
@@ -104,12 +104,12 @@ def test_an_evaluation_leaves_an_unknown_answer_out_of_the_mean_reward():
     class Rewards:
         weights = WEIGHTS
 
-        def score(self, *_: Any) -> Scored:
+        def score(self, *_: Any) -> BatchRewards:
             return scored()
 
     asked = [Question(row, [], "", {}) for row in range(8)]
     answers = reward_answers(Rewards(), asked, columns=[], answers=[""] * 8, n_tokens=[1] * 8)  # type: ignore[arg-type]
-    figures = figures_of(answers, rewards=cfg.rewards)
+    figures = compute_figures(answers, rewards=cfg.rewards)
     assert figures["reward"] == pytest.approx(fmean(paid for paid in PAID if paid is not None))
     assert figures["pass"] == pytest.approx(5 / 6)
     assert figures["abstained"] == {"tests": 2, "format": 1}

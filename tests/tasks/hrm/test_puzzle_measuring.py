@@ -21,7 +21,7 @@ from sftplay.data.puzzles.make.find import open_split
 from sftplay.data.puzzles.sudoku.small import ALPHABET as SUDOKU4
 from sftplay.data.puzzles.writer import Group, write_folder
 from sftplay.tasks.hrm import measuring
-from sftplay.tasks.hrm.evaluation import said_of
+from sftplay.tasks.hrm.evaluation import format_summary
 from sftplay.tasks.hrm.finished import figures_table
 from sftplay.tasks.hrm.measuring import described, measure
 from sftplay.tasks.hrm.network import Grid, PuzzleModel, SegmentOutput
@@ -153,7 +153,7 @@ def test_copies_of_an_arc_task_vote_and_whole_tasks_pass(tmp_path: Path, monkeyp
     figures = measure(model_for(puzzles), puzzles, hrm=HrmConfig(**HRM), at_once=3).figures
     assert figures["tasks"] == 1
     assert (figures["pass_at"]["1"], figures["pass_at"]["2"]) == (0.0, 1.0)
-    assert "pass@2 1.000" in said_of(figures)
+    assert "pass@2 1.000" in format_summary(figures)
     assert figures_table(figures).splitlines()[-6:-4] == [
         "            whole tasks   inputs",
         f"pass@{1:<11}   0.0000   0.0000",
@@ -165,7 +165,7 @@ def test_copies_of_an_arc_task_vote_and_whole_tasks_pass(tmp_path: Path, monkeyp
     assert 'no votes are counted: dataset.json names no kind; write "kind": "arc"' in capsys.readouterr().out
     limited = measure(model_for(puzzles), puzzles, hrm=HrmConfig(**HRM), at_once=3, limit=2).figures
     assert "pass_at" not in limited
-    assert "pass@" not in said_of(limited)
+    assert "pass@" not in format_summary(limited)
 
 
 WAYS = 6

@@ -17,8 +17,8 @@ from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.report.episodes import _correct
-from sftplay.reward.calls import Scores
-from sftplay.reward.reward_set import MissingRewardMonitor, Scored
+from sftplay.reward.calls import RewardValues
+from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor
 from sftplay.tasks.score.advantages import Advantages, Outcome, credit_of
 from sftplay.tasks.score.episode_rewards import EpisodeJudge, Verdict, describe, expect_known, line_of
 from sftplay.tasks.score.sample_episodes import Action, Episode
@@ -154,9 +154,11 @@ class Rewards:
     def __init__(self, value: float | None) -> None:
         self.value = value
 
-    def score(self, texts: list[str], _: Any) -> Scored:
-        found = Scores([self.value] * len(texts), [] if self.value is not None else ["the sandbox failed: no room"])
-        return Scored({"tests": found}, [{"status": "ok"}] * len(texts), frozenset({"tests"}))
+    def score(self, texts: list[str], _: Any) -> BatchRewards:
+        found = RewardValues(
+            [self.value] * len(texts), [] if self.value is not None else ["the sandbox failed: no room"]
+        )
+        return BatchRewards({"tests": found}, [{"status": "ok"}] * len(texts), frozenset({"tests"}))
 
 
 def judge_of(value: float | None, monkeypatch: pytest.MonkeyPatch) -> EpisodeJudge:
@@ -189,7 +191,7 @@ def test_ranks_stop_together_where_the_rewards_of_one_of_them_abstain(tmp_path: 
 
 def test_abstentions_of_all_ranks_are_one_count():
     parts = [Rewards(None).score(["a"] * 2, {}), Rewards(1.0).score(["a"] * 6, {})]
-    joined = Scored.of_all(parts)
+    joined = BatchRewards.concatenate(parts)
     assert joined.by_name["tests"].values == [None] * 2 + [1.0] * 6
     assert MissingRewardMonitor().add(joined) == {"tests": 2}
     assert fmean(value is None for value in joined.by_name["tests"].values) == 0.25
