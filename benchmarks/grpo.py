@@ -1,7 +1,7 @@
 """Task grpo beside a plain TRL script of the same settings, in one alternating run. `make bench-grpo` runs it.
 
 Two questions. Is a step as fast, with the same rewards (`--only speed`)? And how many tokens does each generate until
-the toy's sampled pass@1 reaches a goal, where ours draws silent groups again (`--only redraws`)? The first uses the toy
+the toy's sampled pass@1 reaches a goal, where ours resamples zero-variance groups (`--only redraws`)? The first uses the toy
 of workflows/sft_then_grpo.sh and its warm start, which is trained first unless `--warm RUN` names one. It runs on a GPU
 where there is one. The second has a model of its own, too small for a GPU, and runs on a CPU.
 """
@@ -61,10 +61,10 @@ def main() -> int:
             for shape in ("toy", "long"):
                 print(compare_speed(work / shape, warm, shape=shape, options=options))
         if options.only != "speed":
-            from benchmarks.grpo_redraws import compare_redraws  # brings torch and TRL
+            from benchmarks.grpo_dynamic_sampling import compare_dynamic_sampling  # brings torch and TRL
 
             print(
-                compare_redraws(
+                compare_dynamic_sampling(
                     seeds=options.seeds, steps=options.goal_steps, hopeless=options.hopeless, goals=options.goals,
                     key=options.key,
                 )

@@ -56,7 +56,7 @@ def test_the_rest_of_a_drawing_comes_back_as_it_was(tmp_path: Path):
     trainer = trainer_with(accum=2)
     load_window(trainer, checkpoint)
     assert trainer._step == 6
-    assert trainer.drawing == {"reward": 0.25, "true_reward": None}
+    assert trainer.rollout_figures == {"reward": 0.25, "true_reward": None}
     for kept, made in zip(trainer._buffered_inputs, drawing(4, rows=4), strict=True):
         assert kept.keys() == {name for name, value in made.items() if value is not None}
         assert all(torch.equal(kept[name], made[name]) for name in kept)

@@ -1,1 +1,1 @@
-"""The task grpo: the model draws completions of prompts and learns from their rewards, by TRL's GRPOTrainer."""
+"""The task grpo: the model samples completions of prompts and learns from their rewards, by TRL's GRPOTrainer."""

@@ -1,5 +1,7 @@
-"""The section `grpo` as arguments of TRL's GRPOConfig. It imports neither torch nor TRL, and transformers only for
-`grpo.generation: continuous`."""
+"""Convert the section `grpo` to arguments of TRL's GRPOConfig, without importing torch or TRL.
+
+It imports transformers only for `grpo.generation: continuous`.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from sftplay.machine.releases import page_argument
 CONTINUOUS = "transformers_continuous_batching_config"
 
 PAGE_TOKENS = 32
-"""Tokens of a completion's cache that are taken at a time."""
+"""Tokens per page of the cache."""
 
 
 def grpo_arguments(cfg: RunConfig) -> dict[str, Any]:
-    """What GRPOConfig gets beside the arguments of every run, in which no value of `cfg` is `auto`.
+    """Return the arguments of GRPOConfig for task grpo; no value of `cfg` is `auto`.
 
-    They are laid over `RunSetup.arguments`: the Trainer accumulates micro-batches itself, and neither evaluates nor
-    looks for the best weights, because its evaluation would draw completions without the kit's order and rewards.
+    They override `RunSetup.arguments`. The Trainer accumulates micro-batches itself. It neither evaluates nor looks for
+    the best weights, because its evaluation would sample completions without the kit's order and rewards.
     """
     grpo, train = cfg.grpo, cfg.train
     return {
@@ -54,12 +56,12 @@ def grpo_arguments(cfg: RunConfig) -> dict[str, Any]:
         "top_k": grpo.top_k,
         "min_p": grpo.min_p,
         "repetition_penalty": grpo.repetition_penalty,
-        **_generation(cfg),
+        **_generation_arguments(cfg),
         **grpo.extra,
     }
 
 
-def _generation(cfg: RunConfig) -> dict[str, Any]:
+def _generation_arguments(cfg: RunConfig) -> dict[str, Any]:
     kind, vllm = cfg.grpo.generation, cfg.grpo.vllm
     if kind == "vllm_colocate":
         return {
@@ -73,15 +75,15 @@ def _generation(cfg: RunConfig) -> dict[str, Any]:
     if kind == "vllm_server":
         url = vllm.url or os.environ.get(URL)
         server = {"vllm_server_base_url": url or DEFAULT_URL, "vllm_server_timeout": float(vllm.timeout)}
-        # Two runs of a node would meet at TRL's own port for weights.
+        # Two runs on one node would collide on TRL's default port for weights.
         ports = {} if vllm.url or not url else {"vllm_group_port": free_port(0)}
         return {"use_vllm": True, "vllm_mode": "server", **server, **ports}
     if kind == "continuous":
-        return {"use_vllm": False, "use_transformers_continuous_batching": True, CONTINUOUS: _cache(cfg)}
+        return {"use_vllm": False, "use_transformers_continuous_batching": True, CONTINUOUS: _cache_arguments(cfg)}
     return {"use_vllm": False, "use_transformers_continuous_batching": False}
 
 
-def _cache(cfg: RunConfig) -> dict[str, int]:
-    """Pages for all of a process's drawing at full length, in place of half of the free memory, which TRL takes."""
+def _cache_arguments(cfg: RunConfig) -> dict[str, int]:
+    """Return pages for all completions of a process at full length; TRL would take half of the free memory."""
     pages = -(-(cfg.prompt_tokens + cfg.grpo.max_completion_length) // PAGE_TOKENS)
     return {page_argument(): PAGE_TOKENS, "num_blocks": pages * int(cfg.grpo.generation_rows or 1) + 1}

@@ -1,11 +1,12 @@
-"""Dynamic sampling: a group whose rewards are all equal teaches nothing, so its place goes to another prompt, or none.
+"""Dynamic sampling: replace prompts or skip groups with zero reward variance, which have no gradient.
 
-Two things happen where grpo.redraws is above 0. A prompt whose last groups were silent (all rewards equal) passes its
-next turns, before anything is drawn for it. And a group that turns out silent is drawn again with the next prompt of
-the reserve that is not known to be silent, at most grpo.redraws times in a drawing; where there is none, it is kept.
-With grpo.skip_silent nothing is drawn in the turns that a prompt passes.
-The reserve is a seeded order of all prompts, apart from that of the training. Everything follows from rewards that all
-ranks know, so they choose alike, and a checkpoint keeps it.
+With grpo.redraws above 0 two things happen. A prompt whose last groups had zero variance (all rewards equal) skips its
+next turns, and another prompt takes its place before sampling. And a group that turns out to have zero variance is
+sampled again with another prompt, in at most grpo.redraws rounds per rollout batch. The new prompt is the next one of
+the reserve without a known zero-variance group; without such a prompt the group stays.
+With grpo.skip_silent nothing is sampled in the turns that a prompt skips.
+The reserve is a seeded order of all prompts, separate from the training order. All choices follow from rewards that all
+ranks know, so all ranks make the same choices, and a checkpoint keeps the state.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from transformers.trainer_callback import ExportableState
 from sftplay import log
 from sftplay.data.order import training_order
 from sftplay.reward.calls import RewardValues
-from sftplay.tasks.grpo.scoring import Judged
+from sftplay.tasks.grpo.scoring import ScoredBatch
 from sftplay.train.observer import Observer
 
-MOST_TURNS = 4
-"""Most turns in a row that a silent prompt passes. The model may unlearn what it could, or learn what it could not."""
+MAX_SKIPPED_TURNS = 4
+"""Most turns in a row that a zero-variance prompt skips. The model may forget what it could do, or learn what it could
+not."""
 
 RESERVE_SEED = 0x5EED
-"""Added to the run's seed, so that the reserve is another order than that of the training."""
+"""Added to the run's seed, so that the reserve has another order than the training."""
 
 Tokens = list[int]
 
@@ -39,8 +41,8 @@ class Prompts(Protocol):
 
 
 @dataclass
-class Share:
-    """A rank's part of a drawing. What is drawn again takes the place of what was there."""
+class LocalBatch:
+    """One rank's part of a rollout batch. Resampled rows replace the rows before."""
 
     inputs: list[dict[str, Any]]
     """The rows, as TRL holds them."""
@@ -48,244 +50,253 @@ class Share:
     prompt_ids: list[Tokens]
     completion_ids: list[Tokens]
     logps: list[list[float]] | None
-    """What the sampler says of each token, where it says it."""
+    """The sampler's log-probability of each token, where it returns them."""
 
-    def put(self, places: Sequence[int], drawn: tuple[list[Tokens], list[list[float]] | None]) -> None:
-        """Take the completions that were drawn for these places."""
-        completion_ids, logps = drawn
-        for n, place in enumerate(places):  # there may be more: those that only keep ranks together
+    def replace_completions(
+        self, places: Sequence[int], sampled: tuple[list[Tokens], list[list[float]] | None]
+    ) -> None:
+        """Put the first sampled completions at these places."""
+        completion_ids, logps = sampled
+        for n, place in enumerate(places):  # there may be more: dummies that keep ranks in lockstep
             self.completion_ids[place] = completion_ids[n]
             if self.logps is not None and logps is not None:
                 self.logps[place] = logps[n]
 
 
 class Reserve:
-    """The prompts that take the places of others, in their order, and which of them are silent at present.
+    """The order of replacement prompts, and the prompts with a zero-variance group at present.
 
-    `rows` are the numbers of the prompts, as the data has them.
+    `rows` are the row numbers of the prompts in the data.
     """
 
     def __init__(self, rows: Sequence[int], *, seed: int) -> None:
         self.rows, self.seed = rows, seed + RESERVE_SEED
         self.position = 0
-        self.silent: dict[int, int] = {}
-        """Prompt -> groups in a row whose rewards were all equal."""
+        self.zero_variance: dict[int, int] = {}
+        """Prompt -> number of zero-variance groups in a row."""
 
-        self.passes: dict[int, int] = {}
-        """Prompt -> turns that it passes from now on."""
+        self.turns_to_skip: dict[int, int] = {}
+        """Prompt -> turns that it skips from now on."""
 
         self.tokens: dict[int, int] = {}
-        """Prompt -> learned tokens of its last group, with grpo.skip_silent."""
+        """Prompt -> trained tokens of its last group, with grpo.skip_silent."""
 
         self._orders: dict[int, list[int]] = {}
 
-    def note(self, prompt: int, *, is_silent: bool) -> None:
-        """Remember what a prompt's group has shown."""
-        if is_silent:
-            self.silent[prompt] = self.silent.get(prompt, 0) + 1
-            self.passes[prompt] = min(self.silent[prompt], MOST_TURNS)
+    def record(self, prompt: int, *, has_zero_variance: bool) -> None:
+        """Record the result of a prompt's group."""
+        if has_zero_variance:
+            self.zero_variance[prompt] = self.zero_variance.get(prompt, 0) + 1
+            self.turns_to_skip[prompt] = min(self.zero_variance[prompt], MAX_SKIPPED_TURNS)
         else:
-            self.silent.pop(prompt, None)
-            self.passes.pop(prompt, None)
+            self.zero_variance.pop(prompt, None)
+            self.turns_to_skip.pop(prompt, None)
 
-    def passes_turn(self, prompt: int) -> bool:
-        """Whether the prompt passes the turn that it has now."""
-        left = self.passes.pop(prompt, 0)
+    def skips_turn(self, prompt: int) -> bool:
+        """Count a turn of the prompt, and return whether the prompt skips it."""
+        left = self.turns_to_skip.pop(prompt, 0)
         if left > 1:
-            self.passes[prompt] = left - 1
+            self.turns_to_skip[prompt] = left - 1
         return left > 0
 
     def take(self, taken: Collection[int]) -> int | None:
-        """The next prompt that is neither among `taken` nor silent at present; None: there is none."""
+        """Take the next prompt that is neither in `taken` nor known for zero variance; None where there is none."""
         for step in range(len(self.rows)):
-            prompt = self._at(self.position + step)
-            if prompt not in taken and prompt not in self.silent:
+            prompt = self._prompt_at(self.position + step)
+            if prompt not in taken and prompt not in self.zero_variance:
                 self.position += step + 1
                 return prompt
         return None
 
-    def _at(self, position: int) -> int:
+    def _prompt_at(self, position: int) -> int:
         epoch, place = divmod(position, len(self.rows))
         if epoch not in self._orders:
-            self._orders = {each: order for each, order in self._orders.items() if each == epoch - 1}
+            self._orders = {known: order for known, order in self._orders.items() if known == epoch - 1}
             self._orders[epoch] = training_order(len(self.rows), len(self.rows), seed=self.seed + epoch)
         return self.rows[self._orders[epoch][place]]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; numbers and lists only."""
-        by_prompt = {"silent": self.silent, "passes": self.passes, "tokens": self.tokens}
-        return {"position": self.position, **{name: list(each.items()) for name, each in by_prompt.items()}}
+        """Return the state for a checkpoint; numbers and lists only."""
+        by_prompt = {"silent": self.zero_variance, "passes": self.turns_to_skip, "tokens": self.tokens}
+        return {"position": self.position, **{key: list(counts.items()) for key, counts in by_prompt.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Continue from a state of `state()`."""
         self.position = state["position"]
-        self.silent, self.tokens = dict(state["silent"]), dict(state.get("tokens", []))
-        self.passes = dict(state["passes"]) if "tokens" in state else {}  # checkpoints of before do not know tokens
+        self.zero_variance, self.tokens = dict(state["silent"]), dict(state.get("tokens", []))
+        # Older checkpoints have no tokens.
+        self.turns_to_skip = dict(state["passes"]) if "tokens" in state else {}
 
 
-class Redraws:
-    """Draws again, the same on every rank."""
+class DynamicSampler:
+    """Replaces, skips and resamples groups, with the same choices on every rank."""
 
     def __init__(
-        self, prompts: Prompts, *, rows: Sequence[int], rounds: int, num_generations: int, seed: int, together: bool
+        self, prompts: Prompts, *, rows: Sequence[int], rounds: int, num_generations: int, seed: int, in_lockstep: bool
     ) -> None:
-        """`prompts` are all those of the training, as TRL gets them; `rows` are their numbers in the data, aligned.
+        """`prompts` are all training prompts, as TRL gets them; `rows` are their row numbers in the data, aligned.
 
-        `together`: whether all ranks must generate equally many completions at the same time.
+        `in_lockstep`: whether all ranks must generate equally many completions at the same time.
         """
-        self.prompts, self.rounds, self.group, self.together = prompts, rounds, num_generations, together
+        self.prompts, self.rounds, self.group_size, self.in_lockstep = prompts, rounds, num_generations, in_lockstep
         self.reserve = Reserve(rows, seed=seed)
         self._places = {row: place for place, row in enumerate(rows)}
         self.skipped: list[int] = []
-        """Groups of this drawing for which nothing is drawn."""
+        """Groups of this rollout batch for which nothing is sampled."""
 
         self.skipped_tokens = 0
-        """Tokens that these groups had when they were drawn last."""
+        """Tokens that these groups had when they were sampled last."""
 
-        self.first_draw: dict[str, float | None] = {}
-        """Reward and silent share of the last drawing before anything was drawn again. The completions that are kept
-        say less about the model: silent groups are missing among them."""
+        self.first_figures: dict[str, float | None] = {}
+        """Reward and zero-variance share of the last rollout batch before resampling. The kept completions say less
+        about the model, because zero-variance groups are missing among them."""
 
-    def give_turns(self, inputs: list[dict[str, Any]], rows: Sequence[int]) -> int:
-        """Replace the prompts that pass their turn, in place, and count them; `rows` are those of all ranks."""
-        now = list(rows[:: self.group])
-        chosen = self._chosen([group for group, prompt in enumerate(now) if self.reserve.passes_turn(prompt)], now)
-        self._replace(inputs, chosen)
-        return len(chosen)
+    def replace_skipped_prompts(self, inputs: list[dict[str, Any]], rows: Sequence[int]) -> int:
+        """Replace the prompts that skip their turn, in place, and count them; `rows` are the rows of all ranks."""
+        prompts = list(rows[:: self.group_size])
+        skipping = [group for group, prompt in enumerate(prompts) if self.reserve.skips_turn(prompt)]
+        replacements = self._choose_replacements(skipping, prompts)
+        self._replace_inputs(inputs, replacements)
+        return len(replacements)
 
-    def skip_turns(self, rows: Sequence[int]) -> int:
-        """Choose the groups for which nothing is drawn, and count them; one group is always drawn."""
-        now = list(rows[:: self.group])
-        passing = [group for group, prompt in enumerate(now) if self.reserve.passes_turn(prompt)]
-        self.skipped = passing if len(passing) < len(now) else passing[1:]
-        self.skipped_tokens = sum(self.reserve.tokens.get(now[group], 0) for group in self.skipped)
+    def choose_skipped_groups(self, rows: Sequence[int]) -> int:
+        """Choose the groups for which nothing is sampled, and count them; at least one group is sampled."""
+        prompts = list(rows[:: self.group_size])
+        skipping = [group for group, prompt in enumerate(prompts) if self.reserve.skips_turn(prompt)]
+        self.skipped = skipping if len(skipping) < len(prompts) else skipping[1:]
+        self.skipped_tokens = sum(self.reserve.tokens.get(prompts[group], 0) for group in self.skipped)
         return len(self.skipped)
 
-    def places_drawn(self, first: int, count: int) -> list[int]:
-        """Of `count` rows from number `first` of the drawing, those of groups that are drawn, counted from 0."""
-        return [n for n in range(count) if (first + n) // self.group not in self.skipped]
+    def find_sampled_places(self, first: int, count: int) -> list[int]:
+        """Return the places, counted from `first`, of sampled rows among rows `first` to `first + count` of the rollout
+        batch."""
+        return [n for n in range(count) if (first + n) // self.group_size not in self.skipped]
 
-    def note_drawn(self, judged: Judged, *, tokens: Sequence[int] = ()) -> None:
-        """Remember what the groups have shown that were drawn, and their `tokens`, one number a row; `judged` has no
-        other rows."""
-        self._note(judged, range(len(judged.rows) // self.group))
-        for first in range(0, len(judged.rows), self.group):
-            self.reserve.tokens[judged.rows[first]] = sum(tokens[first : first + self.group])
+    def record_sampled(self, batch: ScoredBatch, *, tokens: Sequence[int] = ()) -> None:
+        """Record the results of sampled groups and their `tokens`, one number per row; `batch` has no other rows."""
+        self._record_groups(batch, range(len(batch.rows) // self.group_size))
+        for first in range(0, len(batch.rows), self.group_size):
+            self.reserve.tokens[batch.rows[first]] = sum(tokens[first : first + self.group_size])
 
-    def run(
+    def resample(
         self,
-        share: Share,
-        judged: Judged,
+        local: LocalBatch,
+        batch: ScoredBatch,
         *,
         generate: Callable[[list[Tokens]], tuple[list[Tokens], list[list[float]] | None]],
-        judge: Callable[[list[dict[str, Any]], list[Tokens]], Judged],
-    ) -> tuple[Judged, int]:
-        """Draw silent groups again within the bound; what the kept completions were paid, and groups drawn again.
+        score: Callable[[list[dict[str, Any]], list[Tokens]], ScoredBatch],
+    ) -> tuple[ScoredBatch, int]:
+        """Resample zero-variance groups; return the scored batch that is kept and the number of resampled groups.
 
-        `judged` is that of the first draw. `generate` draws for a list of prompts, `judge` asks about a rank's
-        completions and answers for those of all ranks, in rank order.
+        `batch` is the first rollout batch, scored. `generate` samples completions of a list of prompts. `score` takes
+        one rank's completions and returns the scored completions of all ranks, in rank order.
         """
-        figures, redrawn = judged.figures(self.group), 0
-        self.first_draw = {f"first_{name}": figures[name] for name in ("reward", "zero_variance_share")}
-        self._note(judged, range(len(judged.rows) // self.group))
+        figures, resampled = batch.compute_figures(self.group_size), 0
+        self.first_figures = {f"first_{name}": figures[name] for name in ("reward", "zero_variance_share")}
+        self._record_groups(batch, range(len(batch.rows) // self.group_size))
         for _ in range(self.rounds):
-            silent = silent_groups(judged.paid, self.group)
-            chosen = self._chosen(silent, judged.rows[:: self.group])
-            if not chosen:
+            groups = find_zero_variance_groups(batch.training_rewards, self.group_size)
+            replacements = self._choose_replacements(groups, batch.rows[:: self.group_size])
+            if not replacements:
                 break
-            redrawn += len(chosen)
-            places = self._replace(share.inputs, chosen)
+            resampled += len(replacements)
+            places = self._replace_inputs(local.inputs, replacements)
             for place in places:
-                share.prompt_ids[place] = list(share.inputs[place]["prompt"])
-            if n_drawn := self._most_places(chosen, len(share.inputs)) if self.together else len(places):
-                asked = [share.prompt_ids[place] for place in places] + [share.prompt_ids[0]] * (n_drawn - len(places))
-                share.put(places, generate(asked))
-            part = judge([share.inputs[n] for n in places], [share.completion_ids[n] for n in places])
-            everywhere = [group * self.group + n for group in chosen for n in range(self.group)]
-            judged = spliced(judged, part, places=everywhere)
-            self._note(judged, chosen)
-        return judged, redrawn
+                local.prompt_ids[place] = list(local.inputs[place]["prompt"])
+            n_sampled = len(places)
+            if self.in_lockstep:
+                n_sampled = self._most_rows_of_a_rank(replacements, len(local.inputs))
+            if n_sampled:
+                dummies = [local.prompt_ids[0]] * (n_sampled - len(places))
+                local.replace_completions(places, generate([local.prompt_ids[place] for place in places] + dummies))
+            part = score([local.inputs[n] for n in places], [local.completion_ids[n] for n in places])
+            places_of_all = [group * self.group_size + n for group in replacements for n in range(self.group_size)]
+            batch = replace_rows(batch, part, places=places_of_all)
+            self._record_groups(batch, replacements)
+        return batch, resampled
 
-    def _note(self, judged: Judged, groups: Collection[int]) -> None:
-        silent = set(silent_groups(judged.paid, self.group))
+    def _record_groups(self, batch: ScoredBatch, groups: Collection[int]) -> None:
+        zero_variance = set(find_zero_variance_groups(batch.training_rewards, self.group_size))
         for group in groups:
-            first = group * self.group
-            # Equal rewards with an unknown one among them do not show that the prompt is silent.
-            if group not in silent or None not in judged.paid[first : first + self.group]:
-                self.reserve.note(judged.rows[first], is_silent=group in silent)
+            first = group * self.group_size
+            # Equal rewards with an unknown one among them do not show zero variance.
+            is_known = None not in batch.training_rewards[first : first + self.group_size]
+            if group not in zero_variance or is_known:
+                self.reserve.record(batch.rows[first], has_zero_variance=group in zero_variance)
 
-    def _chosen(self, groups: Sequence[int], now: Sequence[int]) -> dict[int, int]:
-        """Group -> the prompt that takes its place, where there is one; `now` are the prompts of all groups."""
-        taken = set(now)
-        chosen = {}
+    def _choose_replacements(self, groups: Sequence[int], prompts: Sequence[int]) -> dict[int, int]:
+        """Map groups to replacement prompts, as far as the reserve has any; `prompts` are the prompts of all groups."""
+        taken = set(prompts)
+        replacements = {}
         for group in groups:
             prompt = self.reserve.take(taken)
             if prompt is not None:
-                chosen[group] = prompt
+                replacements[group] = prompt
                 taken.add(prompt)
-        return chosen
+        return replacements
 
-    def _replace(self, inputs: list[dict[str, Any]], chosen: Mapping[int, int]) -> list[int]:
-        """Put the chosen prompts into this rank's rows of their groups; the places of these rows."""
+    def _replace_inputs(self, inputs: list[dict[str, Any]], replacements: Mapping[int, int]) -> list[int]:
+        """Put the replacement prompts into this rank's rows, and return the places of these rows."""
         first = log.rank() * len(inputs)
-        places = [n for n in range(len(inputs)) if (first + n) // self.group in chosen]
+        places = [n for n in range(len(inputs)) if (first + n) // self.group_size in replacements]
         for place in places:
-            inputs[place] = self.prompts[self._places[chosen[(first + place) // self.group]]]
+            inputs[place] = self.prompts[self._places[replacements[(first + place) // self.group_size]]]
         return places
 
-    def _most_places(self, groups: Collection[int], share: int) -> int:
-        """The most rows that a rank has in these groups, where each rank has `share` rows."""
-        ranks = [(group * self.group + n) // share for group in groups for n in range(self.group)]
+    def _most_rows_of_a_rank(self, groups: Collection[int], rank_rows: int) -> int:
+        """Count the rows of these groups on the rank that has most of them; each rank has `rank_rows` rows in all."""
+        ranks = [(group * self.group_size + n) // rank_rows for group in groups for n in range(self.group_size)]
         return max(ranks.count(rank) for rank in set(ranks))
 
 
 class KeepDraws(Observer, ExportableState):
-    """Keeps the reserve and the totals of what was drawn in the Trainer's checkpoints."""
+    """Keeps the reserve and the sampling totals in the Trainer's checkpoints, where the class name is their key."""
 
     trainer: Any
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes")
         if saved:
-            self.trainer.redraws.reserve.restore(saved["reserve"])
-            self.trainer.drawn.update(saved["drawn"])
+            self.trainer.dynamic_sampler.reserve.restore(saved["reserve"])
+            self.trainer.sampling_totals.update(saved["drawn"])
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         if not hasattr(self, "trainer"):  # the Trainer asks as soon as it is built
             return {"args": {}, "attributes": {}}
-        kept = {"reserve": self.trainer.redraws.reserve.state(), "drawn": self.trainer.drawn}
-        return {"args": {}, "attributes": kept}
+        reserve = self.trainer.dynamic_sampler.reserve.state()
+        return {"args": {}, "attributes": {"reserve": reserve, "drawn": self.trainer.sampling_totals}}
 
 
-def silent_groups(paid: Sequence[float | None], group: int) -> list[int]:
-    """Numbers of the groups whose known rewards are all equal, or of which none is known.
+def find_zero_variance_groups(rewards: Sequence[float | None], group_size: int) -> list[int]:
+    """Find the groups without two different known rewards, by number.
 
-    >>> silent_groups([1.0, 1.0, 0.0, 1.0, None, 0.5], 2)
+    >>> find_zero_variance_groups([1.0, 1.0, 0.0, 1.0, None, 0.5], 2)
     [0, 2]
     """
-    groups = [paid[first : first + group] for first in range(0, len(paid), group)]
+    groups = [rewards[first : first + group_size] for first in range(0, len(rewards), group_size)]
     return [number for number, values in enumerate(groups) if len({*values} - {None}) < 2]
 
 
-def spliced(judged: Judged, part: Judged, *, places: Sequence[int]) -> Judged:
-    """`judged` with the completions of `part` at `places`."""
+def replace_rows(batch: ScoredBatch, part: ScoredBatch, *, places: Sequence[int]) -> ScoredBatch:
+    """Return `batch` with the rows of `part` at `places`."""
 
-    def put(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    def merge(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
         merged = list(old)
         for place, value in zip(places, new, strict=True):
             merged[place] = value
         return merged
 
     by_name = {
-        name: RewardValues(put(scores.values, part.scored.by_name[name].values), scores.reasons)
-        for name, scores in judged.scored.by_name.items()
+        name: RewardValues(merge(column.values, part.rewards.by_name[name].values), column.reasons)
+        for name, column in batch.rewards.by_name.items()
     }
+    verdicts = merge(batch.rewards.verdicts, part.rewards.verdicts)
     return replace(
-        judged,
-        rows=put(judged.rows, part.rows),
-        completions=put(judged.completions, part.completions),
-        prompts=put(judged.prompts, part.prompts) if judged.prompts else [],
-        scored=replace(judged.scored, by_name=by_name, verdicts=put(judged.scored.verdicts, part.scored.verdicts)),
-        control=None if judged.control is None else put(judged.control, part.control or []),
+        batch,
+        rows=merge(batch.rows, part.rows),
+        completions=merge(batch.completions, part.completions),
+        prompts=merge(batch.prompts, part.prompts) if batch.prompts else [],
+        rewards=replace(batch.rewards, by_name=by_name, verdicts=verdicts),
+        control=None if batch.control is None else merge(batch.control, part.control or []),
     )

@@ -1,8 +1,8 @@
-"""Completions of an optimizer step ordered by length, and each micro-batch cut to its own width: less padding.
+"""Order the rows of an optimizer step by length and trim each micro-batch to its width, so that less is padding.
 
-TRL pads a whole drawing to its longest prompt and completion, and cuts it in random order. Here the rows of a step
-stay the rows of that step, on the same rank. Only which of them share a micro-batch changes, and how wide it is. Loss
-and gradient are those of TRL to the last bits of rounding, wherever the loss is a sum over rows: see `depends_on_cut`.
+TRL pads a whole rollout batch to its longest prompt and completion, and cuts it in random order. Here the rows of a
+step stay in that step and on the same rank; only the assignment to micro-batches and their widths change. Wherever the
+loss is a sum over rows, loss and gradient are those of TRL up to rounding: see `depends_on_cut`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ COMPLETION_KEYS = (
 )  # fmt: skip
 ROW_KEYS = ("advantages", "row")
 WINDOW_KEYS = ("num_items_in_batch",)
-"""What a micro-batch of texts holds. One with anything else (images) is left as it is."""
+"""The keys of a micro-batch of texts. A micro-batch with any other key (images) is left as it is."""
 
 
 def depends_on_cut(trainer: Any) -> str:
-    """Why the loss of this GRPO trainer depends on which rows share a micro-batch; empty where it does not.
+    """Return why the loss of this GRPO trainer depends on which rows share a micro-batch; empty where it does not.
 
     The mean of equally large micro-batches is the mean over rows in loss types grpo, sapo, luspo and dr_grpo. dapo,
-    cispo and vespo divide the sum over tokens by a number of the whole drawing. Ratios, clipping, the off-policy mask
-    and KL are of a token or of a row. (trl 1.16, GRPOTrainer._compute_loss.)
+    cispo and vespo divide the sum over tokens by a number of the whole rollout batch. Ratios, clipping, the off-policy
+    mask and KL are per token or per row. (trl 1.16, GRPOTrainer._compute_loss.)
     """
     if trainer.loss_type == "bnpo":
         return "loss_type bnpo divides by the tokens of the micro-batch"
@@ -44,10 +44,10 @@ def depends_on_cut(trainer: Any) -> str:
 
 
 def order_by_length(batches: Sequence[Batch], *, accum: int, trims_prompts: bool) -> list[Batch]:
-    """The micro-batches of a drawing, `accum` of them an optimizer step, with their rows ordered anew in each step.
+    """Return the micro-batches of a rollout batch, reordered within each optimizer step (`accum` micro-batches).
 
     The longest come first, so that memory runs out in the first micro-batch or never. `trims_prompts`: whether the
-    model gives the same where a prompt has less padding on its left; one that learns a vector for each place does not.
+    model's output is the same with less padding on the left; with learned position embeddings it is not.
     """
     known = {*PROMPT_KEYS, *COMPLETION_KEYS, *ROW_KEYS, *WINDOW_KEYS}
     if len(batches) % accum or any(set(batch) - known for batch in batches):
@@ -60,41 +60,47 @@ def order_by_length(batches: Sequence[Batch], *, accum: int, trims_prompts: bool
 
 
 def trim_padding(batch: Batch) -> Batch:
-    """Without the columns that are padding in every row: of prompts on the left, of completions on the right."""
-    width = _widest(batch["prompt_mask"])
+    """Remove the columns that are padding in every row: left of the prompts, right of the completions."""
+    width = _used_width(batch["prompt_mask"])
     prompts = {key: batch[key][:, batch[key].size(1) - width :] for key in PROMPT_KEYS}
     return trim_completions({**batch, **prompts})
 
 
 def trim_completions(batch: Batch) -> Batch:
-    """As `trim_padding`, of the completions alone."""
+    """Remove the columns right of the completions that are padding in every row."""
     full = batch["completion_mask"].size(1)
-    width = _widest(batch["completion_mask"])
+    width = _used_width(batch["completion_mask"])
     cut = {
         key: batch[key][:, :width]
         for key in COMPLETION_KEYS
-        if batch.get(key) is not None and batch[key].size(1) == full  # a ratio may be one of a row
+        if batch.get(key) is not None and batch[key].size(1) == full  # a ratio may be per row
     }
     return {**batch, **cut}
 
 
-def has_relative_places(model: Any) -> bool:
-    """True where attention knows places by their distance alone (rotary embeddings), so that padding on the left does
-    not change a row."""
+def has_relative_positions(model: Any) -> bool:
+    """Return whether positions are relative (rotary embeddings), so that padding on the left does not change a row."""
     return any("rotary" in type(module).__name__.lower() for module in model.modules())
 
 
-def padded_tokens(prompts: Sequence[int], completions: Sequence[int], *, rows: int) -> int:
-    """Tokens of the micro-batches of `rows` rows each, in this order, after `trim_padding`."""
+def count_padded_tokens(prompts: Sequence[int], completions: Sequence[int], *, rows: int) -> int:
+    """Count the tokens, with padding, of micro-batches of `rows` rows in this order after `trim_padding`."""
     return sum(
         rows * (max(prompts[at : at + rows]) + max(completions[at : at + rows])) for at in range(0, len(prompts), rows)
     )
 
 
 def _order_step(batches: Sequence[Batch]) -> list[Batch]:
-    """The same rows in as many micro-batches of the same size, in the best of three orders by length."""
-    whole = {key: _joined(key, [batch[key] for batch in batches]) for key in batches[0]}
-    rows = len(batches[0]["advantages"])
+    """Return as many micro-batches with the same rows in the order with least padding: as now, or by length.
+
+    Three orders by length are tried.
+    """
+    first = batches[0]
+    whole = {
+        key: value if key in WINDOW_KEYS or value is None else torch.cat([batch[key] for batch in batches])
+        for key, value in first.items()
+    }
+    rows = len(first["advantages"])
     prompts = whole["prompt_mask"].sum(1).tolist()
     completions = whole["completion_mask"].sum(1).tolist()
     keys: tuple[Callable[[int], Any], ...] = (
@@ -105,27 +111,23 @@ def _order_step(batches: Sequence[Batch]) -> list[Batch]:
     numbers = range(len(prompts))
     orders = [list(numbers), *(sorted(numbers, key=key) for key in keys)]
     best = min(
-        orders, key=lambda order: padded_tokens([prompts[n] for n in order], [completions[n] for n in order], rows=rows)
+        orders,
+        key=lambda order: count_padded_tokens([prompts[n] for n in order], [completions[n] for n in order], rows=rows),
     )
     parts = torch.tensor(best, device=whole["advantages"].device).split(rows)
-    return [{key: _chosen(value, part) for key, value in whole.items()} for part in parts]
+    return [
+        {key: value if value is None or value.ndim == 0 else value[part] for key, value in whole.items()}
+        for part in parts
+    ]
 
 
-def _joined(key: str, values: Sequence[Any]) -> Any:
-    return values[0] if key in WINDOW_KEYS or values[0] is None else torch.cat(list(values))
-
-
-def _chosen(value: Any, rows: Tensor) -> Any:
-    return value if value is None or value.ndim == 0 else value[rows]
-
-
-def _widest(mask: Tensor) -> int:
-    """Columns up to the last one that any row uses; at least 1."""
+def _used_width(mask: Tensor) -> int:
+    """Count the columns up to the last one that any row uses; at least 1."""
     return max(1, int(mask.sum(1).max()))
 
 
-def share_of_padding(batches: Sequence[Mapping[str, Any]]) -> float:
-    """Padding over all tokens of the micro-batches."""
+def compute_padding_share(batches: Sequence[Mapping[str, Any]]) -> float:
+    """Compute the share of padding in the tokens of the micro-batches."""
     real = sum(int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in batches)
     full = sum(batch["prompt_mask"].numel() + batch["completion_mask"].numel() for batch in batches)
     return 1 - real / full

@@ -1,4 +1,4 @@
-"""Compare the sampler's log-probabilities with the learner's, and count copies of answers."""
+"""Compare the sampler's log-probabilities with those of the trained model, and send merged weights to vLLM."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sftplay.model.out_of_memory import gather_objects
 
 
 def send_copies(generation: Any) -> None:
-    """Make TRL's `VLLMGeneration` send merged copies.
+    """Make TRL's `VLLMGeneration` send merged copies of the weights.
 
     Raises:
-        ConfigError: the base is held in 4 bits, or in shards; copies of such layers cannot be merged one by one.
+        ConfigError: the base is in 4 bits or sharded; copies of such layers cannot be merged one by one.
     """
     if generation._dist.is_fsdp or any(hasattr(weight, "ds_id") for weight in generation.model.parameters()):
         raise ConfigError(
@@ -37,7 +37,7 @@ def send_copies(generation: Any) -> None:
 
 
 def merged_copies(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a PEFT model by the names of its base, each with its adapter merged in; `model` is only read."""
+    """Yield the weights of a PEFT model, merged with the adapter, by the base model's names; `model` is only read."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     base = model.get_base_model()
@@ -48,7 +48,7 @@ def merged_copies(model: Any) -> Iterator[tuple[str, Tensor]]:
         for part, weight in merged.get_base_layer().named_parameters():
             yield f"{name}.{part}", weight.data
     for name, weight in base.named_parameters():
-        owner = next((each for each in adapted if name.startswith(f"{each}.")), None)
+        owner = next((layer for layer in adapted if name.startswith(f"{layer}.")), None)
         if owner is None and ".modules_to_save." not in name and ".original_module." not in name:
             yield name, weight.data
     for name, weight in base.named_parameters():
@@ -57,83 +57,87 @@ def merged_copies(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield f"{before}.{after}", weight.data
 
 
-SAMPLED = "sampling_per_token_logps"
-"""TRL's key for what the sampler said of the tokens; it moves and cuts them with their rows."""
+SAMPLER_LOGPS = "sampling_per_token_logps"
+"""TRL's key for the sampler's log-probabilities of the tokens; TRL moves and cuts them with their rows."""
 
-SCORED = "scored_per_token_logps"
-"""The same tokens by the trained module, before the first of its steps."""
+MODEL_LOGPS = "scored_per_token_logps"
+"""Key for the log-probabilities by the trained model, before the first step on the tokens."""
 
 
 class TokenRecord:
-    """Notes the log-probability of each token that a model draws; put behind all that bends the distribution."""
+    """Records the log-probability of each token that a model samples; the last of the logits processors."""
 
     def __init__(self) -> None:
-        self._settled: list[Tensor] = []
-        self._open: Tensor | None = None
+        self._logps: list[Tensor] = []
+        self._next_logps: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Called by `generate` before each draw, with all tokens so far."""
-        self._settle(input_ids[:, -1])
-        self._open = scores.float().log_softmax(-1)
+        """Record the distribution of the next token; `generate` calls it before each token, with all tokens so far."""
+        self._add_token(input_ids[:, -1])
+        self._next_logps = scores.float().log_softmax(-1)
         return scores
 
-    def of(self, drawn: Tensor) -> list[list[float]]:
-        """The numbers of the tokens that were drawn, int64 [rows, tokens]; those behind a row's end mean nothing."""
-        self._settle(drawn[:, -1])
-        if not self._settled:
+    def finish(self, completion_ids: Tensor) -> list[list[float]]:
+        """Return the log-probabilities of the sampled tokens, int64 [rows, tokens]; values after a row's end mean
+        nothing."""
+        self._add_token(completion_ids[:, -1])
+        if not self._logps:
             return []
-        return [list(row) for row in torch.stack(self._settled, dim=1).tolist()]
+        return [list(row) for row in torch.stack(self._logps, dim=1).tolist()]
 
-    def _settle(self, tokens: Tensor) -> None:
-        if self._open is not None:
-            self._settled.append(self._open.gather(1, tokens[:, None])[:, 0])
+    def _add_token(self, tokens: Tensor) -> None:
+        if self._next_logps is not None:
+            self._logps.append(self._next_logps.gather(1, tokens[:, None])[:, 0])
 
 
 @contextmanager
-def recorded(model: Any) -> Iterator[list[list[float]]]:
-    """Meanwhile each row that `model.generate` draws adds a list. TRL passes no processors of its own to it."""
+def record_logprobs(model: Any) -> Iterator[list[list[float]]]:
+    """Inside, add a list of log-probabilities for each row that `model.generate` samples.
+
+    TRL passes no logits processors to `generate`.
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     rows: list[list[float]] = []
     records: list[TokenRecord] = []
     generate, processors = model.generate, base._get_logits_processor
 
-    def with_record(*given: Any, **named: Any) -> Any:
+    def processors_with_record(*given: Any, **named: Any) -> Any:
         chosen = processors(*given, **named)
         chosen.append(records[-1])
         return chosen
 
-    def noted(*given: Any, **named: Any) -> Any:
+    def generate_and_record(*given: Any, **named: Any) -> Any:
         records.append(TokenRecord())
-        drawn = generate(*given, **named)  # where memory runs out, it is called again for fewer rows
-        rows.extend(records[-1].of(drawn[:, named["input_ids"].size(1) :]))
-        return drawn
+        sampled = generate(*given, **named)  # where memory runs out, it is called again for fewer rows
+        rows.extend(records[-1].finish(sampled[:, named["input_ids"].size(1) :]))
+        return sampled
 
-    model.generate, base._get_logits_processor = noted, with_record
+    model.generate, base._get_logits_processor = generate_and_record, processors_with_record
     try:
         yield rows
     finally:
         del model.generate, base._get_logits_processor
 
 
-class SamplerGauge:
-    """Sums of this rank since the last line of metrics."""
+class LogprobCheck:
+    """Compares log-probabilities; sums over this rank's tokens since the last line of metrics."""
 
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self.learned: Tensor | None = None
-        """What the model that learns said of the tokens of the micro-batch at hand."""
+    def __init__(self, every_steps: int) -> None:
+        self.every_steps = every_steps
+        self.trained_logps: Tensor | None = None
+        """Log-probabilities of the current micro-batch's tokens by the trained model."""
 
         self._sums = {"sampler_gap": (0.0, 0), "sampler_kl": (0.0, 0)}
 
     def is_due(self, step: int) -> bool:
-        """Whether the drawing after `step` steps is measured."""
-        return self.every > 0 and step % self.every == 0
+        """Return whether the rollout batch after `step` steps is checked."""
+        return self.every_steps > 0 and step % self.every_steps == 0
 
     def compare(self, *, sampled: Tensor | None, before: Tensor | None, mask: Tensor) -> None:
-        """Add a micro-batch: what the sampler noted, and what the weights that drew say, where these are known."""
-        if self.learned is None:
+        """Add a micro-batch: `sampled` by the sampler, `before` by the weights that sampled, where they are known."""
+        if self.trained_logps is None:
             return
-        now, kept = self.learned.float(), mask.bool()
+        now, kept = self.trained_logps.float(), mask.bool()
         if sampled is not None:
             self._add("sampler_gap", (now - sampled.float())[kept & ~torch.isnan(sampled)].abs())
         if before is not None:
@@ -142,7 +146,10 @@ class SamplerGauge:
             self._add("sampler_kl", change.exp() - 1 - change)
 
     def take(self, heartbeat: Heartbeat) -> dict[str, float | None]:
-        """The means over the tokens of all ranks; None where nothing was measured. Every rank must call it."""
+        """Return the means over the tokens of all ranks, None where nothing was measured, and reset the sums.
+
+        Every rank must call it.
+        """
         ranks = gather_objects(self._sums, heartbeat)
         self._sums = dict.fromkeys(self._sums, (0.0, 0))
         means: dict[str, float | None] = {}

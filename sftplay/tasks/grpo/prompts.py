@@ -1,4 +1,4 @@
-"""The prompts of a run in training order: exactly those of its drawings, each once for its group."""
+"""The prompts of a run in training order: exactly those of its rollout batches, one for each group."""
 
 from __future__ import annotations
 
@@ -14,62 +14,62 @@ from sftplay.data.prompts.load import Prompts
 from sftplay.data.prompts.questions import Question, Questions
 from sftplay.train.task import RowOrder
 
-KEPT_QUESTIONS = 1024
-"""Questions that are not read from disk again. TRL asks for a row once for each completion and micro-batch."""
+CACHED_QUESTIONS = 1024
+"""Questions in the cache. TRL reads a row once for each completion and micro-batch."""
 
 
 class Tokens(list[int]):
-    """Tokens of a prompt, of which TRL takes a deep copy: number by number that costs more than to read them."""
+    """Tokens of a prompt. TRL makes a deep copy; a copy of each number costs more than reading them."""
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         return type(self)(self)
 
 
 class PromptRow(dict[str, Any]):
-    """A prompt as TRL's trainer takes it."""
+    """A prompt in the form of TRL's trainer."""
 
     def to(self, *_: Any, **__: Any) -> Self:
-        """Itself: it holds no tensor. Without this accelerate looks into each token and each column for one."""
+        """Return itself: it holds no tensor. Otherwise accelerate searches each token and each column for one."""
         return self
 
 
 class PromptRows:
-    """Prompts as TRL's trainer takes them. Without an order they stand as in their file."""
+    """Prompts in the form of TRL's trainer. Without an order they are in the order of their file."""
 
     def __init__(self, questions: Questions, order: Sequence[int] | None = None) -> None:
         self.questions = questions
         self.order = range(len(questions)) if order is None else order
-        self._read = lru_cache(KEPT_QUESTIONS)(questions.__getitem__)
+        self._read = lru_cache(CACHED_QUESTIONS)(questions.__getitem__)
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __getitem__(self, row: int) -> PromptRow:
-        """`prompt` holds token ids, so that TRL asks with the kit's own tokens, and takes completions as plain text."""
+        """Return a row. `prompt` holds token ids, so that TRL uses the kit's tokens, and takes completions as text."""
         question = self.question(row)
         return PromptRow(
-            prompt=Tokens(question.ids), row=question.row, words=question.question, columns=question.columns
+            prompt=Tokens(question.ids), row=question.row, question=question.question, columns=question.columns
         )
 
     def question(self, row: int) -> Question:
-        """The prompt at this place of the order."""
+        """Return the prompt at this place of the order."""
         return self._read(self.order[row])
 
 
-def prompts_of_drawing(cfg: RunConfig) -> int:
-    """Prompts whose completions are drawn together."""
+def count_batch_prompts(cfg: RunConfig) -> int:
+    """Count the prompts of one rollout batch."""
     return cfg.train.effective_batch_size * cfg.grpo.steps_per_generation // cfg.grpo.num_generations
 
 
-def steps_of_drawing(cfg: RunConfig) -> int:
-    """Optimizer steps that learn from the completions of one drawing."""
+def count_batch_steps(cfg: RunConfig) -> int:
+    """Count the optimizer steps that train on one rollout batch."""
     return cfg.grpo.steps_per_generation * cfg.grpo.num_iterations
 
 
-def run_order(cfg: RunConfig, prompts: Prompts) -> tuple[list[int], RowOrder]:
-    """The prompts of the whole run by their number, and what a run's set-up needs to know of them."""
-    n, at_once, steps_each = len(prompts.train), prompts_of_drawing(cfg), steps_of_drawing(cfg)
-    steps = cfg.train.max_steps or steps_for(n, cfg.train.epochs, effective_batch=at_once) * steps_each
-    order = training_order(n, math.ceil(steps / steps_each) * at_once, seed=cfg.seed)
+def find_run_order(cfg: RunConfig, prompts: Prompts) -> tuple[list[int], RowOrder]:
+    """Return the numbers of the prompts of the whole run, in order, and the RowOrder for the run's set-up."""
+    n, batch_prompts, batch_steps = len(prompts.train), count_batch_prompts(cfg), count_batch_steps(cfg)
+    steps = cfg.train.max_steps or steps_for(n, cfg.train.epochs, effective_batch=batch_prompts) * batch_steps
+    order = training_order(n, math.ceil(steps / batch_steps) * batch_prompts, seed=cfg.seed)
     digest = hashlib.sha256(f"{prompts.fingerprint} {order_hash(order)}".encode()).hexdigest()
-    return order, RowOrder(steps=steps, steps_per_epoch=math.ceil(n / at_once) * steps_each, digest=digest)
+    return order, RowOrder(steps=steps, steps_per_epoch=math.ceil(n / batch_prompts) * batch_steps, digest=digest)

@@ -1,5 +1,4 @@
-"""Rollout batches of task grpo: sampled by the model in training, completions side by side, and learned from in exact
-batches."""
+"""Rollout batches of task grpo: the trained model samples completions, and optimizer steps train on exact batches."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.machine.compiler import compiler_remedy, find_compiler_problem
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches
-from sftplay.tasks.grpo.scoring import Judge, Judged, cut_samples, samples_path, write_samples
-from sftplay.tasks.grpo.watch import policy_clip_share
+from sftplay.tasks.grpo.scoring import RewardScorer, ScoredBatch, cut_samples, samples_path, write_samples
+from sftplay.tasks.grpo.watch import read_policy_clip_share
 from sftplay.tasks.grpo.window_state import load_window, save_window
 from sftplay.train.eval_mode import eval_mode
 from sftplay.train.exact_batch import StepSetup
@@ -34,9 +33,9 @@ from sftplay.train.random_numbers import random_numbers_kept
 
 @contextmanager
 def dtypes_kept(args: Any, device: torch.device) -> Iterator[None]:
-    """Inside, TRL does not turn the model to 16 bits before it generates; the model computes in its weights' dtypes.
+    """Inside, TRL does not convert the model to 16 bits before it generates; the model computes in its weights' dtypes.
 
-    TRL would turn all of it, and for good: what trains in fp32, and the angles of the rotation (trl 1.16,
+    TRL would convert the whole model for good, with fp32 trainable weights and rotary frequencies (trl 1.16,
     `_generate_single_turn`).
     """
     before = args.bf16, args.fp16
@@ -50,7 +49,7 @@ def dtypes_kept(args: Any, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def gathered_root(model: Any) -> Iterator[None]:
-    """Meanwhile every rank holds the weights outside the layers of `model`, where FSDP shards one with an adapter."""
+    """Inside, every rank holds the weights outside the layers of `model`, where FSDP shards a model with an adapter."""
     if not (hasattr(model, "unshard") and hasattr(model, "peft_config")):
         yield
         return
@@ -64,29 +63,29 @@ def gathered_root(model: Any) -> Iterator[None]:
 
 @contextmanager
 def fitted_tiles(vocab: int) -> Iterator[None]:
-    """Meanwhile TRL's forward passes take a buffer of so many columns for each token, where that is fewer than 32768.
+    """Inside, TRL's forward passes take a buffer of `vocab` columns for each token, where that is fewer than 32768.
 
     Columns beyond the vocabulary are never used, but they take memory. On a CPU they are huge pages, which the kernel
-    fills with zeros each time. And on a CPU TRL computes the scores of prompts and padding, too, to throw them away: it
-    leaves them out on GPUs alone, for the sake of devices that would compile each shape anew (trl 1.16,
-    `_fused_forward`). The numbers are the same; gradients are to the last bits of rounding.
+    fills with zeros each time. On a CPU TRL also computes the logits of prompts and padding and discards them; only
+    on GPUs it leaves them out, because other devices would compile each shape anew (trl 1.16, `_fused_forward`). The
+    values are the same; gradients are the same up to rounding.
     """
-    width, real = utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton
+    width, use_triton = utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton
 
-    def leaves_out(device: torch.device) -> bool:
-        return device.type == "cpu" or bool(real(device))
+    def leaves_out_padding(device: torch.device) -> bool:
+        return device.type == "cpu" or bool(use_triton(device))
 
-    utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton = min(width, vocab), leaves_out
+    utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton = min(width, vocab), leaves_out_padding
     try:
         yield
     finally:
-        utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton = width, real
+        utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton = width, use_triton
 
 
 def avoid_triton() -> None:
-    """Where Triton cannot build kernels for this process's GPU, let TRL compute its tiles by torch from now on.
+    """Let TRL compute its tiles by torch from now on, where Triton cannot build kernels for this process's GPU.
 
-    The choice is made anew in every pass (trl 1.16, kernels/chunked_logprob.py, `_use_triton`), also backwards.
+    TRL chooses in every forward and backward pass (trl 1.16, kernels/chunked_logprob.py, `_use_triton`).
     """
     if torch.cuda.is_available() and (problem := find_compiler_problem()):
         chunked_logprob._use_triton = lambda device: False
@@ -96,12 +95,12 @@ def avoid_triton() -> None:
 
 
 REFERENCE = "ref"
-"""The name under which TRL looks for an adapter to compare with (`_generate_and_score_completions`)."""
+"""TRL's name of the reference adapter (`_generate_and_score_completions`)."""
 
 
 @contextmanager
 def no_copy_by_trl(model: Any, args: Any) -> Iterator[None]:
-    """Inside, TRL's constructor sees beta 0 where an adapter trains: it would copy every adapter, also a fresh one."""
+    """Inside, TRL's constructor sees beta 0 where an adapter trains; TRL would copy every adapter, also a new one."""
     beta = args.beta
     if hasattr(model, "get_base_model"):
         args.beta = 0.0
@@ -112,7 +111,7 @@ def no_copy_by_trl(model: Any, args: Any) -> Iterator[None]:
 
 
 def keep_reference(model: Any) -> None:
-    """Hold a frozen copy of the adapter as it is now."""
+    """Add a frozen copy of the current adapter."""
     weights = get_peft_model_state_dict(model, adapter_name="default")
     model.add_adapter(REFERENCE, model.peft_config["default"])
     set_peft_model_state_dict(model, weights, adapter_name=REFERENCE)
@@ -148,37 +147,48 @@ else:
     Base = object
 
 
-class Rollouts(Base):
-    """Mixed in before TRL's trainer: `class PromptTrainer(Rollouts, GRPOTrainer)`."""
+class RolloutMixin(Base):
+    """Stands before TRL's trainer: `class PromptTrainer(RolloutMixin, GRPOTrainer)`."""
 
     def __init__(
-        self, step: StepSetup, *, cfg: RunConfig, run_folder: Path, judge: Judge, model: Any, args: Any, **named: Any
+        self,
+        step: StepSetup,
+        *,
+        cfg: RunConfig,
+        run_folder: Path,
+        scorer: RewardScorer,
+        model: Any,
+        args: Any,
+        **named: Any,
     ) -> None:
         has_adapter = hasattr(model, "get_base_model")
-        # TRL makes the adapter of a 4-bit base bf16.
+        # TRL converts the adapter of a 4-bit base to bf16.
         with trained_weights_kept(model) if has_adapter else nullcontext(), no_copy_by_trl(model, args):
-            named["reward_funcs"] = [_named(name) for name in judge.learned]
+            named["reward_funcs"] = [_reward_stub(name) for name in scorer.training_weights]
             super().__init__(model=model, args=args, **named)
         self.beta = args.beta
         if has_adapter and args.beta and cfg.model.adapter:
             keep_reference(model)
-        self.cfg, self.run_folder, self.judge, self.heartbeat = cfg, run_folder, judge, step.heartbeat
-        self._at_once = AdaptiveBatches(_rows_at_once(cfg, args), "generation")
+        self.cfg, self.run_folder, self.scorer, self.heartbeat = cfg, run_folder, scorer, step.heartbeat
+        batch_rows = cfg.grpo.generation_rows
+        if not isinstance(batch_rows, int):  # all completions of a rollout batch
+            batch_rows = int(args.per_device_train_batch_size * args.steps_per_generation)
+        self._generation_batches = AdaptiveBatches(batch_rows, "generation")
         self.micro_batcher = self.replay = None
         self.source_names: tuple[str, ...] = ()
         self.held_out_sources: dict[str, dict[str, float]] = {}
         self.counts, self.last_loss = StepCounts(), 0.0
         self.last_rows: list[int] = []
-        """Prompts of this rank's last step."""
+        """Prompts in this rank's last step."""
 
-        self.facts = {"rewards": judge.learned, "executor": judge.rewards.executor or None}
-        """What the manifest says of the task."""
+        self.facts = {"rewards": scorer.training_weights, "executor": scorer.rewards.executor or None}
+        """The task's entries in the manifest."""
 
-        self.drawing: dict[str, float | None] = {}
-        """Figures of the completions that are being learned from."""
+        self.rollout_figures: dict[str, float | None] = {}
+        """Figures of the current rollout batch."""
 
         self.held_out_figures: dict[str, float] = {}
-        """What was measured since the last line of metrics."""
+        """Figures of evaluations since the last line of metrics."""
 
         self._figures: dict[str, list[float | None]] = defaultdict(list)
         self._seen_step = -1
@@ -186,12 +196,12 @@ class Rollouts(Base):
 
     @property
     def generation_rows(self) -> int:
-        """Completions that this rank draws at a time."""
-        return self._at_once.batch_size
+        """Completions that this rank generates at a time."""
+        return self._generation_batches.batch_size
 
     def train(self, resume_from_checkpoint: str | None = None, **named: Any) -> Any:
-        """Train; from a checkpoint in the middle of a drawing with the completions that it has kept."""
-        with self.judge:
+        """Train; from a checkpoint within a rollout batch with the completions in the checkpoint."""
+        with self.scorer:
             if resume_from_checkpoint:
                 load_window(self, Path(resume_from_checkpoint))
             cut_samples(self.run_folder, after_step=self._step // self.args.gradient_accumulation_steps)
@@ -201,63 +211,63 @@ class Rollouts(Base):
         return prompts, None, {}
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
-        """As TRL's, without dropout; transformers draws so many completions at a time as memory has room for."""
+        """Generate as TRL does, without dropout; with transformers as many completions at a time as memory allows."""
         if self.cfg.grpo.generation != "transformers":
             is_continuous = self.cfg.grpo.generation == "continuous"
             keeps_dtypes = dtypes_kept(self.args, self.accelerator.device) if is_continuous else nullcontext()
             with eval_mode(self.model_wrapped), keeps_dtypes:
                 return super()._generate_single_turn(prompt_ids, *given, **named)
 
-        def draw(part: slice) -> list[list[int]]:
+        def generate(part: slice) -> list[list[int]]:
             self.heartbeat.enter(self.heartbeat.phase)  # a beat for each batch: only a single one can take too long
             with eval_mode(self.model_wrapped), gathered_root(self.model_wrapped):
-                ids, _ = super(Rollouts, self)._generate_single_turn(prompt_ids[part], *given, **named)
+                ids, _ = super(RolloutMixin, self)._generate_single_turn(prompt_ids[part], *given, **named)
             return list(ids)
 
-        rows, size = len(prompt_ids), self._at_once.batch_size
+        rows, size = len(prompt_ids), self._generation_batches.batch_size
         if has_sharded_weights(self):  # ranks generate together: none may take smaller batches than the others
-            parts = [draw(slice(at, at + size)) for at in range(0, rows, size)]
+            parts = [generate(slice(at, at + size)) for at in range(0, rows, size)]
         else:
-            parts = list(self._at_once.each(rows, draw))
+            parts = list(self._generation_batches.each(rows, generate))
         return [ids for part in parts for ids in part], None
 
     def _generate(self, prompts: list[list[int]]) -> Any:
-        # Drawn with the precision with which their probabilities are computed later.
+        # The same precision as in the later forward passes that compute log-probabilities.
         with self.heartbeat.within("generation"), self.accelerator.autocast():
             return super()._generate(prompts)
 
     def _calculate_rewards(self, inputs: list[Any], _prompts: Any, completions: list[str], _ids: Any) -> Tensor:
-        """What each reward says of the completions of all ranks, float [completions, rewards]; NaN: it abstains."""
-        self.judged = self.judge.judge(inputs, completions, heartbeat=self.heartbeat)
-        return self.as_tensor(self.judged)
+        """Score the completions of all ranks: float [completions, rewards], NaN where a reward abstains."""
+        self.scored_batch = self.scorer.score(inputs, completions, heartbeat=self.heartbeat)
+        return self.make_reward_tensor(self.scored_batch)
 
-    def as_tensor(self, judged: Judged) -> Tensor:
-        """What TRL learns from."""
-        return torch.tensor(judged.values(), dtype=torch.float32, device=self.accelerator.device)
+    def make_reward_tensor(self, batch: ScoredBatch) -> Tensor:
+        """Return the batch's rewards as TRL takes them."""
+        return torch.tensor(batch.make_reward_matrix(), dtype=torch.float32, device=self.accelerator.device)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
-        drawn = super()._generate_and_score_completions(inputs)
+        batch = super()._generate_and_score_completions(inputs)
         metrics = self._metrics["train"]
-        self.drawing = {
-            **self.judged.figures(self.num_generations),
+        self.rollout_figures = {
+            **self.scored_batch.compute_figures(self.num_generations),
             "clipped_ratio": metrics["completions/clipped_ratio"][-1],
             "completion_tokens": metrics["completions/mean_length"][-1],
         }
         n_kept = self.cfg.grpo.samples
-        lines = self.judged.lines(self.last_advantages())[:n_kept]
+        lines = self.scored_batch.make_sample_lines(self.read_advantages())[:n_kept]
         write_samples(samples_path(self.run_folder, self.state.global_step + 1), lines)
         rows = torch.tensor([row["row"] for row in inputs], device=self.accelerator.device)
-        return {**drawn, "row": rows}
+        return {**batch, "row": rows}
 
-    def last_advantages(self) -> list[float]:
-        """Those of the judged completions of all ranks."""
-        return list(self._logs["advantages"])[-len(self.judged.rows) :]
+    def read_advantages(self) -> list[float]:
+        """Return the advantages of the scored completions of all ranks."""
+        return list(self._logs["advantages"])[-len(self.scored_batch.rows) :]
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)
         if self.state.global_step != self._seen_step:
             self._seen_step, self.last_rows, self.last_loss = self.state.global_step, [], 0.0
-            for name, value in self.drawing.items():
+            for name, value in self.rollout_figures.items():
                 self._figures[name].append(value)
         return inputs
 
@@ -287,49 +297,45 @@ class Rollouts(Base):
         save_window(self, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
 
     def take_counts(self) -> StepCounts:
-        """The counts so far; counting starts again from zero."""
-        taken, self.counts = self.counts, StepCounts()
-        return taken
+        """Return the counts since the last call, and reset them."""
+        counts, self.counts = self.counts, StepCounts()
+        return counts
 
     def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """What a line of metrics says of the completions that the steps since the last line have learned from."""
-        figures = {name: _mean(values) for name, values in self._figures.items()}
+        """Return the task's figures for a line of metrics: means over the steps since the last line."""
+        figures: dict[str, float | None] = {}
+        for name, values in self._figures.items():
+            known = [value for value in values if value is not None]
+            figures[name] = fmean(known) if known else None
         held_out, self.held_out_figures = self.held_out_figures, {}
         self._figures.clear()
-        of_trl = {"entropy": logs.get("entropy"), "kl": logs.get("kl"), "policy_clip_share": policy_clip_share(logs)}
+        trl_figures = {
+            "entropy": logs.get("entropy"),
+            "kl": logs.get("kl"),
+            "policy_clip_share": read_policy_clip_share(logs),
+        }
         if (scaler := self.accelerator.scaler) is not None:
-            of_trl |= scaling_figures(scaler, steps=self.state.global_step, taken=self.lr_scheduler.last_epoch)
-        return {**figures, **of_trl, **held_out}
+            trl_figures |= read_loss_scale(scaler, steps=self.state.global_step, taken=self.lr_scheduler.last_epoch)
+        return {**figures, **trl_figures, **held_out}
 
     def rows_not_finite(self) -> list[int]:
-        """None are told apart: a completion's loss depends on its group."""
+        """Return no rows: a completion's loss depends on its group, so no single row is at fault."""
         return []
 
 
-def scaling_figures(scaler: Any, *, steps: int, taken: int) -> dict[str, float]:
-    """Of fp16 by torch's GradScaler: its scale, and the steps since the first that it skipped.
+def read_loss_scale(scaler: Any, *, steps: int, taken: int) -> dict[str, float]:
+    """Return the scale of torch's GradScaler for fp16, and the steps that it skipped since the first one.
 
-    `taken` are the steps of the schedule, which transformers moves on only where the optimizer took one.
+    `taken` counts the steps of the schedule, which transformers advances only after a step of the optimizer.
     """
     return {"loss_scale": scaler.get_scale(), "skipped_steps": steps - taken}
 
 
-def _rows_at_once(cfg: RunConfig, args: Any) -> int:
-    """Completions that this rank draws at a time; all of a drawing where nothing is said."""
-    rows = cfg.grpo.generation_rows
-    return rows if isinstance(rows, int) else int(args.per_device_train_batch_size * args.steps_per_generation)
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
-
-
-def _named(name: str) -> Any:
-    """A stand-in for a reward, whose name TRL logs; `_calculate_rewards` asks the real one."""
+def _reward_stub(name: str) -> Any:
+    """Return a function with a reward's name for TRL's logs; `_calculate_rewards` calls the reward itself."""
 
     def reward(**_: Any) -> list[float | None]:
-        raise AssertionError(f"the reward {name} is asked by the judge")
+        raise AssertionError(f"the RewardScorer calls the reward {name}")
 
     reward.__name__ = name
     return reward

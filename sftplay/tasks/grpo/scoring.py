@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
@@ -26,12 +26,12 @@ from sftplay.sandbox.verdicts.job import Status
 
 
 def samples_path(folder: Path, step: int) -> Path:
-    """Where the completions of a step are kept, below a run's folder."""
+    """Return the file of a step's completions in the run folder `folder`."""
     return folder / "samples" / f"step-{step}.jsonl"
 
 
 def write_samples(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Keep completions with what they were paid; on the main rank."""
+    """Write completions with their rewards; on the main rank."""
     if log.is_main() and lines:
         path.parent.mkdir(exist_ok=True)
         with whole_file(path, survives_power_cut=False) as scratch:
@@ -39,7 +39,7 @@ def write_samples(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def cut_samples(folder: Path, *, after_step: int) -> None:
-    """Remove what an earlier attempt wrote after the checkpoint that the run continues from."""
+    """Remove the samples that an earlier attempt wrote after the checkpoint from which the run continues."""
     if log.is_main():
         for path in (folder / "samples").glob("step-*.jsonl"):
             number = path.stem.removeprefix("step-")
@@ -48,87 +48,86 @@ def cut_samples(folder: Path, *, after_step: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """A rank's completions, as they are sent to the other ranks."""
-
-    rows: list[int]
-    completions: list[str]
-    scored: BatchRewards
-    prompts: list[str] = field(default_factory=list)
-    """What was asked, in words."""
-
-    control: list[float] | None = None
-    """What they are paid in place of the rewards, where the run is a control."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """The completions of all ranks, in rank order, with what each reward says of them."""
+class ScoredBatch:
+    """Completions with their rewards: those of one rank, or those of all ranks in rank order."""
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
     rows: list[int]
-    completions: list[str]
-    scored: BatchRewards
-    prompts: list[str] = field(default_factory=list)
-    control: list[float] | None = None
+    """The row number of each completion's prompt in the data."""
 
-    @property
-    def learned(self) -> tuple[str, ...]:
-        """The rewards that are learned from; one of weight 0 is only measured."""
-        return tuple(name for name, weight in zip(self.names, self.weights, strict=True) if weight)
+    completions: list[str]
+    rewards: BatchRewards
+    prompts: list[str] = field(default_factory=list)
+    """The question of each completion as text."""
+
+    control: list[float] | None = None
+    """The rewards that the model learns from instead of the config's, in a control run."""
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[ScoredBatch]) -> ScoredBatch:
+        """Concatenate the batches of all ranks, in rank order."""
+        return replace(
+            parts[0],
+            rows=[row for part in parts for row in part.rows],
+            completions=[text for part in parts for text in part.completions],
+            rewards=BatchRewards.concatenate([part.rewards for part in parts]),
+            prompts=[text for part in parts for text in part.prompts],
+            control=None if parts[0].control is None else [value for part in parts for value in part.control or ()],
+        )
 
     @cached_property
-    def true(self) -> list[float | None]:
-        """The weighted sum of the rewards; None where none knows a value."""
-        return combined(self.scored, self.weights)
+    def true_rewards(self) -> list[float | None]:
+        """The weighted sum of the rewards of each completion; None where it is unknown."""
+        return combined(self.rewards, self.weights)
 
     @property
-    def paid(self) -> list[float | None]:
-        """What the model learns from."""
-        return self.true if self.control is None else list(self.control)
+    def training_rewards(self) -> list[float | None]:
+        """The reward of each completion that the model learns from; None where it is unknown."""
+        return self.true_rewards if self.control is None else list(self.control)
 
-    def values(self) -> list[list[float]]:
-        """A line for each completion with a value for each reward that is learned from; NaN where it abstains.
+    def make_reward_matrix(self) -> list[list[float]]:
+        """Return the rewards that the model learns from, float [completions, rewards]; NaN where a reward abstains.
 
-        Where the sum is not known, all of them are NaN. TRL then leaves the completion out of means and deviations,
-        and its advantage is 0.
+        A reward of weight 0 is only measured and has no column. Where the sum is unknown, the whole line is NaN. TRL
+        then leaves the completion out of means and deviations, and its advantage is 0.
         """
         if self.control is not None:
             return [[value] for value in self.control]
-        columns = [self.scored.by_name[name].values for name in self.learned]
-        lines = zip(self.true, zip(*columns, strict=True), strict=True)
+        names = [name for name, weight in zip(self.names, self.weights, strict=True) if weight]
+        columns = [self.rewards.by_name[name].values for name in names]
+        lines = zip(self.true_rewards, zip(*columns, strict=True), strict=True)
         return [[math.nan if None in (total, value) else value for value in line] for total, line in lines]
 
-    def figures(self, num_generations: int) -> dict[str, float | None]:
-        """The figures of this drawing for a line of metrics."""
-        paid = self.paid
-        groups = [paid[at : at + num_generations] for at in range(0, len(paid), num_generations)]
-        known = [[value for value in group if value is not None] for group in groups]
-        everything = [value for group in known for value in group]
-        compared = [group for group in known if len(group) > 1]
+    def compute_figures(self, num_generations: int) -> dict[str, float | None]:
+        """Compute the figures of this batch for a line of metrics."""
+        rewards = self.training_rewards
+        groups = [rewards[at : at + num_generations] for at in range(0, len(rewards), num_generations)]
+        known_by_group = [[value for value in group if value is not None] for group in groups]
+        known = [value for group in known_by_group for value in group]
+        compared = [group for group in known_by_group if len(group) > 1]
         unknown = sum(
-            None in line for line in zip(*(each.values for each in self.scored.by_name.values()), strict=True)
+            None in line for line in zip(*(column.values for column in self.rewards.by_name.values()), strict=True)
         )
         figures = {
-            "reward": fmean(everything) if everything else None,
-            "reward_std": stdev(everything) if len(everything) > 1 else None,
+            "reward": fmean(known) if known else None,
+            "reward_std": stdev(known) if len(known) > 1 else None,
             "zero_variance_share": fmean(max(group) == min(group) for group in compared) if compared else None,
             "abstained": unknown / len(self.rows),
         }
-        for name, scores in self.scored.by_name.items():
-            values = [value for value in scores.values if value is not None]
+        for name, column in self.rewards.by_name.items():
+            values = [value for value in column.values if value is not None]
             figures[f"reward/{name}"] = fmean(values) if values else None
-        figures |= figures_of_programs(self.scored.verdicts)
+        figures |= compute_program_figures(self.rewards.verdicts)
         if self.control is not None:
-            true = [value for value in self.true if value is not None]
+            true = [value for value in self.true_rewards if value is not None]
             figures["true_reward"] = fmean(true) if true else None
         return figures
 
-    def lines(self, advantages: Sequence[float]) -> list[dict[str, Any]]:
-        """A line of samples/step-N.jsonl for each completion."""
+    def make_sample_lines(self, advantages: Sequence[float]) -> list[dict[str, Any]]:
+        """Return the line of samples/step-N.jsonl for each completion."""
         by_name: Mapping[str, list[float | None]] = {
-            name: scores.values for name, scores in self.scored.by_name.items()
+            name: column.values for name, column in self.rewards.by_name.items()
         }
         return [
             {
@@ -138,93 +137,85 @@ class Judged:
                 "rewards": {name: values[n] for name, values in by_name.items()},
                 **({} if self.control is None else {"control": self.control[n]}),
                 "advantage": advantages[n],
-                "verdict": self.scored.verdicts[n],
+                "verdict": self.rewards.verdicts[n],
             }
             for n, (row, completion) in enumerate(zip(self.rows, self.completions, strict=True))
         ]
 
 
-def figures_of_programs(verdicts: Sequence[Mapping[str, Any] | None]) -> dict[str, float | None]:
-    """Shares of what became of programs (`sandbox/STATUS`), of how they were found (`found/HOW`), and of those that
-    pass all hidden tests (`hidden_pass`); nothing where no programs are tried.
+def compute_program_figures(verdicts: Sequence[Mapping[str, Any] | None]) -> dict[str, float | None]:
+    """Compute the shares of programs by status (`sandbox/STATUS`), by the way they were found in the completion
+    (`found/HOW`), and the share that passes all hidden tests (`hidden_pass`); empty where no program was run.
 
-    Every status and way has its share, 0 too: a mean over drawings is right only where none is missing.
+    Every status and every way has a share, also 0: a mean over rollout batches is right only where none is missing.
     """
-    tried = [verdict for verdict in verdicts if verdict is not None]
-    if not tried:
+    known = [verdict for verdict in verdicts if verdict is not None]
+    if not known:
         return {}
-    statuses, ways = Counter(each["status"] for each in tried), Counter(each.get("how") for each in tried)
-    hidden = [each["hidden_pass"] for each in tried if each.get("hidden_pass") is not None]
+    statuses = Counter(verdict["status"] for verdict in known)
+    ways = Counter(verdict.get("how") for verdict in known)
+    hidden = [verdict["hidden_pass"] for verdict in known if verdict.get("hidden_pass") is not None]
     return {
-        **{f"sandbox/{status}": statuses[status] / len(tried) for status in (*get_args(Status), NO_CODE)},
-        **{f"found/{how}": ways[how] / len(tried) for how in get_args(How)},
+        **{f"sandbox/{status}": statuses[status] / len(known) for status in (*get_args(Status), NO_CODE)},
+        **{f"found/{how}": ways[how] / len(known) for how in get_args(How)},
         "hidden_pass": fmean(hidden) if hidden else None,
     }
 
 
-def together(ranks: Sequence[Drawn], *, names: tuple[str, ...], weights: tuple[float, ...]) -> Judged:
-    """The completions of all ranks as one batch."""
-    return Judged(
-        names=names,
-        weights=weights,
-        rows=[row for rank in ranks for row in rank.rows],
-        completions=[text for rank in ranks for text in rank.completions],
-        scored=BatchRewards.concatenate([rank.scored for rank in ranks]),
-        prompts=[text for rank in ranks for text in rank.prompts],
-        control=None if ranks[0].control is None else [value for rank in ranks for value in rank.control or ()],
-    )
-
-
 CONTROL = "control"
-"""Name of the reward that a control pays."""
+"""Name of the reward of a control run."""
 
 
-class Judge:
-    """The rewards of a run on one rank; a context manager, which ends their processes."""
+class RewardScorer:
+    """Scores completions with the rewards of a run on one rank; a context manager that ends the reward processes."""
 
     def __init__(self, cfg: RunConfig, columns: Sequence[str]) -> None:
-        """`columns` are those that any row has."""
+        """`columns` are the columns that any row has."""
         self.rewards, self.columns = RewardSet(cfg), tuple(columns)
         self._control = cfg.grpo.control
-        self._abstentions = MissingRewardMonitor()
+        self._missing_rewards = MissingRewardMonitor()
 
-    def __enter__(self) -> Judge:
+    def __enter__(self) -> RewardScorer:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.rewards.close()
 
     @property
-    def learned(self) -> dict[str, float]:
+    def training_weights(self) -> dict[str, float]:
         """Name -> weight of the rewards that the model learns from."""
         if self._control is not None:
             return {CONTROL: 1.0}
         pairs = zip(self.rewards.names, self.rewards.weights, strict=True)
         return {name: weight for name, weight in pairs if weight}
 
-    def judge(self, inputs: Sequence[Mapping[str, Any]], completions: Sequence[str], *, heartbeat: Heartbeat) -> Judged:
-        """The completions of all ranks with their rewards; `inputs` are the rows of this rank's.
+    def score(
+        self, inputs: Sequence[Mapping[str, Any]], completions: Sequence[str], *, heartbeat: Heartbeat
+    ) -> ScoredBatch:
+        """Score this rank's completions of the rows `inputs`; return the completions of all ranks with their rewards.
 
         Raises:
             RunError: on every rank, where a reward abstains too often.
         """
         with heartbeat.within("reward"):
             # Nothing is copied: rewards live in processes of their own, and programs get texts.
-            scored = self.rewards.score(completions, aligned([row["columns"] for row in inputs], self.columns))
-            own = Drawn(
+            rewards = self.rewards.score(completions, aligned([row["columns"] for row in inputs], self.columns))
+            local = ScoredBatch(
+                names=self.rewards.names,
+                weights=self.rewards.weights,
                 rows=[row["row"] for row in inputs],
                 completions=list(completions),
-                scored=scored,
-                prompts=[row["words"] for row in inputs],
-                control=self._paid(len(completions)),
+                rewards=rewards,
+                prompts=[row["question"] for row in inputs],
+                control=self._control_rewards(len(completions)),
             )
-            ranks = gather_objects(own, heartbeat)
-        judged = together(ranks, names=self.rewards.names, weights=self.rewards.weights)
-        self._abstentions.add(judged.scored)
-        return judged
+            ranks = gather_objects(local, heartbeat)
+        batch = ScoredBatch.concatenate(ranks)
+        self._missing_rewards.add(batch.rewards)
+        return batch
 
-    def _paid(self, n: int) -> list[float] | None:
-        """What a control pays; random numbers come from torch, whose state a checkpoint keeps."""
+    def _control_rewards(self, n: int) -> list[float] | None:
+        # Random numbers come from torch, whose state a checkpoint keeps.
         if self._control is None:
             return None
         return [1.0] * n if self._control == "constant" else torch.rand(n).tolist()

@@ -1,4 +1,4 @@
-"""Reinforcement learning from rewards (GRPO): the model draws completions of prompts and learns from their rewards."""
+"""Reinforcement learning from rewards (GRPO): the model samples completions and learns from their rewards."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from sftplay.tasks.grpo.arguments import grpo_arguments
 from sftplay.tasks.grpo.dynamic_sampling import KeepDraws
 from sftplay.tasks.grpo.evaluation import EvaluatePrompts
 from sftplay.tasks.grpo.logprob_check import send_copies
-from sftplay.tasks.grpo.prompts import PromptRows, run_order
-from sftplay.tasks.grpo.rollouts import Rollouts, avoid_triton
-from sftplay.tasks.grpo.sampling import Drawing
-from sftplay.tasks.grpo.scoring import Judge
+from sftplay.tasks.grpo.prompts import PromptRows, find_run_order
+from sftplay.tasks.grpo.rollouts import RolloutMixin, avoid_triton
+from sftplay.tasks.grpo.sampling import SamplingMixin
+from sftplay.tasks.grpo.scoring import RewardScorer
 from sftplay.tasks.grpo.watch import SignalHealth, WatchBaseWeights
 from sftplay.train.fingerprint import recipe_of
 from sftplay.train.setup import on_one_gpu
 from sftplay.train.task import Rows, TrainerParts
 
 
-class PromptTrainer(Drawing, Rollouts, GRPOTrainer):
+class PromptTrainer(SamplingMixin, RolloutMixin, GRPOTrainer):
     """TRL's trainer with the kit's prompts and rewards."""
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
-    """The prompts in `cfg.data`. Gives the tokenizer the chat template that asks them.
+    """Load the prompts in `cfg.data`, and set the tokenizer's chat template.
 
     Raises:
         DataError: no prompt is left.
     """
     prompts = prepare_prompts(cfg, tokenizer, called="prompts")
-    order, known = run_order(cfg, prompts)
+    order, known = find_run_order(cfg, prompts)
     return Rows(
         train=PromptRows(prompts.train, order),
         held_out=PromptRows(prompts.held_out) if len(prompts.held_out) else None,
@@ -58,62 +58,62 @@ def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
 
 
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
-    """Greedy answers to the held-out prompts, scored by the rewards of the run."""
+    """Answer the held-out prompts greedily, and score the answers by the rewards of the run."""
     evaluate_prompts(model, rows.source, cfg=cfg, path=path)
 
 
 def build_trainer(parts: TrainerParts) -> PromptTrainer:
-    """A trainer that draws completions of the prompts in their order."""
+    """Build the trainer that samples completions of the prompts in training order."""
     avoid_triton()
-    cfg, judge = parts.cfg, Judge(parts.cfg, parts.rows.report["columns"])
-    ends = stop_at(parts.model, parts.rows.source.renderer.end_token_ids)
+    cfg, scorer = parts.cfg, RewardScorer(parts.cfg, parts.rows.report["columns"])
+    ends = add_end_tokens(parts.model, parts.rows.source.renderer.end_token_ids)
     arguments = {**parts.arguments, **grpo_arguments(cfg)}
-    if cfg.grpo.generation.startswith("vllm"):  # which reads its own copy of the model's settings
+    if cfg.grpo.generation.startswith("vllm"):  # vLLM reads its own copy of the model's generation config
         arguments["generation_kwargs"] = {"stop_token_ids": ends, **(arguments.get("generation_kwargs") or {})}
-    config = GRPOConfig(**arguments, reward_weights=list(judge.learned.values()))
+    config = GRPOConfig(**arguments, reward_weights=list(scorer.training_weights.values()))
     frozen = [WatchBaseWeights(parts.folder)] if cfg.tuning.mode != "full" else []
     trainer = PromptTrainer(
         parts.step,
         cfg=cfg,
         run_folder=parts.folder.path,
-        judge=judge,
+        scorer=scorer,
         questions=parts.rows.source.train,
         model=parts.model,
         processing_class=parts.tokenizer,
         args=on_one_gpu(config),
-        # TRL takes a `datasets.Dataset` only. Columns of any kind would not survive in one.
+        # TRL takes only a `datasets.Dataset`, which does not keep columns of any type.
         train_dataset=Dataset.from_dict({"prompt": [""]}),
-        # First, so that a step whose base has changed leaves no complete checkpoint.
+        # The watch is first, so that a step with a changed base leaves no complete checkpoint.
         callbacks=[*frozen, *parts.callbacks, SignalHealth(cfg), KeepDraws()],
     )
     trainer.train_dataset = parts.train
     if trainer.use_vllm and frozen:
         send_copies(trainer.vllm_generation)
     if parts.rows.held_out is not None:
-        trainer.add_callback(evaluation_of(parts, judge))
+        trainer.add_callback(build_evaluation(parts, scorer))
     return trainer
 
 
-def evaluation_of(parts: TrainerParts, judge: Judge) -> EvaluatePrompts:
-    """What answers the held-out prompts while the run trains."""
+def build_evaluation(parts: TrainerParts, scorer: RewardScorer) -> EvaluatePrompts:
+    """Build the callback that answers the held-out prompts while the run trains."""
     cfg, rows = parts.cfg, parts.rows
     assert rows.order is not None
     return EvaluatePrompts(
         cfg,
         evenly_spaced(rows.source.held_out, cfg.eval.limit),
-        judge=judge,
+        scorer=scorer,
         folder=parts.folder.eval,
-        every=cfg.train.eval_steps or rows.order.steps_per_epoch,
+        every_steps=cfg.train.eval_steps or rows.order.steps_per_epoch,
         prompt_version=rows.source.renderer.template_hash,
     )
 
 
-def stop_at(model: Any, end_token_ids: Sequence[int]) -> list[int]:
-    """Let completions also end where the chat template ends a turn, as answers do; all tokens that end them.
+def add_end_tokens(model: Any, end_token_ids: Sequence[int]) -> list[int]:
+    """Let completions also end with the chat template's end tokens, and return all end tokens.
 
-    TRL reads the model's own ends.
+    TRL reads them from the model's generation config.
     """
-    shipped = model.generation_config.eos_token_id or []
-    ends = {*end_token_ids, *([shipped] if isinstance(shipped, int) else shipped)}
+    model_ends = model.generation_config.eos_token_id or []
+    ends = {*end_token_ids, *([model_ends] if isinstance(model_ends, int) else model_ends)}
     model.generation_config.eos_token_id = sorted(ends)
     return sorted(ends)

@@ -1,4 +1,4 @@
-"""Callbacks of task grpo: the frozen weights stay as they were, and there is a signal to learn from."""
+"""Callbacks of task grpo: check that frozen weights do not change and that rewards have a learning signal."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from sftplay.model.out_of_memory import gather_objects
 from sftplay.train.observer import Observer
 
 CHUNK_WORDS = 2**21
-"""How many words of 8 bytes are summed at a time: the copy that this needs takes 16 MiB."""
+"""Words of 8 bytes per chunk of a digest: a copy of a chunk takes 16 MiB."""
 
-SHOWN_NAMES = 3
+MAX_SHOWN_NAMES = 3
 
 
 class WatchBaseWeights(Observer):
     """Ends the run when a frozen weight has changed. A checkpoint of such a step is not marked complete.
 
-    It must come before the callback that marks checkpoints. Each rank looks at the weights that it holds.
+    It must come before the callback that marks checkpoints. Each rank checks the weights that it holds.
     """
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.digests: dict[str, str] = {}
-        """Those of the start, by the name of the weight."""
+        """The digests at the start, by the name of the weight."""
 
         self.checked_steps: list[int] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.digests = frozen_digests(self.trainer.model)
+        self.digests = compute_frozen_digests(self.trainer.model)
         self._check(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -53,13 +53,15 @@ class WatchBaseWeights(Observer):
     def _check(self, step: int) -> None:
         if self.checked_steps[-1:] == [step]:
             return
-        now = frozen_digests(self.trainer.model) if self.checked_steps else self.digests
+        now = compute_frozen_digests(self.trainer.model) if self.checked_steps else self.digests
+        combined = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in now.items()).encode()).hexdigest()
         changed = sorted(name for name in self.digests if now.get(name) != self.digests[name])
-        ranks = gather_objects((changed, combined_digest(now)), self.trainer.heartbeat)
-        if everywhere := sorted({name for names, _ in ranks for name in names}):
-            shown = ", ".join(everywhere[:SHOWN_NAMES]) + (" ..." if len(everywhere) > SHOWN_NAMES else "")
+        ranks = gather_objects((changed, combined), self.trainer.heartbeat)
+        if changed_anywhere := sorted({name for names, _ in ranks for name in names}):
+            shown = ", ".join(changed_anywhere[:MAX_SHOWN_NAMES])
+            shown += " ..." if len(changed_anywhere) > MAX_SHOWN_NAMES else ""
             raise RunError(
-                f"{len(everywhere)} frozen weights have changed by step {step}: {shown}",
+                f"{len(changed_anywhere)} frozen weights have changed by step {step}: {shown}",
                 where="base weights",
                 fix="the adapter belongs to the weights of the start: continue from the last complete checkpoint, with "
                 "grpo.generation=transformers, which merges nothing",
@@ -74,39 +76,37 @@ class WatchBaseWeights(Observer):
             self.folder.write_json("manifest.json", {**self.folder.read_json("manifest.json"), "base_weights": facts})
 
 
-def frozen_digests(model: Any) -> dict[str, str]:
-    """A digest of each weight that does not train, of the part that this rank holds; exact to the bit."""
+def compute_frozen_digests(model: Any) -> dict[str, str]:
+    """Compute the digest of each frozen weight, of the part that this rank holds; it changes with any bit."""
     frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
-    # A 4-bit weight is nothing without the scales of its blocks.
+    # A 4-bit weight includes the scales of its blocks.
     scales = {
         f"{name}.absmax": weight.quant_state.absmax
         for name, weight in frozen.items()
         if getattr(weight, "quant_state", None) is not None
     }
-    return {name: digest_of(_held(weight)) for name, weight in {**frozen, **scales}.items()}
-
-
-def combined_digest(digests: dict[str, str]) -> str:
-    """One digest of all."""
-    return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in digests.items()).encode()).hexdigest()
+    return {name: compute_digest(_local_part(weight)) for name, weight in {**frozen, **scales}.items()}
 
 
 @torch.no_grad()
-def digest_of(tensor: Tensor) -> str:
-    """Changes with any bit of the tensor, its dtype and its shape; computed where the tensor lies.
+def compute_digest(tensor: Tensor) -> str:
+    """Compute a digest of the bits, dtype and shape of a tensor, on the tensor's device.
 
-    It is a sum of the bytes, as words of 8, each times its own odd number, modulo 2^64. Any single change of a word
-    changes it, because an odd factor can be undone; two changes cancel each other by chance once in 2^64.
+    It is the sum of the tensor's 8-byte words, multiplied by consecutive odd numbers, modulo 2^64. A change of a single
+    word always changes it, because an odd factor is invertible; two changes cancel by chance once in 2^64.
     """
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    sums = [_weighted_sum(words) for words in _words(tensor)]
+    sums = []
+    for words in _split_words(tensor):
+        factors = torch.arange(1, 2 * words.numel(), 2, device=words.device)
+        sums.append((words * factors).sum())
     if sums:
         digest.update(torch.stack(sums).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def _words(tensor: Tensor) -> Iterator[Tensor]:
-    """The bytes of the tensor as int64, a chunk at a time, the last word filled up with zeros."""
+def _split_words(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the bytes of the tensor as int64 chunks; the last word is padded with zeros."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
     for chunk in data.split(CHUNK_WORDS * 8):
         rest = -chunk.numel() % 8
@@ -115,87 +115,84 @@ def _words(tensor: Tensor) -> Iterator[Tensor]:
         yield chunk.view(torch.int64)
 
 
-def _weighted_sum(words: Tensor) -> Tensor:
-    factors = torch.arange(1, 2 * words.numel(), 2, device=words.device)
-    return (words * factors).sum()
-
-
-def _held(parameter: Any) -> Tensor:
-    """The part of a weight that this rank holds: FSDP and ZeRO-3 shard it."""
-    held: Tensor = (
+def _local_part(parameter: Any) -> Tensor:
+    """Return the part of a weight that this rank holds: FSDP and ZeRO-3 shard it."""
+    part: Tensor = (
         parameter.to_local() if hasattr(parameter, "to_local") else getattr(parameter, "ds_tensor", parameter)
     )
-    return held.detach()
+    return part.detach()
 
 
-RECENT = 10
-"""Drawings, or lines of metrics, over which a figure is averaged before it is judged."""
+MEAN_WINDOW = 10
+"""Rollout batches, or lines of metrics, in the mean of a figure that is checked."""
 
-WARM_UP = (
+WARM_UP_FIX = (
     "warm it up first: fine-tune on examples of right answers (task_mode sft), and name that run in model.name, as "
     "workflows/sft_then_grpo.sh does; or take easier prompts"
 )
 
 
 @dataclass(frozen=True)
-class Cause:
-    """One thing that may go wrong with the figure `of`; `first` and `now` are its first and its recent mean."""
+class SignalProblem:
+    """A problem that a figure shows; `is_present` takes the first mean of the figure and the recent one."""
 
     name: str
-    of: str
-    is_wrong: Callable[[float, float], bool]
+    """Kept in checkpoints, so that a resumed run does not repeat the warning."""
+
+    figure: str
+    is_present: Callable[[float, float], bool]
     what: str
     fix: str
 
 
-CAUSES = (
-    Cause(
+SIGNAL_PROBLEMS = (
+    SignalProblem(
         "silent groups", "zero_variance_share", lambda _, now: now > 0.8,
         "{now:.0%} of the groups have equal rewards, which teach nothing",
         "set grpo.redraws=2, draw more (grpo.num_generations), or take other prompts: easier where the reward is low, "
         "harder where it is high",
     ),
-    Cause(
+    SignalProblem(
         "truncation", "clipped_ratio", lambda _, now: now > 0.25,
         "{now:.0%} of the completions are cut off at grpo.max_completion_length",
         "raise it, or set grpo.mask_truncated_completions=true to learn nothing from them",
     ),
-    Cause(
+    SignalProblem(
         "longer", "completion_tokens", lambda first, now: now > 2 * first and now > first + 16,
         "completions have become longer: {now:.0f} tokens in the mean, {first:.0f} at the beginning",
         "see in samples/ whether length is what is paid; add a reward `overlong`, or set grpo.loss_type=dr_grpo",
     ),
-    Cause(
+    SignalProblem(
         "shorter", "completion_tokens", lambda first, now: now < 0.5 * first and now < first - 16,
         "completions have become shorter: {now:.0f} tokens in the mean, {first:.0f} at the beginning",
         "see in samples/ what is still answered; a reward that a short text earns may have to go",
     ),
-    Cause(
+    SignalProblem(
         "sure", "entropy", lambda first, now: now < 0.1 * first,
         "the model is nearly sure of each token: entropy {now:.3g}, {first:.3g} at the beginning; it tries nothing new",
         "set grpo.epsilon_high=0.28, raise grpo.temperature, or lower train.learning_rate",
     ),
-    Cause(
+    SignalProblem(
         "unsure", "entropy", lambda first, now: now > 3 * first and now > first + 1,
         "the model becomes unsure of its tokens: entropy {now:.3g}, {first:.3g} at the beginning",
         "lower train.learning_rate, or set grpo.beta=0.04",
     ),
-    Cause(
+    SignalProblem(
         "far from the start", "kl", lambda _, now: now > 1,
         "the model is far from the one that the run started with: KL {now:.3g}",
         "raise grpo.beta, or lower train.learning_rate",
     ),
-    Cause(
+    SignalProblem(
         "clipping", "policy_clip_share", lambda _, now: now > 0.3,
         "the ratio of {now:.0%} of the tokens is cut off, so they are not learned from",
         "lower train.learning_rate, grpo.num_iterations or grpo.steps_per_generation",
     ),
-    Cause(
+    SignalProblem(
         "stale sampler", "sampler_kl", lambda _, now: now > 0.1,
         "the weights that learn are far from those that drew: KL {now:.3g}",
         "lower grpo.steps_per_generation, grpo.num_iterations or train.learning_rate",
     ),
-    Cause(
+    SignalProblem(
         "other sampler", "sampler_gap", lambda _, now: now > 0.1,
         "the sampler and the model that learns disagree: their log-probabilities differ by {now:.3g} in the mean",
         "set grpo.top_p=1, top_k=0, min_p=null and repetition_penalty=1; with vLLM, train and draw in one precision",
@@ -215,13 +212,13 @@ class SignalHealth(Observer, ExportableState):
         """Steps in a row without a signal."""
 
         self.extremes: list[float] = []
-        """The lowest and the highest mean reward of all drawings so far."""
+        """The lowest and the highest mean reward of all rollout batches so far."""
 
         self.content = content_rewards(cfg.rewards)
-        """The rewards that a right answer alone gets in full."""
+        """Names of the rewards whose full value only a right answer gets."""
 
         self.seen_content = False
-        """Whether any of these was ever other than 0."""
+        """Whether any of these rewards was ever other than 0."""
 
         self.first: dict[str, float] = {}
         self.said: list[str] = []
@@ -233,68 +230,68 @@ class SignalHealth(Observer, ExportableState):
             setattr(self, name, value)
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer keeps in its checkpoints."""
+        """Return the state for a checkpoint."""
         names = ("steps_without", "extremes", "seen_content", "first", "said")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        drawing = self.trainer.drawing
-        reward = drawing.get("reward")
+        figures = self.trainer.rollout_figures
+        reward = figures.get("reward")
         if reward is not None:
             self.extremes = [min([reward, *self.extremes]), max([reward, *self.extremes])]
-        self.seen_content |= any(drawing.get(f"reward/{name}") for name in self.content)
-        share = drawing.get("zero_variance_share", 0.0)
+        self.seen_content |= any(figures.get(f"reward/{name}") for name in self.content)
+        share = figures.get("zero_variance_share", 0.0)
         if share is not None:  # None: too few rewards are known to tell
             self.steps_without = 0 if share < 1.0 else self.steps_without + 1
         if self.limit and self.steps_without >= self.limit:
-            raise self._explain(state.global_step)
-        self._judge(drawing)
-        self._warn_of_form_alone()
+            raise self._make_error(state.global_step)
+        self._check(figures)
+        self._warn_of_only_form()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         names = ("entropy", "kl", "sampler_kl", "sampler_gap")
-        self._judge({**{name: logs.get(name) for name in names}, "policy_clip_share": policy_clip_share(logs)})
+        self._check({**{name: logs.get(name) for name in names}, "policy_clip_share": read_policy_clip_share(logs)})
 
-    def _judge(self, figures: Mapping[str, float | None]) -> None:
+    def _check(self, figures: Mapping[str, float | None]) -> None:
         for name, value in figures.items():
             if value is not None:
-                self._recent.setdefault(name, deque(maxlen=RECENT)).append(value)
-        for cause in CAUSES:
-            values = self._recent.get(cause.of, ())
-            if figures.get(cause.of) is None or len(values) < RECENT:
+                self._recent.setdefault(name, deque(maxlen=MEAN_WINDOW)).append(value)
+        for problem in SIGNAL_PROBLEMS:
+            values = self._recent.get(problem.figure, ())
+            if figures.get(problem.figure) is None or len(values) < MEAN_WINDOW:
                 continue
             now = fmean(values)
-            first = self.first.setdefault(cause.of, now)
-            if self.warns and cause.name not in self.said and cause.is_wrong(first, now):
-                self.said.append(cause.name)
-                log.say(f"warning: {cause.what.format(first=first, now=now)}\n  fix: {cause.fix}", "signal")
+            first = self.first.setdefault(problem.figure, now)
+            if self.warns and problem.name not in self.said and problem.is_present(first, now):
+                self.said.append(problem.name)
+                log.say(f"warning: {problem.what.format(first=first, now=now)}\n  fix: {problem.fix}", "signal")
 
     @property
-    def _learns_form_alone(self) -> bool:
+    def _learns_only_form(self) -> bool:
         return bool(self.content) and not self.seen_content
 
-    def _warn_of_form_alone(self) -> None:
-        """Where rewards for form have a signal, a run without a right answer would go on unnoticed."""
-        is_due = len(self._recent.get("reward", ())) >= RECENT and self.extremes != [0, 0]
-        if is_due and self.warns and self._learns_form_alone and "form alone" not in self.said:
+    def _warn_of_only_form(self) -> None:
+        """Warn of a run without a right answer: rewards for form have a signal, so that the limit does not end it."""
+        is_due = len(self._recent.get("reward", ())) >= MEAN_WINDOW and self.extremes != [0, 0]
+        if is_due and self.warns and self._learns_only_form and "form alone" not in self.said:
             self.said.append("form alone")
             what = (
                 f"since the first step no answer was paid for content ({', '.join(self.content)}): only form is learned"
             )
-            log.say(f"warning: {what}\n  fix: {WARM_UP}", "signal")
+            log.say(f"warning: {what}\n  fix: {WARM_UP_FIX}", "signal")
 
-    def _explain(self, step: int) -> RunError:
+    def _make_error(self, step: int) -> RunError:
         what = f"nothing was learned in the last {self.steps_without} steps: in each group all rewards were equal"
         samples = "read samples/ to see what the model tries"
-        if self.extremes == [0, 0] or self._learns_form_alone:
-            paid = "reward" if self.extremes == [0, 0] else f"reward for content ({', '.join(self.content)})"
+        if self.extremes == [0, 0] or self._learns_only_form:
+            reward = "reward" if self.extremes == [0, 0] else f"reward for content ({', '.join(self.content)})"
             return RunError(
-                f"{what}, and every {paid} since the first step was 0: the model never does what is asked",
+                f"{what}, and every {reward} since the first step was 0: the model never does what is asked",
                 where=f"step {step}",
-                fix=f"{WARM_UP}. {samples}",
+                fix=f"{WARM_UP_FIX}. {samples}",
             )
         return RunError(
-            f"{what} (mean reward {self.trainer.drawing['reward'] or 0:.3g})",
+            f"{what} (mean reward {self.trainer.rollout_figures['reward'] or 0:.3g})",
             where=f"step {step}",
             fix="stop here or take harder prompts where that is the highest reward; otherwise take easier prompts, or "
             "a reward that pays parts of an answer; more grpo.num_generations and a higher grpo.temperature make "
@@ -302,7 +299,7 @@ class SignalHealth(Observer, ExportableState):
         )
 
 
-def policy_clip_share(logs: Mapping[str, Any]) -> float | None:
-    """Share of the tokens whose ratio TRL's loss cuts off; None for a loss that cuts none off."""
+def read_policy_clip_share(logs: Mapping[str, Any]) -> float | None:
+    """Read the share of tokens with a clipped ratio from TRL's logs; None for a loss without clipping."""
     names = ("clip_ratio/region_mean", "cispo_clip_ratio")
     return next((logs[name] for name in names if logs.get(name) is not None), None)

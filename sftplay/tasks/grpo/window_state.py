@@ -1,6 +1,6 @@
-"""What a checkpoint keeps of a drawing that is not used up: each rank's completions, and what they were paid.
+"""Save the rest of a rollout batch in a checkpoint: each rank's completions and their rewards.
 
-TRL keeps neither in its checkpoints. With it a run continues in the middle of a drawing as if it had not stopped.
+TRL saves neither in its checkpoints. With them a resumed run continues within a rollout batch as if it had not stopped.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sftplay.errors import RunError
 
 
 def window_path(checkpoint: Path, *, rank: int | None = None) -> Path:
-    """The file of a rank, of this one where none is named."""
+    """Return the file of a rank; by default of this rank."""
     return checkpoint / f"drawing-{log.rank() if rank is None else rank}.safetensors"
 
 
 def save_window(trainer: Any, checkpoint: Path) -> None:
-    """Write the rest of the drawing, where the next step still learns from it."""
-    if not _is_inside(trainer, trainer.state.global_step):
+    """Write the rollout batch, where the next step still trains on it."""
+    if not _continues_batch(trainer, trainer.state.global_step):
         return
     tensors = {
         f"{number}/{name}": value.contiguous().clone()
@@ -36,47 +36,47 @@ def save_window(trainer: Any, checkpoint: Path) -> None:
         "processes": log.world_size(),
         "micro_batches": len(trainer._buffered_inputs),
         "rows": len(trainer._buffered_inputs[0]["row"]),
-        "drawing": trainer.drawing,
+        "drawing": trainer.rollout_figures,
     }
     save_file(tensors, window_path(checkpoint), metadata={"facts": json.dumps(facts)})
 
 
 def load_window(trainer: Any, checkpoint: Path) -> None:
-    """Let the trainer go on where the checkpoint was written. Smaller micro-batches are parts of the kept ones.
+    """Restore the trainer's rollout batch from the checkpoint. Smaller micro-batches are split from the saved ones.
 
     Raises:
-        RunError: the drawing was made by another number of processes, its micro-batches cannot be split evenly, or it
-            is missing.
+        RunError: another number of processes sampled the rollout batch, its micro-batches cannot be split evenly, or
+            it is missing.
     """
     step = int(checkpoint.name.rpartition("-")[2])
     trainer._step = step * trainer.args.gradient_accumulation_steps
-    if not _is_inside(trainer, step):
+    if not _continues_batch(trainer, step):
         return
-    facts = _facts(window_path(checkpoint, rank=0))
-    kept, now = facts["micro_batches"], trainer.args.steps_per_generation
-    parts, rest = divmod(now, kept)
+    facts = _read_facts(window_path(checkpoint, rank=0))
+    n_saved, n_now = facts["micro_batches"], trainer.args.steps_per_generation
+    parts, rest = divmod(n_now, n_saved)
     if facts["processes"] != log.world_size() or not parts or rest or facts["rows"] % parts:
         raise RunError(
-            f"it lies inside a drawing of {facts['processes']} processes with {kept} micro-batches each; now there are"
-            f" {log.world_size()} processes with {now} each",
+            f"it lies inside a drawing of {facts['processes']} processes with {n_saved} micro-batches each; now there"
+            f" are {log.world_size()} processes with {n_now} each",
             where=str(checkpoint),
             fix="continue with the sizes of the first start (NPROC=, train.batch_size)",
         )
-    micro_batches: list[dict[str, Any]] = [{} for _ in range(kept)]
+    micro_batches: list[dict[str, Any]] = [{} for _ in range(n_saved)]
     for key, tensor in load_file(window_path(checkpoint)).items():  # it takes no device like cpu:0
         number, _, name = key.partition("/")
         micro_batches[int(number)][name] = tensor.to(trainer.accelerator.device)
-    trainer._buffered_inputs = [part for each in micro_batches for part in split_tensor_dict(each, parts)]
-    trainer.drawing = facts["drawing"]
+    trainer._buffered_inputs = [part for kept in micro_batches for part in split_tensor_dict(kept, parts)]
+    trainer.rollout_figures = facts["drawing"]
 
 
-def _is_inside(trainer: Any, step: int) -> bool:
-    """Whether the step after `step` learns from completions that were drawn before."""
-    steps_each = trainer.args.steps_per_generation * trainer.num_iterations
-    return bool(step * trainer.args.gradient_accumulation_steps % steps_each)
+def _continues_batch(trainer: Any, step: int) -> bool:
+    """Return whether the step after `step` trains on completions that were sampled before it."""
+    micro_steps = trainer.args.steps_per_generation * trainer.num_iterations
+    return bool(step * trainer.args.gradient_accumulation_steps % micro_steps)
 
 
-def _facts(path: Path) -> dict[str, Any]:
+def _read_facts(path: Path) -> dict[str, Any]:
     if not path.exists():
         fix = "continue from the checkpoint before it: set this one aside"
         raise RunError("the completions of its drawing are missing", where=str(path), fix=fix)

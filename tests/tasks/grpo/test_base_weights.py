@@ -16,7 +16,7 @@ from sftplay.errors import ConfigError, RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo.logprob_check import merged_copies, send_copies
-from sftplay.tasks.grpo.watch import CHUNK_WORDS, WatchBaseWeights, digest_of, frozen_digests
+from sftplay.tasks.grpo.watch import CHUNK_WORDS, WatchBaseWeights, compute_digest, compute_frozen_digests
 
 
 def adapted(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
@@ -44,18 +44,18 @@ def vllm_generation(model: Any) -> Any:
 @pytest.mark.parametrize("place", [0, 12_345, -1])
 def test_one_flipped_bit_anywhere_is_another_digest(dtype: torch.dtype, place: int):
     tensor = torch.zeros(CHUNK_WORDS * 8 // dtype.itemsize + 5, dtype=dtype)
-    digest = digest_of(tensor)
-    assert digest_of(tensor.clone()) == digest
+    digest = compute_digest(tensor)
+    assert compute_digest(tensor.clone()) == digest
     tensor.view(torch.uint8)[place * dtype.itemsize if place >= 0 else -1] ^= 1
-    assert digest_of(tensor) != digest
+    assert compute_digest(tensor) != digest
 
 
 def test_numbers_that_change_places_are_another_digest_as_is_another_dtype():
     tensor = torch.arange(64.0)
-    assert digest_of(tensor.roll(8)) != digest_of(tensor)
-    assert digest_of(tensor.view(torch.int32)) != digest_of(tensor)
-    assert digest_of(tensor.reshape(8, 8)) != digest_of(tensor)
-    assert digest_of(tensor[3:60:2]) == digest_of(tensor[3:60:2].clone())
+    assert compute_digest(tensor.roll(8)) != compute_digest(tensor)
+    assert compute_digest(tensor.view(torch.int32)) != compute_digest(tensor)
+    assert compute_digest(tensor.reshape(8, 8)) != compute_digest(tensor)
+    assert compute_digest(tensor[3:60:2]) == compute_digest(tensor[3:60:2].clone())
 
 
 def watch(model: Any, tmp_path: Any) -> WatchBaseWeights:
@@ -93,23 +93,23 @@ def test_training_the_adapter_leaves_the_digest_and_the_manifest_says_so(tmp_pat
     watcher.on_train_end(**at(2))
     facts = RunFolder(tmp_path).read_json("manifest.json")["base_weights"]
     assert facts["unchanged_at_steps"] == [0, 2]
-    assert facts["tensors"] == len(frozen_digests(model)) == 21
+    assert facts["tensors"] == len(compute_frozen_digests(model)) == 21
     assert len(facts["sha256"]) == 1
 
 
 def test_trl_itself_changes_a_16_bit_base_that_it_sends_and_copies_do_not():
     model = adapted()
-    before = frozen_digests(model)
+    before = compute_frozen_digests(model)
     send_copies(generation := vllm_generation(model))
     for _ in range(20):
         sent = {name: weight.clone() for name, weight in generation._iter_named_params()}
-    assert frozen_digests(model) == before
+    assert compute_frozen_digests(model) == before
 
     # what TRL sends the first time, from a base that is still whole
     others = {name: weight.clone() for name, weight in VLLMGeneration._iter_named_params(vllm_generation(model))}
     assert sent.keys() == others.keys()
     assert all(torch.equal(sent[name], others[name]) for name in sent)
-    assert frozen_digests(model) != before  # the positive control: one round by TRL has changed the base
+    assert compute_frozen_digests(model) != before  # the positive control: one round by TRL has changed the base
 
 
 @pytest.mark.parametrize("changes", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])

@@ -13,7 +13,7 @@ import torch
 from grpo_run import grpo_inputs, grpo_options
 from in_process import Inputs, train
 
-from sftplay.tasks.grpo.logprob_check import SamplerGauge
+from sftplay.tasks.grpo.logprob_check import LogprobCheck
 
 pytestmark = pytest.mark.slow
 
@@ -31,16 +31,16 @@ def test_the_tokens_of_a_drawing_have_the_probabilities_with_which_they_were_dra
     window: dict[str, Any], prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     gaps, dropped = list[float](), list[float]()
-    compare = SamplerGauge.compare
+    compare = LogprobCheck.compare
 
-    def noted(self: SamplerGauge, *, sampled: Any, before: Any, mask: torch.Tensor) -> None:
+    def noted(self: LogprobCheck, *, sampled: Any, before: Any, mask: torch.Tensor) -> None:
         if sampled is not None and before is not None and self.learned is not None:
             kept = mask.bool()
             gaps.append(float((sampled - before)[kept].abs().max()))
             dropped.append(float((self.learned - before)[kept].abs().max()))
         compare(self, sampled=sampled, before=before, mask=mask)
 
-    monkeypatch.setattr(SamplerGauge, "compare", noted)
+    monkeypatch.setattr(LogprobCheck, "compare", noted)
     steps = {"train__max_steps": 4, "grpo__gauge_steps": 1}
     run = train(tmp_path, prompts, **grpo_options(prompts, **DROPOUT, **steps, **window))
     assert max(gaps) < 1e-4  # rounding

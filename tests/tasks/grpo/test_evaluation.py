@@ -145,7 +145,7 @@ def test_ranks_share_the_questions_and_each_has_as_many_as_the_others(tmp_path: 
     shares = []
     for rank in range(world):
         with patch.object(log, "rank", lambda rank=rank: rank), patch.object(log, "world_size", lambda: world):
-            shares.append(callback(tmp_path, n)._rewarded_share())
+            shares.append(callback(tmp_path, n)._score_share())
     assert {len(share) for share in shares} == {-(-n // world)}
     for rank, share in enumerate(shares):
         assert {each.asked.row // 10 for each in share} <= {*range(rank, n, world), *range(n)}

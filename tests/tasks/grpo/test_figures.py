@@ -9,9 +9,9 @@ import torch
 
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards
-from sftplay.tasks.grpo.rollouts import scaling_figures
-from sftplay.tasks.grpo.scoring import Judged, figures_of_programs
-from sftplay.tasks.grpo.watch import policy_clip_share
+from sftplay.tasks.grpo.rollouts import read_loss_scale
+from sftplay.tasks.grpo.scoring import Judged, compute_program_figures
+from sftplay.tasks.grpo.watch import read_policy_clip_share
 
 TRIED: list[dict[str, Any] | None] = [
     {"how": "labelled", "status": "ok", "hidden_pass": True},
@@ -29,7 +29,7 @@ def judged(verdicts: list[dict[str, Any] | None]) -> Judged:
 
 
 def test_shares_of_what_became_of_programs_and_how_they_were_found_stand_in_a_line_of_metrics():
-    figures = judged(TRIED).figures(5)
+    figures = judged(TRIED).compute_figures(5)
     statuses = {key.removeprefix("sandbox/"): value for key, value in figures.items() if key.startswith("sandbox/")}
     assert statuses == {
         "ok": 0.2, "wrong": 0.2, "runtime": 0.0, "syntax": 0.0, "timeout": 0.2, "memory": 0.0, "output": 0.0,
@@ -41,9 +41,9 @@ def test_shares_of_what_became_of_programs_and_how_they_were_found_stand_in_a_li
 
 
 def test_rewards_that_try_no_programs_have_no_such_figures():
-    assert figures_of_programs([None, None]) == {}
-    assert not any("/" in key and not key.startswith("reward/") for key in judged([None]).figures(1))
-    assert figures_of_programs([{"status": "infra"}])["hidden_pass"] is None
+    assert compute_program_figures([None, None]) == {}
+    assert not any("/" in key and not key.startswith("reward/") for key in judged([None]).compute_figures(1))
+    assert compute_program_figures([{"status": "infra"}])["hidden_pass"] is None
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_rewards_that_try_no_programs_have_no_such_figures():
     [({"clip_ratio/region_mean": 0.0}, 0.0), ({"cispo_clip_ratio": 0.25, "loss": 1.0}, 0.25), ({"entropy": 1.0}, None)],
 )
 def test_the_share_of_cut_off_ratios_has_one_name_whatever_the_loss_is(logs, share):
-    assert policy_clip_share(logs) == share
+    assert read_policy_clip_share(logs) == share
 
 
 def test_a_step_that_the_scaler_skips_is_counted_and_halves_the_scale():
@@ -68,4 +68,4 @@ def test_a_step_that_the_scaler_skips_is_counted_and_halves_the_scale():
             assert weight.item() != before
             schedule.step()
         optimizer.zero_grad()
-    assert scaling_figures(scaler, steps=3, taken=schedule.last_epoch) == {"loss_scale": 2.0**15, "skipped_steps": 1}
+    assert read_loss_scale(scaler, steps=3, taken=schedule.last_epoch) == {"loss_scale": 2.0**15, "skipped_steps": 1}

@@ -10,10 +10,10 @@ from grpo_toy import grpo_trainer, letter_tokenizer, tiny_llama
 
 from sftplay.tasks.grpo.length_order import (
     depends_on_cut,
-    has_relative_places,
+    has_relative_positions,
     order_by_length,
-    padded_tokens,
-    share_of_padding,
+    count_padded_tokens,
+    compute_padding_share,
 )
 
 ROWS, ACCUM = 4, 4
@@ -83,7 +83,7 @@ def test_loss_and_gradient_of_a_step_are_those_of_trls_own_order(tmp_path, named
     ordered = order_by_length(batches, accum=ACCUM, trims_prompts=True)
 
     assert not depends_on_cut(trainer)
-    assert share_of_padding(ordered) < 0.6 * share_of_padding(batches)
+    assert compute_padding_share(ordered) < 0.6 * compute_padding_share(batches)
     expected, gradient = loss_and_gradient(trainer, batches)
     got, other = loss_and_gradient(trainer, ordered)
     assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -145,8 +145,8 @@ def test_rows_stay_in_their_optimizer_step_and_all_their_columns_move_together()
 
 def test_padding_of_two_short_and_two_long_rows_in_micro_batches_of_two():
     # by hand: 2 x (3 + 9) where long and short rows meet, 2 x (3 + 9) + 2 x (3 + 1) where they do not
-    assert padded_tokens([3] * 4, [9, 1, 1, 9], rows=2) == 48
-    assert padded_tokens([3] * 4, [9, 9, 1, 1], rows=2) == 32
+    assert count_padded_tokens([3] * 4, [9, 1, 1, 9], rows=2) == 48
+    assert count_padded_tokens([3] * 4, [9, 9, 1, 1], rows=2) == 32
 
 
 def test_what_is_not_known_is_left_as_it_is():
@@ -159,8 +159,8 @@ def test_a_model_with_learned_places_keeps_the_padding_before_its_prompts():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     learned = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=64))
-    assert not has_relative_places(learned)
-    assert has_relative_places(tiny_llama(letter_tokenizer()))
+    assert not has_relative_positions(learned)
+    assert has_relative_positions(tiny_llama(letter_tokenizer()))
     batches = make_batches(40)
     kept = order_by_length(batches, accum=ACCUM, trims_prompts=False)
     assert {batch["prompt_ids"].size(1) for batch in kept} == {10}

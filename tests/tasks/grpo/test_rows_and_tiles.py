@@ -26,7 +26,7 @@ def test_rows_go_to_the_trainer_as_they_are_and_each_is_read_once():
     rows = PromptRows(questions, [2, 0])
     batch = [rows[0], rows[0], rows[1]]
     assert all(sent is row for sent, row in zip(send_to_device(batch, torch.device("cpu")), batch, strict=True))
-    expected = {"prompt": [3], "row": 6, "words": "q2", "columns": {"tests": ["t2"]}}
+    expected = {"prompt": [3], "row": 6, "question": "q2", "columns": {"tests": ["t2"]}}
     assert batch[0] == batch[1] == expected
     copied = deepcopy(batch[0]["prompt"])
     assert copied == [3]

@@ -9,7 +9,7 @@ import pytest
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import RunError
-from sftplay.tasks.grpo.watch import CAUSES, RECENT, SignalHealth
+from sftplay.tasks.grpo.watch import SIGNAL_PROBLEMS, MEAN_WINDOW, SignalHealth
 
 GOOD = {"reward": 0.5, "reward/a": 0.4, "zero_variance_share": 0.2, "clipped_ratio": 0.0, "completion_tokens": 100.0}
 GOOD_LOGS = {"entropy": 1.0, "kl": 0.01, "sampler_kl": 0.0, "sampler_gap": 1e-6, "clip_ratio/region_mean": 0.05}
@@ -24,17 +24,17 @@ def health(**grpo: Any) -> SignalHealth:
 
 def step(watcher: SignalHealth, number: int, *, logs: dict[str, Any] | None = None, **drawing: Any) -> None:
     state: Any = SimpleNamespace(global_step=number)
-    watcher.trainer.drawing = GOOD | drawing
+    watcher.trainer.rollout_figures = GOOD | drawing
     watcher.on_step_end(None, state, None)
     watcher.on_log(None, state, None, logs=GOOD_LOGS | (logs or {}))
 
 
 def run(watcher: SignalHealth, *, logs: dict[str, Any] | None = None, **drawing: Any) -> None:
     """A good beginning, then these figures for long enough."""
-    for number in range(RECENT):
+    for number in range(MEAN_WINDOW):
         step(watcher, number)
-    for number in range(3 * RECENT):
-        step(watcher, RECENT + number, logs=logs, **drawing)
+    for number in range(3 * MEAN_WINDOW):
+        step(watcher, MEAN_WINDOW + number, logs=logs, **drawing)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_cause_is_said_once_with_what_to_change(drawing, logs, what, fix, caps
 
 def test_a_figure_is_the_mean_of_the_last_ten(capsys):
     watcher = health()
-    for number in range(RECENT):
+    for number in range(MEAN_WINDOW):
         step(watcher, number, zero_variance_share=0.8 + 0.02 * number)
     assert "warning: 89% of the groups have equal rewards" in capsys.readouterr().out
 
@@ -72,7 +72,7 @@ def test_a_healthy_run_is_told_nothing_and_neither_is_a_control(capsys):
     run(health())
     run(health(control="random"), zero_variance_share=0.95, logs={"kl": 5.0})
     assert "warning" not in capsys.readouterr().out
-    assert len({cause.name for cause in CAUSES}) == len(CAUSES)
+    assert len({cause.name for cause in SIGNAL_PROBLEMS}) == len(SIGNAL_PROBLEMS)
 
 
 def test_twenty_steps_without_a_signal_end_the_run_with_the_reason():
@@ -107,11 +107,11 @@ FORM_ALONE = {"reward": 0.1, "reward/a": 0.0, "reward/shape": 1.0}
 
 def test_a_run_that_is_paid_for_form_alone_is_told_so_once_with_the_same_remedy(capsys):
     watcher = health()
-    for number in range(RECENT - 1):
+    for number in range(MEAN_WINDOW - 1):
         step(watcher, number, **FORM_ALONE)
     assert "warning" not in capsys.readouterr().out
-    for number in range(2 * RECENT):
-        step(watcher, RECENT + number, **FORM_ALONE)
+    for number in range(2 * MEAN_WINDOW):
+        step(watcher, MEAN_WINDOW + number, **FORM_ALONE)
     said = capsys.readouterr().out
     assert said.count("warning:") == 1
     assert "no answer was paid for content (a): only form is learned" in said
@@ -123,7 +123,7 @@ def test_one_answer_that_was_paid_for_content_is_enough_and_is_known_after_a_res
     before, after = health(), health()
     step(before, 0, **(FORM_ALONE | {"reward/a": found}))
     after.on_train_begin(None, SimpleNamespace(stateful_callbacks={"SignalHealth": before.state()}), None)
-    for number in range(2 * RECENT):
+    for number in range(2 * MEAN_WINDOW):
         step(after, number, **FORM_ALONE)
     assert "warning" not in capsys.readouterr().out
 
@@ -157,7 +157,7 @@ def test_a_run_that_shall_go_on_goes_on(grpo):
 
 def test_a_resumed_run_counts_on_and_does_not_repeat_itself(capsys):
     before = health(stop_without_signal=6)
-    for number in range(2 * RECENT):
+    for number in range(2 * MEAN_WINDOW):
         step(before, number, clipped_ratio=0.9)
     for number in range(4):
         step(before, number, zero_variance_share=1.0, reward=0.0)

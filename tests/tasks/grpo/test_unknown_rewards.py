@@ -18,7 +18,7 @@ from sftplay.data.prompts.questions import Question
 from sftplay.evaluate.rewarded import compute_figures, reward_answers
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards, combined
-from sftplay.tasks.grpo.dynamic_sampling import Redraws
+from sftplay.tasks.grpo.dynamic_sampling import DynamicSampler
 from sftplay.tasks.grpo.scoring import Judged
 from sftplay.tasks.grpo.watch import SignalHealth
 
@@ -70,19 +70,19 @@ def test_trl_compares_known_completions_alone_and_an_unknown_one_has_no_advantag
 
 
 def test_figures_are_means_of_what_is_known():
-    figures = judged().figures(4)
+    figures = judged().compute_figures(4)
     known = [paid for paid in PAID if paid is not None]
     assert figures["reward"] == pytest.approx(fmean(known))
     assert figures["reward_std"] == pytest.approx(stdev(known))
     assert figures["zero_variance_share"] == 0
     assert figures["abstained"] == 3 / 8
-    lost = judged(content=[None] * 8).figures(4)
+    lost = judged(content=[None] * 8).compute_figures(4)
     assert (lost["reward"], lost["reward_std"], lost["zero_variance_share"]) == (None, None, None)
     assert all(math.isnan(value) for line in judged(content=[None] * 8).values() for value in line)
 
 
 def test_a_prompt_passes_no_turn_because_of_rewards_that_are_not_known():
-    redraws = Redraws([], rows=[0, 10], rounds=0, num_generations=4, seed=0, together=False)  # type: ignore[arg-type]
+    redraws = DynamicSampler([], rows=[0, 10], rounds=0, num_generations=4, seed=0, together=False)  # type: ignore[arg-type]
     redraws.note_drawn(judged(content=[1.0, 1.0, None, 1.0] + [1.0] * 4, form=[1.0] * 8))
     assert redraws.reserve.silent == {10: 1}
 
@@ -93,7 +93,7 @@ def config(**keys: Any) -> RunConfig:
 
 def test_a_step_without_a_known_reward_is_no_step_without_a_signal():
     watch = SignalHealth(config(grpo={"stop_without_signal": 1}))
-    watch.trainer = SimpleNamespace(drawing=judged(content=[None] * 8).figures(4))
+    watch.trainer = SimpleNamespace(drawing=judged(content=[None] * 8).compute_figures(4))
     watch.on_step_end(None, SimpleNamespace(global_step=1), None)
     assert watch.steps_without == 0
 

@@ -10,14 +10,14 @@ from grpo_toy import letter_tokenizer, tiny_llama
 from peft import LoraConfig, get_peft_model
 
 from sftplay.heartbeat import Heartbeat
-from sftplay.tasks.grpo.logprob_check import SamplerGauge, recorded
+from sftplay.tasks.grpo.logprob_check import LogprobCheck, record_logprobs
 
 PROMPTS = [[0, 0, 5, 6], [7, 8, 9, 10]]
 
 
 def draw(model: Any, **named: Any) -> tuple[torch.Tensor, list[list[float]]]:
     ids = torch.tensor(PROMPTS)
-    with recorded(model) as rows, torch.no_grad():
+    with record_logprobs(model) as rows, torch.no_grad():
         drawn = model.generate(
             input_ids=ids, attention_mask=(ids > 0).long(), do_sample=True, max_new_tokens=9, top_k=0, **named
         )
@@ -51,7 +51,7 @@ def test_a_draw_from_few_tokens_is_noted_as_such():
 def test_rows_of_several_calls_follow_each_other_and_one_that_failed_leaves_none():
     model: Any = tiny_llama(letter_tokenizer())
     ids = torch.tensor(PROMPTS)
-    with recorded(model) as rows, torch.no_grad():
+    with record_logprobs(model) as rows, torch.no_grad():
         with pytest.raises(RuntimeError):
             model.generate(input_ids=ids, max_new_tokens=3, stopping_criteria=[fail])
         for n in (0, 1):
@@ -64,7 +64,7 @@ def fail(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
 
 
 def test_the_figures_by_hand():
-    gauge = SamplerGauge(1)
+    gauge = LogprobCheck(1)
     gauge.learned = torch.tensor([[-1.0, -2.0, -9.0]])
     mask = torch.tensor([[1, 1, 0]])
     gauge.compare(sampled=torch.tensor([[-1.5, -2.0, 0.0]]), before=None, mask=mask)
@@ -75,7 +75,7 @@ def test_the_figures_by_hand():
 
 
 def test_equal_numbers_are_0_and_a_number_that_vllm_does_not_know_is_left_out():
-    gauge = SamplerGauge(1)
+    gauge = LogprobCheck(1)
     gauge.learned = torch.tensor([[-1.25, -2.5]])
     known = torch.tensor([[-1.25, float("nan")]])
     gauge.compare(sampled=known, before=gauge.learned.clone(), mask=torch.ones(1, 2))
@@ -83,5 +83,5 @@ def test_equal_numbers_are_0_and_a_number_that_vllm_does_not_know_is_left_out():
 
 
 def test_it_is_due_every_so_many_steps_or_never():
-    assert [step for step in range(7) if SamplerGauge(3).is_due(step)] == [0, 3, 6]
-    assert not any(SamplerGauge(0).is_due(step) for step in range(7))
+    assert [step for step in range(7) if LogprobCheck(3).is_due(step)] == [0, 3, 6]
+    assert not any(LogprobCheck(0).is_due(step) for step in range(7))

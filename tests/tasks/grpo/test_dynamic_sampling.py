@@ -11,7 +11,7 @@ from processes import HANG_S
 from sftplay import log
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards
-from sftplay.tasks.grpo.dynamic_sampling import MOST_TURNS, Redraws, Reserve, Share, silent_groups
+from sftplay.tasks.grpo.dynamic_sampling import MAX_SKIPPED_TURNS, DynamicSampler, Reserve, LocalBatch, find_zero_variance_groups
 from sftplay.tasks.grpo.scoring import Drawn, Judged, together
 
 GROUP = 4
@@ -60,7 +60,7 @@ class World:
 
         monkeypatch.setattr(log, "rank", lambda: self.here.rank)
         self.redraws = [
-            Redraws(Prompts(), rows=ROWS, rounds=rounds, num_generations=GROUP, seed=3, together=together)
+            DynamicSampler(Prompts(), rows=ROWS, rounds=rounds, num_generations=GROUP, seed=3, together=together)
             for _ in range(ranks)
         ]
 
@@ -71,7 +71,7 @@ class World:
         self.barrier.wait()
         return items
 
-    def draw(self, prompts: list[int]) -> list[tuple[Share, Judged, int]]:
+    def draw(self, prompts: list[int]) -> list[tuple[LocalBatch, Judged, int]]:
         everywhere = [row for row in prompts for _ in range(GROUP)]
         size = len(everywhere) // self.ranks
         results: list[Any] = [None] * self.ranks
@@ -90,7 +90,7 @@ class World:
                 assert [each[0] for each in ids] == [row["row"] for row in rows]
                 return as_one(self.gather(judge_local(rows, list(range(len(rows))))))
 
-            share = Share(inputs, [row["prompt"] for row in inputs], *generate([row["prompt"] for row in inputs]))
+            share = LocalBatch(inputs, [row["prompt"] for row in inputs], *generate([row["prompt"] for row in inputs]))
             judged, redrawn = redraws.run(share, judge(inputs, share.completion_ids), generate=generate, judge=judge)
             results[rank] = (share, judged, redrawn)
 
@@ -104,7 +104,7 @@ class World:
 
 
 def test_only_groups_whose_known_rewards_are_equal_are_silent():
-    assert silent_groups([1.0, 1.0, 0.0, 1.0, None, None, None, 0.5, 0.2, 0.2 + 1e-9], 2) == [0, 2, 3]
+    assert find_zero_variance_groups([1.0, 1.0, 0.0, 1.0, None, None, None, 0.5, 0.2, 0.2 + 1e-9], 2) == [0, 2, 3]
 
 
 def test_silent_groups_get_other_prompts_until_none_is_silent_or_the_bound_is_reached(monkeypatch: pytest.MonkeyPatch):
@@ -112,7 +112,7 @@ def test_silent_groups_get_other_prompts_until_none_is_silent_or_the_bound_is_re
     [(share, judged, redrawn)] = world.draw([0, 10, 20])
     # the first group is never touched; the others end with the prompts that are not silent, each once
     assert [row["row"] for row in share.inputs[:GROUP]] == [0] * GROUP
-    assert not silent_groups(judged.paid, GROUP)
+    assert not find_zero_variance_groups(judged.paid, GROUP)
     assert len({row["row"] for row in share.inputs}) == 3
     assert [each[0] for each in share.completion_ids] == [row["row"] for row in share.inputs] == judged.rows
     assert share.prompt_ids == [[row] for row in judged.rows]
@@ -130,7 +130,7 @@ def test_never_more_rounds_than_allowed(monkeypatch: pytest.MonkeyPatch):
     [(_, judged, redrawn)] = world.draw([0, 10])
     assert world.generated == [[2 * GROUP] * 3]
     assert redrawn == 4
-    assert silent_groups(judged.paid, GROUP) == [0, 1]
+    assert find_zero_variance_groups(judged.paid, GROUP) == [0, 1]
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -153,8 +153,8 @@ def test_a_silent_prompt_passes_its_next_turns_and_comes_back():
     reserve = Reserve(ROWS, seed=0)
     for streak in range(1, 7):
         reserve.note(10, is_silent=True)
-        turns = [reserve.passes_turn(10) for _ in range(MOST_TURNS + 2)]
-        assert turns.count(True) == min(streak, MOST_TURNS)
+        turns = [reserve.passes_turn(10) for _ in range(MAX_SKIPPED_TURNS + 2)]
+        assert turns.count(True) == min(streak, MAX_SKIPPED_TURNS)
         assert turns == sorted(turns, reverse=True)
     reserve.note(10, is_silent=True)
     reserve.note(10, is_silent=False)

@@ -1,4 +1,4 @@
-"""Generated tokens until a toy is learned: plain TRL, and task grpo with a key for silent groups, over several seeds.
+"""Generated tokens until a toy is learned: plain TRL, and task grpo with a key for zero-variance groups, over several seeds.
 
 The toy is data/one_liners with a model of 100,000 weights that writes letters, so that a run takes seconds. It is
 warmed up on the noisy answers first. Both contestants learn from the same rewards.
@@ -28,7 +28,7 @@ from sftplay.data.prompts.questions import Questions
 from sftplay.machine.releases import recomputation_arguments
 from sftplay.reward.reward_set import RewardSet
 from sftplay.tasks.grpo.prompts import PromptRows
-from sftplay.tasks.grpo.scoring import Judge
+from sftplay.tasks.grpo.scoring import RewardScorer
 from sftplay.tasks.grpo.task import PromptTrainer
 from sftplay.train.exact_batch import StepSetup
 from sftplay.train.random_numbers import random_numbers_kept
@@ -47,7 +47,7 @@ Curve = list[tuple[int, int, float]]
 """Step, generated tokens, pass@1."""
 
 
-def compare_redraws(*, seeds: int, steps: int, hopeless: int, goals: Sequence[float], key: str) -> str:
+def compare_dynamic_sampling(*, seeds: int, steps: int, hopeless: int, goals: Sequence[float], key: str) -> str:
     """A Markdown table. `hopeless` questions that no answer is right to stand beside the 27 that can be learned.
 
     `goals` are shares of sampled answers that are right. `key` is one of VALUES.
@@ -168,11 +168,11 @@ class Toy:
                 cfg = RunConfig.model_validate({**self.base, "seed": seed, "grpo": {**same, **grpo}})
                 trainer = PromptTrainer(
                     StepSetup(micro_batcher=None, loss_head="standard"), cfg=cfg, run_folder=Path(name),
-                    judge=Judge(cfg, COLUMNS), questions=self.questions,
+                    scorer=RewardScorer(cfg, COLUMNS), questions=self.questions,
                     train_dataset=Dataset.from_dict({"prompt": [""]}), **common,
                 )  # fmt: skip
                 trainer.train_dataset = PromptRows(self.questions, order)
-                measured.drawn = trainer.drawn
+                measured.totals = trainer.sampling_totals
                 trainer.train()
         return measured.curve
 
@@ -182,12 +182,12 @@ class Measure(TrainerCallback):
 
     def __init__(self, toy: Toy, model: Any) -> None:
         self.toy, self.model = toy, model
-        self.drawn = {"generated_tokens": 0}
+        self.totals = {"generated_tokens": 0}
         self.curve: Curve = []
 
     def pay(self, completions: Sequence[str], completion_ids: Any, row: Sequence[int], **_: Any) -> list[float]:
         """The reward of the plain script, which also counts tokens."""
-        self.drawn["generated_tokens"] += sum(map(len, completion_ids))
+        self.totals["generated_tokens"] += sum(map(len, completion_ids))
         return self.toy.pay(row, completions)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -195,7 +195,7 @@ class Measure(TrainerCallback):
             with random_numbers_kept():
                 now = self.sampled_pass()
             self.model.train()
-            self.curve.append((state.global_step, self.drawn["generated_tokens"], now))
+            self.curve.append((state.global_step, self.totals["generated_tokens"], now))
             control.should_training_stop = control.should_training_stop or now >= self.toy.enough
 
     @torch.no_grad()
