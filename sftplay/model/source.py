@@ -56,7 +56,7 @@ _HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|[.-]/))\w[\w.-]*(?:/\w[\w.-]*)?(?<![.-]
 LONGEST_HUB_NAME = 96
 """The hub's own rules for names (huggingface_hub, utils/_validators.py)."""
 
-WEIGHTS = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")
 """Files of a folder that say which numbers a run starts from."""
 
 WHOLE_BYTES = 2**31
@@ -179,7 +179,7 @@ def weights_digests(folder: str | None, *, whole_bytes: int = WHOLE_BYTES, chunk
     """Path -> hex sha256 of each file of weights in a folder; empty for a name on a hub, or None."""
     if folder is None or not Path(folder).is_dir():
         return {}
-    files = {path for pattern in WEIGHTS for path in Path(folder).glob(pattern)}
+    files = {path for pattern in WEIGHT_PATTERNS for path in Path(folder).glob(pattern)}
     return {str(path): weights_digest(path, whole_bytes=whole_bytes, chunks=chunks) for path in sorted(files)}
 
 

@@ -6,7 +6,7 @@ results, which no role of ChatML is for, in a user's turn.
 
 from __future__ import annotations
 
-_TOOLS = (
+_TOOLS_TEXT = (
     "{% if tools %}{{ '<|im_start|>system\\n' }}"
     "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\\n\\n' }}{% endif %}"
     "{{ '# Tools\\n\\nThese functions can be called:\\n<tools>' }}"
@@ -32,7 +32,7 @@ _RESULT = (
 )
 
 CHATML = (
-    f"{_TOOLS}{{% for message in messages %}}"
+    f"{_TOOLS_TEXT}{{% for message in messages %}}"
     f"{{% if message['role'] == 'assistant' %}}{_ANSWER}"
     f"{{% elif message['role'] == 'tool' %}}{_RESULT}"
     "{% elif message['role'] not in ['system', 'user'] %}{{ raise_exception('unknown role: ' + message['role']) }}"

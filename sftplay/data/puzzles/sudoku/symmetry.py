@@ -19,7 +19,7 @@ Marks = NDArray[np.uint64]
 ROUNDS = 4
 """How often the mark of a cell takes in those of its row, column, box and digit."""
 
-AT_ONCE = 8192
+GRIDS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _shuffled(n: int, size: int, *, stream: np.random.Generator) -> NDArray[np.i
 
 def keys_of(grids: Grids) -> Marks:
     """[grids]: a number that all copies of a grid share. Few other grids have the same."""
-    parts = [_mix(cell_marks(grids[at : at + AT_ONCE])).sum(axis=(1, 2)) for at in range(0, len(grids), AT_ONCE)]
+    parts = [_mix(cell_marks(grids[at : at + GRIDS_AT_ONCE])).sum(axis=(1, 2)) for at in range(0, len(grids), GRIDS_AT_ONCE)]
     return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
 
 

@@ -10,14 +10,14 @@ from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, h
 from sftplay.data.ingest.extract.markup.page import parse_page
 from sftplay.data.ingest.extract.text.plain import split_plain
 
-MOST_BYTES = 64 << 20
+MOST_MAIL_BYTES = 64 << 20
 
 
 def read_mail(path: Path, encoding: str) -> Extracted:
     """A mail's subject and blocks."""
     size = path.stat().st_size
-    if size > MOST_BYTES:
-        raise Unreadable("too_large", f"{size >> 20} MiB; mails of up to {MOST_BYTES >> 20} MiB are read")
+    if size > MOST_MAIL_BYTES:
+        raise Unreadable("too_large", f"{size >> 20} MiB; mails of up to {MOST_MAIL_BYTES >> 20} MiB are read")
     mail = message_from_bytes(path.read_bytes(), policy=policy.default)
     if any(part.get_content_type() == "application/pkcs7-mime" for part in mail.walk()):
         raise Unreadable("encrypted", "the mail is encrypted (S/MIME)")

@@ -23,7 +23,7 @@ FRONT_TITLE = re.compile(r"^title:[ \t]*[\"']?(.+?)[\"']?[ \t]*$", re.M)
 PICTURE = re.compile(r" ?(?:\[!\[[^\]]*\]\([^)\s]*(?:\s\"[^\"]*\")?\)\]\([^)]*\)|!\[[^\]]*\]\([^)]*\))")
 """A picture, or a link that shows nothing but one, such as a badge."""
 
-MOST_BYTES = 16 << 20
+MOST_MARKDOWN_BYTES = 16 << 20
 """Of one file. Its tokens take about thirty times as much memory."""
 
 COMMENT = re.compile(r"<!--.*?-->", re.S)
@@ -31,7 +31,7 @@ COMMENT = re.compile(r"<!--.*?-->", re.S)
 
 def read_markdown(path: Path, encoding: str) -> Extracted:
     """A Markdown file's blocks."""
-    text, guessed = read_characters(path, encoding, most=MOST_BYTES)
+    text, guessed = read_characters(path, encoding, most=MOST_MARKDOWN_BYTES)
     front = FRONT_MATTER.match(text)
     named = FRONT_TITLE.search(front[1]) if front else None
     blocks = split_markdown(text[front.end() :] if front else text)

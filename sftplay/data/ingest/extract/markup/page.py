@@ -19,7 +19,7 @@ from sftplay.data.ingest.extract.text.characters import guess_encoding
 from sftplay.data.ingest.extract.text.gutenberg import cut_blocks
 from sftplay.data.read.encodings import MARKS
 
-MOST_BYTES = 32 << 20
+MOST_PAGE_BYTES = 32 << 20
 """Of one page. Its tree takes about ten times as much memory."""
 
 DECLARED = re.compile(rb"""(?:charset|encoding)\s*=\s*["']?\s*([\w.:-]+)""", re.I)
@@ -56,9 +56,9 @@ CONTENTS = re.compile(r"(?:table of )?contents|on this page|in this article", re
 
 def read_page(path: Path, encoding: str) -> Extracted:
     """An HTML file's title and blocks."""
-    if path.stat().st_size > MOST_BYTES:
+    if path.stat().st_size > MOST_PAGE_BYTES:
         raise Unreadable(
-            "too_large", f"{path.stat().st_size >> 20} MiB; pages of up to {MOST_BYTES >> 20} MiB are read"
+            "too_large", f"{path.stat().st_size >> 20} MiB; pages of up to {MOST_PAGE_BYTES >> 20} MiB are read"
         )
     data = path.read_bytes()
     text, notes, guessed = decode(data, encoding)
