@@ -41,8 +41,8 @@ from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema.run import RunConfig
 from sftplay.launch.command.command import one_gpu_environment
 from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.libraries import recomputation_arguments
 from sftplay.machine.probe import probe
-from sftplay.machine.releases import recomputation_arguments
 from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.plan.devices.cards import find_card

@@ -25,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.order import training_order
 from sftplay.data.prompts.questions import Questions
-from sftplay.machine.releases import recomputation_arguments
+from sftplay.machine.libraries import recomputation_arguments
 from sftplay.reward.reward_set import RewardSet
 from sftplay.tasks.grpo.prompts import PromptRows
 from sftplay.tasks.grpo.scoring import Judge

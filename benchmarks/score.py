@@ -28,8 +28,8 @@ from transformers import logging as transformers_logging
 from benchmarks.overhead import cpu_name
 from sftplay.config.load import load_config
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.encode.render import Renderer
 from sftplay.data.prompts.questions import Question
+from sftplay.data.render.render import Renderer
 from sftplay.model.load import load_start, start_adapter
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.tasks.score.role_models import ADAPTERS, Cast

@@ -29,11 +29,10 @@ FLOORS = {
         "data.cache",
         "sandbox",
         "data.problems.problem",
-        "data.problems.rows",
     ],
     2: ["plan", "launch", "reward", "data"],
-    3: ["data.pipeline", "data.inspect", "data.mix", "data.prompts.load", "model"],
-    4: ["generate"],
+    3: ["data.pipeline", "data.mixture", "data.prompts.load", "model"],
+    4: ["generate", "data.inspect"],
     5: ["evaluate", "export"],
     6: ["report"],
     7: ["train", "runs"],
@@ -146,9 +145,9 @@ PATHS = """## The path of a config value
 
 1. `data/read/` finds files and yields raw rows with their place.
 2. `data/layouts/` turns a row into a canonical record of `data/records.py`, or says why it cannot.
-3. `data/encode/render.py` renders it by the chat template, whose masks `data/encode/proof.py` has proven first, and
-   `data/encode/labels.py` makes token ids and labels of it.
-4. `data/prepare/one_pass.py` does this in worker processes, counts every record and keeps the rows on disk.
+3. `data/render/render.py` renders it by the chat template, after `data/render/verify_masks.py` has verified its
+   masks; `data/render/labels.py` makes token ids and labels of it.
+4. `data/tokenize/one_pass.py` does this in worker processes, counts every record and keeps the rows on disk.
 5. `data/pipeline.py` hands them to the task, in the order of `data/order.py`.
 6. `train/exact_batch.py` gets a rank's rows of one optimizer step, `train/micro_batches.py` cuts them.
 

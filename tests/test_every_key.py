@@ -37,8 +37,8 @@ from sftplay.config.load import load_config
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
 from sftplay.config.schema.keys import all_keys
 from sftplay.config.schema.run import RewardConfig, RunConfig
-from sftplay.data.mix import load as load_of_mixtures
-from sftplay.data.mix.load import MixtureRows, load_mixture
+from sftplay.data.mixture import load as load_of_mixtures
+from sftplay.data.mixture.load import MixtureRows, load_mixture
 from sftplay.data.order import training_order
 from sftplay.errors import DataError
 from sftplay.evaluate.perplexity import Document
@@ -53,8 +53,8 @@ from sftplay.launch.generation_server import server_command
 from sftplay.launch.run_folder import RunFolder, new_folder
 from sftplay.launch.supervise.exit_cause import Death
 from sftplay.launch.supervise.watchdog import timeout_of
+from sftplay.machine.libraries import recomputation_arguments
 from sftplay.machine.probe import Gpu, Machine, probe
-from sftplay.machine.releases import recomputation_arguments
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.reward.reward_set import RewardSet, combined
 from sftplay.reward.table import judges_form

@@ -74,7 +74,7 @@ def _expect_test_set(cfg: RunConfig) -> None:
 
 def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[dict[str, Any], str]:
     """The content of perplexity.json, and its table."""
-    from sftplay.data.mix.load import load_mixture
+    from sftplay.data.mixture.load import load_mixture
     from sftplay.evaluate.comparison import comparison_table
     from sftplay.evaluate.sources import held_out_of, measure_sources
     from sftplay.model.load import load_base, load_result

@@ -18,13 +18,11 @@ from sftplay.plan.devices.cards import Card, find_card, parse_fleet
 from sftplay.plan.memory.budget import device_of
 from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.memory.row_lengths import RowLengths
-from sftplay.plan.puzzles.shape import PuzzleModelShape
-from sftplay.plan.report.advice import Suggestion, suggest
+from sftplay.plan.puzzles import PuzzleModelShape
+from sftplay.plan.report.advice import Suggestion, suggest, suggest_for_episodes
 from sftplay.plan.report.compare import compare
-from sftplay.plan.report.episode_advice import suggest_for_episodes
 from sftplay.plan.report.layouts import compare_layouts, describe_layout, describe_layouts
-from sftplay.plan.report.puzzle_advice import suggest_for_puzzles
-from sftplay.plan.report.puzzle_cost import workload_of_puzzles
+from sftplay.plan.report.puzzle_cost import suggest_for_puzzles, workload_of_puzzles
 from sftplay.plan.report.run_cost import Workload, workload_of
 from sftplay.plan.report.tables import (
     describe_drawing,

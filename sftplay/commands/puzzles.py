@@ -23,8 +23,8 @@ def puzzle_data(args: Namespace) -> int:
     if args.overrides:
         what = f"{args.overrides[0]!r} is no setting of puzzle-data, which has no config"
         raise ConfigError(what, where="command line", fix="see `python -m sftplay puzzle-data --help`")
-    from sftplay.data.puzzles.make.folder import make_folder
-    from sftplay.data.puzzles.make.settings import Settings
+    from sftplay.data.puzzles.make_checks import Settings
+    from sftplay.data.puzzles.make_folder import make_folder
 
     settings = Settings(
         kind=args.kind, source=Path(args.input) if args.input else None, out=Path(args.out), copies=args.aug,

@@ -16,9 +16,8 @@ from pydantic import ValidationError
 
 from sftplay.config.explain.problems import missing_key, offending_keys, translated
 from sftplay.config.read.layers import Layer, Place, Problem, merge, nested, read_layers, read_overrides
-from sftplay.config.read.precision import resolve_precision
 from sftplay.config.read.resolved import dump_resolved, read_origins
-from sftplay.config.read.task_mode import resolve_task_mode, with_own_model
+from sftplay.config.read.spellings import resolve_precision, resolve_task_mode, with_own_model
 from sftplay.config.read.yaml12 import KeyPath
 from sftplay.config.rules.cpt import needs_train_path
 from sftplay.config.rules.general import broken_rules

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from sftplay.evaluate.comparison import ENOUGH_ROWS
-from sftplay.report.course import memory_of
 from sftplay.report.figures import capitalized, format_figure, is_better, name_of
 from sftplay.report.history import as_number
-from sftplay.report.learned import headlines, learns_from_rewards
+from sftplay.report.learned import headlines, learns_from_rewards, memory_of
 from sftplay.report.run_files import RunFiles, mapping, texts
 from sftplay.units import format_bytes
 

@@ -15,17 +15,25 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.report import sections
 from sftplay.report.answers import Answers, answers_of
 from sftplay.report.charts import Chart
-from sftplay.report.course import charts_of, memory_of, resumed_steps
 from sftplay.report.episodes import turns_of
 from sftplay.report.figures import capitalized, format_figure, is_share, name_of
 from sftplay.report.history import as_bytes, as_number
-from sftplay.report.learned import Headline, headlines, learned_table, learns_from_rewards, reward_charts
+from sftplay.report.learned import (
+    Headline,
+    charts_of,
+    headlines,
+    learned_table,
+    learns_from_rewards,
+    memory_of,
+    resumed_steps,
+    reward_charts,
+    tries_of,
+)
 from sftplay.report.mixture import anchors_of, forgetting, mixture_tables, source_charts
 from sftplay.report.page import render_page
 from sftplay.report.puzzles import puzzles_of
 from sftplay.report.remarks import find_remarks
 from sftplay.report.run_files import RunFiles, mapping, mappings, read_run_files
-from sftplay.report.tries import tries_of
 from sftplay.units import format_count, format_seconds
 
 NAME = "report.html"

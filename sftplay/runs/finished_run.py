@@ -21,7 +21,7 @@ from sftplay.launch.run_folder import RunFolder, find_run
 from sftplay.model.libraries import unneeded
 from sftplay.model.source import is_local
 from sftplay.startup import leave_out
-from sftplay.terminal.console import Screen
+from sftplay.terminal import Screen
 
 
 def open_run(
@@ -74,7 +74,7 @@ def prepare_environment(cfg: RunConfig) -> None:
 
 def load_renderer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, Any]:
     """The tokenizer in the result's folder, and the renderer of the chat template there."""
-    from sftplay.data.encode.render import Renderer
+    from sftplay.data.render.render import Renderer
     from sftplay.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
@@ -83,7 +83,7 @@ def load_renderer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, Any]:
 
 def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
     """The chat template in the result's folder. A warning is printed where the run was trained with another one."""
-    from sftplay.data.template.templates import template_hash
+    from sftplay.data.render.templates import template_hash
 
     template: str | None = tokenizer.chat_template
     trained = folder.read_json("manifest.json").get("template_sha256")

@@ -8,9 +8,9 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.launch.command.command import one_gpu_environment
-from sftplay.machine.compiler import compiler_remedy, find_compiler_problem
 from sftplay.machine.doctor.gpu import check_build
 from sftplay.machine.doctor.install import is_within
+from sftplay.machine.libraries import compiler_remedy, find_compiler_problem
 from sftplay.machine.probe import Machine
 from sftplay.plan.devices.layout import uses_several_gpus
 

@@ -1,6 +1,6 @@
 """Checks the inputs of a run before a heavy library is imported: model, files, first rows. All problems at once.
 
-Only `sftplay.model.hub` may ask the hub here, and only about a model that this machine does not know.
+Only `sftplay.model.source` may ask the hub here, and only about a model that this machine does not know.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from sftplay.config.schema.mixture import SourceType
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.layouts.convert import reading_of, to_record
 from sftplay.data.layouts.source_types import data_of
-from sftplay.data.prepare.known_lengths import read_lengths
 from sftplay.data.prompts.prompt import to_prompt
 from sftplay.data.read.files import files_of, suffix_of
 from sftplay.data.read.sources import dialect_of, is_hub_name, read_rows
 from sftplay.data.records import Refused, Text
+from sftplay.data.tokenize.known_lengths import read_lengths
 from sftplay.errors import (
     ConfigError,
     ConfigErrors,
@@ -160,7 +160,7 @@ def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
         ConfigError: its name is like that of a model that the kit knows, which is named.
         MachineError: it is not.
     """
-    from sftplay.model import hub
+    from sftplay.model import source as hub
 
     try:
         return hub.check_reachable(name, revision, where=where)
@@ -200,7 +200,7 @@ def _check_start(cfg: RunConfig) -> None:
 
 def check_puzzles(path: str, key: str, *, cfg: RunConfig) -> None:
     """Raise the error about puzzles that are not there or not sound. Built-in ones are made when they are needed."""
-    from sftplay.data.puzzles.make.find import NAMES, open_split  # brings numpy
+    from sftplay.data.puzzles.find import NAMES, open_split  # brings numpy
 
     try:
         if not path.startswith(BUILTIN) or path.removeprefix(BUILTIN) not in NAMES:

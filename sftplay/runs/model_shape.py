@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.puzzles.make.find import BUILTIN, open_splits
+from sftplay.data.puzzles.find import BUILTIN, open_splits
 from sftplay.errors import ConfigError
 from sftplay.model.source import BUILTIN_CONFIGS
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.puzzles.shape import PuzzleModelShape, model_shape_of
-from sftplay.plan.puzzles.weights import GridSize, PuzzleShape
+from sftplay.plan.puzzles import GridSize, PuzzleModelShape, PuzzleShape, model_shape_of
 from sftplay.plan.shape.find import find_shape, nearest_names
 from sftplay.plan.shape.model_shape import ModelShape
 

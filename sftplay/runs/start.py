@@ -34,17 +34,16 @@ from sftplay.machine.ports import free_port
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Place
 from sftplay.plan.memory.probe_fit import Fit
-from sftplay.plan.puzzles.shape import PuzzleModelShape
-from sftplay.plan.report.advice import suggest
-from sftplay.plan.report.episode_advice import suggest_for_episodes
-from sftplay.plan.report.puzzle_advice import suggest_for_puzzles
+from sftplay.plan.puzzles import PuzzleModelShape
+from sftplay.plan.report.advice import suggest, suggest_for_episodes
+from sftplay.plan.report.puzzle_cost import suggest_for_puzzles
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 from sftplay.runs.finished_run import report_at_end
 from sftplay.runs.gpus_at_launch import gpu_settings, refuse_missing_compiler, refuse_unusable
 from sftplay.runs.inputs import known_lengths, needs_no_hub
 from sftplay.runs.model_shape import known_shape
 from sftplay.runs.strategy_setup import environment_of, prepare_deepspeed, with_accumulation
-from sftplay.terminal.colours import is_terminal
+from sftplay.terminal import is_terminal
 from sftplay.units import GIB, format_bytes
 
 

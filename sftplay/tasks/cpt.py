@@ -13,9 +13,9 @@ from datasets import Dataset
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.mix.load import load_mixture
-from sftplay.data.mix.report import mixture_table
-from sftplay.data.prepare.known_lengths import note_blocks
+from sftplay.data.mixture.load import load_mixture
+from sftplay.data.mixture.report import mixture_table
+from sftplay.data.tokenize.known_lengths import note_blocks
 from sftplay.evaluate.sources import held_out_of, measure_sources
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.sample import write_masked_sample

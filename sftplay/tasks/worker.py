@@ -24,8 +24,7 @@ from sftplay.errors import SftplayError, machine_refusal
 from sftplay.launch.command.command import PARENT
 from sftplay.launch.run_folder import RESOLVED, RunFolder
 from sftplay.launch.supervise.exit_cause import LOST, Death
-from sftplay.launch.supervise.processes import parent_of, state_of
-from sftplay.launch.supervise.stacks import answer_with_stacks
+from sftplay.launch.supervise.processes import answer_with_stacks, parent_of, state_of
 from sftplay.log import quiet_libraries
 from sftplay.model.libraries import import_unsloth, unneeded
 from sftplay.signals import STOP_SIGNALS, StopAtOnce, Stopped, die_with_parent

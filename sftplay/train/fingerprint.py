@@ -18,7 +18,7 @@ from datasets import Dataset
 from sftplay import __version__, log
 from sftplay.config.rules.resume_keys import DRAWN, SIZES, differences, held_out_decides, values_that_decide_weights
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.encode.render import Renderer
+from sftplay.data.render.render import Renderer
 from sftplay.machine.probe import probe
 from sftplay.model.new_tokens.tokens import NewToken
 from sftplay.model.source import locate, weights_digest, weights_digests

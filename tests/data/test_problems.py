@@ -9,8 +9,7 @@ import pytest
 from sftplay.data.layouts.convert import Reading, read_prompt, to_record, unused_columns
 from sftplay.data.pipeline import load_examples
 from sftplay.data.problems.load import draw_subset, load_problems
-from sftplay.data.problems.problem import question_of
-from sftplay.data.problems.rows import published_test_id, split_of
+from sftplay.data.problems.problem import published_test_id, question_of, split_of
 from sftplay.data.records import Source, chat_from_json
 from sftplay.errors import DataError
 

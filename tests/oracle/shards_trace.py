@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from oracle.live_bytes import LiveBytes
 from oracle.score_update import batch_of_zeros, optimizer_with_state
 from sftplay import log
-from sftplay.machine.releases import recompute
+from sftplay.machine.libraries import recompute
 from sftplay.plan.devices.layout import Layout
 from sftplay.tasks.score.role_models import Cast
 from sftplay.tasks.score.scoring import score_actions

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from sftplay.config.explain.guide_sections import action_for, keys_below
 from sftplay.config.explain.other_kits import (
     CLUSTER_KEYS,
     OTHER_KITS,
     REFUSED_CHOICES,
+    action_for,
     key_of,
+    keys_below,
 )
 from sftplay.config.read.layers import Layer, Place, Problem
 from sftplay.config.read.yaml12 import KeyPath, scalar

@@ -8,18 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from sftplay.config.explain.other_kits import kit_answer
-from sftplay.config.explain.trl_arguments import config_fields, unfit
+from sftplay.config.explain.other_kits import config_fields, kit_answer, unfit
 from sftplay.config.read.resolved import flow
 from sftplay.config.rules.cluster import broken_cluster_rules
 from sftplay.config.rules.cpt import broken_cpt_rules, has_held_out, idle_cpt_keys
-from sftplay.config.rules.data import broken_data_rules, idle_data_keys
+from sftplay.config.rules.data import (
+    broken_data_rules,
+    broken_new_token_rules,
+    broken_text_rules,
+    idle_data_keys,
+    idle_new_token_keys,
+)
 from sftplay.config.rules.grpo import broken_grpo_rules, idle_grpo_keys
 from sftplay.config.rules.hrm import broken_hrm_rules, idle_hrm_keys
-from sftplay.config.rules.new_tokens import broken_new_token_rules, idle_new_token_keys
 from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
 from sftplay.config.rules.score import broken_score_rules, idle_score_keys
-from sftplay.config.rules.texts import broken_text_rules
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.cluster import AVERAGED_AFTERWARDS
 from sftplay.config.schema.keys import keys_in

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sftplay.config.read.task_mode import NO_PRETRAINED
+from sftplay.config.read.spellings import NO_PRETRAINED
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.config.schema.keys import keys_in

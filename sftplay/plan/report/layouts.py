@@ -12,8 +12,7 @@ from sftplay.plan.memory.episodes import held_by, names_of
 from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.report.tables import LABELS
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.plan.sizing.placement import REF, Candidate, candidates, look
-from sftplay.plan.sizing.strategy import STRATEGY
+from sftplay.plan.sizing.placement import REF, STRATEGY, Candidate, candidates, look
 from sftplay.units import GIB
 
 MODES = ("full", "lora", "qlora")

@@ -1,11 +1,16 @@
-"""How long a run of puzzles is, and what it leaves on disk."""
+"""What a run of puzzles costs, and advice for it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.forecast import Forecast
-from sftplay.plan.puzzles.shape import PuzzleModelShape
+from sftplay.plan.puzzles import PuzzleModelShape
+from sftplay.plan.report.advice import ENOUGH, Step, Suggestion, added_up, step_to
 from sftplay.plan.report.run_cost import CPU_FLOPS_PER_CORE, USED_SHARE, Workload
+from sftplay.plan.sizing.puzzle_table import TABLE, can_be_shared_out
+from sftplay.plan.sizing.size_run import BATCH_SIZE, GRAD_ACCUM, SizedRun
 
 MULTIPLY_ADD, BACKWARD = 2, 2
 """Operations a weight and position; backward passes over forward passes."""
@@ -51,3 +56,85 @@ def workload_of_puzzles(cfg: RunConfig, seen: Forecast) -> Workload:
         speed = CPU_FLOPS_PER_CORE * device.cores
         basis = f"{CPU_FLOPS_PER_CORE / 1e9:g} GFLOP/s a core assumed, without evaluations"
     return Workload(steps, reason, tokens, checkpoint, disk, work / speed, basis)
+
+
+EFFECTIVE, EMBEDDING, WIDTH = "train.effective_batch_size", "hrm.puzzle_emb_dim", "hrm.hidden_size"
+
+NARROWEST = 64
+"""Width of the model and of the puzzle embeddings below which less is no advice."""
+
+Sizing = Callable[..., SizedRun]
+"""Sizes a config for the machine in question; `shape` is that of its model."""
+
+
+def suggest_for_puzzles(cfg: RunConfig, shape: PuzzleModelShape, *, sizing: Sizing) -> list[Suggestion]:
+    """Changes with which the run fits; where no single one does, several together, and none of them without need.
+
+    `cfg` is as the user wrote it, with its `auto`.
+    """
+    steps = list(_steps(cfg, shape, sized=sizing(cfg, shape=shape)))
+
+    def attempt(tried: list[Step]) -> Suggestion:
+        return _attempt(cfg, shape, steps=tried, sizing=sizing)
+
+    fitting: dict[frozenset[str], Suggestion] = {}
+    for step in steps:
+        if not any(step.values.keys() >= keys for keys in fitting) and (found := attempt([step])).fits:
+            fitting[frozenset(step.values)] = found
+    if fitting:
+        return list(fitting.values())[:ENOUGH]
+    together: list[Step] = []
+    for together in added_up(steps):
+        if attempt(together).fits:
+            return [attempt(_mildest(together, steps, fits=lambda tried: attempt(tried).fits))]
+    return [attempt(together)] if together else []
+
+
+def _mildest(together: list[Step], steps: list[Step], *, fits: Callable[[list[Step]], bool]) -> list[Step]:
+    """Changes that fit, each left out where the others suffice, or else as small as they allow."""
+    for step in reversed(together):
+        others = [each for each in together if each is not step]
+        milder = [[each] for each in steps if each.values.keys() == step.values.keys()]
+        together = next(tried for one in ([], *milder) if fits(tried := [*others, *one]))
+    return sorted(together, key=steps.index)
+
+
+def _attempt(cfg: RunConfig, shape: PuzzleModelShape, *, steps: list[Step], sizing: Sizing) -> Suggestion:
+    changed = cfg.with_values({key: value for step in steps for key, value in step.values.items()}, "suggestion")
+    sized = sizing(changed, shape=shape.of(changed.hrm))
+    seen = sized.forecast
+    assert seen is not None
+    rows = int(sized.cfg.train.batch_size)
+    return Suggestion(", ".join(step.change for step in steps), seen.peak_bytes, seen.verdict == "fits", rows)
+
+
+def _steps(cfg: RunConfig, shape: PuzzleModelShape, *, sized: SizedRun) -> Iterator[Step]:
+    hrm, forecast, processes = cfg.hrm, sized.forecast, sized.world_size
+    assert forecast is not None
+    if sized.cfg.hrm.puzzle_emb_placement == "replicated" and can_be_shared_out(shape, processes):
+        yield step_to({TABLE: "sharded"})
+    free = {key: "auto" for key in (BATCH_SIZE, GRAD_ACCUM) if cfg.value_of(key) != "auto"}
+    if free:
+        yield step_to(free)
+    if hrm.loss_precision == "fp64":
+        yield step_to({"hrm.loss_precision": "fp32"})
+    if sized.cfg.train.precision == "fp32" and forecast.setting.device.has_bf16:
+        yield step_to({"train.precision": "bf16"})
+    if hrm.q_continue and hrm.n_supervision > 1:
+        yield step_to({"hrm.q_continue": False})
+    if hrm.ema is not None:
+        yield step_to({"hrm.ema": None})
+    if hrm.grad == "full_last_cycle":
+        yield step_to({"hrm.grad": "one_step"})
+    batches = _halves(cfg.train.effective_batch_size, least=processes, unit=processes)
+    yield from (step_to({EFFECTIVE: n, **free}) for n in batches)
+    if can_be_shared_out(shape, 2):
+        yield from (step_to({EMBEDDING: n}) for n in _halves(shape.puzzles.embedding, least=NARROWEST))
+    unit = hrm.num_heads * (2 if hrm.positions == "rope" else 1)
+    yield from (step_to({WIDTH: n}) for n in _halves(hrm.hidden_size, least=NARROWEST, unit=unit))
+
+
+def _halves(size: int, *, least: int, unit: int = 1) -> Iterator[int]:
+    while size % 2 == 0 and size // 2 >= least and size // 2 % unit == 0:
+        size //= 2
+        yield size

@@ -12,7 +12,7 @@ from typing import Any
 from sftplay.config.rules.cluster import BACKEND, unsloth_conflicts
 from sftplay.config.schema.run import FLASH_KERNELS, RunConfig
 from sftplay.errors import ConfigError, MachineError
-from sftplay.machine.compiler import find_compiler_problem
+from sftplay.machine.libraries import find_compiler_problem
 from sftplay.machine.probe import Machine
 from sftplay.plan.shape.model_shape import ModelShape
 

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.doctor.install import is_within
+from sftplay.machine.libraries import vllm_problem
 from sftplay.machine.probe import Machine
-from sftplay.machine.releases import vllm_problem
 from sftplay.plan.memory.forecast import Forecast
 from sftplay.plan.memory.memory_setup import MemorySetup
 from sftplay.plan.memory.rollout import cache_bytes

@@ -1,18 +1,67 @@
-"""Which device holds which part of two-turn episodes, decided from bytes: the first layout in which all parts fit."""
+"""Decide how a run is placed: the strategy and the devices of roles."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from sftplay.config.rules.score import broken_shard_rules
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.devices.layout import DEVICES, PLACEMENT, layout_of
 from sftplay.plan.memory.forecast import Forecast, Place, forecast_one_row
+from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision, Decisions
-from sftplay.plan.sizing.strategy import STRATEGY, planned_strategy
 from sftplay.units import format_bytes
+
+STRATEGY = "cluster.strategy"
+
+
+def planned_strategy(cfg: RunConfig, world_size: int) -> Strategy:
+    """What the memory plan calls the strategy of a config in which it is decided."""
+    if world_size == 1:
+        return "single"
+    # Within a node hsdp splits as fsdp does; over more nodes it copies, so this is the least it takes.
+    kinds: dict[str, Strategy] = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp": "fsdp", "hsdp": "fsdp"}
+    return kinds.get(cfg.cluster.strategy, "ddp")
+
+
+def choose_strategy(cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decision:
+    """The first of ddp, zero3 and fsdp that holds one row at a time; ddp where none does or nothing can be said."""
+    if place.world_size == 1:
+        return Decision("ddp", "one process holds everything")
+    if cfg.task_mode == "score":
+        if cfg.score.placement == "sharded":
+            return Decision("fsdp", "score.placement sharded splits both models by torch itself")
+        return Decision("ddp", f"score.placement {cfg.score.placement} has both models whole")
+    if shape is None:
+        return Decision("ddp", "the model's shape is not known here, so nothing says that it must be split")
+    if not place.device.is_gpu:
+        return Decision("ddp", "processes on CPUs share one memory: a split would save nothing")
+    whole = forecast_one_row(cfg, shape, place=place, strategy="ddp")
+    need = format_bytes(whole.peak_bytes)
+    if whole.verdict != "does_not_fit":
+        saved = whole.peak_bytes - forecast_one_row(cfg, shape, place=place, strategy="zero2").peak_bytes
+        saving = f"; zero2 would save {format_bytes(saved)} of {need}" if saved > 0 else ""
+        return Decision("ddp", f"each GPU can hold all of it{saving}")
+    if cfg.tuning.trains_single_rows:
+        return Decision("ddp", "the rows of new tokens train only where each GPU has whole matrices")
+    for strategy in _splits(cfg):
+        split = forecast_one_row(cfg, shape, place=place, strategy=strategy)
+        if split.verdict != "does_not_fit":
+            room = format_bytes(whole.budget_bytes)
+            reason = f"ddp needs {need} of {room} on each GPU, split it is {format_bytes(split.peak_bytes)}"
+            return Decision(strategy, reason)
+    return Decision("ddp", "no split makes it fit either")
+
+
+def _splits(cfg: RunConfig) -> tuple[Strategy, ...]:
+    """Splits of all weights, as far as they are installed; 4-bit weights are split by torch alone."""
+    if cfg.tuning.mode == "qlora" or find_spec("deepspeed") is None:
+        return ("fsdp",)
+    return ("zero3", "fsdp")
+
 
 REF = f"{DEVICES}.ref"
 

@@ -20,8 +20,7 @@ from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.memory.memory_setup import execution_of
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
-from sftplay.plan.puzzles.forecast import foresee_puzzles
-from sftplay.plan.puzzles.shape import PuzzleModelShape
+from sftplay.plan.puzzles import PuzzleModelShape, foresee_puzzles
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.communication import refuse_hook
 from sftplay.plan.sizing.decisions import (
@@ -44,10 +43,9 @@ from sftplay.plan.sizing.groups import (
     refuse_small_engine,
     rows_drawn,
 )
-from sftplay.plan.sizing.placement import choose_placement
+from sftplay.plan.sizing.placement import STRATEGY, choose_placement, choose_strategy, planned_strategy
 from sftplay.plan.sizing.puzzle_table import TABLE, can_be_shared_out, choose_table, note_on_table
 from sftplay.plan.sizing.split import PLATEAU_TOKENS, foresee_drawing, foresight, split_batch
-from sftplay.plan.sizing.strategy import STRATEGY, choose_strategy, planned_strategy
 from sftplay.units import format_bytes
 
 LOSS_HEAD, BATCH_SIZE, GRAD_ACCUM = "train.loss_head", "train.batch_size", "train.grad_accum"

@@ -16,7 +16,7 @@ from sftplay.plan.memory.row_lengths import planned_tokens
 from sftplay.plan.memory.step import Footprint, Size
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.groups import near_batches, refuse_broken_groups
-from sftplay.plan.sizing.strategy import planned_strategy
+from sftplay.plan.sizing.placement import planned_strategy
 from sftplay.units import format_bytes
 
 TOKENS_PER_MICRO_BATCH = {"gpu": 16_384, "cpu": 1_024}

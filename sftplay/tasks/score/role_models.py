@@ -16,7 +16,7 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 
 from sftplay.config.schema.score import CriticConfig
-from sftplay.machine.releases import recompute
+from sftplay.machine.libraries import recompute
 from sftplay.model.adapter import make_trainable_fp32
 from sftplay.plan.devices.layout import Layout
 from sftplay.tasks.score.shards import is_sharded, mesh_of_ranks, shard

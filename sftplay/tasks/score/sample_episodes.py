@@ -17,9 +17,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.config.schema.score import PLACE, PromptsConfig
-from sftplay.data.encode.render import Renderer
 from sftplay.data.prompts.questions import Question
 from sftplay.data.records import Message
+from sftplay.data.render.render import Renderer
 from sftplay.errors import RunError
 from sftplay.generate.generate import Generator, left_padded
 from sftplay.generate.sampling import DrawByRow, Sampling, only, seed_of

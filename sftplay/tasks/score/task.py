@@ -10,8 +10,7 @@ from transformers import TrainingArguments
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.prompts.load import prepare_prompts
-from sftplay.data.prompts.report import prompts_table
+from sftplay.data.prompts.load import prepare_prompts, prompts_table
 from sftplay.evaluate.rewarded import spread
 from sftplay.launch.run_folder import RunFolder
 from sftplay.plan.devices.layout import Layout, layout_of

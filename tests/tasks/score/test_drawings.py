@@ -17,7 +17,7 @@ from sftplay.config.schema.score import ScoreConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
-from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
+from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score import rollout_batch as kept_episodes
 from sftplay.tasks.score.advantages import Advantages
 from sftplay.tasks.score.episode_rewards import Verdict

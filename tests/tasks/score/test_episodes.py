@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.config.schema.score import PromptsConfig
-from sftplay.data.encode.render import Renderer
 from sftplay.data.prompts.questions import Question
+from sftplay.data.render.render import Renderer
 from sftplay.errors import RunError
 from sftplay.generate.generate import Generator
 from sftplay.generate.sampling import AHEAD, DrawByRow, seed_of
 from sftplay.model.out_of_memory import OutOfMemory
-from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
+from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
 from sftplay.plan.sizing.decisions import RATES
 from sftplay.tasks.score.episode_rewards import Verdict, describe
 from sftplay.tasks.score.losses import rates_of

@@ -14,9 +14,9 @@ from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.config.load import load_config
-from sftplay.data.encode.render import Renderer
 from sftplay.data.prompts.questions import Question
-from sftplay.model.toys.digits import ID
+from sftplay.data.render.render import Renderer
+from sftplay.model.toys.tasks import ID
 from sftplay.tasks.score.advantages import advantages, leave_one_out_baseline, turn_returns
 from sftplay.tasks.score.role_models import Cast, Role
 from sftplay.tasks.score.sample_episodes import Player

@@ -13,7 +13,7 @@ from sftplay.config.load import load_config
 from sftplay.config.schema.score import ScoreConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.heartbeat import Heartbeat
-from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
+from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.advantages import Outcome, credit_of
 from sftplay.tasks.score.episode_rewards import EpisodeJudge, Verdict, describe
 from sftplay.tasks.score.sample_episodes import Action, Episode

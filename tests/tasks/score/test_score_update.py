@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from sftplay.config.schema.score import ScoreConfig
-from sftplay.machine.releases import recompute
-from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
+from sftplay.machine.libraries import recompute
+from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.role_models import ADAPTERS, Cast
 from sftplay.tasks.score.sample_episodes import Action
 from sftplay.tasks.score.scoring import ActionBatch, score_actions
