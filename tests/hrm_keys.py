@@ -13,7 +13,6 @@ from hrm_run import new_hrm_run, write_puzzles
 from in_process import train_in
 
 from sftplay import log
-from sftplay.config.rules.hrm import broken_hrm_rules, idle_hrm_keys
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.config.schema.run import RunConfig
@@ -23,6 +22,7 @@ from sftplay.tasks.hrm.evaluation import StopWhenLearned
 from sftplay.tasks.hrm.measuring import described, refined
 from sftplay.tasks.hrm.network import Grid, PuzzleModel, Reasoner
 from sftplay.tasks.hrm.optimizer import AdamATan2
+from sftplay.tasks.hrm.spec import broken_hrm_rules, idle_hrm_keys
 from sftplay.tasks.hrm.task import build_model, open_puzzles, rows_of
 from sftplay.train.fingerprint import starting_weights
 

@@ -16,7 +16,6 @@ from score_run import PROMPTS, score_inputs, score_options
 from small_run import Inputs
 
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
-from sftplay.config.rules.score import broken_score_rules, idle_score_keys
 from sftplay.config.schema.score import ScoreConfig
 from sftplay.errors import ConfigError
 from sftplay.plan.devices.layout import layout_of
@@ -24,6 +23,7 @@ from sftplay.tasks.score.advantages import Outcome, credit_of
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
 from sftplay.tasks.score.losses import kl_coefficients, stage_of
 from sftplay.tasks.score.problems import MinibatchSchedule
+from sftplay.tasks.score.spec import broken_score_rules, idle_score_keys
 from sftplay.tasks.score.update import Batch, Update, guide_learns
 from sftplay.tasks.score.value_model import SeparateValue, ValueHead
 

@@ -19,7 +19,7 @@ from sftplay.config.read.layers import Layer, Place, Problem, merge, nested, rea
 from sftplay.config.read.resolved import dump_resolved, read_origins
 from sftplay.config.read.spellings import resolve_precision, resolve_task_mode, with_own_model
 from sftplay.config.read.yaml12 import KeyPath
-from sftplay.config.rules.cpt import needs_train_path
+from sftplay.config.rules.documents import needs_train_path
 from sftplay.config.rules.general import broken_rules
 from sftplay.config.schema.keys import (
     all_keys,

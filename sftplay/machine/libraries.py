@@ -284,6 +284,10 @@ TAKEN_BY_TRL = ("0.22.0", "0.31.0")
 """Oldest and newest vLLM that trl 1.16 takes."""
 
 
+VLLM_INSTALL = "pip install vllm==0.31.0"
+"""The newest that trl 1.16 takes, and made for torch 2.13."""
+
+
 def vllm_problem() -> str:
     """Why trl cannot use the installed vLLM; empty where it can, or where no release of vLLM is installed.
 

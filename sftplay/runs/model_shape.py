@@ -52,8 +52,7 @@ def near_names(name: str) -> list[str]:
 def checkpoint_bytes(cfg: RunConfig) -> int | None:
     """Bytes of one checkpoint of a config on this machine, None where the model's shape is not known here."""
     from sftplay.machine.probe import probe
-    from sftplay.plan.report.puzzle_cost import workload_of_puzzles
-    from sftplay.plan.report.run_cost import workload_of
+    from sftplay.plan.report.task_report import find_report
     from sftplay.plan.sizing.size_run import size_run
 
     cfg = resolve_names(cfg)
@@ -62,9 +61,7 @@ def checkpoint_bytes(cfg: RunConfig) -> int | None:
         return None
     sized = size_run(cfg, probe(), shape=shape)
     assert sized.forecast is not None
-    if cfg.task_mode == "hrm":
-        return workload_of_puzzles(sized.cfg, sized.forecast).checkpoint_bytes
-    return workload_of(sized.cfg, sized.forecast.setting).checkpoint_bytes
+    return find_report(cfg).workload(sized.cfg, sized.forecast).checkpoint_bytes
 
 
 KINDS = {

@@ -101,7 +101,7 @@ def runner_of(task_mode: str) -> Callable[..., Outcome]:
     """What runs a task, from the resolved config to the saved result: `run_task`, or the task's own `run`."""
     from sftplay.train.run_task import run_task
 
-    task = importlib.import_module(TASKS[task_mode])
+    task = importlib.import_module(TASKS[task_mode].trainer)
     return task.run if hasattr(task, "run") else partial(run_task, cast("Task", task))
 
 

@@ -16,7 +16,7 @@ from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.evaluate.evaluate import held_out_loss
-from sftplay.tasks import sft
+from sftplay.tasks.sft import task as sft
 from sftplay.train.task import Rows, TrainerParts
 
 FIRST_ID = 3

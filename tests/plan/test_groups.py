@@ -190,7 +190,7 @@ def test_vllm_is_refused_with_its_install_line_where_it_is_missing(monkeypatch):
     with pytest.raises(MachineError) as caught:
         sized(config(grpo__generation="vllm_colocate"))
     assert caught.value.fix.startswith("pip install vllm")
-    monkeypatch.setattr("sftplay.plan.sizing.groups.find_spec", lambda name: object())
+    monkeypatch.setattr("sftplay.tasks.grpo.plan.find_spec", lambda name: object())
     run = sized(config(grpo__generation="vllm_colocate"), processes=2)
     assert run.forecast is not None
     assert run.as_plan()["phases"]["drawing"] > 0.3 * 80 * GIB
@@ -209,7 +209,7 @@ def test_vllm_is_refused_with_its_install_line_where_it_is_missing(monkeypatch):
 )
 def test_a_vllm_that_trl_does_not_take_is_refused_by_name(monkeypatch, kind, release, is_taken):
     """The bounds are those of `is_vllm_available` in trl 1.16, which only warns."""
-    monkeypatch.setattr("sftplay.plan.sizing.groups.find_spec", lambda name: object())
+    monkeypatch.setattr("sftplay.tasks.grpo.plan.find_spec", lambda name: object())
     monkeypatch.setattr("sftplay.machine.libraries.version", lambda name: release)
     monkeypatch.setattr(trl_imports, "_is_package_available", lambda *_, **__: (True, release))
     with warnings.catch_warnings(record=True) as said:
@@ -227,7 +227,7 @@ def test_a_vllm_that_trl_does_not_take_is_refused_by_name(monkeypatch, kind, rel
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "zero3"])
 def test_what_needs_whole_weights_is_refused_before_a_model_in_parts_is_loaded(monkeypatch, strategy):
-    monkeypatch.setattr("sftplay.plan.sizing.groups.find_spec", lambda name: object())
+    monkeypatch.setattr("sftplay.tasks.grpo.plan.find_spec", lambda name: object())
     served = config(grpo__generation="vllm_server", cluster__strategy=strategy)
     with pytest.raises(ConfigError, match="cannot be sent an adapter whose base is in parts") as caught:
         sized(served, processes=2)
@@ -241,7 +241,7 @@ def test_what_needs_whole_weights_is_refused_before_a_model_in_parts_is_loaded(m
 
 
 def test_a_server_is_asked_again_for_whole_groups_alone(monkeypatch):
-    monkeypatch.setattr("sftplay.plan.sizing.groups.find_spec", lambda name: object())
+    monkeypatch.setattr("sftplay.tasks.grpo.plan.find_spec", lambda name: object())
     cfg = config(grpo__generation="vllm_server", grpo__redraws=1, train__effective_batch_size=24)
     with pytest.raises(ConfigError, match="whole groups of 8, but a process draws 12 completions") as caught:
         sized(cfg, processes=2)

@@ -39,7 +39,7 @@ FORK_RUNS = (
     START
     + """
 import json, os, sys
-import sftplay.tasks.sft
+import sftplay.tasks.sft.task
 from sftplay.train.train_run import TrainRun
 
 train = TrainRun.train

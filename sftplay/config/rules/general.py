@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 from sftplay.config.explain.other_kits import config_fields, kit_answer, unfit
 from sftplay.config.read.resolved import flow
+from sftplay.config.read.spellings import NO_PRETRAINED
 from sftplay.config.rules.cluster import broken_cluster_rules
-from sftplay.config.rules.cpt import broken_cpt_rules, has_held_out, idle_cpt_keys
 from sftplay.config.rules.data import (
     broken_data_rules,
     broken_new_token_rules,
@@ -19,15 +19,15 @@ from sftplay.config.rules.data import (
     idle_data_keys,
     idle_new_token_keys,
 )
-from sftplay.config.rules.grpo import broken_grpo_rules, idle_grpo_keys
-from sftplay.config.rules.hrm import broken_hrm_rules, idle_hrm_keys
+from sftplay.config.rules.documents import broken_cpt_rules, has_held_out, idle_cpt_keys
 from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
-from sftplay.config.rules.score import broken_score_rules, idle_score_keys
+from sftplay.config.rules.task_spec import find_spec
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.cluster import AVERAGED_AFTERWARDS
 from sftplay.config.schema.keys import keys_in
 from sftplay.config.schema.run import RunConfig, TrainConfig
 from sftplay.errors import ConfigError, nearest_names
+from sftplay.tasks import TASKS
 from sftplay.units import parse_seconds
 
 
@@ -86,11 +86,29 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "train.decay_ratio", "train.lr_scheduler", reason
     yield from idle_data_keys(cfg)
     yield from idle_cpt_keys(cfg)
-    yield from idle_grpo_keys(cfg)
-    yield from idle_score_keys(cfg)
-    yield from idle_hrm_keys(cfg)
+    yield from _keys_of_other_tasks(cfg)
+    yield from find_spec(cfg).idle_keys(cfg)
     yield from idle_new_token_keys(cfg)
     yield from idle_reward_keys(cfg)
+
+
+def _keys_of_other_tasks(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+    mine = TASKS[cfg.task_mode].section
+    absent = {row.section: row.absent for row in TASKS.values() if row.section not in ("", "cpt", mine)}
+    for key, _ in keys_in(cfg):
+        if why := absent.get(key.partition(".")[0]):
+            yield key, "task_mode", f"task_mode {cfg.task_mode} {why}"
+
+
+def _task(cfg: RunConfig) -> Iterator[Violation]:
+    """Rules of the task itself, and values that only another task takes."""
+    yield from find_spec(cfg).broken_rules(cfg)
+    if cfg.train.best_metric == "acc_t2" and cfg.task.best_metrics == ("loss",):
+        what = f"acc_t2 counts right second answers, and task_mode {cfg.task_mode} plays no episodes"
+        yield Violation(("train.best_metric", "task_mode"), what, fix="write train.best_metric: loss")
+    if cfg.task.reads_text and cfg.model.name == NO_PRETRAINED:
+        what = f"{NO_PRETRAINED} is the model of task mode hrm, and the task is {cfg.task_mode}"
+        yield Violation(("model.name", "task_mode"), what, fix="name another model, or write task_mode: hrm")
 
 
 def _has_one_process(train: TrainConfig) -> bool:
@@ -180,7 +198,7 @@ def _batch_is_exact(cfg: RunConfig) -> Iterator[Violation]:
     if isinstance(train.batch_size, int) and isinstance(train.grad_accum, int):
         product = train.batch_size * train.grad_accum
         if effective % product:
-            unit = math.lcm(product, cfg.grpo.step_multiple if cfg.task_mode == "grpo" else 1)
+            unit = math.lcm(product, find_spec(cfg).step_multiple(cfg))
             below = max(effective // unit, 1)
             sizes = f"{train.batch_size} * grad_accum {train.grad_accum} = {product}"
             fix = f"write {keys[2]}: {below * unit} or {(below + 1) * unit}"
@@ -275,9 +293,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     broken_data_rules,
     broken_reward_rules,
     broken_cpt_rules,
-    broken_grpo_rules,
-    broken_score_rules,
-    broken_hrm_rules,
+    _task,
     broken_new_token_rules,
     broken_cluster_rules,
 )

@@ -27,6 +27,7 @@ from sftplay.config.schema.train import Optimizer as Optimizer
 from sftplay.config.schema.train import Precision as Precision
 from sftplay.config.schema.train import ProfileConfig as ProfileConfig
 from sftplay.config.schema.train import TrainConfig as TrainConfig
+from sftplay.tasks import TASKS, TaskRow
 
 Backend = Literal["bnb", "unsloth"]
 FlashKernel = Literal["flash_attention_2", "kernels-community/flash-attn2", "kernels-community/flash-attn3"]
@@ -224,7 +225,12 @@ class RunConfig(Section):
     @property
     def learns_documents(self) -> bool:
         """Whether rows are full blocks of documents, or of documents and chats."""
-        return self.task_mode in ("cpt", "cpt_mixed")
+        return self.task.learns_documents
+
+    @property
+    def task(self) -> TaskRow:
+        """The row of the task in the table of all."""
+        return TASKS[self.task_mode]
 
     @property
     def sources(self) -> list[DatasetConfig]:

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sftplay.config.rules.cpt import held_out_share
+from sftplay.config.rules.documents import held_out_share
 from sftplay.config.schema.mixture import DatasetConfig
 from sftplay.config.schema.run import DataConfig, RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint

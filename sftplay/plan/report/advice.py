@@ -7,22 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sftplay.config.rules.score import broken_score_rules
 from sftplay.config.schema.run import RunConfig
-from sftplay.errors import ConfigError
-from sftplay.plan.devices.layout import PLACEMENT
 from sftplay.plan.memory.forecast import Place, forecast_one_row
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.plan.sizing.placement import STRATEGY, can_split
-from sftplay.plan.sizing.size_run import SizedRun
+from sftplay.plan.sizing.task_sizing import find_sizing
 
 SHORTEST = 128
 """Tokens below which shorter rows are no advice."""
 
 ENOUGH = 5
-
-LENGTH = "model.max_seq_len"
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,7 @@ def steps_of(cfg: RunConfig, place: Place) -> Iterator[Step]:
     train, mode = cfg.train, cfg.tuning.mode
     if not train.gradient_checkpointing:
         yield step_to({"train.gradient_checkpointing": True})
-    if train.loss_head == "standard" and cfg.task_mode != "grpo":
+    if train.loss_head == "standard":
         yield step_to({"train.loss_head": "chunked"})
     if train.optim == "adamw_torch":
         yield step_to({"train.optim": "adamw_torch_fused"})
@@ -108,7 +102,7 @@ def steps_of(cfg: RunConfig, place: Place) -> Iterator[Step]:
         yield step_to({"tuning.mode": "lora"})
     if mode in ("full", "lora"):
         yield step_to({"tuning.mode": "qlora"})
-    if place.world_size > 1 and cfg.task_mode != "score":
+    if place.world_size > 1 and find_sizing(cfg).splits_by_strategy:
         yield from (
             Step(f"cluster.strategy={name}: the processes share the model out", {"cluster.strategy": name}, name)
             for name in ("zero2", "zero3", "fsdp")
@@ -118,19 +112,8 @@ def steps_of(cfg: RunConfig, place: Place) -> Iterator[Step]:
             {},
             "zero3_offload",
         )
-    if cfg.task_mode == "grpo":
-        yield from _shorter("grpo.max_completion_length", cfg.grpo.max_completion_length)
-        yield from _shorter("grpo.max_prompt_length", cfg.prompt_tokens)
-        return
-    if cfg.task_mode == "score":
-        room = cfg.score.max_new_tokens + cfg.score.max_hint_tokens
-        yield from (step_to({LENGTH: length}) for length in _halves(cfg.row_tokens) if length > room)
-        return
-    yield from _shorter("cpt.block_size" if cfg.learns_documents else LENGTH, cfg.row_tokens)
-
-
-def _shorter(key: str, length: int) -> Iterator[Step]:
-    yield from (step_to({key: half}) for half in _halves(length))
+    for key, length, room in find_sizing(cfg).lengths(cfg):
+        yield from (step_to({key: half}) for half in _halves(length) if half > room)
 
 
 def _halves(length: int) -> Iterator[int]:
@@ -142,62 +125,3 @@ def step_to(values: dict[str, Any]) -> Step:
     """The change to these values by their keys, as it is typed."""
     shown = {k: json.dumps(value) if value is None or isinstance(value, bool) else value for k, value in values.items()}
     return Step(", ".join(f"{key}={value}" for key, value in shown.items()), values)
-
-
-EXACT = ("train.gradient_checkpointing", "train.optim=adamw_torch_fused")
-"""Changes that cost time or nothing, and that go with models in shards."""
-
-Sizing = Callable[..., SizedRun]
-"""Sizes a config for the machine in question; `shape` is that of its model."""
-
-
-def suggest_for_episodes(cfg: RunConfig, shape: ModelShape, *, sizing: Sizing) -> list[Suggestion]:
-    """Changes with which one row a micro-batch fits; where no single one does, all of them added up in order.
-
-    `cfg` is as the user wrote it, with its `auto`.
-    """
-    sized = sizing(cfg, shape=shape)
-    assert sized.forecast is not None
-    place = Place(sized.forecast.setting.device, sized.world_size)
-    steps = [_released(step, cfg) for step in steps_of(sized.cfg, place)]
-    exact = [step for step in steps if step.change.startswith(EXACT)]
-    others = [step for step in steps if step not in exact]
-    split = list(_split(cfg, sized))
-    return first_that_fit(
-        [*exact, *split, *others],
-        lambda tried: _attempt(cfg, shape, steps=tried, sizing=sizing),
-        together=[*added_up([*exact, *split]), *added_up(steps)],
-    )
-
-
-def _attempt(cfg: RunConfig, shape: ModelShape, *, steps: list[Step], sizing: Sizing) -> Suggestion | None:
-    changed = cfg.with_values({key: value for step in steps for key, value in step.values.items()}, "suggestion")
-    if any(broken_score_rules(changed)):
-        return None
-    try:
-        sized = sizing(changed, shape=shape)
-    except ConfigError:  # the change contradicts the number of processes
-        return None
-    assert sized.forecast is not None
-    setting = sized.forecast.setting
-    place = Place(setting.device, setting.world_size)
-    seen = forecast_one_row(sized.cfg, shape, place=place, strategy=setting.strategy)
-    return Suggestion(", ".join(step.change for step in steps), seen.peak_bytes, seen.verdict == "fits")
-
-
-def _split(cfg: RunConfig, sized: SizedRun) -> Iterator[Step]:
-    """Models in shards, where the config as it is written leaves them out."""
-    is_open = cfg.score.placement == "auto" and cfg.cluster.strategy == "auto"
-    if is_open or sized.cfg.score.placement == "sharded":
-        return
-    if can_split(cfg.with_values({STRATEGY: "auto", "train.precision": sized.cfg.train.precision}, "suggestion")):
-        yield step_to({PLACEMENT: "sharded", **({STRATEGY: "fsdp"} if cfg.cluster.strategy == "ddp" else {})})
-
-
-def _released(step: Step, cfg: RunConfig) -> Step:
-    """The step with the layout left to the kit, where what is written for it forbids the step."""
-    if not any(broken_score_rules(cfg.with_values(step.values, "suggestion"))):
-        return step
-    keys = (PLACEMENT, STRATEGY)
-    free = {key: "auto" for key in keys if cfg.value_of(key) in ("sharded", "fsdp")}
-    return Step(", ".join([step.change, *(f"{key}=auto" for key in free)]), {**step.values, **free})

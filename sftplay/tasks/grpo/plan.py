@@ -1,4 +1,4 @@
-"""Task mode grpo before any size: whole groups of completions, what draws them, and how many at a time.
+"""Task grpo in the plan: what samples completions, how many at a time, and what a sized run says of them.
 
 The rules of groups are those of TRL's GRPOConfig (trl 1.16, `__post_init__`): a drawing, which is steps_per_generation
 optimizer steps long, holds whole groups of num_generations completions.
@@ -7,25 +7,28 @@ optimizer steps long, holds whole groups of num_generations completions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.doctor.install import is_within
-from sftplay.machine.libraries import vllm_problem
+from sftplay.machine.libraries import VLLM_INSTALL, vllm_problem
 from sftplay.machine.probe import Machine
-from sftplay.plan.memory.forecast import Forecast
-from sftplay.plan.memory.memory_setup import MemorySetup
+from sftplay.plan.memory.forecast import Forecast, Place
+from sftplay.plan.memory.memory_setup import MemorySetup, execution_of
 from sftplay.plan.memory.rollout import cache_bytes
 from sftplay.plan.memory.sharding import Strategy
+from sftplay.plan.report.tables import describe_drawing
+from sftplay.plan.report.task_report import TaskReport
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.plan.sizing.decisions import Decision
+from sftplay.plan.sizing.decisions import Decision, Decisions
+from sftplay.plan.sizing.placement import planned_strategy
+from sftplay.plan.sizing.split import foresee_drawing
+from sftplay.plan.sizing.task_sizing import TaskSizing
+from sftplay.tasks.grpo.spec import EFFECTIVE, completions_of_drawing
 from sftplay.units import format_bytes
-
-EFFECTIVE, GENERATIONS = "train.effective_batch_size", "grpo.num_generations"
-GENERATION_ROWS = {"grpo": "grpo.generation_rows", "score": "score.generation_rows"}
-"""By task mode that draws."""
 
 ENOUGH = 4
 """Completions of a group from which on their rewards differ in more than two ways: with 2, an advantage is 0 or the
@@ -34,67 +37,8 @@ same number up and down."""
 FP32_HEAD = "cast_lm_head_to_fp32"
 """Field of TRL's GRPOConfig: the head computes in fp32, which keeps large scores from overflowing fp16."""
 
-VLLM_INSTALL = "pip install vllm==0.31.0"
-"""The newest that trl 1.16 takes, and made for torch 2.13."""
-
 OLDEST_TRL = "1.16"
 """The first release that takes log-probabilities in the tiles that `tasks.grpo.rollouts` narrows."""
-
-
-def completions_of_drawing(cfg: RunConfig) -> int:
-    """Completions that all processes draw before they learn from them; answers of one turn for task mode score."""
-    draws = cfg.score if cfg.task_mode == "score" else cfg.grpo
-    return cfg.train.effective_batch_size * draws.steps_per_generation
-
-
-def rows_drawn(cfg: RunConfig) -> int:
-    """Completions that a process draws at a time, once it is decided; 0 for a task that draws none."""
-    rows = cfg.score.generation_rows if cfg.task_mode == "score" else cfg.grpo.generation_rows
-    return rows or 0
-
-
-def near_batches(cfg: RunConfig, unit: int, *, is_fixed: bool = False) -> list[int]:
-    """The effective batches nearest to the one asked for that are multiples of `unit` and hold whole groups.
-
-    With `is_fixed` sizes decide it, so that `unit` itself is the only one.
-    """
-    groups = cfg.grpo.step_multiple if cfg.task_mode == "grpo" else 1
-    if is_fixed:
-        return [unit] if unit % groups == 0 else []
-    step, total = math.lcm(unit, groups), cfg.train.effective_batch_size
-    low = total // step * step
-    return [size for size in (low, low + step) if size]
-
-
-def near_groups(cfg: RunConfig) -> list[int]:
-    """The nearest sizes of a group of which a drawing holds a whole number."""
-    drawn, group = completions_of_drawing(cfg), cfg.grpo.num_generations
-    fitting = [size for size in range(2, drawn + 1) if drawn % size == 0]
-    return [*[size for size in fitting if size <= group][-1:], *[size for size in fitting if size > group][:1]]
-
-
-def refuse_broken_groups(cfg: RunConfig, world_size: int) -> None:
-    """Check that every drawing holds whole groups.
-
-    Raises:
-        ConfigError: it does not; the nearest effective batches and sizes of a group are named.
-    """
-    if cfg.task_mode != "grpo" or completions_of_drawing(cfg) % cfg.grpo.num_generations == 0:
-        return
-    train, grpo = cfg.train, cfg.grpo
-    given = [size for size in (train.batch_size, train.grad_accum) if isinstance(size, int)]
-    unit = world_size * math.prod(given)
-    batches = near_batches(cfg, unit, is_fixed=len(given) == 2)
-    groups = near_groups(cfg) if train.effective_batch_size % unit == 0 else []
-    choices = [f"{EFFECTIVE} to {' or '.join(map(str, batches))}"] if batches else []
-    choices += [f"{GENERATIONS} to {' or '.join(map(str, groups))}"] if groups else []
-    steps = f" x grpo.steps_per_generation {grpo.steps_per_generation}" if grpo.steps_per_generation > 1 else ""
-    what = f"{train.effective_batch_size} completions a step{steps} do not make whole groups of {GENERATIONS} "
-    raise ConfigError(
-        f"{what}{grpo.num_generations} over {world_size} process(es)",
-        where=f"{cfg.origins.get(EFFECTIVE, cfg.origins.get(GENERATIONS, 'default'))} {EFFECTIVE}",
-        fix=f"set {', or '.join(choices)}" if choices else "leave train.batch_size and train.grad_accum on auto",
-    )
 
 
 def refuse_generation(cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
@@ -105,8 +49,6 @@ def refuse_generation(cfg: RunConfig, machine: Machine, *, world_size: int) -> N
         ConfigError: vLLM cannot split the model over the processes.
     """
     kind, key = cfg.grpo.generation, "grpo.generation"
-    if cfg.task_mode != "grpo":
-        return
     _refuse_old_trl(cfg, machine)
     if kind == "transformers":
         return
@@ -181,7 +123,7 @@ def refuse_small_engine(cfg: RunConfig, shape: ModelShape, *, execution: MemoryS
         MachineError: it does not.
     """
     vllm, key = cfg.grpo.vllm, "grpo.vllm.memory_share"
-    if cfg.task_mode != "grpo" or cfg.grpo.generation != "vllm_colocate":
+    if cfg.grpo.generation != "vllm_colocate":
         return
     one = cache_bytes(shape, execution, completions=1, tokens=cfg.row_tokens)
     need = (2 * shape.total_params + one) / vllm.tensor_parallel
@@ -217,7 +159,7 @@ def refuse_shared_head(cfg: RunConfig, shape: ModelShape) -> None:
         ConfigError: it shares its weights with the embedding, where TRL refuses it once the model is loaded.
     """
     key = f"grpo.extra.{FP32_HEAD}"
-    if cfg.task_mode == "grpo" and cfg.grpo.extra.get(FP32_HEAD) and shape.tied:
+    if cfg.grpo.extra.get(FP32_HEAD) and shape.tied:
         raise ConfigError(
             f"the head of {shape.name} is its embedding, so it cannot be fp32 alone",
             where=f"{cfg.origins.get(key, 'grpo')} {key}",
@@ -225,14 +167,11 @@ def refuse_shared_head(cfg: RunConfig, shape: ModelShape) -> None:
         )
 
 
-def decide_drawing(cfg: RunConfig, world_size: int, *, look: Callable[[int], Forecast] | None) -> Decision:
-    """Completions that a process draws at a time: all of a drawing, or equal parts that fit the device.
+def decide_rows_at_once(share: int, look: Callable[[int], Forecast] | None) -> Decision:
+    """Decide how many of its `share` of completions a process samples at a time: all, or parts that fit the device.
 
-    `look` forecasts the phase of drawing alone for so many; None where memory is not planned.
+    `look` forecasts the phase of sampling alone for so many; None where memory is not planned.
     """
-    share = max(1, completions_of_drawing(cfg) // world_size)
-    if cfg.task_mode == "grpo" and cfg.grpo.generation.startswith("vllm"):
-        return Decision(share, f"{cfg.grpo.generation} takes all of a drawing and queues them itself")
     if look is None or look(share).verdict == "fits":
         return Decision(share, f"all {share} completions of a process at once")
     low, high = 1, share
@@ -249,8 +188,6 @@ def decide_drawing(cfg: RunConfig, world_size: int, *, look: Callable[[int], For
 def notes_on_drawing(cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
     """What the user should know of a sized run that learns from rewards."""
     grpo = cfg.grpo
-    if cfg.task_mode != "grpo":
-        return ()
     notes = []
     if grpo.importance_sampling_level == "sequence" and grpo.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
         notes.append(
@@ -268,14 +205,60 @@ def notes_on_drawing(cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...
     return tuple(notes)
 
 
-def groups_as_plan(cfg: RunConfig) -> dict[str, int]:
-    """What plan.json says of groups; the preflight compares it with the trainer."""
-    if cfg.task_mode != "grpo":
-        return {}
-    grpo = cfg.grpo
-    return {
-        "num_generations": grpo.num_generations,
-        "generation_batch_size": completions_of_drawing(cfg),
-        "steps_per_generation": grpo.steps_per_generation * int(cfg.train.grad_accum),
-        "generation_rows": int(grpo.generation_rows or 0),
-    }
+class GrpoPlan(TaskSizing, TaskReport):
+    """Completions are sampled and scored before the model learns from them."""
+
+    unit = "completions"
+
+    def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
+        refuse_generation(cfg, machine, world_size=world_size)
+
+    def fixed_head(self, cfg: RunConfig) -> Decision | None:
+        return Decision("chunked", "TRL takes the probabilities of completions in tiles of 4096 tokens x 32768 words")
+
+    def decide_sampling(self, cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:
+        refuse_mixed_cache(cfg)
+        refuse_parts(cfg, strategy=planned_strategy(cfg, place.world_size), world_size=place.world_size)
+        if shape is not None:
+            refuse_shared_head(cfg, shape)
+            refuse_small_engine(cfg, shape, execution=execution_of(cfg), device_bytes=place.device.total_bytes)
+        share = max(1, completions_of_drawing(cfg) // place.world_size)
+        if cfg.grpo.generation.startswith("vllm"):
+            why = f"{cfg.grpo.generation} takes all of a drawing and queues them itself"
+            return {"grpo.generation_rows": Decision(share, why)}
+        look = foresee_drawing(cfg, shape, place=place) if shape is not None else None
+        return {"grpo.generation_rows": decide_rows_at_once(share, look)}
+
+    def rows_sampled(self, cfg: RunConfig) -> int:
+        return cfg.grpo.generation_rows or 0
+
+    def notes(self, cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
+        return notes_on_drawing(cfg, shape)
+
+    def plan_fields(self, cfg: RunConfig) -> dict[str, int]:
+        grpo = cfg.grpo
+        return {
+            "num_generations": grpo.num_generations,
+            "generation_batch_size": completions_of_drawing(cfg),
+            "steps_per_generation": grpo.steps_per_generation * int(cfg.train.grad_accum),
+            "generation_rows": int(grpo.generation_rows or 0),
+        }
+
+    def lengths(self, cfg: RunConfig) -> Iterator[tuple[str, int, int]]:
+        yield "grpo.max_completion_length", cfg.grpo.max_completion_length, 0
+        yield "grpo.max_prompt_length", cfg.prompt_tokens, 0
+
+    def rows_per_record(self, cfg: RunConfig) -> int:
+        return cfg.grpo.num_generations
+
+    def describe_length(self, cfg: RunConfig) -> str:
+        return "every completion at full length"
+
+    def describe_tokens(self, cfg: RunConfig, planned: int) -> str:
+        return f"prompts and completions of {planned} tokens together"
+
+    def describe_sampling(self, seen: Forecast, plan: dict[str, Any]) -> Iterator[str]:
+        return describe_drawing(seen, plan)
+
+
+PLAN = GrpoPlan()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sftplay.config.read.spellings import NO_PRETRAINED
+from sftplay.config.rules.task_spec import TaskSpec
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.config.schema.keys import keys_in
@@ -27,22 +28,14 @@ IDLE_OF_TRAINING = (
 
 def broken_hrm_rules(cfg: RunConfig) -> Iterator[Violation]:
     """Every rule of task mode hrm that the config breaks."""
-    if cfg.task_mode == "hrm":
-        yield from _starts_from_nothing(cfg)
-        yield from _shape(cfg)
-        yield from _not_offered(cfg)
-    elif cfg.model.name == NO_PRETRAINED:
-        what = f"{NO_PRETRAINED} is the model of task mode hrm, and the task is {cfg.task_mode}"
-        yield Violation(("model.name", "task_mode"), what, fix="name another model, or write task_mode: hrm")
+    yield from _starts_from_nothing(cfg)
+    yield from _shape(cfg)
+    yield from _not_offered(cfg)
 
 
 def idle_hrm_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Key, the key that takes its effect away, and why."""
     hrm = cfg.hrm
-    if cfg.task_mode != "hrm":
-        names = (key for key, _ in keys_in(cfg) if key.startswith("hrm."))
-        yield from ((key, "task_mode", f"task_mode {cfg.task_mode} has no model of puzzles") for key in names)
-        return
     for key, _ in keys_in(cfg):
         if key.startswith((*OF_TEXT, "data.")) and key not in OF_PUZZLES:
             yield key, "task_mode", "task_mode hrm learns puzzles from nothing: no pretrained model, no text"
@@ -111,3 +104,16 @@ def _not_offered(cfg: RunConfig) -> Iterator[Violation]:
         if cfg.value_of(key):
             what = "is not offered in task mode hrm, which measures puzzles while it trains and keeps the last weights"
             yield Violation((key, "task_mode"), what, fix="remove it; hrm.ema averages, hrm.stop_at_exact stops")
+
+
+class PuzzleSpec(TaskSpec):
+    """A model of puzzles is trained from nothing."""
+
+    def broken_rules(self, cfg: RunConfig) -> Iterator[Violation]:
+        return broken_hrm_rules(cfg)
+
+    def idle_keys(self, cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+        return idle_hrm_keys(cfg)
+
+
+SPEC = PuzzleSpec()

@@ -10,12 +10,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from sftplay.config.rules.grpo import settings_of_labels
+from sftplay.config.rules.task_spec import TaskSpec
 from sftplay.config.rules.violation import Violation
-from sftplay.config.schema.keys import keys_in
 from sftplay.config.schema.run import RunConfig
 from sftplay.config.schema.score import PLACE, PLACES
 from sftplay.errors import nearest_names
+from sftplay.tasks.grpo.spec import settings_of_labels
 
 EACH, EFFECTIVE, LENGTH = "score.episodes_per_problem", "train.effective_batch_size", "model.max_seq_len"
 PARTS, PASSES = "score.steps_per_generation", "score.num_iterations"
@@ -30,27 +30,19 @@ WORD_IN_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 def broken_score_rules(cfg: RunConfig) -> Iterator[Violation]:
     """Every rule of task mode score that the config breaks."""
-    if cfg.task_mode == "score":
-        yield from _rewards(cfg)
-        yield from _sizes(cfg)
-        yield from _prompts(cfg)
-        yield from _value(cfg)
-        yield from _evaluation(cfg)
-        yield from _devices(cfg)
-        yield from broken_shard_rules(cfg)
-        yield from settings_of_labels(cfg)
-    elif cfg.train.best_metric == "acc_t2" and cfg.task_mode not in ("grpo", "hrm"):
-        what = f"acc_t2 counts right second answers, and task_mode {cfg.task_mode} plays no episodes"
-        yield Violation(("train.best_metric", "task_mode"), what, fix="write train.best_metric: loss")
+    yield from _rewards(cfg)
+    yield from _sizes(cfg)
+    yield from _prompts(cfg)
+    yield from _value(cfg)
+    yield from _evaluation(cfg)
+    yield from _devices(cfg)
+    yield from broken_shard_rules(cfg)
+    yield from settings_of_labels(cfg)
 
 
 def idle_score_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Key, the key that takes its effect away, and why."""
     score = cfg.score
-    if cfg.task_mode != "score":
-        names = (key for key, _ in keys_in(cfg) if key.startswith("score."))
-        yield from ((key, "task_mode", f"task_mode {cfg.task_mode} plays no episodes") for key in names)
-        return
     if score.guidance in ("none", "static"):
         asked = (
             "max_hint_tokens", "beta_guide", "guide_learning_rate", "guide_reward",
@@ -183,3 +175,16 @@ def broken_shard_rules(cfg: RunConfig) -> Iterator[Violation]:
     for part in (part for part, device in dict(score.devices).items() if device != "auto"):
         what = f"{getattr(score.devices, part)}, but every process holds a part of each model on its own device"
         yield Violation((f"{DEVICES}.{part}", PLACEMENT), what, fix=f"write {DEVICES}.{part}: auto")
+
+
+class ScoreSpec(TaskSpec):
+    """Two-turn episodes are sampled and paid by rewards."""
+
+    def broken_rules(self, cfg: RunConfig) -> Iterator[Violation]:
+        return broken_score_rules(cfg)
+
+    def idle_keys(self, cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+        return idle_score_keys(cfg)
+
+
+SPEC = ScoreSpec()

@@ -1,17 +1,21 @@
-"""Rules about learning from rewards: what a run of task mode grpo needs, and what has no meaning in it.
+"""Task grpo without torch: its rules, and whole groups of completions.
 
-Whether the batch holds whole groups depends on the number of processes: `plan.sizing.groups` looks at that.
+The rules of groups are those of TRL's GRPOConfig (trl 1.16, `__post_init__`): a drawing, which is steps_per_generation
+optimizer steps long, holds whole groups of num_generations completions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from sftplay.config.rules.task_spec import TaskSpec
 from sftplay.config.rules.violation import Violation
-from sftplay.config.schema.keys import keys_in
 from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError
 
 COMPLETION, PROMPT = "grpo.max_completion_length", "grpo.max_prompt_length"
+EFFECTIVE, GENERATIONS = "train.effective_batch_size", "grpo.num_generations"
 LEVEL, LOSS = "grpo.importance_sampling_level", "grpo.loss_type"
 
 UNCLIPPED = ("cispo", "sapo", "vespo")
@@ -20,21 +24,16 @@ UNCLIPPED = ("cispo", "sapo", "vespo")
 
 def broken_grpo_rules(cfg: RunConfig) -> Iterator[Violation]:
     """Every rule of task mode grpo that the config breaks."""
-    if cfg.task_mode == "grpo":
-        yield from _rewards(cfg)
-        yield from _lengths(cfg)
-        yield from _loss(cfg)
-        yield from _skipping(cfg)
-        yield from _second_engine(cfg)
-        yield from settings_of_labels(cfg)
+    yield from _rewards(cfg)
+    yield from _lengths(cfg)
+    yield from _loss(cfg)
+    yield from _skipping(cfg)
+    yield from _second_engine(cfg)
+    yield from settings_of_labels(cfg)
 
 
 def idle_grpo_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Key, the key that takes its effect away, and why."""
-    if cfg.task_mode != "grpo":
-        names = (key for key, _ in keys_in(cfg) if key.startswith("grpo."))
-        yield from ((key, "task_mode", f"task_mode {cfg.task_mode} draws no completions") for key in names)
-        return
     grpo, kind = cfg.grpo, "grpo.generation"
     of_vllm = {"memory_share", "sleep"} if grpo.generation != "vllm_colocate" else set()
     of_vllm |= {"url", "timeout", "command"} if grpo.generation != "vllm_server" else set()
@@ -145,3 +144,58 @@ def settings_of_labels(cfg: RunConfig) -> Iterator[Violation]:
     if tuning.mode != "full" and isinstance(targets, list) and "lm_head" in targets:
         what = "lm_head: TRL reads the weights of the head without their adapter, so it would not train"
         yield Violation(("tuning.lora.target_modules", "task_mode"), what, fix="remove lm_head from the list")
+
+
+def completions_of_drawing(cfg: RunConfig) -> int:
+    """Completions that all processes draw before they learn from them."""
+    return cfg.train.effective_batch_size * cfg.grpo.steps_per_generation
+
+
+def near_groups(cfg: RunConfig) -> list[int]:
+    """The nearest sizes of a group of which a drawing holds a whole number."""
+    drawn, group = completions_of_drawing(cfg), cfg.grpo.num_generations
+    fitting = [size for size in range(2, drawn + 1) if drawn % size == 0]
+    return [*[size for size in fitting if size <= group][-1:], *[size for size in fitting if size > group][:1]]
+
+
+def refuse_broken_groups(cfg: RunConfig, world_size: int) -> None:
+    """Check that every drawing holds whole groups.
+
+    Raises:
+        ConfigError: it does not; the nearest effective batches and sizes of a group are named.
+    """
+    if completions_of_drawing(cfg) % cfg.grpo.num_generations == 0:
+        return
+    train, grpo = cfg.train, cfg.grpo
+    given = [size for size in (train.batch_size, train.grad_accum) if isinstance(size, int)]
+    unit = world_size * math.prod(given)
+    batches = SPEC.near_batches(cfg, unit, is_fixed=len(given) == 2)
+    groups = near_groups(cfg) if train.effective_batch_size % unit == 0 else []
+    choices = [f"{EFFECTIVE} to {' or '.join(map(str, batches))}"] if batches else []
+    choices += [f"{GENERATIONS} to {' or '.join(map(str, groups))}"] if groups else []
+    steps = f" x grpo.steps_per_generation {grpo.steps_per_generation}" if grpo.steps_per_generation > 1 else ""
+    what = f"{train.effective_batch_size} completions a step{steps} do not make whole groups of {GENERATIONS} "
+    raise ConfigError(
+        f"{what}{grpo.num_generations} over {world_size} process(es)",
+        where=f"{cfg.origins.get(EFFECTIVE, cfg.origins.get(GENERATIONS, 'default'))} {EFFECTIVE}",
+        fix=f"set {', or '.join(choices)}" if choices else "leave train.batch_size and train.grad_accum on auto",
+    )
+
+
+class GrpoSpec(TaskSpec):
+    """Completions are sampled and paid by rewards."""
+
+    def broken_rules(self, cfg: RunConfig) -> Iterator[Violation]:
+        return broken_grpo_rules(cfg)
+
+    def idle_keys(self, cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+        return idle_grpo_keys(cfg)
+
+    def step_multiple(self, cfg: RunConfig) -> int:
+        return cfg.grpo.step_multiple
+
+    def refuse_broken_groups(self, cfg: RunConfig, world_size: int) -> None:
+        refuse_broken_groups(cfg, world_size)
+
+
+SPEC = GrpoSpec()

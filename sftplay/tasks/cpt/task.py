@@ -19,7 +19,7 @@ from sftplay.data.tokenize.known_lengths import note_blocks
 from sftplay.evaluate.sources import held_out_of, measure_sources
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.sample import write_masked_sample
-from sftplay.tasks import sft
+from sftplay.tasks.sft import task as sft
 from sftplay.train.fingerprint import recipe_of
 from sftplay.train.held_out import HeldOutBlocks
 from sftplay.train.isolation import can_compute, check_isolation

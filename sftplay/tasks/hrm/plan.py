@@ -1,16 +1,23 @@
-"""What a run of puzzles costs, and advice for it."""
+"""Task hrm in the plan: what a run of puzzles costs, advice for it, and its words."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.forecast import Forecast
+from sftplay.errors import ConfigError
+from sftplay.plan.memory.forecast import Forecast, Place
+from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.puzzles import PuzzleModelShape
 from sftplay.plan.report.advice import ENOUGH, Step, Suggestion, added_up, step_to
 from sftplay.plan.report.run_cost import CPU_FLOPS_PER_CORE, USED_SHARE, Workload
+from sftplay.plan.report.tables import describe_phases, describe_table
+from sftplay.plan.report.task_report import Sizing, TaskReport
+from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.puzzle_table import TABLE, can_be_shared_out
 from sftplay.plan.sizing.size_run import BATCH_SIZE, GRAD_ACCUM, SizedRun
+from sftplay.plan.sizing.task_sizing import TaskSizing
 
 MULTIPLY_ADD, BACKWARD = 2, 2
 """Operations a weight and position; backward passes over forward passes."""
@@ -62,9 +69,6 @@ EFFECTIVE, EMBEDDING, WIDTH = "train.effective_batch_size", "hrm.puzzle_emb_dim"
 
 NARROWEST = 64
 """Width of the model and of the puzzle embeddings below which less is no advice."""
-
-Sizing = Callable[..., SizedRun]
-"""Sizes a config for the machine in question; `shape` is that of its model."""
 
 
 def suggest_for_puzzles(cfg: RunConfig, shape: PuzzleModelShape, *, sizing: Sizing) -> list[Suggestion]:
@@ -138,3 +142,35 @@ def _halves(size: int, *, least: int, unit: int = 1) -> Iterator[int]:
     while size % 2 == 0 and size // 2 >= least and size // 2 % unit == 0:
         size //= 2
         yield size
+
+
+class PuzzlePlan(TaskSizing, TaskReport):
+    """All weights of a small model train; rows are grids of one size."""
+
+    def where_model(self, cfg: RunConfig) -> str:
+        return "hrm"
+
+    def suggest(self, cfg: RunConfig, sized: SizedRun, *, sizing: Sizing, place: Place) -> list[Suggestion]:
+        assert sized.forecast is not None
+        shape = sized.forecast.setting.shape
+        assert isinstance(shape, PuzzleModelShape)
+        return suggest_for_puzzles(cfg, shape, sizing=sizing)
+
+    def workload(self, cfg: RunConfig, seen: Forecast, *, lengths: RowLengths | None = None) -> Workload:
+        return workload_of_puzzles(cfg, seen)
+
+    def compare(self, cfg: RunConfig, shape: ModelShape, *, place: Place) -> tuple[list[Any], Iterator[str]]:
+        what = "task mode hrm trains every weight, and by ddp alone: there is nothing to compare"
+        raise ConfigError(what, where="--compare (COMPARE=1)", fix="leave it out")
+
+    def describe_tokens(self, cfg: RunConfig, planned: int) -> str:
+        return f"grids of {planned} positions, their puzzle's embedding among them"
+
+    def describe_sampling(self, seen: Forecast, plan: dict[str, Any]) -> Iterator[str]:
+        return describe_table(seen)
+
+    def describe_phases(self, seen: Forecast) -> Iterator[str]:
+        return describe_phases(seen)
+
+
+PLAN = PuzzlePlan()
