@@ -63,7 +63,7 @@ from sftplay.runs import start as launching
 from sftplay.runs.model_shape import known_shape
 from sftplay.runs.strategy_setup import environment_of, prepare_deepspeed, with_deepspeed
 from sftplay.signals import StopAtOnce
-from sftplay.tasks import TASKS, worker
+from sftplay.tasks import TASKS, TaskRow, worker
 from sftplay.tasks.grpo.arguments import grpo_arguments
 from sftplay.train.checkpointing import MarkComplete, choose_checkpoint
 from sftplay.train.exact_batch import Replay
@@ -235,11 +235,14 @@ def check_task_mode(bench: Bench) -> None:
         asked.append(cfg.task_mode)
         raise DataError("enough")
 
-    module = ModuleType("another_task")
+    module = ModuleType("another")
     module.load_rows = load_rows  # type: ignore[attr-defined]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
-        with patch.dict(sys.modules, {"another_task": module}), patch.dict(TASKS, {"sft": "another_task"}):
+        row, package = TaskRow("another"), ModuleType("another")
+        package.__path__ = []
+        modules = {"sftplay.tasks.another": package, row.trainer: module}
+        with patch.dict(sys.modules, modules), patch.dict(TASKS, {"sft": row}):
             with patch.object(worker, "quiet_libraries"), pytest.raises(DataError, match="enough"):
                 worker._work(folder, StopAtOnce())
     finally:

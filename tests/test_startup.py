@@ -94,9 +94,9 @@ def imported_by(place: Path, *words: str) -> dict[str, tuple[int, int, set[str]]
 @pytest.mark.parametrize(
     ("words", "most", "most_lines"),
     [
-        (["gpu-info"], 24, 2_700),
-        (["validate", "--config", "configs/run_lora.yaml"], 134, 15_600),
-        (["plan", "--config", "configs/run_lora.yaml", "--gpus", "2xH200"], 158, 17_900),
+        (["gpu-info"], 18, 2_810),
+        (["validate", "--config", "configs/run_lora.yaml"], 110, 14_900),
+        (["plan", "--config", "configs/run_lora.yaml", "--gpus", "2xH200"], 128, 17_000),
     ],
     ids=["gpu-info", "validate", "plan"],
 )

@@ -179,7 +179,7 @@ def _data_of(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
     template = stored_template(tokenizer, folder)
-    if cfg.task_mode in ("grpo", "score"):
+    if cfg.task.learns_from_rewards:
         if split == "test":
             return load_held_out_prompts(cfg, tokenizer, path=str(cfg.data.test_path), renderer_template=template)
         return load_prompts(cfg, tokenizer, renderer_template=template)

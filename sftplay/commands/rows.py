@@ -32,7 +32,7 @@ def load_texts(args: Namespace) -> RunConfig:
         ConfigError: it learns puzzles, which no tokenizer reads.
     """
     cfg = load_checked(args.config, args.overrides)
-    if cfg.task_mode == "hrm":
+    if not cfg.task.reads_text:
         what = "task_mode hrm learns puzzles, which have neither a tokenizer nor a template"
         fix = "`make train` prints what the puzzles are; `make puzzle-data` makes some"
         raise ConfigError(what, where=f"{cfg.origins.get('task_mode', 'default')} task_mode", fix=fix)
@@ -130,7 +130,7 @@ def _load_examples(cfg: RunConfig) -> Examples:
     from sftplay.model.tokenizer import load_extended
 
     before, tokenizer = _seal_times(cfg), load_extended(cfg)[0]
-    if cfg.task_mode in ("grpo", "score"):
+    if cfg.task.learns_from_rewards:
         from sftplay.data.inspect import as_examples
         from sftplay.data.prompts.load import load_prompts
 

@@ -46,7 +46,7 @@ def open_run(
     if needs_result and folder.result is None:
         raise ConfigError("this run has no result yet", where=str(folder.path), fix="finish it with `make resume`")
     cfg = load_config(folder.resolved)
-    if cfg.task_mode == "hrm" and not takes_puzzles:
+    if not cfg.task.reads_text and not takes_puzzles:
         what = f"task_mode hrm learns puzzles, and {args.verb} needs a model of texts"
         fix = f"take {folder.path / 'model'} as it is; `make eval` and `make infer IN=puzzle.txt` use it"
         raise ConfigError(what, where=str(folder.path), fix=fix)

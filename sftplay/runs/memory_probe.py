@@ -131,7 +131,7 @@ def reason_not_to_probe(sized: SizedRun, bench: Bench) -> str:
         return "each node would size the run by itself, and they must agree"
     if sized.cfg.train.probe == "off":
         return "train.probe is off"
-    if sized.cfg.task_mode in ("grpo", "score"):
+    if sized.cfg.task.learns_from_rewards:
         return "the probe measures steps on rows that are there, not the drawing of completions"
     if predicted is None:
         return "the model's shape is not known before its download"

@@ -1,8 +1,11 @@
-"""The training tasks: the only table of them."""
+"""The training tasks: the only table of them. A new task is a folder here and a row."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module, util
+from types import ModuleType
 
 
 @dataclass(frozen=True)
@@ -10,7 +13,11 @@ class TaskRow:
     """Where a task is, and what the trunk knows of it without importing it."""
 
     folder: str
-    """Below this package: `spec.py` is the task without torch, `task.py` trains."""
+    """Below this package. `task.py` trains; `spec.py` (rules) and `plan.py` are there where the task differs from sft.
+    """
+
+    rates: Mapping[str, float] = field(default_factory=lambda: {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4})
+    """tuning.mode -> what `train.learning_rate: auto` means: the usual peak rate."""
 
     section: str = ""
     """The section of the config that this task alone reads."""
@@ -27,21 +34,31 @@ class TaskRow:
     reads_text: bool = True
     """False where there is neither a tokenizer nor a pretrained model."""
 
-    has_plan: bool = False
-    """Whether `plan.py` is in the folder too: what the plan asks this task."""
+    averages_itself: bool = False
+    """The task sends whole gradients itself, once a step."""
+
+    splits_itself: bool = False
+    """The task splits its models over the processes itself, not accelerate."""
+
+    measures_training_rows: bool = False
+    """Where nothing is held out, it measures on the rows that it trains on."""
+
+    trl_config: str = "SFTConfig"
+    """TRL's config that takes `train.extra`."""
+
+    memory_head: str = ""
+    """How the head's log-probabilities are taken, where `train.loss_head` does not say it (`plan.memory.head`)."""
+
+    has_fp16: bool = True
+    """False where the loss would overflow fp16."""
 
     best_metrics: tuple[str, ...] = ("loss",)
     """What `train.best_metric` may name."""
 
-    @property
-    def spec(self) -> str:
-        """The module that holds the task's SPEC (`config.rules.task_spec`)."""
-        return f"{__name__}.{self.folder}.spec"
-
-    @property
-    def plan(self) -> str:
-        """The module that holds the task's PLAN (`plan.task_plan`)."""
-        return f"{__name__}.{self.folder}.plan"
+    def part(self, name: str) -> ModuleType | None:
+        """Import `spec` or `plan` of the task; None where the task has no such module."""
+        module = f"{__name__}.{self.folder}.{name}"
+        return import_module(module) if util.find_spec(module) else None
 
     @property
     def trainer(self) -> str:
@@ -50,14 +67,24 @@ class TaskRow:
         return f"{__name__}.{self.folder}.task"
 
 
+DOCUMENTS = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}
+
 TASKS = {
     "sft": TaskRow("sft"),
-    "cpt": TaskRow("cpt", "cpt", "has no blocks", learns_documents=True),
-    "cpt_mixed": TaskRow("cpt", "cpt", "has no blocks", learns_documents=True),
-    "grpo": TaskRow("grpo", "grpo", "draws no completions", learns_from_rewards=True, has_plan=True, best_metrics=()),
-    "score": TaskRow(
-        "score", "score", "plays no episodes", learns_from_rewards=True, has_plan=True, best_metrics=("acc_t2",)
+    "cpt": TaskRow("cpt", DOCUMENTS, "cpt", "has no blocks", learns_documents=True),
+    "cpt_mixed": TaskRow("cpt", DOCUMENTS, "cpt", "has no blocks", learns_documents=True),
+    "grpo": TaskRow(
+        "grpo", {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}, "grpo", "draws no completions",
+        learns_from_rewards=True, best_metrics=(), trl_config="GRPOConfig", memory_head="tiled",
     ),
-    "hrm": TaskRow("hrm", "hrm", "has no model of puzzles", reads_text=False, has_plan=True, best_metrics=()),
-}
+    "score": TaskRow(
+        "score", {"full": 1e-5, "lora": 5e-5, "qlora": 5e-5}, "score", "plays no episodes",
+        learns_from_rewards=True, best_metrics=("acc_t2",), averages_itself=True, splits_itself=True,
+        measures_training_rows=True, memory_head="actions",
+    ),
+    "hrm": TaskRow(
+        "hrm", {"full": 1e-4}, "hrm", "has no model of puzzles",
+        reads_text=False, best_metrics=(), averages_itself=True, has_fp16=False,
+    ),
+}  # fmt: skip
 """task_mode -> its row."""

@@ -23,7 +23,6 @@ from sftplay.config.rules.documents import broken_cpt_rules, has_held_out, idle_
 from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
 from sftplay.config.rules.task_spec import find_spec
 from sftplay.config.rules.violation import Violation
-from sftplay.config.schema.cluster import AVERAGED_AFTERWARDS
 from sftplay.config.schema.keys import keys_in
 from sftplay.config.schema.run import RunConfig, TrainConfig
 from sftplay.errors import ConfigError, nearest_names
@@ -52,7 +51,7 @@ def notes(cfg: RunConfig) -> list[str]:
         return []
     return [
         f"{origins[key]} {key} has no effect: {reason}"
-        for key, decider, reason in _without_effect(cfg)
+        for key, decider, reason in idle_keys(cfg)
         if key in origins and _is_deliberate(origins[key], origins.get(decider))
     ]
 
@@ -61,7 +60,7 @@ def _is_deliberate(origin: str, decider: str | None) -> bool:
     return decider is None or origin == "command line" or origin.rpartition(":")[0] == decider.rpartition(":")[0]
 
 
-def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+def idle_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Key, the key that takes its effect away, and why."""
     mode, train = cfg.tuning.mode, cfg.train
     for key, _ in keys_in(cfg):
@@ -71,7 +70,7 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield key, "tuning.mode", f"tuning.mode {mode} holds no weights in 4 bits"
         if key.startswith(("cluster.comm.", "cluster.nccl.")) and _has_one_process(train):
             yield key, key, "a single process exchanges no gradients"
-        elif key in ("cluster.comm.hook", "cluster.comm.static_graph") and cfg.task_mode in AVERAGED_AFTERWARDS:
+        elif key in ("cluster.comm.hook", "cluster.comm.static_graph") and cfg.task.averages_itself:
             yield key, "task_mode", f"task_mode {cfg.task_mode} sends whole gradients itself, once a step"
         if key in ("train.profile.start", "train.profile.memory") and train.profile.steps == 0:
             yield key, "train.profile.steps", "train.profile.steps 0 profiles nothing"
@@ -170,8 +169,8 @@ def _held_out(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation(("data.split", "data.val_path"), what, fix="remove one of the two")
     if data.val_path is not None or (has_held_out(cfg) if cfg.datasets else data.split != 0):
         return
-    if cfg.task_mode == "score":
-        return  # it measures the training problems where nothing is held out
+    if cfg.task.measures_training_rows:
+        return
     for key in ("train.best_metric", "train.early_stopping", "train.eval_steps", "eval.before", "eval.after"):
         if cfg.value_of(key):
             what = "needs held-out rows, but data.split is 0 and there is no data.val_path"
@@ -235,9 +234,8 @@ def _limits(cfg: RunConfig) -> Iterator[Violation]:
 
 def _extra(cfg: RunConfig) -> Iterator[Violation]:
     """Fields of TRL's own config that the kit sets itself, that TRL does not have, or whose value it would not take."""
-    draws = cfg.task_mode == "grpo"
     for name, value in cfg.train.extra.items():
-        yield from _extra_field(f"train.extra.{name}", value, kind="GRPOConfig" if draws else "SFTConfig")
+        yield from _extra_field(f"train.extra.{name}", value, kind=cfg.task.trl_config)
     for name, value in cfg.grpo.extra.items():
         yield from _extra_field(f"grpo.extra.{name}", value, kind="GRPOConfig")
         if name in cfg.train.extra:

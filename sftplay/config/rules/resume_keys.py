@@ -72,8 +72,8 @@ DRAWN = "grpo.generation_rows"
 def values_that_decide_weights(cfg: RunConfig) -> dict[str, Any]:
     """Dotted key -> JSON value of every key that decides which weights come out."""
     flat = flatten(cfg)
-    free = FREE_TO_CHANGE if cfg.task_mode in ("grpo", "score") else (*FREE_TO_CHANGE, *OF_REWARDS)
-    free = (*free, STRATEGY) if cfg.task_mode == "score" else free
+    free = FREE_TO_CHANGE if cfg.task.learns_from_rewards else (*FREE_TO_CHANGE, *OF_REWARDS)
+    free = (*free, STRATEGY) if cfg.task.splits_itself else free
     return {key: value for key, value in flat.items() if not any(key == f or key.startswith(f"{f}.") for f in free)}
 
 

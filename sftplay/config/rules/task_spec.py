@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from importlib import import_module
+from typing import cast
 
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.run import RunConfig
 
 
 class TaskSpec:
-    """A task without torch. Its `spec.py` holds one as SPEC."""
+    """A task without torch. Its `spec.py` holds one as SPEC where it differs."""
 
     def broken_rules(self, cfg: RunConfig) -> Iterator[Violation]:
         """Yield every rule of the task that the config breaks."""
@@ -46,6 +46,6 @@ class TaskSpec:
 
 
 def find_spec(cfg: RunConfig) -> TaskSpec:
-    """The spec of the config's task, imported only now."""
-    spec: TaskSpec = import_module(cfg.task.spec).SPEC
-    return spec
+    """Find the spec of the config's task, imported only now."""
+    part = cfg.task.part("spec")
+    return cast("TaskSpec", part.SPEC) if part else TaskSpec()

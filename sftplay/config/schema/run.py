@@ -6,7 +6,7 @@ It checks single values only. Rules between fields are in `rules`; `load` reads 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, PrivateAttr
 
@@ -34,6 +34,11 @@ FlashKernel = Literal["flash_attention_2", "kernels-community/flash-attn2", "ker
 FLASH_KERNELS: tuple[str, ...] = get_args(FlashKernel)
 Attention = Literal["sdpa", "eager", FlashKernel]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "clearml", "dvclive", "neptune", "swanlab", "trackio"]
+
+if TYPE_CHECKING:
+    TaskMode = str
+else:
+    TaskMode = Literal[tuple(TASKS)]
 
 
 class ModelConfig(Section):
@@ -162,7 +167,7 @@ class LoggingConfig(Section):
 class RunConfig(Section):
     """One run, complete. `origins` remembers where each value that is not a default came from."""
 
-    task_mode: Literal["sft", "cpt", "cpt_mixed", "grpo", "score", "hrm"] = "sft"
+    task_mode: TaskMode = "sft"
     """The task. sft: supervised fine-tuning on the assistant's turns. cpt (also written dapt): continued pre-training
     on every token of documents. cpt_mixed: documents and chats in one stream, see datasets. grpo: the model draws
     completions of prompts and learns from their rewards, see rewards and grpo. score: a solver answers twice, with the
@@ -266,7 +271,7 @@ class RunConfig(Section):
     @property
     def accelerate_shards(self) -> bool:
         """Whether accelerate splits the model over the processes. Task score splits its models itself."""
-        return self.cluster.strategy in SHARDED and self.task_mode != "score"
+        return self.cluster.strategy in SHARDED and not self.task.splits_itself
 
     @property
     def packs_rows(self) -> bool:

@@ -4,8 +4,7 @@ fine-tuning."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.forecast import Forecast, Place
@@ -22,7 +21,7 @@ Sizing = Callable[..., SizedRun]
 
 
 class TaskReport:
-    """A task in the plan's text. Its `plan.py` holds one as PLAN, where the task's row says that there is one."""
+    """A task in the plan's text. Its `plan.py` holds one as PLAN, where it differs."""
 
     unit = "rows"
     """What a step counts."""
@@ -71,8 +70,6 @@ class TaskReport:
 
 
 def find_report(cfg: RunConfig) -> TaskReport:
-    """Find what `plan` asks the config's task, imported only now."""
-    if not cfg.task.has_plan:
-        return TaskReport()
-    plan: TaskReport = import_module(cfg.task.plan).PLAN
-    return plan
+    """Find what the config's task answers, imported only now."""
+    part = cfg.task.part("plan")
+    return cast("TaskReport", part.PLAN) if part else TaskReport()

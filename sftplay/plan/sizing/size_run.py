@@ -111,7 +111,7 @@ def size_run(
         return _size_puzzles(cfg, machine, shape=shape, place=place)
     first = {BACKEND: choose_backend(cfg, machine, world_size=world_size)}
     decided = _fill(cfg, first)
-    rest = decide_numerics(decided, machine, shape=shape)
+    rest = decide_numerics(decided, machine, shape=shape) | task.decide_more(decided, machine)
     decided = _fill(decided, rest)
     rest[LOSS_HEAD] = _decide_head(decided, machine, place=place, vocab_size=shape.vocab if shape else vocab_size)
     first |= task.choose_placement(_fill(decided, rest), shape, place=place)
@@ -146,7 +146,7 @@ def _decide_sizes(
 
 def _size_puzzles(cfg: RunConfig, machine: Machine, *, shape: PuzzleModelShape, place: Place) -> SizedRun:
     """As `size_run`. All rows of a process go at once where memory allows it."""
-    chosen = decide_numerics(cfg, machine)
+    chosen = decide_numerics(cfg, machine) | find_sizing(cfg).decide_more(cfg, machine)
     chosen |= {
         BACKEND: Decision("bnb", "the model is the kit's own"),
         LOSS_HEAD: Decision("standard", "the vocabulary is that of a grid"),

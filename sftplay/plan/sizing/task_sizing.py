@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
+from typing import cast
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.machine.probe import Machine
@@ -13,10 +13,14 @@ from sftplay.plan.sizing.decisions import Decision, Decisions
 
 
 class TaskSizing:
-    """A task while a run is sized. Its `plan.py` holds one as PLAN, where the task's row says that there is one."""
+    """A task while a run is sized. Its `plan.py` holds one as PLAN, where it differs."""
 
     splits_by_strategy = True
     """Whether `cluster.strategy` alone splits the model over the processes."""
+
+    def known_shape(self, cfg: RunConfig) -> ModelShape | None:
+        """Return the shape of a model that `model.name` does not decide; asked only where there is no text."""
+        return None
 
     def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
         """Check that the task can run here.
@@ -37,6 +41,10 @@ class TaskSizing:
     def fixed_head(self, cfg: RunConfig) -> Decision | None:
         """Return the loss head where the task leaves no choice."""
         return None
+
+    def decide_more(self, cfg: RunConfig, machine: Machine) -> Decisions:
+        """Decide keys of the task's own section that depend on the machine alone."""
+        return {}
 
     def decide_sampling(self, cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:
         """Decide how many answers are sampled at a time, where any are."""
@@ -72,8 +80,6 @@ class TaskSizing:
 
 
 def find_sizing(cfg: RunConfig) -> TaskSizing:
-    """Find what sizing asks the config's task, imported only now."""
-    if not cfg.task.has_plan:
-        return TaskSizing()
-    plan: TaskSizing = import_module(cfg.task.plan).PLAN
-    return plan
+    """Find what the config's task answers, imported only now."""
+    part = cfg.task.part("plan")
+    return cast("TaskSizing", part.PLAN) if part else TaskSizing()

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
+from sftplay.data.puzzles.find import BUILTIN, open_splits
 from sftplay.errors import ConfigError
+from sftplay.machine.libraries import find_compiler_problem
+from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.memory.row_lengths import RowLengths
-from sftplay.plan.puzzles import PuzzleModelShape
+from sftplay.plan.puzzles import GridSize, PuzzleModelShape, PuzzleShape, model_shape_of
 from sftplay.plan.report.advice import ENOUGH, Step, Suggestion, added_up, step_to
 from sftplay.plan.report.run_cost import CPU_FLOPS_PER_CORE, USED_SHARE, Workload
 from sftplay.plan.report.tables import describe_phases, describe_table
 from sftplay.plan.report.task_report import Sizing, TaskReport
 from sftplay.plan.shape.model_shape import ModelShape
+from sftplay.plan.sizing.decisions import Decision, Decisions
 from sftplay.plan.sizing.puzzle_table import TABLE, can_be_shared_out
 from sftplay.plan.sizing.size_run import BATCH_SIZE, GRAD_ACCUM, SizedRun
 from sftplay.plan.sizing.task_sizing import TaskSizing
@@ -144,11 +149,61 @@ def _halves(size: int, *, least: int, unit: int = 1) -> Iterator[int]:
         yield size
 
 
+def _decide_compile(machine: Machine) -> Decision:
+    """Whether torch.compile pays."""
+    if not machine.gpus:
+        return Decision(False, "on a CPU it costs more than a short run gets back")
+    problem = find_compiler_problem()
+    return Decision(not problem, problem or "faster steps on a GPU")
+
+
+KINDS = {
+    "arc": GridSize(cells=900, words=12, identifiers=1_121_121, name="ARC, 30 x 30: 1120 tasks with 1000 copies each"),
+    "maze": GridSize(cells=900, words=6, identifiers=1, name="mazes of 30 x 30"),
+    "sudoku": GridSize(cells=81, words=11, identifiers=1, name="Sudoku, 9 x 9"),
+}
+"""What `make puzzle-data` makes, by its KIND; of ARC as many identifiers as ARC-AGI-2 has, the larger one: those of
+1000 training and 120 evaluation tasks with AUG=1000, and the blank one."""
+
+
+def shape_for_puzzles(cfg: RunConfig) -> PuzzleModelShape:
+    """The shape of the config's model.
+
+    Where there are no puzzles yet, their grid is assumed from the name of their folder, and the shape says so.
+
+    Raises:
+        ConfigError: there are no built-in puzzles of that name.
+        DataError: the puzzles are not sound.
+    """
+    path = cfg.rows_path
+    if not path.startswith(BUILTIN) and not Path(path).exists():
+        kind = next((kind for kind in KINDS if kind in Path(path).name.lower()), "arc")
+        assumed = f"{path} is not there yet: planned for {KINDS[kind].name}"
+        return model_shape_of(PuzzleShape(cfg.hrm, KINDS[kind]), rows=None, assumed=assumed)
+    val_path = cfg.data.val_path
+    is_there = val_path is not None and (val_path.startswith(BUILTIN) or Path(val_path).exists())
+    facts = open_splits(path, val_path if is_there else None)[0].facts
+    across = " x ".join(map(str, facts.shape)) if facts.shape else f"{facts.seq_len} cells"
+    grid = GridSize(
+        cells=facts.seq_len,
+        words=facts.vocab_size,
+        identifiers=facts.num_puzzle_identifiers,
+        name=f"{facts.kind or Path(path).name}, {across}",
+    )
+    return model_shape_of(PuzzleShape(cfg.hrm, grid), rows=facts.total_groups * facts.mean_puzzle_examples)
+
+
 class PuzzlePlan(TaskSizing, TaskReport):
     """All weights of a small model train; rows are grids of one size."""
 
     def where_model(self, cfg: RunConfig) -> str:
         return "hrm"
+
+    def decide_more(self, cfg: RunConfig, machine: Machine) -> Decisions:
+        return {"hrm.compile": _decide_compile(machine)}
+
+    def known_shape(self, cfg: RunConfig) -> ModelShape | None:
+        return shape_for_puzzles(cfg)
 
     def suggest(self, cfg: RunConfig, sized: SizedRun, *, sizing: Sizing, place: Place) -> list[Suggestion]:
         assert sized.forecast is not None

@@ -21,7 +21,7 @@ from sftplay.generate.generate import Generator
 from sftplay.generate.sampling import AHEAD, DrawByRow, seed_of
 from sftplay.model.out_of_memory import OutOfMemory
 from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
-from sftplay.plan.sizing.decisions import RATES
+from sftplay.tasks import TASKS
 from sftplay.tasks.score.episode_rewards import Verdict, describe
 from sftplay.tasks.score.losses import rates_of
 from sftplay.tasks.score.sample_episodes import (
@@ -165,9 +165,9 @@ def test_a_hint_leaks_where_it_writes_the_function_that_is_asked_for(hint, leaks
 
 @pytest.mark.parametrize(("mode", "solver", "guide"), [("full", 1e-5, 1e-6), ("lora", 5e-5, 1e-5)])
 def test_rates_without_a_word_are_those_of_the_specification(mode, solver, guide):
-    assert RATES[mode, "score"] == solver
+    assert TASKS["score"].rates[mode] == solver
     cfg = RunConfig(task_mode="score", model={"name": "builtin:tiny"}, tuning={"mode": mode})
-    rates = rates_of(cfg, peak=RATES[mode, "score"])
+    rates = rates_of(cfg, peak=TASKS["score"].rates[mode])
     assert rates == pytest.approx({"solver": solver, "guide": guide, "value": 1e-4, "critic": 1e-4})
     said = cfg.with_values({"score.solver_learning_rate": 3e-4, "score.guide_learning_rate": 7e-4}, "test")
     assert (rates_of(said, peak=1.0)["solver"], rates_of(said, peak=1.0)["guide"]) == (3e-4, 7e-4)

@@ -1,6 +1,6 @@
 """A toy task: rows of numbers, and the model learns to say the next one.
 
-A row is `{"text": "3 1 4 1 5"}`. docs/extending.md copies this file to sftplay/tasks/.
+A row is `{"text": "3 1 4 1 5"}`. docs/extending.md copies this folder to sftplay/tasks/.
 """
 
 from __future__ import annotations
