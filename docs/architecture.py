@@ -159,8 +159,8 @@ PATHS = """## The path of a config value
 
 1. `tasks/__init__.py` is the table: `cfg.task` is the row of the config's task, with the facts that the trunk asks.
 2. `config/rules/task_spec.py` finds the task's rules in its module `spec`, `plan/sizing/task_sizing.py` and
-   `plan/report/task_report.py` what it answers to the plan in its module `plan`. Where a task has no such module, the answers
-   are those of sft.
+   `plan/report/task_report.py` what it answers to the plan in its module `plan`. Without such a module the
+   answers are those of sft.
 3. In each process `tasks/worker.py` finds the module `task`, and `train/run_task.py` calls its functions in order.
 
 ## The path of a row
