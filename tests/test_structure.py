@@ -255,7 +255,7 @@ def test_the_trunk_knows_fewer_tasks_than_before():
     compared = [[node.left, *node.comparators] for node in nodes if isinstance(node, ast.Compare)]
     named = [any(getattr(side, "attr", getattr(side, "id", "")) == "task_mode" for side in each) for each in compared]
     imported = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
-    assert sum(named) <= 102
+    assert sum(named) <= 9
     assert len([name for name in imported if (name or "").startswith("sftplay.tasks.")]) <= 10
 
 

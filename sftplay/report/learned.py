@@ -16,13 +16,6 @@ from sftplay.report.page import Table, cut
 from sftplay.report.run_files import RunFiles, by_step, mapping
 from sftplay.report.samples import FIRST, LAST, Line, content_names, pass_share, passes, read_samples, sampled_steps
 
-HEADLINES: dict[object, tuple[tuple[str, str], ...]] = {
-    "grpo": (("pass", "Held-out pass@1"), ("reward", "Held-out reward")),
-    "score": (("acc_t2", "Second answers right"), ("acc_t1", "First answers right")),
-}
-"""Task -> the figures of its evaluations that say whether it has learned, the most telling one first. The loss of such
-a task is near 0 by construction."""
-
 Headline = tuple[str, str, float, float, int | None]
 """Key, name, first value, last value, and the prompts that were answered."""
 
@@ -35,7 +28,7 @@ def headlines(run: RunFiles) -> list[Headline]:
     """The telling figures; none for a task that learns from labels."""
     measured = [figures for _, figures in sorted(by_step(run.evals), key=lambda pair: pair[0])]
     found = []
-    for key, name in HEADLINES.get(run.value("task_mode"), ()):
+    for key, name in run.task.headlines if run.task else ():
         values = [(value, figures) for figures in measured if (value := as_number(figures.get(key))) is not None]
         if values:
             (first, _), (last, figures) = values[0], values[-1]
@@ -46,7 +39,7 @@ def headlines(run: RunFiles) -> list[Headline]:
 
 def learns_from_rewards(run: RunFiles) -> bool:
     """True for a task whose loss says nothing."""
-    return run.value("task_mode") in HEADLINES
+    return run.task is not None and run.task.learns_from_rewards
 
 
 def learned_table(run: RunFiles) -> Table | None:
@@ -246,7 +239,7 @@ class Tries(NamedTuple):
 def tries_of(run: RunFiles) -> Tries | None:
     """Completions of a few steps; None for a run that has kept none, or whose are episodes."""
     steps = sampled_steps(run)
-    if not steps or run.value("task_mode") == "score":
+    if not steps or (run.task and run.task.turns == 2):
         return None
     chosen = sorted({steps[at * (len(steps) - 1) // (STEPS - 1)] for at in range(STEPS)})
     content = content_names(run)

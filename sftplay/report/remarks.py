@@ -210,7 +210,7 @@ def _data(run: RunFiles) -> Iterator[Remark]:
             "warn", f"{format_figure('rows', cut)} rows were longer than model.max_seq_len and lost their end."
         )
     ended = as_number(data.get("eos_in_loss_share"))
-    if ended is not None and 0 <= ended < 1 and run.value("task_mode") not in ("grpo", "score"):
+    if ended is not None and 0 <= ended < 1 and not (run.task and run.task.learns_from_rewards):
         text = f"Only {format_figure('eos_share', ended)} of the rows teach the model to end its turn"
         yield Remark("warn", f"{text}; the others lost their end.")
 

@@ -18,6 +18,7 @@ from sftplay.errors import ConfigError
 from sftplay.launch.checkpoints import is_marked, list_checkpoints, step_of
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.history import MOST_SOURCES, History, Point, as_number, read_history
+from sftplay.tasks import TASKS, TaskRow
 
 MOST_STATE_BYTES = 2**25
 """A trainer_state.json above this is left unread: it takes seconds and gigabytes."""
@@ -89,6 +90,11 @@ class RunFiles:
         """The config value at a dotted key."""
         setting = self.settings.get(key)
         return default if setting is None else setting.value
+
+    @property
+    def task(self) -> TaskRow | None:
+        """The row of the run's task; None where its config could not be read."""
+        return TASKS.get(str(self.value("task_mode")))
 
     @property
     def attempts(self) -> list[dict[str, Any]]:

@@ -28,8 +28,11 @@ class TaskRow:
     learns_documents: bool = False
     """Rows are full blocks of documents, or of documents and chats."""
 
-    learns_from_rewards: bool = False
-    """The model answers prompts itself and learns from what rewards pay."""
+    mixes_chats: bool = False
+    """Documents and chats in one stream."""
+
+    turns: int = 0
+    """How many answers the model gives to a prompt in training, paid by rewards; 0 where it learns from labels."""
 
     reads_text: bool = True
     """False where there is neither a tokenizer nor a pretrained model."""
@@ -55,6 +58,18 @@ class TaskRow:
     best_metrics: tuple[str, ...] = ("loss",)
     """What `train.best_metric` may name."""
 
+    title: str = ""
+    """What the task is called in a report."""
+
+    headlines: tuple[tuple[str, str], ...] = ()
+    """Figures of evaluations, with their names, that say whether it has learned; the most telling one first. They are
+    there where the loss says nothing."""
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether the model answers prompts itself and learns from what rewards pay."""
+        return self.turns > 0
+
     def part(self, name: str) -> ModuleType | None:
         """Import `spec` or `plan` of the task; None where the task has no such module."""
         module = f"{__name__}.{self.folder}.{name}"
@@ -70,21 +85,31 @@ class TaskRow:
 DOCUMENTS = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}
 
 TASKS = {
-    "sft": TaskRow("sft"),
-    "cpt": TaskRow("cpt", DOCUMENTS, "cpt", "has no blocks", learns_documents=True),
-    "cpt_mixed": TaskRow("cpt", DOCUMENTS, "cpt", "has no blocks", learns_documents=True),
+    "sft": TaskRow("sft", title="Supervised fine-tuning"),
+    "cpt": TaskRow(
+        "cpt", DOCUMENTS, "cpt", "has no blocks",
+        learns_documents=True, title="Continued pretraining",
+    ),
+    "cpt_mixed": TaskRow(
+        "cpt", DOCUMENTS, "cpt", "has no blocks",
+        learns_documents=True, mixes_chats=True, title="Continued pretraining on a mixture",
+    ),
     "grpo": TaskRow(
         "grpo", {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}, "grpo", "draws no completions",
-        learns_from_rewards=True, best_metrics=(), trl_config="GRPOConfig", memory_head="tiled",
+        turns=1, best_metrics=(), trl_config="GRPOConfig", memory_head="tiled",
+        title="Reinforcement learning (GRPO)",
+        headlines=(("pass", "Held-out pass@1"), ("reward", "Held-out reward")),
     ),
     "score": TaskRow(
         "score", {"full": 1e-5, "lora": 5e-5, "qlora": 5e-5}, "score", "plays no episodes",
-        learns_from_rewards=True, best_metrics=("acc_t2",), averages_itself=True, splits_itself=True,
-        measures_training_rows=True, memory_head="actions",
+        turns=2, best_metrics=("acc_t2",), averages_itself=True, splits_itself=True,
+        measures_training_rows=True, memory_head="actions", title="Two-turn self-correction (BiLevel SCoRe)",
+        headlines=(("acc_t2", "Second answers right"), ("acc_t1", "First answers right")),
     ),
     "hrm": TaskRow(
         "hrm", {"full": 1e-4}, "hrm", "has no model of puzzles",
         reads_text=False, best_metrics=(), averages_itself=True, has_fp16=False,
+        title="A recurrent model of puzzles (HRM)",
     ),
 }  # fmt: skip
 """task_mode -> its row."""

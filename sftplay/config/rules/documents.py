@@ -13,7 +13,7 @@ EXAMPLE = "- {name: domain, path: data/processed/domain.jsonl, type: cpt, weight
 
 def needs_train_path(cfg: RunConfig) -> bool:
     """Whether data.train_path is missing: nothing else names the rows."""
-    return cfg.data.train_path is None and not cfg.datasets and cfg.task_mode != "cpt_mixed"
+    return cfg.data.train_path is None and not cfg.datasets and not cfg.task.mixes_chats
 
 
 def broken_cpt_rules(cfg: RunConfig) -> Iterator[Violation]:
@@ -54,7 +54,7 @@ def held_out_share(cfg: RunConfig, source: DatasetConfig) -> float | None:
 
 def _task(cfg: RunConfig) -> Iterator[Violation]:
     if not cfg.datasets:
-        if cfg.task_mode == "cpt_mixed":
+        if cfg.task.mixes_chats:
             yield Violation(("task_mode", "datasets"), "cpt_mixed needs datasets", fix=f"write datasets: {EXAMPLE}")
         return
     if not cfg.learns_documents:
@@ -68,7 +68,7 @@ def _task(cfg: RunConfig) -> Iterator[Violation]:
             fix = "remove it; each entry of datasets has path and val_path"
             yield Violation((key, "datasets"), "is given, but datasets names the rows already", fix=fix)
     for number, source in enumerate(cfg.datasets):
-        if cfg.task_mode == "cpt" and source.type == "chat":
+        if not cfg.task.mixes_chats and cfg.learns_documents and source.type == "chat":
             what = f"{source.name!r} is chat, but task_mode {cfg.task_mode} learns documents only"
             yield Violation((f"datasets.{number}.type", "task_mode"), what, fix="write task_mode: cpt_mixed")
     if not any(source.weight for source in cfg.datasets):

@@ -21,6 +21,10 @@ class TaskSpec:
         """Yield keys without effect: key, the key that takes its effect away, and why."""
         yield from ()
 
+    def start_from(self, cfg: RunConfig) -> str | None:
+        """Return the file of weights that a model without text starts from; None where it starts from its seed."""
+        return None
+
     def step_multiple(self, cfg: RunConfig) -> int:
         """Count the rows that a step must hold whole: the effective batch is a multiple of it."""
         return 1

@@ -253,14 +253,14 @@ class RunConfig(Section):
     @property
     def row_tokens(self) -> int:
         """The most tokens of a row that is trained on; a prompt and its completion are one."""
-        if self.task_mode == "grpo":
+        if self.task.turns == 1:
             return self.prompt_tokens + self.grpo.max_completion_length
         return (self.cpt.block_size if self.learns_documents else None) or self.model.max_seq_len
 
     @property
     def prompt_tokens(self) -> int:
         """The most tokens of a prompt (task mode grpo), or of a problem, which stands in two prompts (score)."""
-        if self.task_mode == "score":
+        if self.task.turns == 2:
             return self.model.max_seq_len - self.score.max_new_tokens - self.score.max_hint_tokens
         return self.grpo.max_prompt_length or self.model.max_seq_len - self.grpo.max_completion_length
 

@@ -133,7 +133,7 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
         "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
         "policies": [data.on_bad_row, data.too_long, data.duplicates, data.leaks],
     }
-    if cfg.task_mode == "score":
+    if cfg.task.turns == 2:
         parts["asked"] = "the last turn"
     folder = Path(data.processed_dir) / fingerprint(parts)
 
@@ -166,7 +166,7 @@ class _Pass:
 
     def __init__(self, cfg: RunConfig, renderer: Renderer, *, max_tokens: int) -> None:
         self._renderer, self._max_tokens = renderer, max_tokens
-        self._asks_last_turn = cfg.task_mode == "score"
+        self._asks_last_turn = cfg.task.turns == 2
         self._reading: Reading = reading_of(cfg.data)
         self._dialect = dialect_of(cfg.data)
         self._columns: dict[str, None] = {}
@@ -274,7 +274,7 @@ def not_asked(more: str) -> str:
 
 def room(cfg: RunConfig) -> str:
     """What gives prompts more room, as `RunConfig.prompt_tokens` counts it."""
-    if cfg.task_mode == "score":
+    if cfg.task.turns == 2:
         return "raise model.max_seq_len, or lower score.max_new_tokens or score.max_hint_tokens"
     return "raise grpo.max_prompt_length or model.max_seq_len, or lower grpo.max_completion_length"
 

@@ -54,6 +54,10 @@ class TaskSizing:
         """Return the answers that a process samples at a time, once it is decided; 0 where it samples none."""
         return 0
 
+    def compiled(self, cfg: RunConfig) -> tuple[str, bool, str]:
+        """Return the key that asks for kernels which Triton builds, whether it does, and the value that does not."""
+        return "train.loss_head", cfg.train.loss_head == "liger", "chunked"
+
     def notes(self, cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
         """Return what the user should know of a sized run."""
         return ()

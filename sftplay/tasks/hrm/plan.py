@@ -205,6 +205,9 @@ class PuzzlePlan(TaskSizing, TaskReport):
     def known_shape(self, cfg: RunConfig) -> ModelShape | None:
         return shape_for_puzzles(cfg)
 
+    def compiled(self, cfg: RunConfig) -> tuple[str, bool, str]:
+        return "hrm.compile", bool(cfg.hrm.compile), "false"
+
     def suggest(self, cfg: RunConfig, sized: SizedRun, *, sizing: Sizing, place: Place) -> list[Suggestion]:
         assert sized.forecast is not None
         shape = sized.forecast.setting.shape

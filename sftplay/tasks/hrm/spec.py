@@ -112,6 +112,9 @@ class PuzzleSpec(TaskSpec):
     def broken_rules(self, cfg: RunConfig) -> Iterator[Violation]:
         return broken_hrm_rules(cfg)
 
+    def start_from(self, cfg: RunConfig) -> str | None:
+        return cfg.hrm.start_from
+
     def idle_keys(self, cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         return idle_hrm_keys(cfg)
 
