@@ -35,8 +35,6 @@ def try_rewards(cfg: RunConfig) -> None:
     Only rewards that a model learns from must tell them apart: not those that other tasks measure, nor those that a
     control replaces. Raises what `RewardSet`, `check_before_training` and `check_solutions` raise.
     """
-    if not cfg.rewards:
-        return
     with RewardSet(cfg) as rewards:
         if not cfg.task.learns_from_rewards or (cfg.task.turns == 1 and cfg.grpo.control is not None):
             return

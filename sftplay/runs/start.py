@@ -34,7 +34,6 @@ from sftplay.machine.ports import free_port
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Place
 from sftplay.plan.memory.probe_fit import Fit
-from sftplay.plan.report.task_report import find_report
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 from sftplay.runs.finished_run import report_at_end
 from sftplay.runs.gpus_at_launch import gpu_settings, refuse_missing_compiler, refuse_unusable
@@ -145,6 +144,8 @@ def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = No
     forecast = sized.forecast
     if forecast is None or shape is None or forecast.verdict != "does_not_fit" or cfg.train.batch_size != "auto":
         return sized
+    from sftplay.plan.report.task_report import find_report
+
     task, place = find_report(cfg), Place(forecast.setting.device, world_size, lengths)
     suggestions = task.suggest(cfg, sized, sizing=sizing, place=place)
     listed = "; ".join(f"{each.change} ({format_bytes(each.peak_bytes)})" for each in suggestions)
