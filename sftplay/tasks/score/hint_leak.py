@@ -1,6 +1,6 @@
-"""Whether a hint states the right answer, in whatever form: a number in digits or words, a text, a program.
+"""Detect hints that state the right answer: as a number in digits or words, as a text, or as a program.
 
-A number that the problem has itself, or that counts or names a step, is no leak unless it is called the answer.
+A number of the problem, or one that counts or names a step, is a leak only where the hint calls it the answer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def states_answer(reference: str, hint: str, *, problem: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """The text without LaTeX's dress of numbers."""
+    """Remove LaTeX markup of numbers."""
     text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
     text = re.sub(r"(?<=\d)(?:\{,\}|\\[,;!: ])(?=\d)", ",", text)
     text = re.sub(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}", r"\1", text)
@@ -65,7 +65,7 @@ def _plain(text: str) -> str:
 
 
 def _value(text: str) -> Fraction | None:
-    """The number that a reference is, with a unit or without; None where it is anything else, as the code 007."""
+    """Parse a reference that is a number, with or without a unit; None for anything else, such as the code 007."""
     found = _NUMBER.match(text.strip())
     if found is None or re.match(r"0\d", found["top"]) or re.search(r"[\d=+*^(]", text.strip()[found.end() :]):
         return None
@@ -80,14 +80,14 @@ def _as_fraction(found: re.Match[str]) -> Fraction | None:
 
 
 def _numbers(text: str) -> Iterator[tuple[int, int, Fraction, bool]]:
-    """Where each number of a text stands, its value, and whether it is so common a word that it must be called one."""
+    """Yield start, end and value of each number in a text, and whether it is a common word ("one of the two")."""
     for found in _NUMBER.finditer(text):
         value = _as_fraction(found)
         if value is not None:
             yield found.start(), found.end(), value, False
     for found in _IN_WORDS.finditer(text):
         value = _in_words(found[0])
-        yield found.start(), found.end(), value, 0 <= value <= 10  # "one of the two"
+        yield found.start(), found.end(), value, 0 <= value <= 10
     for found in _ROMAN.finditer(text):
         yield found.start(), found.end(), Fraction(_roman(found[0])), False
     for found in re.finditer(r"(?<![\w.,])(?<!\d )\d(?: \d)+(?!\w| \d|[.,]\d)", text):
@@ -115,8 +115,8 @@ def _states_number(wanted: Fraction, hint: str, *, asked: set[Fraction]) -> bool
     listed = re.sub(r"(?m)^(\s*)\d([.)])(?=\s+[A-Za-z])", r"\1-\2", hint)  # 1. First, 2. Then
     for start, end, value, is_common in _numbers(listed):
         before, after = listed[:start], listed[end:]
-        is_sum = "/" in listed[start:end] and wanted.denominator == 1  # 84/2 is to be computed
-        if value != wanted or is_sum or _NAMES_A_PLACE.search(before) or _COUNTS.match(after):
+        is_calculation = "/" in listed[start:end] and wanted.denominator == 1  # 84/2 is a calculation to do
+        if value != wanted or is_calculation or _NAMES_A_PLACE.search(before) or _COUNTS.match(after):
             continue
         alone = not re.search(r"\w", before + after)
         called = bool(_CALLS_IT_THE_ANSWER.search(before))
@@ -128,28 +128,29 @@ def _states_number(wanted: Fraction, hint: str, *, asked: set[Fraction]) -> bool
 def _states_text(reference: str, hint: str) -> bool:
     if re.fullmatch(r"[\w ]+", reference):
         return re.search(rf"(?<![\w.]){re.escape(reference.strip())}(?!\w)", hint) is not None
-    wanted, said = (re.sub(r"\\left|\\right|\\[()\[\]]", "", text) for text in (reference, hint))
+    wanted, given = (re.sub(r"\\left|\\right|\\[()\[\]]", "", text) for text in (reference, hint))
     spaced = r"\s*".join(map(re.escape, re.sub(r"\s+", "", wanted)))
-    return re.search(rf"(?<![\w.]){spaced}(?!\w|\.\d)", said) is not None
+    return re.search(rf"(?<![\w.]){spaced}(?!\w|\.\d)", given) is not None
 
 
 def states_program(name: str, hint: str, *, reference: str) -> bool:
-    """Whether a hint writes the function `name`, or what `reference` has in it, under this name, another or none.
+    """Whether a hint contains the function `name`, or the body of `reference` under any name or none.
 
-    A hint that is nothing but the inside of a function is a program, too, whatever the reference is.
+    A hint that consists of a function body alone is a program too, whatever the reference is.
     """
     written = rf"\bdef\s+{re.escape(name)}\s*\(.*:|\b{re.escape(name)}\s*(?::[^=\n]*)?=\s*lambda\b"
     if re.search(written, hint):
         return True
     wanted = [body for code in _snippets(reference) for body in _bodies(code, named=name)]
-    if any(isinstance(each, ast.Return) and _says_much(each.value) for each in _parsed(_unfenced(hint))):
+    statements = _parse(_unfence(hint))
+    if any(isinstance(node, ast.Return) and _is_expression(node.value) for node in statements):
         return True
     return bool(wanted) and any(body in wanted for code in _snippets(hint) for body in _bodies(code, named=""))
 
 
 def _snippets(text: str) -> Iterator[str]:
-    """What may be code in a text: all of it, fenced blocks, quotations, single lines, what follows `return` in them."""
-    yield _unfenced(text)
+    """Yield what may be code in a text: all of it, fenced blocks, inline code, single lines, text after `return`."""
+    yield _unfence(text)
     yield from re.findall(r"```[\w+-]*\n(.*?)(?:```|\Z)", text, re.DOTALL)
     yield from re.findall(r"`([^`\n]+)`", text)
     lines = text.splitlines()
@@ -159,12 +160,12 @@ def _snippets(text: str) -> Iterator[str]:
     yield "\n".join(indented)
 
 
-def _unfenced(text: str) -> str:
+def _unfence(text: str) -> str:
     found = re.fullmatch(r"\s*```[\w+-]*\n(.*?)(?:```)?\s*", text, re.DOTALL)
     return found[1] if found else text
 
 
-def _parsed(code: str) -> list[ast.stmt]:
+def _parse(code: str) -> list[ast.stmt]:
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes in texts
         return ast.parse(dedent(code).strip()).body
@@ -172,30 +173,32 @@ def _parsed(code: str) -> list[ast.stmt]:
 
 
 def _bodies(code: str, *, named: str) -> Iterator[str]:
-    """What the functions of some code have in them (of `named` alone, where it is given), and what stands outside of
-    any: texts that are equal where the code is, whatever its arguments are called."""
-    statements = _parsed(code)
-    outside = [each for each in statements if not isinstance(each, ast.FunctionDef)]
-    for each in ast.walk(ast.Module(statements, [])):
-        if isinstance(each, ast.FunctionDef) and named in ("", each.name):
-            rest = each.body[1:] if ast.get_docstring(each) is not None else each.body
-            yield from _described(rest, each.args, own_names=bool(named))
-        elif isinstance(each, ast.Lambda) and not named:
-            yield from _described([ast.Return(each.body)], each.args, own_names=False)
+    """Yield the bodies of the functions in some code (only of `named`, if given) and the statements outside functions.
+
+    The texts are equal where the code is equal, whatever the names of the arguments.
+    """
+    statements = _parse(code)
+    outside = [node for node in statements if not isinstance(node, ast.FunctionDef)]
+    for node in ast.walk(ast.Module(statements, [])):
+        if isinstance(node, ast.FunctionDef) and named in ("", node.name):
+            rest = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            yield from _normalize(rest, node.args, keeps_names=bool(named))
+        elif isinstance(node, ast.Lambda) and not named:
+            yield from _normalize([ast.Return(node.body)], node.args, keeps_names=False)
     if not named and outside:
         yield "".join(map(ast.dump, outside))
-        if len(outside) == 1 and isinstance(outside[0], ast.Expr) and _says_much(outside[0].value):
+        if len(outside) == 1 and isinstance(outside[0], ast.Expr) and _is_expression(outside[0].value):
             yield ast.dump(ast.Return(outside[0].value))
 
 
-def _described(body: list[ast.stmt], arguments: ast.arguments, *, own_names: bool) -> Iterator[str]:
+def _normalize(body: list[ast.stmt], arguments: ast.arguments, *, keeps_names: bool) -> Iterator[str]:
     text = "".join(map(ast.dump, body))
-    if own_names:  # as they stand outside of a function
+    if keeps_names:  # as in statements outside a function
         yield text
     for number, argument in enumerate(arguments.args):
         text = text.replace(f"Name(id='{argument.arg}'", f"Name(id='#{number}'")
     yield text
 
 
-def _says_much(value: ast.expr | None) -> bool:
+def _is_expression(value: ast.expr | None) -> bool:
     return value is not None and not isinstance(value, ast.Name | ast.Constant)

@@ -1,6 +1,6 @@
-"""The file of a checkpoint with everything that trains, and the critic's slow copy, exact to the bit.
+"""The checkpoint file of all trained weights and of the target critic, exact to the bit.
 
-A solver all of whose weights train is not in it: the Trainer keeps that itself.
+It leaves out a solver that trains in full: the Trainer saves that one.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from safetensors.torch import load_file, save_file
 
 from sftplay import log
 from sftplay.errors import RunError
-from sftplay.tasks.score.role_models import Cast
-from sftplay.tasks.score.shards import gathered, put
+from sftplay.tasks.score.role_models import RoleModels
+from sftplay.tasks.score.shards import copy_into, gather_tensor
 
-FILE = "score.safetensors"
+WEIGHTS_FILE = "score.safetensors"
 
 
-def save_weights(cast: Cast, checkpoint: Path) -> None:
+def save_weights(role_models: RoleModels, checkpoint: Path) -> None:
     """Write the file. Every rank must call it."""
     weights = {}
-    for name, parameter in cast.kept_weights().items():
-        whole = gathered(parameter.detach())
+    for name, parameter in role_models.find_checkpoint_weights().items():
+        whole = gather_tensor(parameter.detach())
         if log.is_main():
             weights[name] = whole.contiguous()
     if log.is_main():
-        save_file(weights, checkpoint / FILE)
+        save_file(weights, checkpoint / WEIGHTS_FILE)
 
 
-def load_weights(cast: Cast, checkpoint: Path) -> None:
-    """Take the weights of the file, each where it lies. Every rank must call it.
+def load_weights(role_models: RoleModels, checkpoint: Path) -> None:
+    """Load the weights of the file, on the devices where they lie. Every rank must call it.
 
     Raises:
-        RunError: there is no such file.
+        RunError: the file is missing.
     """
-    path = checkpoint / FILE
+    path = checkpoint / WEIGHTS_FILE
     if not path.is_file():
         fix = "continue from a checkpoint of task mode score"
         raise RunError("the checkpoint has no weights of solver and guide", where=str(path), fix=fix)
-    mine = cast.kept_weights()
+    weights = role_models.find_checkpoint_weights()
     with torch.no_grad():
-        for name, weight in load_file(path).items():
-            put(weight, mine[name])
+        for name, whole in load_file(path).items():
+            copy_into(whole, weights[name])
