@@ -207,13 +207,12 @@ def compute_advantages(rewards: EpisodeRewards, score: ScoreConfig, *, stage: St
             continue
         figures |= {f"return_{name}": _mean(returns[known]), f"return_{name}_std": _std(returns[known])}
         figures[f"advantage_{name}_std"] = _std(gain[known])
-    value_figures = {} if value is None or not known.any() else _describe_value(value[known], r2[known])
-    return Advantages(gain_first, gain_second, gain_hint, figures | value_figures, (undiscounted, second))
-
-
-def _describe_value(value: Tensor, r2: Tensor) -> dict[str, float | None]:
-    loss = float((value - r2).square().mean())
-    return {"value_mean": _mean(value), "value_loss": loss, "explained_variance": compute_explained_variance(value, r2)}
+    if value is not None and known.any():
+        known_value, known_r2 = value[known], r2[known]
+        figures["value_mean"] = _mean(known_value)
+        figures["value_loss"] = float((known_value - known_r2).square().mean())
+        figures["explained_variance"] = compute_explained_variance(known_value, known_r2)
+    return Advantages(gain_first, gain_second, gain_hint, figures, (undiscounted, second))
 
 
 def _mean(values: Tensor) -> float | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from sftplay import log
-from sftplay.tasks.score.kept_weights import load_weights
+from sftplay.tasks.score.checkpoint_weights import load_weights
 from sftplay.tasks.score.shards import FSDPModels, gather_weights, load_full_weights, load_optimizer, save_optimizer
 from sftplay.tasks.score.trainer import EpisodeTrainer
 

@@ -65,11 +65,11 @@ def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
     """Measure both turns of the held-out problems, with each source of hints."""
     has_guide = cfg.score.guidance in ("model", "model_trained")
-    is_guide_saved = (
+    is_guide_separate = (
         has_guide and path.stem == "after" and ADAPTER_NAMES["guide"] not in getattr(model, "peft_config", {})
     )
-    # A separate guide has been saved, but is not part of `model`.
-    role_models = open_role_models(cfg, RunFolder(path.parents[1])) if is_guide_saved else FinishedRoleModels(model)
+    # A separate guide lies in the run folder and is not part of `model`.
+    role_models = open_role_models(cfg, RunFolder(path.parents[1])) if is_guide_separate else FinishedRoleModels(model)
     measure_ablation(role_models, rows.source, cfg=cfg, path=path)
 
 

@@ -24,8 +24,8 @@ from sftplay.data.prompts.questions import Question
 from sftplay.generate.sampling import seed_of
 from sftplay.launch.checkpoints import step_of
 from sftplay.tasks.score.advantages import Advantages
+from sftplay.tasks.score.checkpoint_weights import load_weights, save_weights
 from sftplay.tasks.score.episode_rewards import RewardScorer, describe, gather_results, write_episode_samples
-from sftplay.tasks.score.kept_weights import load_weights, save_weights
 from sftplay.tasks.score.losses import find_learning_rates
 from sftplay.tasks.score.problems import MinibatchSchedule
 from sftplay.tasks.score.role_models import RoleModels

@@ -153,7 +153,7 @@ def test_the_reference_is_the_base_and_holds_no_weights(role_models: RoleModels,
 
 
 @pytest.mark.parametrize("whole", [None, ["lm_head"]], ids=["pairs alone", "pairs and a whole layer"])
-def test_a_role_speaks_with_the_adapter_that_peft_sets(folder: Path, whole: list[str] | None):
+def test_a_role_uses_the_adapter_that_peft_sets(folder: Path, whole: list[str] | None):
     base = AutoModelForCausalLM.from_pretrained(folder)
     targets = ["q_proj", "down_proj"]
     config = LoraConfig(r=4, target_modules=targets, modules_to_save=whole, task_type="CAUSAL_LM")
@@ -170,14 +170,14 @@ def test_a_role_speaks_with_the_adapter_that_peft_sets(folder: Path, whole: list
         return model.active_adapter, layers, model(torch.tensor([ACTIONS[0].prompt])).logits.tolist()
 
     trained = {name: parameter.requires_grad for name, parameter in role_models.model.named_parameters()}
-    spoken = {}
+    states = {}
     for role, adapter in ADAPTER_NAMES.items():
         with role_models.use_role(role) as model:
-            spoken[role] = state(model)
+            states[role] = state(model)
             assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == trained
             model.set_adapter(adapter)
-            assert spoken[role] == state(model)
-    assert spoken["solver"] != spoken["guide"]
+            assert states[role] == state(model)
+    assert states["solver"] != states["guide"]
 
 
 def test_the_reference_has_no_dropout_and_the_role_that_learns_keeps_its_own(role_models: RoleModels):

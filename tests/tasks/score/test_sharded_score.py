@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from untimed_metrics import lines_of
 
 from sftplay.plan.devices.layout import Layout
-from sftplay.tasks.score.kept_weights import load_weights, save_weights
+from sftplay.tasks.score.checkpoint_weights import load_weights, save_weights
 from sftplay.tasks.score.role_models import RoleModels
 from sftplay.tasks.score.shards import gather_tensor, load_full_weights
 
