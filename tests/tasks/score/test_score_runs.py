@@ -89,7 +89,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(step: int, whole: Finished, input
         assert torch.equal(tensor, weights(resumed)[name]), name
 
 
-def test_a_drawing_that_feeds_several_steps_goes_on_within_it_bit_for_bit(inputs: Inputs, tmp_path: Path):
+def test_a_run_resumes_within_a_rollout_batch_bit_for_bit(inputs: Inputs, tmp_path: Path):
     changes = {"score__steps_per_generation": 2, "score__num_iterations": 2, "score__stage1_steps": 4}
     sampled = {"score__eval_temperature": 1.0, "score__eval_samples": 3}
     options = score_options(**changes, **sampled, train__max_steps=7, train__learning_rate=3e-3)

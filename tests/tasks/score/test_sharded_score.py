@@ -131,11 +131,11 @@ def test_a_run_in_shards_goes_on_in_shards_and_in_another_placement(
 
 
 def test_models_in_shards_take_the_whole_weights_of_a_checkpoint(inputs: Inputs, tmp_path: Path):
-    def role_models(placement: Any) -> RoleModels:
+    def build_role_models(placement: Any) -> RoleModels:
         model = AutoModelForCausalLM.from_pretrained(inputs.model)
         return RoleModels(model, has_guide=True, guide_learns=True, has_value=True, layout=Layout(placement=placement))
 
-    whole = role_models("roles")
+    whole = build_role_models("roles")
     for model in (*whole.models.values(), whole.value_head):
         for parameter in model.parameters():
             parameter.data.normal_()
@@ -143,14 +143,15 @@ def test_models_in_shards_take_the_whole_weights_of_a_checkpoint(inputs: Inputs,
     whole.model.save_pretrained(tmp_path)
 
     def loaded() -> list[tuple[str, list[torch.Tensor]]]:
-        mine = role_models("sharded")
-        mine.shard("no")
-        load_weights(mine, tmp_path)
-        load_full_weights(mine.model, tmp_path)
+        sharded = build_role_models("sharded")
+        sharded.shard("no")
+        load_weights(sharded, tmp_path)
+        load_full_weights(sharded.model, tmp_path)
         return [
-            (part, [gather_tensor(weight.detach()) for weight in weights]) for part, weights in mine.trainable.items()
+            (part, [gather_tensor(weight.detach()) for weight in weights])
+            for part, weights in sharded.trainable.items()
         ]
 
     for rank in on_ranks(2, loaded, tmp_path / "ranks"):
         for part, weights in rank:
-            assert all(torch.equal(*pair) for pair in zip(weights, whole.parts[part], strict=True)), part
+            assert all(torch.equal(*pair) for pair in zip(weights, whole.trainable[part], strict=True)), part
