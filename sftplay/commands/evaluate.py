@@ -133,13 +133,13 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str
 
 def _measure_turns(cfg: RunConfig, folder: RunFolder, *, measure: Measure, prompts: Any) -> dict[str, dict[str, Any]]:
     """Both turns with each kind of hint; where nothing is held out, of the problems that were trained on."""
-    from sftplay.tasks.score.finished import measure_ablation, open_cast
+    from sftplay.tasks.score.finished import measure_ablation, open_role_models
 
     figures = {}
     for side in ("before", "after") if measure.has_base else ("after",):
-        cast = open_cast(cfg, folder, untrained=side == "before")
+        role_models = open_role_models(cfg, folder, untrained=side == "before")
         path = folder.eval / f"{measure.prefix}{side}.json"
-        figures[side] = measure_ablation(cast, prompts, cfg=cfg, path=path)
+        figures[side] = measure_ablation(role_models, prompts, cfg=cfg, path=path)
     return figures
 
 

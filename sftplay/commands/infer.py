@@ -57,7 +57,7 @@ def _open_conversation(cfg: RunConfig, folder: RunFolder, *, args: Namespace) ->
     """A chat, or episodes where the run answers twice."""
     if cfg.task_mode == "score":
         prepare_environment(cfg)
-        return two_turns.open_talk(cfg, folder, args=args, sampling=_sampling(args, cfg))
+        return two_turns.open_chat(cfg, folder, args=args, sampling=_sampling(args, cfg))
     generator, renderer = open_generator(cfg, folder, args=args)
     from sftplay.generate.chat import Conversation
 
@@ -167,12 +167,12 @@ def _open_answers(
     """What answers a batch of rows, and the renderer; the lengths of `questions` are checked before anything else."""
     if cfg.task_mode == "score":
         prepare_environment(cfg)
-        player, renderer = two_turns.open_row_player(cfg, folder, sampling=_sampling(args, cfg))
+        row_sampler, renderer = two_turns.open_row_sampler(cfg, folder, sampling=_sampling(args, cfg))
         from sftplay.tasks.score.finished import check_problems
 
         if questions:
             check_problems(questions, renderer, cfg=cfg)
-        return player.answers, renderer
+        return row_sampler.sample_answers, renderer
     generator, renderer = open_generator(cfg, folder, args=args)
     from sftplay.generate.batch import answerer, check_lengths
 
