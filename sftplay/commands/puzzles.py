@@ -68,9 +68,7 @@ def solve(args: Namespace, cfg: RunConfig, *, folder: RunFolder) -> int:
     """Print the grid of the solution, and what is to be said of it."""
     text = _read(args.input)
     prepare_environment(cfg)
-    from sftplay.tasks.hrm.finished import solve_text
-
-    solution = solve_text(cfg, folder, text=text, where=args.input)
+    solution = cfg.task.finished.solve_text(cfg, folder, text=text, where=args.input)
     print(solution.text, flush=True)
     log.say(solution.said, "infer")
     return 0

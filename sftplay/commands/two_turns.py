@@ -13,17 +13,17 @@ from sftplay.runs.finished_run import load_renderer
 def open_chat(cfg: RunConfig, folder: RunFolder, *, args: Namespace, sampling: Any) -> Any:
     """Open a chat with the run's solver and guide, or with the base model for both."""
     from sftplay.generate.generate import Generator
-    from sftplay.tasks.score.finished import EpisodeChat, open_role_models
 
+    finished = cfg.task.finished
     tokenizer, renderer = load_renderer(cfg, folder)
-    role_models = open_role_models(cfg, folder, untrained=args.base)
+    role_models = finished.open_role_models(cfg, folder, untrained=args.base)
     generator = Generator(role_models.model, tokenizer, renderer.end_token_ids, cfg.score.max_new_tokens, sampling)
-    return EpisodeChat(cfg, role_models, renderer=renderer, generator=generator)
+    return finished.EpisodeChat(cfg, role_models, renderer=renderer, generator=generator)
 
 
 def open_row_sampler(cfg: RunConfig, folder: RunFolder, *, sampling: Any) -> tuple[Any, Any]:
     """Open the episode sampler for the rows of a file, and the renderer of their prompts."""
-    from sftplay.tasks.score.finished import RowEpisodeSampler, open_role_models
-
+    finished = cfg.task.finished
     _, renderer = load_renderer(cfg, folder)
-    return RowEpisodeSampler(cfg, open_role_models(cfg, folder), renderer=renderer, sampling=sampling), renderer
+    role_models = finished.open_role_models(cfg, folder)
+    return finished.RowEpisodeSampler(cfg, role_models, renderer=renderer, sampling=sampling), renderer

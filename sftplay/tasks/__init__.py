@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module, util
 from types import ModuleType
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,14 @@ class TaskRow:
         return self.turns > 0
 
     def part(self, name: str) -> ModuleType | None:
-        """Import `spec` or `plan` of the task; None where the task has no such module."""
+        """Import `spec`, `plan` or `finished` of the task; None where the task has no such module."""
         module = f"{__name__}.{self.folder}.{name}"
         return import_module(module) if util.find_spec(module) else None
+
+    @property
+    def finished(self) -> Any:
+        """The module that measures a finished run of the task and answers with it, where it is not done as in sft."""
+        return self.part("finished")
 
     @property
     def trainer(self) -> str:

@@ -40,6 +40,7 @@ FORK_RUNS = (
     + """
 import json, os, sys
 import sftplay.tasks.sft.task
+from sftplay.tasks import TASKS
 from sftplay.train.train_run import TrainRun
 
 train = TrainRun.train
@@ -238,7 +239,7 @@ def test_a_task_that_averages_gradients_itself_says_so_and_asks_ddp_nothing(monk
 
 def _sync(comm: CommConfig, *, task: str, replay: Any) -> GradientSync:
     """That of one of two ranks, on a trainer without a model."""
-    cfg = SimpleNamespace(cluster=SimpleNamespace(comm=comm, strategy="ddp"), task_mode=task)
+    cfg = SimpleNamespace(cluster=SimpleNamespace(comm=comm, strategy="ddp"), task_mode=task, task=TASKS[task])
     sync = GradientSync(cfg, Heartbeat())
     sync.attach(SimpleNamespace(replay=replay, accelerator=SimpleNamespace(ddp_handler=SimpleNamespace())))
     return sync
