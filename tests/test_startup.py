@@ -95,7 +95,7 @@ def imported_by(place: Path, *words: str) -> dict[str, tuple[int, int, set[str]]
     ("words", "most", "most_lines"),
     [
         (["gpu-info"], 18, 2_810),
-        (["validate", "--config", "configs/run_lora.yaml"], 110, 14_900),
+        (["validate", "--config", "configs/run_lora.yaml"], 110, 15_000),
         (["plan", "--config", "configs/run_lora.yaml", "--gpus", "2xH200"], 128, 17_000),
     ],
     ids=["gpu-info", "validate", "plan"],
