@@ -39,7 +39,7 @@ def try_rewards(cfg: RunConfig) -> None:
     if not cfg.rewards:
         return
     with RewardSet(cfg) as rewards:
-        if cfg.task_mode not in ("grpo", "score") or (cfg.task_mode == "grpo" and cfg.grpo.control is not None):
+        if cfg.task_mode not in ("grpo", "score") or (cfg.task_mode == "grpo" and cfg.grpo.placebo_reward is not None):
             return
         log.status("trying the rewards on right answers and on junk", "reward")
         found = [(str(source), columns) for source, columns in _first_rows(cfg, TRIED_ROWS) if columns is not None]

@@ -24,7 +24,7 @@ VAL, TEST = "data.val_path=v.jsonl", "data.test_path=t.jsonl"
         # They decide where they choose the checkpoint, end the run, or take rows out of the training.
         ([VAL, "train.best_metric=loss"], "data.val_path=other.jsonl", ["data.val_path"]),
         ([VAL, "train.early_stopping=2"], "data.val_path=other.jsonl", ["data.val_path"]),
-        ([VAL, "data.leaks=drop"], "data.val_path=other.jsonl", ["data.val_path"]),
+        ([VAL, "data.contamination=drop"], "data.val_path=other.jsonl", ["data.val_path"]),
     ],
 )
 def test_what_changes_neither_rows_nor_weights_may_differ(load, before, change, refused):

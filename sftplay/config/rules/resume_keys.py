@@ -31,12 +31,12 @@ FREE_TO_CHANGE = (
     "cpt.streaming",
     "grpo.samples",
     "grpo.stop_without_signal",
-    "grpo.gauge_steps",
+    "grpo.logprob_check_steps",
     "grpo.vllm",
     "score.samples",
     "score.generation_rows",
     "score.kl1_max",
-    "score.hint_gain",
+    "score.min_hint_gain",
     "score.eval_samples",
     "score.eval_temperature",
     "score.placement",
@@ -105,7 +105,7 @@ def _defaults() -> dict[str, Any]:
 def held_out_decides(values: Mapping[str, Any]) -> bool:
     """True when held-out rows decide which rows are trained on, or which weights are kept."""
     seeks_best = values.get("train.best_metric") is not None or values.get("train.early_stopping") is not None
-    return values.get("data.leaks") == "drop" or seeks_best
+    return values.get("data.contamination") == "drop" or seeks_best
 
 
 def flatten(cfg: RunConfig) -> dict[str, Any]:

@@ -167,15 +167,15 @@ class EvaluateEpisodes(Observer):
 
     def _expect_readable_hints(self) -> None:
         """Raise RunError where the solver cannot use a hint that states the answer: it would learn to copy."""
-        wanted = self.cfg.score.hint_gain
+        wanted = self.cfg.score.min_hint_gain
         if not wanted or self.cfg.score.guidance == "none":
             return
         if not any(reference_of(question) for question in self.questions):
             raise RunError(
                 "no problem has an answer that a correct hint could state, so it is not known whether the solver can "
                 "use one",
-                where="score.hint_gain",
-                fix="give the rows the column answer, or set score.hint_gain: 0",
+                where="score.min_hint_gain",
+                fix="give the rows the column answer, or set score.min_hint_gain: 0",
             )
         right, empty = (figures_of(played) for played in self._play("right", "empty"))
         with_hint, without = float(right["acc_t2"] or 0.0), float(empty["acc_t2"] or 0.0)
@@ -184,9 +184,9 @@ class EvaluateEpisodes(Observer):
         if with_hint - without < wanted:
             raise RunError(
                 f"the solver cannot use a hint: its second answers are {said}, a gain of {with_hint - without:.3f}",
-                where="score.hint_gain",
+                where="score.min_hint_gain",
                 fix=f"warm the model up on rows with hints (task_mode sft), until the gain is {wanted:g}; or set "
-                "score.hint_gain: 0",
+                "score.min_hint_gain: 0",
             )
 
     def _warn_at_gate(self, figures: dict[str, Any]) -> None:

@@ -44,12 +44,16 @@ class Course:
         folder: Path,
         *,
         kl_t1: float = 0.001,
-        hint_gain: float = 0.2,
+        min_hint_gain: float = 0.2,
         best_metric: str | None = None,
         **columns: str,
     ) -> None:
         score = SimpleNamespace(
-            stage1_steps=STAGE1, kl1_max=0.02, eval_temperature=0.0, hint_gain=hint_gain, guidance="model_trained"
+            stage1_steps=STAGE1,
+            kl1_max=0.02,
+            eval_temperature=0.0,
+            min_hint_gain=min_hint_gain,
+            guidance="model_trained",
         )
         self.state = SimpleNamespace(global_step=0, max_steps=STEPS, best_metric=None, best_global_step=None)
         self.trainer = SimpleNamespace(
@@ -129,7 +133,7 @@ def test_rows_without_an_answer_are_named_where_a_right_hint_would_state_it(tmp_
     with pytest.raises(RunError, match="no problem has an answer") as refused:
         Course(tmp_path, tests="assert True").callback._expect_readable_hints()
     assert "column answer" in refused.value.fix
-    Course(tmp_path, hint_gain=0).callback._expect_readable_hints()
+    Course(tmp_path, min_hint_gain=0).callback._expect_readable_hints()
 
 
 def test_a_discount_that_punishes_a_right_first_answer_gets_a_warning(said: Callable[[], str]):
