@@ -1,16 +1,20 @@
-"""A key that was renamed is refused with its new name in a user's config."""
+"""A key that was renamed is refused with its new name in a user's config, and read by it in an older run's files."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from sftplay.cli import main
-from sftplay.config.load import load_config
+from sftplay.config.load import dump_resolved, load_config, load_resolved
+from sftplay.config.read.resolved import dump_given
 from sftplay.config.schema.keys import all_keys, all_sections
 from sftplay.config.schema.renamed import RENAMED_KEYS
 from sftplay.errors import ConfigErrors
+from sftplay.launch.run_folder import RunFolder
+from sftplay.report.compare import compare_runs
 
 VALUES = {
     "grpo.redraws": "2",
@@ -88,3 +92,45 @@ def test_a_command_ends_with_code_2_and_says_the_new_name(write, capsys):
         "run.yaml:5 grpo.redraws: no key called 'redraws' in grpo",
         "  fix: write grpo.dynamic_sampling_rounds: it was renamed",
     ]
+
+
+def with_old_names(text: str) -> str:
+    """A resolved config as the release before wrote it."""
+    for old, new in RENAMED_KEYS.items():
+        before, after = (f"\n  {key.partition('.')[2]}:" for key in (new, old))
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    return text
+
+
+@pytest.fixture
+def set_by_new_names(write):
+    """A config with a value that is not the default for every key that was renamed."""
+    return load_config(write(CONFIG), [f"{new}={VALUES[old]}" for old, new in RENAMED_KEYS.items()])
+
+
+@pytest.mark.parametrize("dump", [dump_resolved, dump_given])
+def test_a_file_of_an_older_run_is_read_by_the_new_names(write, set_by_new_names, dump):
+    path = write(with_old_names(dump(set_by_new_names)), "written.yaml")
+    for cfg in (load_config(path), load_resolved(Path(path))):
+        assert cfg.model_dump() == set_by_new_names.model_dump()
+
+
+def test_the_origins_of_an_older_run_are_read_by_the_new_names(write, set_by_new_names):
+    path = write(with_old_names(dump_resolved(set_by_new_names)), "config.resolved.yaml")
+    assert load_resolved(Path(path)).origins == set_by_new_names.origins
+    line = Path(path).read_text().splitlines().index("  leaks: drop  # command line") + 1
+    assert load_config(path).origins["data.contamination"] == f"config.resolved.yaml:{line}"
+
+
+def test_both_names_in_a_file_of_a_run_are_refused_because_the_kit_never_wrote_both(write, set_by_new_names):
+    text = dump_resolved(set_by_new_names).replace("\n  contamination: drop", "\n  leaks: error\n  contamination: drop")
+    assert refusal(write(text, "config.resolved.yaml")).fix == "write data.contamination: it was renamed"
+
+
+def test_a_comparison_of_an_older_run_with_a_new_one_names_no_renamed_key(tmp_path, set_by_new_names):
+    texts = {"older": with_old_names(dump_resolved(set_by_new_names)), "newer": dump_resolved(set_by_new_names)}
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.resolved.yaml").write_text(text)
+    assert compare_runs(*(RunFolder(tmp_path / name) for name in texts))["config"] == []

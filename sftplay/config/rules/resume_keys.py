@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from sftplay.config.schema.keys import all_keys, list_keys
+from sftplay.config.schema.renamed import with_new_names
 from sftplay.config.schema.run import RunConfig
 
 FREE_TO_CHANGE = (
@@ -81,8 +82,9 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tup
     """Keys in which a resumed run would be another run: (dotted key, before, after).
 
     Both mappings are those of `values_that_decide_weights`. A key that is missing in one of them has its default there:
-    the run was begun before the kit had the key.
+    the run was begun before the kit had the key. `before` may have keys by the names of an older release.
     """
+    before = with_new_names(before)
     free = () if held_out_decides(after) else OTHER_ROWS
     pairs = [
         (key, before.get(key, _defaults().get(key)), after.get(key, _defaults().get(key)))

@@ -21,5 +21,5 @@ RENAMED_KEYS = {
 
 
 def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the old names in a mapping by dotted keys."""
+    """Return a mapping by dotted keys with old names replaced by the new ones."""
     return {RENAMED_KEYS.get(key, key): value for key, value in values.items()}
