@@ -39,7 +39,7 @@ EVERY, SAMPLES = 4, 24
 """Steps between two measurements, and answers to each of the 27 questions in one: its standard error is below 0.02."""
 
 RATE, TOKENS = 1e-3, 28
-VALUES = {"redraws": 1, "skip_silent": True}
+VALUES = {"dynamic_sampling_rounds": 1, "skip_zero_variance": True}
 """Keys of section grpo that plain TRL is compared with, and what they are set to."""
 
 COLUMNS = ("tests", "entry_point")
@@ -164,7 +164,7 @@ class Toy:
                 rows = Dataset.from_list([{"prompt": self.asked[n], "row": n} for n in order])
                 GRPOTrainer(**common, train_dataset=rows, reward_funcs=measured.pay).train()
             else:
-                same = {"max_completion_length": TOKENS, "samples": 0, "gauge_steps": 0}
+                same = {"max_completion_length": TOKENS, "samples": 0, "logprob_check_steps": 0}
                 cfg = RunConfig.model_validate({**self.base, "seed": seed, "grpo": {**same, **grpo}})
                 trainer = PromptTrainer(
                     StepSetup(micro_batcher=None, loss_head="standard"), cfg=cfg, run_folder=Path(name),

@@ -365,7 +365,7 @@ OF_SCORE: dict[str, Check] = {
     "solver_learning_rate": seen(lambda run: rates(run)[0], 0.01, 0.5),
     "guide_learning_rate": seen(lambda run: rates(run)[1], 0.002, 0.25),
     "value_learning_rate": seen(lambda run: rates(run)[2], 1e-4, 0.125),
-    "hint_gain": free_to_change("hint_gain", 0.1),
+    "min_hint_gain": free_to_change("min_hint_gain", 0.1),
     "eval_temperature": check_evaluation,
     "eval_samples": check_evaluation,
     "prompts.solve": seen(texts, ["0", "0", "0"], ["0", "1", "2"]),
@@ -381,5 +381,5 @@ OF_SCORE: dict[str, Check] = {
     "critic.width": of_critic("width", lambda run: run.trainer.role_models.critic.encoder.recurrent.hidden_size, 12),
     "samples": free_to_change("samples", 4),
 }
-"""Key below `score` -> what it changes. Run-level effects (hint_gain refuses, samples are written) are in
+"""Key below `score` -> what it changes. Run-level effects (min_hint_gain refuses, samples are written) are in
 tests/tasks/score."""

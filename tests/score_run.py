@@ -45,7 +45,7 @@ def score_options(**changes: Any) -> dict[str, Any]:
         "score__stage2_steps": 2,
         "score__max_new_tokens": 2,
         "score__max_hint_tokens": 2,
-        "score__hint_gain": 0,
+        "score__min_hint_gain": 0,
         "score__prompts": PROMPTS,
         **changes,
     }

@@ -574,14 +574,14 @@ def check_duplicates(bench: Bench) -> None:
         assert len(set(run.trainer.train_dataset["row"])) == count
 
 
-def check_leaks(bench: Bench) -> None:
+def check_contamination(bench: Bench) -> None:
     paths = {
         "data__train_path": bench.rows("leak-train.jsonl", chats(6)),
         "data__val_path": bench.rows("leak-val.jsonl", chats(2)),
     }
-    assert set(bench.build(data__leaks="drop", **paths).trainer.train_dataset["row"]) == {2, 3, 4, 5}
+    assert set(bench.build(data__contamination="drop", **paths).trainer.train_dataset["row"]) == {2, 3, 4, 5}
     with pytest.raises(DataError, match=r"leak-train\.jsonl:1"):
-        bench.build(data__leaks="error", **paths)
+        bench.build(data__contamination="error", **paths)
 
 
 def check_split(bench: Bench) -> None:
@@ -702,8 +702,8 @@ def check_unit(bench: Bench) -> None:
     assert planned[0] > planned[1]
 
 
-def check_exhausted(bench: Bench) -> None:
-    repeat, stop = (mixture(bench, cpt__exhausted=policy, train__epochs=9.0).steps for policy in ("repeat", "stop"))
+def check_on_source_end(bench: Bench) -> None:
+    repeat, stop = (mixture(bench, cpt__on_source_end=policy, train__epochs=9.0).steps for policy in ("repeat", "stop"))
     assert stop < repeat
 
 
@@ -867,12 +867,12 @@ OF_GRPO: dict[str, Check] = {
     "vllm.url": of_trl("vllm_server_base_url", {"http://a:1": "http://a:1"}, key="vllm.url", generation="vllm_server"),
     "vllm.command": starts_the_server,
     "vllm.timeout": of_trl("vllm_server_timeout", {240: 240.0, 7: 7.0}, key="vllm.timeout", generation="vllm_server"),
-    "redraws": decides("grpo.redraws", 2, weights=True),
-    "skip_silent": decides("grpo.skip_silent", True, weights=True),
-    "gauge_steps": decides("grpo.gauge_steps", 3, weights=False),
+    "dynamic_sampling_rounds": decides("grpo.dynamic_sampling_rounds", 2, weights=True),
+    "skip_zero_variance": decides("grpo.skip_zero_variance", True, weights=True),
+    "logprob_check_steps": decides("grpo.logprob_check_steps", 3, weights=False),
     "stop_without_signal": decides("grpo.stop_without_signal", 5, weights=False),
     "samples": decides("grpo.samples", 4, weights=False),
-    "control": decides("grpo.control", "random", weights=True),
+    "placebo_reward": decides("grpo.placebo_reward", "random", weights=True),
     "extra": of_trl("sapo_temperature_neg", {1.1: 1.1}, key="extra.sapo_temperature_neg"),
 }
 
@@ -1066,7 +1066,7 @@ TABLE: dict[str, Check] = {
     "cpt.block_size": check_block_size,
     "cpt.cross_document": check_cross_document,
     "cpt.weights_of": check_unit,
-    "cpt.exhausted": check_exhausted,
+    "cpt.on_source_end": check_on_source_end,
     "cpt.streaming": check_streaming,
     "cpt.train_tokens": check_train_tokens,
     "cluster.comm.hook": check_hook,
@@ -1089,7 +1089,7 @@ TABLE: dict[str, Check] = {
     "data.delimiter": check_delimiter,
     "data.system": check_system,
     "data.duplicates": check_duplicates,
-    "data.leaks": check_leaks,
+    "data.contamination": check_contamination,
     "data.split": check_split,
     "data.template": check_template,
     "data.on_bad_row": check_bad_rows,

@@ -130,7 +130,7 @@ def _load(
         "renderer": asdict(renderer.recipe()),
         "max_seq_len": cfg.model.max_seq_len,
         "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
-        "policies": [data.on_bad_row, data.too_long, data.duplicates, data.leaks],
+        "policies": [data.on_bad_row, data.too_long, data.duplicates, data.contamination],
     }
     folder = Path(data.processed_dir) / fingerprint(parts)
     only_held_out = digests == checked and any(given.share for given in inputs) and not is_sound(folder)

@@ -14,6 +14,7 @@ from typing import Any
 from sftplay.atomic import is_locked
 from sftplay.config.read import yaml12
 from sftplay.config.read.resolved import flow
+from sftplay.config.schema.renamed import RENAMED_KEYS
 from sftplay.errors import ConfigError
 from sftplay.launch.checkpoints import is_marked, list_checkpoints, step_of
 from sftplay.launch.run_folder import RunFolder
@@ -213,7 +214,7 @@ class _Reader:
             return ""
 
     def settings(self) -> dict[str, Setting]:
-        """Dotted config key -> its value and origin."""
+        """Return dotted config key -> its value and origin; keys that were renamed since have their new names."""
         path = self.folder.resolved
         try:
             document = yaml12.read(path, path.name)
@@ -225,7 +226,7 @@ class _Reader:
         for parts, value in _leaves(document.values, ()):
             number = document.lines.get(parts, 0)
             line = lines[number - 1] if 0 < number <= len(lines) else ""
-            key = ".".join(parts)
+            key = RENAMED_KEYS.get(".".join(parts), ".".join(parts))
             settings[key] = Setting(key, value, _origin(line, value))
         return settings
 

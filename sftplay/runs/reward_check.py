@@ -36,7 +36,7 @@ def try_rewards(cfg: RunConfig) -> None:
     control replaces. Raises what `RewardSet`, `check_before_training` and `check_solutions` raise.
     """
     with RewardSet(cfg) as rewards:
-        if not cfg.task.learns_from_rewards or (cfg.task.turns == 1 and cfg.grpo.control is not None):
+        if not cfg.task.learns_from_rewards or (cfg.task.turns == 1 and cfg.grpo.placebo_reward is not None):
             return
         log.status("trying the rewards on right answers and on junk", "reward")
         found = [(str(source), columns) for source, columns in _first_rows(cfg, TRIED_ROWS) if columns is not None]

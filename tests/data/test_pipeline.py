@@ -235,7 +235,12 @@ def test_whatever_changes_the_tokens_makes_a_new_cache_entry(tokenizer: Any, con
     path = write_rows([row(n) for n in range(8)])
     prints = [load_examples(config(path, split=0), tokenizer).report["fingerprint"]]
     changed = [{"max_seq_len": 64}, {"split": 0.5}, {"format": "prompt_completion"}, {"too_long": "drop"}]
-    changed += [{"duplicates": "drop"}, {"leaks": "drop"}, {"system": "Be brief."}, {"columns": {"prompt": "prompt"}}]
+    changed += [
+        {"duplicates": "drop"},
+        {"contamination": "drop"},
+        {"system": "Be brief."},
+        {"columns": {"prompt": "prompt"}},
+    ]
     changed += [{"encoding": "cp1252"}, {"delimiter": ";"}, {"test_path": str(write_rows([row(90)], "test.jsonl"))}]
     for options in [*changed, {"on_bad_row": "skip"}]:
         prints.append(load_examples(config(path, **{"split": 0, **options}), tokenizer).report["fingerprint"])

@@ -123,8 +123,8 @@ def test_problems_that_models_are_tested_by_stop_a_run_that_would_learn_them(tmp
         load_examples(config(mixed, max_seq_len=512, split=0.0), tokenizer)
     assert "problems.jsonl:2 is problem 11 of a published test split" in refusal.value.what
     assert "problem HumanEval/0" in refusal.value.what
-    assert "data.leaks: drop" in refusal.value.fix
-    left = load_examples(config(mixed, max_seq_len=512, split=0.0, leaks="drop"), tokenizer)
+    assert "data.contamination: drop" in refusal.value.fix
+    left = load_examples(config(mixed, max_seq_len=512, split=0.0, contamination="drop"), tokenizer)
     assert (left.report["dropped"], len(left.train)) == ({"leak": 2}, 1)
 
 

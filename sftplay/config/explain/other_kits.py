@@ -250,13 +250,15 @@ _NAMES: dict[str, str] = {
     "data.encoding": "file_encoding charset",
     "data.delimiter": "sep separator csv_delimiter",
     "data.duplicates: drop": "dataset_exact_deduplication deduplicate dedup remove_duplicates",
-    "data.leaks: drop, and name the other rows with data.val_path or data.test_path": "decontaminate decontamination",
+    "data.contamination: drop, and name the other rows with data.val_path or data.test_path": (
+        "decontaminate decontamination"
+    ),
     # continued pre-training
     "task_mode: cpt, and name the documents with data.train_path": "pretraining_dataset",
     "datasets.weight, the share of each source": (
         "interleave_probs interleave_prob mix_strategy dataset_weights dataset_mixture dataset_mixer"
     ),
-    "cpt.exhausted": "stopping_strategy",
+    "cpt.on_source_end": "stopping_strategy",
     # rewards and completions
     "grpo.num_generations": "n_samples_per_prompt num_samples_per_prompt rollout_n group_size",
     "grpo.max_completion_length": "max_response_length generate_max_len response_length",
@@ -268,7 +270,7 @@ _NAMES: dict[str, str] = {
     "grpo.beta": "kl_coef init_kl_coef kl_loss_coef kl_beta",
     "grpo.aggregation": "multi_objective_aggregation",
     "grpo.mask_truncated_completions": "overlong_filter",
-    "grpo.redraws": "dynamic_sample max_resample_times dynamic_sampling filter_groups",
+    "grpo.dynamic_sampling_rounds": "dynamic_sample max_resample_times dynamic_sampling filter_groups",
     "grpo.samples": "log_completions num_completions_to_print log_unique_prompts",
     "grpo.generation: vllm_colocate or vllm_server": "use_vllm vllm_mode fast_inference",
     "grpo.generation: continuous": "use_transformers_continuous_batching use_transformers_paged",

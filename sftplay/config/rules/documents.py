@@ -106,9 +106,11 @@ def _streaming(cfg: RunConfig) -> Iterator[Violation]:
     if cfg.cpt.train_tokens is None and cfg.train.max_steps is None:
         what = "true needs the length of the run, which nobody knows before the sources are read"
         yield Violation((key, "train.max_steps"), what, fix="give cpt.train_tokens or train.max_steps")
-    if cfg.cpt.exhausted == "stop":
+    if cfg.cpt.on_source_end == "stop":
         what = "stop is not known to fall into the run before the sources are read, but cpt.streaming is true"
-        yield Violation(("cpt.exhausted", key), what, fix="write cpt.exhausted: repeat, or cpt.streaming: false")
+        yield Violation(
+            ("cpt.on_source_end", key), what, fix="write cpt.on_source_end: repeat, or cpt.streaming: false"
+        )
     for number, source in enumerate(cfg.sources):
         if source.val_path is None and held_out_share(cfg, source) != 0:
             own = f"datasets.{number}.split" if cfg.datasets else "data.split"

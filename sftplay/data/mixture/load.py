@@ -145,6 +145,6 @@ def _steps(cfg: RunConfig, train: Mixture) -> tuple[int, int | None]:
 
     if steps is None:
         steps = steps_until(read, Fraction(str(cfg.train.epochs)))
-    if cfg.cpt.exhausted == "stop":
+    if cfg.cpt.on_source_end == "stop":
         steps = min(steps, steps_until(all_sources, Fraction(1), first=True))
     return steps, steps_until(read, Fraction(1))

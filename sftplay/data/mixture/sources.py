@@ -66,7 +66,7 @@ class SourceJob:
             "renderer": asdict(self.recipe),
             "max_tokens": self.max_tokens,
             "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
-            "policies": [data.on_bad_row, data.too_long, data.duplicates, data.leaks],
+            "policies": [data.on_bad_row, data.too_long, data.duplicates, data.contamination],
             "only_held_out": self.only_held_out,
         }
         return Path(data.processed_dir) / fingerprint(parts)

@@ -131,7 +131,7 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
         "renderer": asdict(renderer.recipe()),
         "max_tokens": max_tokens,
         "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
-        "policies": [data.on_bad_row, data.too_long, data.duplicates, data.leaks],
+        "policies": [data.on_bad_row, data.too_long, data.duplicates, data.contamination],
     }
     if cfg.task.turns == 2:
         parts["asked"] = "the last turn"

@@ -24,8 +24,8 @@ NAMED_ROWS = 5
 ROOM = "raise model.max_seq_len (cpt.block_size, where that is set)"
 FIX_LONG = f"{ROOM}; or cut such rows with data.too_long: truncate, or leave them out with drop"
 FIX_CUT = f"{ROOM}, or leave such rows out with data.too_long: drop"
-FIX_LEAK = "take the row out of one of the two files, or leave it out of training with data.leaks: drop"
-FIX_TESTED = "leave them out of training with data.leaks: drop; what models are tested by must not be learned"
+FIX_LEAK = "take the row out of one of the two files, or leave it out of training with data.contamination: drop"
+FIX_TESTED = "leave them out of training with data.contamination: drop; what models are tested by must not be learned"
 NAMED_COLUMNS, OTHERS = 100, "(others)"
 """Every row may have other keys; the report names only so many columns."""
 
@@ -132,12 +132,12 @@ class RowPolicies:
     def _reason_to_leave(self, outcome: RowOutcome, side: Side, *, is_seen: bool) -> str:
         """Why the record is dropped, or nothing. Where the config says error, the record is also noted as bad."""
         if outcome.tested and side == "train":
-            if self._data.leaks == "error":
+            if self._data.contamination == "error":
                 self._add_bad(f"{outcome.source} is problem {outcome.tested} of a published test split", fix=FIX_TESTED)
             return "leak"
         twin = self._guarded.get(outcome.keys[1], "") if side == "train" else ""
         if twin:
-            if self._data.leaks == "error":
+            if self._data.contamination == "error":
                 self._add_bad(f"{outcome.source} is held out as well, at {twin}", fix=FIX_LEAK)
             return "leak"
         if is_seen and self._data.duplicates == "drop":

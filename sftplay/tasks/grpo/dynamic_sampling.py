@@ -1,9 +1,10 @@
 """Dynamic sampling: a group whose rewards are all equal teaches nothing, so its place goes to another prompt, or none.
 
-Two things happen where grpo.redraws is above 0. A prompt whose last groups were silent (all rewards equal) passes its
-next turns, before anything is drawn for it. And a group that turns out silent is drawn again with the next prompt of
-the reserve that is not known to be silent, at most grpo.redraws times in a drawing; where there is none, it is kept.
-With grpo.skip_silent nothing is drawn in the turns that a prompt passes.
+Two things happen where grpo.dynamic_sampling_rounds is above 0. A prompt whose last groups were silent (all rewards
+equal) passes its next turns, before anything is drawn for it. And a group that turns out silent is drawn again with the
+next prompt of the reserve that is not known to be silent, at most grpo.dynamic_sampling_rounds times in a drawing;
+where there is none, it is kept.
+With grpo.skip_zero_variance nothing is drawn in the turns that a prompt passes.
 The reserve is a seeded order of all prompts, apart from that of the training. Everything follows from rewards that all
 ranks know, so they choose alike, and a checkpoint keeps it.
 """
@@ -75,7 +76,7 @@ class Reserve:
         """Prompt -> turns that it passes from now on."""
 
         self.tokens: dict[int, int] = {}
-        """Prompt -> learned tokens of its last group, with grpo.skip_silent."""
+        """Prompt -> learned tokens of its last group, with grpo.skip_zero_variance."""
 
         self._orders: dict[int, list[int]] = {}
 

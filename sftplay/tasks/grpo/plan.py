@@ -100,13 +100,13 @@ def refuse_parts(cfg: RunConfig, *, strategy: Strategy, world_size: int) -> None
             f"{grpo.generation} cannot be sent an adapter whose base is in parts ({strategy})",
             "write cluster.strategy: ddp, or grpo.generation: transformers",
         ),
-        "grpo.skip_silent": (
-            is_sharded and grpo.skip_silent,
+        "grpo.skip_zero_variance": (
+            is_sharded and grpo.skip_zero_variance,
             f"processes that hold parts of the weights ({strategy}) must draw equally many completions",
             "remove it, or write cluster.strategy: ddp",
         ),
-        "grpo.redraws": (
-            bool(grpo.redraws) and grpo.generation == "vllm_server" and own % grpo.num_generations > 0,
+        "grpo.dynamic_sampling_rounds": (
+            bool(grpo.dynamic_sampling_rounds) and grpo.generation == "vllm_server" and own % grpo.num_generations > 0,
             f"a vLLM server answers whole groups of {grpo.num_generations}, but a process draws {own} completions",
             f"write 0, or a {EFFECTIVE} of whole groups for each of the {world_size} processes",
         ),
@@ -200,8 +200,8 @@ def notes_on_drawing(cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...
         )
     if cfg.train.precision == "fp16" and shape is not None and not shape.tied and FP32_HEAD not in grpo.extra:
         notes.append(f"train.precision fp16: where scores overflow it, write grpo.extra: {{{FP32_HEAD}: true}}")
-    if grpo.control is not None:
-        notes.append(f"grpo.control {grpo.control}: the model is not paid what its completions are worth")
+    if grpo.placebo_reward is not None:
+        notes.append(f"grpo.placebo_reward {grpo.placebo_reward}: the model is not paid what its completions are worth")
     return tuple(notes)
 
 

@@ -49,7 +49,7 @@ class Drawing(Base):
         self.redraws = Redraws(
             PromptRows(questions),
             rows=questions.row_numbers,
-            rounds=grpo.redraws,
+            rounds=grpo.dynamic_sampling_rounds,
             num_generations=grpo.num_generations,
             seed=self.cfg.seed,
             together=has_sharded_weights(self) or self.use_vllm,
@@ -57,7 +57,7 @@ class Drawing(Base):
         self.drawn = {"generated_tokens": 0, "redrawn_groups": 0, "passed_turns": 0}
         """Since the run's first step, on all ranks together; tokens that were thrown away are among them."""
 
-        self.gauge = SamplerGauge(grpo.gauge_steps)
+        self.gauge = SamplerGauge(grpo.logprob_check_steps)
         self.keeps_cut = depends_on_cut(self)
         """Why micro-batches stay as TRL cuts them; empty where they are ordered by length."""
 
@@ -68,10 +68,10 @@ class Drawing(Base):
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
         grpo = self.cfg.grpo
-        if grpo.redraws or grpo.skip_silent:
+        if grpo.dynamic_sampling_rounds or grpo.skip_zero_variance:
             ranks = gather_objects([row["row"] for row in inputs], self.heartbeat)
             rows = [row for rank in ranks for row in rank]
-            passed = self.redraws.skip_turns(rows) if grpo.skip_silent else self.redraws.give_turns(inputs, rows)
+            passed = self.redraws.skip_turns(rows) if grpo.skip_zero_variance else self.redraws.give_turns(inputs, rows)
             self.drawn["passed_turns"] += passed
         self._inputs, self._generated_tokens = inputs, 0
         try:
@@ -113,7 +113,7 @@ class Drawing(Base):
             self._generated_tokens += sum(map(len, completion_ids))
             return completion_ids, logps
 
-        if self.cfg.grpo.skip_silent:
+        if self.cfg.grpo.skip_zero_variance:
             return self._draw_some(inputs, prompt_ids, generate=generate)
         share = Share(inputs, prompt_ids, *generate(prompt_ids))
         if self.redraws.rounds:

@@ -185,7 +185,7 @@ class Judge:
     def __init__(self, cfg: RunConfig, columns: Sequence[str]) -> None:
         """`columns` are those that any row has."""
         self.rewards, self.columns = RewardSet(cfg), tuple(columns)
-        self._control = cfg.grpo.control
+        self._control = cfg.grpo.placebo_reward
         self._abstentions = MissingRewardMonitor()
 
     def __enter__(self) -> Judge:

@@ -76,15 +76,18 @@ def _lengths(cfg: RunConfig) -> Iterator[Violation]:
 def _skipping(cfg: RunConfig) -> Iterator[Violation]:
     grpo = cfg.grpo
     others = {
-        "grpo.redraws": (bool(grpo.redraws), "which gives the turn of such a prompt to another one"),
-        "grpo.control": (grpo.control is not None, "whose rewards say nothing of a prompt"),
+        "grpo.dynamic_sampling_rounds": (
+            bool(grpo.dynamic_sampling_rounds),
+            "which gives the turn of such a prompt to another one",
+        ),
+        "grpo.placebo_reward": (grpo.placebo_reward is not None, "whose rewards say nothing of a prompt"),
         "grpo.generation": (grpo.generation.startswith("vllm"), "which draws all of a step"),
         "grpo.loss_type": (grpo.loss_type == "bnpo", "where bnpo divides by the tokens that a micro-batch has left"),
     }
     for key, (is_set, why) in others.items():
-        if grpo.skip_silent and is_set:
+        if grpo.skip_zero_variance and is_set:
             what = f"it does not go together with {key}, {why}"
-            yield Violation(("grpo.skip_silent", key), what, fix=f"leave {key} or grpo.skip_silent out")
+            yield Violation(("grpo.skip_zero_variance", key), what, fix=f"leave {key} or grpo.skip_zero_variance out")
 
 
 def _second_engine(cfg: RunConfig) -> Iterator[Violation]:

@@ -172,15 +172,15 @@ class EvaluateEpisodes(Observer):
 
     def _check_min_hint_gain(self) -> None:
         """Raise RunError where the solver cannot use a hint that states the answer: it would learn to copy."""
-        min_gain = self.cfg.score.hint_gain
+        min_gain = self.cfg.score.min_hint_gain
         if not min_gain or self.cfg.score.guidance == "none":
             return
         if not any(read_reference(question) for question in self.questions):
             raise RunError(
                 "no problem has an answer that a correct hint could state, so it is not known whether the solver can "
                 "use one",
-                where="score.hint_gain",
-                fix="give the rows the column answer, or set score.hint_gain: 0",
+                where="score.min_hint_gain",
+                fix="give the rows the column answer, or set score.min_hint_gain: 0",
             )
         right, empty = (compute_figures(evaluated) for evaluated in self._sample("right", "empty"))
         with_hint, without = float(right["acc_t2"] or 0.0), float(empty["acc_t2"] or 0.0)
@@ -189,9 +189,9 @@ class EvaluateEpisodes(Observer):
         if with_hint - without < min_gain:
             raise RunError(
                 f"the solver cannot use a hint: its second answers are {shares}, a gain of {with_hint - without:.3f}",
-                where="score.hint_gain",
+                where="score.min_hint_gain",
                 fix=f"warm the model up on rows with hints (task_mode sft), until the gain is {min_gain:g}; or set "
-                "score.hint_gain: 0",
+                "score.min_hint_gain: 0",
             )
 
     def _warn_at_gate(self, figures: dict[str, Any]) -> None:

@@ -99,9 +99,9 @@ def _prompts(cfg: RunConfig) -> Iterator[Violation]:
             near = nearest_names(word, places)
             fix = f"did you mean {{{near[0]}}}?" if near else f"it has {', '.join(f'{{{place}}}' for place in places)}"
             yield Violation((key,), f"nothing fills {{{word}}} in this prompt", fix=fix, nearest=tuple(near))
-    if "{answer}" not in cfg.score.prompts.right_hint and cfg.score.hint_gain:
+    if "{answer}" not in cfg.score.prompts.right_hint and cfg.score.min_hint_gain:
         what = "states no answer, so it is no correct hint"
-        yield Violation(("score.prompts.right_hint", "score.hint_gain"), what, fix="write {answer} into it")
+        yield Violation(("score.prompts.right_hint", "score.min_hint_gain"), what, fix="write {answer} into it")
 
 
 def _value(cfg: RunConfig) -> Iterator[Violation]:

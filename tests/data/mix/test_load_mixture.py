@@ -162,7 +162,7 @@ def test_the_length_of_a_run_follows_from_steps_tokens_epochs_or_the_end_of_a_so
     assert abs(twice.steps - 2 * once.steps) <= 1
     assert once.report["sources"]["domain"]["planned_epochs"] == pytest.approx(1, rel=0.05)
     assert once.report["sources"]["chat"]["planned_epochs"] > 1.5
-    stopped = rows(cpt={"exhausted": "stop"})
+    stopped = rows(cpt={"on_source_end": "stop"})
     assert stopped.report["sources"]["chat"]["planned_epochs"] == pytest.approx(1, rel=0.1)
     assert same(rows_of(stopped), rows_of(once)[: len(stopped.train)])
 

@@ -175,7 +175,7 @@ def test_a_pass_that_was_killed_goes_on_and_makes_the_same_store(
     def job(place: str) -> SourceJob:
         folder = str(tmp_path / place)
         return jobs(
-            mixed([source], processed_dir=folder, on_bad_row="skip", leaks="drop", duplicates="drop"), tokenizer
+            mixed([source], processed_dir=folder, on_bad_row="skip", contamination="drop", duplicates="drop"), tokenizer
         )[0]
 
     whole = job("whole").ensure()

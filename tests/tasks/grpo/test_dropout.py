@@ -41,7 +41,7 @@ def test_the_tokens_of_a_drawing_have_the_probabilities_with_which_they_were_dra
         compare(self, sampled=sampled, before=before, mask=mask)
 
     monkeypatch.setattr(SamplerGauge, "compare", noted)
-    steps = {"train__max_steps": 4, "grpo__gauge_steps": 1}
+    steps = {"train__max_steps": 4, "grpo__logprob_check_steps": 1}
     run = train(tmp_path, prompts, **grpo_options(prompts, **DROPOUT, **steps, **window))
     assert max(gaps) < 1e-4  # rounding
     assert max(dropped) > 1e-2  # it still learns with dropout

@@ -44,12 +44,16 @@ class Course:
         folder: Path,
         *,
         kl_t1: float = 0.001,
-        hint_gain: float = 0.2,
+        min_hint_gain: float = 0.2,
         best_metric: str | None = None,
         **columns: str,
     ) -> None:
         score = SimpleNamespace(
-            stage1_steps=STAGE1, kl1_max=0.02, eval_temperature=0.0, hint_gain=hint_gain, guidance="model_trained"
+            stage1_steps=STAGE1,
+            kl1_max=0.02,
+            eval_temperature=0.0,
+            min_hint_gain=min_hint_gain,
+            guidance="model_trained",
         )
         self.state = SimpleNamespace(global_step=0, max_steps=STEPS, best_metric=None, best_global_step=None)
         self.trainer = SimpleNamespace(

@@ -186,7 +186,7 @@ def test_a_value_coefficient_of_0_is_learning_without_a_value_bit_for_bit(inputs
 
 def test_a_model_that_cannot_use_a_right_hint_is_refused_with_the_gain(inputs: Inputs, tmp_path: Path):
     with pytest.raises(RunError, match=r"cannot use a hint: .* a gain of 0\.\d+|a gain of -0\.\d+"):
-        train(tmp_path, inputs, **score_options(score__hint_gain=0.9))
+        train(tmp_path, inputs, **score_options(score__min_hint_gain=0.9))
 
 
 @pytest.mark.parametrize("guidance", ["none", "static", "model"])
