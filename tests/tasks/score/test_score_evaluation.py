@@ -133,7 +133,7 @@ def test_rows_without_an_answer_are_named_where_a_right_hint_would_state_it(tmp_
     with pytest.raises(RunError, match="no problem has an answer") as refused:
         Course(tmp_path, tests="assert True").callback._check_min_hint_gain()
     assert "column answer" in refused.value.fix
-    Course(tmp_path, hint_gain=0).callback._check_min_hint_gain()
+    Course(tmp_path, min_hint_gain=0).callback._check_min_hint_gain()
 
 
 def test_a_discount_that_punishes_a_right_first_answer_gets_a_warning(said: Callable[[], str]):
