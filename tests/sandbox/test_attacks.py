@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,6 +76,15 @@ def test_some_attacks_of_each_kind_do_not_get_through(executor):
     assert not [attack.name for attack in chosen if "timeout" in attack.statuses]
     rows = conduct(executor, chosen=chosen, note=lambda row: None)
     assert {row.attack.name: row.problems for row in rows if row.problems} == {}
+
+
+def test_a_box_is_the_same_however_many_files_its_opener_has_open(executor):
+    changes_the_wire = [attack for attack in ATTACKS if attack.name == "puts a pipe of its own where orders come from"]
+    with ExitStack() as files:
+        for _ in range(64):
+            files.enter_context(open(os.devnull))
+        rows = conduct(executor, chosen=changes_the_wire, note=lambda row: None)
+    assert [row.problems for row in rows] == [()]
 
 
 WORKS_ON = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (3, 3))\nwhile True: pass"
