@@ -41,8 +41,8 @@ from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema.run import RunConfig
 from sftplay.launch.command.command import one_gpu_environment
 from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.libraries import recomputation_arguments
 from sftplay.machine.probe import probe
-from sftplay.machine.releases import recomputation_arguments
 from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.plan.devices.cards import find_card
@@ -50,8 +50,8 @@ from sftplay.plan.memory.memory_setup import execution_of
 from sftplay.plan.report.flops import model_flops
 from sftplay.plan.shape.find import find_shape, read_table
 from sftplay.plan.sizing.size_run import SizedRun, size_run
-from sftplay.tasks import sft
 from sftplay.tasks.probe_step import synthetic_rows
+from sftplay.tasks.sft import task as sft
 from sftplay.train.exact_batch import StepSetup
 from sftplay.train.run_task import make_trainable
 from sftplay.train.setup import make_setup

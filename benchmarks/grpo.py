@@ -1,9 +1,9 @@
 """Task grpo beside a plain TRL script of the same settings, in one alternating run. `make bench-grpo` runs it.
 
 Two questions. Is a step as fast, with the same rewards (`--only speed`)? And how many tokens does each generate until
-the toy's sampled pass@1 reaches a goal, where ours resamples zero-variance groups (`--only redraws`)? The first uses the toy
-of workflows/sft_then_grpo.sh and its warm start, which is trained first unless `--warm RUN` names one. It runs on a GPU
-where there is one. The second has a model of its own, too small for a GPU, and runs on a CPU.
+the toy's sampled pass@1 reaches a goal, where ours resamples zero-variance groups (`--only redraws`)? The first uses
+the toy of workflows/sft_then_grpo.sh and its warm start, which is trained first unless `--warm RUN` names one. It runs
+on a GPU where there is one. The second has a model of its own, too small for a GPU, and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -81,7 +81,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--goal-steps", type=int, default=110, help="of each run that is to reach the goal")
     parser.add_argument("--hopeless", type=int, default=81, help="questions of the toy that nothing is right to")
     parser.add_argument("--goals", type=float, nargs="+", default=[0.6, 0.7], help="shares of right answers to reach")
-    parser.add_argument("--key", choices=["redraws", "skip_silent"], default="redraws", help="what beats silent groups")
+    parser.add_argument(
+        "--key",
+        choices=["dynamic_sampling_rounds", "skip_zero_variance"],
+        default="dynamic_sampling_rounds",
+        help="what beats silent groups",
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--warm", type=Path, help="folder of a warm run, made by configs/run_grpo_toy_sft.yaml")
     return parser.parse_args()

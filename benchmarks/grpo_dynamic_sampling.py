@@ -1,4 +1,4 @@
-"""Generated tokens until a toy is learned: plain TRL, and task grpo with a key for zero-variance groups, over several seeds.
+"""Generated tokens until a toy is learned: plain TRL beside task grpo with a key for zero-variance groups.
 
 The toy is data/one_liners with a model of 100,000 weights that writes letters, so that a run takes seconds. It is
 warmed up on the noisy answers first. Both contestants learn from the same rewards.
@@ -25,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.order import training_order
 from sftplay.data.prompts.questions import Questions
-from sftplay.machine.releases import recomputation_arguments
+from sftplay.machine.libraries import recomputation_arguments
 from sftplay.reward.reward_set import RewardSet
 from sftplay.tasks.grpo.prompts import PromptRows
 from sftplay.tasks.grpo.scoring import RewardScorer
@@ -39,7 +39,7 @@ EVERY, SAMPLES = 4, 24
 """Steps between two measurements, and answers to each of the 27 questions in one: its standard error is below 0.02."""
 
 RATE, TOKENS = 1e-3, 28
-VALUES = {"redraws": 1, "skip_silent": True}
+VALUES = {"dynamic_sampling_rounds": 1, "skip_zero_variance": True}
 """Keys of section grpo that plain TRL is compared with, and what they are set to."""
 
 COLUMNS = ("tests", "entry_point")
@@ -164,7 +164,7 @@ class Toy:
                 rows = Dataset.from_list([{"prompt": self.asked[n], "row": n} for n in order])
                 GRPOTrainer(**common, train_dataset=rows, reward_funcs=measured.pay).train()
             else:
-                same = {"max_completion_length": TOKENS, "samples": 0, "gauge_steps": 0}
+                same = {"max_completion_length": TOKENS, "samples": 0, "logprob_check_steps": 0}
                 cfg = RunConfig.model_validate({**self.base, "seed": seed, "grpo": {**same, **grpo}})
                 trainer = PromptTrainer(
                     StepSetup(micro_batcher=None, loss_head="standard"), cfg=cfg, run_folder=Path(name),

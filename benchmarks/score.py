@@ -1,7 +1,7 @@
 """Episodes a second of task score beside a plain loop of transformers' generate, in one alternating run.
 
-`make bench-score` runs it. Both play the same problems with the same model, adapters, prompts and batches: an answer, a
-hint, a second answer. The plain loop is timed twice: as it is, and keeping the log-probabilities of its tokens, without
+`make bench-score` runs it. Both use the same problems, model, adapters, prompts and batches: an answer, a hint, a
+second answer. The plain loop is timed twice: as it is, and keeping the log-probabilities of its tokens, without
 which nothing can be learned from an episode. Ours keeps them always.
 """
 
@@ -28,24 +28,24 @@ from transformers import logging as transformers_logging
 from benchmarks.overhead import cpu_name
 from sftplay.config.load import load_config
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.encode.render import Renderer
 from sftplay.data.prompts.questions import Question
+from sftplay.data.render.render import Renderer
 from sftplay.model.load import load_start, start_adapter
 from sftplay.model.tokenizer import load_tokenizer
-from sftplay.tasks.score.role_models import ADAPTERS, Cast
-from sftplay.tasks.score.sample_episodes import Player, make_templates
+from sftplay.tasks.score.role_models import ADAPTER_NAMES, RoleModels
+from sftplay.tasks.score.sample_episodes import EpisodeSampler, make_templates
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 32_000
-"""Of the long shape: an end token is as good as never drawn from so many, so that all answers are equally long."""
+"""Of the long shape: an end token is as good as never sampled from so many, so that all answers are equally long."""
 
 
 @dataclass
 class Stage:
-    """What both contestants play with."""
+    """The models and problems of both contestants."""
 
     cfg: RunConfig
-    cast: Cast
+    role_models: RoleModels
     renderer: Renderer
     questions: list[Question]
 
@@ -79,7 +79,7 @@ def parse_options() -> argparse.Namespace:
 
 def toy_stage() -> Stage:
     """The toy as it is shipped."""
-    return stage_of([], [f"{n // 5 % 5}+{n % 5}=" for n in range(32)])
+    return build_stage([], [f"{n // 5 % 5}+{n % 5}=" for n in range(32)])
 
 
 def long_stage(folder: Path) -> Stage:
@@ -94,7 +94,7 @@ def long_stage(folder: Path) -> Stage:
     LlamaForCausalLM(shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     values = ["score.max_new_tokens=64", "score.max_hint_tokens=32", "model.max_seq_len=1024"]
-    return stage_of([f"model.name={folder}", *values], [f"{n}+{n}=" * 20 for n in range(4)])
+    return build_stage([f"model.name={folder}", *values], [f"{n}+{n}=" * 20 for n in range(4)])
 
 
 def toy_config(values: list[str]) -> RunConfig:
@@ -102,33 +102,33 @@ def toy_config(values: list[str]) -> RunConfig:
     return load_config(ROOT / "configs" / "run_score_toy.yaml", [*fixed, *values])
 
 
-def stage_of(values: list[str], problems: list[str]) -> Stage:
-    """The problems, each as often as the config plays one, and a model with both adapters."""
+def build_stage(values: list[str], problems: list[str]) -> Stage:
+    """The problems, each as often as the config samples it, and a model with both adapters."""
     cfg = toy_config(values)
     tokenizer = load_tokenizer(cfg.model)
     renderer = Renderer.prove(tokenizer, tokenizer.chat_template, samples=[])
     model = start_adapter(load_start(cfg), cfg).eval()
-    cast = Cast(model, has_guide=True, guide_learns=True, has_value=False)
+    role_models = RoleModels(model, has_guide=True, guide_learns=True, has_value=False)
     each = cfg.score.episodes_per_problem
     questions = [Question(number, [], text, {}) for number, text in enumerate(problems) for _ in range(each)]
-    return Stage(cfg, cast, renderer, questions)
+    return Stage(cfg, role_models, renderer, questions)
 
 
 def compare(stage: Stage, *, title: str, rounds: int) -> str:
     """A table: medians of all rounds after a first one, which is not timed."""
     contestants: dict[str, Callable[[int], int]] = {
-        "SFT-Play": lambda seed: play_ours(stage, seed),
-        "plain generate": lambda _: play_plain(stage, keeps=False),
-        "plain generate, keeps log-probabilities": lambda _: play_plain(stage, keeps=True),
+        "SFT-Play": lambda seed: sample_ours(stage, seed),
+        "plain generate": lambda _: sample_plain(stage, keeps=False),
+        "plain generate, keeps log-probabilities": lambda _: sample_plain(stage, keeps=True),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     tokens: dict[str, list[float]] = {name: [] for name in contestants}
     with torch.no_grad():
         for seed in range(rounds + 1):
-            for name, play in contestants.items():
+            for name, sample in contestants.items():
                 set_seed(seed)
                 began = time.perf_counter()
-                count = play(seed)
+                count = sample(seed)
                 if seed:
                     seconds[name].append(time.perf_counter() - began)
                     tokens[name].append(count)
@@ -141,20 +141,22 @@ def compare(stage: Stage, *, title: str, rounds: int) -> str:
     return "\n".join(lines)
 
 
-def play_ours(stage: Stage, seed: int) -> int:
+def sample_ours(stage: Stage, seed: int) -> int:
     """Tokens of the episodes."""
-    player = Player(stage.cfg, stage.cast, renderer=stage.renderer)
-    episodes = player.play(stage.questions, numbers=range(len(stage.questions)), seed=seed, temperature=1.0)
+    episode_sampler = EpisodeSampler(stage.cfg, stage.role_models, renderer=stage.renderer)
+    episodes = episode_sampler.sample_episodes(
+        stage.questions, numbers=range(len(stage.questions)), seed=seed, temperature=1.0
+    )
     return sum(len(action.ids) for each in episodes for action in (each.first, each.hint, each.second) if action)
 
 
-def play_plain(stage: Stage, *, keeps: bool) -> int:
-    """Tokens of the episodes that the loop of a transformers user draws."""
-    score, tokenizer, model = stage.cfg.score, stage.renderer.tokenizer, stage.cast.model
+def sample_plain(stage: Stage, *, keeps: bool) -> int:
+    """Tokens of the episodes that the loop of a transformers user samples."""
+    score, tokenizer, model = stage.cfg.score, stage.renderer.tokenizer, stage.role_models.model
     templates = make_templates(score.prompts, stage.renderer, system=stage.cfg.data.system)
     ends = stage.renderer.end_token_ids
 
-    def draw(adapter: str, prompts: list[list[int]], longest: int) -> list[list[int]]:
+    def generate(adapter: str, prompts: list[list[int]], longest: int) -> list[list[int]]:
         model.set_adapter(adapter)
         batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
         out = model.generate(
@@ -162,32 +164,32 @@ def play_plain(stage: Stage, *, keeps: bool) -> int:
             top_p=1.0, top_k=0, max_new_tokens=longest, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id,
             output_logits=keeps, return_dict_in_generate=True,
         )  # fmt: skip
-        drawn = out.sequences[:, batch["input_ids"].shape[1] :]
+        sampled = out.sequences[:, batch["input_ids"].shape[1] :]
         if keeps:
             scores = torch.stack(out.logits, 1).float().log_softmax(-1)
-            scores.gather(-1, drawn.unsqueeze(-1)).squeeze(-1).tolist()
-        return [up_to_end(ids, ends) for ids in drawn.tolist()]
+            scores.gather(-1, sampled.unsqueeze(-1)).squeeze(-1).tolist()
+        return [truncate_after_end(ids, ends) for ids in sampled.tolist()]
 
-    def filled(template: Any, longest: int) -> list[list[int]]:
-        return [template.filled(ids, room=stage.cfg.model.max_seq_len - longest) for ids in known]
+    def fill(template: Any, longest: int) -> list[list[int]]:
+        return [template.fill(ids, max_tokens=stage.cfg.model.max_seq_len - longest) for ids in known]
 
     longest = score.max_new_tokens
     problems = tokenizer([question.question for question in stage.questions], add_special_tokens=False)["input_ids"]
     known = [{"problem": ids} for ids in problems]
-    firsts = draw(ADAPTERS["solver"], filled(templates.solve, longest), longest)
-    known = [{**ids, "attempt": said(first, ends)} for ids, first in zip(known, firsts, strict=True)]
-    hints = draw(ADAPTERS["guide"], filled(templates.guide, score.max_hint_tokens), score.max_hint_tokens)
-    known = [{**ids, "hint": said(hint, ends)} for ids, hint in zip(known, hints, strict=True)]
-    seconds = draw(ADAPTERS["solver"], filled(templates.revise, longest), longest)
+    firsts = generate(ADAPTER_NAMES["solver"], fill(templates.solve, longest), longest)
+    known = [{**ids, "attempt": strip_end(first, ends)} for ids, first in zip(known, firsts, strict=True)]
+    hints = generate(ADAPTER_NAMES["guide"], fill(templates.guide, score.max_hint_tokens), score.max_hint_tokens)
+    known = [{**ids, "hint": strip_end(hint, ends)} for ids, hint in zip(known, hints, strict=True)]
+    seconds = generate(ADAPTER_NAMES["solver"], fill(templates.revise, longest), longest)
     return sum(map(len, [*firsts, *hints, *seconds]))
 
 
-def up_to_end(ids: list[int], ends: Any) -> list[int]:
+def truncate_after_end(ids: list[int], ends: Any) -> list[int]:
     """The tokens with their end token, without the padding behind it."""
     return ids[: next((n for n, token in enumerate(ids, 1) if token in ends), len(ids))]
 
 
-def said(ids: list[int], ends: Any) -> list[int]:
+def strip_end(ids: list[int], ends: Any) -> list[int]:
     return ids[:-1] if ids[-1] in ends else ids
 
 

@@ -107,7 +107,7 @@ def run_part(part: str, work: Path) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(work / "model")
     if part == "ours":
         from sftplay.config.load import load_config
-        from sftplay.data.mix.load import load_mixture
+        from sftplay.data.mixture.load import load_mixture
 
         cfg = load_config(str(work / "run.yaml"), [])
         start = time.perf_counter()
@@ -158,8 +158,8 @@ def measure(part: str, work: Path) -> tuple[float, float, float, float]:
 
 def opening_table(n_tokens: int = 100_000_000) -> str:
     """Seconds to open a mixture in the middle of so many tokens, and microseconds to read rows, as Markdown."""
-    from sftplay.data.mix.mixture import BlockForm, MixSource, Mixture
-    from sftplay.data.mix.store import Store
+    from sftplay.data.mixture.mixture import BlockForm, MixSource, Mixture
+    from sftplay.data.mixture.store import Store
 
     lines = [
         "| documents | tokens | open and read the row in the middle, s | a row behind it, us | MiB |",
@@ -188,8 +188,8 @@ def opening_table(n_tokens: int = 100_000_000) -> str:
 
 def synthetic_store(folder: Path, n_tokens: int, *, mean: int) -> int:
     """Write a store of random tokens in documents of about `mean` tokens; their number."""
-    from sftplay.data.mix.documents import ENTRY, GROUP_DOCUMENTS
-    from sftplay.data.mix.store import Index
+    from sftplay.data.mixture.documents import ENTRY, GROUP_DOCUMENTS
+    from sftplay.data.mixture.store import Index
 
     draw = np.random.default_rng(1)
     ends = np.cumsum(draw.integers(1, 2 * mean, size=n_tokens // mean))

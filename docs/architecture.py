@@ -19,7 +19,19 @@ MODULES = {
 """Dotted name -> file, packages too."""
 
 FLOORS = {
-    0: ["errors", "log", "terminal", "places", "units", "heartbeat", "signals", "atomic", "install", "startup"],
+    0: [
+        "errors",
+        "log",
+        "terminal",
+        "places",
+        "units",
+        "heartbeat",
+        "signals",
+        "atomic",
+        "install",
+        "startup",
+        "tasks.__init__",
+    ],
     1: [
         "config",
         "machine",
@@ -29,11 +41,10 @@ FLOORS = {
         "data.cache",
         "sandbox",
         "data.problems.problem",
-        "data.problems.rows",
     ],
     2: ["plan", "launch", "reward", "data"],
-    3: ["data.pipeline", "data.inspect", "data.mix", "data.prompts.load", "model"],
-    4: ["generate"],
+    3: ["data.pipeline", "data.mixture", "data.prompts.load", "model"],
+    4: ["generate", "data.inspect"],
     5: ["evaluate", "export"],
     6: ["report"],
     7: ["train", "runs"],
@@ -47,6 +58,8 @@ FLOORS = {
 def floor_of(module: str) -> int:
     """The floor of a module; the kit's own package stands on the ground."""
     short = module.removeprefix("sftplay").lstrip(".")
+    if short == "tasks":  # the table, which names modules and imports none
+        return 0
     found = [
         (len(name), floor) for floor, names in FLOORS.items() for name in names if f"{short}.".startswith(f"{name}.")
     ]
@@ -92,7 +105,7 @@ def picture() -> str:
     names = sorted({subject_of(name) for name in MODULES if MODULES[name].parent.name != "sftplay"})
     edges = {name: set() for name in names}  # type: dict[str, set[str]]
     for module in MODULES:
-        for imported in imports_of(module):
+        for imported in imports_of(module) - {"sftplay.tasks"}:
             one, two = subject_of(module), subject_of(imported)
             if one in edges and two in edges and one != two:
                 edges[one].add(two)
@@ -142,13 +155,21 @@ PATHS = """## The path of a config value
 4. `config/read/resolved.py` writes all of it into the run folder with the origin of each value. Every rank reads that
    file.
 
+## The path of a task
+
+1. `tasks/__init__.py` is the table: `cfg.task` is the row of the config's task, with the facts that the trunk asks.
+2. `config/rules/task_spec.py` finds the task's rules in its module `spec`, `plan/sizing/task_sizing.py` and
+   `plan/report/task_report.py` what it answers to the plan in its module `plan`. Without such a module the
+   answers are those of sft.
+3. In each process `tasks/worker.py` finds the module `task`, and `train/run_task.py` calls its functions in order.
+
 ## The path of a row
 
 1. `data/read/` finds files and yields raw rows with their place.
 2. `data/layouts/` turns a row into a canonical record of `data/records.py`, or says why it cannot.
-3. `data/encode/render.py` renders it by the chat template, whose masks `data/encode/proof.py` has proven first, and
-   `data/encode/labels.py` makes token ids and labels of it.
-4. `data/prepare/one_pass.py` does this in worker processes, counts every record and keeps the rows on disk.
+3. `data/render/render.py` renders it by the chat template, after `data/render/verify_masks.py` has verified its
+   masks; `data/render/labels.py` makes token ids and labels of it.
+4. `data/tokenize/one_pass.py` does this in worker processes, counts every record and keeps the rows on disk.
 5. `data/pipeline.py` hands them to the task, in the order of `data/order.py`.
 6. `train/exact_batch.py` gets a rank's rows of one optimizer step, `train/micro_batches.py` cuts them.
 

@@ -22,8 +22,7 @@ from sftplay import log
 from sftplay import make_arguments as make
 from sftplay.errors import ConfigError, MachineError, RunError, SftplayError, machine_refusal, nearest_names
 from sftplay.flags import PATH, flags_of
-from sftplay.terminal.colours import RED, painted
-from sftplay.terminal.streams import drop, is_unwritable, open_closed
+from sftplay.terminal import RED, drop, is_unwritable, open_closed, painted
 
 VERBS = {
     "train": ("sftplay.commands.train", "train", "train the run of a config"),

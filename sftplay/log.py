@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from sftplay.terminal.colours import has_colours, is_terminal
-from sftplay.terminal.console import Console, Progress, Screen
+from sftplay.terminal import Console, Progress, Screen, has_colours, is_terminal
 
 LINE = "\x1e"
 """Marks a line the user should see."""

@@ -46,7 +46,7 @@ LAUNCHERS = frozenset(
 
 MODULES = LAUNCHERS | {"sftplay.tasks.worker"}
 
-PRELOADED = ("sftplay.tasks.sft", "sftplay.cli", "sftplay.config.load", "datasets")
+PRELOADED = ("sftplay.tasks.sft.task", "sftplay.cli", "sftplay.config.load", "datasets")
 
 FIXED = {
     "OMP_NUM_THREADS": "1",

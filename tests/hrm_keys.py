@@ -13,7 +13,7 @@ from hrm_run import new_hrm_run, write_puzzles
 from in_process import train_in
 
 from sftplay import log
-from sftplay.config.rules.hrm import broken_hrm_rules, idle_hrm_keys
+from sftplay.config.rules.general import idle_keys
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.config.schema.run import RunConfig
@@ -23,6 +23,7 @@ from sftplay.tasks.hrm.evaluation import StopWhenLearned
 from sftplay.tasks.hrm.measuring import described, refined
 from sftplay.tasks.hrm.network import Grid, PuzzleModel, Reasoner
 from sftplay.tasks.hrm.optimizer import AdamATan2
+from sftplay.tasks.hrm.spec import broken_hrm_rules
 from sftplay.tasks.hrm.task import build_model, open_puzzles, rows_of
 from sftplay.train.fingerprint import starting_weights
 
@@ -210,7 +211,7 @@ def check_free_keys(_: Any) -> None:
     assert [key for key, *_ in differences(values[0], values[1])] == []
     assert [key for key, *_ in differences(values[0], values[2])] == ["hrm.epochs"]
     other = RunConfig.model_validate({"model": {"name": "builtin:tiny"}})
-    assert {f"hrm.{name}" for name in HrmConfig.model_fields} <= {key for key, *_ in idle_hrm_keys(other)}
+    assert {f"hrm.{name}" for name in HrmConfig.model_fields} <= {key for key, *_ in idle_keys(other)}
 
 
 def shape(name: str) -> Callable[[PuzzleModel], Any]:

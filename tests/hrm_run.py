@@ -11,7 +11,7 @@ from small_run import write_values
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config, load_resolved
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.puzzles.writer import Alphabet, Group, write_folder
+from sftplay.data.puzzles.folder import Alphabet, Group, write_folder
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing.size_run import size_run

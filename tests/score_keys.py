@@ -16,15 +16,15 @@ from score_run import PROMPTS, score_inputs, score_options
 from small_run import Inputs
 
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
-from sftplay.config.rules.score import broken_score_rules, idle_score_keys
 from sftplay.config.schema.score import ScoreConfig
 from sftplay.errors import ConfigError
 from sftplay.plan.devices.layout import layout_of
-from sftplay.tasks.score.advantages import Outcome, credit_of
+from sftplay.tasks.score.advantages import EpisodeRewards, compute_advantages
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
-from sftplay.tasks.score.losses import kl_coefficients, stage_of
+from sftplay.tasks.score.losses import choose_kl_coefficients, find_stage
 from sftplay.tasks.score.problems import MinibatchSchedule
-from sftplay.tasks.score.update import Batch, Update, guide_learns
+from sftplay.tasks.score.spec import broken_score_rules, idle_score_keys
+from sftplay.tasks.score.update import MinibatchSetup, PolicyGradients, is_guide_training
 from sftplay.tasks.score.value_model import SeparateValue, ValueHead
 
 Check = Callable[[Any], None]
@@ -53,7 +53,7 @@ CHANGES = {
     },
 }  # fmt: skip
 
-OUTCOME = Outcome(
+REWARDS = EpisodeRewards(
     first=torch.tensor([0.0, 1.0, 0.0, 1.0]),
     second=torch.tensor([1.0, 1.0, 0.0, 0.0]),
     is_known=torch.ones(4),
@@ -67,7 +67,7 @@ OUTCOME = Outcome(
 def made(home: Path, inputs: Inputs, **changes: Any) -> Finished:
     """A run up to its first step. Its rewards are not asked: their processes would outlive the tests."""
     run = built(home, inputs, **score_options(**changes))
-    run.trainer.judge.rewards.close()
+    run.trainer.reward_scorer.rewards.close()
     return run
 
 
@@ -90,16 +90,18 @@ def seen(look: Callable[[Finished], Any], before: Any, after: Any) -> Check:
     return check
 
 
-def credits(key: str, value: Any) -> Check:
+def changes_advantages(key: str, value: Any) -> Check:
     """The key changes the advantages of stage 2, or the returns that they are made of."""
 
     def check(_: Any) -> None:
         usual = {"scale": "none", "advantage": "rloo", "episodes_per_problem": 2}
         if key == "advantage":
             usual = {"scale": "none", "episodes_per_problem": 2, "advantage": "batch"}
-        before, after = (credit_of(OUTCOME, ScoreConfig(**each), stage=2) for each in (usual, {**usual, key: value}))
+        before, after = (
+            compute_advantages(REWARDS, ScoreConfig(**each), stage=2) for each in (usual, {**usual, key: value})
+        )
         pairs = zip(before[:3], after[:3], strict=True)
-        assert any(not torch.equal(mine, its) for mine, its in pairs if mine is not None and its is not None)
+        assert any(not torch.equal(old, new) for old, new in pairs if old is not None and new is not None)
 
     return check
 
@@ -135,39 +137,41 @@ def of_critic(key: str, look: Callable[[Finished], Any], seen: Any) -> Check:
 def check_separate(bench: Any) -> None:
     """A network of its own, which no gradient joins with the guide: any other flow is refused."""
     refuses("value", "separate", what="no gradient of V reaches the guide")(bench)
-    assert isinstance(_critic(bench.home).trainer.cast.model.value_head, SeparateValue)
-    assert isinstance(_pair(bench.home)[0].trainer.cast.model.value_head, ValueHead)
+    assert isinstance(_critic(bench.home).trainer.role_models.model.value_head, SeparateValue)
+    assert isinstance(_pair(bench.home)[0].trainer.role_models.model.value_head, ValueHead)
 
 
 def share_taken_over(run: Finished) -> float:
-    """How far the slow copy follows one step of the critic."""
-    cast, optimizer = run.trainer.cast, run.trainer.create_optimizer()
-    its, slow = next(cast.critic.parameters()), next(cast.slow_critic.parameters())
-    its.grad = torch.ones_like(its)
-    before = slow.clone()
+    """How far the target critic follows one step of the critic."""
+    role_models, optimizer = run.trainer.role_models, run.trainer.create_optimizer()
+    online, target = next(role_models.critic.parameters()), next(role_models.target_critic.parameters())
+    online.grad = torch.ones_like(online)
+    before = target.clone()
     optimizer.step()
     optimizer.zero_grad()
-    return round(float(((slow - before) / (its.detach() - before)).mean()), 4)
+    return round(float(((target - before) / (online.detach() - before)).mean()), 4)
 
 
 def episodes(run: Finished) -> Any:
     trainer = run.trainer
     questions = [trainer.questions[0]] * 4
     with torch.no_grad():
-        return trainer.player.play(questions, numbers=range(4), seed=1, temperature=run.cfg.score.temperature)
+        return trainer.episode_sampler.sample_episodes(
+            questions, numbers=range(4), seed=1, temperature=run.cfg.score.temperature
+        )
 
 
-def sizes_of_draws(run: Finished) -> list[int]:
+def find_batch_sizes(run: Finished) -> list[int]:
     found: list[int] = []
-    run.trainer.player._at_once = None
+    run.trainer.episode_sampler._batches = None
     with patch.object(
-        type(run.trainer.player.cast.model.get_base_model()),
+        type(run.trainer.episode_sampler.role_models.model.get_base_model()),
         "generate",
         side_effect=lambda **given: _stop(given, found),
     ):
         with suppress(Enough):
             episodes(run)
-    run.trainer.player._at_once = None
+    run.trainer.episode_sampler._batches = None
     return found
 
 
@@ -179,7 +183,7 @@ def _stop(given: dict[str, Any], found: list[int]) -> None:
 def log_prob(run: Finished) -> float:
     """Of the first token of the first episode, over what temperature 1 gives."""
     action = episodes(run)[0].first
-    with torch.no_grad(), run.trainer.cast.speaking("solver") as model:
+    with torch.no_grad(), run.trainer.role_models.use_role("solver") as model:
         scores = model.eval()(torch.tensor([action.prompt])).logits[0, -1]
     both = [(scores / t).log_softmax(-1)[action.ids[0]].item() for t in (1.0, 0.5)]
     return min((abs(each - action.log_probs[0]), t) for each, t in zip(both, (1.0, 0.5), strict=True))[1]
@@ -191,17 +195,17 @@ def rates(run: Finished) -> list[float]:
 
 def texts(run: Finished) -> list[str]:
     episode = episodes(run)[0]
-    decode = run.trainer.player.tokenizer.decode
+    decode = run.trainer.episode_sampler.tokenizer.decode
     assert episode.hint is not None
     return [decode(each.prompt)[:1] for each in (episode.first, episode.hint, episode.second)]
 
 
-def hint_of(kind: Any) -> Callable[[Finished], str]:
+def decode_hint(kind: Any) -> Callable[[Finished], str]:
     def look(run: Finished) -> str:
         with torch.no_grad():
-            player, question = run.trainer.player, run.trainer.questions[0]
-            (episode,) = player.play([question], numbers=[0], seed=1, temperature=0.0, hints=kind)
-        return str(player.tokenizer.decode(episode.hint_ids))
+            episode_sampler, question = run.trainer.episode_sampler, run.trainer.questions[0]
+            (episode,) = episode_sampler.sample_episodes([question], numbers=[0], seed=1, temperature=0.0, hints=kind)
+        return str(episode_sampler.tokenizer.decode(episode.hint_ids))
 
     return look
 
@@ -209,7 +213,7 @@ def hint_of(kind: Any) -> Callable[[Finished], str]:
 def check_guidance(bench: Any) -> None:
     inputs = score_inputs(bench.home / "score-guidance", steps=1)
     parts = {
-        kind: set(made(bench.home / f"score-{kind}", inputs, score__guidance=kind).trainer.cast.parts)
+        kind: set(made(bench.home / f"score-{kind}", inputs, score__guidance=kind).trainer.role_models.trainable)
         for kind in ("static", "model", "model_trained")
     }
     assert parts == {"static": {"solver"}, "model": {"solver", "value"}, "model_trained": {"solver", "guide", "value"}}
@@ -236,28 +240,28 @@ def passed_to(key: str, look: Callable[[ScoreConfig], Any], *values: Any) -> Che
 
 
 def check_evaluation(bench: Any) -> None:
-    """Number and temperature of the episodes of an evaluation, as the player is asked for them."""
+    """Number and temperature of the episodes of an evaluation, as the episode sampler gets them."""
     asked = []
     for run in _pair(bench.home):
         found: dict[str, Any] = {}
 
-        def play(questions: Any, *, found: dict[str, Any] = found, **given: Any) -> list[Any]:
+        def sample(questions: Any, *, found: dict[str, Any] = found, **given: Any) -> list[Any]:
             found.update(n=len(questions), temperature=given["temperature"])
             raise Enough
 
         callback = EvaluateEpisodes(run.cfg, [run.trainer.questions[0]] * 3, folder=bench.home, every=1)
         callback.attach(run.trainer)
         for is_greedy in (False, True):
-            with patch.object(run.trainer.player, "play", play), suppress(Enough):
-                callback._share("own", is_greedy=is_greedy)
+            with patch.object(run.trainer.episode_sampler, "sample_episodes", sample), suppress(Enough):
+                callback._sample_share("own", is_greedy=is_greedy)
             asked.append({**found})
     once = {"n": 3, "temperature": 0.0}
     assert asked == [once, once, {"n": 6, "temperature": 0.5}, once]
 
 
-def dealt(score: ScoreConfig) -> MinibatchSchedule:
-    """How a drawing of four episodes is dealt."""
-    return MinibatchSchedule(step_episodes=4, portions=score.steps_per_generation, passes=score.num_iterations)
+def make_schedule(score: ScoreConfig) -> MinibatchSchedule:
+    """The schedule of a rollout batch with minibatches of four episodes."""
+    return MinibatchSchedule(step_episodes=4, minibatches=score.steps_per_generation, passes=score.num_iterations)
 
 
 def check_update(key: str, *values: Any, **usual: Any) -> Check:
@@ -265,21 +269,21 @@ def check_update(key: str, *values: Any, **usual: Any) -> Check:
 
     def check(bench: Any) -> None:
         run = _pair(bench.home)[0]
-        played = episodes(run)
+        sampled = episodes(run)
         gradients = []
         for value in values:
             score = run.cfg.score.model_copy(update={**usual, key: value})
-            step = Update(run.trainer.cast, score, batch=_batch(run))
-            for parameter in run.trainer.cast.parts["guide"]:
+            step = PolicyGradients(run.trainer.role_models, score, batch=_batch(run))
+            for parameter in run.trainer.role_models.trainable["guide"]:
                 parameter.data.add_(1e-2)
-            actions = [each.hint for each in played if each.hint is not None]
-            step.guide(actions, advantage=torch.ones(4), outcome=torch.ones(4), n_tokens=8)
-            for parameter in run.trainer.cast.parts["guide"]:
+            actions = [each.hint for each in sampled if each.hint is not None]
+            step.learn_guide(actions, advantage=torch.ones(4), value_target=torch.ones(4), n_tokens=8)
+            for parameter in run.trainer.role_models.trainable["guide"]:
                 parameter.data.sub_(1e-2)
             gradients.append(
-                torch.cat([p.grad.flatten() for p in run.trainer.cast.parts["guide"] if p.grad is not None])
+                torch.cat([p.grad.flatten() for p in run.trainer.role_models.trainable["guide"] if p.grad is not None])
             )
-            run.trainer.cast.model.zero_grad()
+            run.trainer.role_models.model.zero_grad()
         assert not torch.equal(*gradients)
 
     return check
@@ -299,15 +303,15 @@ def lies(part: str, device: str, *, refused: str = "") -> Check:
 def separates(bench: Any) -> None:
     inputs = score_inputs(bench.home / "score-roles", steps=1)
     run = built(bench.home / "score-placed", inputs, **score_options(score__placement="roles"))
-    with run.trainer.judge:
-        assert run.trainer.cast.is_separate
-    assert not _pair(bench.home)[0].trainer.cast.is_separate
+    with run.trainer.reward_scorer:
+        assert run.trainer.role_models.is_separate
+    assert not _pair(bench.home)[0].trainer.role_models.is_separate
 
 
 def _batch(run: Finished) -> Any:
-    return Batch(
+    return MinibatchSetup(
         micro_batch=4, n_episodes=4, pad=0, backward=lambda loss: loss.backward(), context=nullcontext,
-        is_fresh=False,
+        is_on_policy=False,
     )  # fmt: skip
 
 
@@ -319,7 +323,7 @@ def check_reset(bench: Any) -> None:
     for resets, step in ((False, 3), (True, 2), (True, 3)):
         trainer.cfg = kept.with_values({"score.reset_adam": resets}, "test")
         trainer.create_optimizer().state["moments"] = {"step": 1}
-        trainer._forget_moments(step)
+        trainer._reset_optimizer(step)
         left.append(len(trainer.optimizer.state))
     trainer.cfg = kept
     assert left == [1, 1, 0]
@@ -329,53 +333,53 @@ OF_SCORE: dict[str, Check] = {
     "episodes_per_problem": seen(lambda run: len(run.trainer.train_dataset.episodes.problems), 16, 32),
     "guidance": check_guidance,
     "guidance_warmup": seen(
-        lambda run: [guide_learns(run.trainer.cast, run.cfg.score, step=step) for step in (1, 4)],
+        lambda run: [is_guide_training(run.trainer.role_models, run.cfg.score, step=step) for step in (1, 4)],
         [True, True],
         [False, True],
     ),
-    "stage1_steps": passed_to("stage1_steps", lambda score: stage_of(150, score), 100, 200),
+    "stage1_steps": passed_to("stage1_steps", lambda score: find_stage(150, score), 100, 200),
     "stage2_steps": passed_to("stage2_steps", lambda score: score.stage1_steps + score.stage2_steps, 1, 2),
     "reset_adam": check_reset,
     "kl1_max": free_to_change("kl1_max", 0.5),
-    "alpha": credits("alpha", 3.0),
-    "turn_discount": credits("turn_discount", 0.05),
-    "beta1": passed_to("beta1", lambda score: kl_coefficients(2, score), 0.01, 0.02),
-    "beta2": passed_to("beta2", lambda score: kl_coefficients(1, score), 0.1, 0.2),
+    "alpha": changes_advantages("alpha", 3.0),
+    "turn_discount": changes_advantages("turn_discount", 0.05),
+    "beta1": passed_to("beta1", lambda score: choose_kl_coefficients(2, score), 0.01, 0.02),
+    "beta2": passed_to("beta2", lambda score: choose_kl_coefficients(1, score), 0.1, 0.2),
     "beta_guide": check_update("beta_guide", 0.0, 1.0),
     "kl": check_update("kl", "full", "k3"),
-    "guide_reward": credits("guide_reward", "signed"),
-    "leak_penalty": credits("leak_penalty", 0.5),
-    "format_reward": credits("format_reward", 0.1),
-    "value_coef": credits("value_coef", 0.5),
+    "guide_reward": changes_advantages("guide_reward", "signed"),
+    "leak_penalty": changes_advantages("leak_penalty", 0.5),
+    "format_reward": changes_advantages("format_reward", 0.1),
+    "value_coef": changes_advantages("value_coef", 0.5),
     "value": check_separate,
     "value_flow": check_update("value_flow", "shared_trunk", "stop"),
-    "advantage": credits("advantage", "value"),
-    "scale": credits("scale", "batch"),
-    "steps_per_generation": seen(lambda run: len(run.trainer.dealing.own(0)), 16, 32),
-    "num_iterations": passed_to("num_iterations", lambda score: dealt(score).place(4), 1, 2),
+    "advantage": changes_advantages("advantage", "value"),
+    "scale": changes_advantages("scale", "batch"),
+    "steps_per_generation": seen(lambda run: len(run.trainer.schedule.rank_places(0)), 16, 32),
+    "num_iterations": passed_to("num_iterations", lambda score: make_schedule(score).find_place(4), 1, 2),
     "epsilon": check_update("epsilon", 1e-4, 10.0, num_iterations=2),
     "temperature": seen(log_prob, 1.0, 0.5),
     "max_new_tokens": seen(lambda run: run.cfg.prompt_tokens, 28, 25),
     "max_hint_tokens": seen(lambda run: run.cfg.prompt_tokens, 28, 25),
-    "generation_rows": seen(sizes_of_draws, [4], [2]),
+    "generation_rows": seen(find_batch_sizes, [4], [2]),
     "solver_learning_rate": seen(lambda run: rates(run)[0], 0.01, 0.5),
     "guide_learning_rate": seen(lambda run: rates(run)[1], 0.002, 0.25),
     "value_learning_rate": seen(lambda run: rates(run)[2], 1e-4, 0.125),
-    "hint_gain": free_to_change("hint_gain", 0.1),
+    "min_hint_gain": free_to_change("min_hint_gain", 0.1),
     "eval_temperature": check_evaluation,
     "eval_samples": check_evaluation,
     "prompts.solve": seen(texts, ["0", "0", "0"], ["0", "1", "2"]),
     "prompts.guide": seen(texts, ["0", "0", "0"], ["0", "1", "2"]),
     "prompts.revise": seen(texts, ["0", "0", "0"], ["0", "1", "2"]),
-    "prompts.static_hint": seen(hint_of("static"), "0", "3"),
-    "prompts.right_hint": seen(hint_of("right"), "0", "40"),
+    "prompts.static_hint": seen(decode_hint("static"), "0", "3"),
+    "prompts.right_hint": seen(decode_hint("right"), "0", "40"),
     "placement": separates,
     "devices.solver": lies("solver", "cuda:1", refused="first visible GPU"),
     **{f"devices.{part}": lies(part, "cpu") for part in ("guide", "value", "critic", "target_critic", "ref")},
     "critic.learning_rate": of_critic("learning_rate", lambda run: rates(run)[3], 0.25),
     "critic.tau": of_critic("tau", share_taken_over, 0.5),
-    "critic.width": of_critic("width", lambda run: run.trainer.cast.critic.encoder.recurrent.hidden_size, 12),
+    "critic.width": of_critic("width", lambda run: run.trainer.role_models.critic.encoder.recurrent.hidden_size, 12),
     "samples": free_to_change("samples", 4),
 }
-"""Key below `score` -> what it changes. Run-level effects (hint_gain refuses, samples are written) are in
+"""Key below `score` -> what it changes. Run-level effects (min_hint_gain refuses, samples are written) are in
 tests/tasks/score."""

@@ -9,7 +9,7 @@ from typing import Any
 from processes import HANG_S
 from small_run import Inputs
 
-from sftplay.model.toys.digits import DigitsRecipe, make_digits
+from sftplay.model.toys.tasks import DigitsRecipe, make_digits
 
 PROMPTS = {
     "solve": "{problem}",
@@ -45,7 +45,7 @@ def score_options(**changes: Any) -> dict[str, Any]:
         "score__stage2_steps": 2,
         "score__max_new_tokens": 2,
         "score__max_hint_tokens": 2,
-        "score__hint_gain": 0,
+        "score__min_hint_gain": 0,
         "score__prompts": PROMPTS,
         **changes,
     }

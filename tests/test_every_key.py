@@ -37,8 +37,8 @@ from sftplay.config.load import load_config
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
 from sftplay.config.schema.keys import all_keys
 from sftplay.config.schema.run import RewardConfig, RunConfig
-from sftplay.data.mix import load as load_of_mixtures
-from sftplay.data.mix.load import MixtureRows, load_mixture
+from sftplay.data.mixture import load as load_of_mixtures
+from sftplay.data.mixture.load import MixtureRows, load_mixture
 from sftplay.data.order import training_order
 from sftplay.errors import DataError
 from sftplay.evaluate.perplexity import Document
@@ -53,8 +53,8 @@ from sftplay.launch.generation_server import server_command
 from sftplay.launch.run_folder import RunFolder, new_folder
 from sftplay.launch.supervise.exit_cause import Death
 from sftplay.launch.supervise.watchdog import timeout_of
+from sftplay.machine.libraries import recomputation_arguments
 from sftplay.machine.probe import Gpu, Machine, probe
-from sftplay.machine.releases import recomputation_arguments
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.reward.reward_set import RewardSet, combined
 from sftplay.reward.table import judges_form
@@ -63,7 +63,7 @@ from sftplay.runs import start as launching
 from sftplay.runs.model_shape import known_shape
 from sftplay.runs.strategy_setup import environment_of, prepare_deepspeed, with_deepspeed
 from sftplay.signals import StopAtOnce
-from sftplay.tasks import TASKS, worker
+from sftplay.tasks import TASKS, TaskRow, worker
 from sftplay.tasks.grpo.arguments import grpo_arguments
 from sftplay.train.checkpointing import MarkComplete, choose_checkpoint
 from sftplay.train.exact_batch import Replay
@@ -235,11 +235,14 @@ def check_task_mode(bench: Bench) -> None:
         asked.append(cfg.task_mode)
         raise DataError("enough")
 
-    module = ModuleType("another_task")
+    module = ModuleType("another")
     module.load_rows = load_rows  # type: ignore[attr-defined]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
-        with patch.dict(sys.modules, {"another_task": module}), patch.dict(TASKS, {"sft": "another_task"}):
+        row, package = TaskRow("another"), ModuleType("another")
+        package.__path__ = []
+        modules = {"sftplay.tasks.another": package, row.trainer: module}
+        with patch.dict(sys.modules, modules), patch.dict(TASKS, {"sft": row}):
             with patch.object(worker, "quiet_libraries"), pytest.raises(DataError, match="enough"):
                 worker._work(folder, StopAtOnce())
     finally:
@@ -571,14 +574,14 @@ def check_duplicates(bench: Bench) -> None:
         assert len(set(run.trainer.train_dataset["row"])) == count
 
 
-def check_leaks(bench: Bench) -> None:
+def check_contamination(bench: Bench) -> None:
     paths = {
         "data__train_path": bench.rows("leak-train.jsonl", chats(6)),
         "data__val_path": bench.rows("leak-val.jsonl", chats(2)),
     }
-    assert set(bench.build(data__leaks="drop", **paths).trainer.train_dataset["row"]) == {2, 3, 4, 5}
+    assert set(bench.build(data__contamination="drop", **paths).trainer.train_dataset["row"]) == {2, 3, 4, 5}
     with pytest.raises(DataError, match=r"leak-train\.jsonl:1"):
-        bench.build(data__leaks="error", **paths)
+        bench.build(data__contamination="error", **paths)
 
 
 def check_split(bench: Bench) -> None:
@@ -699,8 +702,8 @@ def check_unit(bench: Bench) -> None:
     assert planned[0] > planned[1]
 
 
-def check_exhausted(bench: Bench) -> None:
-    repeat, stop = (mixture(bench, cpt__exhausted=policy, train__epochs=9.0).steps for policy in ("repeat", "stop"))
+def check_on_source_end(bench: Bench) -> None:
+    repeat, stop = (mixture(bench, cpt__on_source_end=policy, train__epochs=9.0).steps for policy in ("repeat", "stop"))
     assert stop < repeat
 
 
@@ -864,12 +867,12 @@ OF_GRPO: dict[str, Check] = {
     "vllm.url": of_trl("vllm_server_base_url", {"http://a:1": "http://a:1"}, key="vllm.url", generation="vllm_server"),
     "vllm.command": starts_the_server,
     "vllm.timeout": of_trl("vllm_server_timeout", {240: 240.0, 7: 7.0}, key="vllm.timeout", generation="vllm_server"),
-    "redraws": decides("grpo.redraws", 2, weights=True),
-    "skip_silent": decides("grpo.skip_silent", True, weights=True),
-    "gauge_steps": decides("grpo.gauge_steps", 3, weights=False),
+    "dynamic_sampling_rounds": decides("grpo.dynamic_sampling_rounds", 2, weights=True),
+    "skip_zero_variance": decides("grpo.skip_zero_variance", True, weights=True),
+    "logprob_check_steps": decides("grpo.logprob_check_steps", 3, weights=False),
     "stop_without_signal": decides("grpo.stop_without_signal", 5, weights=False),
     "samples": decides("grpo.samples", 4, weights=False),
-    "control": decides("grpo.control", "random", weights=True),
+    "placebo_reward": decides("grpo.placebo_reward", "random", weights=True),
     "extra": of_trl("sapo_temperature_neg", {1.1: 1.1}, key="extra.sapo_temperature_neg"),
 }
 
@@ -1063,7 +1066,7 @@ TABLE: dict[str, Check] = {
     "cpt.block_size": check_block_size,
     "cpt.cross_document": check_cross_document,
     "cpt.weights_of": check_unit,
-    "cpt.exhausted": check_exhausted,
+    "cpt.on_source_end": check_on_source_end,
     "cpt.streaming": check_streaming,
     "cpt.train_tokens": check_train_tokens,
     "cluster.comm.hook": check_hook,
@@ -1086,7 +1089,7 @@ TABLE: dict[str, Check] = {
     "data.delimiter": check_delimiter,
     "data.system": check_system,
     "data.duplicates": check_duplicates,
-    "data.leaks": check_leaks,
+    "data.contamination": check_contamination,
     "data.split": check_split,
     "data.template": check_template,
     "data.on_bad_row": check_bad_rows,

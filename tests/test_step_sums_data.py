@@ -8,8 +8,7 @@ from itertools import accumulate
 import torch
 from test_demo_data import DATA, load_generator
 
-from sftplay.model.toys.digits import ALPHABET
-from sftplay.model.toys.steps import StepsRecipe
+from sftplay.model.toys.tasks import ALPHABET, StepsRecipe
 
 FOLDER = DATA / "step_sums"
 

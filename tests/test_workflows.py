@@ -214,7 +214,7 @@ def plain_perplexity(run: Path, kit: Path) -> float:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from sftplay.config.load import load_config
-    from sftplay.data.mix.load import load_mixture
+    from sftplay.data.mixture.load import load_mixture
 
     cfg = load_config(run / "config.resolved.yaml")
     rows = kit / "data" / "processed" / "my-documents-dapt-documents.jsonl"

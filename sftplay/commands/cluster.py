@@ -13,7 +13,7 @@ from sftplay import log
 from sftplay.config.explain.matrix import as_markdown, as_table, rows
 from sftplay.launch.command.accelerate_yaml import accelerate_text, write_accelerate
 from sftplay.machine.probe import probe
-from sftplay.terminal.colours import is_terminal
+from sftplay.terminal import is_terminal
 
 AMPERE = (8, 0)
 """Oldest compute capability with bf16."""

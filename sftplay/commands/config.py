@@ -7,14 +7,14 @@ from argparse import Namespace
 
 from sftplay import log
 from sftplay.config.rules.general import notes
-from sftplay.plan.sizing.groups import refuse_broken_groups
+from sftplay.config.rules.task_spec import find_spec
 from sftplay.runs.inputs import load_checked
 
 
 def validate(args: Namespace) -> int:
     """`validate`: every problem of config, files and model name, or each value that is no default and its origin."""
     cfg = load_checked(args.config, args.overrides, asks_hub=False)
-    refuse_broken_groups(cfg, 1)
+    find_spec(cfg).refuse_broken_groups(cfg, 1)
     if args.json:
         print(json.dumps({"valid": True, "config": cfg.model_dump(), "origins": cfg.origins, "notes": notes(cfg)}))
         return 0

@@ -12,9 +12,8 @@ from typing import Any
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command.command import cache_environment, quiet_environment
-from sftplay.machine.releases import hub_client
-from sftplay.model.hub import CONNECT_S, first_line, unreachable
-from sftplay.model.source import PICKLE_FIX, is_hub_shaped, is_local
+from sftplay.machine.libraries import hub_client
+from sftplay.model.source import CONNECT_S, PICKLE_FIX, first_line, is_hub_shaped, is_local, unreachable
 from sftplay.runs.inputs import ask_hub
 from sftplay.units import format_bytes
 

@@ -116,8 +116,7 @@ def _measure(
 
 def _problems(args: Namespace, sandbox: Sandbox, *, seed: int, limits: Limits) -> tuple[list[Problem], dict[str, str]]:
     """The problems to ask, and why others are left out."""
-    from sftplay.data.problems.load import draw_subset, load_problems
-    from sftplay.data.problems.references import sound_problems
+    from sftplay.data.problems.load import draw_subset, load_problems, sound_problems
 
     sound, failed = sound_problems(load_problems(args.data, args.split), sandbox, limits=limits)
     problems = draw_subset(sound, args.limit, seed=seed)

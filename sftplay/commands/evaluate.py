@@ -49,13 +49,13 @@ def evaluate(args: Namespace) -> int:
     if measure.split == "test":
         _expect_test_set(cfg)
     prepare_environment(cfg)
-    if cfg.task_mode == "hrm":
+    if not cfg.task.reads_text:
         figures, table = _measure_puzzles(cfg, folder, measure=measure)
     elif cfg.learns_documents:
         figures, table = _measure_sources(cfg, folder, measure=measure)
     else:
         figures = _measure(cfg, folder, measure=measure)
-        table = _figures_table(figures) if cfg.task_mode != "score" else _ablation_table(figures)
+        table = _figures_table(figures) if cfg.task.turns != 2 else cfg.task.finished.ablation_table(figures)
     report_at_end(folder)
     if args.json:
         print(json.dumps(figures))
@@ -74,7 +74,7 @@ def _expect_test_set(cfg: RunConfig) -> None:
 
 def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[dict[str, Any], str]:
     """The content of perplexity.json, and its table."""
-    from sftplay.data.mix.load import load_mixture
+    from sftplay.data.mixture.load import load_mixture
     from sftplay.evaluate.comparison import comparison_table
     from sftplay.evaluate.sources import held_out_of, measure_sources
     from sftplay.model.load import load_base, load_result
@@ -100,12 +100,11 @@ def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> 
 
 def _measure_puzzles(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[dict[str, Any], str]:
     """The figures of the result and their table; an untrained model solves nothing, so it is not measured beside it."""
-    from sftplay.tasks.hrm.finished import figures_table, measure_finished
-
+    finished = cfg.task.finished
     limit = measure.values.get("eval.limit")
     path = folder.eval / f"{measure.prefix}after.json"
-    figures = measure_finished(cfg, folder, split=measure.split, limit=limit, path=path)
-    return {"after": figures}, figures_table(figures)
+    figures = finished.measure_finished(cfg, folder, split=measure.split, limit=limit, path=path)
+    return {"after": figures}, finished.figures_table(figures)
 
 
 def _nothing_held_out() -> DataError:
@@ -117,9 +116,9 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str
     from sftplay.model.load import load_result, load_untrained
 
     rows = _data_of(cfg, folder, split=measure.split)
-    if cfg.task_mode == "score":
+    if cfg.task.turns == 2:
         return _measure_turns(cfg, folder, measure=measure, prompts=rows)
-    measure_model = _measure_prompts if cfg.task_mode == "grpo" else _measure_examples
+    measure_model = _measure_prompts if cfg.task.turns == 1 else _measure_examples
     if not rows.held_out:
         raise _nothing_held_out()
     figures = {}
@@ -133,20 +132,13 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str
 
 def _measure_turns(cfg: RunConfig, folder: RunFolder, *, measure: Measure, prompts: Any) -> dict[str, dict[str, Any]]:
     """Both turns with each kind of hint; where nothing is held out, of the problems that were trained on."""
-    from sftplay.tasks.score.finished import measure_ablation, open_cast
-
+    finished = cfg.task.finished
     figures = {}
     for side in ("before", "after") if measure.has_base else ("after",):
-        cast = open_cast(cfg, folder, untrained=side == "before")
+        role_models = finished.open_role_models(cfg, folder, untrained=side == "before")
         path = folder.eval / f"{measure.prefix}{side}.json"
-        figures[side] = measure_ablation(cast, prompts, cfg=cfg, path=path)
+        figures[side] = finished.measure_ablation(role_models, prompts, cfg=cfg, path=path)
     return figures
-
-
-def _ablation_table(figures: dict[str, dict[str, Any]]) -> str:
-    from sftplay.tasks.score.finished import ablation_table
-
-    return ablation_table(figures)
 
 
 def _measure_examples(model: Any, examples: Any, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
@@ -179,7 +171,7 @@ def _data_of(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
     template = stored_template(tokenizer, folder)
-    if cfg.task_mode in ("grpo", "score"):
+    if cfg.task.learns_from_rewards:
         if split == "test":
             return load_held_out_prompts(cfg, tokenizer, path=str(cfg.data.test_path), renderer_template=template)
         return load_prompts(cfg, tokenizer, renderer_template=template)

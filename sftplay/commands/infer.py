@@ -33,7 +33,7 @@ def infer(args: Namespace) -> int:
     For a run that has learned puzzles: the solution of the one in a file.
     """
     cfg, folder = open_run(args, takes_puzzles=True)
-    if cfg.task_mode == "hrm":
+    if not cfg.task.reads_text:
         return puzzle.solve(args, cfg, folder=folder)
     puzzle.refuse_file(args)
     conversation = _open_conversation(_in_length(cfg, args), folder, args=args)
@@ -55,9 +55,9 @@ def infer(args: Namespace) -> int:
 
 def _open_conversation(cfg: RunConfig, folder: RunFolder, *, args: Namespace) -> Any:
     """A chat, or episodes where the run answers twice."""
-    if cfg.task_mode == "score":
+    if cfg.task.turns == 2:
         prepare_environment(cfg)
-        return two_turns.open_talk(cfg, folder, args=args, sampling=_sampling(args, cfg))
+        return two_turns.open_chat(cfg, folder, args=args, sampling=_sampling(args, cfg))
     generator, renderer = open_generator(cfg, folder, args=args)
     from sftplay.generate.chat import Conversation
 
@@ -66,7 +66,7 @@ def _open_conversation(cfg: RunConfig, folder: RunFolder, *, args: Namespace) ->
 
 def _in_length(cfg: RunConfig, args: Namespace) -> RunConfig:
     """The config of a run that answers twice with answers as long as the command line says."""
-    if cfg.task_mode != "score" or not args.max_new_tokens:
+    if cfg.task.turns != 2 or not args.max_new_tokens:
         return cfg
     longer = cfg.with_values({"score.max_new_tokens": args.max_new_tokens}, "command line")
     if longer.prompt_tokens < 1:
@@ -165,14 +165,12 @@ def _open_answers(
     args: Namespace, cfg: RunConfig, *, folder: RunFolder, questions: PromptFile | None
 ) -> tuple[Any, Any]:
     """What answers a batch of rows, and the renderer; the lengths of `questions` are checked before anything else."""
-    if cfg.task_mode == "score":
+    if cfg.task.turns == 2:
         prepare_environment(cfg)
-        player, renderer = two_turns.open_row_player(cfg, folder, sampling=_sampling(args, cfg))
-        from sftplay.tasks.score.finished import check_problems
-
+        row_sampler, renderer = two_turns.open_row_sampler(cfg, folder, sampling=_sampling(args, cfg))
         if questions:
-            check_problems(questions, renderer, cfg=cfg)
-        return player.answers, renderer
+            cfg.task.finished.check_problems(questions, renderer, cfg=cfg)
+        return row_sampler.sample_answers, renderer
     generator, renderer = open_generator(cfg, folder, args=args)
     from sftplay.generate.batch import answerer, check_lengths
 
@@ -234,7 +232,7 @@ def _sampling(args: Namespace, cfg: RunConfig) -> Any:
 
 
 def _longest(args: Namespace, cfg: RunConfig) -> int:
-    if cfg.task_mode == "score":
+    if cfg.task.turns == 2:
         return cfg.score.max_new_tokens
     return args.max_new_tokens or cfg.eval.max_new_tokens
 

@@ -91,7 +91,7 @@ def check(args: Namespace) -> int:
 
 
 def _ask_torch() -> dict[str, Any]:
-    from sftplay.machine.torch_build import ask_torch
+    from sftplay.machine.libraries import ask_torch
 
     return ask_torch()
 

@@ -23,8 +23,8 @@ def puzzle_data(args: Namespace) -> int:
     if args.overrides:
         what = f"{args.overrides[0]!r} is no setting of puzzle-data, which has no config"
         raise ConfigError(what, where="command line", fix="see `python -m sftplay puzzle-data --help`")
-    from sftplay.data.puzzles.make.folder import make_folder
-    from sftplay.data.puzzles.make.settings import Settings
+    from sftplay.data.puzzles.make_checks import Settings
+    from sftplay.data.puzzles.make_folder import make_folder
 
     settings = Settings(
         kind=args.kind, source=Path(args.input) if args.input else None, out=Path(args.out), copies=args.aug,
@@ -68,9 +68,7 @@ def solve(args: Namespace, cfg: RunConfig, *, folder: RunFolder) -> int:
     """Print the grid of the solution, and what is to be said of it."""
     text = _read(args.input)
     prepare_environment(cfg)
-    from sftplay.tasks.hrm.finished import solve_text
-
-    solution = solve_text(cfg, folder, text=text, where=args.input)
+    solution = cfg.task.finished.solve_text(cfg, folder, text=text, where=args.input)
     print(solution.text, flush=True)
     log.say(solution.said, "infer")
     return 0

@@ -18,10 +18,10 @@ from sftplay.model.libraries import unneeded_for_rows
 from sftplay.model.start_point import resolve_names
 from sftplay.runs.inputs import load_checked, needs_no_hub
 from sftplay.startup import leave_out
-from sftplay.terminal.colours import has_colours
+from sftplay.terminal import has_colours
 
 if TYPE_CHECKING:
-    from sftplay.data.mix.load import MixtureRows
+    from sftplay.data.mixture.load import MixtureRows
     from sftplay.data.pipeline import Examples
 
 
@@ -32,7 +32,7 @@ def load_texts(args: Namespace) -> RunConfig:
         ConfigError: it learns puzzles, which no tokenizer reads.
     """
     cfg = load_checked(args.config, args.overrides)
-    if cfg.task_mode == "hrm":
+    if not cfg.task.reads_text:
         what = "task_mode hrm learns puzzles, which have neither a tokenizer nor a template"
         fix = "`make train` prints what the puzzles are; `make puzzle-data` makes some"
         raise ConfigError(what, where=f"{cfg.origins.get('task_mode', 'default')} task_mode", fix=fix)
@@ -55,8 +55,8 @@ def inspect(args: Namespace) -> int:
     if cfg.learns_documents:
         return _inspect_blocks(_load_mixture(cfg), args)
     examples = _load_examples(cfg)
-    from sftplay.data.inspect.display import decoded, legend, mark_learned
-    from sftplay.data.inspect.rows import n_learned, spread_rows
+    from sftplay.data.display import decoded, legend, mark_learned
+    from sftplay.data.inspect import n_learned, spread_rows
 
     tokenizer, rows = examples.renderer.tokenizer, list(spread_rows(examples, args.n))
     if args.json:
@@ -76,8 +76,8 @@ def inspect(args: Namespace) -> int:
 
 
 def _inspect_blocks(mixture: MixtureRows, args: Namespace) -> int:
-    from sftplay.data.inspect.blocks import as_json, show_block, spread_blocks
-    from sftplay.data.inspect.display import legend
+    from sftplay.data.display import legend
+    from sftplay.data.inspect import as_json, show_block, spread_blocks
 
     tokenizer, blocks, colours = mixture.renderer.tokenizer, spread_blocks(mixture, args.n), has_colours(sys.stdout)
     if args.json:
@@ -102,7 +102,7 @@ def render(args: Namespace) -> int:
     if out is not None:
         check_new_file(out)
     examples = _load_examples(cfg)
-    from sftplay.data.inspect.rows import rendered, show_rendered, spread_rows, write_rendered
+    from sftplay.data.inspect import rendered, show_rendered, spread_rows, write_rendered
 
     tokenizer = examples.renderer.tokenizer
     if out is not None:
@@ -130,8 +130,8 @@ def _load_examples(cfg: RunConfig) -> Examples:
     from sftplay.model.tokenizer import load_extended
 
     before, tokenizer = _seal_times(cfg), load_extended(cfg)[0]
-    if cfg.task_mode in ("grpo", "score"):
-        from sftplay.data.inspect.prompts import as_examples
+    if cfg.task.learns_from_rewards:
+        from sftplay.data.inspect import as_examples
         from sftplay.data.prompts.load import load_prompts
 
         examples = as_examples(load_prompts(cfg, tokenizer))
@@ -146,8 +146,8 @@ def _load_examples(cfg: RunConfig) -> Examples:
 def _load_mixture(cfg: RunConfig) -> MixtureRows:
     """The same for blocks of documents."""
     cfg = _prepared(cfg)
-    from sftplay.data.mix.load import load_mixture
-    from sftplay.data.prepare.known_lengths import note_blocks
+    from sftplay.data.mixture.load import load_mixture
+    from sftplay.data.tokenize.known_lengths import note_blocks
     from sftplay.model.tokenizer import load_extended
 
     before = _seal_times(cfg)
@@ -182,10 +182,10 @@ def _seal_times(cfg: RunConfig) -> dict[str, int]:
 
 
 def _show_report(rows: Examples | MixtureRows) -> None:
-    from sftplay.data.mix.report import mixture_table
+    from sftplay.data.mixture.report import mixture_table
     from sftplay.data.pipeline import Examples
-    from sftplay.data.prepare.report import report_table
-    from sftplay.data.prompts.report import prompts_table
+    from sftplay.data.prompts.load import prompts_table
+    from sftplay.data.tokenize.report import report_table
 
     if not isinstance(rows, Examples):
         log.show(mixture_table(rows.report))

@@ -15,8 +15,8 @@ from sftplay.config.load import load_config
 from sftplay.errors import ConfigError
 from sftplay.launch.job_files import job_text
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.slurm.records import JOB_FILE, JobFolder
 from sftplay.launch.slurm.request import JobRequest
+from sftplay.launch.slurm.scheduler import JOB_FILE, JobFolder
 from sftplay.runs import submit as submitting
 from sftplay.runs.submit import as_text, describe, plan_job
 from sftplay.runs.submit import cancel as cancel_job

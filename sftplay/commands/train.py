@@ -20,7 +20,6 @@ from sftplay.runs.inputs import check_inputs
 from sftplay.runs.memory_probe import Bench, size_by_probe
 from sftplay.runs.nodes import among_nodes
 from sftplay.runs.resume import continue_run
-from sftplay.runs.reward_check import try_rewards
 from sftplay.runs.start import (
     all_notes,
     build_command,
@@ -71,7 +70,9 @@ def launch(
     scale = read_scale(args, machine)
     cfg = check_inputs(cfg, asks_hub=not args.dry_run)
     sized = size(cfg, machine, scale=scale)
-    if not args.dry_run:
+    if cfg.rewards and not args.dry_run:
+        from sftplay.runs.reward_check import try_rewards
+
         try_rewards(cfg)
     folder = folder or new_folder(cfg, args.config, claim=not args.dry_run)
     try:

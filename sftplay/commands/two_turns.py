@@ -1,4 +1,4 @@
-"""What `infer` and `infer-batch` do with a run that answers twice."""
+"""Chat and row sampling for `infer` and `infer-batch` with a run of two-turn episodes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.runs.finished_run import load_renderer
 
 
-def open_talk(cfg: RunConfig, folder: RunFolder, *, args: Namespace, sampling: Any) -> Any:
-    """Episodes with the run's solver and guide, or with its base for both."""
+def open_chat(cfg: RunConfig, folder: RunFolder, *, args: Namespace, sampling: Any) -> Any:
+    """Open a chat with the run's solver and guide, or with the base model for both."""
     from sftplay.generate.generate import Generator
-    from sftplay.tasks.score.finished import EpisodeTalk, open_cast
 
+    finished = cfg.task.finished
     tokenizer, renderer = load_renderer(cfg, folder)
-    cast = open_cast(cfg, folder, untrained=args.base)
-    generator = Generator(cast.model, tokenizer, renderer.end_token_ids, cfg.score.max_new_tokens, sampling)
-    return EpisodeTalk(cfg, cast, renderer=renderer, generator=generator)
+    role_models = finished.open_role_models(cfg, folder, untrained=args.base)
+    generator = Generator(role_models.model, tokenizer, renderer.end_token_ids, cfg.score.max_new_tokens, sampling)
+    return finished.EpisodeChat(cfg, role_models, renderer=renderer, generator=generator)
 
 
-def open_row_player(cfg: RunConfig, folder: RunFolder, *, sampling: Any) -> tuple[Any, Any]:
-    """What plays the rows of a file, and the renderer of their prompts."""
-    from sftplay.tasks.score.finished import RowPlayer, open_cast
-
+def open_row_sampler(cfg: RunConfig, folder: RunFolder, *, sampling: Any) -> tuple[Any, Any]:
+    """Open the episode sampler for the rows of a file, and the renderer of their prompts."""
+    finished = cfg.task.finished
     _, renderer = load_renderer(cfg, folder)
-    return RowPlayer(cfg, open_cast(cfg, folder), renderer=renderer, sampling=sampling), renderer
+    role_models = finished.open_role_models(cfg, folder)
+    return finished.RowEpisodeSampler(cfg, role_models, renderer=renderer, sampling=sampling), renderer

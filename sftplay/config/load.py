@@ -16,11 +16,10 @@ from pydantic import ValidationError
 
 from sftplay.config.explain.problems import missing_key, offending_keys, translated
 from sftplay.config.read.layers import Layer, Place, Problem, merge, nested, read_layers, read_overrides
-from sftplay.config.read.precision import resolve_precision
-from sftplay.config.read.resolved import dump_resolved, read_origins
-from sftplay.config.read.task_mode import resolve_task_mode, with_own_model
+from sftplay.config.read.resolved import dump_resolved, is_written_by_kit, read_origins, with_new_names
+from sftplay.config.read.spellings import resolve_precision, resolve_task_mode, with_own_model
 from sftplay.config.read.yaml12 import KeyPath
-from sftplay.config.rules.cpt import needs_train_path
+from sftplay.config.rules.documents import needs_train_path
 from sftplay.config.rules.general import broken_rules
 from sftplay.config.schema.keys import (
     all_keys,
@@ -43,7 +42,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config in a YAML file, laid over what it includes, with `a.b=c` texts laid over both.
 
     `--a.b=c` is the same as `a.b=c`; of two overrides of one key the later one counts. Paths in messages and origins
-    are as the user typed them, those of includes relative to the current folder.
+    are as the user typed them, those of includes relative to the current folder. In a file that the kit wrote into a
+    run's folder, keys that were renamed since are read by their new names.
 
     Raises:
         ConfigError: a file that cannot be read or is not YAML.
@@ -66,7 +66,10 @@ def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Run
         ConfigError: a file that cannot be read or is not YAML.
     """
     override_layer, problems = read_overrides(overrides)
-    layers, contradictions = resolve_precision([*read_layers(path), override_layer])
+    *included, written = read_layers(path)
+    if is_written_by_kit(Path(path)):
+        written = with_new_names(written)
+    layers, contradictions = resolve_precision([*included, written, override_layer])
     problems += contradictions
     merged = merge(with_own_model(resolve_task_mode(layers)))
     merged = Layer(_with_empty_sections(merged.values, RunConfig), merged.places)

@@ -18,16 +18,15 @@ from datasets import Dataset
 
 from sftplay.config.schema.run import DataConfig, RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint, is_sound
-from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import reading_of, to_record
-from sftplay.data.prepare.known_lengths import note_lengths
-from sftplay.data.prepare.one_pass import Input, Preparation
-from sftplay.data.prepare.output import CHATS, REFUSED, REPORT, RowFiles
-from sftplay.data.prepare.policies import SIDES, Side
-from sftplay.data.prepare.report import where_rows_went
 from sftplay.data.read.sources import content_digest, dialect_of, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source, Text, chat_from_json
-from sftplay.data.template.templates import resolve_template
+from sftplay.data.render.render import Renderer
+from sftplay.data.render.templates import resolve_template
+from sftplay.data.tokenize.known_lengths import note_lengths
+from sftplay.data.tokenize.one_pass import CHATS, REFUSED, REPORT, Input, Preparation, RowFiles
+from sftplay.data.tokenize.policies import SIDES, Side
+from sftplay.data.tokenize.report import where_rows_went
 from sftplay.errors import DataError
 
 CODE_VERSION = 5
@@ -131,7 +130,7 @@ def _load(
         "renderer": asdict(renderer.recipe()),
         "max_seq_len": cfg.model.max_seq_len,
         "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
-        "policies": [data.on_bad_row, data.too_long, data.duplicates, data.leaks],
+        "policies": [data.on_bad_row, data.too_long, data.duplicates, data.contamination],
     }
     folder = Path(data.processed_dir) / fingerprint(parts)
     only_held_out = digests == checked and any(given.share for given in inputs) and not is_sound(folder)

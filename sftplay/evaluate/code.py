@@ -10,9 +10,8 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from sftplay.config.schema.reward import SandboxConfig
-from sftplay.data.problems.load import columns_of
+from sftplay.data.problems.load import LIMITS, columns_of
 from sftplay.data.problems.problem import PROMPT_VERSION, Problem
-from sftplay.data.problems.references import LIMITS
 from sftplay.errors import RunError
 from sftplay.reward.code_rewards import Tried, limits_of, try_programs
 from sftplay.sandbox.pool import Sandbox

@@ -19,12 +19,12 @@ from torch.nn import functional
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.encode.render import Renderer
 from sftplay.data.records import IGNORE_INDEX, Chat
+from sftplay.data.render.render import Renderer
 from sftplay.evaluate.metrics import score_answers
 from sftplay.evaluate.reward_scores import columns_of, mean_rewards, score_by_rewards
 from sftplay.generate.generate import Generator, answer_all
-from sftplay.machine.releases import nothing_recomputed
+from sftplay.machine.libraries import nothing_recomputed
 from sftplay.model.out_of_memory import AdaptiveBatches
 
 LOSS_TOKENS = 8192

@@ -9,7 +9,6 @@ from typing import Any
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.records import Chat
-from sftplay.reward.reward_set import RewardSet
 from sftplay.reward.table import missing_column
 
 
@@ -28,6 +27,8 @@ def score_by_rewards(
             measured.append(reward)
     if not measured:
         return {}
+    from sftplay.reward.reward_set import RewardSet  # brings the sandbox
+
     with RewardSet(cfg.model_copy(update={"rewards": measured})) as rewards:
         scored = rewards.score(answers, columns)
     for name, scores in scored.by_name.items():

@@ -17,9 +17,9 @@ from datasets import Dataset
 from sftplay import log
 from sftplay.atomic import read_object, write_text
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.encode.render import Renderer
-from sftplay.data.mix.load import MixtureRows
+from sftplay.data.mixture.load import MixtureRows
 from sftplay.data.records import Chat
+from sftplay.data.render.render import Renderer
 from sftplay.evaluate.comparison import Measured, Side, with_side
 from sftplay.evaluate.evaluate import HeldOutChats, evaluate, ready_to_answer
 from sftplay.evaluate.perplexity import Document, TextFigures, measure_perplexity, pooled, stride_of

@@ -21,12 +21,11 @@ from transformers.utils import cached_file
 from sftplay import __version__, log
 from sftplay.atomic import locked, use_umask
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.encode.render import Renderer
+from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.hub import FOLDER_FIX, check_reachable, first_line, quieten_hub
 from sftplay.model.merged_start import merge_adapter
-from sftplay.model.source import is_hub_shaped, locate
+from sftplay.model.source import FOLDER_FIX, check_reachable, first_line, is_hub_shaped, locate, quieten_hub
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.weights import DTYPES

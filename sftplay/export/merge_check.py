@@ -20,17 +20,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.encode.render import Renderer
-from sftplay.data.mix.load import load_mixture
+from sftplay.data.mixture.load import load_mixture
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import IGNORE_INDEX, Message
+from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.export.merge import adapter_of, end_token_ids, load_unquantised, size_bytes
 from sftplay.generate.generate import Generator
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.hub import first_line
 from sftplay.model.load import load_result
 from sftplay.model.merged_start import attach_for_merging
+from sftplay.model.source import first_line
 from sftplay.model.tokenizer import load_tokenizer
 
 PROMPTS = 8

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.atomic import whole_file
-from sftplay.data.layouts.fields import Row
+from sftplay.data.layouts.turns import Row
 from sftplay.data.prompts.prompt import Prompt
 from sftplay.errors import DataError, RunError
 from sftplay.generate.generate import Generator, answer_batch

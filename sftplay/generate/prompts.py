@@ -8,11 +8,11 @@ from itertools import islice
 from pathlib import Path
 
 from sftplay.data.layouts.convert import Reading
-from sftplay.data.layouts.fields import Row
+from sftplay.data.layouts.turns import Row
 from sftplay.data.prompts.prompt import Prompt, to_prompt
 from sftplay.data.read.encodings import BOM, Charset
 from sftplay.data.read.files import files_of
-from sftplay.data.read.jsonl import text_lines
+from sftplay.data.read.json_rows import text_lines
 from sftplay.data.read.sources import Dialect, content_digest, file_digest, read_rows
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError

@@ -57,7 +57,7 @@ POLL_S, ANSWER_S, ENDING_S = 0.3, 5.0, 20.0
 
 def starts_server(cfg: RunConfig) -> bool:
     """True when completions come from a server and the config names none that runs."""
-    return cfg.task_mode == "grpo" and cfg.grpo.generation == "vllm_server" and cfg.grpo.vllm.url is None
+    return cfg.task.turns == 1 and cfg.grpo.generation == "vllm_server" and cfg.grpo.vllm.url is None
 
 
 def server_command(cfg: RunConfig, *, host: str, port: int) -> list[str]:

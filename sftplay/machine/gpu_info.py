@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sftplay.machine.gpu import Gpu, GpuProcess
+from sftplay.machine.libraries import TorchBuild
 from sftplay.machine.probe import Machine
-from sftplay.machine.torch_build import TorchBuild
 from sftplay.units import GIB, format_bytes, format_count
 
 UNSEEN_BYTES = 128 * 2**20

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.machine.gpu import Gpu as Gpu
-from sftplay.machine.gpu import MigInstance
-from sftplay.machine.nvml import read_gpus
+from sftplay.machine.gpu import MigInstance, read_gpus
+from sftplay.machine.libraries import TorchBuild, find_torch, find_unsloth_problem
 from sftplay.machine.ram import ram_free_bytes
 from sftplay.machine.ram import ram_limit_bytes as ram_limit_bytes
-from sftplay.machine.torch_build import TorchBuild, find_torch
-from sftplay.machine.unsloth import find_unsloth_problem
 
 LIBRARIES = (
     "torch", "transformers", "trl", "peft", "accelerate", "datasets", "bitsandbytes", "deepspeed", "tensorboard",

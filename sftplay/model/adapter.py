@@ -65,7 +65,7 @@ def _nothing_said() -> Iterator[None]:
     with warnings.catch_warnings():
         # Says that a tied head is trained apart from its embedding, which is what modules_to_save asks for.
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-        # PEFT 0.21 asks transformers by the word of before (machine/releases.py).
+        # PEFT 0.21 asks transformers by the word of before (machine/libraries.py).
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
         yield
 

@@ -20,13 +20,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sftplay.atomic import locked, whole_folder
-from sftplay.data.template.chatml import CHATML
+from sftplay.data.render.templates import CHATML
 from sftplay.errors import ConfigError, MachineError, nearest_names
-from sftplay.model.toys.digits import DigitsRecipe, make_digits
-from sftplay.model.toys.induction import set_induction_heads
-from sftplay.model.toys.muon import Muon
 from sftplay.model.toys.shipped import read_shipped
-from sftplay.model.toys.steps import StepsRecipe
+from sftplay.model.toys.tasks import DigitsRecipe, Muon, StepsRecipe, make_digits, set_induction_heads
 from sftplay.places import shipped
 
 ROPE_THETA = 10_000.0

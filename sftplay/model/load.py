@@ -84,7 +84,7 @@ def stored_base(cfg: RunConfig, folder: Path, *, new_tokens: Sequence[NewToken] 
     can load.
     """
     cfg = resolve_names(cfg)
-    is_kept = cfg.tuning.mode != "full" or (cfg.task_mode == "grpo" and cfg.grpo.beta > 0)  # TRL loads it once more
+    is_kept = cfg.tuning.mode != "full" or (cfg.task.turns == 1 and cfg.grpo.beta > 0)  # TRL loads it once more
     if not new_tokens and not (cfg.model.merge_adapter and is_kept):
         return None
     return str(keep_base(cfg, folder, dtype=_start_dtype(cfg), new_tokens=new_tokens).resolve())

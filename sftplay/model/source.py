@@ -1,7 +1,4 @@
-"""Where a model comes from: a local folder, a builtin, or a hub name; what its config.json says, its files' digests.
-
-It loads no weights and imports no heavy library. `start_point` knows the names of runs.
-"""
+"""Where a model comes from: a folder, the hub's cache, a built-in one."""
 
 from __future__ import annotations
 
@@ -10,11 +7,13 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sftplay import log
-from sftplay.errors import ConfigError
+from sftplay.errors import ConfigError, MachineError, without_secrets
+from sftplay.machine.libraries import hub_client
 from sftplay.places import cache_root
 
 BUILTIN = "builtin:"
@@ -56,7 +55,7 @@ _HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|[.-]/))\w[\w.-]*(?:/\w[\w.-]*)?(?<![.-]
 LONGEST_HUB_NAME = 96
 """The hub's own rules for names (huggingface_hub, utils/_validators.py)."""
 
-WEIGHTS = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")
 """Files of a folder that say which numbers a run starts from."""
 
 WHOLE_BYTES = 2**31
@@ -179,7 +178,7 @@ def weights_digests(folder: str | None, *, whole_bytes: int = WHOLE_BYTES, chunk
     """Path -> hex sha256 of each file of weights in a folder; empty for a name on a hub, or None."""
     if folder is None or not Path(folder).is_dir():
         return {}
-    files = {path for pattern in WEIGHTS for path in Path(folder).glob(pattern)}
+    files = {path for pattern in WEIGHT_PATTERNS for path in Path(folder).glob(pattern)}
     return {str(path): weights_digest(path, whole_bytes=whole_bytes, chunks=chunks) for path in sorted(files)}
 
 
@@ -199,3 +198,107 @@ def _starts(size_bytes: int, whole_bytes: int, *, chunks: int) -> Iterator[int]:
         return iter(range(0, size_bytes, CHUNK_BYTES))
     last = size_bytes - CHUNK_BYTES
     return (last * n // (chunks - 1) for n in range(chunks))
+
+
+CONNECT_S = 9.0
+"""Longest wait for the hub's first answer. Its client would try six times and give up after about 50 s."""
+
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+"""Names under which transformers looks for weights: the one file, or the list of its parts."""
+
+
+def check_reachable(name: str, revision: str | None, *, where: str) -> bool:
+    """True when the hub has the model `name`, False when it does not answer but the model lies in its cache here.
+
+    It asks one short question before a library starts its own retries. Once that is answered, a slow connection has all
+    the time it needs. Folders are always reachable.
+
+    Raises:
+        MachineError: the hub does not answer, or has no such model for this user.
+        ConfigError: `name` is the path of a folder that is not, or no longer, there.
+    """
+    if is_local(name):
+        return True
+    if not is_hub_shaped(name):
+        check_source(name, where)
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    cached = isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=CONNECT_S)
+    except (hub_client().TransportError, OfflineModeIsEnabled) as error:
+        if cached:
+            return False
+        raise unreachable(name, error, where=where) from error
+    except EntryNotFoundError:
+        return True  # the library that opens it says what is missing
+    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise _refused(name, error, where=where) from error
+    except (HfHubHTTPError, OSError, ValueError):
+        return True  # a mirror with answers of its own
+    return True
+
+
+def fetch_weights(name: str, revision: str | None) -> None:
+    """Bring the safetensors of the hub's model `name` into its cache, so that several processes can open them at once.
+
+    Other formats, and a download that breaks off, are left to the library that opens the model, which reports them.
+
+    Raises:
+        MachineError: the hub does not answer and the cache has nothing, or it has no such model for this user.
+    """
+    if is_local(name) or not check_reachable(name, revision, where=f"model.name {name}"):
+        return
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    with suppress(hub_client().HTTPError, OSError, ValueError, KeyError):
+        try:
+            hf_hub_download(name, WEIGHTS, revision=revision)
+        except EntryNotFoundError:
+            index = json.loads(Path(hf_hub_download(name, INDEX, revision=revision)).read_text(encoding="utf-8"))
+            for file in sorted(set(index["weight_map"].values())):
+                hf_hub_download(name, file, revision=revision)
+
+
+def unreachable(name: str, error: BaseException, *, where: str) -> MachineError:
+    """The hub does not answer: what to do about the model `name`."""
+    fix = (
+        f"download it where there is a connection (make download-model MODEL={name}) and point model.name to the folder"
+    )
+    return MachineError(f"the hub cannot be reached ({first_line(error)})", where=where, fix=fix)
+
+
+def _refused(name: str, error: BaseException, *, where: str) -> MachineError:
+    from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        fix = f"accept its terms on its page, and log in with `hf auth login` or HF_TOKEN; {FOLDER_FIX}"
+        return MachineError(f"the hub gives {name} only to those who accepted its terms", where=where, fix=fix)
+    if isinstance(error, RevisionNotFoundError):
+        return MachineError(f"{name} has no such revision", where=where, fix="correct model.revision, or leave it out")
+    fix = f"check the name; if it is private, log in with `hf auth login` or HF_TOKEN; {FOLDER_FIX}"
+    return MachineError(f"there is no folder {name}, and the hub has no such model", where=where, fix=fix)
+
+
+FOLDER_FIX = "or point model.name to a folder with its files"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line, without tokens and passwords."""
+    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return without_secrets(text)
+
+
+def quieten_hub() -> None:
+    """Keep transformers from asking the hub to convert pickled weights, which opens a pull request there."""
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")

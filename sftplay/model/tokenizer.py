@@ -10,9 +10,8 @@ from transformers import AutoTokenizer
 from sftplay.config.schema.run import ModelConfig, RunConfig
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.model.failures import announce_trust, reason_of, refused_code, refusing
-from sftplay.model.hub import FOLDER_FIX, check_reachable
 from sftplay.model.new_tokens.tokens import NewToken, extend
-from sftplay.model.source import ADAPTER_CONFIG, locate
+from sftplay.model.source import ADAPTER_CONFIG, FOLDER_FIX, check_reachable, locate
 
 
 def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:

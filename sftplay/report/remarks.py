@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from sftplay.evaluate.comparison import ENOUGH_ROWS
-from sftplay.report.course import memory_of
 from sftplay.report.figures import capitalized, format_figure, is_better, name_of
 from sftplay.report.history import as_number
-from sftplay.report.learned import headlines, learns_from_rewards
+from sftplay.report.learned import headlines, learns_from_rewards, memory_of
 from sftplay.report.run_files import RunFiles, mapping, texts
 from sftplay.units import format_bytes
 
@@ -211,7 +210,7 @@ def _data(run: RunFiles) -> Iterator[Remark]:
             "warn", f"{format_figure('rows', cut)} rows were longer than model.max_seq_len and lost their end."
         )
     ended = as_number(data.get("eos_in_loss_share"))
-    if ended is not None and 0 <= ended < 1 and run.value("task_mode") not in ("grpo", "score"):
+    if ended is not None and 0 <= ended < 1 and not (run.task and run.task.learns_from_rewards):
         text = f"Only {format_figure('eos_share', ended)} of the rows teach the model to end its turn"
         yield Remark("warn", f"{text}; the others lost their end.")
 

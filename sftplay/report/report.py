@@ -15,17 +15,25 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.report import sections
 from sftplay.report.answers import Answers, answers_of
 from sftplay.report.charts import Chart
-from sftplay.report.course import charts_of, memory_of, resumed_steps
 from sftplay.report.episodes import turns_of
 from sftplay.report.figures import capitalized, format_figure, is_share, name_of
 from sftplay.report.history import as_bytes, as_number
-from sftplay.report.learned import Headline, headlines, learned_table, learns_from_rewards, reward_charts
+from sftplay.report.learned import (
+    Headline,
+    charts_of,
+    headlines,
+    learned_table,
+    learns_from_rewards,
+    memory_of,
+    resumed_steps,
+    reward_charts,
+    tries_of,
+)
 from sftplay.report.mixture import anchors_of, forgetting, mixture_tables, source_charts
 from sftplay.report.page import render_page
 from sftplay.report.puzzles import puzzles_of
 from sftplay.report.remarks import find_remarks
 from sftplay.report.run_files import RunFiles, mapping, mappings, read_run_files
-from sftplay.report.tries import tries_of
 from sftplay.units import format_count, format_seconds
 
 NAME = "report.html"
@@ -90,7 +98,7 @@ def _charts(run: RunFiles) -> list[Chart]:
 
 def _answers(run: RunFiles) -> list[tuple[str, str, Answers]]:
     """Sets of answers, each with its anchor on the page and its title. Episodes have a table of their own."""
-    if run.value("task_mode") == "score":
+    if run.task and run.task.turns == 2:
         return []
     sets = [("answers", "Answers before and after", "")]
     sets += [(f"answers-{n}", f"Answers to {name}", f"anchor-{name}-") for n, name in enumerate(anchors_of(run), 1)]
@@ -100,20 +108,12 @@ def _answers(run: RunFiles) -> list[tuple[str, str, Answers]]:
 
 def _method(run: RunFiles) -> str:
     mode, task = (run.value(key) for key in ("tuning.mode", "task_mode"))
-    tasks = {
-        "sft": "Supervised fine-tuning",
-        "cpt": "Continued pretraining",
-        "cpt_mixed": "Continued pretraining on a mixture",
-        "grpo": "Reinforcement learning (GRPO)",
-        "score": "Two-turn self-correction (BiLevel SCoRe)",
-        "hrm": "A recurrent model of puzzles (HRM)",
-    }
     modes = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA, base in 4 bits"}
     known = isinstance(mode, str) and isinstance(task, str)
     if not known:
         return "Training"
     rank = f", rank {run.value('tuning.lora.r')}" if mode in ("lora", "qlora") else ""
-    return f"{tasks.get(task, task)}, {modes.get(mode, mode)}{rank},"
+    return f"{(run.task and run.task.title) or task}, {modes.get(mode, mode)}{rank},"
 
 
 def _tiles(run: RunFiles) -> list[Tile]:

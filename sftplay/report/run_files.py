@@ -14,10 +14,12 @@ from typing import Any
 from sftplay.atomic import is_locked
 from sftplay.config.read import yaml12
 from sftplay.config.read.resolved import flow
+from sftplay.config.schema.renamed import RENAMED_KEYS
 from sftplay.errors import ConfigError
 from sftplay.launch.checkpoints import is_marked, list_checkpoints, step_of
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.history import MOST_SOURCES, History, Point, as_number, read_history
+from sftplay.tasks import TASKS, TaskRow
 
 MOST_STATE_BYTES = 2**25
 """A trainer_state.json above this is left unread: it takes seconds and gigabytes."""
@@ -89,6 +91,11 @@ class RunFiles:
         """The config value at a dotted key."""
         setting = self.settings.get(key)
         return default if setting is None else setting.value
+
+    @property
+    def task(self) -> TaskRow | None:
+        """The row of the run's task; None where its config could not be read."""
+        return TASKS.get(str(self.value("task_mode")))
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
@@ -207,7 +214,7 @@ class _Reader:
             return ""
 
     def settings(self) -> dict[str, Setting]:
-        """Dotted config key -> its value and origin."""
+        """Return dotted config key -> its value and origin; keys that were renamed since have their new names."""
         path = self.folder.resolved
         try:
             document = yaml12.read(path, path.name)
@@ -219,7 +226,7 @@ class _Reader:
         for parts, value in _leaves(document.values, ()):
             number = document.lines.get(parts, 0)
             line = lines[number - 1] if 0 < number <= len(lines) else ""
-            key = ".".join(parts)
+            key = RENAMED_KEYS.get(".".join(parts), ".".join(parts))
             settings[key] = Setting(key, value, _origin(line, value))
         return settings
 

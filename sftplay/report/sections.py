@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from sftplay.report.course import memory_of
 from sftplay.report.figures import capitalized, change, format_figure, interval, is_better, is_share, name_of
 from sftplay.report.history import as_bytes, as_number
+from sftplay.report.learned import memory_of
 from sftplay.report.page import Table, cut
 from sftplay.report.run_files import RunFiles, Setting, mapping, mappings
 from sftplay.units import format_bytes, format_count

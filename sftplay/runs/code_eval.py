@@ -60,8 +60,8 @@ class Subject:
             tokenizer, renderer = load_renderer(self.cfg, self.folder)
             load = load_untrained if self.base else load_result
             return load(self.cfg, self.folder.path), tokenizer, renderer
-        from sftplay.data.encode.render import Renderer
-        from sftplay.data.template.templates import resolve_template
+        from sftplay.data.render.render import Renderer
+        from sftplay.data.render.templates import resolve_template
         from sftplay.model.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(self.cfg.model)

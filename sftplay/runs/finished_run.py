@@ -21,7 +21,7 @@ from sftplay.launch.run_folder import RunFolder, find_run
 from sftplay.model.libraries import unneeded
 from sftplay.model.source import is_local
 from sftplay.startup import leave_out
-from sftplay.terminal.console import Screen
+from sftplay.terminal import Screen
 
 
 def open_run(
@@ -46,7 +46,7 @@ def open_run(
     if needs_result and folder.result is None:
         raise ConfigError("this run has no result yet", where=str(folder.path), fix="finish it with `make resume`")
     cfg = load_config(folder.resolved)
-    if cfg.task_mode == "hrm" and not takes_puzzles:
+    if not cfg.task.reads_text and not takes_puzzles:
         what = f"task_mode hrm learns puzzles, and {args.verb} needs a model of texts"
         fix = f"take {folder.path / 'model'} as it is; `make eval` and `make infer IN=puzzle.txt` use it"
         raise ConfigError(what, where=str(folder.path), fix=fix)
@@ -74,7 +74,7 @@ def prepare_environment(cfg: RunConfig) -> None:
 
 def load_renderer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, Any]:
     """The tokenizer in the result's folder, and the renderer of the chat template there."""
-    from sftplay.data.encode.render import Renderer
+    from sftplay.data.render.render import Renderer
     from sftplay.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
@@ -83,7 +83,7 @@ def load_renderer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, Any]:
 
 def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
     """The chat template in the result's folder. A warning is printed where the run was trained with another one."""
-    from sftplay.data.template.templates import template_hash
+    from sftplay.data.render.templates import template_hash
 
     template: str | None = tokenizer.chat_template
     trained = folder.read_json("manifest.json").get("template_sha256")

@@ -8,11 +8,12 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.launch.command.command import one_gpu_environment
-from sftplay.machine.compiler import compiler_remedy, find_compiler_problem
 from sftplay.machine.doctor.gpu import check_build
 from sftplay.machine.doctor.install import is_within
+from sftplay.machine.libraries import compiler_remedy, find_compiler_problem
 from sftplay.machine.probe import Machine
 from sftplay.plan.devices.layout import uses_several_gpus
+from sftplay.plan.sizing.task_sizing import find_sizing
 
 FIXED_DRIVER = "550.40.07"
 """From this driver on RTX 40 cards know that they cannot read each other's memory. accelerate 1.15 refuses several of
@@ -41,8 +42,7 @@ def refuse_missing_compiler(cfg: RunConfig, machine: Machine) -> None:
     Raises:
         MachineError: there is no C compiler, or Python's headers are missing.
     """
-    key, other = ("hrm.compile", "false") if cfg.task_mode == "hrm" else ("train.loss_head", "chunked")
-    is_compiled = cfg.hrm.compile if cfg.task_mode == "hrm" else cfg.train.loss_head == "liger"
+    key, is_compiled, other = find_sizing(cfg).compiled(cfg)
     if machine.gpus and is_compiled and (problem := find_compiler_problem()):
         where = f"{cfg.origins.get(key, 'chosen automatically')} {key}"
         what = f"{cfg.value_of(key)} needs kernels that Triton builds, and {problem}"

@@ -1,6 +1,6 @@
 """Checks the inputs of a run before a heavy library is imported: model, files, first rows. All problems at once.
 
-Only `sftplay.model.hub` may ask the hub here, and only about a model that this machine does not know.
+Only `sftplay.model.source` may ask the hub here, and only about a model that this machine does not know.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from sftplay.config.schema.mixture import SourceType
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.layouts.convert import reading_of, to_record
 from sftplay.data.layouts.source_types import data_of
-from sftplay.data.prepare.known_lengths import read_lengths
 from sftplay.data.prompts.prompt import to_prompt
 from sftplay.data.read.files import files_of, suffix_of
 from sftplay.data.read.sources import dialect_of, is_hub_name, read_rows
@@ -37,7 +36,6 @@ from sftplay.model.source import BUILTIN, BUILTIN_CONFIGS, check_source, is_down
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.reward.table import reward_problems
-from sftplay.runs.model_shape import known_shape, near_names
 
 TERMS = "tuning.new_tokens.path"
 START = "hrm.start_from"
@@ -49,7 +47,7 @@ KEYS = ("model.name", "data.template", "logging.backend", TERMS)
 
 def needs_no_hub(cfg: RunConfig) -> bool:
     """True when the model and all data are on this machine."""
-    if cfg.task_mode == "hrm":
+    if not cfg.task.reads_text:
         return True
     return is_local(resolve_names(cfg).model.name) and all(Path(path).exists() for _, path in row_paths(cfg))
 
@@ -85,7 +83,7 @@ def load_checked(
     if cfg is not None:
         # A key that is missing or was refused has no origin. Its stand-in says nothing about the inputs.
         keys = [key for key in _keys(cfg) if not found or key in cfg.origins]
-        if cfg.task_mode == "hrm" and not needs_puzzles:
+        if not cfg.task.reads_text and not needs_puzzles:
             keys = [key for key in keys if not key.startswith("data.") or Path(cfg.value_of(key)).exists()]
         problems += _problems(cfg, keys, asks_hub=asks_hub and not found)
     if problems:
@@ -95,7 +93,7 @@ def load_checked(
 
 
 def _keys(cfg: RunConfig) -> list[str]:
-    if cfg.task_mode == "hrm":
+    if not cfg.task.reads_text:
         given = [key for key in ("data.train_path", "data.val_path", START) if cfg.value_of(key)]
         return [*given, "logging.backend"]
     return [KEYS[0], *(key for key, _ in row_paths(cfg)), *KEYS[1:]]
@@ -140,8 +138,12 @@ def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
     name = cfg.model.name
     where = _where(cfg, "model.name")
     check_source(name, where, allow_pickle=cfg.model.allow_pickle)
+    if is_local(name) and not name.startswith(BUILTIN):
+        return
+    from sftplay.runs.model_shape import known_shape, near_names
+
     is_known = known_shape(cfg) is not None
-    if is_local(name) and not (name.startswith(BUILTIN) and not is_known):
+    if is_known and name.startswith(BUILTIN):
         return
     near = [] if is_known else near_names(name)
     if name.startswith(BUILTIN):
@@ -160,7 +162,8 @@ def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
         ConfigError: its name is like that of a model that the kit knows, which is named.
         MachineError: it is not.
     """
-    from sftplay.model import hub
+    from sftplay.model import source as hub
+    from sftplay.runs.model_shape import near_names
 
     try:
         return hub.check_reachable(name, revision, where=where)
@@ -174,7 +177,7 @@ def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
 
 def _check_data(key: str, *, cfg: RunConfig) -> None:
     path = cfg.value_of(key)
-    if cfg.task_mode == "hrm":
+    if not cfg.task.reads_text:
         check_puzzles(path, key, cfg=cfg)
         return
     if path is None or is_hub_name(path):
@@ -200,7 +203,7 @@ def _check_start(cfg: RunConfig) -> None:
 
 def check_puzzles(path: str, key: str, *, cfg: RunConfig) -> None:
     """Raise the error about puzzles that are not there or not sound. Built-in ones are made when they are needed."""
-    from sftplay.data.puzzles.make.find import NAMES, open_split  # brings numpy
+    from sftplay.data.puzzles.find import NAMES, open_split  # brings numpy
 
     try:
         if not path.startswith(BUILTIN) or path.removeprefix(BUILTIN) not in NAMES:
@@ -228,7 +231,7 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
         try:
             if isinstance(row, Refused):
                 refused.append(f"{source} {row.reason}")
-            elif cfg.task_mode in ("grpo", "score"):
+            elif cfg.task.learns_from_rewards:
                 to_prompt(row, source, number=0, reading=reading_of(data))
                 return
             elif isinstance(to_record(row, source, reading=reading_of(data)), Text) and kind == "chat":
@@ -290,7 +293,9 @@ def known_lengths(cfg: RunConfig) -> RowLengths | None:
     Nobody knows how long completions will be, so rows of task modes grpo and score count as full. Puzzles of task
     mode hrm all have the same length.
     """
-    if cfg.task_mode in ("grpo", "score", "hrm"):
+    if cfg.task.learns_from_rewards or not cfg.task.reads_text:
         return None
+    from sftplay.data.tokenize.known_lengths import read_lengths
+
     found = read_lengths(cfg)
     return RowLengths(longest=int(found["longest"]), mean=found["mean"], count=int(found["count"])) if found else None

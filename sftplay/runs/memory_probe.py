@@ -49,7 +49,7 @@ NO_MEMORY_KEYS = (
     "train.warmup_ratio", "train.weight_decay", "train.effective_batch_size", "train.batch_size", "train.grad_accum",
     "train.batching", "train.eval_steps", "train.save_steps", "train.best_metric", "train.early_stopping",
     "train.lr_scaling", "train.lr_batch_size", "train.decay_ratio", "train.min_lr_ratio",
-    "datasets", "cpt.weights_of", "cpt.exhausted", "cpt.streaming", "cpt.train_tokens",
+    "datasets", "cpt.weights_of", "cpt.on_source_end", "cpt.streaming", "cpt.train_tokens",
 )  # fmt: skip
 """Keys, and beginnings of keys, that decide weights but not what one full micro-batch takes."""
 
@@ -131,7 +131,7 @@ def reason_not_to_probe(sized: SizedRun, bench: Bench) -> str:
         return "each node would size the run by itself, and they must agree"
     if sized.cfg.train.probe == "off":
         return "train.probe is off"
-    if sized.cfg.task_mode in ("grpo", "score"):
+    if sized.cfg.task.learns_from_rewards:
         return "the probe measures steps on rows that are there, not the drawing of completions"
     if predicted is None:
         return "the model's shape is not known before its download"

@@ -19,7 +19,7 @@ from sftplay.config.load import load_config
 from sftplay.config.read.resolved import flow
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.layouts.convert import Reading, layout_of, reading_of, to_record
-from sftplay.data.layouts.fields import listed
+from sftplay.data.layouts.turns import listed
 from sftplay.data.read.sources import dialect_of, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source
 from sftplay.errors import ConfigErrors, DataError, MachineError
@@ -425,8 +425,8 @@ def estimate(records: Sequence[Record], reason: str = "") -> Measured:
 def measure(cfg: RunConfig, records: Sequence[Record]) -> Measured:
     """The rows' lengths by the model's own tokenizer and chat template, or by their bytes where it cannot be opened."""
     leave_out(unneeded_for_rows(cfg.model))
-    from sftplay.data.encode.render import Renderer
-    from sftplay.data.template.templates import resolve_template
+    from sftplay.data.render.render import Renderer
+    from sftplay.data.render.templates import resolve_template
     from sftplay.model.tokenizer import load_tokenizer
 
     try:

@@ -23,8 +23,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.read.sources import content_digest, is_hub_name
 from sftplay.errors import MachineError, RunError, SftplayError
 from sftplay.launch.command.command import Scale
-from sftplay.launch.nodes.compare import check_nodes_match
-from sftplay.launch.nodes.join import await_ready, check_folder, join_run, watch_nodes
+from sftplay.launch.nodes.join import await_ready, check_folder, check_nodes_match, join_run, watch_nodes
 from sftplay.launch.nodes.rendezvous import Rendezvous, RendezvousEnded
 from sftplay.launch.supervise.exit_cause import find_death
 from sftplay.launch.supervise.follow import follow, log_name

@@ -10,16 +10,15 @@ from typing import Any
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.layouts.convert import reading_of
+from sftplay.data.problems.load import sound_problems
 from sftplay.data.problems.problem import Problem
-from sftplay.data.problems.references import sound_problems
 from sftplay.data.prompts.prompt import columns_of, to_prompt
 from sftplay.data.read.sources import dialect_of, read_rows
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
-from sftplay.reward.check import TRIED_ROWS, check_before_training
+from sftplay.reward.check import TRIED_ROWS, Case, check_before_training
 from sftplay.reward.code_answer import find_code
 from sftplay.reward.code_rewards import limits_of
-from sftplay.reward.junk import Case
 from sftplay.reward.reward_set import RewardSet, aligned
 from sftplay.reward.table import judges_form, missing_column, reward_problems
 
@@ -36,10 +35,8 @@ def try_rewards(cfg: RunConfig) -> None:
     Only rewards that a model learns from must tell them apart: not those that other tasks measure, nor those that a
     control replaces. Raises what `RewardSet`, `check_before_training` and `check_solutions` raise.
     """
-    if not cfg.rewards:
-        return
     with RewardSet(cfg) as rewards:
-        if cfg.task_mode not in ("grpo", "score") or (cfg.task_mode == "grpo" and cfg.grpo.control is not None):
+        if not cfg.task.learns_from_rewards or (cfg.task.turns == 1 and cfg.grpo.placebo_reward is not None):
             return
         log.status("trying the rewards on right answers and on junk", "reward")
         found = [(str(source), columns) for source, columns in _first_rows(cfg, TRIED_ROWS) if columns is not None]

@@ -34,17 +34,13 @@ from sftplay.machine.ports import free_port
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Place
 from sftplay.plan.memory.probe_fit import Fit
-from sftplay.plan.puzzles.shape import PuzzleModelShape
-from sftplay.plan.report.advice import suggest
-from sftplay.plan.report.episode_advice import suggest_for_episodes
-from sftplay.plan.report.puzzle_advice import suggest_for_puzzles
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 from sftplay.runs.finished_run import report_at_end
 from sftplay.runs.gpus_at_launch import gpu_settings, refuse_missing_compiler, refuse_unusable
 from sftplay.runs.inputs import known_lengths, needs_no_hub
 from sftplay.runs.model_shape import known_shape
 from sftplay.runs.strategy_setup import environment_of, prepare_deepspeed, with_accumulation
-from sftplay.terminal.colours import is_terminal
+from sftplay.terminal import is_terminal
 from sftplay.units import GIB, format_bytes
 
 
@@ -148,17 +144,15 @@ def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = No
     forecast = sized.forecast
     if forecast is None or shape is None or forecast.verdict != "does_not_fit" or cfg.train.batch_size != "auto":
         return sized
-    if isinstance(shape, PuzzleModelShape):
-        suggestions = suggest_for_puzzles(cfg, shape, sizing=sizing)
-    elif cfg.task_mode == "score":
-        suggestions = suggest_for_episodes(cfg, shape, sizing=sizing)
-    else:
-        suggestions = suggest(sized.cfg, shape, place=Place(forecast.setting.device, world_size, lengths))
+    from sftplay.plan.report.task_report import find_report
+
+    task, place = find_report(cfg), Place(forecast.setting.device, world_size, lengths)
+    suggestions = task.suggest(cfg, sized, sizing=sizing, place=place)
     listed = "; ".join(f"{each.change} ({format_bytes(each.peak_bytes)})" for each in suggestions)
     raise MachineError(
         f"{shape.name} does not fit: even one row at a time takes {format_bytes(forecast.peak_bytes)} of "
         f"{format_bytes(forecast.budget_bytes)} on each {forecast.setting.device.name}",
-        where="hrm" if cfg.task_mode == "hrm" else f"{cfg.origins.get('model.name', 'model')} model.name",
+        where=task.where_model(cfg),
         fix=f"{listed}; `make plan` shows every part; train.batch_size=1 tries it anyway",
     )
 

@@ -24,15 +24,13 @@ from sftplay.launch.generation_server import starts_server
 from sftplay.launch.job_files import ClusterJob
 from sftplay.launch.run_folder import RunFolder, find_run, has_begun, new_folder
 from sftplay.launch.slurm import scheduler
-from sftplay.launch.slurm.aliases import in_our_names
 from sftplay.launch.slurm.job import run_job
-from sftplay.launch.slurm.job_file import job_file
-from sftplay.launch.slurm.records import CONFIG, JOB_FILE, JOBS, LOCK, JobFolder, add_job, newest_job
-from sftplay.launch.slurm.request import JobRequest
+from sftplay.launch.slurm.request import JobRequest, in_our_names, job_file
+from sftplay.launch.slurm.scheduler import CONFIG, JOB_FILE, JOBS, LOCK, JobFolder, add_job, newest_job
+from sftplay.machine.libraries import VLLM_INSTALL
 from sftplay.machine.probe import Gpu, probe
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.devices.cards import Card, find_card, parse_fleet
-from sftplay.plan.sizing.groups import VLLM_INSTALL
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.plan.sizing.split import split_batch
 from sftplay.runs.inputs import check_inputs, known_lengths, load_checked, needs_no_hub

@@ -1,12 +1,121 @@
-"""The training tasks and the steps they share."""
+"""The training tasks: the only table of them. A new task is a folder here and a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module, util
+from types import ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """Where a task is, and what the trunk knows of it without importing it."""
+
+    folder: str
+    """Below this package. `task.py` trains; `spec.py` (rules) and `plan.py` are there where the task differs from sft.
+    """
+
+    rates: Mapping[str, float] = field(default_factory=lambda: {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4})
+    """tuning.mode -> what `train.learning_rate: auto` means: the usual peak rate."""
+
+    section: str = ""
+    """The section of the config that this task alone reads."""
+
+    absent: str = ""
+    """Why that section has no effect in another task: what the other task lacks."""
+
+    learns_documents: bool = False
+    """Rows are full blocks of documents, or of documents and chats."""
+
+    mixes_chats: bool = False
+    """Documents and chats in one stream."""
+
+    turns: int = 0
+    """How many answers the model gives to a prompt in training, paid by rewards; 0 where it learns from labels."""
+
+    reads_text: bool = True
+    """False where there is neither a tokenizer nor a pretrained model."""
+
+    averages_itself: bool = False
+    """The task sends whole gradients itself, once a step."""
+
+    splits_itself: bool = False
+    """The task splits its models over the processes itself, not accelerate."""
+
+    measures_training_rows: bool = False
+    """Where nothing is held out, it measures on the rows that it trains on."""
+
+    trl_config: str = "SFTConfig"
+    """TRL's config that takes `train.extra`."""
+
+    memory_head: str = ""
+    """How the head's log-probabilities are taken, where `train.loss_head` does not say it (`plan.memory.head`)."""
+
+    has_fp16: bool = True
+    """False where the loss would overflow fp16."""
+
+    best_metrics: tuple[str, ...] = ("loss",)
+    """What `train.best_metric` may name."""
+
+    title: str = ""
+    """What the task is called in a report."""
+
+    headlines: tuple[tuple[str, str], ...] = ()
+    """Figures of evaluations, with their names, that say whether it has learned; the most telling one first. They are
+    there where the loss says nothing."""
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether the model answers prompts itself and learns from what rewards pay."""
+        return self.turns > 0
+
+    def part(self, name: str) -> ModuleType | None:
+        """Import `spec`, `plan` or `finished` of the task; None where the task has no such module."""
+        module = f"{__name__}.{self.folder}.{name}"
+        return import_module(module) if util.find_spec(module) else None
+
+    @property
+    def finished(self) -> Any:
+        """The module that measures a finished run of the task and answers with it, where it is not done as in sft."""
+        return self.part("finished")
+
+    @property
+    def trainer(self) -> str:
+        """The module that defines the functions of `train.task.Task`, or `run` alone instead of all that
+        `train.run_task` does with them."""
+        return f"{__name__}.{self.folder}.task"
+
+
+DOCUMENTS = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}
 
 TASKS = {
-    "sft": "sftplay.tasks.sft",
-    "cpt": "sftplay.tasks.cpt",
-    "cpt_mixed": "sftplay.tasks.cpt",
-    "grpo": "sftplay.tasks.grpo.task",
-    "score": "sftplay.tasks.score.task",
-    "hrm": "sftplay.tasks.hrm.task",
-}
-"""task_mode -> its module, which defines the functions of `run.task.Task`; or `run` alone, in place of all that
-`run.run_task` does with them."""
+    "sft": TaskRow("sft", title="Supervised fine-tuning"),
+    "cpt": TaskRow(
+        "cpt", DOCUMENTS, "cpt", "has no blocks",
+        learns_documents=True, title="Continued pretraining",
+    ),
+    "cpt_mixed": TaskRow(
+        "cpt", DOCUMENTS, "cpt", "has no blocks",
+        learns_documents=True, mixes_chats=True, title="Continued pretraining on a mixture",
+    ),
+    "grpo": TaskRow(
+        "grpo", {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}, "grpo", "draws no completions",
+        turns=1, best_metrics=(), trl_config="GRPOConfig", memory_head="tiled",
+        title="Reinforcement learning (GRPO)",
+        headlines=(("pass", "Held-out pass@1"), ("reward", "Held-out reward")),
+    ),
+    "score": TaskRow(
+        "score", {"full": 1e-5, "lora": 5e-5, "qlora": 5e-5}, "score", "plays no episodes",
+        turns=2, best_metrics=("acc_t2",), averages_itself=True, splits_itself=True,
+        measures_training_rows=True, memory_head="actions", title="Two-turn self-correction (BiLevel SCoRe)",
+        headlines=(("acc_t2", "Second answers right"), ("acc_t1", "First answers right")),
+    ),
+    "hrm": TaskRow(
+        "hrm", {"full": 1e-4}, "hrm", "has no model of puzzles",
+        reads_text=False, best_metrics=(), averages_itself=True, has_fp16=False,
+        title="A recurrent model of puzzles (HRM)",
+    ),
+}  # fmt: skip
+"""task_mode -> its row."""

@@ -26,7 +26,7 @@ from sftplay.model.new_tokens.rows import add_rows
 from sftplay.model.tokenizer import load_extended
 from sftplay.plan.memory.probe_fit import Point, Refusal, fit
 from sftplay.signals import die_with_parent
-from sftplay.tasks import sft
+from sftplay.tasks.sft import task as sft
 from sftplay.train.exact_batch import StepSetup
 from sftplay.train.micro_batches import MicroBatcher
 from sftplay.train.observer import Observer, StepTrainer

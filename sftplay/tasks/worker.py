@@ -24,8 +24,7 @@ from sftplay.errors import SftplayError, machine_refusal
 from sftplay.launch.command.command import PARENT
 from sftplay.launch.run_folder import RESOLVED, RunFolder
 from sftplay.launch.supervise.exit_cause import LOST, Death
-from sftplay.launch.supervise.processes import parent_of, state_of
-from sftplay.launch.supervise.stacks import answer_with_stacks
+from sftplay.launch.supervise.processes import answer_with_stacks, parent_of, state_of
 from sftplay.log import quiet_libraries
 from sftplay.model.libraries import import_unsloth, unneeded
 from sftplay.signals import STOP_SIGNALS, StopAtOnce, Stopped, die_with_parent
@@ -102,7 +101,7 @@ def runner_of(task_mode: str) -> Callable[..., Outcome]:
     """What runs a task, from the resolved config to the saved result: `run_task`, or the task's own `run`."""
     from sftplay.train.run_task import run_task
 
-    task = importlib.import_module(TASKS[task_mode])
+    task = importlib.import_module(TASKS[task_mode].trainer)
     return task.run if hasattr(task, "run") else partial(run_task, cast("Task", task))
 
 

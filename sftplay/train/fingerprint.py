@@ -17,8 +17,9 @@ from datasets import Dataset
 
 from sftplay import __version__, log
 from sftplay.config.rules.resume_keys import DRAWN, SIZES, differences, held_out_decides, values_that_decide_weights
+from sftplay.config.rules.task_spec import find_spec
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.encode.render import Renderer
+from sftplay.data.render.render import Renderer
 from sftplay.machine.probe import probe
 from sftplay.model.new_tokens.tokens import NewToken
 from sftplay.model.source import locate, weights_digest, weights_digests
@@ -65,8 +66,8 @@ def fingerprint_of(cfg: RunConfig, rows: Rows, *, new_tokens: Sequence[NewToken]
 
 def starting_weights(cfg: RunConfig) -> dict[str, str]:
     """Path -> digest of each file of weights that the run starts from; empty where it starts from its seed."""
-    if cfg.task_mode == "hrm":
-        start = cfg.hrm.start_from
+    if not cfg.task.reads_text:
+        start = find_spec(cfg).start_from(cfg)
         return {} if start is None else {start: weights_digest(Path(start))}
     return weights_digests(locate(cfg.model.name)) | weights_digests(cfg.model.adapter)
 

@@ -12,7 +12,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from sftplay import log
-from sftplay.config.schema.cluster import AVERAGED_AFTERWARDS, SHARDED, CommConfig
+from sftplay.config.schema.cluster import SHARDED, CommConfig
 from sftplay.config.schema.run import RunConfig
 from sftplay.heartbeat import Heartbeat
 from sftplay.train.observer import Observer, StepTrainer
@@ -107,7 +107,7 @@ class GradientSync(Observer):
         self._is_ddp = log.world_size() > 1 and cfg.cluster.strategy not in SHARDED
         """False for sharded strategies: they communicate all the time and do not report it."""
 
-        self._averages_itself = cfg.task_mode in AVERAGED_AFTERWARDS
+        self._averages_itself = cfg.task.averages_itself
         self._exposed_s = self._all_s = 0.0
         self._logged_step = 0
 

@@ -14,10 +14,9 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import DataError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import describe_parameters, freeze_beside_text
-from sftplay.model.hub import fetch_weights
 from sftplay.model.load import load_result, load_start, start_adapter, stored_base
 from sftplay.model.new_tokens.tokens import NewToken, extend_as_begun
-from sftplay.model.source import locate
+from sftplay.model.source import fetch_weights, locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.plan.memory.forecast import OPENED

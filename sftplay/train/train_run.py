@@ -240,7 +240,7 @@ class TrainRun:
 
 def _flops_of(model: Any, cfg: RunConfig) -> ModelFlops | None:
     """What the model that trains computes for a row; None where its config does not say enough."""
-    if cfg.task_mode == "hrm":
+    if not cfg.task.reads_text:
         return None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     # How weights are stored changes no FLOP.

@@ -28,7 +28,7 @@ def config(**data: object) -> RunConfig:
 
 def test_other_held_out_rows_are_no_other_run_unless_they_decide_what_is_trained():
     assert find_changes(config(val_path="c"), config(val_path="d")) == []
-    before, after = config(val_path="c", leaks="drop"), config(val_path="d", leaks="drop")
+    before, after = config(val_path="c", contamination="drop"), config(val_path="d", contamination="drop")
     assert find_changes(before, after) == [("data.val_path", "c", "d")]
 
 

@@ -47,7 +47,7 @@ REFUSED = {
     "data: {system: ''}": ("data.system", "is empty", "leave the key out"),
     "data: {format: sharegtp}": ("data.format", "no format called 'sharegtp'", "did you mean 'sharegpt'?"),
     "data: {duplicates: dorp}": ("data.duplicates", "no duplicates called 'dorp'", "did you mean 'drop'?"),
-    "data: {leaks: skip}": ("data.leaks", "no leaks called 'skip'", "write error or drop"),
+    "data: {contamination: skip}": ("data.contamination", "no contamination called 'skip'", "write error or drop"),
 }
 
 MODEL = "\nmodel: {name: a}\n"

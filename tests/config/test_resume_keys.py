@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
+from sftplay.config.schema.renamed import RENAMED_KEYS
 
 VAL, TEST = "data.val_path=v.jsonl", "data.test_path=t.jsonl"
 
@@ -24,7 +25,7 @@ VAL, TEST = "data.val_path=v.jsonl", "data.test_path=t.jsonl"
         # They decide where they choose the checkpoint, end the run, or take rows out of the training.
         ([VAL, "train.best_metric=loss"], "data.val_path=other.jsonl", ["data.val_path"]),
         ([VAL, "train.early_stopping=2"], "data.val_path=other.jsonl", ["data.val_path"]),
-        ([VAL, "data.leaks=drop"], "data.val_path=other.jsonl", ["data.val_path"]),
+        ([VAL, "data.contamination=drop"], "data.val_path=other.jsonl", ["data.val_path"]),
     ],
 )
 def test_what_changes_neither_rows_nor_weights_may_differ(load, before, change, refused):
@@ -45,3 +46,19 @@ def test_a_key_that_a_run_was_begun_without_had_its_default(load, missing, chang
     old = values_that_decide_weights(load(""))
     del old[missing]
     assert [key for key, _, _ in differences(old, values_that_decide_weights(load("", *change)))] == refused
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "refused"),
+    [
+        ([], [], []),
+        (["data.contamination=drop"], ["data.contamination=drop"], []),
+        (["data.contamination=drop"], [], [("data.contamination", "drop", "error")]),
+        ([], ["cpt.on_source_end=stop"], [("cpt.on_source_end", "repeat", "stop")]),
+        (["grpo.dynamic_sampling_rounds=2"], [], [("grpo.dynamic_sampling_rounds", 2, 0)]),
+    ],
+)
+def test_what_an_older_checkpoint_says_by_an_old_name_is_compared_with_the_new_one(load, before, after, refused):
+    old_names = {new: old for old, new in RENAMED_KEYS.items()}
+    stored = {old_names.get(key, key): value for key, value in values_that_decide_weights(load("", *before)).items()}
+    assert differences(stored, values_that_decide_weights(load("", *after))) == refused

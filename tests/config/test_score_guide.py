@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sftplay.config.explain.guide_sections import SECTIONS
-from sftplay.config.explain.other_kits import key_of
+from sftplay.config.explain.other_kits import SECTIONS, key_of
 from sftplay.config.load import load_config
 from sftplay.config.schema.keys import all_keys, all_sections
 from sftplay.errors import ConfigErrors

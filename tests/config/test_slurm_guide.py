@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.config.load import load_config
-from sftplay.launch.slurm.aliases import in_our_names
+from sftplay.launch.slurm.request import in_our_names
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT.parent / "shared/guides/grpo-code-execution-slurm.md"

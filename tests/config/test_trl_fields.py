@@ -5,9 +5,15 @@ import sys
 
 import pytest
 
-from sftplay.config.explain import trl_arguments
-from sftplay.config.explain.other_kits import OTHER_KITS, WITHOUT_KEY, WITHOUT_MEANING, kit_answer
-from sftplay.config.explain.trl_arguments import config_fields, config_kinds
+from sftplay.config.explain import other_kits as trl_arguments
+from sftplay.config.explain.other_kits import (
+    OTHER_KITS,
+    WITHOUT_KEY,
+    WITHOUT_MEANING,
+    config_fields,
+    config_kinds,
+    kit_answer,
+)
 from sftplay.config.schema.keys import all_keys
 from sftplay.config.schema.run import RunConfig
 from sftplay.tasks.grpo.arguments import grpo_arguments

@@ -74,7 +74,7 @@ def test_all_awkward_files_in_one_folder_are_accounted_for_together(tmp_path: Pa
         (tmp_path / side).mkdir()
     for place, file in enumerate(files):
         (tmp_path / ("held_out" if place % 5 == 0 else "train") / file.name).write_bytes(file.content)
-    cfg = config(tmp_path / "train", val_path=str(tmp_path / "held_out"), on_bad_row="skip", leaks="drop")
+    cfg = config(tmp_path / "train", val_path=str(tmp_path / "held_out"), on_bad_row="skip", contamination="drop")
     report = check_account(load_examples(cfg, tokenizer))
     assert report["read"] == sum(file.good + file.refused for file in files)
     assert report["refused"] == sum(file.refused for file in files)
@@ -96,7 +96,7 @@ def test_every_row_of_a_file_at_hand_is_accounted_for(folder: str, config: Confi
     files = sorted(path for path in (SHARED_DATA / folder).rglob("*") if path.is_file())
     assert files
     for path in files:
-        cfg = config(path, on_bad_row="skip", leaks="drop", max_seq_len=8192)
+        cfg = config(path, on_bad_row="skip", contamination="drop", max_seq_len=8192)
         if suffix_of(path) and folder in FOLDERS_WITH_TRAINING_ROWS:
             report = check_account(load_examples(cfg, tokenizer))
             assert (report["read"], report["refused"]) == (rows_in(path), 0), path

@@ -13,8 +13,7 @@ import pytest
 from sftplay.config.schema.run import RunConfig
 from sftplay.data import pipeline
 from sftplay.data.pipeline import load_examples
-from sftplay.data.prepare.arrow import RowWriter
-from sftplay.data.prepare.one_pass import Preparation
+from sftplay.data.tokenize.one_pass import Preparation, RowWriter
 from sftplay.errors import ConfigError, DataError, RunError
 
 Config = Callable[..., RunConfig]

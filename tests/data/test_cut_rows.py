@@ -10,9 +10,9 @@ import pytest
 from sftplay.config.load import load_config
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.pipeline import load_examples
-from sftplay.data.prepare.batch import RowOutcome
-from sftplay.data.prepare.report import RowCounts, report_table
 from sftplay.data.records import Source
+from sftplay.data.tokenize.batch import RowOutcome
+from sftplay.data.tokenize.report import RowCounts, report_table
 from sftplay.errors import DataError
 
 

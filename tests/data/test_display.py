@@ -10,16 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from sftplay.data.inspect.display import (
-    decoded,
-    learned_texts,
-    legend,
-    marked,
-    painted,
-    stretches,
-    visible,
-)
-from sftplay.terminal.colours import has_colours
+from sftplay.data.display import decoded, learned_texts, legend, marked, painted, stretches, visible
+from sftplay.terminal import has_colours
 
 COLOUR = re.compile("\x1b\\[[0-9;]*m")
 

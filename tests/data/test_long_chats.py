@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from sftplay.data.encode.render import Renderer
-from sftplay.data.encode.vocabulary import Vocabulary
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import Chat, Message, Source
-from sftplay.data.template import time_limit
-from sftplay.data.template.chatml import CHATML
-from sftplay.data.template.templates import ChatTemplate
+from sftplay.data.render import time_limit
+from sftplay.data.render.render import Renderer
+from sftplay.data.render.templates import CHATML, ChatTemplate
+from sftplay.data.render.vocabulary import Vocabulary
 from sftplay.errors import DataError
 
 PLAIN = (

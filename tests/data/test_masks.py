@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from sftplay.data.encode.render import Renderer
 from sftplay.data.records import Chat, Message, Source
-from sftplay.data.template.templates import CHATML, ChatTemplate, resolve_template
+from sftplay.data.render.render import Renderer
+from sftplay.data.render.templates import CHATML, ChatTemplate, resolve_template
 from sftplay.errors import DataError
 
 CHATML_PLAIN = (

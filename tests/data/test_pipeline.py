@@ -14,11 +14,11 @@ import pytest
 from processes import HANG_S
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.encode.render import Renderer
 from sftplay.data.pipeline import load_examples, load_held_out
-from sftplay.data.prepare.one_pass import Preparation
-from sftplay.data.prepare.report import report_table
-from sftplay.data.template.templates import CHATML
+from sftplay.data.render.render import Renderer
+from sftplay.data.render.templates import CHATML
+from sftplay.data.tokenize.one_pass import Preparation
+from sftplay.data.tokenize.report import report_table
 from sftplay.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,7 +235,12 @@ def test_whatever_changes_the_tokens_makes_a_new_cache_entry(tokenizer: Any, con
     path = write_rows([row(n) for n in range(8)])
     prints = [load_examples(config(path, split=0), tokenizer).report["fingerprint"]]
     changed = [{"max_seq_len": 64}, {"split": 0.5}, {"format": "prompt_completion"}, {"too_long": "drop"}]
-    changed += [{"duplicates": "drop"}, {"leaks": "drop"}, {"system": "Be brief."}, {"columns": {"prompt": "prompt"}}]
+    changed += [
+        {"duplicates": "drop"},
+        {"contamination": "drop"},
+        {"system": "Be brief."},
+        {"columns": {"prompt": "prompt"}},
+    ]
     changed += [{"encoding": "cp1252"}, {"delimiter": ";"}, {"test_path": str(write_rows([row(90)], "test.jsonl"))}]
     for options in [*changed, {"on_bad_row": "skip"}]:
         prints.append(load_examples(config(path, **{"split": 0, **options}), tokenizer).report["fingerprint"])
@@ -326,7 +331,7 @@ def test_long_file_shows_progress(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr("sftplay.data.prepare.one_pass.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("sftplay.data.tokenize.one_pass.SECONDS_BETWEEN_LINES", 0.0)
     load_examples(config(write_rows([row(n) for n in range(4)]), split=0), tokenizer)
     assert "rows read" in capsys.readouterr().out
 

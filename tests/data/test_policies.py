@@ -11,7 +11,7 @@ import pytest
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.pipeline import load_examples
-from sftplay.data.prepare.report import report_table
+from sftplay.data.tokenize.report import report_table
 from sftplay.errors import DataError
 
 Config = Callable[..., RunConfig]
@@ -64,7 +64,7 @@ def test_row_of_the_validation_file_in_training_ends_the_run_with_both_places(
     with pytest.raises(DataError) as refusal:
         load_examples(config(train, val_path=str(val)), tokenizer)
     assert f"{train}:2 is held out as well, at {val}:2" in str(refusal.value)
-    assert "data.leaks: drop" in str(refusal.value)
+    assert "data.contamination: drop" in str(refusal.value)
 
 
 def test_row_of_the_test_file_in_training_is_a_leak_too(tokenizer: Any, config: Config, write_rows: Write):
@@ -72,7 +72,7 @@ def test_row_of_the_test_file_in_training_is_a_leak_too(tokenizer: Any, config: 
     cfg = config(train, test_path=str(test), split=0)
     with pytest.raises(DataError, match=r"is held out as well, at .*test\.jsonl:1"):
         load_examples(cfg, tokenizer)
-    examples = load_examples(config(train, test_path=str(test), split=0, leaks="drop"), tokenizer)
+    examples = load_examples(config(train, test_path=str(test), split=0, contamination="drop"), tokenizer)
     assert examples.train["row"][:] == [0, 2]
     assert examples.report["dropped"] == {"leak": 1}
     assert examples.held_out is None

@@ -9,8 +9,7 @@ import pytest
 from sftplay.data.layouts.convert import Reading, read_prompt, to_record, unused_columns
 from sftplay.data.pipeline import load_examples
 from sftplay.data.problems.load import draw_subset, load_problems
-from sftplay.data.problems.problem import question_of
-from sftplay.data.problems.rows import published_test_id, split_of
+from sftplay.data.problems.problem import published_test_id, question_of, split_of
 from sftplay.data.records import Source, chat_from_json
 from sftplay.errors import DataError
 
@@ -124,8 +123,8 @@ def test_problems_that_models_are_tested_by_stop_a_run_that_would_learn_them(tmp
         load_examples(config(mixed, max_seq_len=512, split=0.0), tokenizer)
     assert "problems.jsonl:2 is problem 11 of a published test split" in refusal.value.what
     assert "problem HumanEval/0" in refusal.value.what
-    assert "data.leaks: drop" in refusal.value.fix
-    left = load_examples(config(mixed, max_seq_len=512, split=0.0, leaks="drop"), tokenizer)
+    assert "data.contamination: drop" in refusal.value.fix
+    left = load_examples(config(mixed, max_seq_len=512, split=0.0, contamination="drop"), tokenizer)
     assert (left.report["dropped"], len(left.train)) == ({"leak": 2}, 1)
 
 

@@ -114,7 +114,7 @@ def test_every_row_is_counted_once(config_of: ConfigOf, tokenizer: Any):
         {"prompt": "is held out"},
     ]
     cfg = config_of(
-        rows, [{"prompt": "is held out"}], data__duplicates="drop", data__leaks="drop", data__on_bad_row="skip"
+        rows, [{"prompt": "is held out"}], data__duplicates="drop", data__contamination="drop", data__on_bad_row="skip"
     )
     report = load_prompts(cfg, tokenizer).report
     train = report["sources"]["train"]

@@ -14,17 +14,17 @@ from chat_reference import shipped_templates
 from processes import HANG_S
 from tokenizers.processors import TemplateProcessing
 
-from sftplay.data.encode import labels
-from sftplay.data.encode.render import Renderer
 from sftplay.data.records import Chat, Message, Record, Source, Text
-from sftplay.data.template.chatml import CHATML
+from sftplay.data.render import labels
+from sftplay.data.render.render import Renderer
+from sftplay.data.render.templates import CHATML
 from sftplay.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 WHERE = Source("rows.jsonl", 1)
 IN_ANOTHER_PROCESS = """
 import pickle, sys
-from sftplay.data.encode.render import Renderer
+from sftplay.data.render.render import Renderer
 recipe, records, messages = pickle.load(open(sys.argv[1], "rb"))
 renderer = Renderer.from_recipe(recipe)
 prompt = renderer.prompt_ids(messages) if recipe.template else []

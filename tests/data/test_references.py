@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from patience import PATIENT
 
+from sftplay.data.problems.load import LIMITS, sound_problems
 from sftplay.data.problems.problem import Problem
-from sftplay.data.problems.references import LIMITS, sound_problems
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.sandbox.choose import SAFE, problem_of
 from sftplay.sandbox.pool import Sandbox

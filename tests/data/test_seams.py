@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from sftplay.data.encode import vocabulary
-from sftplay.data.encode.render import Renderer
-from sftplay.data.encode.seams import can_be_cut, parts_of
-from sftplay.data.encode.vocabulary import Vocabulary
 from sftplay.data.records import Source, Text
+from sftplay.data.render import vocabulary
+from sftplay.data.render.render import Renderer
+from sftplay.data.render.vocabulary import Vocabulary, can_be_cut, parts_of
 from tests.data.conftest import WORDS
 
 PIECES = [

@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.data.layouts.convert import to_record
-from sftplay.data.read import json_document, jsonl
+from sftplay.data.read import json_rows as json_document
+from sftplay.data.read import json_rows as jsonl
 from sftplay.data.read.files import files_of, other_files
 from sftplay.data.read.sources import Dialect, content_digest, is_hub_name, read_raw, read_rows
 from sftplay.data.records import Refused

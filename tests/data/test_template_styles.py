@@ -10,8 +10,8 @@ from chat_reference import one_a_turn, reference, shipped_templates, text_of
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from sftplay.data.encode.render import Renderer
 from sftplay.data.records import Chat, Message, Source
+from sftplay.data.render.render import Renderer
 from sftplay.errors import DataError
 
 pytestmark = pytest.mark.contract

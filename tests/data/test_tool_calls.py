@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from chat_reference import shipped_templates, text_of
 
-from sftplay.data.encode.render import Renderer
 from sftplay.data.records import Call, Chat, Message, Source
-from sftplay.data.template.chatml import CHATML
+from sftplay.data.render.render import Renderer
+from sftplay.data.render.templates import CHATML
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 GLAIVE = SHARED / "glaive-toolcall" / "sharegpt_toolcall_200.json"

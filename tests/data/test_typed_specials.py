@@ -11,10 +11,10 @@ from chat_reference import shipped_templates
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sftplay.data.encode.labels import Rendered
-from sftplay.data.encode.render import Renderer
 from sftplay.data.records import Call, Chat, Message, Source, Text
-from sftplay.data.template.chatml import CHATML
+from sftplay.data.render.labels import Rendered
+from sftplay.data.render.render import Renderer
+from sftplay.data.render.templates import CHATML
 
 WHERE = Source("rows.jsonl", 1)
 BARE = (

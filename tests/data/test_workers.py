@@ -18,13 +18,13 @@ import pytest
 from processes import is_alive, wait_until
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import Reading
 from sftplay.data.pipeline import load_examples
-from sftplay.data.prepare import workers
-from sftplay.data.prepare.batch import RawRow, RowOptions
 from sftplay.data.records import Source
-from sftplay.data.template.templates import CHATML
+from sftplay.data.render.render import Renderer
+from sftplay.data.render.templates import CHATML
+from sftplay.data.tokenize import workers
+from sftplay.data.tokenize.batch import RawRow, RowOptions
 from sftplay.errors import MachineError
 
 Config = Callable[..., RunConfig]
@@ -121,12 +121,12 @@ def test_killed_process_is_said_and_the_others_end(tokenizer: Any):
 PARENT = """
 import sys, time
 from transformers import PreTrainedTokenizerFast
-from sftplay.data.prepare.batch import RawRow, RowOptions
-from sftplay.data.prepare.workers import process_all
+from sftplay.data.tokenize.batch import RawRow, RowOptions
+from sftplay.data.tokenize.workers import process_all
 from sftplay.data.layouts.convert import Reading
 from sftplay.data.records import Source
-from sftplay.data.encode.render import Renderer
-from sftplay.data.template.templates import CHATML
+from sftplay.data.render.render import Renderer
+from sftplay.data.render.templates import CHATML
 
 def batches():
     while True:

@@ -22,7 +22,7 @@ from sftplay.evaluate import evaluate as measuring
 from sftplay.evaluate.evaluate import evaluate, evenly_spaced, held_out_loss, ready_to_answer
 from sftplay.evaluate.metrics import score_answers
 from sftplay.generate.generate import Generator, answer_all, stream_answer
-from sftplay.machine.releases import is_recomputing, recomputation
+from sftplay.machine.libraries import is_recomputing, recomputation
 
 END = 2
 """Id of <|im_end|> in the tiny tokenizer."""

@@ -12,7 +12,7 @@ from in_process import Inputs, sized, written_config
 from lively import lively_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sftplay.data.mix.load import load_mixture
+from sftplay.data.mixture.load import load_mixture
 from sftplay.data.pipeline import load_examples
 from sftplay.evaluate.comparison import Measured, comparison_table, with_side
 from sftplay.evaluate.evaluate import evaluate

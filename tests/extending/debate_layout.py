@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sftplay.data.layouts.columns import Body, needed, needed_text
-from sftplay.data.layouts.fields import Row, list_of, text_of
+from sftplay.data.layouts.turns import Row, list_of, text_of
 from sftplay.data.records import Message
 
 

@@ -83,6 +83,6 @@ def test_a_check_added_by_the_page_is_a_row_of_the_table(tmp_path: Path):
     assert row["figure"] in printed
 
 
-@pytest.mark.parametrize("name", ["numbers_task.py", "debate_layout.py"])
+@pytest.mark.parametrize("name", ["tasks/numbers/task.py", "debate_layout.py"])
 def test_the_examples_are_short(name: str):
     assert len((ROOT / "tests" / "extending" / name).read_text().splitlines()) < 60

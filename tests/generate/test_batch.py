@@ -18,10 +18,10 @@ from processes import wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from sftplay import cli
-from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import Reading
 from sftplay.data.read.sources import Dialect
 from sftplay.data.records import Text
+from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, RunError
 from sftplay.generate import batch
 from sftplay.generate import prompts as questions

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from sftplay import cli
 from sftplay.commands import infer
-from sftplay.data.encode.render import Renderer
+from sftplay.data.render.render import Renderer
 from sftplay.errors import DataError
 from sftplay.generate.chat import HELP, Conversation, run_command
 from sftplay.generate.generate import Generator, TextStreamer

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from sftplay import log
-from sftplay.terminal import console as terminal
-from sftplay.terminal.console import SIGN_OF_LIFE_S, Console, Progress
+from sftplay import log, terminal
+from sftplay.terminal import SIGN_OF_LIFE_S, Console, Progress
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay import log
+from sftplay import terminal as console
 from sftplay.launch.command.command import Launch
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise import follow as following
@@ -22,7 +23,6 @@ from sftplay.launch.supervise.follow import FolderGone, follow, watch_folder
 from sftplay.launch.supervise.processes import parent_of
 from sftplay.log import LINE, STATUS
 from sftplay.signals import STOP_SIGNALS, catch_signals
-from sftplay.terminal import console
 
 ROOT = Path(__file__).resolve().parents[2]
 

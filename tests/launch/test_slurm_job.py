@@ -28,12 +28,9 @@ from sftplay.config.schema.keys import all_keys
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.slurm import job
-from sftplay.launch.slurm.aliases import ALIASES, in_our_names
 from sftplay.launch.slurm.job import Allocation, others_command, trainer_command
-from sftplay.launch.slurm.job_file import job_file
-from sftplay.launch.slurm.records import JobFolder, newest_job
-from sftplay.launch.slurm.request import JobRequest, gpus_in, limit_seconds
-from sftplay.launch.slurm.summary import write_summary
+from sftplay.launch.slurm.request import ALIASES, JobRequest, gpus_in, in_our_names, job_file, limit_seconds
+from sftplay.launch.slurm.scheduler import JobFolder, newest_job, write_summary
 from sftplay.machine.ports import JOB_PORTS, QUIET
 from sftplay.runs.start import free_name
 from sftplay.signals import Echoes

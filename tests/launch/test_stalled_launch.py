@@ -15,7 +15,8 @@ from processes import HANG_S, is_alive, wait_until
 
 from sftplay.heartbeat import read_heartbeats
 from sftplay.launch.command.command import Launch
-from sftplay.launch.supervise import processes, stacks
+from sftplay.launch.supervise import processes
+from sftplay.launch.supervise import processes as stacks
 from sftplay.launch.supervise.follow import follow
 from sftplay.launch.supervise.processes import end_launch
 

@@ -16,9 +16,8 @@ import pytest
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.heartbeat import Beat, Heartbeat, heartbeat_path, read_heartbeats
-from sftplay.launch.supervise import stacks
-from sftplay.launch.supervise.processes import state_of
-from sftplay.launch.supervise.stacks import Stack, ask_for_stacks
+from sftplay.launch.supervise import processes as stacks
+from sftplay.launch.supervise.processes import Stack, ask_for_stacks, state_of
 from sftplay.launch.supervise.watchdog import GAP_S, SHOWN_LINES, Stall, Watchdog, find_culprits
 
 ROOT = Path(__file__).resolve().parents[2]

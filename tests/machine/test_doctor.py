@@ -16,14 +16,14 @@ import pytest
 import recorded_driver as driver
 from processes import HANG_S
 
-from sftplay.machine import torch_build
+from sftplay.machine import libraries as torch_build
 from sftplay.machine.doctor import install, system
 from sftplay.machine.doctor.examine import RunNeeds, diagnose
 from sftplay.machine.doctor.gpu import check_gpus
 from sftplay.machine.doctor.hub import check_hub, find_token, is_cached
 from sftplay.machine.doctor.install import RANGES, check_libraries, check_torch, is_within
+from sftplay.machine.libraries import TorchBuild, find_archs, find_torch
 from sftplay.machine.probe import Machine, probe
-from sftplay.machine.torch_build import TorchBuild, find_archs, find_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -14,8 +14,8 @@ import recorded_driver as driver
 
 from sftplay.machine import probe as probes
 from sftplay.machine import ram
+from sftplay.machine.gpu import Present, choose
 from sftplay.machine.probe import find_gpus, library_versions, other_accelerators, probe, usable_cores
-from sftplay.machine.visible_devices import Present, choose
 
 GIB, MIB = 2**30, 2**20
 MACHINE = {

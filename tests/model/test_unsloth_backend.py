@@ -19,7 +19,7 @@ from unsloth_stand_in import FastLanguageModel, as_module
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
-from sftplay.machine.releases import recomputation
+from sftplay.machine.libraries import recomputation
 from sftplay.model.load import load_start, start_adapter
 from sftplay.model.unsloth_model import check_arguments
 
@@ -211,7 +211,7 @@ def test_training_process_imports_unsloth_before_the_task_and_only_for_its_runs(
         steps.append(name)
         raise Reached
 
-    for backend, expected in (("unsloth", ["unsloth", "sftplay.tasks.sft"]), ("bnb", ["sftplay.tasks.sft"])):
+    for backend, expected in (("unsloth", ["unsloth", "sftplay.tasks.sft.task"]), ("bnb", ["sftplay.tasks.sft.task"])):
         folder = RunFolder(tmp_path / backend)
         folder.create()
         write_text(folder.resolved, dump_resolved(config().with_values({"tuning.backend": backend}, "test")))

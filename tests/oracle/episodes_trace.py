@@ -27,10 +27,10 @@ from oracle.score_update import batch_of_zeros, optimizer_with_state
 from oracle.trace import reads_answered, recompute
 from oracle.traced_model import DTYPES, adapt, build_causal
 from sftplay.config.schema.score import CriticConfig
-from sftplay.tasks.score import role_models as cast_module
-from sftplay.tasks.score.role_models import Cast
+from sftplay.tasks.score import role_models as role_models_module
+from sftplay.tasks.score.role_models import RoleModels
 from sftplay.tasks.score.scoring import score_actions
-from sftplay.tasks.score.value_model import Tokens, Visits, critic_loss, value_loss
+from sftplay.tasks.score.value_model import CriticInputs, PaddedTokens, critic_loss, value_loss
 
 RECORD = Path(__file__).parent / "recorded" / "episodes.json"
 
@@ -72,21 +72,21 @@ def trace_update(name: str) -> dict[str, int]:
         live = stack.enter_context(LiveBytes())
         stack.enter_context(KernelTemporaries())
         stack.enter_context(InPlaceSums())
-        return _run(_cast(config, how, has_value=name == VALUED), how, live, longest=longest)
+        return _run(_build_role_models(config, how, has_value=name == VALUED), how, live, longest=longest)
 
 
-def _cast(config: Mapping[str, Any], how: TraceSettings, *, has_value: bool) -> Cast:
+def _build_role_models(config: Mapping[str, Any], how: TraceSettings, *, has_value: bool) -> RoleModels:
     causal, has_guide = build_causal(config, how), how.method != "full"
     model = adapt(causal, how)
     # See `adapt`; a fake tensor's copy shares nothing with its parameter.
     as_it_is = replaced(nn.Module, "to", lambda module, *_args, **_more: module)
-    with as_it_is, replaced(cast_module, "_copy", lambda *_: build_causal(config, how)):
+    with as_it_is, replaced(role_models_module, "_copy", lambda *_: build_causal(config, how)):
         critic = CriticConfig(width=WIDTH) if has_value else None
-        cast = Cast(
+        role_models = RoleModels(
             model, has_guide=has_guide, guide_learns=has_guide, has_value=has_value, value_is_separate=True,
             critic=critic,
         )  # fmt: skip
-    cast.train()
+    role_models.train()
     if how.checkpointing:
         options = {
             "use_reentrant": False,
@@ -94,31 +94,45 @@ def _cast(config: Mapping[str, Any], how: TraceSettings, *, has_value: bool) -> 
             "context_fn": lambda: (nullcontext(), CudaKernels(host_reads=0)),
         }
         recompute(causal, options)
-    return cast
+    return role_models
 
 
-def _run(cast: Cast, how: TraceSettings, live: LiveBytes, *, longest: int) -> dict[str, int]:
-    optimizer = optimizer_with_state(cast)
+def _run(role_models: RoleModels, how: TraceSettings, live: LiveBytes, *, longest: int) -> dict[str, int]:
+    optimizer = optimizer_with_state(role_models)
     live.forget_peaks()
     batch = batch_of_zeros(how.batch, how.seq, longest=longest)
-    read, ones = Tokens(batch.ids[:, :READ].clone(), torch.full((how.batch,), READ)), torch.ones(how.batch)
+    read, ones = PaddedTokens(batch.ids[:, :READ].clone(), torch.full((how.batch,), READ)), torch.ones(how.batch)
     live.enter_phase("learn")
-    if cast.critic is not None:
+    if role_models.critic is not None:
         for _ in range(how.micro_batches):
-            turns, paid = (Visits(read, read, read),) * 2, (ones, ones)
+            turns, paid = (CriticInputs(read, read, read),) * 2, (ones, ones)
             losses = critic_loss(
-                cast.critic, cast.slow_critic, turns=turns, returns=paid, weight=ones, discount=1.0, n_episodes=2
+                role_models.critic,
+                role_models.target_critic,
+                turns=turns,
+                returns=paid,
+                weight=ones,
+                discount=1.0,
+                n_episodes=2,
             )
             torch.stack(list(losses.values())).sum().backward()
             del losses
-    for role in [each for each in ("guide", "solver") if each in cast.parts]:
+    for role in [each for each in ("guide", "solver") if each in role_models.trainable]:
         for _ in range(how.micro_batches):
-            with cast.speaking(role):  # type: ignore[arg-type]
+            with role_models.use_role(role):  # type: ignore[arg-type]
                 with torch.autocast("cpu", dtype=DTYPES[how.autocast]):
-                    scores = score_actions(cast, batch, role=role, temperature=1.0, kl="full")  # type: ignore[arg-type]
+                    scores = score_actions(
+                        role_models,
+                        batch,
+                        role=role,
+                        temperature=1.0,
+                        kl="full",  # type: ignore[arg-type]
+                    )
                 loss = (scores.log_probs.sum() + scores.kl.sum()) / 2
-                if role == "guide" and cast.has_value:
-                    told = value_loss(cast.value_head, read, target=ones, flow="stop", value_coef=1.0, n_episodes=2)
+                if role == "guide" and role_models.has_value:
+                    told = value_loss(
+                        role_models.value_head, read, target=ones, flow="stop", value_coef=1.0, n_episodes=2
+                    )
                     loss = loss + told
                     del told
                 del scores

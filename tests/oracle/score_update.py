@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from sftplay.tasks.score.role_models import Cast
+from sftplay.tasks.score.role_models import RoleModels
 from sftplay.tasks.score.scoring import ActionBatch
 
 
-def optimizer_with_state(cast: Cast) -> torch.optim.Optimizer:
+def optimizer_with_state(role_models: RoleModels) -> torch.optim.Optimizer:
     """Of all that trains, after one step; there are no gradients."""
-    trained = [weight for part in cast.parts.values() for weight in part]
+    trained = [weight for part in role_models.trainable.values() for weight in part]
     optimizer = torch.optim.AdamW(trained, fused=True)
     for weight in trained:
         weight.grad = torch.zeros_like(weight)

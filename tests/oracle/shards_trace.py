@@ -21,9 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from oracle.live_bytes import LiveBytes
 from oracle.score_update import batch_of_zeros, optimizer_with_state
 from sftplay import log
-from sftplay.machine.releases import recompute
+from sftplay.machine.libraries import recompute
 from sftplay.plan.devices.layout import Layout
-from sftplay.tasks.score.role_models import Cast
+from sftplay.tasks.score.role_models import RoleModels
 from sftplay.tasks.score.scoring import score_actions
 
 ROWS, TOKENS, LONGEST = 2, 256, 128
@@ -76,19 +76,25 @@ def trace_shards(config: LlamaConfig, *, ranks: int, precision: str) -> Mapping[
 
 def _learn(config: LlamaConfig, live: ShardBytes, *, precision: str) -> None:
     model, layout = LlamaForCausalLM(config), Layout(placement="sharded")
-    cast = Cast(model, has_guide=True, guide_learns=True, has_value=False, layout=layout)
-    for each in cast.shard(precision):
+    role_models = RoleModels(model, has_guide=True, guide_learns=True, has_value=False, layout=layout)
+    for each in role_models.shard(precision):
         recompute(each)
-    cast.train()
-    optimizer = optimizer_with_state(cast)
+    role_models.train()
+    optimizer = optimizer_with_state(role_models)
     live.forget_peaks()
     batch = batch_of_zeros(ROWS, TOKENS, longest=LONGEST)
     rounded = torch.autocast("cpu", dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
     live.enter_phase("learn")
     for role in ("guide", "guide", "solver", "solver"):
-        with cast.speaking(role):  # type: ignore[arg-type]
+        with role_models.use_role(role):  # type: ignore[arg-type]
             with rounded:
-                scores = score_actions(cast, batch, role=role, temperature=1.0, kl="full")  # type: ignore[arg-type]
+                scores = score_actions(
+                    role_models,
+                    batch,
+                    role=role,
+                    temperature=1.0,
+                    kl="full",  # type: ignore[arg-type]
+                )
             loss = (scores.log_probs.sum() + scores.kl.sum()) / 2
             del scores
             loss.backward()

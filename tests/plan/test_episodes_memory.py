@@ -23,7 +23,7 @@ from sftplay.plan.memory.rollout import CACHE, DRAW, REFERENCE
 from sftplay.plan.memory.step import SHARDING, Footprint
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.shape.from_config import shape_from_config
-from sftplay.tasks.score.sample_episodes import RecordedSampling, draw_actions
+from sftplay.tasks.score.sample_episodes import RecordedSampling, sample_actions
 
 TOLERANCE = 0.03
 SHARED = Layout(placement="shared")
@@ -108,7 +108,7 @@ def test_drawing_actions_takes_what_a_real_model_takes():
         assert held
         resting = live.live_bytes
         live.enter_phase("draw")
-        draw_actions(generator, [[1] * 8] * 16, rows=range(16))
+        sample_actions(generator, [[1] * 8] * 16, rows=range(16))
     episodes = Episodes(layout=SHARED, tokens=12, answer_tokens=4, hint_tokens=1, has_guide=False, guide_learns=False)
     found = estimate_episodes(
         shape_from_config(config.to_dict(), name="x"), on_cpu, episodes=episodes, rows=1, drawn=16

@@ -17,8 +17,8 @@ from trl import import_utils as trl_imports
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.libraries import recomputation_arguments
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.machine.releases import recomputation_arguments
 from sftplay.plan.report.run_cost import workload_of
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing.size_run import SizedRun, size_run
@@ -190,7 +190,7 @@ def test_vllm_is_refused_with_its_install_line_where_it_is_missing(monkeypatch):
     with pytest.raises(MachineError) as caught:
         sized(config(grpo__generation="vllm_colocate"))
     assert caught.value.fix.startswith("pip install vllm")
-    monkeypatch.setattr("sftplay.plan.sizing.groups.find_spec", lambda name: object())
+    monkeypatch.setattr("sftplay.tasks.grpo.plan.find_spec", lambda name: object())
     run = sized(config(grpo__generation="vllm_colocate"), processes=2)
     assert run.forecast is not None
     assert run.as_plan()["phases"]["drawing"] > 0.3 * 80 * GIB
@@ -209,8 +209,8 @@ def test_vllm_is_refused_with_its_install_line_where_it_is_missing(monkeypatch):
 )
 def test_a_vllm_that_trl_does_not_take_is_refused_by_name(monkeypatch, kind, release, is_taken):
     """The bounds are those of `is_vllm_available` in trl 1.16, which only warns."""
-    monkeypatch.setattr("sftplay.plan.sizing.groups.find_spec", lambda name: object())
-    monkeypatch.setattr("sftplay.machine.releases.version", lambda name: release)
+    monkeypatch.setattr("sftplay.tasks.grpo.plan.find_spec", lambda name: object())
+    monkeypatch.setattr("sftplay.machine.libraries.version", lambda name: release)
     monkeypatch.setattr(trl_imports, "_is_package_available", lambda *_, **__: (True, release))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -227,27 +227,27 @@ def test_a_vllm_that_trl_does_not_take_is_refused_by_name(monkeypatch, kind, rel
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "zero3"])
 def test_what_needs_whole_weights_is_refused_before_a_model_in_parts_is_loaded(monkeypatch, strategy):
-    monkeypatch.setattr("sftplay.plan.sizing.groups.find_spec", lambda name: object())
+    monkeypatch.setattr("sftplay.tasks.grpo.plan.find_spec", lambda name: object())
     served = config(grpo__generation="vllm_server", cluster__strategy=strategy)
     with pytest.raises(ConfigError, match="cannot be sent an adapter whose base is in parts") as caught:
         sized(served, processes=2)
     assert caught.value.fix == "write cluster.strategy: ddp, or grpo.generation: transformers"
     with pytest.raises(ConfigError, match="must draw equally many") as caught:
-        sized(config(grpo__skip_silent=True, cluster__strategy=strategy), processes=2)
-    assert caught.value.where.endswith("grpo.skip_silent")
+        sized(config(grpo__skip_zero_variance=True, cluster__strategy=strategy), processes=2)
+    assert caught.value.where.endswith("grpo.skip_zero_variance")
     for changes in ({"cluster.strategy": "zero2"}, {"tuning.mode": "full"}):
         assert sized(served.with_values(changes, "test"), processes=2).world_size == 2
     assert sized(served).world_size == 1
 
 
 def test_a_server_is_asked_again_for_whole_groups_alone(monkeypatch):
-    monkeypatch.setattr("sftplay.plan.sizing.groups.find_spec", lambda name: object())
-    cfg = config(grpo__generation="vllm_server", grpo__redraws=1, train__effective_batch_size=24)
+    monkeypatch.setattr("sftplay.tasks.grpo.plan.find_spec", lambda name: object())
+    cfg = config(grpo__generation="vllm_server", grpo__dynamic_sampling_rounds=1, train__effective_batch_size=24)
     with pytest.raises(ConfigError, match="whole groups of 8, but a process draws 12 completions") as caught:
         sized(cfg, processes=2)
-    assert caught.value.where.endswith("grpo.redraws")
+    assert caught.value.where.endswith("grpo.dynamic_sampling_rounds")
     assert sized(cfg, processes=3).world_size == 3
-    assert sized(cfg.with_values({"grpo.redraws": 0}, "test"), processes=2).world_size == 2
+    assert sized(cfg.with_values({"grpo.dynamic_sampling_rounds": 0}, "test"), processes=2).world_size == 2
 
 
 def test_an_older_trl_is_refused_for_grpo_alone():

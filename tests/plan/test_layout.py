@@ -12,9 +12,9 @@ from sftplay.errors import SftplayError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.devices.cards import find_card
 from sftplay.plan.devices.layout import OWN, layout_of
-from sftplay.plan.report.layouts import describe_layout
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing.size_run import SizedRun, size_run
+from sftplay.tasks.score.plan import describe_layout
 
 LLAMA = "meta-llama/Llama-3.2-3B"
 

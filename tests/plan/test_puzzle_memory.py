@@ -16,14 +16,11 @@ from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.puzzles.memory import PuzzleSize, puzzle_footprint
-from sftplay.plan.puzzles.shape import model_shape_of
-from sftplay.plan.puzzles.weights import GridSize, PuzzleShape
-from sftplay.plan.report.puzzle_cost import flops_per_row
+from sftplay.plan.puzzles import GridSize, PuzzleShape, PuzzleSize, model_shape_of, puzzle_footprint
 from sftplay.plan.sizing.size_run import SizedRun, size_run
-from sftplay.runs.model_shape import shape_for_puzzles
 from sftplay.tasks.hrm.act import all_halted, run_segment
 from sftplay.tasks.hrm.network import Grid, PuzzleModel
+from sftplay.tasks.hrm.plan import flops_per_row, shape_for_puzzles
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.03

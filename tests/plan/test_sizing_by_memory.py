@@ -15,7 +15,7 @@ from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.memory.budget import device_of
 from sftplay.plan.memory.forecast import Place
 from sftplay.plan.shape.find import find_shape
-from sftplay.plan.sizing import strategy
+from sftplay.plan.sizing import placement as strategy
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.plan.sizing.split import PLATEAU_TOKENS, split_batch
 

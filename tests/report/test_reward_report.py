@@ -10,12 +10,10 @@ import pytest
 
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report.course import charts_of
-from sftplay.report.learned import learned_table, learned_text, reward_charts
+from sftplay.report.learned import charts_of, learned_table, learned_text, reward_charts, tries_of
 from sftplay.report.remarks import find_remarks
 from sftplay.report.report import _tiles, render
 from sftplay.report.run_files import RunFiles, read_run_files
-from sftplay.report.tries import tries_of
 
 REWARDS = [{"name": "tests", "use": "code_tests"}, {"name": "shape", "use": "syntax", "weight": 0.1}]
 N_STEPS = 20

@@ -15,8 +15,7 @@ from sftplay.config.load import load_config
 from sftplay.config.schema.run import RewardConfig, RunConfig
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.reward.calls import RewardWorker
-from sftplay.reward.check import check_before_training, check_reward
-from sftplay.reward.junk import Case
+from sftplay.reward.check import Case, check_before_training, check_reward
 from sftplay.reward.reward_set import RewardSet
 from sftplay.sandbox.choose import SAFE, problem_of
 

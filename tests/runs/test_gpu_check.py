@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from sftplay.commands import gpu_check
 from sftplay.errors import ConfigError
 from sftplay.machine.gpu import Gpu
+from sftplay.machine.libraries import TorchBuild
 from sftplay.machine.probe import Machine
-from sftplay.machine.torch_build import TorchBuild
 from sftplay.runs.gpu_check import facts, fault, kit, memory, recovery, runs, several_processes, speed
 from sftplay.runs.gpu_check.check import Broken, NotPossible, Place
 from sftplay.runs.gpu_check.checks import CHECKS

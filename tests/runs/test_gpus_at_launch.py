@@ -22,10 +22,10 @@ from sftplay.config.schema.run import ModelConfig
 from sftplay.errors import MachineError
 from sftplay.launch.command.command import EXPECTS_GPU, Scale, build_launch
 from sftplay.launch.run_folder import RunFolder
-from sftplay.machine import compiler
+from sftplay.machine import libraries as compiler
 from sftplay.machine.doctor.install import check_compiler
+from sftplay.machine.libraries import TorchBuild
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.machine.torch_build import TorchBuild
 from sftplay.model.failures import explain_failure, refusing
 from sftplay.runs import gpus_at_launch as at_launch
 from sftplay.runs import start

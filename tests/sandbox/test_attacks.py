@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,6 +77,25 @@ def test_some_attacks_of_each_kind_do_not_get_through(executor):
     assert not [attack.name for attack in chosen if "timeout" in attack.statuses]
     rows = conduct(executor, chosen=chosen, note=lambda row: None)
     assert {row.attack.name: row.problems for row in rows if row.problems} == {}
+
+
+@pytest.fixture
+def many_open_files():
+    """1,100, which is more than select(2) can name, let alone the limit of a box."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2_048), hard))
+    with ExitStack() as files:
+        for _ in range(1_100):
+            files.enter_context(open(os.devnull))
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_open_files")
+def test_a_box_is_the_same_however_many_files_its_opener_has_open(executor):
+    chosen = [attack for attack in ATTACKS if attack.name == "puts a pipe of its own where orders come from"]
+    rows = conduct(executor, chosen=chosen, note=lambda row: None)
+    assert [row.problems for row in rows] == [()]
 
 
 WORKS_ON = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (3, 3))\nwhile True: pass"

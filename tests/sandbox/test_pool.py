@@ -24,7 +24,7 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.sandbox import choose
 from sftplay.sandbox.choose import SAFE, problem_of
 from sftplay.sandbox.executors.bwrap import Bwrap
-from sftplay.sandbox.executors.landlock import Landlock
+from sftplay.sandbox.executors.kernel_limits import Landlock
 from sftplay.sandbox.executors.warm import WarmBwrap
 from sftplay.sandbox.pool import Sandbox, count_workers
 from sftplay.sandbox.verdicts.box import Box, Lost, Pipes

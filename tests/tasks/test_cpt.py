@@ -19,8 +19,8 @@ import pytest
 from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
 from small_run import write_small_run
 
-from sftplay.data.mix import load
-from sftplay.data.mix.mixture import Mixture, source_and_block
+from sftplay.data.mixture import load
+from sftplay.data.mixture.mixture import Mixture, source_and_block
 from sftplay.launch.checkpoints import read_marker
 from sftplay.train.exact_batch import ExactBatchMixin
 from tests.tasks.test_resume import assert_equal

@@ -39,6 +39,8 @@ from sftplay.plan.memory.memory_setup import execution_of
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing import decisions
 from sftplay.plan.sizing.decisions import decide_numerics
+from sftplay.tasks.hrm import plan
+from sftplay.tasks.hrm.plan import PLAN
 from sftplay.train import guards
 from sftplay.train import loss_heads as chunked_head
 from sftplay.train import loss_heads as label_head
@@ -327,8 +329,8 @@ def test_the_plan_counts_the_mask_and_the_chunks_of_the_device(gpu: Gpu | None, 
 
 def test_a_puzzle_model_is_compiled_on_a_gpu_with_a_compiler(monkeypatch: pytest.MonkeyPatch):
     cfg = load_config("configs/run_hrm_sudoku4.yaml")
-    assert decide_numerics(cfg, machine_with())["hrm.compile"].value is False
-    monkeypatch.setattr(decisions, "find_compiler_problem", lambda: "")
-    assert decide_numerics(cfg, machine_with(H100))["hrm.compile"].value is True
-    monkeypatch.setattr(decisions, "find_compiler_problem", lambda: "there is no C compiler (gcc or clang)")
-    assert decide_numerics(cfg, machine_with(H100))["hrm.compile"].value is False
+    assert PLAN.decide_more(cfg, machine_with())["hrm.compile"].value is False
+    monkeypatch.setattr(plan, "find_compiler_problem", lambda: "")
+    assert PLAN.decide_more(cfg, machine_with(H100))["hrm.compile"].value is True
+    monkeypatch.setattr(plan, "find_compiler_problem", lambda: "there is no C compiler (gcc or clang)")
+    assert PLAN.decide_more(cfg, machine_with(H100))["hrm.compile"].value is False

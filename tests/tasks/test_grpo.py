@@ -156,7 +156,7 @@ def test_a_reward_that_never_knows_ends_the_run_with_its_name(prompts: Inputs, f
 def test_a_control_pays_something_else_and_still_measures_the_true_reward(
     control: str, prompts: Inputs, tmp_path: Path
 ):
-    run = train(tmp_path, prompts, **grpo_options(prompts, grpo__control=control, train__max_steps=2))
+    run = train(tmp_path, prompts, **grpo_options(prompts, grpo__placebo_reward=control, train__max_steps=2))
     for step, line in enumerate(run.metrics, 1):
         lines = samples_of(run, step)
         assert line["true_reward"] == pytest.approx(fmean(each["rewards"]["variety"] for each in lines))

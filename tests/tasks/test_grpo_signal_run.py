@@ -41,7 +41,12 @@ def column(run: Finished, name: str) -> list[Any]:
 
 @pytest.mark.slow
 def test_over_100_on_policy_steps_the_base_is_unchanged_and_the_sampler_is_the_model(prompts: Inputs, tmp_path: Path):
-    short = {"train__max_steps": 100, "train__save_steps": 25, "grpo__max_completion_length": 6, "grpo__gauge_steps": 1}
+    short = {
+        "train__max_steps": 100,
+        "train__save_steps": 25,
+        "grpo__max_completion_length": 6,
+        "grpo__logprob_check_steps": 1,
+    }
     run = train(tmp_path, prompts, **grpo_options(prompts, tuning__mode="lora", **short))
     assert column(run, "sampler_kl") == [0.0] * 100
     assert 0 < max(column(run, "sampler_gap")) < 1e-5  # rounding: one token at a time with a cache, or all at once
@@ -51,7 +56,7 @@ def test_over_100_on_policy_steps_the_base_is_unchanged_and_the_sampler_is_the_m
 
 @pytest.mark.slow
 def test_dropout_and_older_weights_are_seen_by_the_gauge(prompts: Inputs, tmp_path: Path):
-    short = {"train__max_steps": 2, "grpo__gauge_steps": 1, "train__learning_rate": 0.05}
+    short = {"train__max_steps": 2, "grpo__logprob_check_steps": 1, "train__learning_rate": 0.05}
     dropout = {"tuning__mode": "lora", "tuning__lora__dropout": 0.3}
     dropped = train(tmp_path / "a", prompts, **grpo_options(prompts, **short, **dropout))
     assert column(dropped, "sampler_kl")[1] > 1e-6  # in the first step the adapter is still 0
@@ -84,7 +89,7 @@ def test_silent_groups_are_drawn_again_and_every_token_is_counted(
     options = paid_by(SILENT, prompts, train__max_steps=8)
     plain = train(tmp_path / "plain", prompts, **options)
     drawn.clear()
-    again = train(tmp_path / "again", prompts, **options, grpo__redraws=3)
+    again = train(tmp_path / "again", prompts, **options, grpo__dynamic_sampling_rounds=3)
 
     last = again.metrics[-1]
     assert last["generated_tokens"] == sum(drawn)
@@ -104,7 +109,7 @@ def test_nothing_is_drawn_in_the_turns_of_silent_prompts_and_nothing_is_learned_
 ):
     options = paid_by(SILENT, prompts, train__max_steps=12, grpo__beta=0.1)
     plain = train(tmp_path / "plain", prompts, **options)
-    fewer = train(tmp_path / "fewer", prompts, **options, grpo__skip_silent=True)
+    fewer = train(tmp_path / "fewer", prompts, **options, grpo__skip_zero_variance=True)
     last = fewer.metrics[-1]
     assert last["passed_turns"] > 0
     assert last["generated_tokens"] < plain.metrics[-1]["generated_tokens"]
@@ -125,7 +130,7 @@ def test_nothing_is_drawn_in_the_turns_of_silent_prompts_and_nothing_is_learned_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"grpo__redraws": 2}, {"grpo__skip_silent": True}])
+@pytest.mark.parametrize("options", [{"grpo__dynamic_sampling_rounds": 2}, {"grpo__skip_zero_variance": True}])
 def test_a_resumed_run_draws_the_same_prompts_again(options: dict[str, Any], prompts: Inputs, tmp_path: Path):
     options = paid_by(SILENT, prompts, train__max_steps=9, **options)
     whole = train(tmp_path / "whole", prompts, **options)
@@ -142,8 +147,8 @@ def test_a_resumed_run_draws_the_same_prompts_again(options: dict[str, Any], pro
 @pytest.mark.parametrize(
     ("options", "counted"),
     [
-        ({"train__max_steps": 4, "grpo__redraws": 2}, "redrawn_groups"),
-        ({"train__max_steps": 8, "grpo__skip_silent": True}, "passed_turns"),
+        ({"train__max_steps": 4, "grpo__dynamic_sampling_rounds": 2}, "redrawn_groups"),
+        ({"train__max_steps": 8, "grpo__skip_zero_variance": True}, "passed_turns"),
     ],
 )
 def test_two_processes_that_share_a_group_draw_it_again_or_skip_it_together(
@@ -187,7 +192,7 @@ def test_a_step_has_the_same_gradient_whether_silent_groups_are_drawn_or_not(
     options = paid_by(SILENT, prompts, train__max_steps=12, train__learning_rate=0.0, grpo__loss_type=loss)
     options |= {"grpo__epsilon_high": 5.0} if loss == "cispo" else {}
     plain = train(tmp_path / "plain", prompts, **options)
-    fewer = train(tmp_path / "fewer", prompts, **options, grpo__skip_silent=True)
+    fewer = train(tmp_path / "fewer", prompts, **options, grpo__skip_zero_variance=True)
     assert fewer.metrics[-1]["passed_turns"] > 2
     norms = column(plain, "grad_norm")
     assert max(norms) > 0

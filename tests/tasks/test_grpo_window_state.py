@@ -22,7 +22,7 @@ def trainer_with(*, accum: int, steps: int = 2, iterations: int = 1, step: int =
         num_iterations=iterations,
         state=SimpleNamespace(global_step=step),
         accelerator=SimpleNamespace(device=torch.device("cpu", 0)),  # so accelerate calls it for several processes
-        drawing={"reward": 0.25, "true_reward": None},
+        rollout_figures={"reward": 0.25, "true_reward": None},
         _step=0,
         _buffered_inputs=None,
     )
@@ -89,7 +89,7 @@ def test_a_drawing_of_other_sizes_is_refused_with_both(change: str, tmp_path: Pa
     if change == "more processes":
         monkeypatch.setattr(log, "world_size", lambda: 2)
     accum = 1 if change == "larger micro-batches" else 2
-    said = "inside a drawing of 1 processes with 4 micro-batches each; now there are"
+    said = "inside a rollout batch of 1 processes with 4 micro-batches each; now there are"
     with pytest.raises(RunError, match=re.escape(said)):
         load_window(trainer_with(accum=accum), checkpoint)
 
@@ -97,6 +97,6 @@ def test_a_drawing_of_other_sizes_is_refused_with_both(change: str, tmp_path: Pa
 def test_a_drawing_that_is_missing_is_named(tmp_path: Path):
     checkpoint = saved(tmp_path, step=1, accum=2)
     window_path(checkpoint).unlink()
-    with pytest.raises(RunError, match="the completions of its drawing are missing") as refused:
+    with pytest.raises(RunError, match="the completions of its rollout batch are missing") as refused:
         load_window(trainer_with(accum=2), checkpoint)
     assert refused.value.where.endswith("checkpoint-1/drawing-0.safetensors")

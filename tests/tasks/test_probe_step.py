@@ -15,8 +15,9 @@ from oracle.memory_gauges import ProcessGauge, TensorGauge
 from transformers import AutoTokenizer
 
 from sftplay.plan.memory.probe_fit import Fit, Point, Refusal, fit
-from sftplay.tasks import probe_step, sft
+from sftplay.tasks import probe_step
 from sftplay.tasks.probe_step import CudaGauge, MemoryGauge, Request, measure_steps, synthetic_rows
+from sftplay.tasks.sft import task as sft
 
 PAIR_WEIGHTS = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 2 * (32 + 64) + (64 + 32))
 """Of rank 1 on the tiny Llama: two layers; q and o of 32 x 32, k and v of 32 x 16, gate and up, down."""

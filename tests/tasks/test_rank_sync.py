@@ -40,9 +40,9 @@ FORK_RUNS = (
     + """
 import json, os, signal, sys, time
 import torch
-import sftplay.tasks.sft as sft
-from sftplay.tasks.run import run_task
-from sftplay.data.prepare.one_pass import Preparation
+import sftplay.tasks.sft.task as sft
+from sftplay.train import run_task
+from sftplay.data.tokenize.one_pass import Preparation
 from sftplay.train.train_run import TrainRun
 
 def note(what):

@@ -20,7 +20,7 @@ import sys
 from sftplay.startup import begin_imports, leave_out
 begin_imports()
 leave_out(["bitsandbytes", "deepspeed"])
-import sftplay.tasks.sft, sftplay.train.run_task
+import sftplay.tasks.sft.task, sftplay.train.run_task
 wanted = ("bitsandbytes", "torch._inductor.compile_fx", "peft", "deepspeed")
 print(sorted(name for name in wanted if sys.modules.get(name)))
 """

@@ -26,8 +26,8 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import free_port
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing.size_run import size_run
-from sftplay.train import gradients as gradient_average
-from sftplay.train import gradients as gradient_sync
+from sftplay.tasks import TASKS
+from sftplay.train import gradients
 from sftplay.train.gradients import GradientSync, choose_hook, exposed_s
 from sftplay.train.interval import exposed_share
 
@@ -39,7 +39,7 @@ FORK_RUNS = (
     START
     + """
 import json, os, sys
-import sftplay.tasks.sft
+import sftplay.tasks.sft.task
 from sftplay.train.train_run import TrainRun
 
 train = TrainRun.train
@@ -209,8 +209,8 @@ def test_the_hook_of_the_config_is_accelerates(hook: str, kind: DDPCommunication
 def test_the_line_at_the_end_weighs_each_interval_by_its_time(monkeypatch: pytest.MonkeyPatch):
     # 2 steps of 1 s, half of it exposed, then 1 step of 2 s without any: 1 s of 4.
     printed: list[str] = []
-    monkeypatch.setattr(gradient_sync.log, "say", printed.append)
-    monkeypatch.setattr(gradient_sync.log, "world_size", lambda: 2)
+    monkeypatch.setattr(gradients.log, "say", printed.append)
+    monkeypatch.setattr(gradients.log, "world_size", lambda: 2)
     sync = _sync(CommConfig(), task="sft", replay=SimpleNamespace(sends_afterwards=True))
     sync.on_train_begin(None, SimpleNamespace(global_step=0), None)
     for step, step_s, share in ((2, 1.0, 0.5), (3, 2.0, 0.0)):
@@ -225,8 +225,8 @@ def test_the_line_at_the_end_weighs_each_interval_by_its_time(monkeypatch: pytes
 @pytest.mark.parametrize("task", ["score", "hrm"])
 def test_a_task_that_averages_gradients_itself_says_so_and_asks_ddp_nothing(monkeypatch: pytest.MonkeyPatch, task: str):
     printed: list[str] = []
-    monkeypatch.setattr(gradient_sync.log, "say", printed.append)
-    monkeypatch.setattr(gradient_sync.log, "world_size", lambda: 2)
+    monkeypatch.setattr(gradients.log, "say", printed.append)
+    monkeypatch.setattr(gradients.log, "world_size", lambda: 2)
     sync = _sync(CommConfig(hook="fp16"), task=task, replay=None)
     sync.on_train_begin(None, SimpleNamespace(global_step=0), None)
     sync.on_step_end(None, None, None)
@@ -238,7 +238,7 @@ def test_a_task_that_averages_gradients_itself_says_so_and_asks_ddp_nothing(monk
 
 def _sync(comm: CommConfig, *, task: str, replay: Any) -> GradientSync:
     """That of one of two ranks, on a trainer without a model."""
-    cfg = SimpleNamespace(cluster=SimpleNamespace(comm=comm, strategy="ddp"), task_mode=task)
+    cfg = SimpleNamespace(cluster=SimpleNamespace(comm=comm, strategy="ddp"), task_mode=task, task=TASKS[task])
     sync = GradientSync(cfg, Heartbeat())
     sync.attach(SimpleNamespace(replay=replay, accelerator=SimpleNamespace(ddp_handler=SimpleNamespace())))
     return sync
@@ -246,11 +246,11 @@ def _sync(comm: CommConfig, *, task: str, replay: Any) -> GradientSync:
 
 def test_gradients_after_the_window_are_sent_in_buckets_of_the_size_in_the_config(monkeypatch: pytest.MonkeyPatch):
     sent: list[int] = []
-    monkeypatch.setattr(gradient_average.torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(gradient_average.torch.distributed, "all_reduce", lambda flat: sent.append(flat.nbytes))
+    monkeypatch.setattr(gradients.torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(gradients.torch.distributed, "all_reduce", lambda flat: sent.append(flat.nbytes))
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(5)))  # 256 KiB each
     for cap_mb, sizes in ((1, [4 * 2**18, 2**18]), (25, [5 * 2**18])):
         model.bucket_bytes_cap = cap_mb * 2**20
         sent.clear()
-        gradient_average.average_gradients(model)
+        gradients.average_gradients(model)
         assert sent == sizes

@@ -33,7 +33,7 @@ STEPS = 2
 # The parent imports the libraries once. It forks before any work, so no library has started a thread.
 FORK_RANKS = """
 import os, sys
-import sftplay.tasks.sft
+import sftplay.tasks.sft.task
 from sftplay.tasks import worker
 
 children = []

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sftplay.config.read.resolved import flow
-from sftplay.config.read.task_mode import TASK_SPELLINGS
+from sftplay.config.read.spellings import TASK_SPELLINGS
 from sftplay.config.schema.describe import described
 from sftplay.config.schema.keys import all_sections, entry_of, json_schema, list_keys, node_at, section_of
 

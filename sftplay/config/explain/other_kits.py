@@ -1,15 +1,167 @@
-"""Names of other kits and arguments of TRL, each with what to write here in its place.
-
-They are never accepted, only answered, because a reader of a config must find one name for one thing.
-"""
+"""Keys of other kits and of TRL, with the key of ours that does it."""
 
 from __future__ import annotations
 
+import ast
 import re
-from typing import NamedTuple
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from sftplay.config.read.precision import SPELLINGS
+from sftplay.config.read.spellings import SPELLINGS
+from sftplay.config.read.yaml12 import KeyPath
 from sftplay.config.schema.keys import homes_of
+
+_DEVICES = {
+    "base_model_device": "score.devices.solver",
+    "guidance_model_device": "score.devices.guide",
+    "critic_device": "score.devices.critic",
+    "value_function_device": "score.devices.value",
+    "target_critic_device": "score.devices.target_critic",
+    "reference_model_device": "score.devices.ref",
+}
+
+_MEMORY = {
+    "use_gradient_checkpointing": "train.gradient_checkpointing",
+    "use_flash_attention_2": "model.attn: flash_attention_2, or leave it to auto",
+    "use_bf16_mixed_precision": "train.precision: bf16",
+    "cpu_offloading.enable": (
+        "score.devices.ref: cpu, with tuning.mode: full; adapters need none, their reference is the base without them"
+    ),
+    "cpu_offloading.offload_targets": (
+        "score.devices.ref: cpu and score.devices.target_critic: cpu, with tuning.mode: full; adapters: the second"
+    ),
+}
+
+_BATCH = {
+    "total_batch_size": "train.effective_batch_size: the episodes of a step over all processes",
+    "per_gpu_batch_size": "train.effective_batch_size: all GPUs together, each process has an equal share",
+    "micro_batch_size": "train.batch_size",
+    "gradient_accumulation_steps": "train.grad_accum: auto; it follows from the two sizes and the processes",
+    "adaptive_batch_sizing": "train.batch_size: auto; it is measured at the start, and halved where memory runs out",
+    "min_batch_size": "train.batch_size: auto; it has no lower bound, as each size learns the same",
+    "max_batch_size": "train.batch_size: auto, or the largest yourself",
+}
+
+_DEEPSPEED = {
+    "zero_stage": "score.placement: sharded, with tuning.mode: full; DeepSpeed trains one model, and here are two",
+    "offload_optimizer": "tuning.mode: lora; its state is small, and nothing offloads it",
+    "offload_param": "score.placement: sharded, with tuning.mode: full; a process holds a part, nothing is offloaded",
+}
+
+_COMMUNICATION = {
+    "gradient_compression": "cluster.comm.hook: none; task score sends gradients whole, once a step",
+    "compression_ratio": "cluster.comm.hook: none; task score sends gradients whole, once a step",
+}
+
+SECTIONS: dict[str, dict[str, str]] = {
+    "distributed": {f"device_placement.{name}": action for name, action in _DEVICES.items()},
+    "memory_optimization": _MEMORY,
+    "batch_optimization": _BATCH,
+    "deepspeed_config": _DEEPSPEED,
+    "communication": _COMMUNICATION,
+}
+"""Section -> its keys -> what to write here, the key first."""
+
+
+def keys_below(path: KeyPath, value: Any) -> Iterator[KeyPath]:
+    """The keys of a section of the guide, each to be answered by itself; any other unknown name is one key."""
+    known = SECTIONS.get(str(path[0]))
+    if known is None or action_for(path) or not isinstance(value, dict) or not value:
+        yield path
+        return
+    for name, inner in value.items():
+        yield from keys_below((*path, str(name)), inner)
+
+
+def action_for(path: KeyPath) -> str:
+    """What to write in place of a key of the guide; empty for any other name."""
+    return SECTIONS.get(str(path[0]), {}).get(".".join(map(str, path[1:])), "")
+
+
+_SOURCES = (("trl", "trainer/base_config.py"), ("transformers", "training_args.py"))
+
+_FILES = {"SFTConfig": "trainer/sft_config.py", "GRPOConfig": "trainer/grpo_config.py"}
+"""Class -> its file in the package trl."""
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "str": ((str,), "text"),
+    "dict": ((dict,), "keys with values"),
+    "list": ((list,), "a list"),
+    "None": ((type(None),), "null"),
+}
+"""Word of an annotation -> the types it stands for, and how they are called."""
+
+
+def config_fields(kind: str) -> frozenset[str] | None:
+    """The names that the config `kind` of TRL takes, inherited ones too; None where its source cannot be found or read.
+
+    None leaves the check to the run, where the library itself refuses what it does not know.
+    """
+    kinds = config_kinds(kind)
+    return None if kinds is None else frozenset(kinds)
+
+
+def unfit(kind: str, name: str, *, value: object) -> str:
+    """What the field `name` of the config `kind` takes, in words, where `value` is no such thing; empty where it may be
+    right."""
+    words = (config_kinds(kind) or {}).get(name, ())
+    if any(word not in _KINDS for word in words):
+        return ""
+    for word in words:
+        if isinstance(value, _KINDS[word][0]) and (word == "bool" or not isinstance(value, bool)):
+            return ""
+    return " or ".join(_KINDS[word][1] for word in words)
+
+
+@cache
+def config_kinds(kind: str) -> dict[str, tuple[str, ...]] | None:
+    """Field -> the words of its annotation, `dict[str, Any] | None` as dict and None."""
+    classes: dict[str, ast.ClassDef] = {}
+    for package, file in (("trl", _FILES[kind]), *_SOURCES):
+        source = _source(package, file)
+        if source is None:
+            return None
+        classes |= {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    fields: dict[str, tuple[str, ...]] = {}
+    waiting = [kind]
+    while waiting:
+        found = classes.get(waiting.pop())
+        if found is None:
+            return None
+        fields = _fields_of(found) | fields
+        waiting += [base.id for base in found.bases if isinstance(base, ast.Name)]
+    return fields
+
+
+def _source(package: str, file: str) -> str | None:
+    try:
+        spec = find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder, file)
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return None
+
+
+def _fields_of(node: ast.ClassDef) -> dict[str, tuple[str, ...]]:
+    """The annotated names in a dataclass body that its constructor takes."""
+    return {
+        line.target.id: tuple(word.partition("[")[0] for word in ast.unparse(line.annotation).split(" | "))
+        for line in node.body
+        if isinstance(line, ast.AnnAssign)
+        and isinstance(line.target, ast.Name)
+        and not line.target.id.startswith("_")
+        and "ClassVar" not in ast.unparse(line.annotation)
+    }
+
 
 _NAMES: dict[str, str] = {
     # rows and steps
@@ -98,13 +250,15 @@ _NAMES: dict[str, str] = {
     "data.encoding": "file_encoding charset",
     "data.delimiter": "sep separator csv_delimiter",
     "data.duplicates: drop": "dataset_exact_deduplication deduplicate dedup remove_duplicates",
-    "data.leaks: drop, and name the other rows with data.val_path or data.test_path": "decontaminate decontamination",
+    "data.contamination: drop, and name the other rows with data.val_path or data.test_path": (
+        "decontaminate decontamination"
+    ),
     # continued pre-training
     "task_mode: cpt, and name the documents with data.train_path": "pretraining_dataset",
     "datasets.weight, the share of each source": (
         "interleave_probs interleave_prob mix_strategy dataset_weights dataset_mixture dataset_mixer"
     ),
-    "cpt.exhausted": "stopping_strategy",
+    "cpt.on_source_end": "stopping_strategy",
     # rewards and completions
     "grpo.num_generations": "n_samples_per_prompt num_samples_per_prompt rollout_n group_size",
     "grpo.max_completion_length": "max_response_length generate_max_len response_length",
@@ -116,7 +270,7 @@ _NAMES: dict[str, str] = {
     "grpo.beta": "kl_coef init_kl_coef kl_loss_coef kl_beta",
     "grpo.aggregation": "multi_objective_aggregation",
     "grpo.mask_truncated_completions": "overlong_filter",
-    "grpo.redraws": "dynamic_sample max_resample_times dynamic_sampling filter_groups",
+    "grpo.dynamic_sampling_rounds": "dynamic_sample max_resample_times dynamic_sampling filter_groups",
     "grpo.samples": "log_completions num_completions_to_print log_unique_prompts",
     "grpo.generation: vllm_colocate or vllm_server": "use_vllm vllm_mode fast_inference",
     "grpo.generation: continuous": "use_transformers_continuous_batching use_transformers_paged",

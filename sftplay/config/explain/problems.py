@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from sftplay.config.explain.guide_sections import action_for, keys_below
 from sftplay.config.explain.other_kits import (
     CLUSTER_KEYS,
     OTHER_KITS,
     REFUSED_CHOICES,
+    action_for,
     key_of,
+    keys_below,
 )
 from sftplay.config.read.layers import Layer, Place, Problem
 from sftplay.config.read.yaml12 import KeyPath, scalar
@@ -30,6 +31,7 @@ from sftplay.config.schema.keys import (
     required_below,
     section_at,
 )
+from sftplay.config.schema.renamed import RENAMED_KEYS
 from sftplay.errors import MOST_PROBLEMS, ConfigError, nearest_names
 
 _MEANT = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
@@ -133,9 +135,11 @@ def _unknown(path: KeyPath) -> _Refusal:
     section = section_at(tuple(part for part in path[:-1] if isinstance(part, str)))
     siblings = list(section.model_fields) if section else []
     what = f"no {'key' if inside else 'key or section'} called {name!r}{f' in {inside}' if inside else ''}"
-    if name in all_keys():
-        fix = f"dots are for the command line: write {' / '.join(name.split('.'))}, each one indented"
-        return _Refusal(what, fix, [name])
+    if (written := RENAMED_KEYS.get(name, name)) in all_keys():
+        fix = f"dots are for the command line: write {' / '.join(written.split('.'))}, each one indented"
+        return _Refusal(what, fix, [written])
+    if renamed := RENAMED_KEYS.get(dotted):
+        return _Refusal(what, f"write {renamed}: it was renamed", [renamed])
     if told := action_for(path):
         return _Refusal(f"{name!r} is the name of a guide", f"write {told}", [key_of(told)])
     if inside == "cluster" and name in CLUSTER_KEYS:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from sftplay.config.read import yaml12
+from sftplay.config.read.layers import Layer
 from sftplay.config.schema.keys import entry_of, section_of
+from sftplay.config.schema.renamed import RENAMED_KEYS
 from sftplay.config.schema.run import RunConfig, Section
 
+# Files in the folders of older runs are recognised by these lines.
 _HEAD = "# Every key of the run; a comment names where a value comes from, all others are defaults."
 _GIVEN = "# The values of the run that were set; a comment names where each comes from."
 _MARK = "  # "
@@ -41,17 +45,41 @@ def dump_given(cfg: RunConfig) -> str:
     return "\n".join([_GIVEN, *reversed(kept)]) + "\n"
 
 
+def is_written_by_kit(path: Path) -> bool:
+    """Return whether `dump_resolved` or `dump_given` wrote the file into a run's folder: its first line says so."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.readline().rstrip("\n") in (_HEAD, _GIVEN)
+
+
+def with_new_names(layer: Layer) -> Layer:
+    """Return the layer with the keys that were renamed by their new names; a file with both names keeps both."""
+    values, places = dict(layer.values), dict(layer.places)
+    for old, new in RENAMED_KEYS.items():
+        before, after = tuple(old.split(".")), tuple(new.split("."))
+        if before in places and after not in places:
+            section = dict(values[before[0]])
+            section[after[1]] = section.pop(before[1])
+            values[before[0]] = section
+            places = {after + path[2:] if path[:2] == before else path: place for path, place in places.items()}
+    return Layer(values, places)
+
+
 def read_origins(cfg: RunConfig, text: str) -> dict[str, str]:
     """Dotted key -> origin, from the comments of the text that `dump_resolved` made of `cfg`.
 
     A line that was edited by hand has no origin.
     """
-    origins = {}
+    origins, old_names = {}, {new: old for old, new in RENAMED_KEYS.items()}
     for (key, line), written in zip(_lines(cfg, ""), text.split("\n")[1:], strict=False):
-        comment = written.removeprefix(line)
+        old_line = line.replace(_last(key), _last(old_names.get(key, key)), 1)
+        comment = written.removeprefix(old_line if written.startswith(old_line) else line)
         if comment != written and comment.startswith(_MARK):
             origins[key] = comment.removeprefix(_MARK)
     return origins
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _lines(section: Section, prefix: str) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,4 @@
-"""Rules about the section `data`: columns, encodings and delimiters that cannot work.
-
-Whether a file has a column of that name is checked when the file is read.
-"""
+"""Rules of the sections data, model and eval about texts."""
 
 from __future__ import annotations
 
@@ -10,10 +7,143 @@ from collections.abc import Iterator
 from encodings.aliases import aliases
 from pathlib import Path
 
+from sftplay.config.read.layers import is_overlong
 from sftplay.config.rules.violation import Violation
+from sftplay.config.schema.cluster import SPLIT_WEIGHTS
 from sftplay.config.schema.data import DataConfig
+from sftplay.config.schema.keys import keys_in, list_keys, path_keys
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import nearest_names
+
+COUNT, PATH = "tuning.new_tokens.count", "tuning.new_tokens.path"
+KEYS = (COUNT, PATH)
+
+
+def broken_new_token_rules(cfg: RunConfig) -> Iterator[Violation]:
+    """Two sources of terms, and settings under which the rows of new tokens would not train."""
+    wanted = cfg.tuning.new_tokens
+    if not wanted.is_on:
+        return
+    if wanted.count and wanted.path is not None:
+        what = f"{wanted.count} terms are to be found, but {PATH} lists them"
+        yield Violation(KEYS, what, fix="keep one of the two")
+    if cfg.model.adapter is not None and not cfg.model.merge_adapter:
+        what = "an adapter that is continued has no rows for new tokens"
+        fix = "write model.merge_adapter: true, which trains a new adapter, or remove tuning.new_tokens"
+        yield Violation((*_given(cfg), "model.adapter"), what, fix=fix)
+    if not cfg.tuning.trains_single_rows:
+        return
+    if cfg.cluster.strategy in SPLIT_WEIGHTS:
+        what = (
+            f"the rows of new tokens train where each process has the whole matrix, which {cfg.cluster.strategy} splits"
+        )
+        fix = "write cluster.strategy: ddp or zero2, or tuning.mode: full"
+        yield Violation(("cluster.strategy", *_given(cfg)), what, fix=fix)
+    if cfg.train.loss_head == "liger":
+        what = "liger was not tried with rows of new tokens, which PEFT puts into the head's weight at each step"
+        yield Violation(("train.loss_head", *_given(cfg)), what, fix="write train.loss_head: chunked")
+
+
+def idle_new_token_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Key, the key that takes its effect away, and why."""
+    wanted, key = cfg.tuning.new_tokens, "tuning.new_tokens.min_count"
+    if wanted.path is not None:
+        yield key, PATH, f"{PATH} lists the terms"
+    elif not wanted.count:
+        yield key, COUNT, f"{COUNT} 0 finds no terms"
+
+
+def _given(cfg: RunConfig) -> tuple[str, ...]:
+    return (COUNT,) if cfg.tuning.new_tokens.count else (PATH,)
+
+
+_WORDS = {"train.resume": ("never", "auto"), "data.template": ("auto", "chatml")}
+"""Key -> the words it takes beside a path. A near miss of a word would be taken for a path."""
+
+
+def broken_text_rules(cfg: RunConfig) -> Iterator[Violation]:
+    """Every rule that a text of the config breaks."""
+    yield from _characters(cfg)
+    yield from _texts(cfg)
+    yield from _homes(cfg)
+    yield from _twins(cfg)
+
+
+def _characters(cfg: RunConfig) -> Iterator[Violation]:
+    """No path, name or text can hold a NUL or half of a character: files, processes and tokenizers refuse both."""
+    for key, _ in keys_in(cfg):
+        for place, text in _texts_in(cfg.value_of(key), key):
+            if "\0" in text:
+                yield Violation((place,), "holds a NUL character", fix="remove it")
+            elif not _is_unicode(text):
+                yield Violation((place,), f"{text!r} is not valid Unicode", fix="write it as UTF-8")
+            elif key != "data.system" and is_overlong(text):
+                yield Violation(
+                    (place,), f"is longer than any name or path: {len(text):,} characters", fix="shorten it"
+                )
+
+
+def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts_in(inner, key)
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _texts_in(inner, f"{key}.{name}")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _texts(cfg: RunConfig) -> Iterator[Violation]:
+    name = cfg.run_name if cfg.run_name and _is_unicode(cfg.run_name) else None
+    if name is not None and (name in (".", "..") or "/" in name or "\\" in name or not name.isprintable()):
+        what = f"{name!r} is a path, not a name of a folder" if name.isprintable() else f"{name!r} is no folder's name"
+        yield Violation(("run_name",), what, fix="write a plain name; output_dir says where run folders go")
+    if name == "latest":
+        yield Violation(("run_name",), "'latest' always points at the newest run", fix="choose another name")
+    if name == ".set-aside":
+        yield Violation(("run_name",), "'.set-aside' keeps starts that made no step", fix="choose another name")
+    for key, field in keys_in(cfg):
+        value = cfg.value_of(key)
+        if isinstance(value, str) and not value.strip() and key != "data.delimiter":
+            yield Violation((key,), "is empty", fix="give it a value, or leave the key out")
+        elif isinstance(value, str) and value in ("None", "none") and field.default is None:
+            yield Violation((key,), f"{value!r} is a word in YAML, not nothing", fix="write null, or leave the key out")
+    for key, words in _WORDS.items():
+        value = cfg.value_of(key)
+        near = nearest_names(value, words) if value not in words and not set("/.") & set(value) else []
+        if near:
+            fix = f"did you mean {near[0]!r}? A path of that name is written ./{value}"
+            yield Violation((key,), f"{value!r} is neither {' nor '.join(words)}", fix=fix, nearest=tuple(near))
+
+
+def _homes(cfg: RunConfig) -> Iterator[Violation]:
+    for key in path_keys(cfg):
+        value = cfg.value_of(key)
+        if isinstance(value, str) and value.startswith("~"):
+            what = f"{value!r}: this machine knows no home folder of {value.partition('/')[0]}"
+            yield Violation((key,), what, fix=f"write the whole path, or ./{value} for a folder of that very name")
+
+
+def _twins(cfg: RunConfig) -> Iterator[Violation]:
+    """Entries of a list (`datasets`, `rewards`) that are named like one before them."""
+    for outer in list_keys():
+        first: dict[str, int] = {}
+        for number, entry in enumerate(cfg.value_of(outer)):
+            if first.setdefault(entry.name, number) != number:
+                key, other = f"{outer}.{number}.name", f"{outer}.{first[entry.name]}.name"
+                yield Violation(
+                    (key, other), f"{entry.name!r} is the name of {other} too", fix="give each its own name"
+                )
+
 
 _ESCAPES = {r"\t": r"\t", "tab": r"\t", "comma": ",", "semicolon": ";", "pipe": "|", "space": " "}
 """What people write for a character that is hard to type -> how YAML spells it in double quotes."""

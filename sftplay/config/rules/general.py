@@ -8,23 +8,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from sftplay.config.explain.other_kits import kit_answer
-from sftplay.config.explain.trl_arguments import config_fields, unfit
+from sftplay.config.explain.other_kits import config_fields, kit_answer, unfit
 from sftplay.config.read.resolved import flow
+from sftplay.config.read.spellings import NO_PRETRAINED
 from sftplay.config.rules.cluster import broken_cluster_rules
-from sftplay.config.rules.cpt import broken_cpt_rules, has_held_out, idle_cpt_keys
-from sftplay.config.rules.data import broken_data_rules, idle_data_keys
-from sftplay.config.rules.grpo import broken_grpo_rules, idle_grpo_keys
-from sftplay.config.rules.hrm import broken_hrm_rules, idle_hrm_keys
-from sftplay.config.rules.new_tokens import broken_new_token_rules, idle_new_token_keys
+from sftplay.config.rules.data import (
+    broken_data_rules,
+    broken_new_token_rules,
+    broken_text_rules,
+    idle_data_keys,
+    idle_new_token_keys,
+)
+from sftplay.config.rules.documents import broken_cpt_rules, has_held_out, idle_cpt_keys
 from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
-from sftplay.config.rules.score import broken_score_rules, idle_score_keys
-from sftplay.config.rules.texts import broken_text_rules
+from sftplay.config.rules.task_spec import find_spec
 from sftplay.config.rules.violation import Violation
-from sftplay.config.schema.cluster import AVERAGED_AFTERWARDS
 from sftplay.config.schema.keys import keys_in
 from sftplay.config.schema.run import RunConfig, TrainConfig
 from sftplay.errors import ConfigError, nearest_names
+from sftplay.tasks import TASKS
 from sftplay.units import parse_seconds
 
 
@@ -49,7 +51,7 @@ def notes(cfg: RunConfig) -> list[str]:
         return []
     return [
         f"{origins[key]} {key} has no effect: {reason}"
-        for key, decider, reason in _without_effect(cfg)
+        for key, decider, reason in idle_keys(cfg)
         if key in origins and _is_deliberate(origins[key], origins.get(decider))
     ]
 
@@ -58,7 +60,7 @@ def _is_deliberate(origin: str, decider: str | None) -> bool:
     return decider is None or origin == "command line" or origin.rpartition(":")[0] == decider.rpartition(":")[0]
 
 
-def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+def idle_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Key, the key that takes its effect away, and why."""
     mode, train = cfg.tuning.mode, cfg.train
     for key, _ in keys_in(cfg):
@@ -68,7 +70,7 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield key, "tuning.mode", f"tuning.mode {mode} holds no weights in 4 bits"
         if key.startswith(("cluster.comm.", "cluster.nccl.")) and _has_one_process(train):
             yield key, key, "a single process exchanges no gradients"
-        elif key in ("cluster.comm.hook", "cluster.comm.static_graph") and cfg.task_mode in AVERAGED_AFTERWARDS:
+        elif key in ("cluster.comm.hook", "cluster.comm.static_graph") and cfg.task.averages_itself:
             yield key, "task_mode", f"task_mode {cfg.task_mode} sends whole gradients itself, once a step"
         if key in ("train.profile.start", "train.profile.memory") and train.profile.steps == 0:
             yield key, "train.profile.steps", "train.profile.steps 0 profiles nothing"
@@ -83,11 +85,29 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "train.decay_ratio", "train.lr_scheduler", reason
     yield from idle_data_keys(cfg)
     yield from idle_cpt_keys(cfg)
-    yield from idle_grpo_keys(cfg)
-    yield from idle_score_keys(cfg)
-    yield from idle_hrm_keys(cfg)
+    yield from _keys_of_other_tasks(cfg)
+    yield from find_spec(cfg).idle_keys(cfg)
     yield from idle_new_token_keys(cfg)
     yield from idle_reward_keys(cfg)
+
+
+def _keys_of_other_tasks(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+    mine = TASKS[cfg.task_mode].section
+    absent = {row.section: row.absent for row in TASKS.values() if row.section not in ("", "cpt", mine)}
+    for key, _ in keys_in(cfg):
+        if why := absent.get(key.partition(".")[0]):
+            yield key, "task_mode", f"task_mode {cfg.task_mode} {why}"
+
+
+def _task(cfg: RunConfig) -> Iterator[Violation]:
+    """Rules of the task itself, and values that only another task takes."""
+    yield from find_spec(cfg).broken_rules(cfg)
+    if cfg.train.best_metric == "acc_t2" and cfg.task.best_metrics == ("loss",):
+        what = f"acc_t2 counts right second answers, and task_mode {cfg.task_mode} plays no episodes"
+        yield Violation(("train.best_metric", "task_mode"), what, fix="write train.best_metric: loss")
+    if cfg.task.reads_text and cfg.model.name == NO_PRETRAINED:
+        what = f"{NO_PRETRAINED} is the model of task mode hrm, and the task is {cfg.task_mode}"
+        yield Violation(("model.name", "task_mode"), what, fix="name another model, or write task_mode: hrm")
 
 
 def _has_one_process(train: TrainConfig) -> bool:
@@ -149,8 +169,8 @@ def _held_out(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation(("data.split", "data.val_path"), what, fix="remove one of the two")
     if data.val_path is not None or (has_held_out(cfg) if cfg.datasets else data.split != 0):
         return
-    if cfg.task_mode == "score":
-        return  # it measures the training problems where nothing is held out
+    if cfg.task.measures_training_rows:
+        return
     for key in ("train.best_metric", "train.early_stopping", "train.eval_steps", "eval.before", "eval.after"):
         if cfg.value_of(key):
             what = "needs held-out rows, but data.split is 0 and there is no data.val_path"
@@ -177,7 +197,7 @@ def _batch_is_exact(cfg: RunConfig) -> Iterator[Violation]:
     if isinstance(train.batch_size, int) and isinstance(train.grad_accum, int):
         product = train.batch_size * train.grad_accum
         if effective % product:
-            unit = math.lcm(product, cfg.grpo.step_multiple if cfg.task_mode == "grpo" else 1)
+            unit = math.lcm(product, find_spec(cfg).step_multiple(cfg))
             below = max(effective // unit, 1)
             sizes = f"{train.batch_size} * grad_accum {train.grad_accum} = {product}"
             fix = f"write {keys[2]}: {below * unit} or {(below + 1) * unit}"
@@ -214,9 +234,8 @@ def _limits(cfg: RunConfig) -> Iterator[Violation]:
 
 def _extra(cfg: RunConfig) -> Iterator[Violation]:
     """Fields of TRL's own config that the kit sets itself, that TRL does not have, or whose value it would not take."""
-    draws = cfg.task_mode == "grpo"
     for name, value in cfg.train.extra.items():
-        yield from _extra_field(f"train.extra.{name}", value, kind="GRPOConfig" if draws else "SFTConfig")
+        yield from _extra_field(f"train.extra.{name}", value, kind=cfg.task.trl_config)
     for name, value in cfg.grpo.extra.items():
         yield from _extra_field(f"grpo.extra.{name}", value, kind="GRPOConfig")
         if name in cfg.train.extra:
@@ -272,9 +291,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     broken_data_rules,
     broken_reward_rules,
     broken_cpt_rules,
-    broken_grpo_rules,
-    broken_score_rules,
-    broken_hrm_rules,
+    _task,
     broken_new_token_rules,
     broken_cluster_rules,
 )

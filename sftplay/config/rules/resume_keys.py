@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from sftplay.config.schema.keys import all_keys, list_keys
+from sftplay.config.schema.renamed import with_new_names
 from sftplay.config.schema.run import RunConfig
 
 FREE_TO_CHANGE = (
@@ -31,12 +32,12 @@ FREE_TO_CHANGE = (
     "cpt.streaming",
     "grpo.samples",
     "grpo.stop_without_signal",
-    "grpo.gauge_steps",
+    "grpo.logprob_check_steps",
     "grpo.vllm",
     "score.samples",
     "score.generation_rows",
     "score.kl1_max",
-    "score.hint_gain",
+    "score.min_hint_gain",
     "score.eval_samples",
     "score.eval_temperature",
     "score.placement",
@@ -72,8 +73,8 @@ DRAWN = "grpo.generation_rows"
 def values_that_decide_weights(cfg: RunConfig) -> dict[str, Any]:
     """Dotted key -> JSON value of every key that decides which weights come out."""
     flat = flatten(cfg)
-    free = FREE_TO_CHANGE if cfg.task_mode in ("grpo", "score") else (*FREE_TO_CHANGE, *OF_REWARDS)
-    free = (*free, STRATEGY) if cfg.task_mode == "score" else free
+    free = FREE_TO_CHANGE if cfg.task.learns_from_rewards else (*FREE_TO_CHANGE, *OF_REWARDS)
+    free = (*free, STRATEGY) if cfg.task.splits_itself else free
     return {key: value for key, value in flat.items() if not any(key == f or key.startswith(f"{f}.") for f in free)}
 
 
@@ -81,8 +82,9 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tup
     """Keys in which a resumed run would be another run: (dotted key, before, after).
 
     Both mappings are those of `values_that_decide_weights`. A key that is missing in one of them has its default there:
-    the run was begun before the kit had the key.
+    the run was begun before the kit had the key. `before` may have keys by the names of an older release.
     """
+    before = with_new_names(before)
     free = () if held_out_decides(after) else OTHER_ROWS
     pairs = [
         (key, before.get(key, _defaults().get(key)), after.get(key, _defaults().get(key)))
@@ -105,7 +107,7 @@ def _defaults() -> dict[str, Any]:
 def held_out_decides(values: Mapping[str, Any]) -> bool:
     """True when held-out rows decide which rows are trained on, or which weights are kept."""
     seeks_best = values.get("train.best_metric") is not None or values.get("train.early_stopping") is not None
-    return values.get("data.leaks") == "drop" or seeks_best
+    return values.get("data.contamination") == "drop" or seeks_best
 
 
 def flatten(cfg: RunConfig) -> dict[str, Any]:

@@ -20,10 +20,6 @@ SPLIT_WEIGHTS = ("fsdp", "hsdp", "zero3")
 """Strategies in which a process holds only a shard of the weights."""
 
 
-AVERAGED_AFTERWARDS = ("score", "hrm")
-"""Tasks that average gradients themselves, behind all backward passes of a step. DDP sends none: its hook is idle."""
-
-
 class CommConfig(Section):
     """How gradients are exchanged in data parallelism (ddp)."""
 

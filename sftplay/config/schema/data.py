@@ -95,7 +95,7 @@ class DataConfig(Section):
     """What happens to a row that equals an earlier one, or differs only in white space, case or Unicode normalisation.
     keep: train on it again. drop: leave it out. Both are counted."""
 
-    leaks: Literal["error", "drop"] = "error"
+    contamination: Literal["error", "drop"] = "error"
     """What happens to a training row that is also in val_path or test_path, compared in the same way, or that belongs
     to the published test problems of MBPP or HumanEval. error: stop with exit code 4. drop: leave it out of
     training."""

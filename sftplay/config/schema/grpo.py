@@ -141,17 +141,17 @@ class GrpoConfig(Section):
     vllm: VllmConfig = Field(default_factory=VllmConfig)
     """What vLLM is told."""
 
-    redraws: Annotated[int, Field(ge=0)] = 0
+    dynamic_sampling_rounds: Annotated[int, Field(ge=0)] = 0
     """Most times in a drawing that groups with equal rewards, which teach nothing, are drawn again, each with another
     prompt (dynamic sampling, DAPO). Above 0, prompts whose last groups were such also pass their next turns. 0 draws
     once, as TRL does."""
 
-    skip_silent: bool = False
+    skip_zero_variance: bool = False
     """Draw nothing for a prompt whose last groups had equal rewards, for its next turns (at most four): a step takes
-    fewer tokens. At least one prompt is drawn. The loss is divided as if all were drawn. Not with redraws, control,
-    bnpo, vLLM or sharded weights. TRL draws all."""
+    fewer tokens. At least one prompt is drawn. The loss is divided as if all were drawn. Not with
+    dynamic_sampling_rounds, placebo_reward, bnpo, vLLM or sharded weights. TRL draws all."""
 
-    gauge_steps: Annotated[int, Field(ge=0)] = 10
+    logprob_check_steps: Annotated[int, Field(ge=0)] = 10
     """Every so many steps the sampler is compared with the model that learns (sampler_gap and sampler_kl in the
     metrics). Such a step computes one more forward pass, of one micro-batch. 0 never compares."""
 
@@ -162,7 +162,7 @@ class GrpoConfig(Section):
     samples: Annotated[int, Field(ge=0)] | None = None
     """Completions of each step that are written to samples/, with rewards and verdicts. None means all, 0 none."""
 
-    control: Literal["random", "constant"] | None = None
+    placebo_reward: Literal["random", "constant"] | None = None
     """An experiment that must not learn: the model is paid random or constant rewards, and the true ones are measured
     only, as true_reward. None pays the true ones."""
 

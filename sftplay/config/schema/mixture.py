@@ -53,7 +53,7 @@ class CptConfig(Section):
     weights_of: Literal["trainable_tokens", "examples"] = "trainable_tokens"
     """What datasets.weight is a share of. trainable_tokens: tokens that are learned. examples: documents and chats."""
 
-    exhausted: Literal["repeat", "stop"] = "repeat"
+    on_source_end: Literal["repeat", "stop"] = "repeat"
     """What happens when a source has been read once and the run goes on. repeat: read it again in a new order. stop:
     the run ends."""
 

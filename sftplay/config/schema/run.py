@@ -6,7 +6,7 @@ It checks single values only. Rules between fields are in `rules`; `load` reads 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, PrivateAttr
 
@@ -27,12 +27,18 @@ from sftplay.config.schema.train import Optimizer as Optimizer
 from sftplay.config.schema.train import Precision as Precision
 from sftplay.config.schema.train import ProfileConfig as ProfileConfig
 from sftplay.config.schema.train import TrainConfig as TrainConfig
+from sftplay.tasks import TASKS, TaskRow
 
 Backend = Literal["bnb", "unsloth"]
 FlashKernel = Literal["flash_attention_2", "kernels-community/flash-attn2", "kernels-community/flash-attn3"]
 FLASH_KERNELS: tuple[str, ...] = get_args(FlashKernel)
 Attention = Literal["sdpa", "eager", FlashKernel]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "clearml", "dvclive", "neptune", "swanlab", "trackio"]
+
+if TYPE_CHECKING:
+    TaskMode = str
+else:
+    TaskMode = Literal[tuple(TASKS)]
 
 
 class ModelConfig(Section):
@@ -161,7 +167,7 @@ class LoggingConfig(Section):
 class RunConfig(Section):
     """One run, complete. `origins` remembers where each value that is not a default came from."""
 
-    task_mode: Literal["sft", "cpt", "cpt_mixed", "grpo", "score", "hrm"] = "sft"
+    task_mode: TaskMode = "sft"
     """The task. sft: supervised fine-tuning on the assistant's turns. cpt (also written dapt): continued pre-training
     on every token of documents. cpt_mixed: documents and chats in one stream, see datasets. grpo: the model draws
     completions of prompts and learns from their rewards, see rewards and grpo. score: a solver answers twice, with the
@@ -224,7 +230,12 @@ class RunConfig(Section):
     @property
     def learns_documents(self) -> bool:
         """Whether rows are full blocks of documents, or of documents and chats."""
-        return self.task_mode in ("cpt", "cpt_mixed")
+        return self.task.learns_documents
+
+    @property
+    def task(self) -> TaskRow:
+        """The row of the task in the table of all."""
+        return TASKS[self.task_mode]
 
     @property
     def sources(self) -> list[DatasetConfig]:
@@ -242,14 +253,14 @@ class RunConfig(Section):
     @property
     def row_tokens(self) -> int:
         """The most tokens of a row that is trained on; a prompt and its completion are one."""
-        if self.task_mode == "grpo":
+        if self.task.turns == 1:
             return self.prompt_tokens + self.grpo.max_completion_length
         return (self.cpt.block_size if self.learns_documents else None) or self.model.max_seq_len
 
     @property
     def prompt_tokens(self) -> int:
         """The most tokens of a prompt (task mode grpo), or of a problem, which stands in two prompts (score)."""
-        if self.task_mode == "score":
+        if self.task.turns == 2:
             return self.model.max_seq_len - self.score.max_new_tokens - self.score.max_hint_tokens
         return self.grpo.max_prompt_length or self.model.max_seq_len - self.grpo.max_completion_length
 
@@ -260,7 +271,7 @@ class RunConfig(Section):
     @property
     def accelerate_shards(self) -> bool:
         """Whether accelerate splits the model over the processes. Task score splits its models itself."""
-        return self.cluster.strategy in SHARDED and self.task_mode != "score"
+        return self.cluster.strategy in SHARDED and not self.task.splits_itself
 
     @property
     def packs_rows(self) -> bool:

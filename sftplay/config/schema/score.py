@@ -225,7 +225,7 @@ class ScoreConfig(Section):
     value_learning_rate: PositiveFloat = 1e-4
     """Rate of the value head. High, because it starts from nothing."""
 
-    hint_gain: NotNegative = 0.2
+    min_hint_gain: NotNegative = 0.2
     """How much more often second answers must be right with a correct hint than with an empty one before training
     starts; else the run is refused: turn 2 would learn to copy. The correct hint is prompts.right_hint. 0 does not
     look."""

@@ -30,14 +30,14 @@ SUFFIXES = {
 """File name ending -> kind; what a walk over a folder takes as documents."""
 
 READERS = {
-    "txt": ("text.plain", "read_plain"),
-    "md": ("markup.markdown", "read_markdown"),
+    "txt": ("text", "read_plain"),
+    "md": ("markup.page", "read_markdown"),
     "rst": ("markup.restructured", "read_restructured"),
-    "eml": ("markup.mail", "read_mail"),
+    "eml": ("markup.page", "read_mail"),
     "html": ("markup.page", "read_page"),
     "docx": ("office.word", "read_word"),
     "pptx": ("office.slides", "read_slides"),
-    "xlsx": ("office.sheets", "read_sheets"),
+    "xlsx": ("office.slides", "read_sheets"),
     "odf": ("office.opendocument", "read_opendocument"),
     "pdf": ("pdf.read", "read_pdf"),
 }

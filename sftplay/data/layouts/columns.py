@@ -9,10 +9,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sftplay.data.layouts.fields import Row, is_blank, list_of, listed, refuse, text_of
-from sftplay.data.layouts.turns import openai_turns, prompt_turns, sharegpt_turns
-from sftplay.data.problems.problem import answer_of, question_of, reward_columns
-from sftplay.data.problems.rows import to_problem
+from sftplay.data.layouts.turns import (
+    Row,
+    is_blank,
+    list_of,
+    listed,
+    openai_turns,
+    prompt_turns,
+    refuse,
+    sharegpt_turns,
+    text_of,
+)
+from sftplay.data.problems.problem import answer_of, question_of, reward_columns, to_problem
 from sftplay.data.records import Message
 
 if TYPE_CHECKING:  # at run time it would bring pydantic into every worker

@@ -22,9 +22,17 @@ from sftplay.data.layouts.columns import (
     optional,
     picked,
 )
-from sftplay.data.layouts.fields import Row, is_blank, listed, refuse, text_of
-from sftplay.data.layouts.tool_calls import tie_results, tools_text
-from sftplay.data.layouts.turns import check_answered, check_order
+from sftplay.data.layouts.turns import (
+    Row,
+    check_answered,
+    check_order,
+    is_blank,
+    listed,
+    refuse,
+    text_of,
+    tie_results,
+    tools_text,
+)
 from sftplay.data.records import Chat, Message, Record, Source, Text
 from sftplay.errors import DataError
 

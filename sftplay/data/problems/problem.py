@@ -1,11 +1,14 @@
-"""A programming problem in one form, whichever data set it comes from, and how a model is asked for its solution."""
+"""Problems with tests or reference answers, and the rows that hold them."""
 
 from __future__ import annotations
 
 import ast
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from sftplay.errors import DataError
 
 PROMPT_VERSION = 1
 """To be raised when `question_of` asks in other words: results before and after do not compare."""
@@ -83,3 +86,70 @@ def called_name(tests: tuple[str, ...], reference: str) -> str:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     ]
     return next((name for name in called if name in defined), "")
+
+
+MBPP_SPLITS: dict[str, range] = {
+    "prompt": range(1, 11),
+    "test": range(11, 511),
+    "validation": range(511, 601),
+    "train": range(601, 975),
+}
+"""Ids of MBPP by the use that its authors gave them (Austin et al. 2021, arXiv 2108.07732, and the data's own page)."""
+
+SHOWN_TESTS = 1
+"""Tests of MBPP that stand in the question: they say which types a function takes, which its text leaves open."""
+
+
+def to_problem(row: Mapping[str, Any]) -> Problem:
+    """The problem of a row.
+
+    Raises:
+        DataError: the row has the fields of no known data set, or its tests call nothing that its solution defines.
+    """
+    try:
+        if "canonical_solution" in row:
+            return _human_eval(row)
+        if "test_list" in row:
+            return _mbpp(row)
+    except (KeyError, TypeError, SyntaxError, ValueError) as error:
+        what = f"cannot be read as a problem: {type(error).__name__} {error}"
+        raise DataError(what, fix="compare it with a row of the published file") from error
+    fix = "rows of MBPP have test_list, rows of HumanEval canonical_solution"
+    raise DataError(f"is no problem: it has {', '.join(sorted(row))}", fix=fix)
+
+
+def split_of(problem: Problem) -> str:
+    """The published split of a problem; HumanEval is test only. Empty for a problem of one's own."""
+    return _split(problem.task_id)
+
+
+def published_test_id(row: Mapping[str, Any]) -> str:
+    """The id of a row that belongs to a published test split, and so must not be learned; empty for other rows."""
+    is_known = row.get("test_list") is not None or row.get("canonical_solution") is not None
+    task_id = str(row.get("task_id", ""))
+    return task_id if is_known and _split(task_id) == "test" else ""
+
+
+def _split(task_id: str) -> str:
+    if task_id.startswith("HumanEval"):
+        return "test"
+    number = int(task_id) if task_id.isdecimal() else 0
+    return next((name for name, ids in MBPP_SPLITS.items() if number in ids), "")
+
+
+def _mbpp(row: Mapping[str, Any]) -> Problem:
+    tests = tuple(str(test) for test in row["test_list"])
+    reference = str(row["code"])
+    # The whole set has test_setup_code, the sanitized one test_imports.
+    setup = "\n".join([*row.get("test_imports", []), row.get("test_setup_code") or ""]).strip()
+    name = called_name(tests, reference)
+    if not tests or not name:
+        raise ValueError("its first test calls nothing that its solution defines")
+    text = str(row["prompt"] if "prompt" in row else row["text"])
+    return Problem(str(row["task_id"]), text, tests, name, reference, setup, min(SHOWN_TESTS, len(tests) - 1))
+
+
+def _human_eval(row: Mapping[str, Any]) -> Problem:
+    name, beginning = str(row["entry_point"]), str(row["prompt"])
+    test = f"{row['test']}\ncheck({name})"
+    return Problem(str(row["task_id"]), beginning, (test,), name, beginning + str(row["canonical_solution"]))

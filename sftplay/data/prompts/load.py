@@ -1,8 +1,4 @@
-"""Config and tokenizer -> prompts to train on and prompts held out, as token ids, with the data report.
-
-They are read and tokenised once and kept in `data.processed_dir`. An answer in a row is cut off; rewards get it as the
-column `answer`.
-"""
+"""Load prompts with what rewards need, and report what was left out."""
 
 from __future__ import annotations
 
@@ -20,22 +16,44 @@ from datasets import Dataset
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import Reading, read_beginning, reading_of
 from sftplay.data.order import is_held_out
 from sftplay.data.pipeline import CODE_VERSION, DEFAULT_SPLIT, READERS, expect_unchanged, sample_records
-from sftplay.data.prepare.batch import Example, RowOutcome, short
-from sftplay.data.prepare.one_pass import Input
-from sftplay.data.prepare.output import REFUSED, REPORT, refused_line
-from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
-from sftplay.data.prepare.report import total, where_rows_went
-from sftplay.data.problems.rows import published_test_id
+from sftplay.data.problems.problem import published_test_id
 from sftplay.data.prompts.prompt import Prompt, columns_of, to_prompt
 from sftplay.data.prompts.questions import Questions, QuestionWriter
 from sftplay.data.read.sources import content_digest, dialect_of, read_rows
 from sftplay.data.records import Refused, keys_of
-from sftplay.data.template.templates import resolve_template
+from sftplay.data.render.render import Renderer
+from sftplay.data.render.templates import resolve_template
+from sftplay.data.tokenize.batch import Example, RowOutcome, short
+from sftplay.data.tokenize.one_pass import REFUSED, REPORT, Input, refused_line
+from sftplay.data.tokenize.policies import SIDES, RowPolicies, Side
+from sftplay.data.tokenize.report import total, where_rows_went
 from sftplay.errors import DataError
+
+
+def prompts_table(report: Mapping[str, Any]) -> str:
+    """The report for people."""
+    lines = [
+        f"data report      {report['read']:,} read = {report['kept']:,} kept"
+        f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
+    ]
+    for name, source in report["sources"].items():
+        mean = source["tokens"] / max(1, source["examples"])
+        lines.append(f"  {name:<14} {source['examples']:,} prompts of {mean:,.0f} tokens   {source['path']}")
+    lines += [f"  dropped        {count:,}: {reason.replace('_', ' ')}" for reason, count in report["dropped"].items()]
+    if report["refused"]:
+        lines.append(f"  refused        reasons with file and line in {report['refused_rows']}")
+    if repeated := report["duplicates"] + report["near_duplicates"]:
+        fate = "left out" if "duplicate" in report["dropped"] else "kept"
+        lines.append(f"  duplicates     {repeated:,} prompts repeat an earlier one; {fate}")
+    lines.append(f"  columns        {', '.join(report['columns'])[:90]}")
+    lines.append(f"  length         longest {report['longest_tokens']:,} tokens, limit {report['max_prompt_tokens']:,}")
+    lines += [f"  warning        {warning}" for warning in report["warnings"]]
+    lines += [f"  note           {note}" for note in report["notes"]]
+    return "\n".join(lines)
+
 
 COMPLETIONS = "completions"
 
@@ -113,9 +131,9 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
         "renderer": asdict(renderer.recipe()),
         "max_tokens": max_tokens,
         "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
-        "policies": [data.on_bad_row, data.too_long, data.duplicates, data.leaks],
+        "policies": [data.on_bad_row, data.too_long, data.duplicates, data.contamination],
     }
-    if cfg.task_mode == "score":
+    if cfg.task.turns == 2:
         parts["asked"] = "the last turn"
     folder = Path(data.processed_dir) / fingerprint(parts)
 
@@ -148,7 +166,7 @@ class _Pass:
 
     def __init__(self, cfg: RunConfig, renderer: Renderer, *, max_tokens: int) -> None:
         self._renderer, self._max_tokens = renderer, max_tokens
-        self._asks_last_turn = cfg.task_mode == "score"
+        self._asks_last_turn = cfg.task.turns == 2
         self._reading: Reading = reading_of(cfg.data)
         self._dialect = dialect_of(cfg.data)
         self._columns: dict[str, None] = {}
@@ -256,7 +274,7 @@ def not_asked(more: str) -> str:
 
 def room(cfg: RunConfig) -> str:
     """What gives prompts more room, as `RunConfig.prompt_tokens` counts it."""
-    if cfg.task_mode == "score":
+    if cfg.task.turns == 2:
         return "raise model.max_seq_len, or lower score.max_new_tokens or score.max_hint_tokens"
     return "raise grpo.max_prompt_length or model.max_seq_len, or lower grpo.max_completion_length"
 

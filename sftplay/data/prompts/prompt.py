@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sftplay.data.layouts.convert import Reading, read_beginning, read_prompt, to_record
-from sftplay.data.layouts.fields import Row
+from sftplay.data.layouts.turns import Row
 from sftplay.data.records import Chat, Message, Source, Text
 from sftplay.errors import DataError
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sftplay.data.puzzles.writer import Alphabet
+from sftplay.data.puzzles.folder import Alphabet
 
 Cells = NDArray[np.uint8]
 """[puzzles, cells]"""

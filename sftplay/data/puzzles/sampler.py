@@ -1,11 +1,8 @@
-"""Which rows of a split a process learns from or measures in each step.
-
-Every process draws the rows of the whole batch from one seeded stream and takes its own part of them. So no row is
-missed or doubled between processes.
-"""
+"""Which puzzles a rank takes, in which order, from which point on."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +11,13 @@ from numpy.typing import NDArray
 
 from sftplay.data.puzzles.folder import AGAIN, PuzzleFolder, PuzzleSet, array_file
 from sftplay.errors import ConfigError, DataError
+
+
+def stream_of(mark: bytes, seed: int) -> np.random.Generator:
+    """The stream of the puzzle that `mark` tells from all others."""
+    number = int.from_bytes(hashlib.sha256(mark).digest()[:8], "big")
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number])))
+
 
 BATCHES = 100
 """Batches of a pass at least, where nobody says how long it is."""

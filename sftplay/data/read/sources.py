@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from sftplay.data.read.encodings import BOM, Charset
 from sftplay.data.read.files import files_of, suffix_of
-from sftplay.data.read.json_document import document_rows
-from sftplay.data.read.jsonl import Raw, Row, line_rows, parsed
+from sftplay.data.read.json_rows import Raw, Row, document_rows, line_rows, parsed
 from sftplay.data.read.tables import csv_rows, parquet_rows
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from sftplay.data.layouts.convert import layout_of
 from sftplay.data.read.encodings import BOM, Charset
 from sftplay.data.read.files import suffix_of
-from sftplay.data.read.jsonl import LONGEST, Row
+from sftplay.data.read.json_rows import LONGEST, Row
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 

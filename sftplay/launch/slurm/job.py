@@ -23,12 +23,19 @@ from typing import Any
 from sftplay.atomic import is_locked, write_text
 from sftplay.errors import MachineError, SftplayError
 from sftplay.launch.generation_server import client_environment
-from sftplay.launch.nodes.peer import TOKEN
+from sftplay.launch.nodes.rendezvous import TOKEN
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.slurm import scheduler
-from sftplay.launch.slurm.records import CONFIG, NOTE, JobFolder, add_job, newest_job
+from sftplay.launch.slurm.scheduler import (
+    CONFIG,
+    NOTE,
+    JobFolder,
+    add_job,
+    newest_job,
+    write_environment,
+    write_summary,
+)
 from sftplay.launch.slurm.server import ServerStep
-from sftplay.launch.slurm.summary import write_environment, write_summary
 from sftplay.launch.supervise.processes import children_of, end_launch
 from sftplay.machine.ports import JOB_PORTS
 from sftplay.signals import STOP_SIGNALS, catch_signals, popen_tied

@@ -1,14 +1,87 @@
-"""The commands of SLURM: sbatch, squeue, scancel, scontrol. What they refuse is told in their own words."""
+"""Ask SLURM about jobs: its commands, the records kept of submitted jobs, their state in words."""
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from sftplay import __version__
+from sftplay.atomic import read_lines, read_object, write_text
 from sftplay.errors import MachineError
+from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.probe import library_versions
+from sftplay.units import format_bytes
+
+JOB_FILE, CONFIG, JOBS, LOCK = "slurm.sbatch", "slurm.yaml", "slurm.jsonl", "slurm.lock"
+"""In the run's folder: the job file, the config as it was submitted, a line for each queued job, and a lock."""
+
+LOG, SUMMARY, ENVIRONMENT = "training_output.log", "job_summary.txt", "env.txt"
+LIVES, NOTE = "lives.jsonl", "requeue_failed.txt"
+SERVER, SERVER_LOG = "generation_server.url", "generation_server.log"
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """`slurm-<JOBID>/` in a run's folder."""
+
+    run: Path
+    job: int
+
+    @property
+    def path(self) -> Path:
+        return self.run / f"slurm-{self.job}"
+
+    @property
+    def output(self) -> Path:
+        """What the job's shell and SLURM itself have written."""
+        return self.run / f"slurm-{self.job}.out"
+
+    @property
+    def log(self) -> Path:
+        return self.path / LOG
+
+    @property
+    def server(self) -> Path:
+        """The address of the job's generation server, which is there while one answers."""
+        return self.path / SERVER
+
+    @property
+    def server_log(self) -> Path:
+        return self.path / SERVER_LOG
+
+    @property
+    def note(self) -> str:
+        """Why the job did not go on by itself; empty where it did."""
+        path = self.path / NOTE
+        return path.read_text(encoding="utf-8").strip() if path.exists() else ""
+
+    def lives(self) -> list[dict[str, Any]]:
+        """The lives that have ended, oldest first."""
+        return read_lines(self.path / LIVES)[0]
+
+    def add_life(self, **facts: Any) -> None:
+        with (self.path / LIVES).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(facts) + "\n")
+
+
+def add_job(run: Path, job: int, **facts: Any) -> None:
+    """Record that a job of this run was queued."""
+    with (run / JOBS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"job_id": job, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts}) + "\n")
+
+
+def newest_job(run: Path) -> JobFolder | None:
+    """The job of this run that was queued last; None where there was none."""
+    jobs = [line["job_id"] for line in read_lines(run / JOBS)[0] if isinstance(line.get("job_id"), int)]
+    return JobFolder(run, jobs[-1]) if jobs else None
+
 
 LIMIT_S = 60.0
 """How long a command may take to answer."""
@@ -115,3 +188,95 @@ def call(*argv: str, env: Mapping[str, str] | None = None) -> str:
         fix = "ask for what `sinfo` offers" if argv[0] == "sbatch" else "look at `squeue` and `sinfo`"
         raise MachineError("\n".join(said[-5:]), where="SLURM", fix=fix)
     return done.stdout
+
+
+LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+PASS = ("pass@1", "pass", "exact_match")
+"""Names of the share of right answers, in the files of an evaluation."""
+
+LAST_LINES, LAST_BYTES = 20, 8192
+SHOWN = (
+    "SLURM", "CUDA", "NVIDIA", "NCCL", "GLOO", "MASTER_", "OMP_", "HF_", "TRANSFORMERS_", "TORCH", "PYTHON", "WANDB_",
+    "SFTPLAY_", "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_", "HOSTNAME",
+)  # fmt: skip
+SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+def write_environment(job: JobFolder) -> None:
+    """Write the variables on which a run may depend to env.txt; none whose name speaks of a secret."""
+    shown = {key: value for key, value in os.environ.items() if key.startswith(SHOWN)}
+    lines = [f"{key}={shown[key]}" for key in sorted(shown) if not any(part in key.upper() for part in SECRET)]
+    write_text(job.path / ENVIRONMENT, "\n".join(lines) + "\n")
+
+
+def write_summary(job: JobFolder, *, processes: int, exit_code: int | None) -> None:
+    """Write job_summary.txt. `exit_code` is None while the job runs."""
+    facts = [*_job_facts(job, processes=processes), *_run_facts(job)]
+    facts += [("exit code", "still running" if exit_code is None else exit_code)]
+    lines = [f"{name + ':':<18}{value}" for name, value in facts if value not in (None, "")]
+    if exit_code and exit_code < 128:
+        for path in (job.server_log, job.log):
+            lines += ["", f"the last lines of {path.name}:", *_last_lines(path)] if path.exists() else []
+    write_text(job.path / SUMMARY, "\n".join(lines) + "\n")
+
+
+def _job_facts(job: JobFolder, *, processes: int) -> Iterator[tuple[str, Any]]:
+    slurm = {name: os.environ.get(f"SLURM_{name}", "") for name in ("JOB_NODELIST", "JOB_NUM_NODES", "JOB_PARTITION")}
+    lives = job.lives()
+    yield "job id", job.job
+    yield "run", job.run
+    yield "nodes", f"{slurm['JOB_NUM_NODES'] or 1} ({slurm['JOB_NODELIST'] or platform.node()})"
+    yield "partition", slurm["JOB_PARTITION"]
+    yield "GPUs", _gpus(job)
+    yield "processes", f"{processes} on each node"
+    versions = library_versions()
+    named = [f"{name} {versions[name]}" for name in LIBRARIES if name in versions]
+    yield "versions", ", ".join([f"sftplay {__version__}", f"python {platform.python_version()}", *named])
+    yield "start", lives[0]["start"] if lives else time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    yield "end", lives[-1]["end"] if lives else ""
+    ended = [f"{life['from_step']}-{life['to_step']} ({life['exit_code']})" for life in lives]
+    yield "lives", f"{len(lives)}: steps (exit code) {', '.join(ended)}" if lives else ""
+
+
+def _gpus(job: JobFolder) -> str:
+    machine = read_object(job.run / "manifest.json").get("machine") or {}
+    names = ", ".join(str(gpu["name"]) for gpu in machine.get("gpus", ()))
+    number = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE") or "0"
+    return f"{number} on this node{f': {names}' if names else ''}"
+
+
+def _run_facts(job: JobFolder) -> Iterator[tuple[str, Any]]:
+    folder = RunFolder(job.run)
+    status, metrics, lives = folder.read_json("status.json"), read_lines(folder.metrics)[0], job.lives()
+    yield "state", status.get("state")
+    yield "steps", status.get("step", 0)
+    seconds = sum(life["seconds"] for life in lives)
+    made = sum(life["to_step"] - life["from_step"] for life in lives)
+    yield "steps/h", f"{3600 * made / seconds:.1f}" if seconds else None
+    for name, key in (("last loss", "loss"), ("last reward", "reward"), ("last true reward", "true_reward")):
+        yield name, next((line[key] for line in reversed(metrics) if line.get(key) is not None), None)
+    yield "last pass@1", _last_pass(folder.eval)
+    peaks = [line[key] for line in metrics for key in ("peak_bytes", "peak_rss_bytes") if key in line]
+    yield "peak memory", format_bytes(max(peaks)) if peaks else None
+    yield "last checkpoint", status.get("last_checkpoint")
+    complete = sorted(path.parent.name for path in folder.checkpoints.glob("checkpoint-*/COMPLETE.json"))
+    yield "checkpoints", ", ".join(sorted(complete, key=lambda name: int(name.rpartition("-")[2])))
+    error = status.get("error") or {}
+    yield "error", error.get("what", "").split("\n")[0]
+    yield "note", job.note.replace("\n", "; ")
+
+
+def _last_pass(folder: Path) -> str | None:
+    """The newest share of right answers, with the file that it stands in."""
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        content = read_object(path)
+        for name in PASS:
+            if isinstance(content.get(name), float | int):
+                return f"{content[name]:.3f} ({name} in {path.parent.name}/{path.name})"
+    return None
+
+
+def _last_lines(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LAST_BYTES))
+        return file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]

@@ -10,7 +10,7 @@ from typing import Any
 
 from sftplay.errors import MachineError, RunError
 from sftplay.launch.generation_server import host_command
-from sftplay.launch.slurm.records import CONFIG, JobFolder
+from sftplay.launch.slurm.scheduler import CONFIG, JobFolder
 from sftplay.launch.supervise.processes import end_launch
 from sftplay.signals import popen_tied
 

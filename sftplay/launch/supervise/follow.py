@@ -24,7 +24,7 @@ from sftplay.launch.supervise.processes import ENDING_S, descends_from, rank_of
 from sftplay.launch.supervise.watchdog import Stall, Watchdog, timeout_of
 from sftplay.log import new_console, show_marked
 from sftplay.signals import Echoes, catch_signals, popen_tied
-from sftplay.terminal.console import Console
+from sftplay.terminal import Console
 
 LAST_LINES = 20
 """How many of the launcher's last lines are shown when it ends without a message. logs/launch.log has all of them."""

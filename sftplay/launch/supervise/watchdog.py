@@ -14,8 +14,15 @@ from sftplay.config.load import load_config
 from sftplay.errors import RunError
 from sftplay.heartbeat import PHASES, Beat, read_heartbeats
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise.processes import descends_from, end_launch, rank_of, state_of
-from sftplay.launch.supervise.stacks import Stack, ask_for_stacks, stacks_path
+from sftplay.launch.supervise.processes import (
+    Stack,
+    ask_for_stacks,
+    descends_from,
+    end_launch,
+    rank_of,
+    stacks_path,
+    state_of,
+)
 
 CHECKS = 60
 """Number of checks within the time that a phase may last."""

@@ -18,8 +18,8 @@ from sftplay.machine.doctor.system import (
     check_ports,
     check_shared_memory,
 )
+from sftplay.machine.libraries import ask_torch
 from sftplay.machine.probe import Machine
-from sftplay.machine.torch_build import ask_torch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,9 @@ import re
 from importlib.util import find_spec
 from typing import Any
 
-from sftplay.machine.compiler import compiler_remedy, find_compiler_problem
 from sftplay.machine.doctor.finding import Finding
+from sftplay.machine.libraries import compiler_remedy, find_compiler_problem, installed_version
 from sftplay.machine.probe import Machine
-from sftplay.machine.unsloth import installed_version
 
 RANGES = {
     "torch": ">=2.6,<2.15",

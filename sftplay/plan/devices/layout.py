@@ -88,7 +88,7 @@ def uses_several_gpus(cfg: RunConfig) -> bool:
     """True where one process may use a second GPU; `score.placement` may be undecided."""
     named = (str(device) for device in dict(cfg.score.devices).values())
     is_placed = cfg.score.placement not in ("shared", "sharded") or any(device.startswith("cuda:") for device in named)
-    return cfg.task_mode == "score" and is_placed
+    return cfg.task.turns == 2 and is_placed
 
 
 def number_of(device: str) -> int:

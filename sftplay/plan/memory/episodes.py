@@ -64,7 +64,7 @@ class Episodes:
 
 def episodes_of(cfg: RunConfig, *, gpus: int, processes: int) -> Episodes | None:
     """The episodes of a config whose placement is decided; None for another task."""
-    if cfg.task_mode != "score":
+    if cfg.task.turns != 2:
         return None
     score = cfg.score
     placement: Any = "shared" if score.placement == "auto" else score.placement

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from sftplay.config.schema.run import FLASH_KERNELS, RunConfig
 from sftplay.config.schema.run import Optimizer as OptimizerName
@@ -224,10 +224,8 @@ def execution_of(cfg: RunConfig) -> MemorySetup:
 
 def _head(cfg: RunConfig) -> Head:
     head = cfg.train.loss_head
-    if cfg.task_mode == "grpo":
-        return "tiled"
-    if cfg.task_mode == "score":
-        return "actions"
+    if own := cfg.task.memory_head:
+        return cast("Head", own)
     return "chunked" if head == "chunked" else "liger" if head == "liger" else "standard"
 
 

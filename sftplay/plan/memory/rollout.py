@@ -92,7 +92,7 @@ class Rollout:
 def rollout_of(cfg: RunConfig, *, device_bytes: int, completions: int = 1, micro_batch: int = 1) -> Rollout | None:
     """The rollout of a config on a device of so many bytes; None for a task that draws nothing."""
     grpo = cfg.grpo
-    if cfg.task_mode != "grpo":
+    if cfg.task.turns != 1:
         return None
     colocated = grpo.generation == "vllm_colocate"
     # TRL scores under the older weights where completions outlive a step, and always beside vLLM (trl 1.16,

@@ -1,8 +1,4 @@
-"""What to change when a run does not fit: the cheapest first, each with the peak it would have.
-
-The order is that of the losses: time, then a little of the optimizer's exactness, then what is tuned at all, then
-other hardware use, then shorter rows. Nothing is ever changed by itself.
-"""
+"""Advice of the plan: what else would fit, and what would be faster."""
 
 from __future__ import annotations
 
@@ -15,13 +11,12 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.forecast import Place, forecast_one_row
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.shape.model_shape import ModelShape
+from sftplay.plan.sizing.task_sizing import find_sizing
 
 SHORTEST = 128
 """Tokens below which shorter rows are no advice."""
 
 ENOUGH = 5
-
-LENGTH = "model.max_seq_len"
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,7 @@ def steps_of(cfg: RunConfig, place: Place) -> Iterator[Step]:
     train, mode = cfg.train, cfg.tuning.mode
     if not train.gradient_checkpointing:
         yield step_to({"train.gradient_checkpointing": True})
-    if train.loss_head == "standard" and cfg.task_mode != "grpo":
+    if train.loss_head == "standard":
         yield step_to({"train.loss_head": "chunked"})
     if train.optim == "adamw_torch":
         yield step_to({"train.optim": "adamw_torch_fused"})
@@ -107,7 +102,7 @@ def steps_of(cfg: RunConfig, place: Place) -> Iterator[Step]:
         yield step_to({"tuning.mode": "lora"})
     if mode in ("full", "lora"):
         yield step_to({"tuning.mode": "qlora"})
-    if place.world_size > 1 and cfg.task_mode != "score":
+    if place.world_size > 1 and find_sizing(cfg).splits_by_strategy:
         yield from (
             Step(f"cluster.strategy={name}: the processes share the model out", {"cluster.strategy": name}, name)
             for name in ("zero2", "zero3", "fsdp")
@@ -117,19 +112,8 @@ def steps_of(cfg: RunConfig, place: Place) -> Iterator[Step]:
             {},
             "zero3_offload",
         )
-    if cfg.task_mode == "grpo":
-        yield from _shorter("grpo.max_completion_length", cfg.grpo.max_completion_length)
-        yield from _shorter("grpo.max_prompt_length", cfg.prompt_tokens)
-        return
-    if cfg.task_mode == "score":
-        room = cfg.score.max_new_tokens + cfg.score.max_hint_tokens
-        yield from (step_to({LENGTH: length}) for length in _halves(cfg.row_tokens) if length > room)
-        return
-    yield from _shorter("cpt.block_size" if cfg.learns_documents else LENGTH, cfg.row_tokens)
-
-
-def _shorter(key: str, length: int) -> Iterator[Step]:
-    yield from (step_to({key: half}) for half in _halves(length))
+    for key, length, room in find_sizing(cfg).lengths(cfg):
+        yield from (step_to({key: half}) for half in _halves(length) if half > room)
 
 
 def _halves(length: int) -> Iterator[int]:

@@ -10,7 +10,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.forecast import Setting
 from sftplay.plan.memory.memory_setup import trained_params
 from sftplay.plan.memory.row_lengths import RowLengths
-from sftplay.plan.sizing.groups import completions_of_drawing
+from sftplay.plan.sizing.task_sizing import find_sizing
 
 COUNTED_BYTES = 2**28
 """Files up to this size are counted; larger ones would keep the answer waiting."""
@@ -46,13 +46,11 @@ def workload_of(cfg: RunConfig, setting: Setting, *, lengths: RowLengths | None 
     steps, reason = _steps(cfg, lengths)
     row_tokens = lengths.mean if lengths else cfg.row_tokens
     tokens = round(steps * train.effective_batch_size * row_tokens) if steps is not None else None
-    if cfg.task_mode == "score":
-        tokens = None  # an episode is three texts, each as long as the models make it
     learners = setting.episodes.learners if setting.episodes else 1
     trained = learners * trained_params(setting.shape, setting.execution)
     checkpoint = int(trained * (setting.execution.trained_bytes + setting.execution.state_bytes))
     seconds, basis = _seconds(setting, tokens, rows=_described(cfg, lengths))
-    if cfg.task_mode in ("grpo", "score"):
+    if cfg.task.learns_from_rewards:
         seconds, basis = None, "it depends on the length of completions, which the model decides"
     # One more lies there while the newest is written, and the result at the end.
     disk = checkpoint * (train.save_total_limit + 1) + trained * setting.execution.trained_bytes
@@ -63,29 +61,25 @@ def workload_of(cfg: RunConfig, setting: Setting, *, lengths: RowLengths | None 
 
 
 def _described(cfg: RunConfig, lengths: RowLengths | None) -> str:
-    if cfg.learns_documents:
-        return f"full blocks of {cfg.row_tokens} tokens"
-    if cfg.task_mode == "grpo":
-        return "every completion at full length"
-    return f"rows of {lengths.mean:.0f} tokens, as they are" if lengths else "every row at full length"
+    if lengths and not cfg.learns_documents and not cfg.task.learns_from_rewards:
+        return f"rows of {lengths.mean:.0f} tokens, as they are"
+    return find_sizing(cfg).describe_length(cfg)
 
 
 def _steps(cfg: RunConfig, lengths: RowLengths | None) -> tuple[int | None, str]:
     train = cfg.train
     if train.max_steps:
         return train.max_steps, f"train.max_steps, {_described(cfg, lengths)}"
-    if cfg.task_mode == "score":
-        steps, each = cfg.score.stage1_steps + cfg.score.stage2_steps, cfg.score.steps_of_drawing
-        drawings = f"; {math.ceil(steps / each)} drawings of {completions_of_drawing(cfg)} episodes" if each > 1 else ""
-        return steps, f"score.stage1_steps and score.stage2_steps{drawings}"
+    if own := find_sizing(cfg).steps(cfg):
+        return own
     if cfg.learns_documents and cfg.cpt.train_tokens is not None:
         return cfg.steps_of_tokens(cfg.cpt.train_tokens), f"cpt.train_tokens, {_described(cfg, lengths)}"
     rows = lengths.count if lengths else None if cfg.learns_documents else _count_rows(cfg)
     if rows is None:
         return None, "the rows are counted when the data are prepared"
-    completions = rows * (cfg.grpo.num_generations if cfg.task_mode == "grpo" else 1)
+    completions = rows * find_sizing(cfg).rows_per_record(cfg)
     steps = max(1, math.ceil(train.epochs * completions / train.effective_batch_size))
-    kind = "blocks an epoch" if cfg.learns_documents else "prompts" if cfg.task_mode == "grpo" else "rows"
+    kind = "blocks an epoch" if cfg.learns_documents else "prompts" if cfg.task.learns_from_rewards else "rows"
     return steps, f"{rows} {kind}, {_described(cfg, lengths)}"
 
 

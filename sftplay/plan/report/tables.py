@@ -8,8 +8,7 @@ from typing import Any
 from sftplay.plan.memory.episodes import COMPARE, CRITIC, GUIDE, START, VALUE
 from sftplay.plan.memory.forecast import LOAD, MARGIN, RUNTIME, Forecast
 from sftplay.plan.memory.rollout import CACHE, DRAW, ENGINE, REFERENCE, SCORE, cache_bytes
-from sftplay.plan.puzzles.memory import FP32
-from sftplay.plan.puzzles.shape import PuzzleModelShape
+from sftplay.plan.puzzles import FP32, PuzzleModelShape
 from sftplay.plan.report.advice import Suggestion
 from sftplay.plan.report.compare import Row
 from sftplay.plan.report.run_cost import Workload

@@ -12,24 +12,8 @@ from typing import Any
 from sftplay.config.rules.cluster import BACKEND, unsloth_conflicts
 from sftplay.config.schema.run import FLASH_KERNELS, RunConfig
 from sftplay.errors import ConfigError, MachineError
-from sftplay.machine.compiler import find_compiler_problem
 from sftplay.machine.probe import Machine
 from sftplay.plan.shape.model_shape import ModelShape
-
-RATES = {
-    ("full", "sft"): 1e-5,
-    ("lora", "sft"): 2e-4,
-    ("qlora", "sft"): 2e-4,
-    ("full", "grpo"): 1e-6,
-    ("full", "score"): 1e-5,
-    ("lora", "score"): 5e-5,
-    ("qlora", "score"): 5e-5,
-    ("full", "hrm"): 1e-4,
-    ("lora", "grpo"): 1e-5,
-    ("qlora", "grpo"): 1e-5,
-    **{("full", task): 1e-5 for task in ("cpt", "cpt_mixed")},
-    **{(mode, task): 1e-4 for mode in ("lora", "qlora") for task in ("cpt", "cpt_mixed")},
-}
 
 
 @dataclass(frozen=True)
@@ -113,7 +97,7 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
     why = "flash attention skips the gaps" if has_varlen else "without a varlen kernel packing costs more than it saves"
     why = "train.batching tokens forms micro-batches of padded rows" if by_tokens else why
     why = "the rows are full blocks already" if cfg.learns_documents else why
-    rate = RATES[cfg.tuning.mode, cfg.task_mode]
+    rate = cfg.task.rates[cfg.tuning.mode]
     return {
         "train.precision": precision,
         "model.attn": attn,
@@ -121,16 +105,7 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
         "train.optim": _decide_optimizer(cfg, chosen),
         "train.dataloader_pin_memory": Decision(bool(gpus), "page-locked memory speeds copies to a GPU only"),
         "train.learning_rate": Decision(rate, f"usual peak rate of {cfg.tuning.mode} {cfg.task_mode}"),
-        **({"hrm.compile": _decide_compile(machine)} if cfg.task_mode == "hrm" else {}),
     }
-
-
-def _decide_compile(machine: Machine) -> Decision:
-    """Whether torch.compile pays."""
-    if not machine.gpus:
-        return Decision(False, "on a CPU it costs more than a short run gets back")
-    problem = find_compiler_problem()
-    return Decision(not problem, problem or "faster steps on a GPU")
 
 
 def _decide_optimizer(cfg: RunConfig, precision: str) -> Decision:
@@ -154,7 +129,7 @@ def _decide_precision(cfg: RunConfig, machine: Machine) -> Decision:
     if machine.gpus:
         if all(gpu.has_bf16 for gpu in machine.gpus):
             return Decision("bf16", "every GPU has bf16 (compute capability 8.0 or later)")
-        if cfg.task_mode == "hrm":
+        if not cfg.task.has_fp16:
             return Decision("fp32", "a GPU older than Ampere has no bf16, and fp16 would overflow in the loss")
         return Decision("fp16", "a GPU older than Ampere has no bf16")
     if cfg.train.precision == "fp16":

@@ -5,8 +5,7 @@ from __future__ import annotations
 from sftplay.config.schema.hrm import TablePlacement
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.forecast import Forecast, Place
-from sftplay.plan.puzzles.forecast import foresee_puzzles
-from sftplay.plan.puzzles.shape import PuzzleModelShape
+from sftplay.plan.puzzles import PuzzleModelShape, foresee_puzzles
 from sftplay.plan.sizing.decisions import Decision
 from sftplay.units import format_bytes
 

@@ -17,11 +17,9 @@ from sftplay.errors import MachineError
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.budget import device_of
 from sftplay.plan.memory.forecast import Forecast, Place
-from sftplay.plan.memory.memory_setup import execution_of
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
-from sftplay.plan.puzzles.forecast import foresee_puzzles
-from sftplay.plan.puzzles.shape import PuzzleModelShape
+from sftplay.plan.puzzles import PuzzleModelShape, foresee_puzzles
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.communication import refuse_hook
 from sftplay.plan.sizing.decisions import (
@@ -32,22 +30,10 @@ from sftplay.plan.sizing.decisions import (
     scaled_rate,
     without_effect,
 )
-from sftplay.plan.sizing.groups import (
-    GENERATION_ROWS,
-    decide_drawing,
-    groups_as_plan,
-    notes_on_drawing,
-    refuse_generation,
-    refuse_mixed_cache,
-    refuse_parts,
-    refuse_shared_head,
-    refuse_small_engine,
-    rows_drawn,
-)
-from sftplay.plan.sizing.placement import choose_placement
+from sftplay.plan.sizing.placement import STRATEGY, choose_strategy
 from sftplay.plan.sizing.puzzle_table import TABLE, can_be_shared_out, choose_table, note_on_table
-from sftplay.plan.sizing.split import PLATEAU_TOKENS, foresee_drawing, foresight, split_batch
-from sftplay.plan.sizing.strategy import STRATEGY, choose_strategy, planned_strategy
+from sftplay.plan.sizing.split import PLATEAU_TOKENS, foresight, split_batch
+from sftplay.plan.sizing.task_sizing import find_sizing
 from sftplay.units import format_bytes
 
 LOSS_HEAD, BATCH_SIZE, GRAD_ACCUM = "train.loss_head", "train.batch_size", "train.grad_accum"
@@ -86,7 +72,7 @@ class SizedRun:
             "grad_accum": train.grad_accum,
             "effective_batch_size": train.effective_batch_size,
             "learning_rate": train.peak_rate,
-            **groups_as_plan(self.cfg),
+            **find_sizing(self.cfg).plan_fields(self.cfg),
             "decisions": [{"key": key, **vars(decision)} for key, decision in self.decisions.items()],
         }
         if self.forecast is None:
@@ -118,25 +104,26 @@ def size_run(
         MachineError: an explicit backend, precision, attention, loss head or hook cannot run here.
     """
     refuse_hook(cfg, machine, world_size=world_size)
-    refuse_generation(cfg, machine, world_size=world_size)
+    task = find_sizing(cfg)
+    task.refuse_machine(cfg, machine, world_size=world_size)
     place = Place(device_of(machine, local_processes or world_size), world_size, lengths)
     if isinstance(shape, PuzzleModelShape):
         return _size_puzzles(cfg, machine, shape=shape, place=place)
     first = {BACKEND: choose_backend(cfg, machine, world_size=world_size)}
     decided = _fill(cfg, first)
-    rest = decide_numerics(decided, machine, shape=shape)
+    rest = decide_numerics(decided, machine, shape=shape) | task.decide_more(decided, machine)
     decided = _fill(decided, rest)
     rest[LOSS_HEAD] = _decide_head(decided, machine, place=place, vocab_size=shape.vocab if shape else vocab_size)
-    first |= choose_placement(_fill(decided, rest), shape, place=place)
+    first |= task.choose_placement(_fill(decided, rest), shape, place=place)
     first[STRATEGY] = choose_strategy(_fill(decided, {**first, **rest}), shape, place=place)
-    rest |= _decide_rows_drawn(_fill(decided, {**first, **rest}), shape, place=place)
+    rest |= task.decide_sampling(_fill(decided, {**first, **rest}), shape, place=place)
     decided = _fill(decided, {**first, **rest})
     look = None
     if shape is not None:
-        if machine.gpus and cfg.train.loss_head == "auto" and cfg.task_mode not in ("grpo", "score"):
+        if machine.gpus and cfg.train.loss_head == "auto" and task.fixed_head(cfg) is None:
             rest[LOSS_HEAD] = _compare_heads(decided, shape, place=place)
             decided = decided.with_values({LOSS_HEAD: rest[LOSS_HEAD].value}, "auto")
-        look = foresight(decided, shape, place=place, fit=fit, drawn=rows_drawn(decided))
+        look = foresight(decided, shape, place=place, fit=fit, drawn=task.rows_sampled(decided))
     rest |= _decide_sizes(decided, machine, place=place, look=look)
     sized = _fill(decided, rest)
     return SizedRun(
@@ -159,7 +146,7 @@ def _decide_sizes(
 
 def _size_puzzles(cfg: RunConfig, machine: Machine, *, shape: PuzzleModelShape, place: Place) -> SizedRun:
     """As `size_run`. All rows of a process go at once where memory allows it."""
-    chosen = decide_numerics(cfg, machine)
+    chosen = decide_numerics(cfg, machine) | find_sizing(cfg).decide_more(cfg, machine)
     chosen |= {
         BACKEND: Decision("bnb", "the model is the kit's own"),
         LOSS_HEAD: Decision("standard", "the vocabulary is that of a grid"),
@@ -193,7 +180,7 @@ def _notes(
     unplanned = () if seen else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
     on_host = _note_on_host(seen, machine, processes=processes) if seen else ()
     shape = seen.setting.shape if seen else None
-    return (*scaled_rate(cfg), *notes_on_drawing(cfg, shape), *without_effect(cfg, machine), *unplanned, *on_host)
+    return (*scaled_rate(cfg), *find_sizing(cfg).notes(cfg, shape), *without_effect(cfg, machine), *unplanned, *on_host)
 
 
 def _note_on_host(seen: Forecast, machine: Machine, *, processes: int) -> tuple[str, ...]:
@@ -215,26 +202,10 @@ def _is_open(cfg: RunConfig, key: str) -> bool:
     return cfg.value_of(key) in ("auto", None)
 
 
-def _decide_rows_drawn(cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:
-    """Completions drawn at a time, where any are drawn."""
-    if cfg.task_mode not in GENERATION_ROWS:
-        return {}
-    if cfg.task_mode == "grpo":
-        refuse_mixed_cache(cfg)
-        refuse_parts(cfg, strategy=planned_strategy(cfg, place.world_size), world_size=place.world_size)
-    if cfg.task_mode == "grpo" and shape is not None:
-        refuse_shared_head(cfg, shape)
-        refuse_small_engine(cfg, shape, execution=execution_of(cfg), device_bytes=place.device.total_bytes)
-    look = foresee_drawing(cfg, shape, place=place) if shape is not None else None
-    return {GENERATION_ROWS[cfg.task_mode]: decide_drawing(cfg, place.world_size, look=look)}
-
-
 def _decide_head(cfg: RunConfig, machine: Machine, *, place: Place, vocab_size: int | None) -> Decision:
     wanted = cfg.train.loss_head
-    if cfg.task_mode == "grpo":
-        return Decision("chunked", "TRL takes the probabilities of completions in tiles of 4096 tokens x 32768 words")
-    if cfg.task_mode == "score":
-        return Decision("chunked", "log-probabilities of actions are taken in chunks of tokens")
+    if fixed := find_sizing(cfg).fixed_head(cfg):
+        return fixed
     if wanted == "liger" and (not machine.gpus or find_spec("liger_kernel") is None):
         raise MachineError(
             "the liger loss head needs a GPU and the package liger-kernel",

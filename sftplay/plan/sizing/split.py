@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from sftplay.config.rules.task_spec import find_spec
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.plan.memory.forecast import Forecast, Place, forecast, setting_of
@@ -15,8 +16,7 @@ from sftplay.plan.memory.rollout import DRAW
 from sftplay.plan.memory.row_lengths import planned_tokens
 from sftplay.plan.memory.step import Footprint, Size
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.plan.sizing.groups import near_batches, refuse_broken_groups
-from sftplay.plan.sizing.strategy import planned_strategy
+from sftplay.plan.sizing.placement import planned_strategy
 from sftplay.units import format_bytes
 
 TOKENS_PER_MICRO_BATCH = {"gpu": 16_384, "cpu": 1_024}
@@ -78,16 +78,17 @@ def split_batch(
     automatic micro-batch, None for what suits rows of text.
     With `look`, which forecasts a micro-batch, an automatic one is the largest that fits the device and still helps.
     """
-    refuse_broken_groups(cfg, world_size)
+    spec = find_spec(cfg)
+    spec.refuse_broken_groups(cfg, world_size)
     train, total = cfg.train, cfg.train.effective_batch_size
     batch, accum = train.batch_size, train.grad_accum
     given = {name: n for name, n in (("batch_size", batch), ("grad_accum", accum)) if isinstance(n, int)}
     unit = world_size * math.prod(given.values())
     if total % unit or (len(given) == 2 and total != unit):
         made = " x ".join([*(f"{name} {n}" for name, n in given.items()), f"{world_size} process(es)"])
-        raise _inexact(cfg, made, near=near_batches(cfg, unit, is_fixed=len(given) == 2))
+        raise _inexact(cfg, made, near=spec.near_batches(cfg, unit, is_fixed=len(given) == 2))
     share = total // world_size
-    if cfg.task_mode == "hrm" and look is None and not given:
+    if not cfg.task.reads_text and look is None and not given:
         return Split(share, 1, f"all {share} puzzles of a process at once: each keeps its state between steps anyway")
     if isinstance(batch, int) and isinstance(accum, int):
         return Split(batch, accum, "as given")

@@ -23,7 +23,7 @@ from sftplay.machine.probe import Machine, probe
 from sftplay.runs.gpu_check.check import Broken, Check, NotPossible, Place
 from sftplay.signals import die_with_parent, popen_tied
 
-ROW = "sftplay.runs.gpu_check.row"
+ROW = "sftplay.runs.gpu_check.table"
 FOUND, OUTPUT = "found.json", "output.txt"
 
 KEPT_LINES = 30

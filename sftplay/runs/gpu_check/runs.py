@@ -152,7 +152,7 @@ def rewards_rise(place: Place) -> str:
         "rewards": [{"name": "digit", "use": "regex", "options": {"pattern": "[0-9]", "whole": False}}],
         "grpo.num_generations": 8,
         "grpo.max_completion_length": 8,
-        "grpo.gauge_steps": 1,
+        "grpo.logprob_check_steps": 1,
         "train.max_steps": 8,
         "train.effective_batch_size": 64,
         "train.batch_size": 32,

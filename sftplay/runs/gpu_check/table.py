@@ -1,16 +1,31 @@
-"""What `make gpu-check` has found, as a JSON file and as a table in Markdown. Both are whole after every row."""
+"""The table of gpu-check: a check in a process of its own, and its row."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from sftplay.atomic import write_text
 from sftplay.machine.probe import Machine
-from sftplay.runs.gpu_check.conduct import Row, describe_machine
+from sftplay.runs.gpu_check.conduct import Row, describe_machine, new_place, serve
+from sftplay.startup import begin_imports
+
+
+def main(module: str, name: str, *, folder: str, shared: str) -> int:
+    """Run the check called `name` of the table CHECKS in `module`."""
+    check = next(each for each in import_module(module).CHECKS if each.name == name)
+    return serve(check, new_place(Path(folder), Path(shared)))
+
+
+if __name__ == "__main__":
+    begin_imports()
+    raise SystemExit(main(sys.argv[1], sys.argv[2], folder=sys.argv[3], shared=sys.argv[4]))
+
 
 JSON_FILE, MARKDOWN_FILE = "gpu-check.json", "gpu-check.md"
 STATES = {"ok": "ok", "failed": "FAILED", "not_possible": "not possible here"}

@@ -25,6 +25,10 @@ from sftplay.sandbox.verdicts.job import Limits
 
 BOOT = """
 import os, sys, marshal
+if FD > 3:
+    os.dup2(FD, 3)
+    os.close(FD)
+    FD = 3
 def take():
     size, parts = 4, b""
     while len(parts) < size:
@@ -112,7 +116,10 @@ def _modules(last: ModuleType) -> tuple[tuple[str, Any], ...]:
 
 
 def boot_command(python: str, fd: int) -> list[str]:
-    """Start the program inside the box; it takes its modules from the descriptor."""
+    """Start the program inside the box; it takes its modules from the descriptor.
+
+    Inside, the descriptor becomes number 3: a program must find the same box however many files this process has open.
+    """
     return [python, *PYTHON_FLAGS, "-c", f"FD={fd}\n{BOOT}"]
 
 

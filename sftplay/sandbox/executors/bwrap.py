@@ -27,7 +27,7 @@ from sftplay.sandbox.executors.bootstrap import (
     unused_user,
 )  # fmt: skip
 from sftplay.sandbox.executors.executor import new_pipes, start_box
-from sftplay.sandbox.executors.seccomp import build_filter
+from sftplay.sandbox.executors.kernel_limits import build_filter
 from sftplay.sandbox.verdicts.box import Box
 from sftplay.sandbox.verdicts.job import Limits
 

@@ -23,7 +23,7 @@ from sftplay.sandbox.executors.bootstrap import (
 from sftplay.sandbox.executors.bwrap import WORK, Bwrap, box_arguments, inner_interpreter
 from sftplay.sandbox.executors.executor import new_pipes, wait_for_box
 from sftplay.sandbox.inside import server
-from sftplay.sandbox.verdicts.box import START_S, Box, Lost
+from sftplay.sandbox.verdicts.box import START_S, Box, Lost, is_ready
 from sftplay.sandbox.verdicts.job import Limits
 
 GONE_S = 60.0
@@ -67,7 +67,7 @@ class WarmBwrap(Bwrap):
             return  # that server is gone, and all its programs with it
         try:
             orders.send(marshal.dumps(("kill", number, None)))
-            if not select.select([orders], [], [], GONE_S)[0] or orders.recv(16) != b"gone":
+            if not is_ready(orders.fileno(), select.POLLIN, within_s=GONE_S) or orders.recv(16) != b"gone":
                 self._give_up()
         except OSError:
             self._give_up()
@@ -93,7 +93,7 @@ class WarmBwrap(Bwrap):
                     stderr=subprocess.DEVNULL, cwd="/", pass_fds=(theirs.fileno(),), start_new_session=True,
                 )  # fmt: skip
             orders.sendall(first_message(hello, program=server))
-            if not select.select([orders], [], [], START_S)[0] or orders.recv(16) != b"ready":
+            if not is_ready(orders.fileno(), select.POLLIN, within_s=START_S) or orders.recv(16) != b"ready":
                 raise OSError("it did not start")
         except OSError as error:
             self.close()

@@ -42,6 +42,16 @@ class Pipes(NamedTuple):
     """What the program prints."""
 
 
+def is_ready(fd: int, event: int, *, within_s: float) -> bool:
+    """Wait until a descriptor has an event of poll(2), or is closed at its other end.
+
+    select(2) takes no descriptor above 1,023.
+    """
+    poll = select.poll()
+    poll.register(fd, event)
+    return bool(poll.poll(within_s * 1000))
+
+
 class Box:
     """A process in a box, and the pipes to it."""
 
@@ -108,7 +118,7 @@ class Box:
                 rest = rest[os.write(self._orders, rest) :]
             except BlockingIOError:
                 wait_ms = (until - time.monotonic()) * 1000
-                if wait_ms <= 0 or not select.select([], [self._orders], [], wait_ms / 1000)[1]:
+                if wait_ms <= 0 or not is_ready(self._orders, select.POLLOUT, within_s=wait_ms / 1000):
                     raise Lost("timeout") from None
             except OSError as error:
                 raise self._ended("the process had ended", until) from error
@@ -179,7 +189,7 @@ class Box:
 
     def _drain_output(self) -> None:
         """What is in the pipe at this moment; others may hold its end open."""
-        while select.select([self._output], [], [], 0)[0] and self._take_output():
+        while is_ready(self._output, select.POLLIN, within_s=0) and self._take_output():
             pass
 
     def shown(self) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.launch.generation_server import DEFAULT_URL, URL
+from sftplay.machine.libraries import page_argument
 from sftplay.machine.ports import free_port
-from sftplay.machine.releases import page_argument
 
 CONTINUOUS = "transformers_continuous_batching_config"
 

@@ -1,10 +1,10 @@
 """Dynamic sampling: replace prompts or skip groups with zero reward variance, which have no gradient.
 
-With grpo.redraws above 0 two things happen. A prompt whose last groups had zero variance (all rewards equal) skips its
-next turns, and another prompt takes its place before sampling. And a group that turns out to have zero variance is
-sampled again with another prompt, in at most grpo.redraws rounds per rollout batch. The new prompt is the next one of
-the reserve without a known zero-variance group; without such a prompt the group stays.
-With grpo.skip_silent nothing is sampled in the turns that a prompt skips.
+With grpo.dynamic_sampling_rounds above 0 two things happen. A prompt whose last groups had zero variance (all rewards
+equal) skips its next turns, and another prompt takes its place before sampling. And a group that turns out to have zero
+variance is sampled again with another prompt, in at most grpo.dynamic_sampling_rounds rounds per rollout batch. The new
+prompt is the next one of the reserve without a known zero-variance group; without such a prompt the group stays.
+With grpo.skip_zero_variance nothing is sampled in the turns that a prompt skips.
 The reserve is a seeded order of all prompts, separate from the training order. All choices follow from rewards that all
 ranks know, so all ranks make the same choices, and a checkpoint keeps the state.
 """
@@ -79,7 +79,7 @@ class Reserve:
         """Prompt -> turns that it skips from now on."""
 
         self.tokens: dict[int, int] = {}
-        """Prompt -> trained tokens of its last group, with grpo.skip_silent."""
+        """Prompt -> trained tokens of its last group, with grpo.skip_zero_variance."""
 
         self._orders: dict[int, list[int]] = {}
 
@@ -172,7 +172,7 @@ class DynamicSampler:
         batch."""
         return [n for n in range(count) if (first + n) // self.group_size not in self.skipped]
 
-    def record_sampled(self, batch: ScoredBatch, *, tokens: Sequence[int] = ()) -> None:
+    def record_sampled(self, batch: ScoredBatch, *, tokens: Sequence[int]) -> None:
         """Record the results of sampled groups and their `tokens`, one number per row; `batch` has no other rows."""
         self._record_groups(batch, range(len(batch.rows) // self.group_size))
         for first in range(0, len(batch.rows), self.group_size):

@@ -17,7 +17,7 @@ from trl.trainer import utils
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.machine.compiler import compiler_remedy, find_compiler_problem
+from sftplay.machine.libraries import compiler_remedy, find_compiler_problem
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches
 from sftplay.tasks.grpo.scoring import RewardScorer, ScoredBatch, cut_samples, samples_path, write_samples

@@ -50,7 +50,7 @@ class SamplingMixin(Base):
         self.dynamic_sampler = DynamicSampler(
             PromptRows(questions),
             rows=questions.row_numbers,
-            rounds=grpo.redraws,
+            rounds=grpo.dynamic_sampling_rounds,
             num_generations=grpo.num_generations,
             seed=self.cfg.seed,
             in_lockstep=has_sharded_weights(self) or self.use_vllm,
@@ -58,7 +58,7 @@ class SamplingMixin(Base):
         self.sampling_totals = {"generated_tokens": 0, "redrawn_groups": 0, "passed_turns": 0}
         """Totals of all ranks since the run's first step, with the tokens of discarded completions."""
 
-        self.logprob_check = LogprobCheck(grpo.gauge_steps)
+        self.logprob_check = LogprobCheck(grpo.logprob_check_steps)
         self.keeps_cut = depends_on_cut(self)
         """Why micro-batches stay as TRL cuts them; empty where they are ordered by length."""
 
@@ -69,10 +69,10 @@ class SamplingMixin(Base):
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
         grpo, sampler = self.cfg.grpo, self.dynamic_sampler
-        if grpo.redraws or grpo.skip_silent:
+        if grpo.dynamic_sampling_rounds or grpo.skip_zero_variance:
             ranks = gather_objects([row["row"] for row in inputs], self.heartbeat)
             rows = [row for rank in ranks for row in rank]
-            if grpo.skip_silent:
+            if grpo.skip_zero_variance:
                 self.sampling_totals["passed_turns"] += sampler.choose_skipped_groups(rows)
             else:
                 self.sampling_totals["passed_turns"] += sampler.replace_skipped_prompts(inputs, rows)
@@ -118,7 +118,7 @@ class SamplingMixin(Base):
             self._generated_tokens += sum(map(len, completion_ids))
             return completion_ids, logps
 
-        if self.cfg.grpo.skip_silent:
+        if self.cfg.grpo.skip_zero_variance:
             return self._sample_unskipped(inputs, prompt_ids, generate=generate)
         local = LocalBatch(inputs, prompt_ids, *generate(prompt_ids))
         if self.dynamic_sampler.rounds:

@@ -172,7 +172,7 @@ class RewardScorer:
     def __init__(self, cfg: RunConfig, columns: Sequence[str]) -> None:
         """`columns` are the columns that any row has."""
         self.rewards, self.columns = RewardSet(cfg), tuple(columns)
-        self._control = cfg.grpo.control
+        self._control = cfg.grpo.placebo_reward
         self._missing_rewards = MissingRewardMonitor()
 
     def __enter__(self) -> RewardScorer:

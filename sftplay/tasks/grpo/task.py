@@ -11,8 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.prompts.load import prepare_prompts
-from sftplay.data.prompts.report import prompts_table
+from sftplay.data.prompts.load import prepare_prompts, prompts_table
 from sftplay.evaluate.rewarded import evaluate_prompts, evenly_spaced
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo.arguments import grpo_arguments

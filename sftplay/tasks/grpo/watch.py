@@ -149,8 +149,8 @@ SIGNAL_PROBLEMS = (
     SignalProblem(
         "silent groups", "zero_variance_share", lambda _, now: now > 0.8,
         "{now:.0%} of the groups have equal rewards, which teach nothing",
-        "set grpo.redraws=2, draw more (grpo.num_generations), or take other prompts: easier where the reward is low, "
-        "harder where it is high",
+        "set grpo.dynamic_sampling_rounds=2, draw more (grpo.num_generations), or take other prompts: easier where the "
+        "reward is low, harder where it is high",
     ),
     SignalProblem(
         "truncation", "clipped_ratio", lambda _, now: now > 0.25,
@@ -206,8 +206,8 @@ class SignalHealth(Observer, ExportableState):
     trainer: Any
 
     def __init__(self, cfg: RunConfig) -> None:
-        self.limit = 0 if cfg.grpo.control == "constant" else cfg.grpo.stop_without_signal
-        self.warns = cfg.grpo.control is None
+        self.limit = 0 if cfg.grpo.placebo_reward == "constant" else cfg.grpo.stop_without_signal
+        self.warns = cfg.grpo.placebo_reward is None
         self.steps_without = 0
         """Steps in a row without a signal."""
 

@@ -57,8 +57,8 @@ def load_window(trainer: Any, checkpoint: Path) -> None:
     parts, rest = divmod(n_now, n_saved)
     if facts["processes"] != log.world_size() or not parts or rest or facts["rows"] % parts:
         raise RunError(
-            f"it lies inside a drawing of {facts['processes']} processes with {n_saved} micro-batches each; now there"
-            f" are {log.world_size()} processes with {n_now} each",
+            f"it lies inside a rollout batch of {facts['processes']} processes with {n_saved} micro-batches each; now"
+            f" there are {log.world_size()} processes with {n_now} each",
             where=str(checkpoint),
             fix="continue with the sizes of the first start (NPROC=, train.batch_size)",
         )
@@ -79,7 +79,7 @@ def _continues_batch(trainer: Any, step: int) -> bool:
 def _read_facts(path: Path) -> dict[str, Any]:
     if not path.exists():
         fix = "continue from the checkpoint before it: set this one aside"
-        raise RunError("the completions of its drawing are missing", where=str(path), fix=fix)
+        raise RunError("the completions of its rollout batch are missing", where=str(path), fix=fix)
     with safe_open(path, framework="pt") as file:
         facts: dict[str, Any] = json.loads(file.metadata()["facts"])
     return facts

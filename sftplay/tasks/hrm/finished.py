@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.puzzles.arc.answers import read_names
-from sftplay.data.puzzles.arc.canvas import cropped, on_canvas
+from sftplay.data.puzzles.arc import cropped, on_canvas
+from sftplay.data.puzzles.arc_votes import read_names
+from sftplay.data.puzzles.find import open_split
 from sftplay.data.puzzles.folder import PuzzleFolder
-from sftplay.data.puzzles.make.find import open_split
-from sftplay.data.puzzles.written.grid import GridText
+from sftplay.data.puzzles.written_grid import GridText
 from sftplay.errors import DataError, nearest_names
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.hrm.act import wants_to_halt

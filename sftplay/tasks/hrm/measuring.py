@@ -12,13 +12,20 @@ from torch import Tensor
 
 from sftplay import log
 from sftplay.config.schema.hrm import HrmConfig
-from sftplay.data.puzzles.arc.answers import read_asked, read_names
-from sftplay.data.puzzles.arc.canvas import ALPHABET
-from sftplay.data.puzzles.arc.task import LARGEST
-from sftplay.data.puzzles.arc.votes import Answer, Tally, ranks_of, share_of, share_of_inputs_solved, share_solved
+from sftplay.data.puzzles.arc import ALPHABET, LARGEST
+from sftplay.data.puzzles.arc_votes import (
+    Answer,
+    Tally,
+    ranks_of,
+    read_asked,
+    read_names,
+    share_of,
+    share_of_inputs_solved,
+    share_solved,
+)
 from sftplay.data.puzzles.folder import PuzzleFolder
 from sftplay.data.puzzles.sampler import Rows, TestRows
-from sftplay.data.puzzles.written.grid import GridText
+from sftplay.data.puzzles.written_grid import GridText
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.tasks.hrm.act import wants_to_halt
 from sftplay.tasks.hrm.network import PuzzleModel, SegmentOutput

@@ -18,11 +18,11 @@ from transformers import TrainingArguments, set_seed
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
+from sftplay.data.puzzles.find import open_splits
 from sftplay.data.puzzles.folder import ARRAYS, FACTS, PuzzleFolder, array_file
-from sftplay.data.puzzles.make.find import open_splits
 from sftplay.data.puzzles.sampler import TrainRows
 from sftplay.launch.run_folder import RunFolder
-from sftplay.machine.releases import recomputation_arguments
+from sftplay.machine.libraries import recomputation_arguments
 from sftplay.model.adapter import describe_parameters
 from sftplay.model.source import weights_digest
 from sftplay.tasks.hrm.embedding import ALL_ROWS, TableShare

@@ -1,4 +1,4 @@
-"""Returns and advantages of the tokens of two-turn episodes."""
+"""Returns, baselines and advantages of two-turn episodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GuideReward = Literal["outcome", "progress", "signed"]
 
 
 class TurnReturns(NamedTuple):
-    """What the policy gradient of each turn is paid with."""
+    """The return of each turn, which its policy gradient uses."""
 
     first: Tensor | None
     """None in stage 1: turn 1 has no policy gradient there."""
@@ -22,12 +22,14 @@ class TurnReturns(NamedTuple):
     second: Tensor
 
 
-def turn_returns(r1: Tensor, r2: Tensor, *, stage: Stage, alpha: float, turn_discount: float = 0.0) -> TurnReturns:
-    """Returns of both turns from their verified rewards (Kumar et al. 2024, arXiv 2409.12917, section 5).
+def compute_turn_returns(
+    r1: Tensor, r2: Tensor, *, stage: Stage, alpha: float, turn_discount: float = 0.0
+) -> TurnReturns:
+    """Compute the returns of both turns from their verified rewards (Kumar et al. 2024, arXiv 2409.12917, section 5).
 
-    In stage 2 the second turn is paid a bonus of alpha for each change of the reward: with alpha 10, the pairs (0, 0),
-    (0, 1), (1, 0) and (1, 1) pay 0, 11, -10 and 1. The bonus belongs to turn 2 alone. A `turn_discount` above 0 pays
-    turn 1 a share of it, and so punishes turn 1 for being right.
+    In stage 2 the second turn gets a bonus of alpha for each change of the reward: with alpha 10, the pairs (0, 0),
+    (0, 1), (1, 0) and (1, 1) return 0, 11, -10 and 1. The bonus belongs to turn 2 alone. A `turn_discount` above 0
+    gives turn 1 a share of it, and so punishes turn 1 for being right.
     """
     if stage == 1:
         return TurnReturns(None, r2)
@@ -35,53 +37,53 @@ def turn_returns(r1: Tensor, r2: Tensor, *, stage: Stage, alpha: float, turn_dis
     return TurnReturns(r1 + turn_discount * second if turn_discount else r1, second)
 
 
-def guide_reward(r1: Tensor, r2: Tensor, *, kind: GuideReward, leak: Tensor, leak_penalty: float) -> Tensor:
-    """What a hint is paid: the second answer's reward (outcome), its progress, or -1 and 1 (signed).
+def compute_guide_reward(r1: Tensor, r2: Tensor, *, kind: GuideReward, leak: Tensor, leak_penalty: float) -> Tensor:
+    """Compute a hint's reward: the second answer's reward (outcome), its progress, or -1 and 1 (signed).
 
-    `leak` is 1 where the hint states the right answer; each costs `leak_penalty`.
+    `leak` is 1 where the hint states the right answer; a leak costs `leak_penalty`.
     """
-    paid = {"outcome": r2, "progress": r2 - r1, "signed": 2 * r2 - 1}[kind]
-    return paid - leak_penalty * leak if leak_penalty else paid
+    reward = {"outcome": r2, "progress": r2 - r1, "signed": 2 * r2 - 1}[kind]
+    return reward - leak_penalty * leak if leak_penalty else reward
 
 
-def guide_return(reward: Tensor, value: Tensor | None, *, value_coef: float) -> Tensor:
-    """The hint's return R_g = r_g + c * V, V detached. With c = 0 it is the reward itself, bit for bit."""
+def compute_guide_return(reward: Tensor, value: Tensor | None, *, value_coef: float) -> Tensor:
+    """Compute the hint's return R_g = r_g + c * V, V detached. With c = 0 it is the reward, bit for bit."""
     if value is None or value_coef == 0:
         return reward
     return reward + value_coef * value.detach()
 
 
-def shaped_baseline(value: Tensor, r1: Tensor, *, stage: Stage, alpha: float) -> Tensor:
-    """The expected return of turn 2 where V expects r2: turn 1 is over then, so r1 is known."""
+def compute_shaped_baseline(value: Tensor, r1: Tensor, *, stage: Stage, alpha: float) -> Tensor:
+    """Compute the expected return of turn 2 where V expects r2. Turn 1 is over then, so r1 is known."""
     return value if stage == 1 else (1 + alpha) * value - alpha * r1
 
 
-def explained_variance(value: Tensor, target: Tensor) -> float:
-    """1 - Var(target - value) / Var(target); 0 where the target does not vary, or where there is none."""
+def compute_explained_variance(value: Tensor, target: Tensor) -> float:
+    """Compute 1 - Var(target - value) / Var(target); 0 where the target does not vary, or is empty."""
     variance = torch.var(target.double(), correction=0) if len(target) else 0.0
     if variance == 0:
         return 0.0
     return float(1 - torch.var((target - value).double(), correction=0) / variance)
 
 
-EPSILON = 1e-4
+STD_EPSILON = 1e-4
 """Added to the standard deviation: equal returns give advantages of 0, not of nan."""
 
 
-def batch_baseline(returns: Tensor, known: Tensor | None = None) -> Tensor:
-    """The mean of all known returns, for each episode: [episodes]; nan where none is known.
+def compute_batch_baseline(returns: Tensor, known: Tensor | None = None) -> Tensor:
+    """Compute the mean of all known returns, as [episodes]; nan where none is known.
 
-    `known` is 1 where a return is known, [episodes]; all are without it.
+    `known` is 1 where a return is known, [episodes]; None means all are.
     """
     return (returns if known is None else returns[known > 0]).mean().expand_as(returns)
 
 
-def leave_one_out_baseline(returns: Tensor, *, group: int, known: Tensor | None = None) -> Tensor:
-    """The mean known return of the other episodes of the same problem (RLOO): [episodes]; nan where there is none.
+def compute_rloo_baseline(returns: Tensor, *, group: int, known: Tensor | None = None) -> Tensor:
+    """Compute the mean known return of the problem's other episodes (RLOO): [episodes]; nan where there is none.
 
-    Episodes of a problem stand together, `group` of them. `known` is as for `batch_baseline`.
+    The `group` episodes of a problem are adjacent. `known` is as for `compute_batch_baseline`.
 
-    >>> leave_one_out_baseline(torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0]), group=3)
+    >>> compute_rloo_baseline(torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0]), group=3)
     tensor([0.0000, 0.5000, 0.5000, 1.0000, 0.5000, 0.5000])
     """
     counts = torch.ones_like(returns) if known is None else known
@@ -90,25 +92,25 @@ def leave_one_out_baseline(returns: Tensor, *, group: int, known: Tensor | None 
     return ((groups.sum(1, keepdim=True) - groups) / others).reshape(-1)
 
 
-def advantages(returns: Tensor, baseline: Tensor, *, scales: bool, known: Tensor | None = None) -> Tensor:
-    """Returns less their baseline; `scales` divides by the standard deviation (of a sample) of all of them.
+def subtract_baseline(returns: Tensor, baseline: Tensor, *, scales: bool, known: Tensor | None = None) -> Tensor:
+    """Subtract the baseline from the returns; `scales` divides by the sample standard deviation of the differences.
 
-    An episode without a known return (`known` as for `batch_baseline`), or without a baseline, has no part in the
-    deviation, and its advantage is 0.
+    An episode without a known return (`known` as for `compute_batch_baseline`), or without a baseline, does not count
+    in the deviation, and its advantage is 0.
     """
     difference = returns - baseline.detach()
     compared = ~difference.isnan() if known is None else ~difference.isnan() & (known > 0)
     if scales and compared.sum() > 1:
-        difference = difference / (torch.std(difference[compared]) + EPSILON)
+        difference = difference / (torch.std(difference[compared]) + STD_EPSILON)
     return difference.where(compared, 0.0)
 
 
-WARM = 0.1
-"""Share of the variance of a return that V or Q must explain before it is a baseline: noise would be one otherwise."""
+MIN_EXPLAINED_VARIANCE = 0.1
+"""Share of the variance of a return that V or Q must explain before it is a baseline; below it they are noise."""
 
 
-class Outcome(NamedTuple):
-    """What is known of a batch of episodes: tensors [episodes], fp32, on the CPU."""
+class EpisodeRewards(NamedTuple):
+    """Rewards and estimates of a batch of episodes: tensors [episodes], fp32, on the CPU."""
 
     first: Tensor
     second: Tensor
@@ -124,76 +126,79 @@ class Outcome(NamedTuple):
 
 
 class Advantages(NamedTuple):
-    """The advantages of both turns and of the hint, and figures about them."""
+    """The advantages of both turns and of the hint, with figures about them."""
 
     first: Tensor | None
     second: Tensor
     guide: Tensor
     figures: dict[str, float | None]
-    paid: tuple[Tensor, Tensor]
-    """What both turns pay. The critic learns it for turn 1 in stage 1 too, where that turn has no policy gradient."""
+    returns: tuple[Tensor, Tensor]
+    """The returns of both turns, from which the critic learns. Turn 1 has one in stage 1 too, without a policy
+    gradient."""
 
 
 class Baselines:
-    """Returns of all ranks' episodes, compared with what was to be expected of them."""
+    """Advantages of all ranks' episodes by each kind of baseline."""
 
-    def __init__(self, outcome: Outcome, score: ScoreConfig, *, stage: Stage) -> None:
-        self.outcome, self.score, self.stage = outcome, score, stage
+    def __init__(self, rewards: EpisodeRewards, score: ScoreConfig, *, stage: Stage) -> None:
+        self.rewards, self.score, self.stage = rewards, score, stage
 
-    def plain(self, returns: Tensor) -> Tensor:
-        """Compared with the mean of other episodes."""
-        known = self.outcome.is_known
+    def subtract_mean(self, returns: Tensor) -> Tensor:
+        """Subtract the mean of other episodes."""
+        known = self.rewards.is_known
         if self.score.advantage == "batch":
-            return self._scaled(returns, batch_baseline(returns, known))
+            return self._subtract(returns, compute_batch_baseline(returns, known))
         group = self.score.episodes_per_problem
-        return self._scaled(returns, leave_one_out_baseline(returns, group=group, known=known))
+        return self._subtract(returns, compute_rloo_baseline(returns, group=group, known=known))
 
-    def by_value(self, returns: Tensor) -> Tensor | None:
-        """Turn 2, compared with V; None where V is no baseline (yet)."""
-        value, r1, kind = self.outcome.value, self.outcome.first, self.score.advantage
+    def subtract_value(self, returns: Tensor) -> Tensor | None:
+        """Subtract the return that V expects of turn 2; None where V is no baseline (yet)."""
+        value, r1, kind = self.rewards.value, self.rewards.first, self.score.advantage
         if value is None or kind not in ("auto", "value"):
             return None
-        if kind == "auto" and self._explained(value, self.outcome.second) <= WARM:
+        if kind == "auto" and self._explained_variance(value, self.rewards.second) <= MIN_EXPLAINED_VARIANCE:
             return None
-        return self._scaled(returns, shaped_baseline(value, r1, stage=self.stage, alpha=self.score.alpha))
+        return self._subtract(returns, compute_shaped_baseline(value, r1, stage=self.stage, alpha=self.score.alpha))
 
-    def by_critic(self, returns: Tensor, *, turn: Literal[1, 2]) -> Tensor | None:
-        """Q - V of a turn; None where there is no critic, or Q explains next to nothing of the returns."""
-        if self.outcome.critic is None:
+    def subtract_critic(self, returns: Tensor, *, turn: Literal[1, 2]) -> Tensor | None:
+        """Compute Q - V of a turn; None where there is no critic, or Q explains next to nothing of the returns."""
+        if self.rewards.critic is None:
             return None
-        worth, expected = self.outcome.critic[2 * turn - 2], self.outcome.critic[2 * turn - 1]
-        return self._scaled(worth, expected) if self._explained(worth, returns) > WARM else None
+        q_value, v_value = self.rewards.critic[2 * turn - 2], self.rewards.critic[2 * turn - 1]
+        is_trusted = self._explained_variance(q_value, returns) > MIN_EXPLAINED_VARIANCE
+        return self._subtract(q_value, v_value) if is_trusted else None
 
-    def _scaled(self, returns: Tensor, baseline: Tensor) -> Tensor:
-        return advantages(returns, baseline, scales=self.score.scale == "batch", known=self.outcome.is_known)
+    def _subtract(self, returns: Tensor, baseline: Tensor) -> Tensor:
+        return subtract_baseline(returns, baseline, scales=self.score.scale == "batch", known=self.rewards.is_known)
 
-    def _explained(self, value: Tensor, target: Tensor) -> float:
-        known = self.outcome.is_known > 0
-        return explained_variance(value[known], target[known])
+    def _explained_variance(self, value: Tensor, target: Tensor) -> float:
+        known = self.rewards.is_known > 0
+        return compute_explained_variance(value[known], target[known])
 
 
-def credit_of(outcome: Outcome, score: ScoreConfig, *, stage: Stage) -> Advantages:
-    """Advantages over the episodes of all ranks, of which those of a problem stand together."""
-    r1, r2, value = outcome.first, outcome.second, outcome.value
-    first, second = turn_returns(r1, r2, stage=stage, alpha=score.alpha, turn_discount=score.turn_discount)
-    alone = r1  # without what `turn_discount` adds: the critic looks ahead by itself
+def compute_advantages(rewards: EpisodeRewards, score: ScoreConfig, *, stage: Stage) -> Advantages:
+    """Compute advantages over the episodes of all ranks; the episodes of a problem are adjacent."""
+    r1, r2, value = rewards.first, rewards.second, rewards.value
+    first, second = compute_turn_returns(r1, r2, stage=stage, alpha=score.alpha, turn_discount=score.turn_discount)
+    undiscounted = r1  # without the share of `turn_discount`: the critic bootstraps turn 2 by itself
     if score.format_reward:
-        first = None if first is None else first + score.format_reward * outcome.form_first
-        alone = r1 + score.format_reward * outcome.form_first
-        second = second + score.format_reward * outcome.form_second
-    reward = guide_reward(r1, r2, kind=score.guide_reward, leak=outcome.leak, leak_penalty=score.leak_penalty)
-    hint = guide_return(reward, value, value_coef=score.value_coef)
-    baselines = Baselines(outcome, score, stage=stage)
-    by_critic = None if first is None else baselines.by_critic(first, turn=1)
-    valued, judged = baselines.by_value(second), baselines.by_critic(second, turn=2)
-    gain_first = None if first is None else baselines.plain(first) if by_critic is None else by_critic
-    gain_second = next(each for each in (judged, valued, baselines.plain(second)) if each is not None)
-    gain_hint = baselines.plain(hint)
-    figures: dict[str, float | None] = {"value_is_baseline": float(valued is not None)}
-    if outcome.critic is not None:
-        is_baseline = {"t1": by_critic is not None, "t2": judged is not None}
-        figures |= {f"critic_is_baseline_{turn}": float(each) for turn, each in is_baseline.items()}
-    known = outcome.is_known > 0
+        first = None if first is None else first + score.format_reward * rewards.form_first
+        undiscounted = r1 + score.format_reward * rewards.form_first
+        second = second + score.format_reward * rewards.form_second
+    reward = compute_guide_reward(r1, r2, kind=score.guide_reward, leak=rewards.leak, leak_penalty=score.leak_penalty)
+    hint = compute_guide_return(reward, value, value_coef=score.value_coef)
+    baselines = Baselines(rewards, score, stage=stage)
+    critic_first = None if first is None else baselines.subtract_critic(first, turn=1)
+    value_second, critic_second = baselines.subtract_value(second), baselines.subtract_critic(second, turn=2)
+    gain_first = None if first is None else baselines.subtract_mean(first) if critic_first is None else critic_first
+    candidates = (critic_second, value_second, baselines.subtract_mean(second))
+    gain_second = next(advantage for advantage in candidates if advantage is not None)
+    gain_hint = baselines.subtract_mean(hint)
+    figures: dict[str, float | None] = {"value_is_baseline": float(value_second is not None)}
+    if rewards.critic is not None:
+        is_baseline = {"t1": critic_first is not None, "t2": critic_second is not None}
+        figures |= {f"critic_is_baseline_{turn}": float(is_used) for turn, is_used in is_baseline.items()}
+    known = rewards.is_known > 0
     for name, returns, gain in (
         ("t1", first, gain_first), ("t2", second, gain_second), ("guide", hint, gain_hint)
     ):  # fmt: skip
@@ -202,13 +207,12 @@ def credit_of(outcome: Outcome, score: ScoreConfig, *, stage: Stage) -> Advantag
             continue
         figures |= {f"return_{name}": _mean(returns[known]), f"return_{name}_std": _std(returns[known])}
         figures[f"advantage_{name}_std"] = _std(gain[known])
-    told = {} if value is None or not known.any() else _of_value(value[known], r2[known])
-    return Advantages(gain_first, gain_second, gain_hint, figures | told, (alone, second))
-
-
-def _of_value(value: Tensor, r2: Tensor) -> dict[str, float | None]:
-    loss = float((value - r2).square().mean())
-    return {"value_mean": _mean(value), "value_loss": loss, "explained_variance": explained_variance(value, r2)}
+    if value is not None and known.any():
+        known_value, known_r2 = value[known], r2[known]
+        figures["value_mean"] = _mean(known_value)
+        figures["value_loss"] = float((known_value - known_r2).square().mean())
+        figures["explained_variance"] = compute_explained_variance(known_value, known_r2)
+    return Advantages(gain_first, gain_second, gain_hint, figures, (undiscounted, second))
 
 
 def _mean(values: Tensor) -> float | None:

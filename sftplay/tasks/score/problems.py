@@ -1,6 +1,6 @@
-"""The problems of a run in the order in which they are played, and the episodes that each optimizer step learns from.
+"""The order of a run's problems, and the minibatch of episodes that each optimizer step learns from.
 
-A drawing is the episodes that are played at once: each problem as often as it has episodes, side by side. It feeds one
+A rollout batch is the episodes that are sampled together; the episodes of a problem are adjacent in it. It feeds one
 optimizer step, or several.
 """
 
@@ -25,80 +25,80 @@ from sftplay.train.task import RowOrder
 
 
 class EpisodeRows:
-    """Places of episodes; `problems` in order, `each` episodes of a problem one after the other."""
+    """Places of episodes: `problems` in order, with `repeats` adjacent episodes of each problem."""
 
-    def __init__(self, problems: Sequence[int], *, each: int) -> None:
-        self.problems, self.each = problems, each
+    def __init__(self, problems: Sequence[int], *, repeats: int) -> None:
+        self.problems, self.repeats = problems, repeats
 
     def __len__(self) -> int:
-        return len(self.problems) * self.each
+        return len(self.problems) * self.repeats
 
     def __getitem__(self, place: int) -> dict[str, Any]:
         if not 0 <= place < len(self):
             raise IndexError(place)
-        return {"place": place, "row": self.problems[place // self.each]}
+        return {"place": place, "row": self.problems[place // self.repeats]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MinibatchSchedule:
-    """Which episodes of a drawing each of its optimizer steps learns from."""
+    """How a rollout batch is cut into minibatches, one for each of its optimizer steps."""
 
     step_episodes: int
     """Episodes of an optimizer step."""
 
-    portions: int = 1
-    """Steps to which a drawing is dealt."""
+    minibatches: int = 1
+    """Minibatches of a pass over a rollout batch."""
 
     passes: int = 1
-    """How often it is dealt."""
+    """Passes over a rollout batch (PPO's epochs)."""
 
     seed: int = 0
 
     @classmethod
-    def of(cls, cfg: RunConfig) -> MinibatchSchedule:
-        """That of a run."""
+    def from_config(cls, cfg: RunConfig) -> MinibatchSchedule:
+        """Read the schedule from a run's config."""
         score, episodes = cfg.score, cfg.train.effective_batch_size
         return cls(
-            step_episodes=episodes, portions=score.steps_per_generation, passes=score.num_iterations, seed=cfg.seed
+            step_episodes=episodes, minibatches=score.steps_per_generation, passes=score.num_iterations, seed=cfg.seed
         )
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that a drawing feeds."""
-        return self.portions * self.passes
+        """Optimizer steps of a rollout batch."""
+        return self.minibatches * self.passes
 
     @property
     def episodes(self) -> int:
-        """Episodes of a drawing."""
-        return self.portions * self.step_episodes
+        """Episodes of a rollout batch."""
+        return self.minibatches * self.step_episodes
 
-    def place(self, row: int) -> int:
-        """The place of the episode that is learned from as number `row`, steps one after the other.
+    def find_place(self, row: int) -> int:
+        """Return the place of the episode at `row` of the training order, which lists the steps in sequence.
 
-        Every `portions` neighbours are dealt to as many steps in an order of their own. So each step gets an episode of
-        every problem, or nearly, and a rank's steps together have the episodes that the rank has played.
+        Every `minibatches` adjacent episodes are shuffled over as many steps. So a step gets an episode of every
+        problem, or nearly, and a rank's steps together have the episodes that the rank has sampled.
         """
         step, at = divmod(row, self.step_episodes)
-        drawing, step = divmod(step, self.steps)
-        number, portion = divmod(step, self.portions)
-        first = (drawing * self.step_episodes + at) * self.portions
-        draw = Random(seed_of(seed_of(self.seed, drawing * self.passes + number), at)).random
-        keys = [draw() for _ in range(self.portions)]
-        return first + sorted(range(self.portions), key=keys.__getitem__)[portion]
+        batch, step = divmod(step, self.steps)
+        number, minibatch = divmod(step, self.minibatches)
+        first = (batch * self.step_episodes + at) * self.minibatches
+        random = Random(seed_of(seed_of(self.seed, batch * self.passes + number), at)).random
+        keys = [random() for _ in range(self.minibatches)]
+        return first + sorted(range(self.minibatches), key=keys.__getitem__)[minibatch]
 
-    def own(self, drawing: int) -> range:
-        """Places of the episodes that this rank plays, side by side."""
+    def rank_places(self, batch: int) -> range:
+        """Return the adjacent places of the episodes that this rank samples."""
         share = self.episodes // log.world_size()
-        first = drawing * self.episodes + log.rank() * share
+        first = batch * self.episodes + log.rank() * share
         return range(first, first + share)
 
 
 class StepRows:
-    """The episodes of all optimizer steps, one step after the other."""
+    """The episodes of all optimizer steps in sequence."""
 
-    def __init__(self, episodes: EpisodeRows, *, dealing: MinibatchSchedule, steps: int) -> None:
-        self.episodes, self.dealing = episodes, dealing
-        self._length = steps * dealing.step_episodes
+    def __init__(self, episodes: EpisodeRows, *, schedule: MinibatchSchedule, steps: int) -> None:
+        self.episodes, self.schedule = episodes, schedule
+        self._length = steps * schedule.step_episodes
 
     def __len__(self) -> int:
         return self._length
@@ -106,21 +106,21 @@ class StepRows:
     def __getitem__(self, row: int) -> dict[str, Any]:
         if not 0 <= row < len(self):
             raise IndexError(row)
-        return self.episodes[self.dealing.place(row)]
+        return self.episodes[self.schedule.find_place(row)]
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """`place` and `row` (the number of the problem), int64 [episodes]."""
+    """Stack `place` and `row` (the number of the problem), int64 [episodes]."""
     return {key: torch.tensor([row[key] for row in rows]) for key in ("place", "row")}
 
 
-def run_order(cfg: RunConfig, prompts: Prompts) -> tuple[StepRows, RowOrder]:
-    """The episodes of the whole run, and what a run's set-up needs to know of them."""
-    score, n, dealing = cfg.score, len(prompts.train), MinibatchSchedule.of(cfg)
+def create_run_order(cfg: RunConfig, prompts: Prompts) -> tuple[StepRows, RowOrder]:
+    """Return the episodes of the whole run, and the order that the run's setup records."""
+    score, n, schedule = cfg.score, len(prompts.train), MinibatchSchedule.from_config(cfg)
     steps = cfg.train.max_steps or score.stage1_steps + score.stage2_steps
-    at_once = dealing.episodes // score.episodes_per_problem
-    order = training_order(n, math.ceil(steps / dealing.steps) * at_once, seed=cfg.seed)
+    problems_per_batch = schedule.episodes // score.episodes_per_problem
+    order = training_order(n, math.ceil(steps / schedule.steps) * problems_per_batch, seed=cfg.seed)
     digest = hashlib.sha256(f"{prompts.fingerprint} {order_hash(order)}".encode()).hexdigest()
-    known = RowOrder(steps=steps, steps_per_epoch=math.ceil(n / at_once) * dealing.steps, digest=digest)
-    episodes = EpisodeRows(order, each=score.episodes_per_problem)
-    return StepRows(episodes, dealing=dealing, steps=steps), known
+    known = RowOrder(steps=steps, steps_per_epoch=math.ceil(n / problems_per_batch) * schedule.steps, digest=digest)
+    episodes = EpisodeRows(order, repeats=score.episodes_per_problem)
+    return StepRows(episodes, schedule=schedule, steps=steps), known

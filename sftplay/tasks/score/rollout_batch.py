@@ -1,6 +1,6 @@
-"""What a checkpoint keeps of a drawing that is not used up: the episodes of all ranks, their verdicts and their worth.
+"""Save and load a rollout batch that is not used up: the episodes of all ranks, their results and advantages.
 
-With it a run goes on in the middle of a drawing as if it had not stopped, on any number of processes.
+With it a run resumes in the middle of a rollout batch as if it had not stopped, on any number of processes.
 """
 
 from __future__ import annotations
@@ -20,61 +20,68 @@ from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.score.advantages import Advantages
-from sftplay.tasks.score.episode_rewards import Verdict
+from sftplay.tasks.score.episode_rewards import EpisodeResult
 from sftplay.tasks.score.sample_episodes import Action, Episode
-from sftplay.tasks.score.update import Played
+from sftplay.tasks.score.update import ScoredEpisodes
 
-FILE = "episodes.json"
+EPISODES_FILE = "episodes.json"
 
 
-class Drawing(NamedTuple):
-    """Episodes that were played at once, and what each is worth."""
+class RolloutBatch(NamedTuple):
+    """Episodes that were sampled together, with their results and advantages."""
 
     number: int
-    played: Played
-    credit: Advantages
+    scored: ScoredEpisodes
+    advantages: Advantages
 
 
-def save_drawing(drawing: Drawing, checkpoint: Path) -> None:
+def save_rollout_batch(rollout_batch: RolloutBatch, checkpoint: Path) -> None:
     """Write what the next steps still learn from. Every rank must call it."""
-    episodes, fresh = drawing.played.episodes, drawing.played.fresh
-    mine = [_described(episode) for episode in episodes], [[each._asdict() for each in pair] for pair in fresh]
-    ranks = gather_objects(mine)
+    scored, advantages = rollout_batch.scored, rollout_batch.advantages
+    resampled = [[action._asdict() for action in pair] for pair in scored.resampled]
+    ranks = gather_objects(([_describe(episode) for episode in scored.episodes], resampled))
     if not log.is_main():
         return
-    credit = drawing.credit._asdict()
     kept = {
-        "number": drawing.number,
-        "episodes": [each for shares, _ in ranks for each in shares],
+        "number": rollout_batch.number,
+        "episodes": [episode for episodes, _ in ranks for episode in episodes],
         "fresh": [pair for _, pairs in ranks for pair in pairs],
-        "verdicts": [asdict(verdict) for verdict in drawing.played.verdicts],
-        "credit": {name: _plain(value) for name, value in credit.items()},
+        "verdicts": [asdict(result) for result in scored.results],
+        # JSON brings fp32 numbers back as they were.
+        "credit": {
+            "first": None if advantages.first is None else advantages.first.tolist(),
+            "second": advantages.second.tolist(),
+            "guide": advantages.guide.tolist(),
+            "figures": advantages.figures,
+            "paid": [turn.tolist() for turn in advantages.returns],
+        },
     }
-    write_text(checkpoint / FILE, json.dumps(kept))
+    write_text(checkpoint / EPISODES_FILE, json.dumps(kept))
 
 
-def load_drawing(checkpoint: Path, *, questions: Sequence[Question]) -> Drawing:
-    """The drawing that `save_drawing` wrote. `questions` are those of this rank's episodes, in their order.
+def load_rollout_batch(checkpoint: Path, *, questions: Sequence[Question]) -> RolloutBatch:
+    """Read what `save_rollout_batch` wrote; `questions` are those of this rank's episodes, in their order.
 
     Raises:
-        RunError: it is missing, or cannot be read.
+        RunError: the file is missing, or cannot be read.
     """
-    path = checkpoint / FILE
+    path = checkpoint / EPISODES_FILE
     n = len(questions)
-    own = slice(log.rank() * n, (log.rank() + 1) * n)
+    rank_slice = slice(log.rank() * n, (log.rank() + 1) * n)
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        shares = zip(kept["episodes"][own], questions, strict=True)
-        episodes = [_episode(each, question) for each, question in shares]
-        fresh = [(Action(**one), Action(**two)) for one, two in kept["fresh"][own]]
-        verdicts = [Verdict(**each) for each in kept["verdicts"]]
-        return Drawing(kept["number"], Played(episodes, verdicts, fresh), _credit(kept["credit"]))
+        pairs = zip(kept["episodes"][rank_slice], questions, strict=True)
+        episodes = [_read_episode(described, question) for described, question in pairs]
+        resampled = [(Action(**first), Action(**second)) for first, second in kept["fresh"][rank_slice]]
+        results = [EpisodeResult(**fields) for fields in kept["verdicts"]]
+        scored = ScoredEpisodes(episodes, results, resampled)
+        return RolloutBatch(kept["number"], scored, _read_advantages(kept["credit"]))
     except (OSError, ValueError, TypeError, KeyError) as error:
         fix = "continue from the checkpoint before it: set this one aside"
         raise RunError(f"the episodes of its drawing cannot be read: {error}", where=str(path), fix=fix) from error
 
 
-def _described(episode: Episode) -> dict[str, Any]:
+def _describe(episode: Episode) -> dict[str, Any]:
     return {
         "first": episode.first._asdict(),
         "hint": None if episode.hint is None else episode.hint._asdict(),
@@ -83,27 +90,20 @@ def _described(episode: Episode) -> dict[str, Any]:
     }
 
 
-def _episode(kept: dict[str, Any], question: Question) -> Episode:
-    hint = None if kept["hint"] is None else Action(**kept["hint"])
-    first, second = Action(**kept["first"]), Action(**kept["second"])
-    return Episode(question=question, first=first, hint=hint, hint_ids=kept["hint_ids"], second=second)
+def _read_episode(described: dict[str, Any], question: Question) -> Episode:
+    hint = None if described["hint"] is None else Action(**described["hint"])
+    first, second = Action(**described["first"]), Action(**described["second"])
+    return Episode(question=question, first=first, hint=hint, hint_ids=described["hint_ids"], second=second)
 
 
-def _plain(value: Any) -> Any:
-    """fp32 numbers come back from JSON as they were."""
-    if isinstance(value, Tensor):
-        return value.tolist()
-    return [each.tolist() for each in value] if isinstance(value, tuple) else value
-
-
-def _credit(kept: dict[str, Any]) -> Advantages:
-    def tensor(values: Any) -> Tensor:
+def _read_advantages(kept: dict[str, Any]) -> Advantages:
+    def as_tensor(values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.float32)
 
     return Advantages(
-        first=None if kept["first"] is None else tensor(kept["first"]),
-        second=tensor(kept["second"]),
-        guide=tensor(kept["guide"]),
+        first=None if kept["first"] is None else as_tensor(kept["first"]),
+        second=as_tensor(kept["second"]),
+        guide=as_tensor(kept["guide"]),
         figures=kept["figures"],
-        paid=(tensor(kept["paid"][0]), tensor(kept["paid"][1])),
+        returns=(as_tensor(kept["paid"][0]), as_tensor(kept["paid"][1])),
     )

@@ -1,5 +1,4 @@
-"""Sample two-turn episodes: first answer, hint, second answer, each by its role's
-weights. And the figures of a batch of them."""
+"""Sample two-turn episodes (first answer, hint, second answer), and compute figures of a batch of them."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.config.schema.score import PLACE, PromptsConfig
-from sftplay.data.encode.render import Renderer
 from sftplay.data.prompts.questions import Question
 from sftplay.data.records import Message
+from sftplay.data.render.render import Renderer
 from sftplay.errors import RunError
 from sftplay.generate.generate import Generator, left_padded
 from sftplay.generate.sampling import DrawByRow, Sampling, only, seed_of
@@ -28,33 +27,33 @@ from sftplay.reward.math_rewards import reference_answer
 from sftplay.tasks.score.hint_leak import states_answer, states_program
 from sftplay.tasks.score.role_models import Role
 
-MARKS = {"problem": "\ue000", "attempt": "\ue001", "hint": "\ue002"}
+PLACEHOLDER_MARKS = {"problem": "\ue000", "attempt": "\ue001", "hint": "\ue002"}
 """Characters of Unicode's private use: no template writes them."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """A prompt as runs of token ids with named places between them."""
+    """A prompt as runs of token ids with placeholders between them."""
 
     parts: tuple[tuple[int, ...] | str, ...]
 
-    def filled(self, ids: Mapping[str, Sequence[int]], *, room: int) -> list[int]:
-        """The prompt with token ids at its places, of at most `room` tokens.
+    def fill(self, ids: Mapping[str, Sequence[int]], *, max_tokens: int) -> list[int]:
+        """Fill the placeholders with token ids; the prompt has at most `max_tokens` tokens.
 
-        Where it is longer, the middle of the attempt is left out. Problem and hint are never cut.
+        A longer prompt loses the middle of the attempt. Problem and hint are never truncated.
 
         Raises:
             RunError: problem and hint alone are too long.
         """
         runs = self._runs(ids)
-        spare = room - sum(map(len, runs))
+        spare = max_tokens - sum(map(len, runs))
         if spare < 0 and "attempt" in self.parts:
-            attempt = without_middle(ids["attempt"], max(0, len(ids["attempt"]) + spare))
+            attempt = truncate_middle(ids["attempt"], max(0, len(ids["attempt"]) + spare))
             spare += len(ids["attempt"]) - len(attempt)
             runs = self._runs({**ids, "attempt": attempt})
         if spare < 0:
             raise RunError(
-                f"problem and hint need {-spare} tokens more than the {room} that a prompt may have",
+                f"problem and hint need {-spare} tokens more than the {max_tokens} that a prompt may have",
                 where="score",
                 fix="raise model.max_seq_len, or lower score.max_new_tokens or score.max_hint_tokens",
             )
@@ -66,7 +65,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Templates:
-    """The three prompts of an episode."""
+    """The templates of an episode's three prompts."""
 
     solve: Template
     guide: Template
@@ -74,26 +73,26 @@ class Templates:
 
 
 def make_templates(prompts: PromptsConfig, renderer: Renderer, *, system: str | None) -> Templates:
-    """The prompts as token ids, in the chat template where the renderer has one."""
+    """Tokenize the three prompts, in the chat template where the renderer has one."""
     solve, guide, revise = (
-        _template(text, renderer, system=system) for text in (prompts.solve, prompts.guide, prompts.revise)
+        _tokenize_template(text, renderer, system=system) for text in (prompts.solve, prompts.guide, prompts.revise)
     )
     return Templates(solve, guide, revise)
 
 
-def tokens_of(tokenizer: Any, text: str) -> list[int]:
-    """Plain text as token ids; a control token that it spells stays text."""
-    return tokens_of_each(tokenizer, [text])[0]
+def tokenize_text(tokenizer: Any, text: str) -> list[int]:
+    """Tokenize plain text; a control token that it spells stays text."""
+    return tokenize_texts(tokenizer, [text])[0]
 
 
-def tokens_of_each(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """The same for many texts in one call."""
+def tokenize_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Tokenize many texts in one call."""
     ids = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    return [each if text else [] for text, each in zip(texts, ids, strict=True)]
+    return [tokens if text else [] for text, tokens in zip(texts, ids, strict=True)]
 
 
-def without_middle(ids: Sequence[int], length: int) -> list[int]:
-    """The first and the last of the ids, `length` in all.
+def truncate_middle(ids: Sequence[int], length: int) -> list[int]:
+    """Keep the first and the last ids, `length` in all.
 
     >>> without_middle([1, 2, 3, 4, 5], 3)
     [1, 2, 5]
@@ -104,12 +103,12 @@ def without_middle(ids: Sequence[int], length: int) -> list[int]:
     return [*ids[: length - tail], *ids[len(ids) - tail :]]
 
 
-def _template(text: str, renderer: Renderer, *, system: str | None) -> Template:
-    marked = PLACE.sub(lambda found: MARKS[found[1]], text)
-    tokenizer, names = renderer.tokenizer, {mark: name for name, mark in MARKS.items()}
+def _tokenize_template(text: str, renderer: Renderer, *, system: str | None) -> Template:
+    marked = PLACE.sub(lambda found: PLACEHOLDER_MARKS[found[1]], text)
+    tokenizer, names = renderer.tokenizer, {mark: name for name, mark in PLACEHOLDER_MARKS.items()}
     begin: list[int] = []
     if renderer.template is None:
-        # A tokenizer that begins texts with a token of its own does so here.
+        # A tokenizer that adds a BOS token adds it here.
         begin = tokenizer("")["input_ids"] if tokenizer.bos_token_id is not None else []
         begin = [token for token in begin if token == tokenizer.bos_token_id]
     else:
@@ -134,46 +133,46 @@ class Action(NamedTuple):
 
     prompt: list[int]
     ids: list[int]
-    """Its tokens, the end token among them."""
+    """The generated tokens with the end token."""
 
     log_probs: list[float]
-    """Of each token, at the temperature of the draw; empty where the likeliest token was taken."""
+    """Of the tokens, at the sampling temperature; empty for greedy generation."""
 
     is_truncated: bool
-    """True where the longest length came before an end token."""
+    """Whether the length limit came before an end token."""
 
     @property
-    def said(self) -> list[int]:
+    def ids_without_end(self) -> list[int]:
         """The tokens without the end token."""
         return self.ids if self.is_truncated else self.ids[:-1]
 
 
 @dataclass(frozen=True)
 class RecordedSampling(Sampling):
-    """Sampling that remembers the log-probability of each token that it draws."""
+    """Sampling that records the log-probability of each sampled token."""
 
     log_probs: list[Tensor] = field(default_factory=list)
-    """One tensor [rows, 1] a position."""
+    """One tensor [rows, 1] for each position."""
 
     def processors(self, rows: Sequence[int]) -> LogitsProcessorList:
         if self.temperature == 0:
             return LogitsProcessorList()
-        return LogitsProcessorList([_DrawAndRecord(self, DrawByRow(self.seed, rows))])
+        return LogitsProcessorList([_SampleAndRecord(self, DrawByRow(self.seed, rows))])
 
 
-class _DrawAndRecord(LogitsProcessor):
-    def __init__(self, sampling: RecordedSampling, draw: DrawByRow) -> None:
-        self._sampling, self._draw = sampling, draw
+class _SampleAndRecord(LogitsProcessor):
+    def __init__(self, sampling: RecordedSampling, sampler: DrawByRow) -> None:
+        self._sampling, self._sampler = sampling, sampler
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores = scores.float() / self._sampling.temperature
-        tokens = self._draw.tokens(scores)
+        tokens = self._sampler.tokens(scores)
         self._sampling.log_probs.append(scores.log_softmax(-1).gather(-1, tokens))
         return only(tokens, scores)
 
 
-def draw_actions(generator: Generator, prompts: Sequence[list[int]], *, rows: Sequence[int]) -> list[Action]:
-    """An action for each prompt, drawn as `generator.sampling` says; `rows` are the numbers of the episodes."""
+def sample_actions(generator: Generator, prompts: Sequence[list[int]], *, rows: Sequence[int]) -> list[Action]:
+    """Sample an action for each prompt as `generator.sampling` says; `rows` are the numbers of the episodes."""
     ids, mask = left_padded(prompts, generator.tokenizer.pad_token_id)
     out = generator.generate(ids, mask, rows=rows)[:, ids.shape[1] :].tolist()
     sampling = generator.sampling
@@ -182,46 +181,46 @@ def draw_actions(generator: Generator, prompts: Sequence[list[int]], *, rows: Se
     ends = set(generator.all_end_ids)
     actions = []
     for prompt, tokens, probabilities in zip(prompts, out, log_probs, strict=True):
-        kept = up_to_end(tokens, ends)
+        kept = count_to_end(tokens, ends)
         ids = tokens[:kept]
         actions.append(Action(prompt=prompt, ids=ids, log_probs=probabilities[:kept], is_truncated=ids[-1] not in ends))
     return actions
 
 
-def up_to_end(tokens: Sequence[int], ends: Container[int]) -> int:
-    """How many tokens there are up to the first end token, which is one of them; all where there is none."""
+def count_to_end(tokens: Sequence[int], ends: Container[int]) -> int:
+    """Count the tokens up to and including the first end token; all where there is none."""
     for n, token in enumerate(tokens, 1):
         if token in ends:
             return n
     return len(tokens)
 
 
-def padded_tokens(actions: Sequence[Action], *, rows: int) -> int:
-    """Tokens of the actions behind their prompts, with padding, where `rows` of them are learned from at a time."""
+def count_padded_tokens(actions: Sequence[Action], *, rows: int) -> int:
+    """Count the tokens of prompts and actions with padding, in micro-batches of `rows`."""
     parts = [actions[at : at + rows] for at in range(0, len(actions), rows)]
     return sum(len(part) * (max(len(a.prompt) for a in part) + max(len(a.ids) for a in part)) for part in parts)
 
 
 def right_padded(rows: Sequence[Sequence[float]], pad: float, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Values and mask (fp32), [rows, longest], with the padding behind the values."""
+    """Pad rows on the right: values and mask (fp32), [rows, longest]."""
     width = max(len(row) for row in rows)
     values = [[*row, *[pad] * (width - len(row))] for row in rows]
     mask = [[*[1.0] * len(row), *[0.0] * (width - len(row))] for row in rows]
     return torch.tensor(values, dtype=dtype), torch.tensor(mask)
 
 
-LONGEST_LEAK = 100
-"""Characters of a reference that a hint could state; a longer one is a whole solution."""
+MAX_LEAK_CHARACTERS = 100
+"""Most characters of a reference that a hint could state; a longer one is a whole solution."""
 
-COPIES = 0.9
-"""Share of the wrong first answers that turn 2 repeats, from which on it copies. Right ones are to be repeated.
+COPY_SHARE = 0.9
+"""Share of wrong first answers repeated by turn 2 from which it counts as copying. Right ones should be repeated.
 
-The same share of the changed answers that the hint states: then turn 2 follows the hint.
+The same share of changed answers stated by the hint counts as following the hint.
 """
 
 
-def turn_figures(right_first: Sequence[bool], right_second: Sequence[bool]) -> dict[str, float | None]:
-    """Accuracies of both turns, and what changed, as shares of all problems; None where there is none.
+def compute_turn_figures(right_first: Sequence[bool], right_second: Sequence[bool]) -> dict[str, float | None]:
+    """Compute accuracies of both turns and shares of changed answers, over all problems; None without problems.
 
     `i2c` (incorrect to correct) less `c2i` is `delta`, and `fix_rate` and `break_rate` are conditional on turn 1.
     """
@@ -242,10 +241,10 @@ def turn_figures(right_first: Sequence[bool], right_second: Sequence[bool]) -> d
     }
 
 
-def edit_ratio(before: Sequence[int], after: Sequence[int]) -> float:
-    """Levenshtein's distance of two sequences of tokens, over the length of the longer one.
+def compute_edit_ratio(before: Sequence[int], after: Sequence[int]) -> float:
+    """Compute the Levenshtein distance of two token sequences, divided by the length of the longer one.
 
-    >>> edit_ratio([1, 2, 3, 4], [1, 3, 4])
+    >>> compute_edit_ratio([1, 2, 3, 4], [1, 3, 4])
     0.25
     """
     longer = max(len(before), len(after))
@@ -255,29 +254,29 @@ def edit_ratio(before: Sequence[int], after: Sequence[int]) -> float:
     row = places.copy()
     for n, token in enumerate(before, 1):
         changed = np.minimum(row[1:] + 1, row[:-1] + (target != token).astype(int))
-        # An insertion costs one more than its left neighbour.
+        # An insertion costs 1 more than the cell to the left.
         row = np.minimum.accumulate(np.concatenate([[n], changed]) - places) + places
     return float(row[-1]) / longer
 
 
-def reference_of(question: Question) -> str:
-    """The right answer of a problem as a hint could state it; empty where it has none."""
+def read_reference(question: Question) -> str:
+    """Read the right answer of a problem as a hint could state it; empty without one."""
     answer = question.columns.get("answer")
     return "" if answer is None else reference_answer(str(answer))
 
 
 def is_leaked(question: Question, hint: str) -> bool:
-    """Whether a hint states the right answer, in whatever form; of a program: the function that is asked for."""
+    """Whether a hint states the right answer in any form; for a program, the function that is asked for."""
     if name := question.columns.get("entry_point"):
         return states_program(str(name), hint, reference=str(question.columns.get("answer") or ""))
-    reference = reference_of(question)
-    if not reference or len(reference) > LONGEST_LEAK:
+    reference = read_reference(question)
+    if not reference or len(reference) > MAX_LEAK_CHARACTERS:
         return False
     return states_answer(reference, hint, problem=question.question)
 
 
-def gives_the_hints_answer(hint: str, answer: str) -> bool:
-    """Whether a hint is the answer itself: the whole text, the last number in a box, or what stands behind `####`.
+def hint_equals_answer(hint: str, answer: str) -> bool:
+    """Whether a hint's answer (the whole text, the last number in a box, or the text after `####`) is `answer`.
 
     >>> gives_the_hints_answer("The answer is \\\\boxed{4}.", "4"), states_answer("Look at step 2.", "2")
     (True, False)
@@ -285,113 +284,113 @@ def gives_the_hints_answer(hint: str, answer: str) -> bool:
     return bool(hint.strip()) and reference_answer(hint) == reference_answer(answer)
 
 
-def action_figures(firsts: Sequence[Sequence[int]], seconds: Sequence[Sequence[int]]) -> dict[str, float]:
-    """How far second answers are from first ones."""
+def compute_edit_figures(firsts: Sequence[Sequence[int]], seconds: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Compute how far second answers are from first ones."""
     pairs = list(zip(firsts, seconds, strict=True))
     return {
-        "edit_ratio": fmean(edit_ratio(first, second) for first, second in pairs),
+        "edit_ratio": fmean(compute_edit_ratio(first, second) for first, second in pairs),
         "frac_identical": fmean(list(first) == list(second) for first, second in pairs),
     }
 
 
-def diagnosis(figures: dict[str, float | None]) -> str:
-    """What the second turn does, in words; from the figures of an evaluation."""
+def diagnose(figures: dict[str, float | None]) -> str:
+    """Describe the second turn in words, from the figures of an evaluation."""
     delta, i2c, c2i = (figures[key] or 0.0 for key in ("delta", "i2c", "c2i"))
-    if (figures["repeats"] or 0.0) >= COPIES:
+    if (figures["repeats"] or 0.0) >= COPY_SHARE:
         return "turn 2 copies the first answer: no self-correction"
     if delta > 0 and i2c >= 5 * c2i and delta >= 0.05:
-        if (figures["changes_to_hint"] or 0.0) >= COPIES:
+        if (figures["changes_to_hint"] or 0.0) >= COPY_SHARE:
             return "turn 2 follows the hint: it is the answer"
         return "turn 2 corrects the first answer"
-    if (figures["acc_t1"] or 0.0) >= COPIES and delta < 0.05:
+    if (figures["acc_t1"] or 0.0) >= COPY_SHARE and delta < 0.05:
         return "the first answer is right already: little is left to correct"
     if delta <= 0:
         return "turn 2 is no better than turn 1: no self-correction"
     return "turn 2 changes answers, for the better and for the worse"
 
 
-Hints = Literal["own", "empty", "static", "right", "other"]
-"""Where hints come from. own: as `score.guidance` says. right: a text with the right answer. other: those given, which
+HintKind = Literal["own", "empty", "static", "right", "other"]
+"""Where hints come from. own: as `score.guidance` says. right: a text with the right answer. other: given hints, which
 were written for other problems."""
 
 
 class Episode(NamedTuple):
-    """One problem, answered twice."""
+    """A problem, two answers and a hint."""
 
     question: Question
     first: Action
     hint: Action | None
-    """None where nobody wrote one."""
+    """None where the guide wrote no hint."""
 
     hint_ids: list[int]
-    """The hint as it stands in the second prompt."""
+    """The hint's tokens in the second prompt."""
 
     second: Action
 
 
-Fresh = tuple[Action, Action]
-"""Another answer to each of an episode's prompts: of turn 1 and of turn 2."""
+ResampledAnswers = tuple[Action, Action]
+"""A second sample of both answers of an episode: of turn 1 and of turn 2."""
 
 
-class Speakers(Protocol):
-    """Whoever can lend the model of a role."""
+class RoleProvider(Protocol):
+    """Provides the model of a role."""
 
-    def speaking(self, role: Role) -> AbstractContextManager[Any]: ...
+    def use_role(self, role: Role) -> AbstractContextManager[Any]: ...
 
 
-class Player:
-    """Plays episodes with the solver and the guide of a run."""
+class EpisodeSampler:
+    """Samples episodes with the solver and the guide of a run."""
 
     def __init__(
         self,
         cfg: RunConfig,
-        cast: Speakers,
+        role_models: RoleProvider,
         *,
         renderer: Renderer,
         sampling: Callable[..., Sampling] = RecordedSampling,
     ) -> None:
-        """`sampling` makes of a temperature and a seed how tokens are chosen."""
+        """`sampling` creates the token sampling from a temperature and a seed."""
         self._sampling = sampling
-        self.cfg, self.cast, self.tokenizer = cfg, cast, renderer.tokenizer
+        self.cfg, self.role_models, self.tokenizer = cfg, role_models, renderer.tokenizer
         self.templates = make_templates(cfg.score.prompts, renderer, system=cfg.data.system)
         self._ends = renderer.end_token_ids
-        self._at_once: AdaptiveBatches | None = None
+        self._batches: AdaptiveBatches | None = None
         self.beat: Callable[[], None] = lambda: None
-        """Called before each batch: only a single one can take too long."""
+        """Called before each batch: a heartbeat covers one batch."""
 
-    def play(
+    def sample_episodes(
         self,
         questions: Sequence[Question],
         *,
         numbers: Sequence[int],
         seed: int,
         temperature: float,
-        hints: Hints = "own",
+        hints: HintKind = "own",
         firsts: Sequence[Action] | None = None,
         others: Sequence[list[int]] = (),
     ) -> list[Episode]:
-        """An episode for each question; the model must be in evaluation mode.
+        """Sample an episode for each question; the model must be in evaluation mode.
 
-        `numbers` are those of the episodes among all ranks; together with `seed` they decide every token. `firsts` are
-        the first answers where the same model has drawn them already, for episodes with other hints.
+        `numbers` are the numbers of the episodes among all ranks; together with `seed` they decide every token.
+        `firsts` are first answers that the same model has sampled already, for episodes with other hints.
         `others` are the hints of the kind `other`.
         """
-        score, room = self.cfg.score, self.cfg.model.max_seq_len - self.cfg.score.max_new_tokens
+        score, max_tokens = self.cfg.score, self.cfg.model.max_seq_len - self.cfg.score.max_new_tokens
 
         def answer(template: Template, ids: Sequence[dict[str, list[int]]], *, turn: int) -> list[Action]:
-            prompts = [template.filled(each, room=room) for each in ids]
-            return self._draw(
+            prompts = [template.fill(filling, max_tokens=max_tokens) for filling in ids]
+            return self._generate(
                 prompts, "solver", numbers=numbers, seed=seed_of(seed, turn), temperature=temperature,
                 longest=score.max_new_tokens,
             )  # fmt: skip
 
         texts = list({question.question for question in questions})
-        problems = dict(zip(texts, tokens_of_each(self.tokenizer, texts), strict=True))
+        problems = dict(zip(texts, tokenize_texts(self.tokenizer, texts), strict=True))
         known = [{"problem": problems[question.question]} for question in questions]
         firsts = answer(self.templates.solve, known, turn=1) if firsts is None else firsts
-        known = [{**ids, "attempt": first.said} for ids, first in zip(known, firsts, strict=True)]
-        written = self._written(known, numbers=numbers, seed=seed, temperature=temperature, hints=hints)
-        given = others if hints == "other" else self._hint_ids(questions, written, hints=hints)
+        known = [{**ids, "attempt": first.ids_without_end} for ids, first in zip(known, firsts, strict=True)]
+        written = self._sample_hints(known, numbers=numbers, seed=seed, temperature=temperature, hints=hints)
+        given = others if hints == "other" else self._find_hint_ids(questions, written, hints=hints)
         known = [{**ids, "hint": hint} for ids, hint in zip(known, given, strict=True)]
         seconds = answer(self.templates.revise, known, turn=3)
         return [
@@ -399,52 +398,52 @@ class Player:
             for question, first, hint, ids, second in zip(questions, firsts, written, given, seconds, strict=True)
         ]
 
-    def answer_again(
+    def resample_answers(
         self, episodes: Sequence[Episode], *, numbers: Sequence[int], seed: int, temperature: float
-    ) -> list[Fresh]:
-        """Other answers of the solver to the prompts of both turns, drawn independently of those of the episodes."""
+    ) -> list[ResampledAnswers]:
+        """Sample both answers of the episodes again, independently of the first sample."""
         prompts = ([episode.first.prompt for episode in episodes], [episode.second.prompt for episode in episodes])
         first, second = (
-            self._draw(
-                each, "solver", numbers=numbers, seed=seed_of(seed, draw), temperature=temperature,
+            self._generate(
+                turn_prompts, "solver", numbers=numbers, seed=seed_of(seed, number), temperature=temperature,
                 longest=self.cfg.score.max_new_tokens,
             )
-            for draw, each in enumerate(prompts, 4)
+            for number, turn_prompts in enumerate(prompts, 4)
         )  # fmt: skip
         return list(zip(first, second, strict=True))
 
-    def _written(
+    def _sample_hints(
         self,
         known: Sequence[dict[str, list[int]]],
         *,
         numbers: Sequence[int],
         seed: int,
         temperature: float,
-        hints: Hints,
+        hints: HintKind,
     ) -> Sequence[Action | None]:
-        """The guide's hints; None where it is not asked."""
+        """Sample the guide's hints; None where they come from elsewhere."""
         score = self.cfg.score
         if hints != "own" or score.guidance in ("none", "static"):
             return [None] * len(known)
-        room = self.cfg.model.max_seq_len - score.max_hint_tokens
-        prompts = [self.templates.guide.filled(each, room=room) for each in known]
-        return self._draw(
+        max_tokens = self.cfg.model.max_seq_len - score.max_hint_tokens
+        prompts = [self.templates.guide.fill(filling, max_tokens=max_tokens) for filling in known]
+        return self._generate(
             prompts, "guide", numbers=numbers, seed=seed_of(seed, 2), temperature=temperature,
             longest=score.max_hint_tokens,
         )  # fmt: skip
 
-    def _hint_ids(
-        self, questions: Sequence[Question], written: Sequence[Action | None], *, hints: Hints
+    def _find_hint_ids(
+        self, questions: Sequence[Question], written: Sequence[Action | None], *, hints: HintKind
     ) -> list[list[int]]:
         prompts, is_static = self.cfg.score.prompts, hints == "own" and self.cfg.score.guidance == "static"
         if hints == "right":
-            texts = [prompts.right_hint.replace("{answer}", reference_of(question)) for question in questions]
-            return tokens_of_each(self.tokenizer, texts)
+            texts = [prompts.right_hint.replace("{answer}", read_reference(question)) for question in questions]
+            return tokenize_texts(self.tokenizer, texts)
         if hints == "static" or is_static:
-            return [tokens_of(self.tokenizer, prompts.static_hint)] * len(questions)
-        return [hint.said if hint is not None else [] for hint in written]
+            return [tokenize_text(self.tokenizer, prompts.static_hint)] * len(questions)
+        return [hint.ids_without_end if hint is not None else [] for hint in written]
 
-    def _draw(
+    def _generate(
         self,
         prompts: Sequence[list[int]],
         role: Role,
@@ -454,24 +453,24 @@ class Player:
         temperature: float,
         longest: int,
     ) -> list[Action]:
-        if self._at_once is None:
+        if self._batches is None:
             rows = int(self.cfg.score.generation_rows or len(prompts))
             fix = "lower score.generation_rows, then `make resume`" if rows > 1 else "lower model.max_seq_len"
-            together = self.cfg.score.placement == "sharded"
-            self._at_once = AdaptiveBatches(rows, "generation", fix=fix if together else "")
+            is_sharded = self.cfg.score.placement == "sharded"
+            self._batches = AdaptiveBatches(rows, "generation", fix=fix if is_sharded else "")
 
-        def draw(part: slice) -> list[Action]:
+        def sample(part: slice) -> list[Action]:
             self.beat()
             sampling = self._sampling(temperature=temperature, seed=seed)
             generator = Generator(model, self.tokenizer, self._ends, longest, sampling)
-            return draw_actions(generator, prompts[part], rows=numbers[part])
+            return sample_actions(generator, prompts[part], rows=numbers[part])
 
-        with self.cast.speaking(role) as model:
-            return [action for part in self._at_once.each(len(prompts), draw) for action in part]
+        with self.role_models.use_role(role) as model:
+            return [action for part in self._batches.each(len(prompts), sample) for action in part]
 
 
 def exchange_hints(by_number: Mapping[int, list[int]]) -> dict[int, list[int]]:
-    """Give each episode the next one's hint that differs from its own; nothing where all hints are equal.
+    """Give each episode the next different hint of another episode; return nothing where all hints are equal.
 
     >>> exchange_hints({0: [5], 1: [5], 2: [6]})
     {0: [6], 1: [6], 2: [5]}
@@ -485,6 +484,6 @@ def exchange_hints(by_number: Mapping[int, list[int]]) -> dict[int, list[int]]:
     }
 
 
-def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of an action or a hint."""
+def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Decode an action or a hint to text."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -1,8 +1,7 @@
-"""The trainer of episodes where solver, guide and reference are in shards.
+"""The trainer of episodes with sharded models: solver, guide and reference.
 
-It overrides what the Trainer would do with whole weights: `create_optimizer`, `_wrap_model`, `save_model`, loading of
-weights that are in shards already, and saving and loading of the optimizer's state. Checkpoints are those of whole
-models.
+It overrides the methods that need whole weights: `create_optimizer`, `_wrap_model`, `save_model`, loading of
+sharded weights, and saving and loading of the optimizer's state. Checkpoints hold whole models.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from sftplay import log
-from sftplay.tasks.score.kept_weights import load_weights
-from sftplay.tasks.score.shards import FSDPModels, load_optimizer, load_whole, save_optimizer, whole_weights
+from sftplay.tasks.score.checkpoint_weights import load_weights
+from sftplay.tasks.score.shards import FSDPModels, gather_weights, load_full_weights, load_optimizer, save_optimizer
 from sftplay.tasks.score.trainer import EpisodeTrainer
 
 
 class ShardedEpisodeTrainer(EpisodeTrainer):
-    """Shards the models once they are checked and loaded, before there is an optimizer."""
+    """Shards the models after they are checked and loaded, and before the optimizer is created."""
 
     _models: FSDPModels | None = None
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self._models is None:
-            self._models = FSDPModels(self.cast.shard(self.accelerator.mixed_precision))
+            self._models = FSDPModels(self.role_models.shard(self.accelerator.mixed_precision))
         return super().create_optimizer(model)
 
     def _wrap_model(self, *_: Any, **__: Any) -> nn.Module:
@@ -35,19 +34,19 @@ class ShardedEpisodeTrainer(EpisodeTrainer):
         return self._models
 
     def whole_weights(self) -> dict[str, dict[str, Tensor]]:
-        """Model of the result ("" for the solver) -> its weights, on the main rank. Every rank must call it."""
+        """Gather model name ("" for the solver) -> weights on the main rank. Every rank must call it."""
         models = {"": self.model, **self.beside}
-        return {name: whole_weights(each) for name, each in models.items()}
+        return {name: gather_weights(model) for name, model in models.items()}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        self._save(output_dir, state_dict=whole_weights(self.model))
+        self._save(output_dir, state_dict=gather_weights(self.model))
 
     def _load_weights(self, checkpoint: Path) -> None:
         if self._models is None:
             super()._load_weights(checkpoint)
             return
-        load_weights(self.cast, checkpoint)
-        load_whole(self.model, checkpoint)
+        load_weights(self.role_models, checkpoint)
+        load_full_weights(self.model, checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_optimizer(self.optimizer, Path(output_dir) / OPTIMIZER_NAME)

@@ -1,4 +1,4 @@
-"""The value model: what it reads, its head, and its weights."""
+"""The value model V and the optional critic: encoder, heads, losses and the target network."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from sftplay.config.schema.score import SEPARATE_WIDTH
 
 
-class Tokens(NamedTuple):
-    """Texts as int64 [episodes, tokens], padded on the right, and how long each is, int64 [episodes]."""
+class PaddedTokens(NamedTuple):
+    """Texts as int64 [episodes, tokens], padded on the right, and their lengths, int64 [episodes]."""
 
     ids: Tensor
     lengths: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]], device: Any = "cpu") -> Tokens:
-        """Rows of ids, none of them empty. What stands behind a row's end is never looked at."""
+    def from_rows(cls, rows: Sequence[Sequence[int]], device: Any = "cpu") -> PaddedTokens:
+        """Pad rows of ids; none may be empty. The network never reads the padding."""
         lengths = torch.tensor([len(row) for row in rows])
         ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
         for n, row in enumerate(rows):
@@ -29,16 +29,16 @@ class Tokens(NamedTuple):
 
 
 class TextEncoder(nn.Module):
-    """Token ids to one vector a text, by a small recurrent network of its own."""
+    """Encode token ids as one vector for each text, with a small recurrent network."""
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, width)
         self.recurrent = nn.GRU(width, width, batch_first=True)
 
-    def forward(self, tokens: Tokens) -> Tensor:
-        """[episodes, width]: the state after the last token, where the network lies."""
-        ids, lengths = (each.to(self.embedding.weight.device) for each in tokens)
+    def forward(self, tokens: PaddedTokens) -> Tensor:
+        """Return the state after the last token, [episodes, width], on the network's device."""
+        ids, lengths = (tensor.to(self.embedding.weight.device) for tensor in tokens)
         states, _ = self.recurrent(self.embedding(ids))
         last: Tensor = states[torch.arange(len(states), device=states.device), lengths - 1]
         return last
@@ -48,39 +48,45 @@ ValueFlow = Literal["shared_trunk", "stop", "straight_through"]
 
 
 class ValueHead(nn.Module):
-    """One linear layer on the guide's state, in fp32."""
+    """A linear layer on the guide's state, in fp32."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., width] -> [...], between 0 and 1."""
+        """Map states [..., width] to values [...] between 0 and 1."""
         value: Tensor = torch.sigmoid(self.linear(hidden.float().to(self.linear.weight.device)).squeeze(-1))
         return value
 
 
 class SeparateValue(nn.Module):
-    """A small recurrent network over token ids, and a head on it."""
+    """A small recurrent network over token ids, with a value head."""
 
     def __init__(self, vocab_size: int, width: int = SEPARATE_WIDTH) -> None:
         super().__init__()
         self.encoder, self.head = TextEncoder(vocab_size, width), ValueHead(width)
 
-    def forward(self, tokens: Tokens) -> Tensor:
-        """[episodes], between 0 and 1."""
+    def forward(self, tokens: PaddedTokens) -> Tensor:
+        """Return values between 0 and 1, [episodes]."""
         value: Tensor = self.head(self.encoder(tokens))
         return value
 
 
 def value_loss(
-    value: nn.Module, seen: Tensor | Tokens, *, target: Tensor, flow: ValueFlow, value_coef: float, n_episodes: float
+    value: nn.Module,
+    seen: Tensor | PaddedTokens,
+    *,
+    target: Tensor,
+    flow: ValueFlow,
+    value_coef: float,
+    n_episodes: float,
 ) -> Tensor | None:
-    """The share of these episodes in the mean squared error of V, weighted as `flow` says; None where it is nothing.
+    """Return these episodes' share of the mean squared error of V, weighted as `flow` says; None where the weight is 0.
 
-    `seen` is what V looks at: the guide's states [episodes, width], or tokens. shared_trunk: weight `value_coef`, and
-    the gradient reaches the guide through its states. stop and straight_through: weight 1, for V alone. A target that
-    is nan is unknown: V learns nothing from it.
+    `seen` is the input of V: the guide's states [episodes, width], or tokens. shared_trunk: weight `value_coef`, and
+    the gradient reaches the guide through its states. stop and straight_through: weight 1, for V alone. A nan target
+    is unknown: V learns nothing from it.
     """
     if flow == "shared_trunk":
         if value_coef == 0:
@@ -91,94 +97,94 @@ def value_loss(
 
 
 def _squared_error(values: Tensor, target: Tensor) -> Tensor:
-    wanted = target.to(values.device)
-    return (values - wanted.where(~wanted.isnan(), values.detach())).square().sum()
+    target = target.to(values.device)
+    return (values - target.where(~target.isnan(), values.detach())).square().sum()
 
 
 def straight_through(log_probs: Tensor, tokens: Tensor, *, embedding: Tensor) -> Tensor:
-    """Embeddings of sampled tokens whose gradient is that of the expected embedding.
+    """Return embeddings of sampled tokens with the gradient of the expected embedding (straight-through estimator).
 
-    log_probs [..., vocabulary], tokens int64 [...], embedding [vocabulary, width] -> [..., width]. The values are those
-    of the tokens; the gradient flows as if each token were the mixture that it was drawn from (biased).
+    log_probs [..., vocabulary], tokens int64 [...], embedding [vocabulary, width] -> [..., width]. The values are the
+    embeddings of the tokens; the gradient flows as if each token were the mixture that it was sampled from (biased).
     """
     probabilities = log_probs.exp()
     one_hot = torch.nn.functional.one_hot(tokens, log_probs.shape[-1]).to(probabilities.dtype)
     return (one_hot + probabilities - probabilities.detach()) @ embedding.detach().to(probabilities.dtype)
 
 
-class Visits(NamedTuple):
-    """One turn of all episodes: the state, the answer that was given, and one that the solver has drawn afresh."""
+class CriticInputs(NamedTuple):
+    """One turn of all episodes: the state, the answer of the episode, and a second sample of the solver."""
 
-    state: Tokens
-    answer: Tokens
-    fresh_answer: Tokens
+    state: PaddedTokens
+    answer: PaddedTokens
+    resampled_answer: PaddedTokens
 
 
 class Critic(nn.Module):
-    """Twin Q(s, a) and twin V(s); the smaller of two estimates counts, because the larger one is too hopeful."""
+    """Twin Q(s, a) and twin V(s). The smaller estimate of each pair counts, because the larger one overestimates."""
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
         self.encoder = TextEncoder(vocab_size, width)
-        self.q_heads = nn.ModuleList(_head(2 * width, width) for _ in range(2))
-        self.v_heads = nn.ModuleList(_head(width, width) for _ in range(2))
+        self.q_heads = nn.ModuleList(_build_head(2 * width, width) for _ in range(2))
+        self.v_heads = nn.ModuleList(_build_head(width, width) for _ in range(2))
 
-    def q_values(self, state: Tokens, answer: Tokens) -> Tensor:
-        """Both estimates of what an answer is worth: [2, episodes]."""
-        both = torch.cat([self.encoder(state), self.encoder(answer)], -1)
-        return torch.stack([head(both).squeeze(-1) for head in self.q_heads])
+    def q_values(self, state: PaddedTokens, answer: PaddedTokens) -> Tensor:
+        """Estimate the return of an answer twice: [2, episodes]."""
+        encoded = torch.cat([self.encoder(state), self.encoder(answer)], -1)
+        return torch.stack([head(encoded).squeeze(-1) for head in self.q_heads])
 
-    def v_values(self, state: Tokens) -> Tensor:
-        """Both estimates of what a state is worth: [2, episodes]."""
+    def v_values(self, state: PaddedTokens) -> Tensor:
+        """Estimate the return of a state twice: [2, episodes]."""
         encoded = self.encoder(state)
         return torch.stack([head(encoded).squeeze(-1) for head in self.v_heads])
 
 
-def _head(inputs: int, width: int) -> nn.Sequential:
+def _build_head(inputs: int, width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, 1))
 
 
-def slow_copy(critic: Critic) -> Critic:
-    """An exact copy that no optimizer gets."""
+def make_target_critic(critic: Critic) -> Critic:
+    """Copy the critic exactly, without gradients."""
     return deepcopy(critic).requires_grad_(False)
 
 
 @torch.no_grad()
-def soft_update(slow: nn.Module, critic: nn.Module, *, tau: float) -> None:
-    """slow <- (1 - tau) * slow + tau * critic, in place, a tensor at a time; buffers are copied.
+def soft_update(target_critic: nn.Module, critic: nn.Module, *, tau: float) -> None:
+    """Update target <- (1 - tau) * target + tau * critic in place, a tensor at a time; copy buffers.
 
-    The slow copy may lie on another device: one tensor at a time is sent there.
+    The target critic may lie on another device: one tensor at a time is sent there.
     """
-    for mine, its in zip(slow.parameters(), critic.parameters(), strict=True):
-        mine.lerp_(its.detach().to(mine.device), tau)
-    for mine, its in zip(slow.buffers(), critic.buffers(), strict=True):
-        mine.copy_(its)
+    for target, online in zip(target_critic.parameters(), critic.parameters(), strict=True):
+        target.lerp_(online.detach().to(target.device), tau)
+    for target, online in zip(target_critic.buffers(), critic.buffers(), strict=True):
+        target.copy_(online)
 
 
 def critic_loss(
     critic: Critic,
-    slow: Critic,
+    target_critic: Critic,
     *,
-    turns: tuple[Visits, Visits],
+    turns: tuple[CriticInputs, CriticInputs],
     returns: tuple[Tensor, Tensor],
     weight: Tensor,
     discount: float,
     n_episodes: float,
 ) -> dict[str, Tensor]:
-    """The four squared errors: Q(s1, y1) <- R1 + discount * min V'(s2), Q(s2, y2) <- R2, V(s) <- min Q'(s, fresh).
+    """Return four squared errors: Q(s1, y1) <- R1 + discount * min V'(s2), Q(s2, y2) <- R2, V(s) <- min Q'(s, y').
 
-    V' and Q' are those of the slow copy. Each error is the share of these episodes in the mean over twins and a batch
-    of `n_episodes`; `weight` [episodes] is 0 where nothing is to be learned. It and `returns` lie where the critic
-    does; the slow copy may lie elsewhere.
+    V' and Q' are estimates of the target critic, and y' is the resampled answer. Each error is the share of these
+    episodes in the mean over twins and a batch of `n_episodes`; `weight` [episodes] is 0 where nothing is learned.
+    `weight` and `returns` lie on the critic's device; the target critic may lie on another one.
     """
     first, second = turns
     with torch.no_grad():
-        ahead = slow.v_values(second.state).min(0).values
+        next_value = target_critic.v_values(second.state).min(0).values
         targets = {
-            "q1": returns[0] + discount * ahead.to(returns[0].device),
+            "q1": returns[0] + discount * next_value.to(returns[0].device),
             "q2": returns[1],
-            "v1": slow.q_values(first.state, first.fresh_answer).min(0).values,
-            "v2": slow.q_values(second.state, second.fresh_answer).min(0).values,
+            "v1": target_critic.q_values(first.state, first.resampled_answer).min(0).values,
+            "v2": target_critic.q_values(second.state, second.resampled_answer).min(0).values,
         }
     estimates = {
         "q1": critic.q_values(first.state, first.answer),
@@ -193,6 +199,6 @@ def critic_loss(
 
 
 @torch.no_grad()
-def opinion(critic: Critic, turn: Visits) -> tuple[Tensor, Tensor]:
-    """min Q(s, y) and min V(s), each [episodes]: what the answer is worth, and what was expected of the state."""
+def estimate_values(critic: Critic, turn: CriticInputs) -> tuple[Tensor, Tensor]:
+    """Return min Q(s, y) and min V(s), both [episodes]: the answer's expected return, and the state's."""
     return critic.q_values(turn.state, turn.answer).min(0).values, critic.v_values(turn.state).min(0).values

@@ -9,9 +9,8 @@ import pytest
 
 from sftplay.data.ingest.extract.document import Block
 from sftplay.data.ingest.settings import CLEANING
-from sftplay.data.ingest.steps.cleaning import SUSPECT, Cleaner
+from sftplay.data.ingest.steps.cleaning import SUSPECT, Cleaner, line_keys, repeated, without_lines, write_keys
 from sftplay.data.ingest.steps.language import SURE, language_of
-from sftplay.data.ingest.steps.lines import line_keys, repeated, without_lines, write_keys
 
 WITHOUT_FTFY = [step for step in CLEANING if step != "encoding"]
 needs_ftfy = pytest.mark.skipif(find_spec("ftfy") is None, reason="needs ftfy, of the extra `ingest`")

@@ -10,15 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftplay.data.ingest.duplicates.near import (
+from sftplay.data.ingest.duplicates import (
     PERMUTATIONS,
+    PIECE,
+    WORDS,
     band_keys,
     candidates,
     find_near,
     first_of_equal,
     rows_of_a_band,
+    shingles,
+    signature,
+    similarity,
 )
-from sftplay.data.ingest.duplicates.shingles import PIECE, WORDS, shingles, signature, similarity
 
 WORD = re.compile(r"[^\W_]+")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sftplay.data.mix.load import MixtureRows
+from sftplay.data.mixture.load import MixtureRows
 from tests.data.conftest import WORDS
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sftplay.data.mix.blocks import ChatBlocks, TextBlocks
-from sftplay.data.mix.order import ReadingOrder
+from sftplay.data.mixture.blocks import ChatBlocks, TextBlocks
+from sftplay.data.mixture.order import ReadingOrder
 from tests.data.mix.naive_stream import Naive, documents_of, naive_chat_rows, naive_order, naive_text_row
 
 LENGTHS = st.lists(st.integers(1, 8) | st.integers(1, 60), min_size=1, max_size=25)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.mix.load import MixtureRows, load_mixture
-from sftplay.data.mix.mixture import source_and_block
+from sftplay.data.mixture.load import MixtureRows, load_mixture
+from sftplay.data.mixture.mixture import source_and_block
 from sftplay.data.pipeline import load_examples
 from sftplay.errors import DataError
 from tests.data.mix.sources_at_hand import rows_of, same
@@ -162,7 +162,7 @@ def test_the_length_of_a_run_follows_from_steps_tokens_epochs_or_the_end_of_a_so
     assert abs(twice.steps - 2 * once.steps) <= 1
     assert once.report["sources"]["domain"]["planned_epochs"] == pytest.approx(1, rel=0.05)
     assert once.report["sources"]["chat"]["planned_epochs"] > 1.5
-    stopped = rows(cpt={"exhausted": "stop"})
+    stopped = rows(cpt={"on_source_end": "stop"})
     assert stopped.report["sources"]["chat"]["planned_epochs"] == pytest.approx(1, rel=0.1)
     assert same(rows_of(stopped), rows_of(once)[: len(stopped.train)])
 
@@ -185,7 +185,7 @@ def test_a_second_run_uses_the_stores_of_the_first(
     tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     first = load_mixture(mixed([domain, chats]), tokenizer)
-    monkeypatch.setattr("sftplay.data.prepare.one_pass.Preparation.run", lambda *_, **__: pytest.fail("read again"))
+    monkeypatch.setattr("sftplay.data.tokenize.one_pass.Preparation.run", lambda *_, **__: pytest.fail("read again"))
     second = load_mixture(mixed([domain, chats]), tokenizer)
     assert same(rows_of(first), rows_of(second))
     assert first.fingerprint == second.fingerprint

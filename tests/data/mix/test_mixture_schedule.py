@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sftplay.data.mix.schedule import Schedule
+from sftplay.data.mixture.mixture import Schedule
 
 
 class Sized:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sftplay.data.mix.order import ReadingOrder, shuffled
+from sftplay.data.mixture.order import ReadingOrder, shuffled
 from tests.data.mix.naive_stream import Naive, documents_of, naive_order, philox
 
 

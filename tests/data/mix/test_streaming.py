@@ -16,13 +16,13 @@ import pytest
 from processes import HANG_S
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.mix import filler, filling, following, load
-from sftplay.data.mix.filling import StoreFiles
-from sftplay.data.mix.following import FollowedStore, failure_of
-from sftplay.data.mix.load import load_mixture
-from sftplay.data.mix.sources import Renderers, SourceJob, jobs_of
-from sftplay.data.mix.store import INDEX, Index, Store
-from sftplay.data.prepare import one_pass
+from sftplay.data.mixture import filler, filling, following, load
+from sftplay.data.mixture.filling import StoreFiles
+from sftplay.data.mixture.following import FollowedStore, failure_of
+from sftplay.data.mixture.load import load_mixture
+from sftplay.data.mixture.sources import Renderers, SourceJob, jobs_of
+from sftplay.data.mixture.store import INDEX, Index, Store
+from sftplay.data.tokenize import one_pass
 from sftplay.errors import DataError, RunError
 from tests.data.mix.sources_at_hand import chat, content, document, rows_of, same
 
@@ -175,7 +175,7 @@ def test_a_pass_that_was_killed_goes_on_and_makes_the_same_store(
     def job(place: str) -> SourceJob:
         folder = str(tmp_path / place)
         return jobs(
-            mixed([source], processed_dir=folder, on_bad_row="skip", leaks="drop", duplicates="drop"), tokenizer
+            mixed([source], processed_dir=folder, on_bad_row="skip", contamination="drop", duplicates="drop"), tokenizer
         )[0]
 
     whole = job("whole").ensure()

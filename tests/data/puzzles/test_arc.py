@@ -12,10 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from sftplay.data.puzzles.arc.augment import Change, canonical, draw_changes, parse_name
-from sftplay.data.puzzles.arc.canvas import ALPHABET, cropped, on_canvas
-from sftplay.data.puzzles.arc.task import Pair, Task, as_json, read_tasks, task_of
-from sftplay.data.puzzles.arc.votes import (
+from sftplay.data.puzzles.arc import (
+    ALPHABET,
+    INVERSE,
+    Change,
+    Pair,
+    Task,
+    as_json,
+    canonical,
+    cropped,
+    draw_changes,
+    on_canvas,
+    parse_name,
+    read_tasks,
+    task_of,
+    turned,
+)
+from sftplay.data.puzzles.arc_votes import (
     Answer,
     Ballots,
     Tally,
@@ -24,8 +37,7 @@ from sftplay.data.puzzles.arc.votes import (
     share_solved,
     solved_at,
 )
-from sftplay.data.puzzles.dihedral import INVERSE, turned
-from sftplay.data.puzzles.stream import stream_of
+from sftplay.data.puzzles.sampler import stream_of
 from sftplay.errors import DataError, SeveralErrors
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data" / "arc"

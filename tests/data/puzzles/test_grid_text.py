@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sftplay.data.puzzles.sudoku.kind import Sudoku
-from sftplay.data.puzzles.sudoku.small import ALPHABET
-from sftplay.data.puzzles.written.grid import GridText
+from sftplay.data.puzzles.small_sudokus import ALPHABET
+from sftplay.data.puzzles.sudoku import Sudoku
+from sftplay.data.puzzles.written_grid import GridText
 from sftplay.errors import DataError
 
 SMALL = GridText("sudoku4", ALPHABET.symbols, 4, 0)

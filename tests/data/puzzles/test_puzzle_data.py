@@ -16,17 +16,12 @@ import pytest
 from maze_maker import make_maze
 
 from sftplay.cli import main
-from sftplay.data.puzzles.arc.answers import read_asked, read_names
-from sftplay.data.puzzles.arc.augment import parse_name
-from sftplay.data.puzzles.arc.canvas import cropped
-from sftplay.data.puzzles.arc.task import read_tasks
-from sftplay.data.puzzles.arc.votes import Answer, Tally, solved_at
-from sftplay.data.puzzles.dihedral import WAYS, turned
+from sftplay.data.puzzles.arc import WAYS, cropped, parse_name, read_tasks, turned
+from sftplay.data.puzzles.arc_votes import Answer, Tally, read_asked, read_names, solved_at
+from sftplay.data.puzzles.find import open_split
 from sftplay.data.puzzles.folder import PuzzleFolder
-from sftplay.data.puzzles.make.find import open_split
 from sftplay.data.puzzles.sampler import TestRows
-from sftplay.data.puzzles.sudoku.solver import find_solutions
-from sftplay.data.puzzles.sudoku.symmetry import draw_changes, keys_of
+from sftplay.data.puzzles.sudoku import draw_changes, find_solutions, keys_of
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 
@@ -472,7 +467,7 @@ def test_a_killed_command_leaves_no_folder_and_the_next_one_makes_it(
     # So many copies that it is killed while it writes: the first group appears in the unfinished folder.
     code = (
         "import sys\n"
-        "from sftplay.data.puzzles.writer import SplitWriter\n"
+        "from sftplay.data.puzzles.folder import SplitWriter\n"
         "add = SplitWriter.add\n"
         "def slow(self, group):\n"
         "    add(self, group)\n"

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sftplay.data.puzzles.folder import PuzzleFolder
-from sftplay.data.puzzles.writer import Alphabet, Group, write_folder
+from sftplay.data.puzzles.folder import Alphabet, Group, PuzzleFolder, write_folder
 from sftplay.errors import DataError
 
 ALPHABET = Alphabet(kind="sudoku4", symbols=" .1234", shape=(2, 2))

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftplay.data.puzzles.folder import PuzzleFolder
+from sftplay.data.puzzles.folder import Alphabet, Group, PuzzleFolder, write_folder
 from sftplay.data.puzzles.sampler import IGNORED, Rows, TestRows, TrainRows
-from sftplay.data.puzzles.writer import Alphabet, Group, write_folder
 from sftplay.errors import ConfigError
 
 ALPHABET = Alphabet(kind="maze", symbols="?# SGo", shape=(1, 2))

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftplay.data.puzzles.sudoku.solver import find_solutions, units_of
-from sftplay.data.puzzles.sudoku.symmetry import Changes, draw_changes, is_copy, keys_of
+from sftplay.data.puzzles.sudoku import Changes, draw_changes, find_solutions, is_copy, keys_of, units_of
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data" / "sudoku" / "puzzles.jsonl"
 

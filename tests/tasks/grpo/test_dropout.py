@@ -34,14 +34,14 @@ def test_the_tokens_of_a_drawing_have_the_probabilities_with_which_they_were_dra
     compare = LogprobCheck.compare
 
     def noted(self: LogprobCheck, *, sampled: Any, before: Any, mask: torch.Tensor) -> None:
-        if sampled is not None and before is not None and self.learned is not None:
+        if sampled is not None and before is not None and self.trained_logps is not None:
             kept = mask.bool()
             gaps.append(float((sampled - before)[kept].abs().max()))
-            dropped.append(float((self.learned - before)[kept].abs().max()))
+            dropped.append(float((self.trained_logps - before)[kept].abs().max()))
         compare(self, sampled=sampled, before=before, mask=mask)
 
     monkeypatch.setattr(LogprobCheck, "compare", noted)
-    steps = {"train__max_steps": 4, "grpo__gauge_steps": 1}
+    steps = {"train__max_steps": 4, "grpo__logprob_check_steps": 1}
     run = train(tmp_path, prompts, **grpo_options(prompts, **DROPOUT, **steps, **window))
     assert max(gaps) < 1e-4  # rounding
     assert max(dropped) > 1e-2  # it still learns with dropout
@@ -56,7 +56,7 @@ def test_without_dropout_nothing_changes_with_the_mode(
 
     options = grpo_options(prompts, **{**DROPOUT, "tuning__lora__dropout": 0.0}, grpo__num_iterations=2, grpo__beta=0.1)
     mine = train(tmp_path / "mine", prompts, **options)
-    for module in ("drawing", "rollouts"):
+    for module in ("sampling", "rollouts"):
         monkeypatch.setattr(f"sftplay.tasks.grpo.{module}.eval_mode", lambda _: nullcontext())
     its = train(tmp_path / "its", prompts, **options)
     after, expected = mine.trainer.model.state_dict(), its.trainer.model.state_dict()

@@ -11,8 +11,14 @@ from processes import HANG_S
 from sftplay import log
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards
-from sftplay.tasks.grpo.dynamic_sampling import MAX_SKIPPED_TURNS, DynamicSampler, Reserve, LocalBatch, find_zero_variance_groups
-from sftplay.tasks.grpo.scoring import Drawn, Judged, together
+from sftplay.tasks.grpo.dynamic_sampling import (
+    MAX_SKIPPED_TURNS,
+    DynamicSampler,
+    LocalBatch,
+    Reserve,
+    find_zero_variance_groups,
+)
+from sftplay.tasks.grpo.scoring import ScoredBatch
 
 GROUP = 4
 ROWS = [10 * n for n in range(12)]
@@ -27,30 +33,32 @@ class Prompts:
         return {"prompt": [ROWS[number]], "row": ROWS[number], "columns": {}}
 
 
-def is_silent(row: int) -> bool:
+def has_zero_variance(row: int) -> bool:
     """Two prompts of three."""
     return row % 30 != 0
 
 
-def judge_local(inputs: list[dict[str, Any]], places: list[int]) -> Drawn:
+def score_local(inputs: list[dict[str, Any]], places: list[int]) -> ScoredBatch:
     """Rewards that differ within a group only where the prompt is not silent."""
     values: list[float | None] = [
-        1.0 if is_silent(row["row"]) else float(place) for row, place in zip(inputs, places, strict=True)
+        1.0 if has_zero_variance(row["row"]) else float(place) for row, place in zip(inputs, places, strict=True)
     ]
     scored = BatchRewards({"r": RewardValues(values, [])}, [None] * len(values))
     rows = [row["row"] for row in inputs]
     words = [f"asked {row}" for row in rows]
-    return Drawn(rows=rows, completions=[str(row) for row in rows], scored=scored, prompts=words)
+    return ScoredBatch(
+        names=("r",), weights=(1.0,), rows=rows, completions=[str(row) for row in rows], rewards=scored, prompts=words
+    )
 
 
-def as_one(ranks: list[Drawn]) -> Judged:
-    return together(ranks, names=("r",), weights=(1.0,))
+def as_one(ranks: list[ScoredBatch]) -> ScoredBatch:
+    return ScoredBatch.concatenate(ranks)
 
 
 class World:
     """Ranks as threads: `draw` runs one drawing of `groups` on each, and gives what each has in the end."""
 
-    def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch, *, rounds: int, together: bool = False) -> None:
+    def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch, *, rounds: int, in_lockstep: bool = False) -> None:
         self.ranks = ranks
         self.here = threading.local()
         self.barrier = threading.Barrier(ranks, timeout=HANG_S)
@@ -59,8 +67,8 @@ class World:
         """How many completions each call of a rank drew."""
 
         monkeypatch.setattr(log, "rank", lambda: self.here.rank)
-        self.redraws = [
-            DynamicSampler(Prompts(), rows=ROWS, rounds=rounds, num_generations=GROUP, seed=3, together=together)
+        self.samplers = [
+            DynamicSampler(Prompts(), rows=ROWS, rounds=rounds, num_generations=GROUP, seed=3, in_lockstep=in_lockstep)
             for _ in range(ranks)
         ]
 
@@ -71,7 +79,7 @@ class World:
         self.barrier.wait()
         return items
 
-    def draw(self, prompts: list[int]) -> list[tuple[LocalBatch, Judged, int]]:
+    def sample(self, prompts: list[int]) -> list[tuple[LocalBatch, ScoredBatch, int]]:
         everywhere = [row for row in prompts for _ in range(GROUP)]
         size = len(everywhere) // self.ranks
         results: list[Any] = [None] * self.ranks
@@ -79,20 +87,24 @@ class World:
         def rank_main(rank: int) -> None:
             self.here.rank = rank
             inputs = [{"prompt": [row], "row": row, "columns": {}} for row in everywhere[rank * size :][:size]]
-            redraws = self.redraws[rank]
-            redraws.give_turns(inputs, [row for each in self.gather([row["row"] for row in inputs]) for row in each])
+            sampler = self.samplers[rank]
+            sampler.replace_skipped_prompts(
+                inputs, [row for each in self.gather([row["row"] for row in inputs]) for row in each]
+            )
 
             def generate(asked: list[list[int]]) -> tuple[list[list[int]], None]:
                 self.generated[rank].append(len(asked))
                 return [[*ids, 7] for ids in asked], None
 
-            def judge(rows: list[dict[str, Any]], ids: list[list[int]]) -> Judged:
+            def score(rows: list[dict[str, Any]], ids: list[list[int]]) -> ScoredBatch:
                 assert [each[0] for each in ids] == [row["row"] for row in rows]
-                return as_one(self.gather(judge_local(rows, list(range(len(rows))))))
+                return as_one(self.gather(score_local(rows, list(range(len(rows))))))
 
-            share = LocalBatch(inputs, [row["prompt"] for row in inputs], *generate([row["prompt"] for row in inputs]))
-            judged, redrawn = redraws.run(share, judge(inputs, share.completion_ids), generate=generate, judge=judge)
-            results[rank] = (share, judged, redrawn)
+            local = LocalBatch(inputs, [row["prompt"] for row in inputs], *generate([row["prompt"] for row in inputs]))
+            scored, resampled = sampler.resample(
+                local, score(inputs, local.completion_ids), generate=generate, score=score
+            )
+            results[rank] = (local, scored, resampled)
 
         threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(self.ranks)]
         for thread in threads:
@@ -109,89 +121,89 @@ def test_only_groups_whose_known_rewards_are_equal_are_silent():
 
 def test_silent_groups_get_other_prompts_until_none_is_silent_or_the_bound_is_reached(monkeypatch: pytest.MonkeyPatch):
     world = World(1, monkeypatch, rounds=8)
-    [(share, judged, redrawn)] = world.draw([0, 10, 20])
+    [(local, scored, resampled)] = world.sample([0, 10, 20])
     # the first group is never touched; the others end with the prompts that are not silent, each once
-    assert [row["row"] for row in share.inputs[:GROUP]] == [0] * GROUP
-    assert not find_zero_variance_groups(judged.paid, GROUP)
-    assert len({row["row"] for row in share.inputs}) == 3
-    assert [each[0] for each in share.completion_ids] == [row["row"] for row in share.inputs] == judged.rows
-    assert share.prompt_ids == [[row] for row in judged.rows]
-    assert judged.completions == [str(row) for row in judged.rows]
-    assert judged.prompts == [f"asked {row}" for row in judged.rows]
+    assert [row["row"] for row in local.inputs[:GROUP]] == [0] * GROUP
+    assert not find_zero_variance_groups(scored.training_rewards, GROUP)
+    assert len({row["row"] for row in local.inputs}) == 3
+    assert [each[0] for each in local.completion_ids] == [row["row"] for row in local.inputs] == scored.rows
+    assert local.prompt_ids == [[row] for row in scored.rows]
+    assert scored.completions == [str(row) for row in scored.rows]
+    assert scored.prompts == [f"asked {row}" for row in scored.rows]
     # each group drawn again is one of the calls of GROUP completions; nothing else is drawn
     assert world.generated == [[3 * GROUP, *world.generated[0][1:]]]
-    assert sum(world.generated[0]) == (3 + redrawn) * GROUP
-    assert world.redraws[0].first_draw["first_zero_variance_share"] == pytest.approx(2 / 3)
+    assert sum(world.generated[0]) == (3 + resampled) * GROUP
+    assert world.samplers[0].first_figures["first_zero_variance_share"] == pytest.approx(2 / 3)
 
 
 def test_never_more_rounds_than_allowed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("test_redraws.is_silent", lambda _: True)
+    monkeypatch.setattr("test_dynamic_sampling.has_zero_variance", lambda _: True)
     world = World(1, monkeypatch, rounds=2)
-    [(_, judged, redrawn)] = world.draw([0, 10])
+    [(_, scored, resampled)] = world.sample([0, 10])
     assert world.generated == [[2 * GROUP] * 3]
-    assert redrawn == 4
-    assert find_zero_variance_groups(judged.paid, GROUP) == [0, 1]
+    assert resampled == 4
+    assert find_zero_variance_groups(scored.training_rewards, GROUP) == [0, 1]
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("in_lockstep", [False, True])
 def test_ranks_that_share_a_group_choose_alike_and_generate_equally_often(
-    together: bool, monkeypatch: pytest.MonkeyPatch
+    in_lockstep: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    one = World(1, monkeypatch, rounds=3).draw([0, 10, 20])[0]
-    world = World(2, monkeypatch, rounds=3, together=together)  # 12 rows: the second group lies on both ranks
-    two = world.draw([0, 10, 20])
+    one = World(1, monkeypatch, rounds=3).sample([0, 10, 20])[0]
+    world = World(2, monkeypatch, rounds=3, in_lockstep=in_lockstep)  # 12 rows: the second group lies on both ranks
+    two = world.sample([0, 10, 20])
     assert two[0][1] == two[1][1]
     assert two[0][1].rows == one[1].rows
-    assert [row["row"] for share, _, _ in two for row in share.inputs] == one[1].rows
-    if together:
+    assert [row["row"] for local, _, _ in two for row in local.inputs] == one[1].rows
+    if in_lockstep:
         assert world.generated[0] == world.generated[1]
-    states = [each.reserve.state() for each in world.redraws]
+    states = [each.reserve.state() for each in world.samplers]
     assert states[0] == states[1]
 
 
 def test_a_silent_prompt_passes_its_next_turns_and_comes_back():
     reserve = Reserve(ROWS, seed=0)
     for streak in range(1, 7):
-        reserve.note(10, is_silent=True)
-        turns = [reserve.passes_turn(10) for _ in range(MAX_SKIPPED_TURNS + 2)]
+        reserve.record(10, has_zero_variance=True)
+        turns = [reserve.skips_turn(10) for _ in range(MAX_SKIPPED_TURNS + 2)]
         assert turns.count(True) == min(streak, MAX_SKIPPED_TURNS)
         assert turns == sorted(turns, reverse=True)
-    reserve.note(10, is_silent=True)
-    reserve.note(10, is_silent=False)
-    assert not reserve.passes_turn(10)
-    assert not reserve.passes_turn(20)
+    reserve.record(10, has_zero_variance=True)
+    reserve.record(10, has_zero_variance=False)
+    assert not reserve.skips_turn(10)
+    assert not reserve.skips_turn(20)
 
 
 def test_the_turn_of_a_silent_prompt_goes_to_another_before_anything_is_drawn(monkeypatch: pytest.MonkeyPatch):
     world = World(1, monkeypatch, rounds=1)
     world.here.rank = 0
     for row in ROWS:
-        world.redraws[0].reserve.note(row, is_silent=is_silent(row))
+        world.samplers[0].reserve.record(row, has_zero_variance=has_zero_variance(row))
     inputs = [{"prompt": [row], "row": row, "columns": {}} for row in [0] * GROUP + [10] * GROUP]
-    assert world.redraws[0].give_turns(inputs, [row["row"] for row in inputs]) == 1
+    assert world.samplers[0].replace_skipped_prompts(inputs, [row["row"] for row in inputs]) == 1
     assert [row["row"] for row in inputs[:GROUP]] == [0] * GROUP
     assert {row["row"] for row in inputs[GROUP:]} <= {30, 60, 90}  # not silent, and not the one that is there
 
 
 def test_nothing_is_drawn_in_a_passed_turn_but_one_group_is_always_drawn(monkeypatch: pytest.MonkeyPatch):
-    redraws = World(1, monkeypatch, rounds=0).redraws[0]
+    sampler = World(1, monkeypatch, rounds=0).samplers[0]
     silent, other = ROWS[1], ROWS[3]
-    judged = as_one([judge_local([{"row": row} for row in [silent] * GROUP + [other] * GROUP], list(range(2 * GROUP)))])
-    redraws.note_drawn(judged)
-    assert redraws.skip_turns([other] * GROUP + [silent] * GROUP) == 1
-    assert redraws.places_drawn(0, 2 * GROUP) == list(range(GROUP))
+    scored = as_one([score_local([{"row": row} for row in [silent] * GROUP + [other] * GROUP], list(range(2 * GROUP)))])
+    sampler.record_sampled(scored, tokens=[1] * len(scored.rows))
+    assert sampler.choose_skipped_groups([other] * GROUP + [silent] * GROUP) == 1
+    assert sampler.find_sampled_places(0, 2 * GROUP) == list(range(GROUP))
     # on the second of two ranks, which has the second half of the second group and the whole third one
-    assert redraws.places_drawn(6, 6) == [2, 3, 4, 5]
-    assert redraws.skip_turns([silent] * GROUP) == 0  # its turn has passed
-    redraws.note_drawn(judged)
-    assert redraws.skip_turns([silent] * 2 * GROUP) == 1
-    assert redraws.places_drawn(0, 2 * GROUP) == list(range(GROUP))
+    assert sampler.find_sampled_places(6, 6) == [2, 3, 4, 5]
+    assert sampler.choose_skipped_groups([silent] * GROUP) == 0  # its turn has passed
+    sampler.record_sampled(scored, tokens=[1] * len(scored.rows))
+    assert sampler.choose_skipped_groups([silent] * 2 * GROUP) == 1
+    assert sampler.find_sampled_places(0, 2 * GROUP) == list(range(GROUP))
 
 
 def test_the_reserve_shows_every_prompt_once_before_any_comes_again_and_goes_on_from_its_state():
     reserve = Reserve(ROWS, seed=5)
     assert sorted(reserve.take(()) for _ in ROWS) == ROWS
-    reserve.note(30, is_silent=True)
+    reserve.record(30, has_zero_variance=True)
     copy = Reserve(ROWS, seed=5)
     copy.restore(reserve.state())
     following = [reserve.take({0}) for _ in range(9)]
@@ -201,13 +213,13 @@ def test_the_reserve_shows_every_prompt_once_before_any_comes_again_and_goes_on_
 
 def test_where_every_prompt_is_silent_or_taken_nothing_is_drawn_again(monkeypatch: pytest.MonkeyPatch):
     reserve = Reserve(ROWS[:3], seed=0)
-    reserve.note(ROWS[0], is_silent=True)
+    reserve.record(ROWS[0], has_zero_variance=True)
     assert reserve.take({ROWS[1]}) == ROWS[2]
     assert reserve.take(set(ROWS[1:3])) is None
     world = World(1, monkeypatch, rounds=9)
     for row in ROWS:
-        world.redraws[0].reserve.note(row, is_silent=True)
-    world.redraws[0].reserve.passes.clear()
-    [(_, judged, redrawn)] = world.draw([10, 20])
-    assert (judged.rows, redrawn) == ([10] * GROUP + [20] * GROUP, 0)
+        world.samplers[0].reserve.record(row, has_zero_variance=True)
+    world.samplers[0].reserve.turns_to_skip.clear()
+    [(_, scored, resampled)] = world.sample([10, 20])
+    assert (scored.rows, resampled) == ([10] * GROUP + [20] * GROUP, 0)
     assert world.generated == [[2 * GROUP]]

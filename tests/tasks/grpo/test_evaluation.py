@@ -90,7 +90,7 @@ def test_what_is_learned_does_not_depend_on_how_often_it_is_measured(run: Finish
         assert torch.equal(weight, other.trainer.model.state_dict()[name]), name
 
 
-class Judge:
+class Scorer:
     """Stands for the rewards: each answer is worth its length."""
 
     columns = ("answer",)
@@ -134,8 +134,8 @@ def callback(folder: Path, n: int) -> EvaluatePrompts:
     cfg = RunConfig.model_validate(
         {"model": {"name": "m"}, "data": {"train_path": "t"}, "rewards": [{"name": "length", "use": "a.py:f"}]}
     )
-    judge: Any = Judge()
-    found = EvaluatePrompts(cfg, questions, judge=judge, folder=folder, every=3, prompt_version="v")
+    scorer: Any = Scorer()
+    found = EvaluatePrompts(cfg, questions, scorer=scorer, folder=folder, every_steps=3, prompt_version="v")
     found.trainer = Trainer()
     return found
 

@@ -10,7 +10,7 @@ import torch
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards
 from sftplay.tasks.grpo.rollouts import read_loss_scale
-from sftplay.tasks.grpo.scoring import Judged, compute_program_figures
+from sftplay.tasks.grpo.scoring import ScoredBatch, compute_program_figures
 from sftplay.tasks.grpo.watch import read_policy_clip_share
 
 TRIED: list[dict[str, Any] | None] = [
@@ -22,10 +22,10 @@ TRIED: list[dict[str, Any] | None] = [
 ]
 
 
-def judged(verdicts: list[dict[str, Any] | None]) -> Judged:
+def judged(verdicts: list[dict[str, Any] | None]) -> ScoredBatch:
     n = len(verdicts)
     scored = BatchRewards({"tests": RewardValues([1.0] * n, [])}, verdicts)
-    return Judged(names=("tests",), weights=(1.0,), rows=[0] * n, completions=[""] * n, scored=scored)
+    return ScoredBatch(names=("tests",), weights=(1.0,), rows=[0] * n, completions=[""] * n, rewards=scored)
 
 
 def test_shares_of_what_became_of_programs_and_how_they_were_found_stand_in_a_line_of_metrics():

@@ -9,11 +9,11 @@ import torch
 from grpo_toy import grpo_trainer, letter_tokenizer, tiny_llama
 
 from sftplay.tasks.grpo.length_order import (
+    compute_padding_share,
+    count_padded_tokens,
     depends_on_cut,
     has_relative_positions,
     order_by_length,
-    count_padded_tokens,
-    compute_padding_share,
 )
 
 ROWS, ACCUM = 4, 4

@@ -64,22 +64,22 @@ def fail(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
 
 
 def test_the_figures_by_hand():
-    gauge = LogprobCheck(1)
-    gauge.learned = torch.tensor([[-1.0, -2.0, -9.0]])
+    check = LogprobCheck(1)
+    check.trained_logps = torch.tensor([[-1.0, -2.0, -9.0]])
     mask = torch.tensor([[1, 1, 0]])
-    gauge.compare(sampled=torch.tensor([[-1.5, -2.0, 0.0]]), before=None, mask=mask)
-    gauge.compare(sampled=None, before=torch.tensor([[-1.5, -2.0, 0.0]]), mask=mask)
+    check.compare(sampled=torch.tensor([[-1.5, -2.0, 0.0]]), before=None, mask=mask)
+    check.compare(sampled=None, before=torch.tensor([[-1.5, -2.0, 0.0]]), mask=mask)
     # |0.5| and |0| over two tokens; e^0.5 - 1 - 0.5 and 0 over two tokens
-    assert gauge.take(Heartbeat()) == {"sampler_gap": 0.25, "sampler_kl": pytest.approx(0.14872127 / 2, rel=1e-5)}
-    assert gauge.take(Heartbeat()) == {"sampler_gap": None, "sampler_kl": None}
+    assert check.take(Heartbeat()) == {"sampler_gap": 0.25, "sampler_kl": pytest.approx(0.14872127 / 2, rel=1e-5)}
+    assert check.take(Heartbeat()) == {"sampler_gap": None, "sampler_kl": None}
 
 
 def test_equal_numbers_are_0_and_a_number_that_vllm_does_not_know_is_left_out():
-    gauge = LogprobCheck(1)
-    gauge.learned = torch.tensor([[-1.25, -2.5]])
+    check = LogprobCheck(1)
+    check.trained_logps = torch.tensor([[-1.25, -2.5]])
     known = torch.tensor([[-1.25, float("nan")]])
-    gauge.compare(sampled=known, before=gauge.learned.clone(), mask=torch.ones(1, 2))
-    assert gauge.take(Heartbeat()) == {"sampler_gap": 0.0, "sampler_kl": 0.0}
+    check.compare(sampled=known, before=check.trained_logps.clone(), mask=torch.ones(1, 2))
+    assert check.take(Heartbeat()) == {"sampler_gap": 0.0, "sampler_kl": 0.0}
 
 
 def test_it_is_due_every_so_many_steps_or_never():

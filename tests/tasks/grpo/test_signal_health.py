@@ -9,7 +9,7 @@ import pytest
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import RunError
-from sftplay.tasks.grpo.watch import SIGNAL_PROBLEMS, MEAN_WINDOW, SignalHealth
+from sftplay.tasks.grpo.watch import MEAN_WINDOW, SIGNAL_PROBLEMS, SignalHealth
 
 GOOD = {"reward": 0.5, "reward/a": 0.4, "zero_variance_share": 0.2, "clipped_ratio": 0.0, "completion_tokens": 100.0}
 GOOD_LOGS = {"entropy": 1.0, "kl": 0.01, "sampler_kl": 0.0, "sampler_gap": 1e-6, "clip_ratio/region_mean": 0.05}
@@ -40,7 +40,7 @@ def run(watcher: SignalHealth, *, logs: dict[str, Any] | None = None, **drawing:
 @pytest.mark.parametrize(
     ("drawing", "logs", "what", "fix"),
     [
-        ({"zero_variance_share": 0.9}, {}, "of the groups have equal rewards", "grpo.redraws=2"),
+        ({"zero_variance_share": 0.9}, {}, "of the groups have equal rewards", "grpo.dynamic_sampling_rounds=2"),
         ({"clipped_ratio": 0.5}, {}, "of the completions are cut off", "mask_truncated_completions"),
         ({"completion_tokens": 300.0}, {}, "longer: ", "overlong"),
         ({"completion_tokens": 20.0}, {}, "shorter: ", "samples/"),
@@ -70,7 +70,7 @@ def test_a_figure_is_the_mean_of_the_last_ten(capsys):
 
 def test_a_healthy_run_is_told_nothing_and_neither_is_a_control(capsys):
     run(health())
-    run(health(control="random"), zero_variance_share=0.95, logs={"kl": 5.0})
+    run(health(placebo_reward="random"), zero_variance_share=0.95, logs={"kl": 5.0})
     assert "warning" not in capsys.readouterr().out
     assert len({cause.name for cause in SIGNAL_PROBLEMS}) == len(SIGNAL_PROBLEMS)
 
@@ -147,7 +147,7 @@ def test_rewards_that_have_fallen_to_0_do_not():
     assert "since the first step was 0" not in str(raised.value)
 
 
-@pytest.mark.parametrize("grpo", [{"stop_without_signal": 0}, {"control": "constant"}])
+@pytest.mark.parametrize("grpo", [{"stop_without_signal": 0}, {"placebo_reward": "constant"}])
 def test_a_run_that_shall_go_on_goes_on(grpo):
     watcher = health(**grpo)
     for number in range(60):

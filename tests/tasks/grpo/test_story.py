@@ -173,7 +173,7 @@ def test_two_processes_learn_as_far_as_one(kit: Kit, warm: None):
 
 
 def test_random_rewards_teach_nothing(kit: Kit, shown: str):
-    metrics = kit.second("random", "grpo.control=random", "train.max_steps=16", "train.learning_rate=3e-4",
+    metrics = kit.second("random", "grpo.placebo_reward=random", "train.max_steps=16", "train.learning_rate=3e-4",
                          "train.save_steps=16", "train.eval_steps=16")  # fmt: skip
     true = [line["true_reward"] for line in metrics]
     assert fmean(true[-8:]) - fmean(true[:3]) <= 0.15
@@ -205,7 +205,7 @@ def assert_unmoved(run: Finished, untrained: dict[str, torch.Tensor]) -> None:
 
 
 def test_constant_rewards_move_no_weight(inputs: Inputs, untrained: dict[str, torch.Tensor], tmp_path: Path):
-    run = train(tmp_path, inputs, grpo__control="constant", **GRPO)
+    run = train(tmp_path, inputs, grpo__placebo_reward="constant", **GRPO)
     assert [line["reward"] for line in run.metrics] == [1.0, 1.0]
     assert [line["zero_variance_share"] for line in run.metrics] == [1.0, 1.0]
     assert any(line["true_reward"] not in (0.0, 1.0) for line in run.metrics)
@@ -221,7 +221,7 @@ def test_a_learning_rate_of_0_moves_no_weight(inputs: Inputs, untrained: dict[st
 def test_with_weight_decay_constant_rewards_shrink_the_weights_and_nothing_else(
     inputs: Inputs, untrained: dict[str, torch.Tensor], tmp_path: Path
 ):
-    run = train(tmp_path, inputs, grpo__control="constant", **GRPO | {"train__weight_decay": 0.1})
+    run = train(tmp_path, inputs, grpo__placebo_reward="constant", **GRPO | {"train__weight_decay": 0.1})
     rates = [line["learning_rate"] for line in run.metrics]
     after = run.trainer.model.state_dict()
     name = "model.layers.0.mlp.up_proj.weight"

@@ -19,7 +19,7 @@ from sftplay.evaluate.rewarded import compute_figures, reward_answers
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards, combined
 from sftplay.tasks.grpo.dynamic_sampling import DynamicSampler
-from sftplay.tasks.grpo.scoring import Judged
+from sftplay.tasks.grpo.scoring import ScoredBatch
 from sftplay.tasks.grpo.watch import SignalHealth
 
 WEIGHTS = (1.0, 0.1)
@@ -34,11 +34,11 @@ def scored(content: list[float | None] = CONTENT, form: list[float | None] = FOR
     return BatchRewards(by_name, [None] * len(content), frozenset({"tests"}))
 
 
-def judged(**columns: list[float | None]) -> Judged:
+def scored_batch(**columns: list[float | None]) -> ScoredBatch:
     found = scored(**columns)
     n = len(found.verdicts)
     rows = [10 * (at // 4) for at in range(n)]
-    return Judged(names=("tests", "format"), weights=WEIGHTS, rows=rows, completions=[""] * n, scored=found)
+    return ScoredBatch(names=("tests", "format"), weights=WEIGHTS, rows=rows, completions=[""] * n, rewards=found)
 
 
 def test_an_unknown_reward_for_content_leaves_no_sum_and_an_unknown_form_leaves_the_rest():
@@ -50,7 +50,7 @@ def test_an_unknown_reward_for_content_leaves_no_sum_and_an_unknown_form_leaves_
 def test_trl_compares_known_completions_alone_and_an_unknown_one_has_no_advantage(scale: str, tmp_path: Path):
     class Paid(GRPOTrainer):
         def _calculate_rewards(self, *_: Any) -> torch.Tensor:
-            return torch.tensor(judged().values())
+            return torch.tensor(scored_batch().make_reward_matrix())
 
     options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "reward_weights": list(WEIGHTS)}
     rewards = [lambda **_: None, lambda **_: None]
@@ -70,21 +70,22 @@ def test_trl_compares_known_completions_alone_and_an_unknown_one_has_no_advantag
 
 
 def test_figures_are_means_of_what_is_known():
-    figures = judged().compute_figures(4)
+    figures = scored_batch().compute_figures(4)
     known = [paid for paid in PAID if paid is not None]
     assert figures["reward"] == pytest.approx(fmean(known))
     assert figures["reward_std"] == pytest.approx(stdev(known))
     assert figures["zero_variance_share"] == 0
     assert figures["abstained"] == 3 / 8
-    lost = judged(content=[None] * 8).compute_figures(4)
+    lost = scored_batch(content=[None] * 8).compute_figures(4)
     assert (lost["reward"], lost["reward_std"], lost["zero_variance_share"]) == (None, None, None)
-    assert all(math.isnan(value) for line in judged(content=[None] * 8).values() for value in line)
+    assert all(math.isnan(value) for line in scored_batch(content=[None] * 8).make_reward_matrix() for value in line)
 
 
 def test_a_prompt_passes_no_turn_because_of_rewards_that_are_not_known():
-    redraws = DynamicSampler([], rows=[0, 10], rounds=0, num_generations=4, seed=0, together=False)  # type: ignore[arg-type]
-    redraws.note_drawn(judged(content=[1.0, 1.0, None, 1.0] + [1.0] * 4, form=[1.0] * 8))
-    assert redraws.reserve.silent == {10: 1}
+    sizes: Any = {"prompts": [], "rows": [0, 10], "rounds": 0, "num_generations": 4}
+    sampler = DynamicSampler(**sizes, seed=0, in_lockstep=False)
+    sampler.record_sampled(scored_batch(content=[1.0, 1.0, None, 1.0] + [1.0] * 4, form=[1.0] * 8), tokens=[1] * 8)
+    assert sampler.reserve.zero_variance == {10: 1}
 
 
 def config(**keys: Any) -> RunConfig:
@@ -93,7 +94,7 @@ def config(**keys: Any) -> RunConfig:
 
 def test_a_step_without_a_known_reward_is_no_step_without_a_signal():
     watch = SignalHealth(config(grpo={"stop_without_signal": 1}))
-    watch.trainer = SimpleNamespace(drawing=judged(content=[None] * 8).compute_figures(4))
+    watch.trainer = SimpleNamespace(rollout_figures=scored_batch(content=[None] * 8).compute_figures(4))
     watch.on_step_end(None, SimpleNamespace(global_step=1), None)
     assert watch.steps_without == 0
 

@@ -14,12 +14,10 @@ from gloo_ranks import on_ranks
 
 from sftplay.cli import main
 from sftplay.config.schema.hrm import HrmConfig
-from sftplay.data.puzzles.arc.augment import Change
-from sftplay.data.puzzles.arc.canvas import ALPHABET, on_canvas
-from sftplay.data.puzzles.folder import PuzzleFolder
-from sftplay.data.puzzles.make.find import open_split
-from sftplay.data.puzzles.sudoku.small import ALPHABET as SUDOKU4
-from sftplay.data.puzzles.writer import Group, write_folder
+from sftplay.data.puzzles.arc import ALPHABET, Change, on_canvas
+from sftplay.data.puzzles.find import open_split
+from sftplay.data.puzzles.folder import Group, PuzzleFolder, write_folder
+from sftplay.data.puzzles.small_sudokus import ALPHABET as SUDOKU4
 from sftplay.tasks.hrm import measuring
 from sftplay.tasks.hrm.evaluation import format_summary
 from sftplay.tasks.hrm.finished import figures_table
@@ -54,7 +52,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, answers: list[tuple[Any, list[float]]
 @pytest.fixture
 def two(tmp_path: Path) -> PuzzleFolder:
     """Two puzzles of four cells; the second has a cell without a label."""
-    from sftplay.data.puzzles.writer import Alphabet
+    from sftplay.data.puzzles.folder import Alphabet
 
     group = Group(np.array([[1, 2, 1, 1], [1, 1, 1, 3]], np.uint8), np.array([[2, 2, 3, 4], [2, 3, 0, 3]], np.uint8))
     write_folder(tmp_path, [group], alphabet=Alphabet(kind="", symbols=" .123", shape=(2, 2)))
@@ -94,7 +92,7 @@ def test_figures_of_each_segment_and_of_both_ways_to_halt_are_those_by_hand(two,
 
 
 def test_who_copies_the_givens_and_writes_one_digit_has_a_ninth_of_the_blanks_right(tmp_path: Path, monkeypatch):
-    from sftplay.data.puzzles.sudoku.kind import Sudoku
+    from sftplay.data.puzzles.sudoku import Sudoku
 
     answer = "483921657967345821251876493548132976729564138136798245372689514814253769695417382"
     labels = np.array([int(digit) + 1 for digit in answer], np.uint8)

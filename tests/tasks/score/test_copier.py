@@ -14,7 +14,7 @@ from small_run import Inputs
 
 from sftplay.errors import RunError
 from sftplay.model.builtin import RECIPES
-from sftplay.model.toys.digits import DigitsRecipe
+from sftplay.model.toys.tasks import DigitsRecipe
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +61,6 @@ def test_copying_is_called_copying_and_no_self_correction(inputs: Inputs, tmp_pa
 
 def test_such_a_model_is_refused_with_the_gain_where_nobody_says_otherwise(inputs: Inputs, tmp_path: Path):
     with pytest.raises(RunError) as refused:
-        train(tmp_path, inputs, **score_options(**OPTIONS, score__hint_gain=0.2))
+        train(tmp_path, inputs, **score_options(**OPTIONS, score__min_hint_gain=0.2))
     gain = float(str(refused.value).split("a gain of ")[1].split()[0].strip("."))
     assert abs(gain) < 0.1

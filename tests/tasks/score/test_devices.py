@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from sftplay.config.schema.score import CriticConfig, ScoreConfig
 from sftplay.plan.devices.layout import Layout
 from sftplay.tasks.score import scoring
-from sftplay.tasks.score.role_models import Cast
+from sftplay.tasks.score.role_models import RoleModels
 from sftplay.tasks.score.sample_episodes import Action, Episode
-from sftplay.tasks.score.update import Batch, CriticStep, Update
+from sftplay.tasks.score.update import CriticGradients, MinibatchSetup, PolicyGradients
 from sftplay.tasks.score.value_model import soft_update
 
 ACTIONS = [Action(prompt=[1, 2, 3], ids=[4, 5], log_probs=[-1.0, -0.1], is_truncated=False)] * 2
@@ -79,9 +79,9 @@ def make_model(*, adapts: bool) -> Any:
     return model
 
 
-def make_cast(layout: Layout, *, adapts: bool) -> Cast:
+def make_cast(layout: Layout, *, adapts: bool) -> RoleModels:
     model = make_model(adapts=adapts)
-    return Cast(
+    return RoleModels(
         model, has_guide=True, guide_learns=True, has_value=True, critic=CriticConfig(width=4), layout=layout
     )  # fmt: skip
 
@@ -105,47 +105,51 @@ def test_nothing_is_computed_over_two_devices(name: str, adapts: bool):
         check(make_cast(LAYOUTS[name], adapts=adapts), LAYOUTS[name])
 
 
-def check(cast: Cast, layout: Layout) -> None:
-    found = {name: {str(p.device) for p in part} for name, part in cast.parts.items()}
+def check(role_models: RoleModels, layout: Layout) -> None:
+    found = {name: {str(p.device) for p in part} for name, part in role_models.trainable.items()}
     wanted = layout.as_torch("cpu")
     assert found == {part: {wanted[part]} for part in ("solver", "guide", "value", "critic")}
-    assert {str(p.device) for p in cast.slow_critic.parameters()} == {wanted["target_critic"]}
-    batch = Batch(micro_batch=1, n_episodes=2, pad=0, backward=lambda loss: loss.backward(), context=nullcontext)
-    update, ones = Update(cast, ScoreConfig(), batch=batch), torch.ones(2)
-    assert str(update.values(ACTIONS).device) == "cpu"
-    update.guide(ACTIONS, advantage=ones, outcome=ones, n_tokens=4)
-    update.value_alone(ACTIONS, outcome=ones)
+    assert {str(p.device) for p in role_models.target_critic.parameters()} == {wanted["target_critic"]}
+    batch = MinibatchSetup(
+        micro_batch=1, n_episodes=2, pad=0, backward=lambda loss: loss.backward(), context=nullcontext
+    )
+    update, ones = PolicyGradients(role_models, ScoreConfig(), batch=batch), torch.ones(2)
+    assert str(update.predict_values(ACTIONS).device) == "cpu"
+    update.learn_guide(ACTIONS, advantage=ones, value_target=ones, n_tokens=4)
+    update.learn_value(ACTIONS, value_target=ones)
     for turn in (1, 2):
-        update.solver(ACTIONS, turn=turn, advantage=ones, beta=0.1, n_tokens=4)
-    assert cast.critic is not None
-    step = CriticStep(cast.critic, cast.slow_critic, batch=batch)
+        update.learn_solver(ACTIONS, turn=turn, advantage=ones, beta=0.1, n_tokens=4)
+    assert role_models.critic is not None
+    step = CriticGradients(role_models.critic, role_models.target_critic, batch=batch)
     question: Any = None
     episodes = [Episode(question=question, first=a, hint=a, hint_ids=[4], second=a) for a in ACTIONS]
-    fresh = [(action, action) for action in ACTIONS]
-    assert str(step.opinions(episodes, fresh).device) == "cpu"
-    step.learn(episodes, fresh, returns=(ones, ones), weight=ones, discount=0.5)
-    soft_update(cast.slow_critic, cast.critic, tau=0.1)
-    for name, part in cast.parts.items():
+    resampled = [(action, action) for action in ACTIONS]
+    assert str(step.estimate_values(episodes, resampled).device) == "cpu"
+    step.learn(episodes, resampled, returns=(ones, ones), weight=ones, discount=0.5)
+    soft_update(role_models.target_critic, role_models.critic, tau=0.1)
+    for name, part in role_models.trainable.items():
         assert all(p.grad is not None and p.grad.device == p.device for p in part if "lora_A" not in name), name
 
 
 def test_a_copy_for_another_device_is_never_made_on_the_models_own():
     model = make_model(adapts=False)
     with CopiesOnCpu() as copies:
-        cast = Cast(model, has_guide=True, guide_learns=True, has_value=False, layout=LAYOUTS["guide elsewhere"])
+        role_models = RoleModels(
+            model, has_guide=True, guide_learns=True, has_value=False, layout=LAYOUTS["guide elsewhere"]
+        )
     assert copies.n == 0
-    assert {p.device.type for p in cast.models["guide"].parameters()} == {"meta"}
+    assert {p.device.type for p in role_models.models["guide"].parameters()} == {"meta"}
 
 
 def test_a_copy_has_the_same_values_in_weights_of_its_own():
     model = make_model(adapts=False)
     model.tie_weights()
-    cast = Cast(model, has_guide=True, guide_learns=True, has_value=False)
-    its = dict(cast.models["guide"].named_parameters())
+    role_models = RoleModels(model, has_guide=True, guide_learns=True, has_value=False)
+    its = dict(role_models.models["guide"].named_parameters())
     assert its.keys() == dict(model.named_parameters()).keys()
     for name, weight in model.named_parameters():
         assert torch.equal(its[name], weight)
         assert its[name].data_ptr() != weight.data_ptr()
         assert its[name].requires_grad
-    with cast.reference("solver") as reference:
+    with role_models.reference("solver") as reference:
         assert not any(weight.requires_grad for weight in reference.parameters())

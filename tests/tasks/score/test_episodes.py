@@ -1,4 +1,4 @@
-"""How episodes are put together: prompts out of ids, draws that do not depend on neighbours, and what they say."""
+"""How episodes are sampled: prompts from ids, samples that do not depend on other rows, and figures."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.config.schema.score import PromptsConfig
-from sftplay.data.encode.render import Renderer
 from sftplay.data.prompts.questions import Question
+from sftplay.data.render.render import Renderer
 from sftplay.errors import RunError
 from sftplay.generate.generate import Generator
 from sftplay.generate.sampling import AHEAD, DrawByRow, seed_of
 from sftplay.model.out_of_memory import OutOfMemory
-from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
-from sftplay.plan.sizing.decisions import RATES
-from sftplay.tasks.score.episode_rewards import Verdict, describe
-from sftplay.tasks.score.losses import rates_of
+from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
+from sftplay.tasks import TASKS
+from sftplay.tasks.score.episode_rewards import EpisodeResult, describe
+from sftplay.tasks.score.losses import find_learning_rates
 from sftplay.tasks.score.sample_episodes import (
     Action,
-    Player,
+    EpisodeSampler,
     RecordedSampling,
     Template,
-    diagnosis,
-    draw_actions,
-    edit_ratio,
+    compute_edit_ratio,
+    compute_turn_figures,
+    count_padded_tokens,
+    diagnose,
     exchange_hints,
-    gives_the_hints_answer,
+    hint_equals_answer,
     is_leaked,
     make_templates,
-    padded_tokens,
-    tokens_of,
-    tokens_of_each,
-    turn_figures,
-    without_middle,
+    sample_actions,
+    tokenize_text,
+    tokenize_texts,
+    truncate_middle,
 )
 
 
@@ -61,24 +61,24 @@ def test_a_prompt_holds_the_sampled_ids_as_they_are(digits: Path):
     prompts = PromptsConfig(solve="{problem}", guide="{problem}{attempt}?", revise="{problem}{attempt}?{hint}>")
     templates = make_templates(prompts, renderer, system=None)
     known = {"problem": ids("1+3="), "attempt": ids("2"), "hint": ids("4")}
-    assert templates.revise.filled(known, room=30) == ids("1+3=2?4>")
-    assert templates.guide.filled(known, room=30) == ids("1+3=2?")
+    assert templates.revise.fill(known, max_tokens=30) == ids("1+3=2?4>")
+    assert templates.guide.fill(known, max_tokens=30) == ids("1+3=2?")
     # Ids that no text has: a retokenised text could not bring them back.
-    assert templates.guide.filled({**known, "attempt": [0, 0]}, room=30) == [*ids("1+3="), 0, 0, *ids("?")]
+    assert templates.guide.fill({**known, "attempt": [0, 0]}, max_tokens=30) == [*ids("1+3="), 0, 0, *ids("?")]
 
 
-def test_a_shortage_in_drawing_of_models_in_shards_names_the_rows_and_what_to_lower(digits: Path):
+def test_a_memory_shortage_in_sampling_with_sharded_models_names_the_rows_and_what_to_lower(digits: Path):
     def run_out(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     model = AutoModelForCausalLM.from_pretrained(digits)
     model.register_forward_pre_hook(run_out)
-    cast: Any = SimpleNamespace(speaking=lambda _: nullcontext(model))
+    role_models: Any = SimpleNamespace(use_role=lambda _: nullcontext(model))
     tree = {"task_mode": "score", "model": {"name": "m"}, "score": {"placement": "sharded", "generation_rows": 2}}
     renderer = Renderer.prove(AutoTokenizer.from_pretrained(digits), None, samples=[])
-    player = Player(RunConfig.model_validate(tree), cast, renderer=renderer)
+    episode_sampler = EpisodeSampler(RunConfig.model_validate(tree), role_models, renderer=renderer)
     with pytest.raises(OutOfMemory, match=r"out of memory in generation: 2 rows at a time.*2\.00 GiB") as caught:
-        player._draw([ids("1+3=")] * 3, "solver", numbers=range(3), seed=1, temperature=1.0, longest=2)
+        episode_sampler._generate([ids("1+3=")] * 3, "solver", numbers=range(3), seed=1, temperature=1.0, longest=2)
     assert caught.value.fix == "lower score.generation_rows, then `make resume`"
     assert caught.value.batch_size is None  # smaller micro-batches of learning would change nothing
 
@@ -86,24 +86,24 @@ def test_a_shortage_in_drawing_of_models_in_shards_names_the_rows_and_what_to_lo
 def test_the_middle_of_the_attempt_is_cut_and_problem_and_hint_survive():
     template = Template(("problem", (90,), "attempt", (91,), "hint"))
     known = {"problem": [1, 2], "attempt": [3, 4, 5, 6, 7], "hint": [8]}
-    assert template.filled(known, room=8) == [1, 2, 90, 3, 4, 7, 91, 8][:8]
-    assert template.filled(known, room=5) == [1, 2, 90, 91, 8]
+    assert template.fill(known, max_tokens=8) == [1, 2, 90, 3, 4, 7, 91, 8][:8]
+    assert template.fill(known, max_tokens=5) == [1, 2, 90, 91, 8]
     with pytest.raises(RunError, match="1 tokens more than the 4"):
-        template.filled(known, room=4)
-    assert without_middle(range(6), 4) == [0, 1, 4, 5]
+        template.fill(known, max_tokens=4)
+    assert truncate_middle(range(6), 4) == [0, 1, 4, 5]
 
 
-def test_a_draw_depends_on_its_number_alone_and_its_probability_is_the_models(digits: Path):
+def test_a_sample_depends_on_its_number_alone_and_its_probability_is_the_models(digits: Path):
     model = AutoModelForCausalLM.from_pretrained(digits).eval()
     tokenizer = AutoTokenizer.from_pretrained(digits)
     prompts = [ids("1+3="), ids("0+1=2?"), ids("4+4=1?3>")]
 
-    def draw(numbers, temperature=0.7):
+    def sample(numbers, temperature=0.7):
         sampling = RecordedSampling(temperature=temperature, seed=5)
         generator = Generator(model, tokenizer, [ID["<end>"]], 4, sampling)
-        return draw_actions(generator, [prompts[number] for number in numbers], rows=numbers)
+        return sample_actions(generator, [prompts[number] for number in numbers], rows=numbers)
 
-    together, alone = draw([0, 1, 2]), [draw([number])[0] for number in range(3)]
+    together, alone = sample([0, 1, 2]), [sample([number])[0] for number in range(3)]
     assert [action.ids for action in together] == [action.ids for action in alone]
     for action in together:
         whole = torch.tensor([action.prompt + action.ids])
@@ -111,31 +111,31 @@ def test_a_draw_depends_on_its_number_alone_and_its_probability_is_the_models(di
         expected = scores.gather(-1, torch.tensor(action.ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(action.log_probs), expected, atol=1e-4, rtol=1e-4)
         assert action.is_truncated == (action.ids[-1] != ID["<end>"])
-        assert action.said == (action.ids if action.is_truncated else action.ids[:-1])
-    assert [action.log_probs for action in draw([0, 1, 2], temperature=0.0)] == [[], [], []]
+        assert action.ids_without_end == (action.ids if action.is_truncated else action.ids[:-1])
+    assert [action.log_probs for action in sample([0, 1, 2], temperature=0.0)] == [[], [], []]
 
 
 @pytest.mark.parametrize(
     ("first", "second"), [([0, 0, 1, 1], [0, 1, 0, 1]), ([1, 1, 1], [1, 1, 1]), ([0, 1, 0, 0, 1], [1, 1, 1, 0, 0])]
 )
 def test_what_was_fixed_less_what_was_broken_is_the_gain(first, second):
-    figures = turn_figures([bool(each) for each in first], [bool(each) for each in second])
+    figures = compute_turn_figures([bool(each) for each in first], [bool(each) for each in second])
     assert figures["delta"] == pytest.approx(figures["i2c"] - figures["c2i"])
     assert figures["delta"] == pytest.approx(figures["acc_t2"] - figures["acc_t1"])
 
 
 def test_conditional_rates_are_over_the_answers_they_are_about():
-    figures = turn_figures([False, False, False, True], [True, False, False, False])
+    figures = compute_turn_figures([False, False, False, True], [True, False, False, False])
     assert figures["fix_rate"] == pytest.approx(1 / 3)
     assert figures["break_rate"] == 1
-    assert turn_figures([True], [True])["fix_rate"] is None
+    assert compute_turn_figures([True], [True])["fix_rate"] is None
 
 
 def test_the_edit_ratio_is_levenshteins_distance_over_the_longer_length():
-    assert edit_ratio("kitten", "sitting") == pytest.approx(3 / 7)
-    assert edit_ratio([], [1, 2]) == 1
-    assert edit_ratio([], []) == 0
-    assert edit_ratio([1, 2, 3], [1, 2, 3]) == 0
+    assert compute_edit_ratio("kitten", "sitting") == pytest.approx(3 / 7)
+    assert compute_edit_ratio([], [1, 2]) == 1
+    assert compute_edit_ratio([], []) == 0
+    assert compute_edit_ratio([1, 2, 3], [1, 2, 3]) == 0
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,12 @@ def test_a_hint_leaks_where_it_writes_the_function_that_is_asked_for(hint, leaks
 
 @pytest.mark.parametrize(("mode", "solver", "guide"), [("full", 1e-5, 1e-6), ("lora", 5e-5, 1e-5)])
 def test_rates_without_a_word_are_those_of_the_specification(mode, solver, guide):
-    assert RATES[mode, "score"] == solver
+    assert TASKS["score"].rates[mode] == solver
     cfg = RunConfig(task_mode="score", model={"name": "builtin:tiny"}, tuning={"mode": mode})
-    rates = rates_of(cfg, peak=RATES[mode, "score"])
+    rates = find_learning_rates(cfg, peak=TASKS["score"].rates[mode])
     assert rates == pytest.approx({"solver": solver, "guide": guide, "value": 1e-4, "critic": 1e-4})
     said = cfg.with_values({"score.solver_learning_rate": 3e-4, "score.guide_learning_rate": 7e-4}, "test")
-    assert (rates_of(said, peak=1.0)["solver"], rates_of(said, peak=1.0)["guide"]) == (3e-4, 7e-4)
+    assert (find_learning_rates(said, peak=1.0)["solver"], find_learning_rates(said, peak=1.0)["guide"]) == (3e-4, 7e-4)
 
 
 def test_a_whole_solution_is_no_leak():
@@ -180,34 +180,36 @@ def test_a_whole_solution_is_no_leak():
 
 def test_copying_is_told_from_correcting():
     # Toy A of the specification at the end of stage 1, and toy B.
-    copies = SimpleNamespace(**turn_figures([True] * 585 + [False] * 415, [True] * 577 + [False] * 423))
-    assert diagnosis({**vars(copies), "repeats": 0.98}) == "turn 2 copies the first answer: no self-correction"
-    corrects = turn_figures([True] * 300 + [False] * 700, [True] * 292 + [False] * 8 + [True] * 673 + [False] * 27)
-    assert diagnosis({**corrects, "repeats": 0.03, "changes_to_hint": None}) == "turn 2 corrects the first answer"
+    copies = SimpleNamespace(**compute_turn_figures([True] * 585 + [False] * 415, [True] * 577 + [False] * 423))
+    assert diagnose({**vars(copies), "repeats": 0.98}) == "turn 2 copies the first answer: no self-correction"
+    corrects = compute_turn_figures(
+        [True] * 300 + [False] * 700, [True] * 292 + [False] * 8 + [True] * 673 + [False] * 27
+    )
+    assert diagnose({**corrects, "repeats": 0.03, "changes_to_hint": None}) == "turn 2 corrects the first answer"
     # The same course where 98 of 100 changed answers are the hint, as in the shipped toy, or where no hint is one.
-    follows = diagnosis({**corrects, "repeats": 0.03, "changes_to_hint": 0.98})
+    follows = diagnose({**corrects, "repeats": 0.03, "changes_to_hint": 0.98})
     assert follows == "turn 2 follows the hint: it is the answer"
-    assert diagnosis({**corrects, "repeats": 0.03, "changes_to_hint": 0.0}) == "turn 2 corrects the first answer"
+    assert diagnose({**corrects, "repeats": 0.03, "changes_to_hint": 0.0}) == "turn 2 corrects the first answer"
     # Stage 2 of both: turn 1 is right itself, so nearly all second answers are the same, and few wrong ones are left.
-    solved = turn_figures([True] * 998 + [False] * 2, [True] * 992 + [False] * 8)
+    solved = compute_turn_figures([True] * 998 + [False] * 2, [True] * 992 + [False] * 8)
     for repeats in (None, 0.5):
-        said = diagnosis({**solved, "repeats": repeats})
+        said = diagnose({**solved, "repeats": repeats})
         assert said == "the first answer is right already: little is left to correct"
 
 
 def test_a_second_answer_follows_the_hint_where_the_hint_states_it():
-    verdict = Verdict(
+    result = EpisodeResult(
         first=0.0, second=1.0, is_known=True, form_first=False, form_second=False, is_parsed=False, leaks=True,
         n_cut=0, hint_tokens=1, edit_ratio=1.0, is_identical=False, follows_hint=True,
     )  # fmt: skip
-    given = [verdict, replace(verdict, follows_hint=False), replace(verdict, follows_hint=False, is_identical=True)]
-    said = describe([*given, replace(verdict, follows_hint=None)])  # three hints, and one episode without
+    given = [result, replace(result, follows_hint=False), replace(result, follows_hint=False, is_identical=True)]
+    said = describe([*given, replace(result, follows_hint=None)])  # three hints, and one episode without
     assert (said["follows_hint"], said["changes_to_hint"]) == (pytest.approx(1 / 3), 0.5)
-    assert describe([replace(verdict, follows_hint=None)])["changes_to_hint"] is None
-    assert gives_the_hints_answer("4", "4")
-    assert gives_the_hints_answer("The answer is \\boxed{4}.", "So \\boxed{4}")
-    assert not gives_the_hints_answer("Look at step 2.", "2")
-    assert not gives_the_hints_answer("", "")
+    assert describe([replace(result, follows_hint=None)])["changes_to_hint"] is None
+    assert hint_equals_answer("4", "4")
+    assert hint_equals_answer("The answer is \\boxed{4}.", "So \\boxed{4}")
+    assert not hint_equals_answer("Look at step 2.", "2")
+    assert not hint_equals_answer("", "")
 
 
 def test_an_exchanged_hint_was_written_for_another_problem_and_differs():
@@ -215,24 +217,24 @@ def test_an_exchanged_hint_was_written_for_another_problem_and_differs():
     assert exchange_hints({0: [5], 1: [5]}) == {}
 
 
-def test_numbers_that_are_drawn_ahead_are_those_of_one_call_a_token():
+def test_random_numbers_generated_ahead_are_those_of_one_call_a_token():
     ahead, by_token = (torch.Generator().manual_seed(5) for _ in range(2))
     numbers = torch.rand(AHEAD, generator=ahead, dtype=torch.float64)
     single = [torch.rand(1, generator=by_token, dtype=torch.float64) for _ in range(AHEAD)]
     assert torch.equal(numbers, torch.cat(single))
     rows = [3, 0]
-    draw, scores = DrawByRow(7, rows), torch.zeros(2, 1_000)
+    sampler, scores = DrawByRow(7, rows), torch.zeros(2, 1_000)
     sources = [torch.Generator().manual_seed(seed_of(7, row)) for row in rows]
-    for _ in range(4 * AHEAD + 2):  # numbers are drawn ahead three times
+    for _ in range(4 * AHEAD + 2):  # numbers are generated ahead three times
         places = [int(torch.rand(1, generator=source, dtype=torch.float64).item() * 1_000) for source in sources]
-        drawn = draw(torch.zeros(2, 1), scores).argmax(-1).tolist()
-        assert max(abs(token - place) for token, place in zip(drawn, places, strict=True)) <= 1
+        tokens = sampler(torch.zeros(2, 1), scores).argmax(-1).tolist()
+        assert max(abs(token - place) for token, place in zip(tokens, places, strict=True)) <= 1
 
 
 def test_texts_tokenised_in_one_call_are_those_of_a_call_each(digits: Path):
     tokenizer, texts = AutoTokenizer.from_pretrained(digits), ["1+3=", "", "2>"]
-    assert tokens_of_each(tokenizer, texts) == [ids("1+3="), [], ids("2>")]
-    assert [tokens_of(tokenizer, text) for text in texts] == [ids("1+3="), [], ids("2>")]
+    assert tokenize_texts(tokenizer, texts) == [ids("1+3="), [], ids("2>")]
+    assert [tokenize_text(tokenizer, text) for text in texts] == [ids("1+3="), [], ids("2>")]
 
 
 def test_padding_is_what_lies_between_a_micro_batchs_actions_and_the_longest_of_them():
@@ -240,7 +242,7 @@ def test_padding_is_what_lies_between_a_micro_batchs_actions_and_the_longest_of_
         Action(prompt=[0] * before, ids=[0] * behind, log_probs=[], is_truncated=False)
         for before, behind in ((2, 3), (5, 1), (4, 4))
     ]
-    assert padded_tokens(actions, rows=3) == 3 * (5 + 4)
-    assert padded_tokens(actions, rows=2) == 2 * (5 + 3) + (4 + 4)
-    assert padded_tokens(actions, rows=1) == sum(len(each.prompt) + len(each.ids) for each in actions)
-    assert padded_tokens([], rows=2) == 0
+    assert count_padded_tokens(actions, rows=3) == 3 * (5 + 4)
+    assert count_padded_tokens(actions, rows=2) == 2 * (5 + 3) + (4 + 4)
+    assert count_padded_tokens(actions, rows=1) == sum(len(each.prompt) + len(each.ids) for each in actions)
+    assert count_padded_tokens([], rows=2) == 0

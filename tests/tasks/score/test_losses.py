@@ -6,8 +6,16 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-from sftplay.tasks.score.advantages import advantages, leave_one_out_baseline, turn_returns
-from sftplay.tasks.score.losses import action_log_prob, chosen, clipped_loss, full_kl, k3_kl, masked_mean, policy_loss
+from sftplay.tasks.score.advantages import compute_rloo_baseline, compute_turn_returns, subtract_baseline
+from sftplay.tasks.score.losses import (
+    clipped_loss,
+    full_kl,
+    gather_log_probs,
+    k3_kl,
+    masked_mean,
+    policy_loss,
+    sum_log_probs,
+)
 
 WORDS, RIGHT, GROUP = 5, 2, 4
 PROBLEMS = 5_000
@@ -37,14 +45,14 @@ def test_the_sampled_gradient_of_each_model_is_the_exact_one(tables):
     alpha, n = 10.0, PROBLEMS * GROUP
     generator = torch.Generator().manual_seed(4)
 
-    def draw(logits):
+    def sample(logits):
         return torch.multinomial(logits.softmax(-1).detach(), 1, generator=generator).squeeze(1)
 
-    y1 = draw(tables[0].expand(n, -1))
-    hint = draw(tables[1][y1])
-    y2 = draw(tables[2][y1, hint])
+    y1 = sample(tables[0].expand(n, -1))
+    hint = sample(tables[1][y1])
+    y2 = sample(tables[2][y1, hint])
     r1, r2 = (y1 == RIGHT).float(), (y2 == RIGHT).float()
-    paid_first, paid_second = turn_returns(r1, r2, stage=2, alpha=alpha)
+    paid_first, paid_second = compute_turn_returns(r1, r2, stage=2, alpha=alpha)
     mask = torch.ones(n, 1)
     log_probs = (
         tables[0].log_softmax(-1)[y1], tables[1].log_softmax(-1)[y1, hint], tables[2].log_softmax(-1)[y1, hint, y2],
@@ -52,7 +60,7 @@ def test_the_sampled_gradient_of_each_model_is_the_exact_one(tables):
     for table, log_prob, paid, exact in zip(
         tables, log_probs, (paid_first, r2, paid_second), exact_gradients(tables, alpha), strict=True
     ):
-        advantage = advantages(paid, leave_one_out_baseline(paid, group=GROUP), scales=False)
+        advantage = subtract_baseline(paid, compute_rloo_baseline(paid, group=GROUP), scales=False)
         loss = policy_loss(log_prob[:, None], mask, advantage=advantage, longest=1, n_episodes=n)
         (sampled,) = torch.autograd.grad(-loss, table)
         assert cosine_similarity(sampled.flatten(), exact.flatten(), dim=0) > 0.95
@@ -73,7 +81,7 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_parts_and_padding_counts_nothin
         advantage[n] * sum(log_probs[n, t] for t in range(3) if mask[n, t]) / 3 for n in range(6)
     ) / 6  # fmt: skip
     torch.testing.assert_close(whole, by_hand)
-    assert action_log_prob(log_probs, mask, longest=3)[1] == log_probs[1, 0] / 3
+    assert sum_log_probs(log_probs, mask, longest=3)[1] == log_probs[1, 0] / 3
 
 
 def test_k3_expects_the_full_kl_and_its_gradient(tables):
@@ -85,11 +93,11 @@ def test_k3_expects_the_full_kl_and_its_gradient(tables):
     exact, estimated = (torch.autograd.grad(each, tables[2], retain_graph=True)[0] for each in (full, expected))
     assert exact.norm() > 0.01
     torch.testing.assert_close(exact, estimated)
-    drawn = torch.multinomial(log_probs.detach().exp().view(-1, WORDS), 8_000, replacement=True).view(5, 5, -1)
-    tokens = drawn.permute(2, 0, 1)
+    samples = torch.multinomial(log_probs.detach().exp().view(-1, WORDS), 8_000, replacement=True).view(5, 5, -1)
+    tokens = samples.permute(2, 0, 1)
     shape = (len(tokens), WORDS, WORDS, WORDS)
-    mine, frozen = (chosen(each.expand(shape), tokens) for each in (log_probs, reference))
-    sampled = k3_kl(mine, frozen, sampled=mine)
+    chosen, frozen = (gather_log_probs(each.expand(shape), tokens) for each in (log_probs, reference))
+    sampled = k3_kl(chosen, frozen, sampled=chosen)
     assert sampled.mean().item() == pytest.approx(full.item(), rel=0.02)
 
 
@@ -100,7 +108,7 @@ def test_kl_is_the_mean_over_action_tokens():
 
 @pytest.mark.parametrize("advantage", [1.5, -0.5])
 def test_the_clipped_loss_is_the_enumerated_one_and_so_is_its_gradient(advantage):
-    # All actions of one token out of 5, each weighted by its probability when it was drawn.
+    # All actions of one token out of 5, each weighted by its probability at sampling time.
     old = torch.tensor([0.4, 0.3, 0.1, 0.15, 0.05])
     new = torch.tensor([0.2, 0.33, 0.17, 0.14, 0.16])
     log_probs = new.log().requires_grad_()
@@ -111,11 +119,11 @@ def test_the_clipped_loss_is_the_enumerated_one_and_so_is_its_gradient(advantage
         ratio = p / q
         bounded = min(max(ratio, 0.8), 1.2)
         objective += q * min(ratio * advantage, bounded * advantage)
-        is_cut = bounded * advantage < ratio * advantage
-        cut.append(float(is_cut))
-        slopes.append(0.0 if is_cut else -q * advantage * ratio)
+        is_clipped = bounded * advantage < ratio * advantage
+        cut.append(float(is_clipped))
+        slopes.append(0.0 if is_clipped else -q * advantage * ratio)
     assert clipped.loss.item() == pytest.approx(-objective, rel=1e-6)
-    assert clipped.is_cut[:, 0].tolist() == cut
+    assert clipped.is_clipped[:, 0].tolist() == cut
     assert 0 < sum(cut) < 5
     (gradient,) = torch.autograd.grad(clipped.loss, log_probs)
     assert gradient.tolist() == pytest.approx(slopes, rel=1e-5)
@@ -129,6 +137,6 @@ def test_where_nothing_has_moved_the_clipped_gradient_is_that_of_the_plain_loss_
     plain = policy_loss(log_probs, mask, **given)
     clipped = clipped_loss(log_probs, mask, sampled=log_probs * mask, epsilon=0.2, **given)
     assert torch.equal(clipped.ratio * mask, mask)
-    assert not (clipped.is_cut * mask).any()
+    assert not (clipped.is_clipped * mask).any()
     wanted, mine = (torch.autograd.grad(loss, log_probs)[0] for loss in (plain, clipped.loss))
     assert torch.equal(mine, wanted)

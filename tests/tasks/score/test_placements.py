@@ -57,10 +57,13 @@ def test_two_models_with_an_adapter_each_learn_what_two_adapters_on_one_base_lea
     shared, roles = (
         train(tmp_path / name, inputs, **options, score__placement=name) for name in ("shared", "roles")
     )  # fmt: skip
-    assert not shared.trainer.cast.is_separate
-    models = roles.trainer.cast.models
+    assert not shared.trainer.role_models.is_separate
+    models = roles.trainer.role_models.models
     assert models["solver"] is not models["guide"]
-    assert roles.trainer.cast.kept_weights().keys() == shared.trainer.cast.kept_weights().keys()
+    assert (
+        roles.trainer.role_models.find_checkpoint_weights().keys()
+        == shared.trainer.role_models.find_checkpoint_weights().keys()
+    )
     assert_same(shared, roles)
 
 
@@ -71,7 +74,7 @@ def test_a_run_goes_on_in_another_placement(inputs: Inputs, tmp_path: Path):
     assert train_in(cfg, folder, StopAfter(1)).outcome.stop_signal == signal.SIGTERM
     changed = cfg.with_values({"train.resume": "auto", "score.placement": "roles"}, "test")
     resumed = train_in(changed, folder)
-    assert resumed.trainer.cast.is_separate
+    assert resumed.trainer.role_models.is_separate
     assert_same(whole, resumed)
 
 
@@ -82,19 +85,19 @@ def whole(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def test_all_weights_of_both_models_train_and_the_reference_stays_what_they_began_as(whole: Finished, inputs: Inputs):
     began = AutoModelForCausalLM.from_pretrained(inputs.model).state_dict()
-    cast = whole.trainer.cast
-    for name, tensor in cast._reference.state_dict().items():
+    role_models = whole.trainer.role_models
+    for name, tensor in role_models._reference.state_dict().items():
         assert torch.equal(tensor, began[name]), name
     result = whole.folder.result
     assert result is not None
     for path, role in ((result, "solver"), (result / "guide", "guide")):
         saved = AutoModelForCausalLM.from_pretrained(path).state_dict()
-        trained = cast.models[role].state_dict()
+        trained = role_models.models[role].state_dict()
         assert saved.keys() == began.keys()
         assert all(torch.equal(tensor, trained[name]) for name, tensor in saved.items())
         assert any(not torch.equal(tensor, began[name]) for name, tensor in saved.items())
     learners = whole.folder.read_json("manifest.json")["model"]
-    assert learners["trainable_parameters"] == 2 * cast.models["solver"].num_parameters()
+    assert learners["trainable_parameters"] == 2 * role_models.models["solver"].num_parameters()
     assert whole.metrics[0]["kl_t1"] == pytest.approx(0, abs=1e-6)
     assert whole.metrics[-1]["kl_t1"] > 0
     assert (whole.folder.eval / "after.json").is_file()

@@ -15,25 +15,25 @@ from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.tasks.score import task
-from sftplay.tasks.score.episode_rewards import Verdict
+from sftplay.tasks.score.episode_rewards import EpisodeResult
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
-from sftplay.tasks.score.losses import gate_objection
+from sftplay.tasks.score.losses import check_stage1_gate
 
 STAGE1, STEPS, N = 2, 4, 4
 OPTIMIZER = SimpleNamespace(state={})
 
 
-def played(n_first: int, n_second: int) -> list[Any]:
+def evaluated(n_first: int, n_second: int) -> list[Any]:
     """Episodes of which so many first and second answers are right."""
     given = {"is_known": True, "form_first": False, "form_second": False, "is_parsed": False, "leaks": False}
-    verdicts = [
-        Verdict(
+    results = [
+        EpisodeResult(
             first=float(n < n_first), second=float(n < n_second), n_cut=0, hint_tokens=1, edit_ratio=0.5,
             is_identical=False, **given,
         )
         for n in range(N)
     ]  # fmt: skip
-    return [(n, verdict, {"row": n}) for n, verdict in enumerate(verdicts)]
+    return [(n, result, {"row": n}) for n, result in enumerate(results)]
 
 
 class Course:
@@ -44,12 +44,16 @@ class Course:
         folder: Path,
         *,
         kl_t1: float = 0.001,
-        hint_gain: float = 0.2,
+        min_hint_gain: float = 0.2,
         best_metric: str | None = None,
         **columns: str,
     ) -> None:
         score = SimpleNamespace(
-            stage1_steps=STAGE1, kl1_max=0.02, eval_temperature=0.0, hint_gain=hint_gain, guidance="model_trained"
+            stage1_steps=STAGE1,
+            kl1_max=0.02,
+            eval_temperature=0.0,
+            min_hint_gain=min_hint_gain,
+            guidance="model_trained",
         )
         self.state = SimpleNamespace(global_step=0, max_steps=STEPS, best_metric=None, best_global_step=None)
         self.trainer = SimpleNamespace(
@@ -63,13 +67,13 @@ class Course:
         self.n_played = 0
 
     def end_step(self, step: int, *right: int) -> SimpleNamespace:
-        def play(*kinds: str, **_: Any) -> list[Any]:
+        def sample(*kinds: str, **_: Any) -> list[Any]:
             self.n_played += 1
-            return [played(*right)] * len(kinds)
+            return [evaluated(*right)] * len(kinds)
 
         self.state.global_step = step
         control = SimpleNamespace(should_log=False, should_save=False)
-        with patch.object(self.callback, "_play", play):
+        with patch.object(self.callback, "_sample", sample):
             self.callback.on_step_end(None, self.state, control, model=nn.Linear(1, 1), optimizer=OPTIMIZER)
         return control
 
@@ -91,7 +95,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
     ],
 )
 def test_the_gate_asks_for_a_first_answer_that_stayed_and_a_second_one_that_is_better(kl_first, delta, faults):
-    objection = gate_objection(kl_first=kl_first, delta=delta, kl1_max=0.02)
+    objection = check_stage1_gate(kl_first=kl_first, delta=delta, kl1_max=0.02)
     assert all(fault in objection for fault in faults)
     assert bool(objection) == bool(faults)
 
@@ -127,9 +131,9 @@ def test_an_evaluation_of_before_a_resume_is_not_played_again_and_counts_as_it_d
 
 def test_rows_without_an_answer_are_named_where_a_right_hint_would_state_it(tmp_path: Path):
     with pytest.raises(RunError, match="no problem has an answer") as refused:
-        Course(tmp_path, tests="assert True").callback._expect_readable_hints()
+        Course(tmp_path, tests="assert True").callback._check_min_hint_gain()
     assert "column answer" in refused.value.fix
-    Course(tmp_path, hint_gain=0).callback._expect_readable_hints()
+    Course(tmp_path, min_hint_gain=0).callback._check_min_hint_gain()
 
 
 def test_a_discount_that_punishes_a_right_first_answer_gets_a_warning(said: Callable[[], str]):
@@ -137,7 +141,7 @@ def test_a_discount_that_punishes_a_right_first_answer_gets_a_warning(said: Call
     for turn_discount, n in ((0.1, 0), (0.2, 1)):
         score = SimpleNamespace(alpha=10.0, turn_discount=turn_discount)
         parts: Any = SimpleNamespace(cfg=SimpleNamespace(score=score), model=None, rows=SimpleNamespace(source=None))
-        with patch.object(task, "_cast", side_effect=InterruptedError), pytest.raises(InterruptedError):
+        with patch.object(task, "_build_role_models", side_effect=InterruptedError), pytest.raises(InterruptedError):
             task.build_trainer(parts)
         assert said().count(warning) == n
 

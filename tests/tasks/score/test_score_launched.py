@@ -35,10 +35,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 
 
 @pytest.mark.contract
-def test_two_processes_play_judge_and_learn_as_one_does(inputs: Inputs, tmp_path: Path, sftplay: Verb):
+def test_two_processes_sample_score_and_learn_as_one_does(inputs: Inputs, tmp_path: Path, sftplay: Verb):
     options = score_options(
         train__batch_size=4, train__learning_rate=1e-3, score__advantage="critic", score__steps_per_generation=2,
-        score__episodes_per_problem=32,  # all of a drawing: the group lies on both ranks
+        score__episodes_per_problem=32,  # all of a rollout batch: the group lies on both ranks
     )  # fmt: skip
     config = write_small_run(tmp_path, inputs, **options)
     for processes in (1, 2):

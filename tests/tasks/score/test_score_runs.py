@@ -22,7 +22,7 @@ from untimed_metrics import untimed
 
 from sftplay.errors import RunError
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
-from sftplay.tasks.score.role_models import Cast
+from sftplay.tasks.score.role_models import RoleModels
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,9 @@ CRITIC = score_options(
 
 
 def test_a_run_with_a_critic_and_a_separate_value_resumes_bit_for_bit(inputs: Inputs, tmp_path: Path):
-    with patch("sftplay.tasks.score.advantages.WARM", -1e9):  # so that its opinion counts from the first step
+    with patch(
+        "sftplay.tasks.score.advantages.MIN_EXPLAINED_VARIANCE", -1e9
+    ):  # so that the critic is a baseline from the first step
         whole = train(tmp_path / "whole", inputs, **CRITIC)
         cfg, folder = new_run(tmp_path / "halves", inputs, **CRITIC)
         train_in(cfg, folder, StopAfter(2))
@@ -65,7 +67,7 @@ def test_a_run_with_a_critic_and_a_separate_value_resumes_bit_for_bit(inputs: In
     assert {"critic_q1", "critic_q2", "critic_v1", "critic_v2", "grad_norm/critic"} <= set(whole.metrics[0])
     assert [line["critic_is_baseline_t2"] for line in whole.metrics] == [1, 1, 1, 1]
     assert whole.metrics[0]["critic_q1"] != whole.metrics[-1]["critic_q1"]
-    mine, its = (run.trainer.cast.kept_weights() for run in (whole, resumed))
+    mine, its = (run.trainer.role_models.find_checkpoint_weights() for run in (whole, resumed))
     assert {"critic", "slow_critic", "value_head"} <= {name.split(".")[0] for name in mine}
     for name, tensor in mine.items():
         assert torch.equal(tensor, its[name]), name
@@ -73,8 +75,8 @@ def test_a_run_with_a_critic_and_a_separate_value_resumes_bit_for_bit(inputs: In
 
 
 def test_a_critic_that_is_not_used_is_not_built(whole: Finished):
-    assert whole.trainer.cast.critic is None
-    assert set(whole.trainer.cast.networks) == {"value_head"}
+    assert whole.trainer.role_models.critic is None
+    assert set(whole.trainer.role_models.networks) == {"value_head"}
 
 
 @pytest.mark.parametrize("step", [1, 2, 3], ids=["in stage 1", "between the stages", "in stage 2"])
@@ -87,7 +89,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(step: int, whole: Finished, input
         assert torch.equal(tensor, weights(resumed)[name]), name
 
 
-def test_a_drawing_that_feeds_several_steps_goes_on_within_it_bit_for_bit(inputs: Inputs, tmp_path: Path):
+def test_a_run_resumes_within_a_rollout_batch_bit_for_bit(inputs: Inputs, tmp_path: Path):
     changes = {"score__steps_per_generation": 2, "score__num_iterations": 2, "score__stage1_steps": 4}
     sampled = {"score__eval_temperature": 1.0, "score__eval_samples": 3}
     options = score_options(**changes, **sampled, train__max_steps=7, train__learning_rate=3e-3)
@@ -103,12 +105,12 @@ def test_a_drawing_that_feeds_several_steps_goes_on_within_it_bit_for_bit(inputs
     ratios = [line["ratio_t2"] for line in whole.metrics]
     assert [ratio == pytest.approx(1.0, abs=1e-9) for ratio in ratios] == [n % 4 == 0 for n in range(7)]
     assert [line["stage"] for line in whole.metrics] == [1, 1, 1, 1, 2, 2, 2]
-    assert "ratio_t1" not in whole.metrics[0]  # in stage 1 turn 1 is not paid
+    assert "ratio_t1" not in whole.metrics[0]  # in stage 1 turn 1 has no policy gradient
     assert [path.stem for path in sorted((whole.folder.path / "samples").iterdir())] == ["step-1", "step-5"]
     last = json.loads((whole.folder.eval / "step-7.json").read_text())
     assert last["n"] == 5 * 3
     assert last["acc_t2_greedy"] in [n / 5 for n in range(6)]
-    for measured in ("acc_t1", "return_t2"):  # those of the drawing
+    for measured in ("acc_t1", "return_t2"):  # figures of the rollout batch
         assert len({line[measured] for line in whole.metrics[:4]}) == 1
 
 
@@ -124,17 +126,17 @@ def test_every_line_says_what_turn_2_did_and_the_gain_is_what_was_fixed_less_wha
     assert whole.metrics[-1]["eval_acc_t1"] == evaluations[-1]["acc_t1"]
 
 
-def test_episodes_with_other_hints_have_the_first_answers_that_were_drawn(whole: Finished):
+def test_episodes_with_other_hints_have_the_first_answers_that_were_sampled(whole: Finished):
     trainer = whole.trainer
-    trainer.cast.eval()
-    draw = {"numbers": range(6), "seed": 1, "temperature": 1.0}
+    trainer.role_models.eval()
+    settings = {"numbers": range(6), "seed": 1, "temperature": 1.0}
     questions = [trainer.questions[n % 2] for n in range(6)]
-    firsts = [episode.first for episode in trainer.player.play(questions, **draw)]
+    firsts = [episode.first for episode in trainer.episode_sampler.sample_episodes(questions, **settings)]
     for hints in ("empty", "static", "right"):
-        anew = trainer.player.play(questions, **draw, hints=hints)
-        with patch.object(trainer.player, "_draw", wraps=trainer.player._draw) as draws:
-            assert trainer.player.play(questions, **draw, hints=hints, firsts=firsts) == anew
-        assert draws.call_count == 1  # the second answers
+        anew = trainer.episode_sampler.sample_episodes(questions, **settings, hints=hints)
+        with patch.object(trainer.episode_sampler, "_generate", wraps=trainer.episode_sampler._generate) as calls:
+            assert trainer.episode_sampler.sample_episodes(questions, **settings, hints=hints, firsts=firsts) == anew
+        assert calls.call_count == 1  # the second answers
 
 
 def test_a_trackers_curves_of_the_evaluation_begin_at_step_0(whole: Finished):
@@ -157,26 +159,26 @@ def test_both_adapters_load_in_plain_peft(whole: Finished, inputs: Inputs):
     assert result is not None
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(inputs.model), str(result))
     model.load_adapter(str(result / "guide"), "guide")
-    trained = whole.trainer.cast.model.eval()
+    trained = whole.trainer.role_models.model.eval()
     ids = torch.tensor([[2, 7, 3, 8]])
     for role, name in (("solver", "default"), ("guide", "guide")):
         model.set_adapter(name)
-        with whole.trainer.cast.speaking(role):
+        with whole.trainer.role_models.use_role(role):
             torch.testing.assert_close(model(ids).logits, trained(ids).logits)
 
 
 def test_a_value_coefficient_of_0_is_learning_without_a_value_bit_for_bit(inputs: Inputs, tmp_path: Path):
     options = score_options(score__value_coef=0.0, score__advantage="rloo")
     plain = train(tmp_path / "plain", inputs, **options)
-    assert "value" not in plain.trainer.cast.parts
-    real = Cast.__init__
+    assert "value" not in plain.trainer.role_models.trainable
+    real = RoleModels.__init__
 
-    def with_head(self: Cast, model: Any, **given: Any) -> None:
+    def with_head(self: RoleModels, model: Any, **given: Any) -> None:
         real(self, model, **{**given, "has_value": True})
 
-    with patch.object(Cast, "__init__", with_head):
+    with patch.object(RoleModels, "__init__", with_head):
         valued = train(tmp_path / "valued", inputs, **options)
-    assert "value" in valued.trainer.cast.parts
+    assert "value" in valued.trainer.role_models.trainable
     assert weights(plain).keys() == weights(valued).keys()
     for name, tensor in weights(plain).items():
         assert torch.equal(tensor, weights(valued)[name]), name
@@ -184,13 +186,13 @@ def test_a_value_coefficient_of_0_is_learning_without_a_value_bit_for_bit(inputs
 
 def test_a_model_that_cannot_use_a_right_hint_is_refused_with_the_gain(inputs: Inputs, tmp_path: Path):
     with pytest.raises(RunError, match=r"cannot use a hint: .* a gain of 0\.\d+|a gain of -0\.\d+"):
-        train(tmp_path, inputs, **score_options(score__hint_gain=0.9))
+        train(tmp_path, inputs, **score_options(score__min_hint_gain=0.9))
 
 
 @pytest.mark.parametrize("guidance", ["none", "static", "model"])
 def test_other_kinds_of_guidance_train_the_solver_alone(guidance: str, inputs: Inputs, tmp_path: Path):
     run = train(tmp_path, inputs, **score_options(score__guidance=guidance, train__max_steps=2))
-    assert set(run.trainer.cast.parts) == {"solver"} | ({"value"} if guidance == "model" else set())
+    assert set(run.trainer.role_models.trainable) == {"solver"} | ({"value"} if guidance == "model" else set())
     assert not any("kl_guide" in line for line in run.metrics)
     leaks = [line["hint_tokens"] for line in run.metrics]
     assert all(tokens == {"none": 0, "static": 1}.get(guidance, tokens) for tokens in leaks)

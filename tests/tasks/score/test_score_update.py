@@ -12,12 +12,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from sftplay.config.schema.score import ScoreConfig
-from sftplay.machine.releases import recompute
-from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
-from sftplay.tasks.score.role_models import ADAPTERS, Cast
+from sftplay.machine.libraries import recompute
+from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
+from sftplay.tasks.score.role_models import ADAPTER_NAMES, RoleModels
 from sftplay.tasks.score.sample_episodes import Action
 from sftplay.tasks.score.scoring import ActionBatch, score_actions
-from sftplay.tasks.score.update import Batch, Update
+from sftplay.tasks.score.update import MinibatchSetup, PolicyGradients
 
 ACTIONS = [
     Action(prompt=[ID[c] for c in prompt], ids=[ID[answer], ID["<end>"]], log_probs=[-1.0, -0.1], is_truncated=False)
@@ -34,130 +34,132 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cast(folder: Path) -> Cast:
+def role_models(folder: Path) -> RoleModels:
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(folder)
     model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    cast = Cast(model, has_guide=True, guide_learns=True, has_value=True)
+    role_models = RoleModels(model, has_guide=True, guide_learns=True, has_value=True)
     for role in ("solver", "guide"):  # as after some steps: both halves of a pair are there
-        for parameter in cast.parts[role]:
+        for parameter in role_models.trainable[role]:
             parameter.data.normal_(0, 0.05)
-    return cast
+    return role_models
 
 
-def update(cast: Cast, **changes) -> Update:
+def update(role_models: RoleModels, **changes) -> PolicyGradients:
     score = ScoreConfig(max_new_tokens=2, max_hint_tokens=2, **changes)
-    batch = Batch(
+    batch = MinibatchSetup(
         micro_batch=2, n_episodes=N, pad=ID["<pad>"], backward=lambda loss: loss.backward(),
         context=nullcontext,
     )  # fmt: skip
-    return Update(cast, score, batch=batch)
+    return PolicyGradients(role_models, score, batch=batch)
 
 
-def gradients(cast: Cast, part: str) -> torch.Tensor:
-    pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in cast.parts[part]]
+def gradients(role_models: RoleModels, part: str) -> torch.Tensor:
+    pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in role_models.trainable[part]]
     flat = torch.cat([piece.flatten() for piece in pieces]).clone()
-    cast.model.zero_grad()
+    role_models.model.zero_grad()
     return flat
 
 
-def of_the_value_loss(cast: Cast, **changes) -> torch.Tensor:
+def of_the_value_loss(role_models: RoleModels, **changes) -> torch.Tensor:
     """The guide's gradient where nothing else is learned."""
-    step = update(cast, beta_guide=0.0, **changes)
-    step.guide(ACTIONS, advantage=torch.zeros(N), outcome=torch.tensor([1.0, 0.0, 1.0]), n_tokens=6)
-    return gradients(cast, "guide")
+    step = update(role_models, beta_guide=0.0, **changes)
+    step.learn_guide(ACTIONS, advantage=torch.zeros(N), value_target=torch.tensor([1.0, 0.0, 1.0]), n_tokens=6)
+    return gradients(role_models, "guide")
 
 
-def test_the_guide_gets_the_value_losss_gradient_in_shared_trunk_alone_and_in_proportion(cast: Cast):
-    one = of_the_value_loss(cast, value_flow="shared_trunk", value_coef=1.0)
+def test_the_guide_gets_the_value_losss_gradient_in_shared_trunk_alone_and_in_proportion(role_models: RoleModels):
+    one = of_the_value_loss(role_models, value_flow="shared_trunk", value_coef=1.0)
     assert one.norm() > 1e-4
     for value_coef in (0.1, 0.01, 0.001):
-        mine = of_the_value_loss(cast, value_flow="shared_trunk", value_coef=value_coef)
+        mine = of_the_value_loss(role_models, value_flow="shared_trunk", value_coef=value_coef)
         torch.testing.assert_close(mine, one * value_coef, rtol=1e-4, atol=1e-9)
-    stopped = of_the_value_loss(cast, value_flow="stop", value_coef=1.0)
+    stopped = of_the_value_loss(role_models, value_flow="stop", value_coef=1.0)
     assert stopped.norm() == 0
 
 
-def test_straight_through_moves_the_guide_and_leaves_the_head_to_its_own_loss(cast: Cast):
-    mine = of_the_value_loss(cast, value_flow="straight_through", value_coef=0.1)
+def test_straight_through_moves_the_guide_and_leaves_the_head_to_its_own_loss(role_models: RoleModels):
+    mine = of_the_value_loss(role_models, value_flow="straight_through", value_coef=0.1)
     assert mine.norm() > 1e-6
-    twice = of_the_value_loss(cast, value_flow="straight_through", value_coef=0.2)
+    twice = of_the_value_loss(role_models, value_flow="straight_through", value_coef=0.2)
     torch.testing.assert_close(twice, 2 * mine, rtol=1e-4, atol=1e-9)
 
 
-def test_each_role_trains_its_own_weights(cast: Cast):
-    step = update(cast, value_flow="stop")
-    step.solver(ACTIONS, turn=1, advantage=torch.ones(N), beta=0.1, n_tokens=6)
-    assert gradients(cast, "guide").norm() == 0
-    step.solver(ACTIONS, turn=2, advantage=torch.ones(N), beta=0.1, n_tokens=6)
-    assert gradients(cast, "solver").norm() > 1e-4
-    step.guide(ACTIONS, advantage=torch.ones(N), outcome=torch.ones(N), n_tokens=6)
-    assert gradients(cast, "solver").norm() == 0
+def test_each_role_trains_its_own_weights(role_models: RoleModels):
+    step = update(role_models, value_flow="stop")
+    step.learn_solver(ACTIONS, turn=1, advantage=torch.ones(N), beta=0.1, n_tokens=6)
+    assert gradients(role_models, "guide").norm() == 0
+    step.learn_solver(ACTIONS, turn=2, advantage=torch.ones(N), beta=0.1, n_tokens=6)
+    assert gradients(role_models, "solver").norm() > 1e-4
+    step.learn_guide(ACTIONS, advantage=torch.ones(N), value_target=torch.ones(N), n_tokens=6)
+    assert gradients(role_models, "solver").norm() == 0
 
 
-def test_scores_are_those_of_a_plain_forward_pass_and_micro_batches_change_nothing(cast: Cast):
-    whole = ActionBatch.of(ACTIONS, pad=ID["<pad>"], device="cpu")
-    scores = score_actions(cast, whole, role="solver", temperature=0.7, kl="full")
+def test_scores_are_those_of_a_plain_forward_pass_and_micro_batches_change_nothing(role_models: RoleModels):
+    whole = ActionBatch.from_actions(ACTIONS, pad=ID["<pad>"], device="cpu")
+    scores = score_actions(role_models, whole, role="solver", temperature=0.7, kl="full")
     for number, action in enumerate(ACTIONS):
         ids = torch.tensor([action.prompt + action.ids])
         place = len(action.prompt) - 1
-        mine = (cast.model(ids).logits[0, place:-1] / 0.7).log_softmax(-1)
-        with cast.reference("solver"):
-            frozen = (cast.model(ids).logits[0, place:-1] / 0.7).log_softmax(-1)
+        mine = (role_models.model(ids).logits[0, place:-1] / 0.7).log_softmax(-1)
+        with role_models.reference("solver"):
+            frozen = (role_models.model(ids).logits[0, place:-1] / 0.7).log_softmax(-1)
         kl = torch.nn.functional.kl_div(frozen, mine, log_target=True, reduction="none").sum(-1)
         chosen = mine.gather(-1, torch.tensor(action.ids)[:, None])[:, 0]
         torch.testing.assert_close(scores.log_probs[number], chosen, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(scores.kl[number], kl, atol=1e-5, rtol=1e-4)
     found = []
     for micro_batch in (1, 3):
-        step = update(cast)
+        step = update(role_models)
         object.__setattr__(step.batch, "micro_batch", micro_batch)
-        step.solver(ACTIONS, turn=2, advantage=torch.tensor([1.0, -2.0, 0.5]), beta=0.1, n_tokens=6)
-        found.append(gradients(cast, "solver"))
+        step.learn_solver(ACTIONS, turn=2, advantage=torch.tensor([1.0, -2.0, 0.5]), beta=0.1, n_tokens=6)
+        found.append(gradients(role_models, "solver"))
     torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
 
 
-def test_layers_that_are_computed_anew_find_the_adapter_of_their_role(cast: Cast):
+def test_layers_that_are_computed_anew_find_the_adapter_of_their_role(role_models: RoleModels):
     found = []
     for recomputes in (False, True):
         if recomputes:
-            recompute(cast.model)
-            cast.train()
-        step = update(cast)
-        step.guide(ACTIONS, advantage=torch.ones(N), outcome=torch.ones(N), n_tokens=6)
-        found.append(gradients(cast, "guide"))
+            recompute(role_models.model)
+            role_models.train()
+        step = update(role_models)
+        step.learn_guide(ACTIONS, advantage=torch.ones(N), value_target=torch.ones(N), n_tokens=6)
+        found.append(gradients(role_models, "guide"))
     assert found[0].norm() > 1e-4
     torch.testing.assert_close(*found)
 
 
-def test_kl_pulls_both_models_back_and_its_gradient_is_not_nothing(cast: Cast):
+def test_kl_pulls_both_models_back_and_its_gradient_is_not_nothing(role_models: RoleModels):
     for kl in ("full", "k3"):
-        step = update(cast, kl=kl)
-        step.solver(ACTIONS, turn=1, advantage=None, beta=1.0, n_tokens=6)
-        assert gradients(cast, "solver").norm() > 1e-4
+        step = update(role_models, kl=kl)
+        step.learn_solver(ACTIONS, turn=1, advantage=None, beta=1.0, n_tokens=6)
+        assert gradients(role_models, "solver").norm() > 1e-4
         assert step.sums["kl_t1"] > 0
 
 
-def test_the_reference_is_the_base_and_holds_no_weights(cast: Cast, folder: Path):
+def test_the_reference_is_the_base_and_holds_no_weights(role_models: RoleModels, folder: Path):
     base = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([ACTIONS[0].prompt])
-    with cast.reference("guide") as model:
+    with role_models.reference("guide") as model:
         torch.testing.assert_close(model(ids).logits, base(ids).logits)
-    assert all(parameter.requires_grad for part in cast.parts.values() for parameter in part)
-    assert {name.split(".lora_")[1].split(".")[1] for name, _ in cast.model.named_parameters() if "lora_" in name} == {
+    assert all(parameter.requires_grad for part in role_models.trainable.values() for parameter in part)
+    assert {
+        name.split(".lora_")[1].split(".")[1] for name, _ in role_models.model.named_parameters() if "lora_" in name
+    } == {
         "default",
         "guide",
     }
 
 
 @pytest.mark.parametrize("whole", [None, ["lm_head"]], ids=["pairs alone", "pairs and a whole layer"])
-def test_a_role_speaks_with_the_adapter_that_peft_sets(folder: Path, whole: list[str] | None):
+def test_a_role_uses_the_adapter_that_peft_sets(folder: Path, whole: list[str] | None):
     base = AutoModelForCausalLM.from_pretrained(folder)
     targets = ["q_proj", "down_proj"]
     config = LoraConfig(r=4, target_modules=targets, modules_to_save=whole, task_type="CAUSAL_LM")
-    cast = Cast(get_peft_model(base, config), has_guide=True, guide_learns=True, has_value=False)
+    role_models = RoleModels(get_peft_model(base, config), has_guide=True, guide_learns=True, has_value=False)
     torch.manual_seed(0)
-    for name, parameter in cast.model.named_parameters():
+    for name, parameter in role_models.model.named_parameters():
         if "lora_" in name or "modules_to_save" in name:
             parameter.data.normal_(0, 0.05)
 
@@ -167,25 +169,25 @@ def test_a_role_speaks_with_the_adapter_that_peft_sets(folder: Path, whole: list
         }
         return model.active_adapter, layers, model(torch.tensor([ACTIONS[0].prompt])).logits.tolist()
 
-    trained = {name: parameter.requires_grad for name, parameter in cast.model.named_parameters()}
-    spoken = {}
-    for role, adapter in ADAPTERS.items():
-        with cast.speaking(role) as model:
-            spoken[role] = state(model)
+    trained = {name: parameter.requires_grad for name, parameter in role_models.model.named_parameters()}
+    states = {}
+    for role, adapter in ADAPTER_NAMES.items():
+        with role_models.use_role(role) as model:
+            states[role] = state(model)
             assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == trained
             model.set_adapter(adapter)
-            assert spoken[role] == state(model)
-    assert spoken["solver"] != spoken["guide"]
+            assert states[role] == state(model)
+    assert states["solver"] != states["guide"]
 
 
-def test_the_reference_has_no_dropout_and_the_role_that_learns_keeps_its_own(cast: Cast):
-    for layer in cast.model.base_model.model.model.layers:
+def test_the_reference_has_no_dropout_and_the_role_that_learns_keeps_its_own(role_models: RoleModels):
+    for layer in role_models.model.base_model.model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    batch = ActionBatch.of(ACTIONS, pad=ID["<pad>"], device="cpu")
-    cast.train()
-    with torch.no_grad(), cast.reference("solver") as frozen:
+    batch = ActionBatch.from_actions(ACTIONS, pad=ID["<pad>"], device="cpu")
+    role_models.train()
+    with torch.no_grad(), role_models.reference("solver") as frozen:
         first, again = (frozen(input_ids=batch.ids).logits for _ in range(2))
     assert torch.equal(first, again)
-    assert cast.model.training
-    with torch.no_grad(), cast.speaking("solver") as solver:
+    assert role_models.model.training
+    with torch.no_grad(), role_models.use_role("solver") as solver:
         assert not torch.equal(solver(input_ids=batch.ids).logits, solver(input_ids=batch.ids).logits)

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from untimed_metrics import lines_of
 
 from sftplay.plan.devices.layout import Layout
-from sftplay.tasks.score.kept_weights import load_weights, save_weights
-from sftplay.tasks.score.role_models import Cast
-from sftplay.tasks.score.shards import gathered, load_whole
+from sftplay.tasks.score.checkpoint_weights import load_weights, save_weights
+from sftplay.tasks.score.role_models import RoleModels
+from sftplay.tasks.score.shards import gather_tensor, load_full_weights
 
 pytestmark = pytest.mark.slow
 
@@ -90,8 +90,8 @@ def test_models_in_shards_learn_what_whole_ones_learn(home: Path, inputs: Inputs
     assert [rank["model_class"] for rank in ranks] == ["FSDPModels"] * 2
     assert_close(sharded, shared)
     for step in (1, 3):
-        played, its = (episodes(run / "samples" / f"step-{step}.jsonl") for run in (sharded, shared))
-        assert played == its
+        found, expected = (episodes(run / "samples" / f"step-{step}.jsonl") for run in (sharded, shared))
+        assert found == expected
     began = AutoModelForCausalLM.from_pretrained(inputs.model).state_dict()
     assert any(not torch.equal(t, began[name.partition("/")[2]]) for name, t in weights(sharded).items())
 
@@ -117,7 +117,7 @@ def test_a_run_in_shards_goes_on_in_shards_and_in_another_placement(
     runs = Outputs(home)
     name, whole = f"on-{placement}", runs.folder("sharded").path
     shutil.copytree(whole, runs.folder(name).path)
-    runs.cut_off(name, 3)  # within the second drawing
+    runs.cut_off(name, 3)  # within the second rollout batch
     changes = [f"run_name={name}", f"score.placement={placement}"]
     words = ["--config", home / "sharded.yaml", "--nproc", processes, *changes]
     done = sftplay("resume", *words)
@@ -131,11 +131,11 @@ def test_a_run_in_shards_goes_on_in_shards_and_in_another_placement(
 
 
 def test_models_in_shards_take_the_whole_weights_of_a_checkpoint(inputs: Inputs, tmp_path: Path):
-    def cast(placement: Any) -> Cast:
+    def build_role_models(placement: Any) -> RoleModels:
         model = AutoModelForCausalLM.from_pretrained(inputs.model)
-        return Cast(model, has_guide=True, guide_learns=True, has_value=True, layout=Layout(placement=placement))
+        return RoleModels(model, has_guide=True, guide_learns=True, has_value=True, layout=Layout(placement=placement))
 
-    whole = cast("roles")
+    whole = build_role_models("roles")
     for model in (*whole.models.values(), whole.value_head):
         for parameter in model.parameters():
             parameter.data.normal_()
@@ -143,12 +143,15 @@ def test_models_in_shards_take_the_whole_weights_of_a_checkpoint(inputs: Inputs,
     whole.model.save_pretrained(tmp_path)
 
     def loaded() -> list[tuple[str, list[torch.Tensor]]]:
-        mine = cast("sharded")
-        mine.shard("no")
-        load_weights(mine, tmp_path)
-        load_whole(mine.model, tmp_path)
-        return [(part, [gathered(weight.detach()) for weight in weights]) for part, weights in mine.parts.items()]
+        sharded = build_role_models("sharded")
+        sharded.shard("no")
+        load_weights(sharded, tmp_path)
+        load_full_weights(sharded.model, tmp_path)
+        return [
+            (part, [gather_tensor(weight.detach()) for weight in weights])
+            for part, weights in sharded.trainable.items()
+        ]
 
     for rank in on_ranks(2, loaded, tmp_path / "ranks"):
         for part, weights in rank:
-            assert all(torch.equal(*pair) for pair in zip(weights, whole.parts[part], strict=True)), part
+            assert all(torch.equal(*pair) for pair in zip(weights, whole.trainable[part], strict=True)), part

@@ -19,30 +19,30 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.report.episodes import _correct
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor
-from sftplay.tasks.score.advantages import Advantages, Outcome, credit_of
-from sftplay.tasks.score.episode_rewards import EpisodeJudge, Verdict, describe, expect_known, line_of
+from sftplay.tasks.score.advantages import Advantages, EpisodeRewards, compute_advantages
+from sftplay.tasks.score.episode_rewards import EpisodeResult, RewardScorer, describe, expect_known, format_episode
 from sftplay.tasks.score.sample_episodes import Action, Episode
 from sftplay.tasks.score.value_model import ValueHead, value_loss
 
 GROUP = 4
 
 
-def outcome(first: list[float], second: list[float], known: list[float], **more: Any) -> Outcome:
+def rewards(first: list[float], second: list[float], known: list[float], **more: Any) -> EpisodeRewards:
     n = len(first)
-    return Outcome(
+    return EpisodeRewards(
         *(torch.tensor(each, dtype=torch.float32) for each in (first, second, known)),
         form_first=torch.ones(n), form_second=torch.ones(n), leak=torch.zeros(n),
         value=more.get("value"), critic=more.get("critic"),
     )  # fmt: skip
 
 
-def credit(found: Outcome, **score: Any) -> Advantages:
-    return credit_of(found, ScoreConfig(episodes_per_problem=GROUP, alpha=10.0, **score), stage=2)
+def advantages(found: EpisodeRewards, **score: Any) -> Advantages:
+    return compute_advantages(found, ScoreConfig(episodes_per_problem=GROUP, alpha=10.0, **score), stage=2)
 
 
 @pytest.mark.parametrize("advantage", ["rloo", "batch"])
 def test_three_right_episodes_and_an_unknown_one_have_no_advantage(advantage: str):
-    found = credit(outcome([0, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0]), advantage=advantage, scale="none")
+    found = advantages(rewards([0, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0]), advantage=advantage, scale="none")
     assert found.first is not None
     for gain in (found.first, found.second, found.guide):
         assert gain.tolist() == pytest.approx([0.0] * 4, abs=1e-6)
@@ -57,11 +57,11 @@ def test_known_episodes_are_worth_what_they_are_worth_without_the_unknown_ones(a
     first, second = [0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
     value = torch.tensor([0.9, 0.8, 0.3, 0.1, 0.2, 0.7, 0.6, 0.4])
     kept = [1, 2, 3, 4, 5, 6]
-    whole = credit(
-        outcome(first, second, [float(n in kept) for n in range(8)], value=value), advantage=advantage, scale=scale
+    whole = advantages(
+        rewards(first, second, [float(n in kept) for n in range(8)], value=value), advantage=advantage, scale=scale
     )
-    alone = credit_of(
-        outcome([first[n] for n in kept], [second[n] for n in kept], [1.0] * 6, value=value[kept]),
+    alone = compute_advantages(
+        rewards([first[n] for n in kept], [second[n] for n in kept], [1.0] * 6, value=value[kept]),
         ScoreConfig(episodes_per_problem=3, alpha=10.0, advantage=advantage, scale=scale),
         stage=2,
     )
@@ -74,10 +74,10 @@ def test_known_episodes_are_worth_what_they_are_worth_without_the_unknown_ones(a
 
 
 def test_an_episode_whose_problem_has_no_other_known_one_is_compared_with_nothing():
-    found = credit(outcome([0] * 8, [1, 0, 0, 0, 1, 0, 1, 0], [1, 0, 0, 0, 1, 1, 1, 1]), advantage="rloo")
+    found = advantages(rewards([0] * 8, [1, 0, 0, 0, 1, 0, 1, 0], [1, 0, 0, 0, 1, 1, 1, 1]), advantage="rloo")
     assert found.second[:4].tolist() == [0] * 4
     assert found.second.isfinite().all()
-    lost = credit(outcome([0] * 4, [0] * 4, [0] * 4, value=torch.ones(4)))
+    lost = advantages(rewards([0] * 4, [0] * 4, [0] * 4, value=torch.ones(4)))
     assert lost.second.tolist() == [0] * 4
     assert lost.figures["return_t2"] is None
 
@@ -85,7 +85,7 @@ def test_an_episode_whose_problem_has_no_other_known_one_is_compared_with_nothin
 def test_the_critic_is_trusted_by_what_it_explains_of_known_returns():
     second = [1.0, 0.0, 1.0, 0.0]
     good = torch.tensor([11.0, 0.0, 11.0, 500.0])  # off by far where nothing is known
-    found = credit(outcome([0] * 4, second, [1, 1, 1, 0], critic=torch.stack([good, good, good, 0 * good])))
+    found = advantages(rewards([0] * 4, second, [1, 1, 1, 0], critic=torch.stack([good, good, good, 0 * good])))
     assert found.figures["critic_is_baseline_t2"] == 1
 
 
@@ -103,8 +103,8 @@ def test_v_learns_nothing_from_an_unknown_target():
         torch.testing.assert_close(mine, its)
 
 
-def verdict(first: float | None, second: float | None, **more: Any) -> Verdict:
-    return Verdict(
+def result(first: float | None, second: float | None, **more: Any) -> EpisodeResult:
+    return EpisodeResult(
         first=first, second=second, is_known=None not in (first, second), form_first=None,
         form_second=first is not None, is_parsed=True, leaks=False, n_cut=0, hint_tokens=1, edit_ratio=0.5,
         is_identical=more.get("same", False),
@@ -112,8 +112,8 @@ def verdict(first: float | None, second: float | None, **more: Any) -> Verdict:
 
 
 def test_accuracies_are_shares_of_the_known_episodes_and_the_others_are_counted():
-    known = [verdict(1.0, 1.0), verdict(1.0, 0.0), verdict(0.0, 1.0), verdict(0.5, 0.0, same=True)]
-    told, alone = describe([*known, verdict(1.0, None), verdict(None, 0.0, same=True)]), describe(known)
+    known = [result(1.0, 1.0), result(1.0, 0.0), result(0.0, 1.0), result(0.5, 0.0, same=True)]
+    told, alone = describe([*known, result(1.0, None), result(None, 0.0, same=True)]), describe(known)
     names = ("acc_t1", "acc_t2", "delta", "i2c", "c2i", "fix_rate", "break_rate", "reward_t1", "reward_t2", "repeats")
     assert {name: told[name] for name in names} == {name: alone[name] for name in names}
     assert told["c2i"] == 0.25
@@ -140,7 +140,7 @@ class Words:
 
 
 def test_an_unknown_reward_is_null_for_people_who_read_the_episode():
-    line = line_of(EPISODE, verdict(1.0, None), tokenizer=Words())
+    line = format_episode(EPISODE, result(1.0, None), tokenizer=Words())
     assert (line["rewards"], line["correct"]) == ([1.0, None], [True, None])
     assert _correct(line) == (True, None)
 
@@ -161,22 +161,22 @@ class Rewards:
         return BatchRewards({"tests": found}, [{"status": "ok"}] * len(texts), frozenset({"tests"}))
 
 
-def judge_of(value: float | None, monkeypatch: pytest.MonkeyPatch) -> EpisodeJudge:
+def build_scorer(value: float | None, monkeypatch: pytest.MonkeyPatch) -> RewardScorer:
     monkeypatch.setattr("sftplay.tasks.score.episode_rewards.RewardSet", lambda cfg: Rewards(value))
     cfg = RunConfig.model_validate({"model": {"name": "m"}, "rewards": [{"name": "tests", "use": "code_tests"}]})
-    return EpisodeJudge(cfg, columns=[], tokenizer=Words())
+    return RewardScorer(cfg, columns=[], tokenizer=Words())
 
 
 def test_ranks_stop_together_where_the_rewards_of_one_of_them_abstain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Before, the rank with the broken box raised alone, and the other waited for its verdicts."""
+    """Before, the rank with the broken box raised alone, and the other waited for the results."""
 
     def work() -> tuple[int, str]:
         from sftplay import log
 
-        judge = judge_of(None if log.rank() == 0 else 1.0, monkeypatch)
+        reward_scorer = build_scorer(None if log.rank() == 0 else 1.0, monkeypatch)
         for call in range(20):
             try:
-                judge.judge([EPISODE] * 4, heartbeat=Heartbeat())
+                reward_scorer.score([EPISODE] * 4, heartbeat=Heartbeat())
             except RunError as error:
                 return call, error.what
         return 20, ""

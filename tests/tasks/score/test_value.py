@@ -1,4 +1,4 @@
-"""How far the gradient of the value goes, and the critic's slow copy."""
+"""How far the gradient of the value goes, and the target critic."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import nn
 
 from sftplay.tasks.score.value_model import (
     Critic,
+    CriticInputs,
+    PaddedTokens,
     SeparateValue,
     TextEncoder,
-    Tokens,
     ValueHead,
-    Visits,
     critic_loss,
-    opinion,
-    slow_copy,
+    estimate_values,
+    make_target_critic,
     soft_update,
     straight_through,
     value_loss,
@@ -72,7 +72,7 @@ def test_straight_through_embeds_the_tokens_and_learns_by_the_mixture():
 
 
 def tokens(*rows):
-    return Tokens.of(rows)
+    return PaddedTokens.from_rows(rows)
 
 
 def test_what_an_encoder_says_of_a_text_does_not_depend_on_its_neighbours():
@@ -95,43 +95,47 @@ def test_a_separate_value_learns_who_is_right_from_tokens_alone():
     assert value(texts).tolist() == pytest.approx(TARGET.tolist(), abs=0.1)
 
 
-def test_a_slow_copy_comes_nearer_by_the_same_share_each_time():
+def test_a_target_critic_moves_by_the_same_share_at_each_update():
     torch.manual_seed(3)
     critic, start = Critic(7, 8), Critic(7, 8)
-    slow = slow_copy(start)
-    assert not any(p.requires_grad for p in slow.parameters())
+    target_critic = make_target_critic(start)
+    assert not any(p.requires_grad for p in target_critic.parameters())
     for _ in range(5):
-        soft_update(slow, critic, tau=0.1)
-    for mine, its, began in zip(slow.parameters(), critic.parameters(), start.parameters(), strict=True):
+        soft_update(target_critic, critic, tau=0.1)
+    for mine, its, began in zip(target_critic.parameters(), critic.parameters(), start.parameters(), strict=True):
         torch.testing.assert_close((mine - its).abs(), (began - its).abs() * 0.9**5, rtol=1e-4, atol=1e-6)
 
 
 def test_the_critic_learns_the_returns_and_what_lies_ahead():
     torch.manual_seed(4)
     critic = Critic(7, 8)
-    slow = slow_copy(critic)
-    first = Visits(tokens([1, 2], [1, 2]), tokens([3], [4]), tokens([4], [3]))
-    second = Visits(tokens([1, 3], [1, 4]), tokens([5], [6]), tokens([6], [5]))
+    target_critic = make_target_critic(critic)
+    first = CriticInputs(tokens([1, 2], [1, 2]), tokens([3], [4]), tokens([4], [3]))
+    second = CriticInputs(tokens([1, 3], [1, 4]), tokens([5], [6]), tokens([6], [5]))
     returns = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])
     known = {"turns": (first, second), "returns": returns, "weight": torch.ones(2), "n_episodes": 2}
-    losses = critic_loss(critic, slow, discount=0.5, **known)
-    ahead = slow.v_values(second.state).min(0).values
+    losses = critic_loss(critic, target_critic, discount=0.5, **known)
+    ahead = target_critic.v_values(second.state).min(0).values
     q1 = critic.q_values(first.state, first.answer)
     by_hand = sum((q1[twin] - (returns[0] + 0.5 * ahead)).square().mean() for twin in range(2)) / 2
     torch.testing.assert_close(losses["q1"], by_hand)
     optimizer = torch.optim.Adam(critic.parameters(), lr=1e-2)
     for _ in range(150):
         optimizer.zero_grad()
-        sum(critic_loss(critic, slow, discount=0.0, **known).values()).backward()
+        sum(critic_loss(critic, target_critic, discount=0.0, **known).values()).backward()
         optimizer.step()
-        soft_update(slow, critic, tau=0.1)
+        soft_update(target_critic, critic, tau=0.1)
     assert critic.q_values(second.state, second.answer).min(0).values.tolist() == pytest.approx([1, 0], abs=0.1)
-    worth, expected = opinion(critic, second)
+    worth, expected = estimate_values(critic, second)
     assert (worth - expected)[0] > (worth - expected)[1]
-    half = critic_loss(critic, slow, discount=0.0, **{**known, "weight": torch.tensor([1.0, 0.0]), "n_episodes": 1})
-    first, second = (Visits(*(Tokens(part.ids[:1], part.lengths[:1]) for part in turn)) for turn in (first, second))
+    half = critic_loss(
+        critic, target_critic, discount=0.0, **{**known, "weight": torch.tensor([1.0, 0.0]), "n_episodes": 1}
+    )
+    first, second = (
+        CriticInputs(*(PaddedTokens(part.ids[:1], part.lengths[:1]) for part in turn)) for turn in (first, second)
+    )
     alone = critic_loss(
-        critic, slow, discount=0.0, turns=(first, second), returns=(returns[0][:1], returns[1][:1]),
+        critic, target_critic, discount=0.0, turns=(first, second), returns=(returns[0][:1], returns[1][:1]),
         weight=torch.ones(1), n_episodes=1,
     )  # fmt: skip
     torch.testing.assert_close(half, alone)

@@ -20,8 +20,7 @@ from sftplay.data.ingest.children.pool import ChildPool
 from sftplay.data.ingest.run.records import KEPT, Records, compare
 from sftplay.data.ingest.run.report import report_of
 from sftplay.data.ingest.run.stages import FINISH, READ, Document, finish_all, read_all, repeated_lines
-from sftplay.data.ingest.run.walk import Found, shown, walk
-from sftplay.data.ingest.run.work import ERRORS, Work
+from sftplay.data.ingest.run.walk import ERRORS, Found, Work, shown, walk
 from sftplay.data.ingest.settings import CLEANING, Settings
 from sftplay.data.ingest.steps import cleaning, language
 from sftplay.errors import ConfigError, DataError

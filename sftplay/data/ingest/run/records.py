@@ -13,8 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sftplay.data.ingest.duplicates.near import Pair, candidates, find_near, first_of_equal, rows_of_a_band
-from sftplay.data.ingest.duplicates.shingles import PERMUTATIONS, Hashes, Signature
+from sftplay.data.ingest.duplicates import (
+    PERMUTATIONS,
+    Hashes,
+    Pair,
+    Signature,
+    candidates,
+    find_near,
+    first_of_equal,
+    rows_of_a_band,
+)
 from sftplay.data.ingest.run.stages import Chunk
 from sftplay.data.ingest.settings import Settings
 from sftplay.data.ingest.steps.finishing import COLUMNS, read_table

@@ -13,11 +13,10 @@ from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.data.ingest.children.pool import ChildPool, End, Task
 from sftplay.data.ingest.children.server import NO_ROOM_CODE
-from sftplay.data.ingest.run.walk import Found, shown
-from sftplay.data.ingest.run.work import ERRORS, Work, answer_path, forget, read_answer
+from sftplay.data.ingest.run.walk import ERRORS, Found, Work, answer_path, forget, read_answer, shown
 from sftplay.data.ingest.settings import Settings
+from sftplay.data.ingest.steps.cleaning import repeated
 from sftplay.data.ingest.steps.finishing import Shard
-from sftplay.data.ingest.steps.lines import repeated
 from sftplay.data.ingest.steps.reading import is_streamed, shard_path
 from sftplay.errors import RunError, error_from_json
 

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sftplay.data.ingest.duplicates.near import band_keys
-from sftplay.data.ingest.duplicates.shingles import shingles, signature, warm_tables
+from sftplay.data.ingest.duplicates import band_keys, shingles, signature, warm_tables
+from sftplay.data.ingest.steps.cleaning import TextBlock, without_lines
 from sftplay.data.ingest.steps.language import SURE, identifier, language_of
-from sftplay.data.ingest.steps.lines import TextBlock, without_lines
 
 EXAMPLES, EXAMPLE_CHARS = 3, 300
 """Dropped records shown for each reason, and characters of each."""

@@ -1,8 +1,4 @@
-"""Reads one file, in a child process: text, cleaned block by block, goes into shards; what was found is its answer.
-
-A shard holds a document a line, as JSON: `title`, `blocks` ([text, kind, level, page]) or, for rows of a table, `text`
-as it was, and where in the file the document stands.
-"""
+"""Clean the blocks of a document one by one, and write them down."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,13 +19,104 @@ from typing import Any, BinaryIO
 from sftplay.data.ingest.by_kind import HEAD_BYTES, extract, kind_of
 from sftplay.data.ingest.children.server import FULL
 from sftplay.data.ingest.extract.document import Block, Unreadable
-from sftplay.data.ingest.extract.text.characters import open_charset
-from sftplay.data.ingest.extract.text.plain import to_block, wrap_width
+from sftplay.data.ingest.extract.text import check_characters, open_charset, to_block, wrap_width
 from sftplay.data.ingest.settings import ROWS
-from sftplay.data.ingest.steps.cleaning import Cleaner
-from sftplay.data.ingest.steps.lines import TextBlock, line_keys, write_keys
-from sftplay.data.ingest.steps.streams import long_text, text_rows
-from sftplay.errors import SftplayError
+from sftplay.data.ingest.steps.cleaning import Cleaner, TextBlock, line_keys, write_keys
+from sftplay.data.read.encodings import BOM, Charset
+from sftplay.data.read.files import suffix_of
+from sftplay.data.read.json_rows import parsed
+from sftplay.data.read.sources import Dialect, read_raw
+from sftplay.data.read.tables import parquet_rows
+from sftplay.data.records import Refused
+from sftplay.errors import DataError, SftplayError
+
+PART_CHARS = 1_000_000
+"""Most characters of a document that is cut from a long text."""
+
+READ_CHARS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A document cut from a long text."""
+
+    text: str
+    begin: int
+    """Its first character's place in the file's text, where each line ends in one character."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextRow:
+    """A row of a table, or why it is no document."""
+
+    number: int
+    """Its line, or its place in a parquet file, from 1."""
+
+    text: str = ""
+    title: str = ""
+    reason: str = ""
+    detail: str = ""
+
+
+def long_text(charset: Charset) -> Iterator[Part]:
+    """A text in parts, cut between paragraphs where there is such a place, else between lines, else between words.
+
+    Raises:
+        Unreadable: it is binary, or not in the encoding.
+    """
+    buffer, begin = "", 0
+    with charset.open(newline=None) as stream:
+        while piece := stream.read(READ_CHARS):
+            check_characters(piece, charset)
+            buffer += piece if begin or buffer else piece.removeprefix(BOM)
+            while len(buffer) > PART_CHARS:
+                end = _place_to_cut(buffer)
+                yield Part(buffer[:end], begin)
+                buffer, begin = buffer[end:], begin + end
+    if buffer:
+        yield Part(buffer, begin)
+
+
+def text_rows(path: Path, encoding: str) -> Iterator[TextRow]:
+    """The rows of a jsonl or parquet file, each with its column `text`.
+
+    Raises:
+        Unreadable: the file is damaged, or none of that kind.
+    """
+    try:
+        if suffix_of(path) == ".parquet":
+            for source, row in parquet_rows(path, columns=("text", "title")):
+                yield _text_row(source.line, row)
+        else:
+            for source, raw in read_raw(str(path), Dialect(encoding)):
+                yield _text_row(source.line, parsed(raw))
+    except DataError as error:
+        raise Unreadable("broken", error.what) from error
+
+
+def _text_row(number: int, row: dict[str, object] | Refused) -> TextRow:
+    if isinstance(row, Refused):
+        return TextRow(number, reason="broken_row", detail=row.reason)
+    text, title = row.get("text"), row.get("title")
+    if not isinstance(text, str):
+        return TextRow(number, reason="no_text", detail=f"its keys are {', '.join(map(repr, list(row)[:10]))}")
+    if not text.strip():
+        return TextRow(number, reason="empty", detail="text is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return TextRow(number, reason="broken_row", detail="holds half a character")
+    return TextRow(number, text, title if isinstance(title, str) and title.isprintable() else "")
+
+
+def _place_to_cut(text: str) -> int:
+    """Behind the last paragraph, line or word in the second half of the allowed length."""
+    for mark in ("\n\n", "\n", " "):
+        place = text.rfind(mark, PART_CHARS // 2, PART_CHARS - len(mark))
+        if place >= 0:
+            return place + len(mark)
+    return PART_CHARS
+
 
 LONG_TEXT_BYTES = 16 << 20
 """A text file above this size is cut into documents of at most a million characters."""

@@ -1,13 +1,150 @@
-"""A tree of HTML -> Markdown blocks in the order of the document."""
+"""Blocks of text of marked-up pages: paragraphs, lists, tables."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sftplay.data.ingest.extract.document import Block, heading
-from sftplay.data.ingest.extract.markup.inline import BREAK, DROPPED, inline_text, tidy
-from sftplay.data.ingest.extract.markup.tables import HEADINGS, as_markdown, cells_of, grid_of, is_layout, own_rows
+
+DROPPED_NAMES = """
+    script style noscript template svg button select input textarea iframe object embed head img audio video canvas
+    map area link meta rp rt
+"""
+DROPPED = frozenset(DROPPED_NAMES.split())
+"""Elements without text of the document."""
+
+BREAK = "\x00"
+"""Stands for a line break until white space is made one; HTML cannot hold it."""
+
+CODE, DOCUTILS_CODE = ("code", "kbd", "samp", "tt"), "docutils literal"
+"""Elements of inline code, and the class by which docutils marks it."""
+
+POWER = re.compile(r"[-+−]?\d+|[a-z]", re.A)
+EDGE = re.compile(rf"[ \t\r\n\f]*{BREAK}[ \t\r\n\f]*")
+SPACES = re.compile(r"[ \t\r\n\f]+")
+
+
+def tidy(text: str) -> str:
+    """White space as a browser shows it, with line breaks where the document has them."""
+    return SPACES.sub(" ", EDGE.sub(BREAK, text)).strip(f" {BREAK}").replace(BREAK, "\n")
+
+
+def inline_text(element: Any) -> str:
+    """The text of an element with that of its inline children; not tidied, without the element's tail."""
+    tag = element.tag
+    if not isinstance(tag, str) or tag in DROPPED:  # comments and instructions have no name
+        return ""
+    if tag == "br":
+        return BREAK
+    if tag == "math":
+        return math_text(element)
+    inner = (element.text or "") + "".join(inline_text(child) + (child.tail or "") for child in element)
+    is_code = tag in CODE or element.get("class") == DOCUTILS_CODE
+    if is_code and inner.strip() and "`" not in inner:
+        return f"`{inner.strip()}`"
+    if tag == "q":
+        return f"“{inner}”"
+    if tag == "sup" and POWER.fullmatch(inner.strip()):
+        return f"^{inner.strip()}"
+    return inner
+
+
+def math_text(element: Any) -> str:
+    """A formula as TeX where the document carries it, else as its characters."""
+    tex = element.get("alttext") or ""
+    for note in element.iter("annotation"):
+        if "tex" in (note.get("encoding") or ""):
+            tex = note.text or tex
+    tex = tex.strip().removeprefix("{\\displaystyle").removesuffix("}" if "displaystyle" in tex else "").strip()
+    return f"${tex}$" if tex else "".join(element.itertext())
+
+
+MOST_COLUMNS, MOST_ROWS_SPANNED, MOST_CELLS = 200, 1_000, 200_000
+"""A span is a number that anybody can write; what it may cost is bounded here."""
+
+LONGEST_REPEATED = 80
+"""Characters of a cell over several rows that is repeated in each of them, so that every row can be read alone."""
+
+HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
+
+
+def as_markdown(rows: Iterable[Sequence[str]]) -> str:
+    """The rows as a Markdown table whose first row is the head; empty rows and columns are left out."""
+    kept = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
+    kept = [row for row in kept if any(row)]
+    width = max(map(len, kept), default=0)
+    used = [place for place in range(width) if any(place < len(row) and row[place] for row in kept)]
+    if not used:
+        return ""
+    lines = ["| " + " | ".join(row[place] if place < len(row) else "" for place in used) + " |" for row in kept]
+    return "\n".join([lines[0], "|" + " --- |" * len(used), *lines[1:]])
+
+
+def own_rows(table: Any) -> list[Any]:
+    """The rows of a table without those of tables in its cells."""
+    rows = []
+    for child in table:
+        if child.tag == "tr":
+            rows.append(child)
+        elif child.tag in ("thead", "tbody", "tfoot"):
+            rows += [row for row in child if row.tag == "tr"]
+    return rows
+
+
+def cells_of(row: Any) -> list[Any]:
+    """The cells of one row."""
+    return [cell for cell in row if cell.tag in ("td", "th")]
+
+
+def is_layout(table: Any) -> bool:
+    """Whether a table only places things on a page: it has one column, is marked so, or holds headings."""
+    widths = [sum(_span(cell, "colspan", most=MOST_COLUMNS) for cell in cells_of(row)) for row in own_rows(table)]
+    if max(widths, default=0) <= 1 or table.get("role") in ("presentation", "none"):
+        return True
+    return any(element.tag in HEADINGS for element in table.iter())
+
+
+def grid_of(table: Any, text_of: Callable[[Any], str]) -> list[list[str]]:
+    """The table's texts by row and column, with merged cells spread over their places."""
+    grid: list[list[str]] = []
+    hanging: dict[int, tuple[int, str]] = {}  # column -> rows still to fill, text
+    n_cells = 0
+    for row in own_rows(table):
+        line: list[str] = []
+        for cell in cells_of(row):
+            _fill(line, hanging)
+            text = text_of(cell)
+            rows, columns = _span(cell, "rowspan", most=MOST_ROWS_SPANNED), _span(cell, "colspan", most=MOST_COLUMNS)
+            for place in range(columns):
+                shown = "" if place else text
+                if rows > 1:
+                    hanging[len(line)] = (rows - 1, shown if len(shown) <= LONGEST_REPEATED else "")
+                line.append(shown)
+            if len(line) > MOST_COLUMNS:
+                break
+        _fill(line, hanging)
+        n_cells += len(line)
+        if n_cells > MOST_CELLS:
+            break
+        grid.append(line)
+    return grid
+
+
+def _fill(line: list[str], hanging: dict[int, tuple[int, str]]) -> None:
+    """Put what hangs down from rows above at the end of a row."""
+    while len(line) in hanging:
+        left, text = hanging.pop(len(line))
+        if left > 1:
+            hanging[len(line)] = (left - 1, text)
+        line.append(text)
+
+
+def _span(cell: Any, name: str, *, most: int) -> int:
+    digits = (cell.get(name) or "1").strip()
+    return min(max(int(digits), 1), most) if digits.isdecimal() and len(digits) < 6 else 1
+
 
 BLOCK_NAMES = """
     address article aside blockquote body caption center dd details dialog dir div dl dt fieldset figcaption figure

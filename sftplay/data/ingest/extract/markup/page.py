@@ -1,25 +1,20 @@
-"""HTML files -> blocks: web pages without their navigation, manuals whole.
-
-What a page marks as its content is taken; where it marks nothing, all of it is, but for what says that it is
-navigation. Text is never judged by its length or its links alone, because a manual's page may be all short lines.
-"""
+"""Read pages of HTML, Markdown and mail."""
 
 from __future__ import annotations
 
 import codecs
 import re
+from email import message_from_bytes, policy
+from email.message import EmailMessage
 from pathlib import Path
 from typing import Any
 
-from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, heading
-from sftplay.data.ingest.extract.markup.blocks import blocks_of
-from sftplay.data.ingest.extract.markup.inline import inline_text, tidy
-from sftplay.data.ingest.extract.markup.tables import HEADINGS
-from sftplay.data.ingest.extract.text.characters import guess_encoding
-from sftplay.data.ingest.extract.text.gutenberg import cut_blocks
+from sftplay.data.ingest.extract.document import Block, Extracted, Kind, Unreadable, heading
+from sftplay.data.ingest.extract.markup.blocks import HEADINGS, blocks_of, inline_text, tidy
+from sftplay.data.ingest.extract.text import cut_blocks, guess_encoding, read_characters, split_plain
 from sftplay.data.read.encodings import MARKS
 
-MOST_BYTES = 32 << 20
+MOST_PAGE_BYTES = 32 << 20
 """Of one page. Its tree takes about ten times as much memory."""
 
 DECLARED = re.compile(rb"""(?:charset|encoding)\s*=\s*["']?\s*([\w.:-]+)""", re.I)
@@ -56,9 +51,9 @@ CONTENTS = re.compile(r"(?:table of )?contents|on this page|in this article", re
 
 def read_page(path: Path, encoding: str) -> Extracted:
     """An HTML file's title and blocks."""
-    if path.stat().st_size > MOST_BYTES:
+    if path.stat().st_size > MOST_PAGE_BYTES:
         raise Unreadable(
-            "too_large", f"{path.stat().st_size >> 20} MiB; pages of up to {MOST_BYTES >> 20} MiB are read"
+            "too_large", f"{path.stat().st_size >> 20} MiB; pages of up to {MOST_PAGE_BYTES >> 20} MiB are read"
         )
     data = path.read_bytes()
     text, notes, guessed = decode(data, encoding)
@@ -188,3 +183,92 @@ def content_of(body: Any) -> Any:
             if len(best.text_content()) >= LEAST_SHARE * whole:
                 return best
     return body
+
+
+MOST_MAIL_BYTES = 64 << 20
+
+
+def read_mail(path: Path, encoding: str) -> Extracted:
+    """A mail's subject and blocks."""
+    size = path.stat().st_size
+    if size > MOST_MAIL_BYTES:
+        raise Unreadable("too_large", f"{size >> 20} MiB; mails of up to {MOST_MAIL_BYTES >> 20} MiB are read")
+    mail = message_from_bytes(path.read_bytes(), policy=policy.default)
+    if any(part.get_content_type() == "application/pkcs7-mime" for part in mail.walk()):
+        raise Unreadable("encrypted", "the mail is encrypted (S/MIME)")
+    if mail.get_content_type() == "multipart/encrypted":
+        raise Unreadable("encrypted", "the mail is encrypted (PGP)")
+    subject = " ".join(str(mail.get("subject", "")).split())
+    body = mail.get_body(preferencelist=("plain", "html"))
+    blocks = _blocks(body) if isinstance(body, EmailMessage) else []
+    if not blocks and isinstance(other := mail.get_body(preferencelist=("html",)), EmailMessage):
+        blocks = _blocks(other)
+    n_attachments = sum(part.is_attachment() for part in mail.walk() if isinstance(part, EmailMessage))
+    notes = (f"attachments that are not read: {n_attachments}",) if n_attachments else ()
+    head = [heading(subject, 1)] if subject and blocks else []
+    return Extracted(subject or path.stem, (*head, *blocks), notes)
+
+
+def _blocks(part: EmailMessage) -> list[Block]:
+    """The blocks of one text of a mail."""
+    data = part.get_payload(decode=True) or b""
+    charset = part.get_content_charset() or "utf-8"
+    try:
+        text = bytes(data).decode(charset, "strict")
+    except (LookupError, UnicodeDecodeError):
+        raise Unreadable("encoding", f"the mail's text is not {charset}, which it names") from None
+    if part.get_content_subtype() == "html":
+        return parse_page(text)[1] if text.strip() else []
+    return split_plain(text.replace("\r\n", "\n"))
+
+
+KINDS: dict[str, Kind] = {
+    "bullet_list_open": "list",
+    "ordered_list_open": "list",
+    "table_open": "table",
+    "fence": "code",
+    "code_block": "code",
+}
+"""Tokens of markdown-it; all other blocks are paragraphs."""
+
+FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?\n)(?:---|\.\.\.)[ \t]*\n", re.S)
+FRONT_TITLE = re.compile(r"^title:[ \t]*[\"']?(.+?)[\"']?[ \t]*$", re.M)
+PICTURE = re.compile(r" ?(?:\[!\[[^\]]*\]\([^)\s]*(?:\s\"[^\"]*\")?\)\]\([^)]*\)|!\[[^\]]*\]\([^)]*\))")
+"""A picture, or a link that shows nothing but one, such as a badge."""
+
+MOST_MARKDOWN_BYTES = 16 << 20
+"""Of one file. Its tokens take about thirty times as much memory."""
+
+COMMENT = re.compile(r"<!--.*?-->", re.S)
+
+
+def read_markdown(path: Path, encoding: str) -> Extracted:
+    """A Markdown file's blocks."""
+    text, guessed = read_characters(path, encoding, most=MOST_MARKDOWN_BYTES)
+    front = FRONT_MATTER.match(text)
+    named = FRONT_TITLE.search(front[1]) if front else None
+    blocks = split_markdown(text[front.end() :] if front else text)
+    title = named[1] if named else next((block.text.lstrip("# ") for block in blocks if block.kind == "heading"), "")
+    return Extracted(title or path.stem, tuple(blocks), guessed_encoding=guessed)
+
+
+def split_markdown(text: str) -> list[Block]:
+    """The text's outermost blocks, each with its lines as they stand in the text."""
+    from markdown_it import MarkdownIt
+
+    lines = text.split("\n")
+    blocks = []
+    tokens = MarkdownIt("commonmark").enable("table").disable("inline").parse(text)
+    for place, token in enumerate(tokens):
+        if token.level or token.map is None or token.nesting < 0 or token.type == "hr":
+            continue
+        body = "\n".join(lines[token.map[0] : token.map[1]]).strip("\n").rstrip()
+        if token.type == "heading_open":
+            blocks.append(heading(tokens[place + 1].content, int(token.tag[1])))
+        elif token.type == "html_block":
+            blocks += parse_page(f"<body>{body}</body>", is_whole=True)[1] if COMMENT.sub("", body).strip() else []
+        else:
+            kind = KINDS.get(token.type, "paragraph")
+            body = body if kind == "code" else PICTURE.sub("", body).strip()
+            blocks += [Block(body, kind)] if body else []
+    return blocks

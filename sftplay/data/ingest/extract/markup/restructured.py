@@ -12,7 +12,7 @@ from typing import Any
 
 from sftplay.data.ingest.extract.document import Extracted, Unreadable, heading, need
 from sftplay.data.ingest.extract.markup.page import parse_page
-from sftplay.data.ingest.extract.text.characters import read_characters
+from sftplay.data.ingest.extract.text import read_characters
 
 LONGEST_LINE = 100_000
 """Characters; above it docutils, whose rules look far ahead, gets slow."""

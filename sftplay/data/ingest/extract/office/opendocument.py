@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable
-from sftplay.data.ingest.extract.markup.blocks import blocks_of
-from sftplay.data.ingest.extract.markup.inline import BREAK
+from sftplay.data.ingest.extract.markup.blocks import BREAK, blocks_of
 from sftplay.data.ingest.extract.office.archive import Archive, attribute, local
 
 SKIPPED = (

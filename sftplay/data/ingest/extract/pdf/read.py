@@ -7,12 +7,17 @@ from typing import Any
 
 from sftplay.data.ingest.extract.document import Block, Extracted, Reason, Unreadable, heading, need
 from sftplay.data.ingest.extract.markup.page import without_empty_contents
-from sftplay.data.ingest.extract.pdf.furniture import running_words
-from sftplay.data.ingest.extract.pdf.hyphens import Vocabulary
-from sftplay.data.ingest.extract.pdf.rows import to_columns
 from sftplay.data.ingest.extract.pdf.rules import read_rules, with_tables
-from sftplay.data.ingest.extract.pdf.structure import CAPTION, ENDS, Piece, fonts_of, to_pieces
-from sftplay.data.ingest.extract.pdf.words import Page, read_words
+from sftplay.data.ingest.extract.pdf.structure import (
+    CAPTION,
+    ENDS,
+    Piece,
+    Vocabulary,
+    fonts_of,
+    running_words,
+    to_pieces,
+)
+from sftplay.data.ingest.extract.pdf.words import Page, read_words, to_columns
 
 MOST_PAGES = 3_000
 MOST_UNKNOWN = 0.3

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from sftplay.data.ingest.extract.markup.tables import as_markdown
-from sftplay.data.ingest.extract.pdf.hyphens import Vocabulary
-from sftplay.data.ingest.extract.pdf.rows import to_rows
-from sftplay.data.ingest.extract.pdf.words import Rule, Rules, Word
+from sftplay.data.ingest.extract.markup.blocks import as_markdown
+from sftplay.data.ingest.extract.pdf.structure import Vocabulary
+from sftplay.data.ingest.extract.pdf.words import Rule, Rules, Word, to_rows
 
 NEAR = 2.5
 """Points by which ends and places of lines may miss each other and still meet."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sftplay.data.ingest.extract.markup.tables import as_markdown
+from sftplay.data.ingest.extract.markup.blocks import as_markdown
 from sftplay.data.ingest.extract.pdf.lists import MARKER
-from sftplay.data.ingest.extract.pdf.rows import Row, segments
-from sftplay.data.ingest.extract.pdf.words import MONO
+from sftplay.data.ingest.extract.pdf.words import MONO, Row, segments
 
 CELL_GAP = 1.15
 """Least space between cells in sizes of the font."""

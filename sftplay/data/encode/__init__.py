@@ -1,1 +1,0 @@
-"""Records to token ids and labels, by a template whose masks are proven."""

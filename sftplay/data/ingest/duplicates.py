@@ -1,0 +1,228 @@
+"""Find rows that nearly repeat others, by MinHash over shingles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Hashes = NDArray[np.uint64]
+Signature = NDArray[np.uint32]
+
+WORDS = 5
+"""Words of a shingle, as the pipelines of large web corpora take them."""
+
+PERMUTATIONS = 128
+"""Values of a signature. Shares estimated from it are within 0.035 of the exact one, two times of three."""
+
+CHUNK = 1 << 10
+"""Shingles hashed at a time: they stay in the processor's cache."""
+
+LONGEST_WORD = 256
+"""Characters after which the positions of a word's characters are counted from 0 again."""
+
+PIECE = 1 << 18
+
+CODES = 0x110000
+
+
+def shingles(text: str) -> Hashes:
+    """The different shingles as 64-bit hashes, sorted. A text of fewer than five words is one shingle."""
+    words = _word_hashes(text)
+    if not len(words):
+        return np.zeros(0, np.uint64)
+    width = min(WORDS, len(words))
+    n = len(words) - width + 1
+    mixed = np.zeros(n, np.uint64)
+    for place in range(width):
+        mixed = (mixed ^ words[place : place + n]) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+    return np.unique(_finish(mixed))
+
+
+def similarity(one: Hashes, other: Hashes) -> float:
+    """The Jaccard similarity of two sets of shingles: those in both by those in either."""
+    both = len(np.intersect1d(one, other, assume_unique=True))
+    either = len(one) + len(other) - both
+    return both / either if either else 1.0
+
+
+def signature(hashes: Hashes) -> Signature:
+    """The least value of the shingles under each of 128 permutations: uint32 [PERMUTATIONS].
+
+    Two signatures agree at a share of places that is, on average, the similarity of the two sets.
+    """
+    low = (hashes >> np.uint64(32)).astype(np.uint32)
+    factors, summands = _permutations()
+    least = np.full(PERMUTATIONS, np.iinfo(np.uint32).max, np.uint32)
+    for begin in range(0, len(low), CHUNK):
+        moved = np.multiply.outer(factors, low[begin : begin + CHUNK])
+        moved += summands[:, None]
+        np.minimum(least, moved.min(axis=1), out=least)
+    return least
+
+
+def warm_tables() -> None:
+    """Build the table of characters, which takes a moment."""
+    _kinds()
+
+
+def _word_hashes(text: str) -> Hashes:
+    """A hash of each word of the text, in order."""
+    found, begin = [], 0
+    while begin < len(text):
+        end = _end_of_piece(text, begin)
+        found.append(_hashes_of_piece(text[begin:end].lower()))
+        begin = end
+    return np.concatenate(found) if found else np.zeros(0, np.uint64)
+
+
+def _end_of_piece(text: str, begin: int) -> int:
+    """Behind a space, where there is one soon: a text is hashed in pieces, which take 50 bytes a character."""
+    end = begin + PIECE
+    if end >= len(text):
+        return len(text)
+    place = text.find(" ", end, end + PIECE)
+    return place + 1 if place >= 0 else end
+
+
+def _hashes_of_piece(text: str) -> Hashes:
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    kinds = _kinds()[codes]
+    places = np.flatnonzero(kinds)
+    if not len(places):
+        return np.zeros(0, np.uint64)
+    kinds = kinds[places]
+    begins = np.ones(len(places), bool)
+    begins[1:] = (np.diff(places) > 1) | (kinds[1:] == 2) | (kinds[:-1] == 2)
+    starts = np.flatnonzero(begins)
+    word = np.cumsum(begins) - 1
+    inside = (np.arange(len(places)) - starts[word]) % LONGEST_WORD
+    values = _finish(codes[places].astype(np.uint64) + np.uint64(1)) * _powers()[inside]
+    return _finish(np.add.reduceat(values, starts))
+
+
+def _finish(values: Hashes) -> Hashes:
+    """Spread values over 64 bits. Source: splitmix64 (Steele, Lea and Flood, 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+@cache
+def _kinds() -> NDArray[np.uint8]:
+    """For each code point: 0 no part of a word, 1 a part, 2 a word by itself."""
+    kinds = np.fromiter((chr(code).isalnum() for code in range(CODES)), np.uint8, CODES)
+    for first, last in ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x2E80, 0xABFF), (0xF900, 0xFAFF)):
+        kinds[first : last + 1] *= 2  # Thai, Lao, Burmese, Khmer, Chinese and Japanese
+    kinds[0xAC00:0xD7B0] = 1  # Korean has spaces
+    kinds[0x20000:] *= 2
+    return kinds
+
+
+@cache
+def _powers() -> Hashes:
+    return np.cumprod(np.full(LONGEST_WORD, 0x100000001B3, np.uint64), dtype=np.uint64)
+
+
+@cache
+def _permutations() -> tuple[Signature, Signature]:
+    """Factors (odd) and summands. They come from fixed hashes, so that they are the same on every machine."""
+    drawn = _finish(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    values: Signature = (drawn >> np.uint64(32)).astype(np.uint32)
+    return np.bitwise_or(values[:PERMUTATIONS], np.uint32(1)), values[PERMUTATIONS:]
+
+
+SURELY = 0.999
+"""With this probability at least, two texts of exactly the least similarity agree in a band."""
+
+DOUBT = 0.15
+"""A pair whose signatures put it so far below the least similarity is not compared: four standard deviations."""
+
+EARLIEST, LATEST = 2, 6
+"""Earlier texts of the same band that a text is compared with: the first ones, and those just before it."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A dropped text and the kept one that it repeats."""
+
+    kept: int
+    dropped: int
+    similarity: float
+
+
+def rows_of_a_band(near: float) -> int:
+    """Values in a band: the most with which a pair of the least similarity is found almost surely."""
+    fitting = [rows for rows in range(1, 17) if 1 - (1 - near**rows) ** (PERMUTATIONS // rows) >= SURELY]
+    return max(fitting, default=1)
+
+
+def band_keys(signatures: Signature, near: float) -> Hashes:
+    """A hash of each band of each signature: uint64 [bands, texts]."""
+    rows = rows_of_a_band(near)
+    bands = PERMUTATIONS // rows
+    values = signatures.reshape(-1, PERMUTATIONS)[:, : bands * rows].reshape(-1, bands, rows)
+    keys = np.zeros((len(values), bands), np.uint64)
+    for place in range(rows):
+        keys = (keys ^ values[:, :, place]) * np.uint64(0x9E3779B97F4A7C15)
+        keys ^= keys >> np.uint64(32)
+    return np.ascontiguousarray(keys.T)
+
+
+def candidates(bands: Iterator[Hashes], wanted: NDArray[np.bool_]) -> Iterator[tuple[int, list[int]]]:
+    """For each wanted text, in order, those before it with which it shares a band. `bands`: keys of all texts, each."""
+    pairs = np.zeros(0, np.uint64)
+    places = np.flatnonzero(wanted)
+    for keys in bands:
+        order = places[np.argsort(keys[places], kind="stable")]
+        sorted_keys = keys[order]
+        firsts = np.concatenate(([True], sorted_keys[1:] != sorted_keys[:-1])) if len(order) else np.zeros(0, bool)
+        starts = np.maximum.accumulate(np.where(firsts, np.arange(len(order)), 0)) if len(order) else order
+        here = np.arange(len(order))
+        found = [pairs]
+        for step in range(-EARLIEST, LATEST):
+            before = starts - step - 1 if step < 0 else here - step - 1
+            holds = (before >= starts) & (before < here)
+            found.append((order[holds].astype(np.uint64) << np.uint64(32)) | order[before[holds]].astype(np.uint64))
+        pairs = np.unique(np.concatenate(found))
+    ends = np.flatnonzero(np.diff(pairs >> np.uint64(32), append=np.uint64(1 << 33))) + 1
+    begin = 0
+    for end in ends.tolist():
+        group = pairs[begin:end].tolist()
+        yield group[0] >> 32, [pair & 0xFFFFFFFF for pair in group]
+        begin = end
+
+
+def find_near(
+    candidates: Iterator[tuple[int, list[int]]], *, near: float, text_of: Callable[[int], str],
+    signature_of: Callable[[int], Signature],
+) -> Iterator[Pair]:  # fmt: skip
+    """Each text that is at least `near` to an earlier one that is kept, with the first such one."""
+    kept_for: dict[int, int] = {}
+    shingles_of = lru_cache(maxsize=32)(lambda place: shingles(text_of(place)))
+    for later, earlier in candidates:
+        for first in sorted({kept_for.get(place, place) for place in earlier}):
+            if (signature_of(first) == signature_of(later)).mean() < near - DOUBT:
+                continue
+            share = similarity(shingles_of(first), shingles_of(later))
+            if share >= near:
+                kept_for[later] = first
+                yield Pair(first, later, share)
+                break
+
+
+def first_of_equal(keys: Sequence[NDArray[np.uint64]]) -> NDArray[np.int64]:
+    """For each text the first one with the same keys: itself, or the one that it repeats to the character."""
+    n = len(keys[0])
+    if not n:
+        return np.zeros(0, np.int64)
+    order = np.lexsort((np.arange(n), *keys))
+    is_new = np.ones(n, bool)
+    is_new[1:] = np.any([key[order][1:] != key[order][:-1] for key in keys], axis=0)
+    firsts = np.empty(n, np.int64)
+    firsts[order] = order[np.maximum.accumulate(np.where(is_new, np.arange(n), 0))]
+    return firsts

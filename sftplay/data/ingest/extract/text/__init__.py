@@ -1,1 +1,0 @@
-"""Plain text, and the characters of all files of text."""

@@ -1,0 +1,182 @@
+"""Show rows as the model learns them: tokens in the loss, blocks, prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sftplay import log
+from sftplay.atomic import check_new_file, whole_file
+from sftplay.data.display import decoded, learned_texts, mark_learned, visible
+from sftplay.data.mixture.load import MixtureRows
+from sftplay.data.mixture.mixture import source_and_block
+from sftplay.data.pipeline import Examples
+from sftplay.data.prompts.load import Prompts
+from sftplay.data.prompts.questions import Questions
+from sftplay.data.records import IGNORE_INDEX
+from sftplay.data.tokenize.policies import Side
+from sftplay.errors import ConfigError
+
+LOOKED_AT = 1000
+"""Rows that are looked at for one of another source; a source with a small weight may have none among them."""
+
+
+def spread_blocks(mixture: MixtureRows, count: int) -> Iterator[dict[str, Any]]:
+    """At most `count` blocks, evenly spread over the run and taking turns between the sources, as `described`."""
+    total, numbers = len(mixture.train), [source.number for source in mixture.train.sources]
+    for n in range(min(count, total)):
+        first = n * total // min(count, total)
+        wanted = numbers[n % len(numbers)]
+        near = range(first, min(total, first + LOOKED_AT))
+        is_wanted = (row for row in near if source_and_block(mixture.train.row_id(row))[0] == wanted)
+        yield described(mixture, next(is_wanted, first))
+
+
+def described(mixture: MixtureRows, number: int) -> dict[str, Any]:
+    """One block. `documents` says of each where it stands, its tokens in the block, and from where in it they are."""
+    row, pieces = mixture.train[number], mixture.train.pieces(number)
+    documents, begin = [], 0
+    for place, first, end in pieces:
+        documents.append({"source": str(place), "begin": begin, "end": begin + end - first, "first_token": first})
+        begin += end - first
+    return {
+        "row": row["row"],
+        "dataset": mixture.sources[row["source"]].name,
+        "source": documents[0]["source"],
+        "input_ids": row["input_ids"].tolist(),
+        "labels": row["labels"].tolist(),
+        "position_ids": row["position_ids"].tolist(),
+        "documents": documents,
+    }
+
+
+def show_block(block: dict[str, Any], tokenizer: Any, *, colours: bool) -> None:
+    """Print a block, one document after the other."""
+    ids, labels = block["input_ids"], block["labels"]
+    learned = sum(label != IGNORE_INDEX for label in labels)
+    log.show(f"\nrow {block['row']}  {block['dataset']}  {len(ids):,} tokens, {learned:,} learned")
+    for document in block["documents"]:
+        begin, end, first = document["begin"], document["end"], document["first_token"]
+        part = f", continued from its token {first:,}" if first else ""
+        log.show(f"-- {document['source']}  {end - begin:,} tokens{part}")
+        log.show(mark_learned(tokenizer, ids[begin:end], labels=labels[begin:end], colours=colours))
+
+
+def as_json(block: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """The block with its text."""
+    return {**block, "text": decoded(tokenizer, block["input_ids"])}
+
+
+def as_examples(prompts: Prompts) -> Examples:
+    """The prompts of both sides with labels that learn nothing."""
+    sides: dict[Side, Questions] = {"train": prompts.train, "held_out": prompts.held_out}
+    asked = {
+        side: questions.rows.select_columns(["row", "input_ids"]).map(
+            lambda row: {"labels": [IGNORE_INDEX] * len(row["input_ids"])}, keep_in_memory=True
+        )
+        for side, questions in sides.items()
+    }
+    return Examples(
+        train=asked["train"],
+        held_out=asked["held_out"] if len(prompts.held_out) else None,
+        held_out_chats=[],
+        renderer=prompts.renderer,
+        report=prompts.report,
+        places={side: questions.rows.select_columns(["path", "line", "record"]) for side, questions in sides.items()},
+    )
+
+
+PROMPT_END = 60
+"""Characters shown of a prompt's end."""
+
+BATCH = 1000
+
+
+def spread_rows(examples: Examples, count: int) -> Iterator[dict[str, Any]]:
+    """At most `count` training rows, evenly spread over all: row, source, split, input_ids, labels."""
+    total = len(examples.train)
+    for n in range(min(count, total)):
+        index = n * total // min(count, total)
+        yield _placed(examples, "train", index=index, row=examples.train[index])
+
+
+def every_row(examples: Examples) -> Iterator[dict[str, Any]]:
+    """All rows of both sides in the order of their files, as `spread_rows` gives them."""
+    for split, rows in (("train", examples.train), ("held_out", examples.held_out)):
+        index = 0
+        for batch in [] if rows is None else rows.iter(BATCH):
+            for values in zip(*batch.values(), strict=True):
+                yield _placed(examples, split, index=index, row=dict(zip(batch, values, strict=True)))
+                index += 1
+
+
+def rendered(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """A row as its text: row, source, split, text, n_tokens, n_learned, and the text of each learned stretch."""
+    ids, labels = row["input_ids"], row["labels"]
+    return {
+        "row": row["row"],
+        "source": row["source"],
+        "split": row["split"],
+        "text": decoded(tokenizer, ids),
+        "n_tokens": len(ids),
+        "n_learned": n_learned(row),
+        "learned": learned_texts(tokenizer, ids, labels=labels),
+    }
+
+
+def n_learned(row: dict[str, Any]) -> int:
+    """Tokens of a row that are learned."""
+    return len(row["labels"]) - row["labels"].count(IGNORE_INDEX)
+
+
+def prompt_ids_of(row: dict[str, Any]) -> list[int]:
+    """The tokens before the row's last learned stretch: those with which inference asks for it."""
+    labels = row["labels"]
+    start = len(labels)
+    while start and labels[start - 1] == IGNORE_INDEX:
+        start -= 1
+    while start and labels[start - 1] != IGNORE_INDEX:
+        start -= 1
+    return list(row["input_ids"][:start])
+
+
+def show_rendered(row: dict[str, Any], tokenizer: Any) -> None:
+    """Print a row as the template writes it, and where inference would ask for its last turn."""
+    shown = rendered(row, tokenizer)
+    log.show(f"\nrow {shown['row']}  {shown['source']}  {shown['n_tokens']:,} tokens, {shown['n_learned']:,} learned")
+    log.show(visible(shown["text"]))
+    prompt = prompt_ids_of(row)
+    if not shown["n_learned"]:
+        log.show("-- a prompt: completions are drawn after it, and nothing of it is learned")
+    elif prompt:
+        end = json.dumps(decoded(tokenizer, prompt)[-PROMPT_END:], ensure_ascii=False)
+        log.show(f"-- inference asks for the last turn with the first {len(prompt):,} tokens, which end in {end}")
+    else:
+        log.show("-- plain text: learned from its first token, there is no prompt")
+
+
+def write_rendered(examples: Examples, path: Path) -> int:
+    """Write every row to a new jsonl file that appears only when it is whole; their number.
+
+    Raises:
+        ConfigError: the file exists, or cannot be written.
+    """
+    check_new_file(path)
+    count = 0
+    try:
+        with whole_file(path) as scratch:
+            with scratch.open("w", encoding="utf-8") as file:
+                for row in every_row(examples):
+                    file.write(json.dumps(rendered(row, examples.renderer.tokenizer), ensure_ascii=False) + "\n")
+                    count += 1
+            check_new_file(path)
+    except OSError as error:
+        what = f"cannot be written ({error.strerror})"
+        raise ConfigError(what, where=str(path), fix="choose another file with OUT=") from error
+    return count
+
+
+def _placed(examples: Examples, split: Any, *, index: int, row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "source": examples.source_of(split, index), "split": split}

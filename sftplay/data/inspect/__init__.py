@@ -1,1 +1,0 @@
-"""Examples as people read them: their text, and what is learned of it."""

@@ -1,0 +1,1 @@
+"""Mixtures of documents and chats in exact shares, as blocks of full length."""

@@ -1,0 +1,53 @@
+"""The process that fills a store while training reads it: `python -m sftplay.data.mixture.filler JOB`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+from sftplay import log
+from sftplay.atomic import write_bytes, write_text
+from sftplay.data.mixture.following import failure_of
+from sftplay.data.mixture.sources import SourceJob
+from sftplay.errors import SftplayError
+from sftplay.signals import popen_tied
+
+STANDARD_OUTPUT = 1
+NICENESS = 10
+"""Training goes first where both want a core."""
+
+
+def start_filler(job: SourceJob) -> subprocess.Popen[bytes]:
+    """Start the process; it ends with this one. Its lines go to this rank's log.
+
+    Several may be started for one store, also by other runs: one fills it, the others wait and then have nothing to do.
+    """
+    folder = job.folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    failure_of(folder).unlink(missing_ok=True)
+    path = folder.with_name(f"{folder.name}.job.{os.getpid()}")
+    write_bytes(path, pickle.dumps(job))
+    command = [sys.executable, "-m", "sftplay.data.mixture.filler", str(path)]
+    return popen_tied(command, output=STANDARD_OUTPUT, env={log.FOLLOWED: "", "TOKENIZERS_PARALLELISM": "false"})
+
+
+def fill(path: Path) -> int:
+    """Fill the store of the job in the file `path`, and remove that file; the exit code."""
+    job: SourceJob = pickle.loads(path.read_bytes())
+    path.unlink()
+    os.nice(NICENESS)
+    try:
+        job.ensure(is_followed=True)
+    except SftplayError as error:
+        failure = {"kind": type(error).__name__, "what": error.what, "where": error.where, "fix": error.fix}
+        write_text(failure_of(job.folder), json.dumps(failure))
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(fill(Path(sys.argv[1])))

@@ -1,0 +1,152 @@
+"""Reads a store while another process fills it. A reader waits for what it needs, or gets the filler's error."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sftplay.atomic import examine_object, is_locked, unfinished_folder
+from sftplay.data.cache import SEAL, lock_of
+from sftplay.data.mixture.documents import Documents
+from sftplay.data.mixture.store import Index, Store
+from sftplay.data.tokenize.policies import SIDES
+from sftplay.data.tokenize.report import where_rows_went
+from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
+
+POLL_S = 0.05
+LOOKS = 20
+ABANDONED_S, STARTS_S = 5.0, 300.0
+"""A store that nobody holds for so long, and that is not whole, has lost its filler; or it has none, at the start.
+Before the filler of this run has begun there may be rows of an earlier run."""
+
+KINDS: dict[str, type[SftplayError]] = {
+    kind.__name__: kind for kind in (ConfigError, DataError, MachineError, RunError)
+}
+
+
+def failure_of(folder: Path) -> Path:
+    """The file in which a filler leaves its error."""
+    return folder.with_name(f"{folder.name}.failed.json")
+
+
+@dataclass
+class GrowingDocuments(Documents):
+    """One side of a store that is being filled."""
+
+    more: Callable[[], None] = lambda: None
+    """Waits until the store shows more."""
+
+    def has_group(self, number: int) -> bool:
+        """As `Documents.has_group`."""
+        while number >= len(self.group_ends) and not self.is_whole:
+            self.more()
+        return number < len(self.group_ends)
+
+
+class FollowedStore(Store):
+    """A store that another process fills."""
+
+    def __init__(self, folder: Path, *, path: str, filler: subprocess.Popen[bytes] | None = None) -> None:
+        """Waits until there is something to follow. `path` is that of the source's rows, for messages.
+
+        `filler` is the process that fills it, where this process has started it.
+
+        Raises:
+            SftplayError: the filler's error.
+        """
+        self._final, self._path, self._filler = folder, path, filler
+        self._was_held = False
+        seen = self._wait_for(None)
+        super().__init__(seen.folder, seen.index, {})
+        for side in SIDES:
+            self.sides[side] = GrowingDocuments(**vars(seen.sides[side]), more=self._follow)
+
+    def chats(self) -> list[str]:
+        """As `Store.chats`: its folder may just have got its final name."""
+        try:
+            return super().chats()
+        except FileNotFoundError:
+            self.folder = self._final
+            return super().chats()
+
+    def refresh(self) -> None:
+        """As `Store.refresh`: the filler may be further than what has been read."""
+        if seen := self._opened(self.index):
+            self._show(seen)
+
+    def report(self) -> dict[str, Any]:
+        """As `Store.report`: its folder may just get its final name."""
+        for _ in range(LOOKS):
+            try:
+                return super().report()
+            except FileNotFoundError:
+                time.sleep(POLL_S)
+                self.folder = self._final if (self._final / SEAL).exists() else self.folder
+        return super().report()
+
+    def _follow(self) -> None:
+        """Wait until the index shows more, then show it too."""
+        self._show(self._wait_for(self.index))
+        if self.index.is_whole and not self.sides["train"].n_learned:
+            raise nothing_to_learn(self, path=self._path)
+
+    def _show(self, seen: Store) -> None:
+        self.folder, self.index = seen.folder, seen.index
+        for side in SIDES:
+            vars(self.sides[side]).update(vars(seen.sides[side]))
+
+    def _wait_for(self, known: Index | None) -> Store:
+        """The store as soon as its index is another than the known one."""
+        held_at = time.monotonic()
+        while True:
+            seen = self._opened(known)
+            if seen is not None:
+                return seen
+            self._raise_failure()
+            now = time.monotonic()
+            if is_locked(lock_of(self._final)):
+                held_at, self._was_held = now, True
+            elif now - held_at > (ABANDONED_S if self._was_held or self._has_ended() else STARTS_S):
+                raise RunError(
+                    "the process that tokenises the rows has ended before it was done",
+                    where=self._path,
+                    fix="look for its cause in the rank's log, then resume the run: what is tokenised is kept",
+                )
+            time.sleep(POLL_S)
+
+    def _has_ended(self) -> bool:
+        return self._filler is not None and self._filler.poll() is not None
+
+    def _opened(self, known: Index | None) -> Store | None:
+        """The store where it shows more than the known index."""
+        unfinished = unfinished_folder(self._final)
+        for folder in (self._final, unfinished, self._final):  # it may be renamed between two looks
+            if folder == self._final and not (folder / SEAL).exists():
+                continue
+            try:
+                store = Store.open(folder)
+            except (OSError, ValueError):
+                continue
+            if known is None or store.index != known:
+                return store
+        return None
+
+    def _raise_failure(self) -> None:
+        failure, _ = examine_object(failure_of(self._final))
+        if failure:
+            kind = KINDS.get(str(failure["kind"]), RunError)
+            raise kind(str(failure["what"]), where=str(failure["where"]), fix=str(failure["fix"]))
+
+
+def nothing_to_learn(store: Store, *, path: str) -> DataError:
+    """The error about a source with a weight that teaches nothing: its share could never be reached."""
+    went = where_rows_went(store.report()["sources"].get("train", {}))
+    return DataError(
+        f"nothing is left to learn: {went}",
+        where=path,
+        fix="give the source rows, hold out less of it, or weight: 0",
+    )

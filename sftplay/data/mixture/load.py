@@ -1,0 +1,150 @@
+"""Config and tokenizer -> the rows of a mixture, from memory-mapped stores, and the report that counts each token."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+from sftplay import log
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.cache import fingerprint, is_sound
+from sftplay.data.mixture.filler import start_filler
+from sftplay.data.mixture.following import FollowedStore, nothing_to_learn
+from sftplay.data.mixture.mixture import BlockForm, Document, MixSource, Mixture, SourceRows
+from sftplay.data.mixture.report import mixture_report
+from sftplay.data.mixture.sources import Renderers, SourceJob, jobs_of
+from sftplay.data.mixture.store import Store
+from sftplay.data.records import Chat, chat_from_json
+from sftplay.data.render.render import Renderer
+from sftplay.data.tokenize.policies import Side
+
+
+@dataclass(frozen=True)
+class MixtureRows:
+    """Everything a run needs of its sources."""
+
+    train: Mixture
+    held_out: dict[str, SourceRows]
+    """Rows of each source that holds some out, in the order of the config; long documents continue over rows."""
+
+    sources: list[MixSource]
+    """All of them, in the order of the config."""
+
+    renderer: Renderer
+    """What rendered the chats; or the documents, where there are no chats."""
+
+    steps: int
+    """Optimizer steps of the run: `train` has that many effective batches of rows."""
+
+    steps_per_epoch: int | None
+    """None where nobody knows yet how long the sources are."""
+
+    fingerprint: str
+    """Changes with any row or its place; a longer run begins with the same rows."""
+
+    report: dict[str, Any]
+    """The content of `data_report.json`. Of a source that is still being tokenised it has no counts."""
+
+    report_now: Callable[[], dict[str, Any]]
+    """Makes the report anew: at the end of a run there is more to count."""
+
+    def source(self, name: str) -> MixSource:
+        """The source of that name."""
+        return next(source for source in self.sources if source.name == name)
+
+    def documents(self, name: str, side: Side = "held_out") -> Iterator[Document]:
+        """Every document of a source's side, whole."""
+        return self.source(name).documents(side)
+
+    def held_out_chats(self, name: str) -> list[Chat]:
+        """The held-out chats of a source."""
+        return [chat_from_json(json.loads(line)) for line in self.source(name).store.chats()]
+
+
+def load_mixture(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None) -> MixtureRows:
+    """The rows of all sources of `cfg`, tokenised where no earlier run has done it, mixed by their weights.
+
+    `renderer_template` is the text of a chat template that goes before `data.template`: the one stored with a model.
+    Several processes may call this at once; one tokenises and the others wait.
+
+    Raises:
+        DataError: a file cannot be read, a row is bad and the config says error, the template cannot be proven, or a
+            source with a weight has nothing to learn.
+    """
+    renderers = Renderers.prove(cfg, tokenizer, template=renderer_template)
+    jobs = jobs_of(cfg, tokenizer, renderers=renderers)
+    stores = _stores(cfg, jobs)
+    sources = [
+        MixSource(number, source.name, source.type, source.weight, store)
+        for number, (source, store) in enumerate(zip(cfg.sources, stores, strict=True))
+    ]
+    form = BlockForm(cfg.row_tokens, cfg.cpt.cross_document, cfg.cpt.weights_of)
+    train = Mixture(sources, form, seed=cfg.seed)
+    steps, per_epoch = _steps(cfg, train)
+    train.n_rows = steps * cfg.train.effective_batch_size
+    held_out = {source.name: SourceRows(source, "held_out", form=form) for source in sources}
+    renderer = renderers.chats or renderers.texts
+    parts = {
+        "stores": [job.folder.name for job in jobs],
+        "weights": [source.weight for source in sources],
+        "form": [form.size, form.crosses_documents, form.unit],
+        "seed": cfg.seed,
+    }
+    make_report = partial(mixture_report, cfg, train, sources=sources, renderer=renderer, jobs=jobs)
+    return MixtureRows(
+        train=train,
+        held_out={name: rows for name, rows in held_out.items() if len(rows)},
+        sources=sources,
+        renderer=renderer,
+        steps=steps,
+        steps_per_epoch=per_epoch,
+        fingerprint=fingerprint(parts),
+        report=make_report(),
+        report_now=make_report,
+    )
+
+
+def _stores(cfg: RunConfig, jobs: Sequence[SourceJob]) -> list[Store]:
+    """The store of each source: whole, or where the config says streaming, filled while it is read."""
+    whole = {job.folder for job in jobs if is_sound(job.folder)}
+    streamed = cfg.cpt.streaming and log.local_rank() == 0
+    fillers = {
+        job.folder: start_filler(job) for job in jobs if streamed and job.folder not in whole and not job.only_held_out
+    }
+    stores: list[Store] = []
+    for source, job in zip(cfg.sources, jobs, strict=True):
+        if cfg.cpt.streaming and job.folder not in whole and source.weight:
+            stores.append(FollowedStore(job.folder, path=source.path, filler=fillers.get(job.folder)))
+            continue
+        store = Store.open(job.folder if job.folder in whole else job.ensure())
+        if source.weight and not store.sides["train"].n_learned:
+            raise nothing_to_learn(store, path=source.path)
+        stores.append(store)
+    return stores
+
+
+def _steps(cfg: RunConfig, train: Mixture) -> tuple[int, int | None]:
+    """Optimizer steps of the run, and of one epoch: every document with a weight read once, or else every chat."""
+    batch, tokens, steps = cfg.train.effective_batch_size, cfg.cpt.train_tokens, cfg.train.max_steps
+    if tokens is not None:
+        steps = math.ceil(tokens / (batch * (cfg.row_tokens - 1)))
+    if not all(source.store.index.is_whole for source in train.sources):
+        assert steps is not None, "rules.cpt has let a streamed run without a length pass"
+        return steps, None
+    all_sources = range(len(train.sources))
+    read = [at for at in all_sources if train.sources[at].kind == "cpt"] or all_sources
+
+    def steps_until(sources: Sequence[int], epochs: Fraction, *, first: bool = False) -> int:
+        ends = [train.schedule.rows_until(at, epochs) for at in sources]
+        return math.ceil((min(ends) if first else max(ends)) / batch)
+
+    if steps is None:
+        steps = steps_until(read, Fraction(str(cfg.train.epochs)))
+    if cfg.cpt.on_source_end == "stop":
+        steps = min(steps, steps_until(all_sources, Fraction(1), first=True))
+    return steps, steps_until(read, Fraction(1))

@@ -1,0 +1,268 @@
+"""A mixture of sources: exact shares of tokens, and the order in which sources take turns."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sftplay.config.schema.mixture import SourceType
+from sftplay.data.mixture.blocks import Blocks, ChatBlocks, TextBlocks, Unit
+from sftplay.data.mixture.documents import Ints
+from sftplay.data.mixture.order import ReadingOrder
+from sftplay.data.mixture.store import Store
+from sftplay.data.records import IGNORE_INDEX, Source
+from sftplay.data.tokenize.policies import Side
+
+
+class Schedule:
+    """The rows of a run, from the first on, as (source, block)."""
+
+    def __init__(self, sources: Sequence[Blocks], weights: Sequence[float]) -> None:
+        """`weights` must be greater than 0."""
+        assert min(weights, default=1.0) > 0
+        self._sources, self._weights = sources, weights
+        self._waiting = [_Waiting() for _ in sources]
+        self._is_over = False
+        self._firsts: list[int] = []
+        """The first row of each part."""
+
+        self._parts: list[tuple[Ints, Ints]] = []
+        self.n_rows = 0
+        """Rows whose place is known."""
+
+    def at(self, row: int) -> tuple[int, int]:
+        """Source and block of a row.
+
+        Raises:
+            IndexError: there are not so many rows.
+        """
+        self.reach(row + 1)
+        if not 0 <= row < self.n_rows:
+            raise IndexError(row)
+        part = bisect_right(self._firsts, row) - 1
+        sources, blocks = self._parts[part]
+        return int(sources[row - self._firsts[part]]), int(blocks[row - self._firsts[part]])
+
+    def reach(self, n_rows: int) -> None:
+        """Find the places of so many rows, or of all where there are fewer."""
+        while self.n_rows < n_rows and not self._is_over:
+            self._extend()
+
+    def rows_until(self, source: int, epochs: Fraction) -> int:
+        """How many rows there are until a source has been read so many times."""
+        while (n_blocks := self._sources[source].n_until(epochs)) is None:
+            self._extend()
+        return self.row_of(source, n_blocks - 1) + 1
+
+    def n_blocks(self, n_rows: int) -> list[int]:
+        """How many of the first rows each source gives."""
+        self.reach(n_rows)
+        counts = np.zeros(len(self._sources), np.int64)
+        for first, (sources, _) in zip(self._firsts, self._parts, strict=True):
+            counts += np.bincount(sources[: max(n_rows - first, 0)], minlength=len(counts))
+        return [int(count) for count in counts]
+
+    def row_of(self, source: int, block: int) -> int:
+        """The row that is this block."""
+        part = 0
+        while True:
+            while part == len(self._parts):
+                assert not self._is_over, "there is no such block"
+                self._extend()
+            sources, blocks = self._parts[part]
+            (found,) = np.nonzero((sources == source) & (blocks == block))
+            if len(found):
+                return self._firsts[part] + int(found[0])
+            part += 1
+
+    def _extend(self) -> None:
+        """Measure more of the source that is known least far, then place what no unknown block can come before."""
+        known = [waiting.known for waiting in self._waiting]
+        least = known.index(min(known))
+        if known[least] == np.inf:
+            self._is_over = True
+        else:
+            self._waiting[least].add(self._sources[least].grow(), self._weights[least])
+        limit = min(waiting.known for waiting in self._waiting)
+        parts = [waiting.take(limit) for waiting in self._waiting]
+        sources = np.repeat(np.arange(len(parts)), [len(places) for places, _ in parts])
+        order = np.argsort(np.concatenate([places for places, _ in parts]), kind="stable")
+        if len(order):
+            self._firsts.append(self.n_rows)
+            blocks = np.concatenate([np.arange(first, first + len(places)) for places, first in parts])
+            self._parts.append((sources[order], blocks[order]))
+            self.n_rows += len(order)
+
+
+class _Waiting:
+    """The blocks of a source that are measured and have no row yet."""
+
+    def __init__(self) -> None:
+        self._places = np.empty(0)
+        self._first = 0
+        self._taught = 0
+        self.known = 0.0
+        """No block that is not measured yet can stand before this place."""
+
+    def add(self, sizes: Ints | None, weight: float) -> None:
+        """Take what the next blocks teach; None where there are no more."""
+        if sizes is None:
+            self.known = np.inf
+            return
+        ends = self._taught + np.cumsum(sizes)
+        # Twice the middle is a whole number, and a division is the same on every machine (IEEE 754).
+        self._places = np.concatenate((self._places, (2 * ends - sizes) / weight))
+        self._taught = int(ends[-1]) if len(ends) else self._taught
+        self.known = 2 * self._taught / weight
+
+    def take(self, limit: float) -> tuple[NDArray[np.float64], int]:
+        """The places before `limit`, and the number of the first block among them; they wait no longer."""
+        n = len(self._places) if limit == np.inf else int(np.searchsorted(self._places, limit))
+        taken, first = self._places[:n], self._first
+        self._places, self._first = self._places[n:], first + n
+        return taken, first
+
+
+BLOCK_BITS = 40
+"""A row's id is its source's number, and in the lowest bits the number of its block."""
+
+
+class Document(NamedTuple):
+    """A whole document or chat."""
+
+    ids: Ints
+    """int64 [tokens]."""
+
+    labels: Ints
+    """The id where it is learned, -100 elsewhere: at the first token, and where a chat is masked."""
+
+    n_bytes: int
+    """Of its text, as UTF-8; 0 for a chat."""
+
+    place: Source
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """How documents become blocks."""
+
+    size: int
+    crosses_documents: bool = False
+    unit: Unit = "trainable_tokens"
+
+    def of(self, order: ReadingOrder, kind: SourceType) -> Blocks:
+        """The blocks of a source."""
+        if kind == "chat":
+            return ChatBlocks(order, self.size, unit=self.unit)
+        return TextBlocks(order, self.size, crosses_documents=self.crosses_documents, unit=self.unit)
+
+
+@dataclass(frozen=True)
+class MixSource:
+    """A source with its store."""
+
+    number: int
+    """Its place in the config, from 0."""
+
+    name: str
+    kind: SourceType
+    weight: float
+    store: Store
+
+    def blocks(self, side: Side, *, form: BlockForm, seed: int | None) -> Blocks:
+        """The blocks of one side: endless in a seeded order, or once in the order of the files."""
+        return form.of(ReadingOrder(self.store.sides[side], seed=seed, source=self.number), self.kind)
+
+    def documents(self, side: Side) -> Iterator[Document]:
+        """Every document of one side, whole, in the order of the files."""
+        documents = self.store.sides[side]
+        for number in range(len(documents.table)):
+            ids = documents.tokens[documents.span(number)].astype("int64")
+            labels = ids.copy()
+            if documents.learned is not None:
+                labels[documents.learned[documents.span(number)] == 0] = IGNORE_INDEX
+            labels[0] = IGNORE_INDEX
+            yield Document(ids, labels, int(documents.table["n_bytes"][number]), self.store.place(side, number))
+
+
+class SourceRows:
+    """Blocks of one source as rows: `len`, and `[i]` as a dict of int64 arrays, see `Mixture`."""
+
+    def __init__(self, source: MixSource, side: Side, *, form: BlockForm) -> None:
+        self.source, self.side = source, side
+        self._blocks = source.blocks(side, form=form, seed=None)
+        self.sizes: list[int] = []
+        """What each row teaches."""
+
+        while (sizes := self._blocks.grow()) is not None:
+            self.sizes += sizes.tolist()
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        return _as_dict(self._blocks, self.source.number, block=row)
+
+
+class Mixture:
+    """The rows of a run in training order: `len`, and `[i]` for any row, as a dict.
+
+    It holds `input_ids`, `labels` (-100 where nothing is learned) and `position_ids` (from 0 where attention begins
+    anew): int64 [tokens]; and `source`, the source's number in the config, and `row`, the row's id.
+    """
+
+    def __init__(self, sources: list[MixSource], form: BlockForm, *, seed: int) -> None:
+        """Rows of the sources with a weight above 0. `n_rows` is to be set before they are counted."""
+        self.sources = [source for source in sources if source.weight > 0]
+        self._blocks = [source.blocks("train", form=form, seed=seed) for source in self.sources]
+        self.schedule = Schedule(self._blocks, [source.weight for source in self.sources])
+        self.n_rows = 0
+
+    def __len__(self) -> int:
+        return self.n_rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        if not 0 <= row < self.n_rows:
+            raise IndexError(row)
+        at, block = self.schedule.at(row)
+        return _as_dict(self._blocks[at], self.sources[at].number, block=block)
+
+    def read_times(self) -> dict[int, tuple[int, float]]:
+        """For each source's number how many rows it gives, and how many times it is read in them."""
+        counts = self.schedule.n_blocks(self.n_rows)
+        parts = zip(self.sources, self._blocks, counts, strict=True)
+        return {source.number: (n_blocks, blocks.epochs_in(n_blocks)) for source, blocks, n_blocks in parts}
+
+    def row_id(self, row: int) -> int:
+        """The id of a row, without reading its tokens."""
+        at, block = self.schedule.at(row)
+        return self.sources[at].number << BLOCK_BITS | block
+
+    def pieces(self, row: int) -> list[tuple[Source, int, int]]:
+        """The parts of documents in a row, in its order: where the document stands, and which of its tokens."""
+        at, block = self.schedule.at(row)
+        found = self._blocks[at].pieces(block)
+        return list(zip(self.places(row), found.begins.tolist(), found.ends.tolist(), strict=True))
+
+    def places(self, row: int) -> list[Source]:
+        """Where the documents of a row stand, in its order."""
+        at, block = self.schedule.at(row)
+        documents = self._blocks[at].pieces(block).documents
+        return [self.sources[at].store.place("train", int(number)) for number in documents]
+
+
+def source_and_block(row_id: int) -> tuple[int, int]:
+    """The number of the source, and of the block in it, that an id in metrics.jsonl names."""
+    return row_id >> BLOCK_BITS, row_id & ((1 << BLOCK_BITS) - 1)
+
+
+def _as_dict(blocks: Blocks, number: int, *, block: int) -> dict[str, Any]:
+    return {**blocks.row(block)._asdict(), "row": number << BLOCK_BITS | block, "source": number}

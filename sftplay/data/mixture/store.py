@@ -1,0 +1,111 @@
+"""A source's tokens on disk: flat files that only grow, and an index that says how much of them counts.
+
+One process fills a store (`filling`). Others may read what the index shows while it grows (`following`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sftplay.atomic import write_text
+from sftplay.data.mixture.documents import ENTRY, Documents
+from sftplay.data.records import Source
+from sftplay.data.tokenize.one_pass import CHATS, REPORT
+from sftplay.data.tokenize.policies import SIDES, Side
+
+INDEX = "index.json"
+
+
+@dataclass
+class Index:
+    """What a store's readers know of it."""
+
+    id_bytes: int
+    """Of each token: 2 or 4."""
+
+    has_mask: bool
+    """Not all tokens are learned."""
+
+    groups: dict[Side, list[int]] = field(default_factory=lambda: {side: [] for side in SIDES})
+    """For each side the number of documents up to the end of each group."""
+
+    paths: list[str] = field(default_factory=list)
+    """The files in which the documents stand, by number."""
+
+    whole: list[Side] = field(default_factory=list)
+    """Sides to which no document is added any more."""
+
+    resume: dict[str, Any] = field(default_factory=dict)
+    """Where a process goes on that takes over the filling; empty in a whole store."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the store is finished."""
+        return len(self.whole) == len(SIDES)
+
+    def write(self, folder: Path) -> None:
+        """Show the store so far to its readers."""
+        write_text(folder / INDEX, json.dumps(vars(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Index:
+        """The index of a store.
+
+        Raises:
+            OSError: there is none yet.
+        """
+        return cls(**json.loads((folder / INDEX).read_text(encoding="utf-8")))
+
+
+@dataclass
+class Store:
+    """A store that is open for reading."""
+
+    folder: Path
+    index: Index
+    sides: dict[Side, Documents]
+
+    @classmethod
+    def open(cls, folder: Path) -> Store:
+        """What the index of the store in `folder` shows."""
+        index = Index.read(folder)
+        return cls(folder, index, {side: _mapped(folder, side, index=index) for side in SIDES})
+
+    def place(self, side: Side, document: int) -> Source:
+        """Where a document stands."""
+        entry = self.sides[side].table[document]
+        return Source(self.index.paths[int(entry["path"])], int(entry["line"]), int(entry["record"]))
+
+    def refresh(self) -> None:
+        """Show all that is there by now; of a whole store nothing is missing."""
+
+    def report(self) -> dict[str, Any]:
+        """What the pass that filled it has counted; empty while it is being filled."""
+        if not self.index.is_whole:
+            return {}
+        found = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
+        return dict(found)
+
+    def chats(self) -> list[str]:
+        """Its held-out chats, as JSON."""
+        return (self.folder / CHATS).read_text(encoding="utf-8").splitlines()
+
+
+def _mapped(folder: Path, side: Side, *, index: Index) -> Documents:
+    groups = index.groups[side]
+    n_documents = groups[-1] if groups else 0
+    table = map_file(folder / f"{side}.documents", ENTRY, count=n_documents)
+    n_tokens = int(table["end"][-1]) if n_documents else 0
+    tokens = map_file(folder / f"{side}.tokens", np.dtype(f"<u{index.id_bytes}"), count=n_tokens)
+    learned = map_file(folder / f"{side}.learned", np.dtype(np.uint8), count=n_tokens) if index.has_mask else None
+    return Documents(tokens, table, groups, learned, side in index.whole)
+
+
+def map_file(path: Path, dtype: np.dtype[Any], *, count: int) -> Any:
+    """The first `count` numbers of a file, without reading them."""
+    return np.memmap(path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)

@@ -1,1 +1,0 @@
-"""One pass over the files: rows in, token rows on disk, every record counted."""

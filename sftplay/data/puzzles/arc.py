@@ -1,0 +1,249 @@
+"""Tasks of ARC: their files, the canvas of 30 x 30, and the copies that augment them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sftplay.data.puzzles.folder import Alphabet
+from sftplay.errors import DataError, SeveralErrors
+
+INVERSE = (0, 3, 2, 1, 4, 5, 6, 7)
+"""The way that undoes each."""
+
+WAYS = range(8)
+
+
+def turned(grid: NDArray[Any], way: int) -> NDArray[Any]:
+    """The grid, 0 as it is, 1 to 3 turned left so often, 4 and 5 mirrored, 6 and 7 mirrored along a diagonal."""
+    if way < 4:
+        return np.rot90(grid, way)
+    return (np.fliplr(grid), np.flipud(grid), grid.T, np.fliplr(np.rot90(grid)))[way - 4]
+
+
+LARGEST = 30
+"""Rows or columns of a grid."""
+
+Grid = NDArray[np.uint8]
+"""[rows, columns] of colours."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A grid and what becomes of it."""
+
+    input: Grid
+    output: Grid
+
+
+@dataclass(frozen=True)
+class Task:
+    """Demonstrations of one rule, and the pairs that are asked for."""
+
+    id: str
+    train: tuple[Pair, ...]
+    test: tuple[Pair, ...]
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """All of them."""
+        return self.train + self.test
+
+
+def read_tasks(folder: Path) -> list[Task]:
+    """The tasks in a folder with a json file of each, in the order of their names.
+
+    Raises:
+        SeveralErrors: files that hold no task, each with the place and what to do; it exits with code 4.
+    """
+    files = sorted(folder.glob("*.json")) if folder.is_dir() else []
+    if not files:
+        what = "holds no json file" if folder.is_dir() else "no such folder"
+        raise DataError(what, where=str(folder), fix="put a json file of each task there, as ARC-AGI's data has them")
+    tasks, problems = [], []
+    for file in files:
+        try:
+            tasks.append(read_task(file))
+        except DataError as error:
+            problems.append(error)
+    if problems:
+        raise SeveralErrors(problems)
+    return tasks
+
+
+def read_task(file: Path) -> Task:
+    """The task of a json file.
+
+    Raises:
+        DataError: it holds none.
+    """
+    try:
+        content = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        what = "is empty" if not file.stat().st_size else f"is no JSON ({str(error).splitlines()[0]})"
+        raise DataError(what, where=f"{file}{line}", fix="correct the file, or take it away") from None
+    return task_of(content, file.stem, where=str(file))
+
+
+def task_of(content: Any, name: str, *, where: str) -> Task:
+    """The task that a JSON object holds."""
+    if not isinstance(content, dict):
+        raise _fault("is no object with `train` and `test`", where)
+    parts = {part: tuple(_pairs(content.get(part), f"{where} {part}")) for part in ("train", "test")}
+    return Task(name, parts["train"], parts["test"])
+
+
+def as_json(task: Task) -> dict[str, Any]:
+    """The task in the form of its file."""
+
+    def pairs(part: tuple[Pair, ...]) -> list[dict[str, Any]]:
+        return [{"input": pair.input.tolist(), "output": pair.output.tolist()} for pair in part]
+
+    return {"train": pairs(task.train), "test": pairs(task.test)}
+
+
+def _pairs(found: Any, where: str) -> Iterator[Pair]:
+    if not isinstance(found, list) or not found:
+        raise _fault("is no list of pairs", where)
+    for number, pair in enumerate(found, 1):
+        missing = [side for side in ("input", "output") if not isinstance(pair, dict) or side not in pair]
+        if missing:
+            raise _fault(f"has no `{'` and no `'.join(missing)}`", f"{where} {number}")
+        yield Pair(*(_grid(pair[side], f"{where} {number} {side}") for side in ("input", "output")))
+
+
+def _grid(rows: Any, where: str) -> Grid:
+    is_grid = isinstance(rows, list) and rows and all(isinstance(row, list) and row for row in rows)
+    if not is_grid:
+        raise _fault("is no list of rows", where)
+    width = len(rows[0])
+    for number, row in enumerate(rows, 1):
+        if len(row) != width:
+            raise _fault(f"row {number} has {len(row)} cells, row 1 has {width}", where)
+        wrong = [cell for cell in row if type(cell) is not int or not 0 <= cell <= 9]
+        if wrong:
+            raise _fault(f"row {number} holds {wrong[0]!r}, which is no colour 0 to 9", where)
+    if max(len(rows), width) > LARGEST:
+        raise _fault(f"is {len(rows)} x {width}, larger than {LARGEST} x {LARGEST}", where)
+    return np.array(rows, np.uint8)
+
+
+def _fault(what: str, where: str) -> DataError:
+    return DataError(what, where=where, fix="correct the file, or take it away")
+
+
+PAD, END, FIRST_COLOUR = 0, 1, 2
+ALPHABET = Alphabet(kind="arc", symbols=" |0123456789", shape=(LARGEST, LARGEST))
+
+
+def on_canvas(grid: Grid, *, top: int = 0, left: int = 0) -> Grid:
+    """The tokens of a grid, [900]. A line of END lies below it and right of it, where there is room."""
+    canvas = np.zeros((LARGEST, LARGEST), np.uint8)
+    bottom, right = top + grid.shape[0], left + grid.shape[1]
+    canvas[top:bottom, left:right] = grid + FIRST_COLOUR
+    canvas[bottom : bottom + 1, left:right] = END
+    canvas[top:bottom, right : right + 1] = END
+    return canvas.ravel()
+
+
+def cropped(tokens: NDArray[Any]) -> Grid:
+    """The largest rectangle of colours that begins in the top left corner; of two equal ones that with fewer rows.
+
+    It is empty, with the shape [0, 0], where no colour stands in the corner.
+    """
+    canvas = np.asarray(tokens).reshape(LARGEST, LARGEST)
+    is_colour = (canvas >= FIRST_COLOUR) & (canvas < FIRST_COLOUR + 10)
+    widths = np.minimum.accumulate(np.cumprod(is_colour, axis=1).sum(axis=1))
+    areas = widths * np.arange(1, LARGEST + 1)
+    height = int(areas.argmax()) + 1
+    if areas[height - 1] == 0:
+        return np.zeros((0, 0), np.uint8)
+    return (canvas[:height, : widths[height - 1]] - FIRST_COLOUR).astype(np.uint8)
+
+
+SEPARATOR = "|||"
+TRIES = 5
+"""Draws for each copy that is wanted. A task with few colours may have fewer copies that differ."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A way to turn or mirror grids, and the colour that each colour becomes. Colour 0 stays."""
+
+    way: int = 0
+    colours: tuple[int, ...] = tuple(range(10))
+
+    def apply(self, grid: Grid) -> Grid:
+        """The changed grid."""
+        return np.array(self.colours, np.uint8)[turned(grid, self.way)]
+
+    def undo(self, grid: Grid) -> Grid:
+        """The grid that `apply` has changed."""
+        return turned(np.argsort(self.colours).astype(np.uint8)[grid], INVERSE[self.way])
+
+    def name(self, task: str) -> str:
+        """The identifier of the task's copy; the task's own where nothing changes."""
+        if self == Change():
+            return task
+        return SEPARATOR.join([task, f"t{self.way}", "".join(map(str, self.colours))])
+
+
+def parse_name(name: str) -> tuple[str, Change]:
+    """The task and the change that an identifier names."""
+    task, *parts = name.split(SEPARATOR)
+    if not parts:
+        return task, Change()
+    way, colours = parts
+    return task, Change(int(way.removeprefix("t")), tuple(map(int, colours)))
+
+
+def draw_changes(task: Task, n: int, *, stream: np.random.Generator) -> list[Change]:
+    """Nothing, and up to `n` changes under which the task's grids all differ."""
+    flat = [np.concatenate([_flat(turned(grid, way)) for grid in _grids(task.pairs)]) for way in WAYS]
+    is_shape = np.concatenate([_is_shape(grid) for grid in _grids(task.pairs)])
+    changes, seen = [Change()], {_digest(flat[0], is_shape, change=Change())}
+    for _ in range(TRIES * n):
+        if len(changes) > n:
+            break
+        change = Change(int(stream.integers(8)), (0, *(1 + stream.permutation(9)).tolist()))
+        if (digest := _digest(flat[change.way], is_shape, change=change)) not in seen:
+            seen.add(digest)
+            changes.append(change)
+    return changes
+
+
+def canonical(pair: Pair) -> bytes:
+    """The same for all pairs that a change makes of each other, and for no others."""
+    return min(_in_order_of_colours(turned(pair.input, way), turned(pair.output, way)) for way in WAYS)
+
+
+def _in_order_of_colours(first: Grid, second: Grid) -> bytes:
+    cells = np.concatenate([first.ravel(), second.ravel()])
+    names = {0: 0}
+    return bytes([*first.shape, *second.shape, *(names.setdefault(int(cell), len(names)) for cell in cells)])
+
+
+def _grids(pairs: tuple[Pair, ...]) -> list[Grid]:
+    return [grid for pair in pairs for grid in (pair.input, pair.output)]
+
+
+def _flat(grid: Grid) -> Grid:
+    return np.concatenate([np.array(grid.shape, np.uint8), grid.ravel()])
+
+
+def _is_shape(grid: Grid) -> np.ndarray:
+    return np.arange(grid.size + 2) < 2
+
+
+def _digest(flat: Grid, is_shape: np.ndarray, *, change: Change) -> bytes:
+    colours = np.array(change.colours, np.uint8)
+    cells = np.where(is_shape, flat, colours[np.where(is_shape, 0, flat)])
+    return hashlib.blake2b(cells.tobytes(), digest_size=16).digest()

@@ -1,0 +1,191 @@
+"""Votes over the answers to the copies of a task of ARC."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sftplay.data.puzzles.arc import Grid, Task, cropped, parse_name, task_of
+from sftplay.errors import DataError
+
+NAMES = "identifiers.json"
+"""The name of each identifier; see `augment.Change.name`."""
+
+ASKED = "test_puzzles.json"
+"""The tasks of the test, by their names."""
+
+BLANK = "<blank>"
+
+
+def read_names(split: Path) -> list[str]:
+    """The names of the identifiers of the split in the folder `split`, which lies beside them.
+
+    Raises:
+        DataError: there are none.
+    """
+    names = _read(split, NAMES)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _fault(split.parent / NAMES, "is no list of names")
+    return names
+
+
+def read_asked(split: Path) -> dict[str, Task]:
+    """The tasks whose test pairs the split in the folder `split` asks for.
+
+    Raises:
+        DataError: there are none.
+    """
+    path, tasks = split.parent / ASKED, _read(split, ASKED)
+    if not isinstance(tasks, dict) or not tasks:
+        raise _fault(path, "holds no tasks")
+    return {name: task_of(task, name, where=f"{path} {name}") for name, task in tasks.items()}
+
+
+def _read(split: Path, name: str) -> Any:
+    path = split.absolute().parent / name
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise _fault(path, "is missing") from None
+    except (ValueError, RecursionError):
+        raise _fault(path, "is no JSON") from None
+
+
+def _fault(path: Path, what: str) -> DataError:
+    return DataError(what, where=str(path), fix="write the folder again with make puzzle-data KIND=arc")
+
+
+KS = (1, 2, 10, 100, 1000)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model says to one test input of one copy."""
+
+    identifier: str
+    """The copy's name, as `identifiers.json` has it."""
+
+    inputs: NDArray[Any]
+    """[900]: the tokens of the question."""
+
+    predicted: NDArray[Any]
+    """[900]: the tokens of the answer."""
+
+    q_halt: float
+    """The score for halting, before the sigmoid."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An answer to a test input with its votes."""
+
+    grid: Grid
+    votes: int
+    confidence: float
+    """The mean of sigmoid(q_halt)."""
+
+
+@dataclass
+class _Votes:
+    grid: Grid
+    confidences: list[float] = field(default_factory=list)
+
+
+Question = tuple[str, bytes]
+"""Task and test input."""
+
+Ballots = dict[Question, list[Candidate]]
+"""Test input -> the answers, the first the best."""
+
+
+class Tally:
+    """The votes for each answer to each test input, while they come in. An empty answer has no vote."""
+
+    def __init__(self) -> None:
+        self.boxes: dict[Question, dict[bytes, _Votes]] = {}
+
+    def add(self, answer: Answer) -> None:
+        """Count an answer."""
+        task, change = parse_name(answer.identifier)
+        box = self.boxes.setdefault((task, grid_key(change.undo(cropped(answer.inputs)))), {})
+        grid = change.undo(cropped(answer.predicted))
+        if grid.size:
+            box.setdefault(grid_key(grid), _Votes(grid)).confidences.append(_sigmoid(answer.q_halt))
+
+    def shares(self, n: int) -> list[Tally]:
+        """The same votes in `n` tallies. All votes for a task are in the one that `share_of` names."""
+        found = [Tally() for _ in range(n)]
+        for question, box in self.boxes.items():
+            found[share_of(question[0], n)].boxes[question] = box
+        return found
+
+    def merge(self, other: Tally) -> None:
+        """Count the votes of another tally too."""
+        for question, theirs in other.boxes.items():
+            mine = self.boxes.setdefault(question, {})
+            for key, votes in theirs.items():
+                mine.setdefault(key, _Votes(votes.grid)).confidences.extend(votes.confidences)
+
+    def ballots(self) -> Ballots:
+        """The answers to each test input: most votes first, then the highest mean confidence."""
+        return {question: _ranked(list(box.values())) for question, box in self.boxes.items()}
+
+
+def share_of(task: str, n: int) -> int:
+    """Which of `n` shares the votes for a task belong to, the same in every process."""
+    return zlib.crc32(task.encode()) % n
+
+
+def solved_at(task: Task, ballots: Ballots) -> float:
+    """The least k with which the task is solved: each test input has its output among its first k; inf for never."""
+    return max(ranks_of(task, ballots))
+
+
+def ranks_of(task: Task, ballots: Ballots) -> list[float]:
+    """For each test input of the task the least k with its output among the first k answers; inf for never."""
+    ranks: list[float] = []
+    for pair in task.test:
+        ranked = ballots.get((task.id, grid_key(pair.input)), [])
+        keys = [grid_key(candidate.grid) for candidate in ranked]
+        right = grid_key(pair.output)
+        ranks.append(keys.index(right) + 1 if right in keys else math.inf)
+    return ranks
+
+
+def share_solved(tries: Sequence[float], *, ks: Sequence[int] = KS) -> dict[int, float]:
+    """The share of tasks that is solved with k tries, from the least k of each."""
+    needed = np.array(tries)
+    return {k: float((needed <= k).mean()) for k in ks}
+
+
+def share_of_inputs_solved(ranks: Sequence[Sequence[float]], *, ks: Sequence[int] = KS) -> dict[int, float]:
+    """The mean over tasks of the share of its test inputs that is solved with k tries, from the least k of each.
+
+    TRM's published figures count so (evaluators/arc.py): half a task of two test inputs is half a point.
+    """
+    return {k: float(np.mean([(np.array(each) <= k).mean() for each in ranks])) for k in ks}
+
+
+def grid_key(grid: Grid) -> bytes:
+    """The same for equal grids only."""
+    return bytes(grid.shape) + grid.astype(np.uint8).tobytes()
+
+
+def _ranked(found: list[_Votes]) -> list[Candidate]:
+    candidates = [
+        Candidate(each.grid, len(each.confidences), math.fsum(each.confidences) / len(each.confidences))
+        for each in found
+    ]
+    return sorted(candidates, key=lambda each: (-each.votes, -each.confidence, grid_key(each.grid)))
+
+
+def _sigmoid(score: float) -> float:
+    return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))

@@ -1,0 +1,78 @@
+"""Which folder a config means by `data.train_path` or `data.val_path`, and puzzles that need no file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from sftplay.data.cache import ensure_folder, fingerprint
+from sftplay.data.puzzles.folder import FACTS, PuzzleFolder, write_folder
+from sftplay.data.puzzles.small_sudokus import ALPHABET, SEED, make_groups
+from sftplay.errors import ConfigError, DataError, nearest_names
+from sftplay.places import cache_root
+
+Split = Literal["train", "test"]
+
+BUILTIN = "builtin:"
+NAMES = ("sudoku4",)
+"""What may follow `builtin:`."""
+
+VERSION = 1
+"""Raised when the built-in puzzles change, so that older caches are not taken for new ones."""
+
+
+def open_split(path: str, split: Split, *, key: str) -> PuzzleFolder:
+    """The split that the config's `key` names: `builtin:sudoku4`, the folder of a split, or that of both.
+
+    Raises:
+        ConfigError: there are no built-in puzzles of that name.
+        DataError: the folder is not sound.
+    """
+    if path.startswith(BUILTIN):
+        return PuzzleFolder.open(_builtin(path.removeprefix(BUILTIN), split, key=key))
+    folder = Path(path)
+    inner, other = folder / split, folder / ("test" if split == "train" else "train")
+    if (folder / FACTS).is_file():
+        return PuzzleFolder.open(folder)
+    if (other / FACTS).is_file() and not (inner / FACTS).is_file():
+        # Only what is named as training puzzles may be trained on.
+        alone = f", or name {other} to measure nothing" if split == "test" and key == "data.train_path" else ""
+        raise DataError(
+            f"{key} holds the split {other.name} and no {split}", where=path, fix=f"write {inner} too{alone}"
+        )
+    return PuzzleFolder.open(inner if (inner / FACTS).is_file() else folder)
+
+
+def open_splits(train_path: str, val_path: str | None) -> tuple[PuzzleFolder, PuzzleFolder | None]:
+    """The puzzles to learn, and those to measure on: of `val_path`, or else those beside the first, if there are some.
+
+    Raises:
+        ConfigError: there are no built-in puzzles of that name.
+        DataError: a folder is not sound, or the two hold different kinds of puzzles.
+    """
+    train = open_split(train_path, "train", key="data.train_path")
+    if val_path is not None:
+        held_out = open_split(val_path, "test", key="data.val_path")
+    elif train_path.startswith(BUILTIN) or train.path != Path(train_path):
+        held_out = open_split(train_path, "test", key="data.train_path")
+    else:
+        return train, None
+    facts = train.facts
+    held_out.expect_kind(
+        cells=facts.seq_len, words=facts.vocab_size, identifiers=facts.num_puzzle_identifiers, of=str(train.path)
+    )
+    return train, held_out
+
+
+def _builtin(name: str, split: Split, *, key: str) -> Path:
+    """The cached folder of a split, made the first time."""
+    if name not in NAMES:
+        near = nearest_names(name, NAMES) or list(NAMES)
+        raise ConfigError(f"no built-in puzzles called {name!r}", where=key, fix=f"use builtin:{near[0]}", nearest=near)
+    mark = fingerprint({"name": name, "version": VERSION, "seed": SEED})
+    folder = cache_root() / "puzzles" / f"{name}-{split}-{mark}"
+
+    def make(unfinished: Path) -> None:
+        write_folder(unfinished, make_groups()[split], alphabet=ALPHABET)
+
+    return ensure_folder(folder, make, setting="SFTPLAY_CACHE")

@@ -1,1 +1,0 @@
-"""From files of puzzles to the folder of both splits."""

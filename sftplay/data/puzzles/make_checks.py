@@ -1,0 +1,125 @@
+"""Settings of a folder of puzzles, and what is checked of its puzzles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sftplay import log
+from sftplay.data.puzzles.kind import Cells, Kind
+from sftplay.data.puzzles.make_texts import FIX_LINE, Puzzles
+from sftplay.data.puzzles.maze import Maze
+from sftplay.data.puzzles.sudoku import Sudoku
+from sftplay.data.tokenize.pool import work_through
+from sftplay.errors import MOST_PROBLEMS, DataError, MachineError, SeveralErrors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The choices of one `puzzle-data`."""
+
+    kind: str
+    source: Path | None
+    """A file or a folder; None for puzzles that need none."""
+
+    out: Path
+    copies: int | None = None
+    """Augmented copies of each original; None takes the kind's usual number."""
+
+    seed: int = 0
+    subsample: int | None = None
+    """Training puzzles that are drawn; None takes all."""
+
+    held_out: float = 0.1
+    """The share of the solutions of a single file that goes to the test."""
+
+    workers: int = 1
+
+
+KINDS: dict[str, Kind] = {"sudoku": Sudoku(), "maze": Maze()}
+PIECE = 2048
+"""Puzzles that a process checks at once."""
+
+WORTH_WORKERS = 8 * PIECE
+"""Below so many puzzles, starting processes takes longer than the work."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Numbers that copies of each other share, for each puzzle."""
+
+    questions: NDArray[np.uint64]
+    answers: NDArray[np.uint64]
+
+
+NO_KEYS = np.zeros(0, np.uint64)
+
+Piece = tuple[str, Cells, Cells]
+Checked = tuple[list[tuple[int, str]], NDArray[np.uint64], NDArray[np.uint64]]
+
+
+def check_puzzles(puzzles: Puzzles, kind: Kind, *, workers: int) -> Keys:
+    """The keys of puzzles that can all be used.
+
+    Raises:
+        SeveralErrors: those that cannot, with file and line, up to a hundred of them.
+    """
+    name, total = kind.alphabet.kind, len(puzzles)
+    starts = range(0, total, PIECE)
+    pieces: Iterator[Piece] = (
+        (name, puzzles.questions[at : at + PIECE], puzzles.answers[at : at + PIECE]) for at in starts
+    )
+    spread = work_through(pieces, check_piece, processes=workers, killed=killed_process())
+    outcomes = spread if workers > 1 and total >= WORTH_WORKERS else map(check_piece, pieces)
+    problems, keys = [], []
+    for start, (found, *marks) in zip(starts, outcomes, strict=True):
+        problems += [DataError(what, where=puzzles.place(start + row), fix=FIX_LINE) for row, what in found]
+        keys.append(marks)
+        log.progress(min(start + PIECE, total), total, what=f"checking {puzzles.path}", tag="puzzle-data")
+        if len(problems) > MOST_PROBLEMS:
+            break
+    spread.close()
+    if problems:
+        raise SeveralErrors(problems)
+    return Keys(*(np.concatenate(each) for each in zip(*keys, strict=True)))
+
+
+def killed_process() -> MachineError:
+    """The refusal where a process of the pool has gone."""
+    fix = "free memory, or take fewer processes with --workers"
+    return MachineError("a process that prepares puzzles was killed from outside", where="puzzle-data", fix=fix)
+
+
+def check_piece(piece: Piece) -> Checked:
+    """What is wrong with a piece, and the keys of its questions and answers where nothing is."""
+    name, questions, answers = piece
+    kind = KINDS[name]
+    if problems := list(kind.problems(questions, answers)):
+        return problems, NO_KEYS, NO_KEYS
+    return [], kind.question_keys(questions), kind.answer_keys(answers)
+
+
+def check_held_out(train: tuple[Puzzles, Keys], test: tuple[Puzzles, Keys], *, kind: Kind) -> None:
+    """Raise where a question of the test is a copy of one of training; the error names both lines."""
+    (train_puzzles, train_keys), (test_puzzles, test_keys) = train, test
+    order = np.argsort(train_keys.questions, kind="stable")
+    sorted_keys = train_keys.questions[order]
+    begins = np.searchsorted(sorted_keys, test_keys.questions, side="left")
+    ends = np.searchsorted(sorted_keys, test_keys.questions, side="right")
+    problems = []
+    for row in np.flatnonzero(ends > begins).tolist():
+        question = test_puzzles.questions[row]
+        like = next(
+            (n for n in order[begins[row] : ends[row]] if kind.is_copy(train_puzzles.questions[n], question)), None
+        )
+        if like is not None:
+            what = f"is a copy of the training puzzle {train_puzzles.place(int(like))}"
+            problems.append(DataError(what, where=test_puzzles.place(row), fix="take one of the two out"))
+        if len(problems) > MOST_PROBLEMS:
+            break
+    if problems:
+        raise SeveralErrors(problems)

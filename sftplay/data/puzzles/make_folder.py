@@ -1,0 +1,94 @@
+"""Makes the folder of both splits: it appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sftplay.atomic import check_new_file, locked, unfinished_folder, whole_folder
+from sftplay.data.puzzles.folder import PuzzleFolder, write_folder
+from sftplay.data.puzzles.make_checks import Settings
+from sftplay.data.puzzles.make_rows import write_rows
+from sftplay.data.puzzles.make_tasks import write_tasks
+from sftplay.data.puzzles.small_sudokus import ALPHABET, make_groups
+from sftplay.errors import ConfigError, DataError
+
+REPORT = "report.json"
+KINDS = ("sudoku", "maze", "arc", "sudoku4")
+
+
+def make_folder(settings: Settings) -> dict[str, Any]:
+    """Write `settings.out` with both splits; the report, which lies there too.
+
+    Raises:
+        ConfigError: the folder is there already, or another command is writing it.
+        DataError: the puzzles cannot be used; then there is no folder.
+    """
+    _check_source(settings)
+    check_new_file(settings.out)
+    lock = unfinished_folder(settings.out).with_suffix(".lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(lock, waits=False), removed(lock):
+            check_new_file(settings.out)  # another command may have made it meanwhile
+            with whole_folder(settings.out) as folder:
+                return _write(settings, folder)
+    except BlockingIOError:
+        fix = "wait for it, or choose another folder with OUT="
+        raise ConfigError("another command is writing it", where=str(settings.out), fix=fix) from None
+
+
+@contextmanager
+def removed(path: Path) -> Iterator[None]:
+    """Remove the file `path` at the end of the block."""
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _check_source(settings: Settings) -> None:
+    if settings.kind == "sudoku4" and settings.source is not None:
+        fix = "leave it out; sudoku4 is made here"
+        raise ConfigError("is not read for sudoku4", where="--in", fix=fix)
+    if settings.kind == "sudoku4" and (settings.copies is not None or settings.subsample is not None):
+        name = "--aug" if settings.copies is not None else "--subsample"
+        raise ConfigError("does not fit sudoku4, whose puzzles and copies are fixed", where=name, fix="leave it out")
+    if settings.kind != "sudoku4" and settings.source is None:
+        what = f"{settings.kind} puzzles are read from files"
+        raise ConfigError(what, where="--in", fix="name a file or a folder with IN=")
+    if settings.source is not None and not settings.source.exists():
+        raise DataError("no such file or folder", where=str(settings.source), fix="correct IN=")
+
+
+def _write(settings: Settings, folder: Path) -> dict[str, Any]:
+    if settings.kind == "arc":
+        more = write_tasks(settings, folder)
+    elif settings.kind == "sudoku4":
+        more = {}
+        for split, groups in make_groups(settings.seed).items():
+            (folder / split).mkdir()
+            write_folder(folder / split, groups, alphabet=ALPHABET)
+    else:
+        more = write_rows(settings, folder)
+    source = None if settings.source is None else str(settings.source)
+    report = {"kind": settings.kind, "source": source, "seed": settings.seed, **more}
+    report |= {split: _counts(folder / split) for split in ("train", "test")}
+    (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return report
+
+
+def _counts(split: Path) -> dict[str, int]:
+    """How much a split holds, read back from what was written."""
+    folder = PuzzleFolder.open(split)
+    n_puzzles = sum(len(each.puzzle_identifiers) for each in folder.sets)
+    facts = folder.facts
+    return {
+        "groups": facts.total_groups,
+        "puzzles": n_puzzles,
+        "examples": len(folder),
+        "identifiers": facts.num_puzzle_identifiers,
+    }

@@ -1,0 +1,179 @@
+"""ARC: from folders of json files to both splits, with the names of all copies and the tasks that are asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sftplay import log
+from sftplay.data.puzzles.arc import (
+    ALPHABET,
+    LARGEST,
+    Change,
+    Pair,
+    Task,
+    as_json,
+    canonical,
+    draw_changes,
+    on_canvas,
+    read_tasks,
+)
+from sftplay.data.puzzles.arc_votes import ASKED, BLANK, NAMES
+from sftplay.data.puzzles.folder import Group, SplitWriter
+from sftplay.data.puzzles.make_checks import Settings, killed_process
+from sftplay.data.puzzles.sampler import stream_of
+from sftplay.data.tokenize.pool import work_through
+from sftplay.errors import ConfigError, DataError, SeveralErrors
+
+COPIES = 1000
+PARTS = ("training", "evaluation")
+WORTH_WORKERS = 2000
+"""Below so many copies in all, starting processes takes longer than the work."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A task to be copied."""
+
+    task: Task
+    copies: int
+    seed: int
+    is_asked: bool
+    """Its test pairs go to the test."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A task with its copies, as tokens."""
+
+    names: list[str]
+    train: Group
+    test: Group | None
+
+
+def write_tasks(settings: Settings, folder: Path) -> dict[str, Any]:
+    """Write the splits `train` and `test` below `folder`, and what `answers` reads; what is reported beside counts.
+
+    Training has all pairs of the training tasks and the demonstrations of the evaluation tasks, the test has the test
+    pairs of the evaluation tasks, both with all copies. A task has the same identifiers in both. HRM and TRM divide
+    the pairs so (dataset/build_arc_dataset.py).
+
+    Raises:
+        ConfigError: a setting does not fit.
+        DataError: a file holds no task, or a task of the evaluation is a task of training.
+    """
+    assert settings.source is not None
+    if settings.subsample is not None:
+        raise ConfigError("does not fit ARC: take json files out instead", where="--subsample", fix="leave it out")
+    copies = COPIES if settings.copies is None else settings.copies
+    training, evaluation = (read_tasks(_part(settings.source, part)) for part in PARTS)
+    repeated = check_tasks(training, evaluation)
+    pieces = [Piece(task, copies, settings.seed, is_asked=False) for task in training]
+    pieces += [Piece(task, copies, settings.seed, is_asked=True) for task in evaluation]
+    writers = {}
+    for split in ("train", "test"):
+        (folder / split).mkdir()
+        writers[split] = SplitWriter(folder / split, ALPHABET)
+    names = [BLANK]
+    for made in _copied(pieces, workers=settings.workers, n_copies=copies * len(pieces)):
+        identifiers = range(len(names), len(names) + len(made.names))
+        names += made.names
+        for split, group in (("train", made.train), ("test", made.test)):
+            if group is not None:
+                writers[split].add(Group(group.inputs, group.labels, group.sizes, identifiers))
+    for writer in writers.values():
+        writer.finish(len(names))
+    (folder / NAMES).write_text(json.dumps(names), encoding="utf-8")
+    (folder / ASKED).write_text(json.dumps({task.id: as_json(task) for task in evaluation}), encoding="utf-8")
+    n_tasks = {"training_tasks": len(training), "evaluation_tasks": len(evaluation)}
+    return {"copies": copies, **n_tasks, **repeated}
+
+
+def _part(source: Path, part: str) -> Path:
+    """The folder of the training or evaluation tasks: below IN, or below its `data`, as ARC's own repository has it."""
+    return next((path for path in (source / part, source / "data" / part) if path.is_dir()), source / part)
+
+
+def check_tasks(training: list[Task], evaluation: list[Task]) -> dict[str, Any]:
+    """Report the test pairs of the evaluation that are copies of a learned pair, of their own task or of another.
+
+    Published tasks have both: of ARC-AGI-1 a pair of 50a16a69 is one of caa06a1f in other colours, and each pair of
+    070dd51e is one of 40853293.
+
+    Raises:
+        SeveralErrors: tasks of training and of the evaluation have one name.
+    """
+    both = {task.id for task in training} & {task.id for task in evaluation}
+    if both:
+        what, fix = "is a task of training and of the evaluation", "take one of them out"
+        raise SeveralErrors([DataError(what, where=name, fix=fix) for name in sorted(both)])
+    learned: dict[bytes, set[str]] = {}
+    for task, pairs in [(t, t.pairs) for t in training] + [(t, t.train) for t in evaluation]:
+        for pair in pairs:
+            learned.setdefault(canonical(pair), set()).add(task.id)
+    own_copies, others = 0, []
+    for task in evaluation:
+        like = [learned.get(canonical(pair), set()) for pair in task.test]
+        own_copies += sum(task.id in each for each in like)
+        others += [
+            {"task": task.id, "test_pair": number, "like": sorted(each - {task.id})}
+            for number, each in enumerate(like, 1)
+            if each - {task.id}
+        ]
+    return {
+        "test_pairs_like_a_demonstration": own_copies,
+        "test_pairs_like_another_task": len(others),
+        "like_another_task": others,
+    }
+
+
+def _copied(pieces: list[Piece], *, workers: int, n_copies: int) -> Iterator[Made]:
+    spread = work_through(pieces, make_copies, processes=workers, killed=killed_process())
+    is_worth = workers > 1 and n_copies >= WORTH_WORKERS
+    for done, made in enumerate(spread if is_worth else map(make_copies, pieces), 1):
+        yield made
+        log.progress(done, len(pieces), what="writing tasks", tag="puzzle-data")
+
+
+def make_copies(piece: Piece) -> Made:
+    """A task's copies: learned pairs that lie anywhere on the canvas, asked ones that lie in its corner."""
+    task, stream = piece.task, stream_of(piece.task.id.encode(), piece.seed)
+    changes = draw_changes(task, piece.copies, stream=stream)
+    learned = task.train if piece.is_asked else task.pairs
+    train = [_moved(learned, change, stream=stream) for change in changes]
+    sizes = [len(learned)] * len(changes)
+    test = None
+    if piece.is_asked:
+        rows = [(change, pair, 0, 0) for change in changes for pair in task.test]
+        test = _group(rows, [len(task.test)] * len(changes))
+    names = [change.name(task.id) for change in changes]
+    return Made(names, _group([row for rows in train for row in rows], sizes), test)
+
+
+Placed = tuple[Change, Pair, int, int]
+"""A pair with its change, and the row and column of its corner."""
+
+
+def _moved(pairs: tuple[Pair, ...], change: Change, *, stream: np.random.Generator) -> list[Placed]:
+    """The pairs of a copy at random places; one of them stays in the corner, where the test pairs lie."""
+    stays = int(stream.integers(len(pairs)))
+    placed = []
+    for number, pair in enumerate(pairs):
+        shapes = [change.apply(grid).shape for grid in (pair.input, pair.output)]
+        room = [LARGEST + 1 - max(shape[axis] for shape in shapes) for axis in (0, 1)]
+        top, left = (int(stream.integers(each)) for each in room)
+        placed.append((change, pair, 0, 0) if number == stays else (change, pair, top, left))
+    return placed
+
+
+def _group(rows: list[Placed], sizes: list[int]) -> Group:
+    inputs, labels = (
+        np.stack([on_canvas(change.apply(getattr(pair, side)), top=top, left=left) for change, pair, top, left in rows])
+        for side in ("input", "output")
+    )
+    return Group(inputs, labels, sizes)

@@ -1,0 +1,106 @@
+"""Mazes: what makes a row of a file unusable, and its copies."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sftplay.data.puzzles.arc import WAYS, turned
+from sftplay.data.puzzles.folder import Alphabet
+from sftplay.data.puzzles.kind import Cells
+
+SIZE = 30
+WALL, FREE, START, GOAL, WAY = range(5)
+
+
+class Maze:
+    """`#` is a wall, S the start, G the goal; in the answer `o` marks the cells of the way."""
+
+    alphabet = Alphabet(kind="maze", symbols="?# SGo", shape=(SIZE, SIZE))
+    copies = 0
+    most_copies: int | None = 7
+    also_blank = ""
+
+    def problems(self, questions: Cells, answers: Cells) -> Iterator[tuple[int, str]]:
+        """Questions without one start, one goal and a way; answers that are not the maze with a shortest way."""
+        for row, (question, answer) in enumerate(zip(questions, answers, strict=True)):
+            if what := _problem(question, answer):
+                yield row, what
+
+    def question_keys(self, questions: Cells) -> NDArray[np.uint64]:
+        """Of the maze."""
+        return np.array([_digest(question) for question in questions], np.uint64)
+
+    def answer_keys(self, answers: Cells) -> NDArray[np.uint64]:
+        """Of the maze with its way."""
+        return self.question_keys(answers)
+
+    def is_copy(self, one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
+        """Whether the one maze is the other, turned or mirrored."""
+        return _smallest(one) == _smallest(other)
+
+    def copies_of(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
+        """One to seven copies, each turned or mirrored in another way."""
+        ways = 1 + stream.permutation(7)[:n]
+        grids = pair.reshape(2, SIZE, SIZE)
+        questions, answers = (np.stack([turned(grid, int(way)).ravel() for way in ways]) for grid in grids)
+        return questions, answers
+
+
+def _problem(question: NDArray[np.uint8], answer: NDArray[np.uint8]) -> str:
+    for cell, name in ((START, "S"), (GOAL, "G")):
+        if (question == cell).sum() != 1:
+            return f"the question has {(question == cell).sum()} cells {name}, not one"
+    if (question == WAY).any():
+        return "the question has cells o, which only an answer has"
+    changed = np.flatnonzero((question != answer) & ~((question == FREE) & (answer == WAY)))
+    if len(changed):
+        row, column = divmod(int(changed[0]), SIZE)
+        return f"the answer changes the maze in row {row + 1}, column {column + 1}"
+    shortest = _steps(question != WALL, question)
+    if shortest is None:
+        return "the question has no way from S to G"
+    on_way = _steps((answer == WAY) | (answer == GOAL), question)
+    if on_way is None:
+        return "the answer's cells o do not lead from S to G"
+    length = int((answer == WAY).sum()) + 1
+    if length != shortest:
+        return f"the answer's way takes {length} steps, the shortest one {shortest}"
+    return ""
+
+
+def _steps(is_open: NDArray[np.bool_], question: NDArray[np.uint8]) -> int | None:
+    """Steps from the start to the goal over open cells; None where there is no way."""
+    width = SIZE + 2  # a wall around the maze
+    closed = np.ones((width, width), bool)
+    closed[1:-1, 1:-1] = ~is_open.reshape(SIZE, SIZE)
+    seen: list[bool] = closed.ravel().tolist()
+    start, goal = (
+        (index // SIZE + 1) * width + index % SIZE + 1
+        for index in (int(np.argmax(question == START)), int(np.argmax(question == GOAL)))
+    )
+    if seen[goal]:
+        return None
+    waiting = deque([(start, 0)])
+    while waiting:
+        cell, steps = waiting.popleft()
+        for beside in (cell - 1, cell + 1, cell - width, cell + width):
+            if beside == goal:
+                return steps + 1
+            if not seen[beside]:
+                seen[beside] = True
+                waiting.append((beside, steps + 1))
+    return None
+
+
+def _smallest(cells: NDArray[np.uint8]) -> bytes:
+    grid = cells.reshape(SIZE, SIZE)
+    return min(np.ascontiguousarray(turned(grid, way)).tobytes() for way in WAYS)
+
+
+def _digest(cells: NDArray[np.uint8]) -> int:
+    return int.from_bytes(hashlib.blake2b(_smallest(cells), digest_size=8).digest(), "big")

@@ -1,1 +1,0 @@
-"""Mazes on 30x30 grids, whose answer is the shortest way."""

@@ -1,0 +1,347 @@
+"""Sudokus: a solver, their symmetries, and what is checked of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations, product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sftplay.data.puzzles.folder import Alphabet
+from sftplay.data.puzzles.kind import Cells
+
+Grids = NDArray[np.uint8]
+"""[grids, cells]: 0 is a blank, else the digit."""
+
+Nodes = tuple[NDArray[np.int64], NDArray[np.uint16]]
+"""The puzzle of each search node, and its candidates."""
+
+AT_ONCE = 1024
+"""Search nodes that are looked at together."""
+
+MOST_NODES = 200_000
+"""Nodes of one puzzle, after which the search gives it up. Those of published lists took fewer than a thousand."""
+
+BITS = np.array([number.bit_count() for number in range(1 << 9)], np.uint8)
+
+
+@dataclass(frozen=True)
+class Solutions:
+    """What a search has found."""
+
+    owners: NDArray[np.int64]
+    """[solutions]: the puzzle that each solves."""
+
+    grids: Grids
+    """[solutions, cells]"""
+
+    given_up: NDArray[np.bool_]
+    """[puzzles]: the search was cut off."""
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """[puzzles]: how many were found."""
+        return np.bincount(self.owners, minlength=len(self.given_up))
+
+
+@cache
+def units_of(size: int) -> NDArray[np.int64]:
+    """[units, size]: the cells of each row, column and box of a grid with `size` rows."""
+    box = int(size**0.5)
+    cells = np.arange(size * size).reshape(size, size)
+    boxes = cells.reshape(box, box, box, box).swapaxes(1, 2).reshape(size, size)
+    return np.concatenate([cells, cells.T, boxes])
+
+
+@cache
+def units_of_cells(size: int) -> NDArray[np.int64]:
+    """[cells, 3]: the row, column and box of each cell, by their place in `units_of`."""
+    units = units_of(size)
+    return np.array([np.flatnonzero((units == cell).any(axis=1)) for cell in range(size * size)])
+
+
+def find_solutions(puzzles: Grids, *, most: int = 2, most_nodes: int = MOST_NODES) -> Solutions:
+    """At least `most` solutions of each puzzle, or all where it has fewer."""
+    size = round(puzzles.shape[1] ** 0.5)
+    full = (1 << size) - 1
+    given = puzzles.astype(np.uint16)
+    options = np.where(given > 0, np.left_shift(1, np.maximum(given, 1) - 1), full).astype(np.uint16)
+    stack = [(np.arange(len(puzzles)), options)]
+    counts, nodes = np.zeros(len(puzzles), np.int64), np.zeros(len(puzzles), np.int64)
+    owners, grids = [np.zeros(0, np.int64)], [np.zeros((0, puzzles.shape[1]), np.uint8)]
+    while stack:
+        owner, options = _pop(stack)
+        goes_on = (counts[owner] < most) & (nodes[owner] < most_nodes)
+        owner, options = owner[goes_on], options[goes_on]
+        nodes += np.bincount(owner, minlength=len(nodes))
+        alive = _fill_singles(options, size)
+        owner, options = owner[alive], options[alive]
+        solved = (BITS[options] == 1).all(axis=1)
+        counts += np.bincount(owner[solved], minlength=len(counts))
+        owners.append(owner[solved])
+        grids.append((np.log2(options[solved]) + 1).astype(np.uint8))
+        if not solved.all():
+            stack += _guess(owner[~solved], options[~solved])
+    return Solutions(np.concatenate(owners), np.concatenate(grids), (nodes >= most_nodes) & (counts < most))
+
+
+def _fill_singles(options: NDArray[np.uint16], size: int) -> NDArray[np.bool_]:
+    """Narrow the candidates in place as far as singles go; which nodes are without a contradiction."""
+    units, of_cell, full = units_of(size), units_of_cells(size), (1 << size) - 1
+    alive = np.ones(len(options), bool)
+    moving = np.arange(len(options))
+    while len(moving):
+        before = options[moving]
+        single = np.where(BITS[before] == 1, before, 0)
+        in_units = single[:, units]
+        taken = np.bitwise_or.reduce(in_units, axis=2)
+        twice_taken = (in_units.sum(axis=2) != taken).any(axis=1)
+        after = np.where(single > 0, before, before & ~np.bitwise_or.reduce(taken[:, of_cell], axis=2))
+        once, twice = np.zeros_like(taken), np.zeros_like(taken)
+        for place in range(size):
+            here = after[:, units[:, place]]
+            twice |= once & here
+            once |= here
+        hidden = after & np.bitwise_or.reduce((once & ~twice)[:, of_cell], axis=2)
+        after = np.where(hidden > 0, hidden, after)
+        dead = twice_taken | (after == 0).any(axis=1) | (once != full).any(axis=1)
+        alive[moving[dead]] = False
+        options[moving] = after
+        moving = moving[~dead & (after != before).any(axis=1)]
+    return alive
+
+
+def _pop(stack: list[Nodes]) -> Nodes:
+    """The last nodes of the stack, up to AT_ONCE."""
+    taken = [stack.pop()]
+    while stack and sum(len(owner) for owner, _ in taken) < AT_ONCE:
+        taken.append(stack.pop())
+    owner = np.concatenate([each for each, _ in reversed(taken)])
+    options = np.concatenate([each for _, each in reversed(taken)])
+    if len(owner) > AT_ONCE:
+        stack.append((owner[:-AT_ONCE], options[:-AT_ONCE]))
+    return owner[-AT_ONCE:], options[-AT_ONCE:]
+
+
+def _guess(owner: NDArray[np.int64], options: NDArray[np.uint16]) -> list[Nodes]:
+    """Two nodes for each: a cell without its lowest candidate, and last, to be looked at first, with it alone."""
+    bits = BITS[options]
+    cell = np.where(bits > 1, bits, 255).argmin(axis=1)
+    nodes = np.arange(len(options))
+    lowest = options[nodes, cell] & (~options[nodes, cell] + 1)
+    with_it, without = options.copy(), options.copy()
+    with_it[nodes, cell] = lowest
+    without[nodes, cell] &= ~lowest
+    return [(owner, without), (owner, with_it)]
+
+
+Marks = NDArray[np.uint64]
+
+ROUNDS = 4
+"""How often the mark of a cell takes in those of its row, column, box and digit."""
+
+KEYS_AT_ONCE = 8192
+
+
+@dataclass(frozen=True)
+class Changes:
+    """One change for each grid."""
+
+    digits: NDArray[np.uint8]
+    """[grids, 10]: what each digit becomes; a blank stays one."""
+
+    cells: NDArray[np.int64]
+    """[grids, 81]: the cell from which each new cell is taken."""
+
+    def apply(self, grids: Grids) -> Grids:
+        """The changed grids."""
+        return np.take_along_axis(self.digits, np.take_along_axis(grids, self.cells, axis=1).astype(np.int64), axis=1)
+
+    def undo(self) -> Changes:
+        """The changes that lead back: those of the cells and of the digits do not depend on each other."""
+        return Changes(np.argsort(self.digits, axis=1).astype(np.uint8), np.argsort(self.cells, axis=1))
+
+
+def draw_changes(n: int, stream: np.random.Generator) -> Changes:
+    """`n` changes, each equally likely."""
+    digits = np.concatenate([np.zeros((n, 1), np.int64), 1 + _shuffled(n, 9, stream=stream)], axis=1)
+    rows, columns = _lines(n, stream), _lines(n, stream)
+    cells = (rows[:, :, None] * 9 + columns[:, None, :]).reshape(n, 81)
+    is_transposed = stream.random(n) < 0.5
+    cells[is_transposed] = cells[is_transposed] % 9 * 9 + cells[is_transposed] // 9
+    return Changes(digits.astype(np.uint8), cells)
+
+
+def _lines(n: int, stream: np.random.Generator) -> NDArray[np.int64]:
+    """[n, 9]: orders of the rows (or columns) in which those of a band stay together."""
+    bands = _shuffled(n, 3, stream=stream)
+    within = _shuffled(3 * n, 3, stream=stream).reshape(n, 3, 3)
+    return (bands[:, :, None] * 3 + within).reshape(n, 9)
+
+
+def _shuffled(n: int, size: int, *, stream: np.random.Generator) -> NDArray[np.int64]:
+    return stream.permuted(np.tile(np.arange(size), (n, 1)), axis=1)
+
+
+def keys_of(grids: Grids) -> Marks:
+    """[grids]: a number that all copies of a grid share. Few other grids have the same."""
+    parts = [
+        _mix(cell_marks(grids[at : at + KEYS_AT_ONCE])).sum(axis=(1, 2)) for at in range(0, len(grids), KEYS_AT_ONCE)
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+
+
+def cell_marks(grids: Grids) -> Marks:
+    """[grids, 9, 9]: numbers of the cells that move with them under any change (colour refinement)."""
+    found = grids.reshape(-1, 9, 9)
+    marks = _mix((found > 0).astype(np.uint64))
+    is_solved = (found > 0).all(axis=(1, 2))
+    if is_solved.any():  # all cells of a solved grid have the same surroundings
+        lines = _cycle_marks(found[is_solved])[:, :, None]
+        across = _cycle_marks(found[is_solved].swapaxes(1, 2))[:, None, :]
+        marks[is_solved] += _mix(lines) + _mix(across)
+    for _ in range(ROUNDS):
+        mixed = _mix(marks + np.uint64(1))
+        digits = np.zeros_like(marks)
+        for digit in range(10):
+            is_here = found == digit
+            digits += is_here * np.where(is_here, mixed, 0).sum(axis=(1, 2), keepdims=True, dtype=np.uint64)
+        boxes = mixed.reshape(-1, 3, 3, 3, 3).sum(axis=(2, 4))
+        in_boxes = np.repeat(np.repeat(boxes, 3, axis=1), 3, axis=2)
+        # Rows and columns are taken in alike, because a grid may be transposed.
+        across = _mix(_line_marks(mixed)) + _mix(_line_marks(mixed.swapaxes(1, 2)).swapaxes(1, 2))
+        marks = _mix(marks + _mix(digits) * np.uint64(3) + _mix(in_boxes) * np.uint64(5) + across * np.uint64(7))
+    return marks
+
+
+def _cycle_marks(solved: NDArray[np.uint8]) -> Marks:
+    """[grids, 9]: of each row, the cycles of the exchanges of digits that make the other two rows of its band of it."""
+    bands = (solved - 1).reshape(-1, 3, 9)
+    cycles = np.zeros((len(bands), 3), np.uint64)
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        becomes = np.take_along_axis(bands[:, second], np.argsort(bands[:, first], axis=1), axis=1).astype(np.int64)
+        at, length = becomes, np.ones(becomes.shape, np.uint64)
+        for _ in range(8):  # no cycle of nine digits is longer
+            is_home = at == np.arange(9)
+            length += ~is_home
+            at = np.where(is_home, at, np.take_along_axis(becomes, at, axis=1))
+        mark = _mix(_mix(length).sum(axis=1))
+        cycles[:, first] += mark
+        cycles[:, second] += mark
+    return cycles.reshape(-1, 9)
+
+
+def _line_marks(mixed: Marks) -> Marks:
+    """[grids, 9, 1]: of each row, together with the rows of its band."""
+    rows = mixed.sum(axis=2)
+    bands = np.repeat(_mix(rows).reshape(-1, 3, 3).sum(axis=2), 3, axis=1)
+    return _mix(rows * np.uint64(11) + _mix(bands))[:, :, None]
+
+
+def _mix(numbers: Marks) -> Marks:
+    """The last step of splitmix64 (Steele et al. 2014): each bit of the result depends on all bits."""
+    numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
+
+
+def is_copy(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
+    """Whether a change makes the one grid of the other. All changes that the marks of the cells allow are tried."""
+    target, goal = cell_marks(other[None])[0], other.reshape(9, 9)
+    for grid in (one.reshape(9, 9), one.reshape(9, 9).T):
+        marks = cell_marks(np.ascontiguousarray(grid).reshape(1, 81))[0]
+        columns = ORDERS[(np.sort(marks, axis=0)[:, ORDERS] == np.sort(target, axis=0)[:, None]).all(axis=(0, 2))]
+        for rows in ORDERS[(np.sort(marks, axis=1)[ORDERS] == np.sort(target, axis=1)).all(axis=(1, 2))]:
+            fits = (marks[rows][:, columns] == target[:, None]).all(axis=(0, 2))
+            if any(_in_order(grid[rows][:, order]) == _in_order(goal) for order in columns[fits]):
+                return True
+    return False
+
+
+def _in_order(grid: NDArray[np.uint8]) -> list[int]:
+    """The grid with its digits renamed in the order in which they come."""
+    names = {0: 0}
+    return [names.setdefault(digit, len(names)) for digit in grid.ravel().tolist()]
+
+
+def _all_orders() -> NDArray[np.int64]:
+    threes = list(permutations(range(3)))
+    return np.array(
+        [
+            [3 * band + line for band, lines in zip(bands, within, strict=True) for line in lines]
+            for bands in threes
+            for within in product(threes, repeat=3)
+        ]
+    )
+
+
+ORDERS = _all_orders()
+"""[1296, 9]: all orders of the rows in which those of a band stay together."""
+
+
+UNIT_NAMES = ("row", "column", "box")
+
+
+class Sudoku:
+    """9x9 grids; `.` or 0 is a blank."""
+
+    alphabet = Alphabet(kind="sudoku", symbols=" .123456789", shape=(9, 9))
+    copies = 1000
+    most_copies: int | None = None
+    also_blank = "0"
+
+    def problems(self, questions: Cells, answers: Cells) -> Iterator[tuple[int, str]]:
+        """Answers with blanks, that break a rule or change a given; questions with none or several solutions."""
+        has_blank = (answers == 0).any(axis=1)
+        in_units = np.sort(answers[:, units_of(9)], axis=2)
+        breaks = (in_units != np.arange(1, 10)).any(axis=2)
+        changes = ((questions > 0) & (questions != answers)).any(axis=1)
+        found = find_solutions(questions)
+        for row in np.flatnonzero(has_blank | breaks.any(axis=1) | changes | (found.counts != 1)).tolist():
+            count = found.counts[row]
+            if found.given_up[row] and count == 0:
+                yield row, "took too long to solve: it could not be shown that it has one solution"
+            elif count == 0:
+                yield row, "the question has no solution"
+            elif count > 1:
+                yield row, f"the question has {count} solutions or more"
+            elif found.given_up[row]:
+                yield row, "it could not be shown in time that the question has no other solution"
+            else:
+                yield row, self._wrong_answer(questions[row], answers[row], broken=breaks[row])
+
+    def _wrong_answer(
+        self, question: NDArray[np.uint8], answer: NDArray[np.uint8], *, broken: NDArray[np.bool_]
+    ) -> str:
+        if (answer == 0).any():
+            return "the answer has blanks"
+        changed = np.flatnonzero((question > 0) & (question != answer))
+        if len(changed):
+            row, column = divmod(int(changed[0]), 9)
+            return (
+                f"the answer has {answer[changed[0]]} in row {row + 1}, column {column + 1}, "
+                f"where the question gives {question[changed[0]]}"
+            )
+        unit = int(broken.argmax())
+        return f"the answer does not have all digits in {UNIT_NAMES[unit // 9]} {unit % 9 + 1}"
+
+    def question_keys(self, questions: Cells) -> NDArray[np.uint64]:
+        """Of the clues."""
+        return keys_of(questions)
+
+    def answer_keys(self, answers: Cells) -> NDArray[np.uint64]:
+        """Of the solution: all puzzles with one solution fall on one side."""
+        return keys_of(answers)
+
+    def is_copy(self, one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
+        """Whether digits, rows and columns can be exchanged so that the one becomes the other."""
+        return is_copy(one, other)
+
+    def copies_of(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
+        """Copies with digits, bands, rows, stacks and columns exchanged; every second one is transposed."""
+        changes = draw_changes(n, stream)
+        return changes.apply(np.tile(pair[0], (n, 1))), changes.apply(np.tile(pair[1], (n, 1)))

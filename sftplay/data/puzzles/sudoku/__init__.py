@@ -1,1 +1,0 @@
-"""Sudoku of any size: solutions, symmetries, files of puzzles."""

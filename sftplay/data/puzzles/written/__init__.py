@@ -1,1 +1,0 @@
-"""Puzzles as people write and read them."""

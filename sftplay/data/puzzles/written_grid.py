@@ -1,0 +1,120 @@
+"""Puzzles as people write them: a line for each row of the grid, a character for each cell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sftplay.data.puzzles.folder import Facts
+from sftplay.data.puzzles.sudoku import units_of
+from sftplay.errors import DataError
+
+UNLABELLED = "·"
+"""Stands for a cell without a label."""
+
+WITHOUT_SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""Characters of tokens in a folder that names none."""
+
+UNIT_NAMES = ("row", "column", "box")
+PUT_RIGHT = "correct the line"
+
+
+@dataclass(frozen=True)
+class GridText:
+    """How the grids of a folder are written."""
+
+    kind: str
+    symbols: str
+    columns: int
+    pad_id: int
+
+    @classmethod
+    def of(cls, facts: Facts) -> GridText:
+        """The writing of a folder's grids; a folder that names no shape has square ones."""
+        columns = facts.shape[-1] if facts.shape else isqrt(facts.seq_len - 1) + 1
+        return cls(facts.kind, facts.symbols or WITHOUT_SYMBOLS, columns, facts.pad_id)
+
+    @property
+    def is_sudoku(self) -> bool:
+        """Whether rows, columns and boxes hold each digit once."""
+        return self.kind.startswith("sudoku")
+
+    def write(self, tokens: NDArray[Any]) -> str:
+        """The grid of tokens [cells]; a negative one is a cell without a label."""
+        cells = [self._character(int(token)) for token in tokens]
+        return "\n".join("".join(cells[at : at + self.columns]) for at in range(0, len(cells), self.columns))
+
+    def _character(self, token: int) -> str:
+        if token < 0:
+            return UNLABELLED
+        return self.symbols[token] if token < len(self.symbols) else "?"
+
+    def read(self, text: str, *, cells: int, where: str) -> NDArray[np.int64]:
+        """The tokens [cells] of a grid with a line for each row, or with all of it in one line. `where` is its file.
+
+        Raises:
+            DataError: it is no grid of this kind; the line and what to do are named.
+        """
+        lines = [each for each in enumerate(map(self._closed_up, text.splitlines()), 1) if each[1]]
+        if not lines:
+            raise DataError("is empty", where=where, fix=f"write {cells // self.columns} lines of {self.columns} cells")
+        rows = cells // self.columns
+        if len(lines) == 1 and len(lines[0][1]) == cells:
+            number, line = lines[0]
+            lines = [(number, line[at : at + self.columns]) for at in range(0, cells, self.columns)]
+        elif len(lines) == 1 and len(lines[0][1]) != self.columns:
+            what = f"has {len(lines[0][1])} cells in one line, and a grid of {rows} x {self.columns} has {cells}"
+            fix = f"write all {cells} cells in one line, or {rows} lines of {self.columns}"
+            raise DataError(what, where=f"{where}:{lines[0][0]}", fix=fix)
+        tokens = [self._row(line, f"{where}:{number}") for number, line in lines[:rows]]
+        if len(lines) != rows:
+            last = lines[min(len(lines), rows + 1) - 1][0]
+            what = f"has {len(lines)} lines, and the model knows grids of {rows} x {self.columns}"
+            fix = f"write {rows} lines of {self.columns} cells, or all {cells} cells in one line"
+            raise DataError(what, where=f"{where}:{last}", fix=fix)
+        grid = np.array(tokens, np.int64).ravel()
+        if self.is_sudoku:
+            self._check_rules(grid, where, numbers=[number for number, _ in lines])
+        return grid
+
+    def _closed_up(self, line: str) -> str:
+        """A line without the spaces that set cells apart. Where a space is a cell, a row may be all of spaces."""
+        if " " not in self._tokens():
+            return "".join(line.split())
+        return line if line.strip() or len(line) == self.columns else ""
+
+    def _tokens(self) -> dict[str, int]:
+        """The characters that a cell may have."""
+        return {each: token for token, each in enumerate(self.symbols) if token != self.pad_id}
+
+    def _row(self, line: str, where: str) -> list[int]:
+        if len(line) != self.columns:
+            raise DataError(f"has {len(line)} cells, not {self.columns}", where=where, fix=PUT_RIGHT)
+        known = self._tokens()
+        if self.is_sudoku:
+            known["0"] = known["."]
+        for place, each in enumerate(line, 1):
+            if each not in known:
+                what = f"holds {each!r} at {place}; a cell is one of {''.join(known)!r}"
+                raise DataError(what, where=where, fix=PUT_RIGHT)
+        return [known[each] for each in line]
+
+    def _check_rules(self, grid: NDArray[np.int64], where: str, *, numbers: list[int]) -> None:
+        """Refuse a grid that gives a digit twice in a row, column or box."""
+        blank = self.symbols.index(".")
+        for unit, cells in enumerate(units_of(self.columns)):
+            values = grid[cells]
+            twice = [cell for cell in cells if grid[cell] != blank and (values == grid[cell]).sum() > 1]
+            if twice:
+                name = f"{UNIT_NAMES[unit // self.columns]} {unit % self.columns + 1}"
+                what = f"gives {self.symbols[grid[twice[1]]]} twice in {name}"
+                raise DataError(what, where=f"{where}:{numbers[int(twice[1]) // self.columns]}", fix=PUT_RIGHT)
+
+    def breaks_rules(self, tokens: NDArray[Any]) -> bool:
+        """Whether a row, column or box of an answered Sudoku does not hold each digit once."""
+        wanted = [token for token, each in enumerate(self.symbols) if each.isdecimal()]
+        return self.is_sudoku and any(sorted(tokens[cells].tolist()) != wanted for cells in units_of(self.columns))

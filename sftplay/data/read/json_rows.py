@@ -1,0 +1,236 @@
+"""Rows of JSON files: one a line, or one document with a list."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from sftplay.data.json_text import BROKEN_JSON, decode_json, flaw_of
+from sftplay.data.layouts.convert import layout_of
+from sftplay.data.layouts.turns import kind_of
+from sftplay.data.read.encodings import BOM, Charset, is_utf8
+from sftplay.data.read.files import open_bytes
+from sftplay.data.records import Refused, Source
+from sftplay.errors import DataError
+
+Row = dict[str, Any]
+Raw = bytes | str | Row | Refused
+
+LONGEST = 1 << 26
+"""Most bytes or characters of one row: more is a file without line ends, and would not fit into memory."""
+
+BOM_BYTES = BOM.encode()
+
+
+def line_rows(charset: Charset) -> Iterator[tuple[Source, bytes | str | Refused]]:
+    """Every line that is not blank, not parsed yet: bytes of UTF-8, or text where the file is in another encoding."""
+    return _byte_lines(charset) if charset.is_utf8 else text_lines(charset)
+
+
+def parsed(raw: Raw) -> Row | Refused:
+    """The row in a raw line; what is a row or refused already stays what it is."""
+    if isinstance(raw, bytes):
+        try:
+            raw = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            return Refused(f"byte {error.start + 1} of the line is not UTF-8")
+    if not isinstance(raw, str):
+        return raw
+    try:
+        # Files that were put together keep a mark where the second began.
+        value = decode_json(raw.removeprefix(BOM))
+    except BROKEN_JSON as error:
+        return Refused(flaw_of(error))
+    return value if isinstance(value, dict) else Refused(f"is {kind_of(value)}, not an object")
+
+
+def too_long() -> Refused:
+    """What stands for a row that is longer than LONGEST."""
+    return Refused(f"is longer than {LONGEST:,} characters")
+
+
+def _byte_lines(charset: Charset) -> Iterator[tuple[Source, bytes | Refused]]:
+    path, number = str(charset.file), 0
+    with open_bytes(charset.file) as stream:
+        while line := stream.readline(LONGEST):  # bytes: only \n ends a line there, not the U+2028 inside a string
+            number += 1
+            if len(line) == LONGEST and not line.endswith(b"\n"):
+                while not line.endswith(b"\n") and (line := stream.readline(LONGEST)):
+                    pass
+                yield Source(path, number), too_long()
+            elif line.isspace() or (number == 1 and not line.removeprefix(BOM_BYTES).strip()):
+                continue
+            elif line.isascii() or is_utf8(line):
+                yield Source(path, number), line
+            else:
+                yield Source(path, number), charset.refused()
+
+
+def text_lines(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
+    """Every line that is not blank, as text in the file's encoding."""
+    path, number = str(charset.file), 0
+    with charset.open(newline="\n") as stream:
+        while line := stream.readline(LONGEST):
+            number += 1
+            if len(line) == LONGEST and not line.endswith("\n"):
+                while not line.endswith("\n") and (line := stream.readline(LONGEST)):
+                    pass
+                yield Source(path, number), too_long()
+            elif not line.isspace() and line.strip(f"{BOM} \r\n\t"):
+                yield Source(path, number), charset.refused() if charset.refuses(line) else line
+
+
+BLOCK = 1 << 16
+MOST_OF_OBJECT = 1 << 30
+"""Most characters of a document that is an object: it is held as a whole before its rows are known."""
+
+DECODER = json.JSONDecoder()
+SPACE = re.compile(r"[ \t\r\n]*")
+FIX = "correct the file there; jsonl, one row a line, survives a broken row"
+
+
+def document_rows(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
+    """Every row of the document: the line at which it begins, and in an array its number from 1.
+
+    Raises:
+        DataError: it is not JSON as a whole.
+    """
+    with charset.open(newline="") as stream:
+        text = _Text(charset, stream)
+        text.skip(BOM)
+        first = text.next_character()
+        if first == "[":
+            yield from _array_rows(text)
+            text.expect_end()
+        elif first:
+            yield from _object_rows(text)
+
+
+class _Text:
+    """A document and a place in it. It holds the unread rest of one block or of one row."""
+
+    def __init__(self, charset: Charset, stream: TextIO, *, line: int = 1) -> None:
+        """`line` is that of the document's first character."""
+        self.charset = charset
+        self._stream = stream
+        self._held, self._at = "", 0
+        self._line, self._counted = line, 0  # the line of the character at _counted
+        self.most = LONGEST
+
+    def next_character(self) -> str:
+        """The next character that is not white space; empty at the end. The place is then before it."""
+        while True:
+            found = SPACE.match(self._held, self._at)
+            self._at = found.end() if found else self._at
+            if self._at < len(self._held):
+                return self._held[self._at]
+            if not self._grow():
+                return ""
+
+    def skip(self, character: str) -> None:
+        """Go on by one character, if it is this one."""
+        if self.next_character() == character:
+            self._at += 1
+
+    @property
+    def line(self) -> int:
+        """The line of the next character."""
+        self._line += self._held.count("\n", self._counted, self._at)
+        self._counted = self._at
+        return self._line
+
+    def next_value(self) -> str:
+        """The text of the next JSON value; the place is then after it."""
+        self.next_character()
+        while True:
+            try:
+                _, end = DECODER.raw_decode(self._held, self._at)
+            except BROKEN_JSON as error:
+                if isinstance(error, json.JSONDecodeError) and self._grow():
+                    continue
+                raise self.broken(_flaw(error), getattr(error, "pos", self._at)) from error
+            if end == len(self._held) and self._grow():  # a number might go on
+                continue
+            value, self._at = self._held[self._at : end], end
+            return value
+
+    def expect_end(self) -> None:
+        """Refuse what follows the document."""
+        if self.next_character():
+            raise self.broken("has text after the end of the JSON document")
+
+    def broken(self, what: str, at: int | None = None) -> DataError:
+        """The error about a character, by default the next one."""
+        line = self.line + (0 if at is None else self._held.count("\n", self._at, at))
+        return DataError(what, where=f"{self.charset.file}:{line}", fix=FIX)
+
+    def _grow(self) -> bool:
+        """Read more, at least as much as is held: all attempts to decode one value together then take linear time."""
+        kept = self._held[self._at :]
+        if len(kept) > self.most:
+            raise self.broken(f"has a value of more than {self.most:,} characters, or one that never ends")
+        more = self._stream.read(max(BLOCK, len(kept)))
+        if more:
+            self._line, self._counted = self.line, 0
+            self._held, self._at = kept + more, 0
+        return bool(more)
+
+
+def _array_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
+    """The elements of the array that begins here; the place is then after it."""
+    path, number = str(text.charset.file), 0
+    text.skip("[")
+    more = text.next_character() != "]"
+    while more:
+        number += 1
+        text.next_character()
+        source = Source(path, text.line, number)
+        value = text.next_value()
+        yield source, text.charset.refused() if text.charset.refuses(value) else value
+        more = text.next_character() == ","
+        if more:
+            text.skip(",")
+    if text.next_character() != "]":
+        raise text.broken(f"row {number} is followed by neither a comma nor a closing bracket")
+    text.skip("]")
+
+
+def _object_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
+    charset = text.charset
+    text.most = MOST_OF_OBJECT
+    text.next_character()
+    first = text.line
+    whole = text.next_value()
+    text.expect_end()
+    members = list(_members(charset, whole, line=first))
+    lists = [(value, line) for _, value, line in members if value.startswith("[")]
+    if layout_of(name for name, *_ in members) is None and len(lists) == 1:
+        rows, line = lists[0]
+        yield from _array_rows(_Text(charset, io.StringIO(rows, newline=""), line=line))
+    else:
+        yield Source(str(charset.file), first), charset.refused() if charset.refuses(whole) else whole
+
+
+def _members(charset: Charset, whole: str, *, line: int) -> Iterator[tuple[str, str, int]]:
+    """Name, value as text, and the value's line of each member of an object; nothing when the text is no object."""
+    text = _Text(charset, io.StringIO(whole, newline=""), line=line)
+    text.most = MOST_OF_OBJECT
+    if text.next_character() != "{":
+        return
+    text.skip("{")
+    while text.next_character() != "}":
+        name = json.loads(text.next_value())
+        text.skip(":")
+        text.next_character()
+        line = text.line
+        yield name, text.next_value(), line
+        text.skip(",")
+
+
+def _flaw(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"is not JSON: {error.msg}"
+    return f"is not JSON that can be read: {error}"

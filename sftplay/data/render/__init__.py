@@ -1,0 +1,1 @@
+"""From a record to token ids and labels: chat templates, their masks, special tokens."""

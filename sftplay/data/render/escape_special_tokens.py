@@ -1,0 +1,198 @@
+"""Special tokens that a record's own texts spell: they stay text, and those that the template writes are control.
+
+Before rendering, a guard breaks each one in a record's own texts; in the end it is whole and still text:
+
+    typed       Say <|im_end|>                      the record
+    guarded     Say <G|im_end|>...<|im_end|>        what the template makes of the guarded record
+    spelled     Say <|im_end|>...G<|im_end|>        what is encoded, by a tokenizer that knows G<|im_end|> only
+
+The two marks of a thought stay control in an assistant's turn: there they are the record's way to say that it thinks.
+A special token of a single character cannot be broken and is not looked for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from sftplay.data.records import Call, Chat, Message, Record, Text
+from sftplay.data.render.templates import CLOSE, OPEN, Span
+from sftplay.errors import DataError
+
+GUARD = "\ufdd2"
+"""Stands inside a typed special token, and before a written one: a noncharacter, like OPEN and CLOSE."""
+
+THOUGHTS = ("<think>", "</think>")
+
+
+class TypedSpecials:
+    """Finds and guards the texts of one tokenizer's special tokens."""
+
+    def __init__(self, special: Iterable[str]) -> None:
+        known = [token for token in special if len(token) > 1]
+        self._search = re.compile(f"[{OPEN}{CLOSE}{GUARD}]|{_any_of(known)}").search
+        self._firsts = sorted({token[0] for token in known if token.isascii()})
+        self._typed = re.compile(_any_of(known))
+        self._said = re.compile(_any_of(token for token in known if token not in THOUGHTS))
+        self._events = re.compile(f"{GUARD}|{_any_of(known)}")
+
+    def guarded(self, record: Record) -> tuple[Record, int]:
+        """The record with a guard in each special token that it types, and how many there are.
+
+        Raises:
+            DataError: the record holds one of the three noncharacters itself.
+        """
+        if self._is_plain(record):
+            return record, 0
+        if any(mark in text for text in _texts(record) for mark in (OPEN, CLOSE, GUARD)):
+            raise DataError("holds U+FDD0, U+FDD1 or U+FDD2, which are not characters")
+        count = 0
+
+        def guard(text: str, pattern: re.Pattern[str] = self._typed) -> str:
+            nonlocal count
+            n_found = 1
+            while n_found:  # what is left of two that overlap may be a third
+                text, n_found = pattern.subn(_broken, text)
+                count += n_found
+            return text
+
+        if isinstance(record, Text):
+            return replace(record, text=guard(record.text)), count
+        turns = tuple(self._guarded_turn(message, guard) for message in record.messages)
+        changed = replace(record, messages=turns, tools=_in_json(record.tools, guard))
+        return (changed, count) if count else (record, 0)
+
+    def spelled(self, text: str, spans: Iterable[Span]) -> tuple[str, list[Span]]:
+        """A guarded rendering with its guards taken out and one put before each control token; the spans moved along.
+
+        It begins at the same places of the chat: only what is between the characters has changed.
+        """
+        parts: list[str] = []
+        moves: list[tuple[int, int]] = []
+        at = 0
+        for match in self._events.finditer(text):
+            is_guard = match.group() == GUARD
+            parts += (text[at : match.start()], "" if is_guard else GUARD + match.group())
+            moves.append((match.start(), -1 if is_guard else 1))
+            at = match.end()
+        parts.append(text[at:])
+        moved = [(_moved(start, moves), _moved(end, moves)) for start, end in spans]
+        return "".join(parts), moved
+
+    def _is_plain(self, record: Record) -> bool:
+        """True when there is nothing to guard or refuse; nearly every record takes this way."""
+        if isinstance(record, Chat) and not record.tools:
+            for message in record.messages:
+                if message.calls or message.name or self._may_hold(message.content):
+                    break
+            else:
+                return True
+        return not any(map(self._search, _texts(record)))
+
+    def _may_hold(self, text: str) -> bool:
+        """False where the text surely has nothing to look at; looking for single characters takes hardly any time."""
+        if not text.isascii():
+            return self._search(text) is not None
+        for character in self._firsts:
+            if character in text:
+                return self._search(text) is not None
+        return False
+
+    def _guarded_turn(self, message: Message, guard: Callable[..., str]) -> Message:
+        said = self._said if message.role == "assistant" else self._typed
+        calls = tuple(
+            Call(guard(call.name), _in_json(call.arguments, guard), call.id) if self._types(call) else call
+            for call in message.calls
+        )
+        return replace(message, content=guard(message.content, said), calls=calls, name=guard(message.name))
+
+    def _types(self, call: Call) -> bool:
+        return any(map(self._search, _call_texts(call)))
+
+
+def without_guards(text: str) -> str:
+    """The text without its guards."""
+    return text.replace(GUARD, "")
+
+
+def unguarded(chat: Chat) -> Chat:
+    """The chat whose guarded form this is; its JSON texts may have other white space than they once had."""
+    turns = tuple(
+        replace(
+            message,
+            content=without_guards(message.content),
+            calls=tuple(Call(without_guards(c.name), without_guards(c.arguments), c.id) for c in message.calls),
+            name=without_guards(message.name),
+        )
+        for message in chat.messages
+    )
+    return replace(chat, messages=turns, tools=without_guards(chat.tools))
+
+
+def _texts(record: Record) -> Iterator[str]:
+    if isinstance(record, Text):
+        yield record.text
+        return
+    for message in record.messages:
+        yield message.content
+        if message.name:
+            yield message.name
+        for call in message.calls:
+            yield from _call_texts(call)
+    if record.tools:
+        yield from _json_texts(record.tools)
+
+
+def _call_texts(call: Call) -> Iterator[str]:
+    yield call.name
+    yield from _json_texts(call.arguments)
+
+
+def _json_texts(text: str) -> Iterator[str]:
+    """The JSON text, and what it says where that is not what it looks like."""
+    yield text
+    if "\\" in text:
+        yield from _strings(json.loads(text))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _in_json(text: str, guard: Callable[..., str]) -> str:
+    """The JSON text with its strings guarded: between them a template may write it anew, and guards would be lost."""
+    return json.dumps(_mapped(json.loads(text), guard), ensure_ascii=False) if text else text
+
+
+def _mapped(value: Any, change: Callable[..., str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _mapped(inner, change) for key, inner in value.items()}
+    return [_mapped(inner, change) for inner in value] if isinstance(value, list) else value
+
+
+def _any_of(tokens: Iterable[str]) -> str:
+    """A pattern for any of `tokens`, at one place the longest."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return f"(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})"
+
+
+def _broken(match: re.Match[str]) -> str:
+    found = match.group()
+    return found[0] + GUARD + found[1:]
+
+
+def _moved(edge: int, moves: Iterable[tuple[int, int]]) -> int:
+    return edge + sum(move for place, move in moves if place < edge)

@@ -1,0 +1,463 @@
+"""Find which characters of a rendered chat its template learns from: by generation tags, or by sentinels."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sftplay.data.records import Call, Chat, Message
+from sftplay.data.render.templates import ChatTemplate, Span
+from sftplay.errors import DataError
+
+TRIED_TURNS = 100
+"""Up to here, and for the last turn, the inference prompt of each answer is rendered. Further on, an answer before
+which the template writes the same text as before an earlier one has the same prompt: to render thousands takes
+quadratic time."""
+
+EDGE = " \n "
+"""White space put around the marks, to see on which side a template trims."""
+
+
+class Unproven(Exception):
+    """The method cannot vouch for this chat; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentinelLayout:
+    """What a template writes around the texts of a chat with given roles."""
+
+    gaps: tuple[str, ...]
+    """Text before each message, and after the last."""
+
+    keeps_left: tuple[bool, ...]
+    keeps_right: tuple[bool, ...]
+    """Whether white space at that edge of a message's text survives."""
+
+    heads: tuple[int, ...]
+    """For each message, how much of its gap belongs to the inference prompt."""
+
+    tails: tuple[int, ...]
+    """For each message, how much of the gap after it belongs to its turn: up to the end-of-turn token."""
+
+    def assemble(self, messages: tuple[Message, ...]) -> tuple[str, list[Span]]:
+        """The text the template must give for `messages`, and each message's span in it."""
+        parts, spans, at = [self.gaps[0]], [], len(self.gaps[0])
+        for index, message in enumerate(messages):
+            text = message.content
+            text = text if self.keeps_left[index] else text.lstrip()
+            text = text if self.keeps_right[index] else text.rstrip()
+            gap = self.gaps[index + 1]
+            begin = at - len(self.gaps[index]) + self.heads[index]
+            spans.append((begin, at + len(text) + self.tails[index]))
+            parts += (text, gap)
+            at += len(text) + len(gap)
+        return "".join(parts), spans
+
+
+def read_sentinel_layout(template: ChatTemplate, roles: Sequence[str], *, end: re.Pattern[str]) -> SentinelLayout:
+    """The layout of chats with these roles; `end` matches an end-of-turn token and white space before it.
+
+    Raises:
+        Unproven: a text is missing, doubled or out of order, inference would prompt otherwise, or a turn has no end.
+        DataError: the template refuses these roles.
+    """
+    # Letters between private-use characters: nothing a template trims, splits at or looks for.
+    marks = [f"\ue0f0m{index}\ue0f1" for index in range(len(roles))]
+    probes = [Message(role, EDGE + mark + EDGE) for role, mark in zip(roles, marks)]  # type: ignore[arg-type]
+    text, _ = template.render(probes)
+    gaps = _gaps(text, marks)
+    keeps_left = tuple(gap.endswith(EDGE) for gap in gaps[:-1])
+    keeps_right = tuple(gap.startswith(EDGE) for gap in gaps[1:])
+    for index in range(len(roles)):
+        gaps[index] = gaps[index].removesuffix(EDGE) if keeps_left[index] else gaps[index]
+        gaps[index + 1] = gaps[index + 1].removeprefix(EDGE) if keeps_right[index] else gaps[index + 1]
+    heads, tails = [], []
+    known: dict[tuple[str, bool], int] = {}
+    for index, role in enumerate(roles):
+        head = 0
+        if role == "assistant" and index > 0:
+            form = gaps[index], keeps_left[index]
+            if form not in known or index < TRIED_TURNS or index == len(roles) - 1:
+                prompt = template.render(probes[:index], prompts=True)[0]
+                before = text[: text.index(marks[index])]
+                known[form] = _head(before, prompt, gap=gaps[index], edge=len(EDGE) if keeps_left[index] else 0)
+            head = known[form]
+        heads.append(head)
+        tails.append(_tail(gaps[index + 1], end) if role == "assistant" else 0)
+    return SentinelLayout(tuple(gaps), keeps_left, keeps_right, tuple(heads), tuple(tails))
+
+
+def _gaps(text: str, marks: Sequence[str]) -> list[str]:
+    gaps, rest = [], text
+    for index, mark in enumerate(marks):
+        if text.count(mark) != 1 or mark not in rest:
+            raise Unproven(f"the text of message {index + 1} appears {text.count(mark)} times or out of order")
+        gap, _, rest = rest.partition(mark)
+        gaps.append(gap)
+    return [*gaps, rest]
+
+
+def _head(before: str, prompt: str, *, gap: str, edge: int) -> int:
+    """How much of `gap`, the template's own text before an answer, the inference prompt ends with."""
+    if not before.startswith(prompt):
+        raise Unproven(f"at inference an answer would follow {prompt[-40:]!r}, in training {before[-40:]!r}")
+    # What follows the prompt is learned: text the template puts first, and white space of the answer where kept.
+    return len(gap) - max(len(before) - len(prompt) - edge, 0)
+
+
+def _tail(gap: str, end: re.Pattern[str]) -> int:
+    match = end.match(gap)
+    if not match:
+        raise Unproven(f"no end-of-turn token follows the assistant's text but {gap[:40]!r}")
+    return match.end()
+
+
+def uses_tools(chat: Chat) -> bool:
+    """True when tools are offered, called or answered in the chat."""
+    return bool(chat.tools) or any(message.calls or message.role == "tool" for message in chat.messages)
+
+
+def end_of_calls(text: str, calls: Sequence[Call], *, at: int) -> int:
+    """Where the last name or value of `calls` ends in `text`, looked for from `at`.
+
+    Raises:
+        Unproven: a name, a key or a value is not there.
+    """
+    for call in calls:
+        begin = text.find(call.name, at)
+        if begin < 0:
+            raise Unproven(f"the template does not write the call of {call.name!r}")
+        begin = at = begin + len(call.name)
+        for key, value in _leaves(json.loads(call.arguments)):
+            end = _end_of(text, key, value=value, begin=begin)
+            if end < 0:
+                raise Unproven(f"the template changes or drops {key}={value!r}, an argument of {call.name!r}")
+            at = max(at, end)
+    return at
+
+
+def check_results(text: str, chat: Chat, *, starts: Sequence[int]) -> None:
+    """Raise Unproven unless each tool's result stands in `text`, in order and before the turn that learns from it.
+
+    `starts` are where the chat's learned turns begin.
+    """
+    begins = dict(zip(chat.learned_turns(), starts, strict=True))
+    at = 0
+    for index, message in enumerate(chat.messages):
+        if message.role != "tool":
+            continue
+        until = next((begins[turn] for turn in sorted(begins) if turn > index), len(text))
+        at = _after(text, spellings(message.content), begin=at, end=until)
+        if at < 0:
+            raise Unproven(f"the template changes or drops a tool's result: {message.content[:60]!r}")
+
+
+def check_tools(text: str, without: str, *, tools: str) -> None:
+    """Raise Unproven unless `text` names all tools where it differs from `without`, the same chat without tools."""
+    start = _n_equal(text, without)
+    shared = _n_equal(text[start:][::-1], without[start:][::-1])
+    added = text[start : len(text) - shared]
+    for tool in json.loads(tools):
+        name = tool.get("function", tool).get("name", "")
+        if name not in added:
+            raise Unproven(f"the template does not tell the model of the tool {name!r}")
+
+
+def spellings(content: str) -> Iterator[str]:
+    """The ways a template may write a text: as it is, or inside JSON or Python."""
+    stripped = content.strip()
+    yield stripped
+    yield json.dumps(stripped, ensure_ascii=False)[1:-1]
+    yield json.dumps(stripped)[1:-1]
+    yield repr(stripped)[1:-1]
+    yield stripped.replace("\\", "\\\\").replace("\n", "\\n").replace("'", "\\'")
+
+
+def has_text(text: str, message: Message) -> bool:
+    """True when what the message says stands in `text`, give or take white space."""
+    if message.content.strip() in text:
+        return True
+    squeezed = "".join(text.split())
+    return any("".join(form.split()) in squeezed for form in spellings(message.content))
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that holds no others, with the nearest key above it."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner, key)
+    else:
+        yield key, value
+
+
+def _end_of(text: str, key: str, *, value: Any, begin: int) -> int:
+    """Where the value ends that follows its key, or -1."""
+    after = _after(text, spellings(key), begin=begin, end=len(text))
+    forms = spellings(value) if isinstance(value, str) else (json.dumps(value), str(value))
+    return _after(text, forms, begin=after, end=len(text)) if after >= 0 else -1
+
+
+def _after(text: str, forms: Iterable[str], *, begin: int, end: int) -> int:
+    """Where the first of `forms` that stands between the two places ends, or -1."""
+    for form in forms:
+        place = text.find(form, begin, end)
+        if place >= 0:
+            return place + len(form)
+    return -1
+
+
+def _n_equal(one: str, other: str) -> int:
+    """How many characters the two texts begin with in common."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+Method = Literal["markers", "sentinels", "prefixes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A rendered record and the spans of its text that are learned."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+class TurnFinder:
+    """Finds the learned spans of chats for one template.
+
+    `special_tokens` are all texts that may end a turn; those that do are found by trying, and are `ends` afterwards.
+    """
+
+    def __init__(self, template: ChatTemplate, special_tokens: Iterable[str], *, ends: tuple[str, ...] = ()) -> None:
+        self.template = template
+        special = list(special_tokens)
+        self._special = _pattern(special, "+")
+        self._closing = _pattern(special, r"+\s*\Z")
+        self._layouts: dict[tuple[str, ...], SentinelLayout] = {}
+        self._set_ends(ends)
+
+    def learn_ends(self, chats: Iterable[Chat]) -> None:
+        """Remember which run of tokens ends the last turn of these chats; chats the template refuses teach nothing.
+
+        Only a last turn can tell: after any other, the tokens of the next header may follow at once.
+        """
+        found = set(self.ends)
+        for chat in chats:
+            try:
+                text = self.text_of(chat)
+            except DataError:
+                continue
+            match = self._closing_match(text, chat)
+            found |= {match.group().strip()} if match else set()
+        self._set_ends(tuple(sorted(found, key=len, reverse=True)))
+
+    def rewrites(self, chat: Chat) -> bool:
+        """True when the template writes a turn differently once other turns follow it."""
+        whole = self.text_of(chat)
+        for part in chat.turns_apart()[:-1]:
+            text = self.text_of(part)
+            after = _after_last(text, part)
+            end = after + len(self._end_match(text, after))
+            if after >= 0 and not whole.startswith(text[:end]):
+                return True
+        return False
+
+    def find(self, chat: Chat, method: Method) -> Marked:
+        """The chat's text with the spans of its learned turns, each checked against what the assistant says.
+
+        Raises:
+            Unproven: the method does not hold for this chat.
+            DataError: the template refuses the chat.
+        """
+        by = {"markers": self._by_markers, "sentinels": self._by_sentinels, "prefixes": self._by_prefixes}
+        marked = by[method](chat)
+        for (start, end), turn in zip(marked.spans, chat.learned_turns(), strict=True):
+            prompt = marked.text[:start] * (method == "prefixes")
+            self._check(marked.text[start:end], chat.messages[turn], prompt=prompt)
+        if method != "sentinels":
+            self._check_context(chat, marked)
+        return marked
+
+    def place(self, chat: Chat, method: Method, *, rewrites: bool) -> list[tuple[Chat, Marked]]:
+        """The chat with its marked text; one chat and text for each turn where one text cannot show them all.
+
+        Where `method` does not hold, prefixes are tried.
+
+        Raises:
+            Unproven: nothing holds for this chat.
+            DataError: the template refuses the chat.
+        """
+        splittable = len(chat.learned_turns()) > 1
+        if not (splittable and rewrites):
+            try:
+                return [(chat, self._find_or_prefixes(chat, method))]
+            except Unproven:
+                if not splittable:
+                    raise
+        return [(part, self._find_or_prefixes(part, method)) for part in chat.turns_apart()]
+
+    def _find_or_prefixes(self, chat: Chat, method: Method) -> Marked:
+        try:
+            return self.find(chat, method)
+        except Unproven:
+            if method == "prefixes":
+                raise
+            return self.find(chat, "prefixes")
+
+    def text_of(self, chat: Chat) -> str:
+        """The chat as the template writes it."""
+        return self.template.render(chat.messages, tools=chat.tools)[0]
+
+    def prompt_of(self, chat: Chat, turn: int) -> str:
+        """The text that asks the model for the chat's turn of this index."""
+        return self.template.render(chat.messages[:turn], tools=chat.tools, prompts=True)[0]
+
+    def check_prompts(self, chat: Chat, marked: Marked) -> None:
+        """Raise Unproven unless each learned turn follows exactly the text that inference would prompt with."""
+        for (start, end), turn in zip(marked.spans, chat.learned_turns(), strict=True):
+            prompt = self.prompt_of(chat, turn)
+            before = marked.text[:start]
+            if before != prompt:
+                raise Unproven(
+                    f"in training an answer follows {before[-40:]!r}, at inference it would follow {prompt[-40:]!r}"
+                )
+            bare, _ = self.template.render(chat.messages[:turn], tools=chat.tools)
+            opens_itself = squeezed(marked.text[start:end]).startswith(squeezed(chat.messages[turn].content))
+            if bare == prompt and not opens_itself:
+                raise Unproven("the template ignores add_generation_prompt, so inference would not open the answer")
+
+    def _by_markers(self, chat: Chat) -> Marked:
+        text, spans = self.template.render(chat.messages, tools=chat.tools)
+        turns = chat.turns()
+        if len(spans) != len(turns):
+            raise Unproven(f"{len(spans)} generation blocks for {len(turns)} assistant turns")
+        trimmed = [(start, start + len(text[start:end].rstrip())) for start, end in spans]
+        return Marked(text, tuple(span for span, turn in zip(trimmed, turns) if turn >= chat.learned_from))
+
+    def _by_sentinels(self, chat: Chat) -> Marked:
+        if uses_tools(chat):
+            raise Unproven("calls have no text of their own that a mark could stand for")
+        text = self.text_of(chat)
+        expected, spans = self._sentinel_layout(tuple(turn.role for turn in chat.messages)).assemble(chat.messages)
+        if text != expected:
+            raise Unproven("the template writes this chat's texts otherwise than it writes unique marks in their place")
+        return Marked(text, tuple(spans[turn] for turn in chat.learned_turns()))
+
+    def _by_prefixes(self, chat: Chat) -> Marked:
+        text = self.text_of(chat)
+        spans = []
+        for turn in chat.learned_turns():
+            prompt = self.prompt_of(chat, turn)
+            is_last = turn == len(chat.messages) - 1
+            upto = text if is_last else self.template.render(chat.messages[: turn + 1], tools=chat.tools)[0]
+            end = self._turn_end(upto, chat.messages[turn], begin=len(prompt))
+            if not text.startswith(prompt):
+                raise Unproven(
+                    f"in training an answer does not follow {prompt[-40:]!r}, which it would follow at inference"
+                )
+            if text[:end] != upto[:end]:
+                raise Unproven("the text up to a turn is not the beginning of the whole text")
+            spans.append((len(prompt), end))
+        return Marked(text, tuple(spans))
+
+    def _turn_end(self, text: str, message: Message, *, begin: int) -> int:
+        """End of the last turn: after the token that follows its text, or after the token that ends everything."""
+        if message.calls:
+            match = self._any_end.search(text, end_of_calls(text, message.calls, at=begin))
+            return match.end() if match else len(text.rstrip())
+        content = message.content.strip()
+        at = text.rfind(content, begin)
+        tail = self._end_match(text, at + len(content)) if at >= 0 else ""
+        return at + len(content) + len(tail) if tail else len(text.rstrip())
+
+    def _sentinel_layout(self, roles: tuple[str, ...]) -> SentinelLayout:
+        if roles not in self._layouts:
+            self._layouts[roles] = read_sentinel_layout(self.template, roles, end=self._end)
+        return self._layouts[roles]
+
+    def _check(self, learned: str, message: Message, *, prompt: str) -> None:
+        """A learned learned must be the assistant's text, give or take white space and what the template puts before.
+
+        The text may begin in `prompt`, the inference prompt: some of those open the thinking for the model.
+        """
+        end = next((end for end in self.ends if learned.endswith(end)), None)
+        if end is None:
+            raise Unproven(f"the learned text does not close with the end-of-turn token but with {learned[-20:]!r}")
+        body, content = learned[: len(learned) - len(end)], message.content
+        if message.calls:
+            if not has_text(prompt[-len(content) :] * bool(content) + body, message):
+                raise Unproven(f"the template drops what the assistant says beside its calls: {content[:60]!r}")
+            end_of_calls(body, message.calls, at=0)
+            return
+        if body == content or squeezed(body).endswith(squeezed(content)):
+            return
+        if not body.strip() or not squeezed(prompt[-len(content) :] + body).endswith(squeezed(content)):
+            raise Unproven(f"the template changes or drops part of the assistant's text: {content[:60]!r}")
+
+    def _check_context(self, chat: Chat, marked: Marked) -> None:
+        """Raise Unproven when the template leaves out what the answers answer; earlier answers it may shorten."""
+        at = 0
+        for message in chat.messages:
+            if message.role not in ("system", "user"):
+                continue
+            # Texts nearly always stand in order; to look from the beginning each time would take quadratic time.
+            found = marked.text.find(message.content.strip(), at)
+            at = max(at, found)
+            if found < 0 and not has_text(marked.text, message):
+                raise Unproven(f"the template changes or drops the {message.role}'s text: {message.content[:60]!r}")
+        if uses_tools(chat):
+            check_results(marked.text, chat, starts=[start for start, _ in marked.spans])
+        if chat.tools:
+            check_tools(marked.text, self.template.render(chat.messages)[0], tools=chat.tools)
+
+    def _closing_match(self, text: str, chat: Chat) -> re.Match[str] | None:
+        """The run of tokens after the last turn's text; after a call, only the end of the text shows it."""
+        if not chat.messages[-1].calls:
+            at = _after_last(text, chat)
+            return self._special.match(text, at) if at >= 0 else self._closing.search(text)
+        try:
+            prompt = self.prompt_of(chat, len(chat.messages) - 1)
+            return self._closing.search(text, end_of_calls(text, chat.messages[-1].calls, at=len(prompt)))
+        except (DataError, Unproven):
+            return None
+
+    def _set_ends(self, ends: tuple[str, ...]) -> None:
+        self.ends = ends
+        self._end = _pattern(ends)
+        self._any_end = re.compile("|".join(map(re.escape, ends)) or "(?!)")
+
+    def _end_match(self, text: str, at: int) -> str:
+        match = self._end.match(text, max(at, 0))
+        return match.group() if match else ""
+
+
+def _after_last(text: str, chat: Chat) -> int:
+    """Position after the last assistant text, or -1 where the template does not print it."""
+    content = chat.answer.strip()
+    at = text.rfind(content)
+    return at + len(content) if at >= 0 else -1
+
+
+def _pattern(tokens: Iterable[str], repeat: str = "") -> re.Pattern[str]:
+    """White space, then one of `tokens`, the longest that fits; without tokens it matches nowhere."""
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    choice = "|".join(map(re.escape, longest_first)) or "(?!)"
+    return re.compile(rf"\s*(?:{choice}){repeat}")
+
+
+def squeezed(text: str) -> str:
+    """The text without any white space."""
+    return "".join(text.split())

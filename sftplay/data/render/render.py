@@ -1,0 +1,226 @@
+"""Records -> token ids and labels, by a chat template whose masks have been proven first.
+
+Training, inspection, evaluation and inference use the same `Renderer`, so inference prompts have exactly the form that
+was trained. It cuts nothing and counts nothing; that is done in `prepare`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from sftplay.data.records import Chat, Message, Record, Text
+from sftplay.data.render.labels import Placed, Rendered, labelled
+from sftplay.data.render.masks import Method, TurnFinder, Unproven, uses_tools
+from sftplay.data.render.templates import ChatTemplate, template_hash
+from sftplay.data.render.time_limit import ROW_S, is_used, limited
+from sftplay.data.render.verify_masks import MaskMethod, verify_masks
+from sftplay.data.render.vocabulary import SpecialTokens, Vocabulary
+from sftplay.data.render.writer import NOWHERE, Writer
+from sftplay.errors import DataError
+
+MOST_LATE = 2
+"""Samples on which the template did not come to an end, before the template itself is refused."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a renderer is made of, as plain data: it travels to processes that have no transformers."""
+
+    tokenizer: str
+    """The tokenizer's JSON, as the tokenizers library writes it."""
+
+    specials: SpecialTokens
+    template: str | None
+    """The chat template's text; None where only texts are rendered."""
+
+    proven: MaskMethod | None
+
+
+class Renderer:
+    """A tokenizer, a chat template and the method proven to find the assistant's turns.
+
+    Made by `Renderer.prove`, or by `Renderer.from_recipe` of what another has proven.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, template: str | None, *, proven: MaskMethod | None, tokenizer: Any = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        """The transformers tokenizer it was proven with; None in a renderer made from a recipe."""
+
+        self.template = template
+        self.template_hash = template_hash(template or "")
+        self._writer = Writer(vocabulary)
+        self._proven = proven
+        self._finder: TurnFinder | None = None
+        if template is not None and proven is not None:
+            compiled = ChatTemplate(template, vocabulary.specials.named, traits=proven.traits)
+            self._finder = TurnFinder(compiled, vocabulary.special_tokens, ends=proven.ends)
+
+    @classmethod
+    def prove(cls, tokenizer: Any, template: str | None, *, samples: Sequence[Record]) -> Renderer:
+        """A renderer with the first of three mask methods that holds on the probe chats and on `samples`.
+
+        Without a template only texts can be rendered; a chat then has a problem.
+
+        Raises:
+            DataError: no method holds, or the tokenizer cannot tell where its tokens lie in a text.
+        """
+        if not getattr(tokenizer, "is_fast", False):
+            fix = "use a model whose tokenizer has a tokenizer.json"
+            raise DataError("this tokenizer does not say where its tokens lie in the text", where="model.name", fix=fix)
+        vocabulary, proven = Vocabulary.of(tokenizer), None
+        if template is not None:
+            compiled = ChatTemplate(template, vocabulary.specials.named)
+            chats = _rendered_in_time(compiled, [sample for sample in samples if isinstance(sample, Chat)])
+            with limited():
+                try:
+                    proven = verify_masks(Writer(vocabulary), compiled, samples=chats)
+                except DataError as error:
+                    raise (_endless() if is_used() else error) from None
+        return cls(vocabulary, template, proven=proven, tokenizer=tokenizer)
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe) -> Renderer:
+        """A renderer that renders exactly as the one whose recipe this is; it proves nothing anew."""
+        vocabulary = Vocabulary(Tokenizer.from_str(recipe.tokenizer), recipe.specials)
+        return cls(vocabulary, recipe.template, proven=recipe.proven)
+
+    def recipe(self) -> Recipe:
+        """What an equal renderer is made of in another process; it can be pickled."""
+        vocabulary = self._writer.vocabulary
+        return Recipe(vocabulary.to_json(), vocabulary.specials, self.template, self._proven)
+
+    @property
+    def method(self) -> str:
+        """How the assistant's turns are found: markers, sentinels or prefixes; none without a template."""
+        return self._proven.method if self._proven else "none"
+
+    @property
+    def rewrites_turns(self) -> bool:
+        """True when the template writes a turn differently once others follow it."""
+        return self._proven is not None and self._proven.rewrites_turns
+
+    @property
+    def end_token_ids(self) -> list[int]:
+        """Ids of the tokens that end an assistant turn, or a text; generation stops at any of them."""
+        vocabulary = self._writer.vocabulary
+        if self._proven is None:
+            return [] if vocabulary.eos_id is None else [vocabulary.eos_id]
+        return sorted({encoding.ids[-1] for encoding in vocabulary.encode(self._proven.ends)})
+
+    def render(self, records: Sequence[Record], max_tokens: int | None = None) -> list[Rendered]:
+        """The examples of `records`, in order: one a record, several where a chat had to be split.
+
+        A record that cannot be trained on gives an example with a `problem`. With `max_tokens`, only the beginning of
+        a far longer text is tokenised.
+        """
+        placed = [found for of, record in enumerate(records) for found in self._place(of, record)]
+        return labelled(self._writer.vocabulary, placed, max_tokens=max_tokens)
+
+    def prompt_text(self, messages: Sequence[Message], tools: str = "") -> str:
+        """The text that asks the model to answer `messages`.
+
+        Raises:
+            DataError: the template refuses them, or there is none.
+        """
+        return self._asked().template.render(messages, tools=tools, prompts=True)[0]
+
+    def prompt_ids(self, messages: Sequence[Message], tools: str = "") -> list[int]:
+        """The tokens that ask the model to answer `messages`; in training the answer follows these same tokens.
+
+        Raises:
+            DataError: the template refuses them, or there is none, or they type what cannot be kept apart from control.
+        """
+        try:
+            return self._writer.prompt_ids(self._asked(), messages, tools=tools)
+        except Unproven as error:
+            raise DataError(str(error), where="the prompt", fix="leave it out there") from error
+
+    def beginning_ids(self, text: str) -> list[int]:
+        """The tokens of a plain text that the model shall go on writing: as in training, but without an end.
+
+        Raises:
+            DataError: the text types what cannot be kept apart from control.
+        """
+        (found,) = self.render([Text(text, NOWHERE)])
+        if found.problem:
+            raise DataError(found.problem, where="the text", fix="leave it out there")
+        return found.input_ids[:-1]
+
+    def answer_text(self, chat: Chat) -> str:
+        """What the template writes for the last assistant turn, calls included, without its end token.
+
+        Raises:
+            DataError: the chat cannot be trained on.
+        """
+        finder = self._asked()
+        last = chat.turns_apart()[-1]
+        try:
+            ((_, marked),) = finder.place(last, self._method_of(last), rewrites=False)
+        except Unproven as error:
+            raise DataError(str(error), where=str(chat.source), fix="correct the row") from error
+        start, end = marked.spans[0]
+        answer = marked.text[start:end]
+        return next((answer.removesuffix(end) for end in finder.ends if answer.endswith(end)), answer).strip()
+
+    def _place(self, of: int, record: Record) -> list[Placed]:
+        try:
+            if isinstance(record, Text):
+                return [self._writer.place_text(of, record)]
+            with limited():
+                return self._place_chat(of, record)
+        except DataError as error:
+            return [Placed(of, error.what)]
+        except Unproven as error:
+            return [Placed(of, str(error))]
+
+    def _place_chat(self, of: int, chat: Chat) -> list[Placed]:
+        finder = self._asked()
+        guarded, typed = self._writer.typed_specials.guarded(chat)
+        assert isinstance(guarded, Chat)
+        parts = finder.place(guarded, self._method_of(chat), rewrites=self.rewrites_turns)
+        if not self._writer.needs_spelling(typed):
+            return [Placed(of, marked) for _, marked in parts]
+        # A record says once what it types, however many examples it gives.
+        counts = [typed] + [0] * (len(parts) - 1)
+        return [
+            self._writer.place_part(finder, part, marked=marked, placed=Placed(of, "", count, is_spelled=True))
+            for (part, marked), count in zip(parts, counts, strict=True)
+        ]
+
+    def _method_of(self, chat: Chat) -> Method:
+        assert self._proven is not None
+        return self._proven.tool_method if uses_tools(chat) else self._proven.method
+
+    def _asked(self) -> TurnFinder:
+        if self._finder is None:
+            fix = "set data.template, or give data.format: text"
+            raise DataError("is a chat, and there is no chat template", where="data.template", fix=fix)
+        return self._finder
+
+
+def _rendered_in_time(template: ChatTemplate, samples: Sequence[Chat]) -> list[Chat]:
+    """The samples that tell something about the template; one that takes too long is refused later, as a row."""
+    kept, n_late = [], 0
+    for sample in samples:
+        with limited():
+            with suppress(DataError):
+                template.render(sample.messages, tools=sample.tools)
+            if not is_used():
+                kept.append(sample)
+                continue
+        n_late += 1
+        if n_late == MOST_LATE:
+            raise _endless()
+    return kept
+
+
+def _endless() -> DataError:
+    what = f"the chat template does not come to an end: it took {ROW_S:g} s on a few chats"
+    return DataError(what, where="data.template", fix="set data.template: chatml, or correct the template's loops")

@@ -1,0 +1,347 @@
+"""Chat templates: the model's own, the shipped one, a file; and what a template can do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2.ext
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from sftplay.data.records import Call, Chat, Message, Source
+from sftplay.data.render.time_limit import limited, tick
+from sftplay.errors import DataError
+
+_TOOLS_TEXT = (
+    "{% if tools %}{{ '<|im_start|>system\\n' }}"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\\n\\n' }}{% endif %}"
+    "{{ '# Tools\\n\\nThese functions can be called:\\n<tools>' }}"
+    "{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}"
+    "{{ '\\n</tools>\\n\\nTo call one, write its name and its arguments as one JSON object between these tags:\\n"
+    '<tool_call>\\n{"name": NAME, "arguments": {...}}\\n</tool_call><|im_end|>\\n\' }}'
+    "{% endif %}"
+)
+_ANSWER = (
+    "{{ '<|im_start|>assistant\\n' }}{% generation %}{{ message['content'] }}"
+    "{% if 'tool_calls' in message and message['tool_calls'] %}"
+    "{% for call in message['tool_calls'] %}"
+    "{% if message['content'] or not loop.first %}{{ '\\n' }}{% endif %}"
+    "{{ '<tool_call>\\n{\"name\": ' + (call['function']['name'] | tojson) + ', \"arguments\": ' }}"
+    "{% if call['function']['arguments'] is string %}{{ call['function']['arguments'] }}"
+    "{% else %}{{ call['function']['arguments'] | tojson }}{% endif %}"
+    "{{ '}\\n</tool_call>' }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+)
+_RESULT = (
+    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
+)
+
+CHATML = (
+    f"{_TOOLS_TEXT}{{% for message in messages %}}"
+    f"{{% if message['role'] == 'assistant' %}}{_ANSWER}"
+    f"{{% elif message['role'] == 'tool' %}}{_RESULT}"
+    "{% elif message['role'] not in ['system', 'user'] %}{{ raise_exception('unknown role: ' + message['role']) }}"
+    "{% elif not tools or not loop.first or message['role'] != 'system' %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""The template behind `data.template: chatml`."""
+
+
+Span = tuple[int, int]
+"""A half-open range of characters."""
+
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""Put around generation blocks while rendering: noncharacters, which Unicode keeps for a program's own use.
+`typed_specials` refuses a record that holds them."""
+
+FAULTS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError
+)  # fmt: skip
+"""What a template may raise on a chat it was not made for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """The form in which a template wants its chats, found by trial (see `traits`): a template does not state it."""
+
+    arguments_as_text: bool = False
+    """A call's arguments are wanted as JSON text; transformers documents an object."""
+
+    content_in_parts: bool = False
+    """What a turn says is wanted as a list with one part of type text."""
+
+    closings: tuple[str, str] = ("", "")
+    """What ends a last turn that says something, and one that calls, where the template writes no end token: the token
+    that begins the next turn, at which such a model is made to stop."""
+
+
+PLAIN = TemplateTraits()
+
+
+def resolve_template(setting: str, tokenizer: Any) -> str:
+    """The text of the template that `data.template` names: auto, chatml, or the path of a Jinja file.
+
+    Raises:
+        DataError: the tokenizer has no template, lacks ChatML's tokens, or there is no such file.
+    """
+    if setting == "auto":
+        return _own_template(tokenizer)
+    if setting == "chatml":
+        _expect_chatml_tokens(tokenizer)
+        return CHATML
+    path = Path(setting)
+    if not path.is_file():
+        fix = "give auto, chatml or the path of a Jinja file"
+        raise DataError(f"there is no file {setting!r}", where="data.template", fix=fix)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        what = f"{setting!r} cannot be read as UTF-8: {error}"
+        raise DataError(what, where="data.template", fix="save it as UTF-8, readable to you") from error
+
+
+def template_hash(template: str) -> str:
+    """Hex sha256 of the template's text."""
+    return hashlib.sha256(template.encode()).hexdigest()
+
+
+def _own_template(tokenizer: Any) -> str:
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):  # several named templates; transformers calls the plain one "default"
+        template = template.get("default")
+    if not template:
+        fix = "set data.template: chatml, or the path of a Jinja file"
+        raise DataError("the model's tokenizer has no chat template", where="data.template", fix=fix)
+    return str(template)
+
+
+def _expect_chatml_tokens(tokenizer: Any) -> None:
+    for token in ("<|im_start|>", "<|im_end|>"):
+        ids = tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids
+        if len(ids) != 1:
+            raise DataError(
+                f"{token} is not a single token of this tokenizer but {len(ids)}: no model learns to stop at that",
+                where="data.template",
+                fix="use the model's own template (auto) or the path of a Jinja file made of its tokens",
+            )
+
+
+class GenerationBlocks(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}`: transformers' mark around what the assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared by jinja
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Turn the block into a call that puts OPEN and CLOSE around its text."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Macro) -> str:
+        return f"{OPEN}{caller()}{CLOSE}"
+
+
+class ChatTemplate:
+    """One compiled template. `tokens` are the special tokens it may name, such as `eos_token`."""
+
+    def __init__(self, text: str, tokens: Mapping[str, Any], *, traits: TemplateTraits = PLAIN) -> None:
+        self.text, self.traits = text, traits
+        self._is_plain = not (traits.arguments_as_text or traits.content_in_parts)
+        self._tokens = dict(tokens)
+        try:
+            self._template = _environment().from_string(text)
+        except TemplateSyntaxError as error:
+            where = f"data.template, line {error.lineno}"
+            raise DataError(f"is not a Jinja template: {error.message}", where=where, fix="correct it there") from error
+        self.has_marks = "endgeneration" in text
+
+    def render(self, messages: Sequence[Message], *, tools: str = "", prompts: bool = False) -> tuple[str, list[Span]]:
+        """The chat as text, and where the generation blocks lie in it; with `prompts`, the header of an answer added.
+
+        Raises:
+            DataError: the template refuses this chat; `what` is its own reason.
+        """
+        try:
+            given = {
+                **self._tokens,
+                "messages": [self._turn(message) for message in messages],
+                "tools": json.loads(tools) if tools else None,
+                "documents": None,
+                "add_generation_prompt": prompts,
+            }
+            # What Template.render does, without its rewriting of tracebacks.
+            with limited():
+                text = "".join(self._template.root_render_func(self._template.new_context(given)))
+        except FAULTS as error:
+            raise DataError(f"the chat template refuses it: {error}") from error
+        if not prompts and messages[-1].role == "assistant":
+            text += self.traits.closings[bool(messages[-1].calls)]
+        return _without_marks(text) if self.has_marks else (text, [])
+
+    def with_traits(self, traits: TemplateTraits) -> ChatTemplate:
+        """The same template, given chats as `traits` say."""
+        return ChatTemplate(self.text, self._tokens, traits=traits)
+
+    def _turn(self, message: Message) -> dict[str, Any]:
+        turn = message.as_json()
+        if self._is_plain:
+            return turn
+        if self.traits.arguments_as_text:
+            for call, written in zip(message.calls, turn.get("tool_calls", ()), strict=True):
+                written["function"]["arguments"] = call.arguments
+        if self.traits.content_in_parts:
+            turn["content"] = [{"type": "text", "text": message.content}]
+        return turn
+
+
+def _without_marks(text: str) -> tuple[str, list[Span]]:
+    first, *others = text.split(OPEN)
+    plain, spans, at = [first], [], len(first)
+    for part in others:
+        inside, _, after = part.partition(CLOSE)
+        spans.append((at, at + len(inside)))
+        at += len(inside) + len(after)
+        plain += (inside, after)
+    return "".join(plain), spans
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox in which loops and macros end when their time is used."""
+
+    tick = staticmethod(tick)
+
+    def _parse(self, source: str, *place: Any) -> nodes.Template:
+        tree = super()._parse(source, *place)
+        bodies: list[Any] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
+        for node in bodies:
+            call = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
+        return tree.set_environment(self)  # type: ignore[return-value]
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The environment of transformers/utils/chat_template_utils.py, so that every template means the same here."""
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **form)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+OPENINGS = ("", "<think>\nWell.\n</think>\n\n")
+"""What the answers begin with: a template that expects thinking cannot hold on chats without any."""
+
+NEXT = Message("user", "Ping next?")
+
+_PARAMETERS = {"type": "object", "properties": {"stone": {"type": "string", "description": "Its colour"}}}
+_TOOL = {"name": "find_stone", "description": "Looks for a stone", "parameters": _PARAMETERS}
+_TOOLS = json.dumps([{"type": "function", "function": _TOOL}])
+_CALL = Call("find_stone", '{"stone": "grey slate"}', "callstone")  # nine letters: Mistral's templates insist on that
+
+
+def probe_chats(template: ChatTemplate, opening: str) -> list[Chat]:
+    """Chats without tools; all answers begin with `opening`."""
+    words = ["Ping one?", "Pong one.", "Ping two?", "Pong two.", "Ping three?", "Pong one."]
+    words = [opening + word if word.startswith("Pong") else word for word in words]
+    plain = _by_turns(words)
+    try:
+        header = template.render(plain.messages)[0]
+    except DataError:
+        return [_by_turns(words[:2])]
+    return [plain, _by_turns([f"Read {header} again", *words[1:4]]), _by_turns(words[:2])]
+
+
+def tool_probe_chats() -> list[Chat]:
+    """Chats with a call: one that goes on after it, and its beginning, which ends with the call."""
+    turns = (
+        Message("user", "Where is it?"),
+        Message("assistant", "", (_CALL,)),
+        Message("tool", "under the bridge", name=_CALL.name, call_id=_CALL.id),
+        Message("assistant", "Below."),
+        NEXT,
+        Message("assistant", "Pong next."),
+    )
+    whole = Chat(turns, Source("(built-in chat with a call)", 1), tools=_TOOLS)
+    return [whole, *whole.turns_apart()[:1]]
+
+
+def _by_turns(words: list[str]) -> Chat:
+    turns = [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(words)]
+    return Chat(tuple(turns), Source("(built-in chat)", 1))
+
+
+def content_forms(template: ChatTemplate) -> list[ChatTemplate]:
+    """The template given texts, and given parts where it looks at the type of one."""
+    plain = template.with_traits(replace(TemplateTraits(), arguments_as_text=_wants_text(template)))
+    if not re.search(r"""['"]type['"]|\.type\b""", template.text):
+        return [plain]
+    return [plain, template.with_traits(replace(plain.traits, content_in_parts=True))]
+
+
+def closings_of(template: ChatTemplate, chats: Sequence[Chat], *, special: Iterable[str]) -> tuple[str, str]:
+    """What ends a last turn of a template without end tokens: the token that the next turn begins with, at once.
+
+    Only a token of that turn's own will do, one with which no answer begins (GLM-4 has <|user|> and <|observation|>);
+    where all turns begin alike, or white space comes first, the template has forgotten its end token.
+    """
+    called = tool_probe_chats()[0]
+    said = next((_next_token(template, chat, following=NEXT, special=special) for chat in chats), "")
+    calls = _next_token(
+        template, replace(called, messages=called.messages[:2]), following=called.messages[2], special=special
+    )
+    return said, calls or said
+
+
+def _next_token(template: ChatTemplate, chat: Chat, *, following: Message, special: Iterable[str]) -> str:
+    try:
+        text, _ = template.render(chat.messages, tools=chat.tools)
+        longer, _ = template.render((*chat.messages, following), tools=chat.tools)
+        header, _ = template.render(chat.prompt, tools=chat.tools, prompts=True)
+    except DataError:
+        return ""
+    if not longer.startswith(text):
+        return ""
+    fits = [token for token in special if token and longer.startswith(token, len(text))]
+    token = max(fits, key=len, default="")
+    opening = header[len(template.render(chat.prompt, tools=chat.tools)[0]) :]
+    return "" if not opening or token in opening else token
+
+
+def _wants_text(template: ChatTemplate) -> bool:
+    """True when a call is written only, or only as JSON, with its arguments as text."""
+    (call,) = tool_probe_chats()[1].messages[1].calls
+    as_object = _written(template)
+    if as_object is not None and str(json.loads(call.arguments)) not in as_object:
+        return False
+    as_text = _written(template.with_traits(replace(TemplateTraits(), arguments_as_text=True)))
+    return as_text is not None and call.arguments in as_text
+
+
+def _written(template: ChatTemplate) -> str | None:
+    chat = tool_probe_chats()[1]
+    try:
+        return template.render(chat.messages, tools=chat.tools)[0]
+    except DataError:
+        return None

@@ -1,0 +1,216 @@
+"""Which mask method holds for a template and a tokenizer, tried on the probe chats and on samples of the data.
+
+A method is proven when the decoded labels are the assistant's texts, each with its end-of-turn token, and when each
+answer follows exactly the text and the tokens of the inference prompt. A template without a proven method is refused;
+the error shows a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from sftplay.data.records import IGNORE_INDEX, Chat
+from sftplay.data.render.escape_special_tokens import GUARD, unguarded
+from sftplay.data.render.labels import Placed, labelled
+from sftplay.data.render.masks import Marked, Method, TurnFinder, Unproven, squeezed, uses_tools
+from sftplay.data.render.templates import (
+    OPENINGS,
+    ChatTemplate,
+    TemplateTraits,
+    closings_of,
+    content_forms,
+    probe_chats,
+    tool_probe_chats,
+)
+from sftplay.data.render.writer import Writer
+from sftplay.errors import DataError
+
+SHOWN_CHARACTERS = 600
+
+
+@dataclass(frozen=True)
+class MaskMethod:
+    """What was found out about a template."""
+
+    traits: TemplateTraits
+    ends: tuple[str, ...]
+    """Texts that end an assistant's turn, the longest first."""
+
+    method: Method
+    tool_method: Method
+    """The method for chats with tools: their turns are not all of one shape."""
+
+    rewrites_turns: bool
+    """True when the template writes a turn differently if others follow it. Every turn is then its own example."""
+
+
+def verify_masks(writer: Writer, template: ChatTemplate, *, samples: Sequence[Chat]) -> MaskMethod:
+    """The first of markers, sentinels and prefixes that holds on every probe chat and on one sample at least.
+
+    One sample that holds is enough. Samples that fail are refused one by one when they are rendered.
+
+    Raises:
+        DataError: none holds.
+    """
+    faults: list[str] = []
+    trials = [_Trial(writer, form) for form in content_forms(template)]
+    for trial in trials:
+        for opening in OPENINGS:
+            proven, why = trial.outcome(opening, samples)
+            if proven:
+                return proven
+            faults = faults or why
+    raise trials[0].refusal((list(samples) or probe_chats(template, ""))[0], faults)
+
+
+class _Trial:
+    """One template under examination."""
+
+    def __init__(self, writer: Writer, template: ChatTemplate) -> None:
+        self._writer, self._template = writer, template
+        self._finder = TurnFinder(template, writer.vocabulary.special_tokens)
+
+    def outcome(self, opening: str, samples: Sequence[Chat]) -> tuple[MaskMethod | None, list[str]]:
+        """What holds with answers that begin with `opening`, or what is wrong with each method."""
+        probes = [probe for probe in self._guarded(probe_chats(self._template, opening)) if self._accepts(probe)]
+        calls = [probe for probe in self._guarded(tool_probe_chats()) if self._accepts(probe)]
+        guarded = self._guarded(samples)
+        self._learn_ends([*probes, *calls, *guarded])
+        rewrites = any(self._finder.rewrites(probe) for probe in probes)
+        method, why = self._first_method(probes, guarded, rewrites=rewrites)
+        if method is None:
+            return None, why
+        by_markers = (
+            calls and self._template.has_marks and not self._fault("markers", calls, samples=[], rewrites=rewrites)
+        )
+        tool_method: Method = "markers" if by_markers else "prefixes"
+        return MaskMethod(self._finder.template.traits, self._finder.ends, method, tool_method, rewrites), []
+
+    def refusal(self, sample: Chat, faults: list[str]) -> DataError:
+        """The error for a template that no method holds for."""
+        try:
+            shown = self._finder.text_of(sample)
+        except DataError as error:
+            shown = f"({error.what})"
+        if not self._finder.ends:
+            faults = [*faults, "no special token follows the assistant's text, so the model could not learn to stop"]
+        fix = "set data.template: chatml, or a Jinja file that writes each answer and an end token after it"
+        if opening := self._untaught_opening(sample):
+            faults = [f"the inference prompt ends with {opening!r}, which the text trained on leaves out", *faults]
+            fix = "give data.template a Jinja file of your own: this template, with the same opening of answers in both"
+        why = "\n  ".join(faults)
+        return DataError(
+            "the chat template is refused: nothing tells reliably which tokens the assistant says\n"
+            f"  {why}\n  sample {sample.source}, as the template writes it: {shown[:SHOWN_CHARACTERS]!r}",
+            where="data.template",
+            fix=fix,
+        )
+
+    def _untaught_opening(self, sample: Chat) -> str:
+        """What the inference prompt ends with and the text trained on lacks at that place."""
+        chat = sample.turns_apart()[0]
+        try:
+            prompt, whole = self._finder.prompt_of(chat, chat.learned_from), self._finder.text_of(chat)
+        except DataError:
+            return ""
+        n_shared = next(at for at in range(len(prompt), -1, -1) if whole.startswith(prompt[:at]))
+        return prompt[n_shared:].strip()
+
+    def _accepts(self, chat: Chat) -> bool:
+        """True when the template renders the chat at all."""
+        try:
+            self._finder.text_of(chat)
+        except DataError:
+            return False
+        return True
+
+    def _guarded(self, chats: Sequence[Chat]) -> list[Chat]:
+        """The chats with guards. A chat that holds a noncharacter is left out; it is refused later, as a row."""
+        found = []
+        for chat in chats:
+            with suppress(DataError):
+                found.append(self._writer.typed_specials.guarded(chat)[0])
+        return [chat for chat in found if isinstance(chat, Chat)]
+
+    def _learn_ends(self, chats: Sequence[Chat]) -> None:
+        called = [part for chat in chats if uses_tools(chat) for part in chat.turns_apart()]
+        self._finder.learn_ends([*chats, *called])
+        special = self._writer.vocabulary.special_tokens
+        if self._finder.ends or not any(closings := closings_of(self._template, chats, special=special)):
+            return
+        self._template = self._template.with_traits(replace(self._template.traits, closings=closings))
+        self._finder = TurnFinder(self._template, special)
+        self._finder.learn_ends([*chats, *called])
+
+    def _first_method(
+        self, probes: Sequence[Chat], samples: Sequence[Chat], *, rewrites: bool
+    ) -> tuple[Method | None, list[str]]:
+        """The first method that holds, or what is wrong with each."""
+        methods: list[Method] = ["markers", "sentinels", "prefixes"]
+        faults = []
+        for method in methods if self._template.has_marks else methods[1:]:
+            fault = self._fault(method, probes, samples=samples, rewrites=rewrites)
+            if not fault:
+                return method, []
+            faults.append(f"by {method}: {fault}")
+        return None, faults
+
+    def _fault(self, method: Method, probes: Sequence[Chat], *, samples: Sequence[Chat], rewrites: bool) -> str:
+        """Why `method` is not proven, or nothing: probes it must mark by itself, samples with what `place` adds."""
+        for probe in probes:
+            parts = probe.turns_apart() if rewrites else [probe]
+            for fault in (self._fault_of(part, method, rewrites=None) for part in parts):
+                if fault:
+                    return fault
+        faults = []
+        for sample in samples:
+            faults.append(self._fault_of(sample, method, rewrites=rewrites))
+            if not faults[-1]:
+                return ""
+        return faults[0] if faults else ("" if probes else "the template refuses every probe chat")
+
+    def _fault_of(self, chat: Chat, method: Method, *, rewrites: bool | None) -> str:
+        """Why the chat cannot be marked, or nothing; `rewrites` None asks for `method` alone."""
+        try:
+            if rewrites is None:
+                found = [(chat, self._finder.find(chat, method))]
+            else:
+                found = self._finder.place(chat, method, rewrites=rewrites)
+            for part, marked in found:
+                self._finder.check_prompts(part, marked)
+                whose = Placed(0, "", is_spelled=self._writer.needs_spelling(marked.text.count(GUARD)))
+                self._check_tokens(part, self._writer.place_part(self._finder, part, marked=marked, placed=whose))
+        except DataError as error:
+            return error.what
+        except Unproven as error:
+            return str(error)
+        return ""
+
+    def _check_tokens(self, part: Chat, placed: Placed) -> None:
+        """Raise Unproven unless the labels, decoded, are the spans as this tokenizer reads them back, and the tokens
+        before each are those of the inference prompt.
+
+        An answer that begins with white space may share a token with the prompt.
+        """
+        assert isinstance(placed.found, Marked)
+        (rendered,) = labelled(self._writer.vocabulary, [placed])
+        if rendered.joins_prompt:
+            raise Unproven(rendered.problem)
+        if rendered.problem:  # this tokenizer cannot write what the chat types: each such row is refused by itself
+            return
+        decode = self._writer.vocabulary.decode
+        learned = squeezed(decode([label for label in rendered.labels if label != IGNORE_INDEX]))
+        answers = [placed.found.text[start:end] for start, end in placed.found.spans]
+        ids = [self._writer.ids_of(answer, is_spelled=placed.is_spelled) for answer in answers]
+        expected = squeezed("".join(map(decode, ids)))
+        if learned != expected:
+            raise Unproven(f"the labels read {learned[:80]!r} where the assistant says {expected[:80]!r}")
+        plain = unguarded(part)
+        for turn, answer in zip(part.learned_turns(), answers, strict=True):
+            prompt = self._writer.prompt_ids(self._finder, plain.messages[:turn], tools=plain.tools)
+            if not answer[0].isspace() and rendered.input_ids[: len(prompt)] != prompt:
+                raise Unproven(
+                    f"the tokenizer joins the prompt's end otherwise where {answer[:40]!r} follows than at inference"
+                )

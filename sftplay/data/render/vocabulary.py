@@ -1,0 +1,260 @@
+"""Special tokens of a tokenizer, and how text is cut at them and at the borders of what is learned."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+from tokenizers import Tokenizer
+
+from sftplay.data.render.escape_special_tokens import GUARD
+
+PART_CHARACTERS = 1 << 18
+"""A part ends at the first seam behind so many characters."""
+
+AROUND = 1_000
+"""So many characters on each side of a seam are tokenised together and apart, and must give the same."""
+
+SEAM = re.compile(r"(?<=\S\n)[A-Za-z0-9]")
+"""The first letter of a line behind one line break. Splitters of byte-level vocabularies never join the two."""
+
+LOCAL = ("Sequence", "Split", "ByteLevel", "Digits")
+"""Splitters that look at the characters around a place only, not at where the text begins."""
+
+
+def can_be_cut(tokenizer_json: str) -> bool:
+    """Whether a tokenizer works on each word alone and finds words by the text around them.
+
+    Then two parts are tokenised like the whole if no word goes over the seam. A normaliser that puts something before a
+    text, or that joins characters other than a letter with its accents, forbids it.
+    """
+    state = json.loads(tokenizer_json)
+    normalizer, model = state["normalizer"], state["model"]
+    if normalizer is not None and normalizer["type"] != "NFC":
+        return False
+    if model["type"] != "BPE" or model.get("dropout"):
+        return False
+    for token in state["added_tokens"]:
+        if token["lstrip"] or token["rstrip"] or "\n" in token["content"]:
+            return False
+    return state["pre_tokenizer"] is not None and _is_local(state["pre_tokenizer"])
+
+
+def parts_of(text: str, ids_of: Callable[[str], list[int]], *, size: int = PART_CHARACTERS) -> list[str]:
+    """The text in parts of about `size` characters; in larger ones where no seam is found."""
+    parts, start = [], 0
+    while len(text) - start > size:
+        end = _seam_behind(text, start + size, ids_of=ids_of)
+        if end is None:
+            break
+        parts.append(text[start:end])
+        start = end
+    return [*parts, text[start:]]
+
+
+def _seam_behind(text: str, place: int, *, ids_of: Callable[[str], list[int]]) -> int | None:
+    for found in SEAM.finditer(text, place):
+        seam = found.start()
+        before, behind = text[max(0, seam - AROUND) : seam], text[seam : seam + AROUND]
+        if ids_of(before) + ids_of(behind) == ids_of(before + behind):
+            return seam
+    return None
+
+
+def _is_local(splitter: dict[str, Any]) -> bool:
+    if splitter["type"] == "Sequence":
+        return all(map(_is_local, splitter["pretokenizers"]))
+    return splitter["type"] in LOCAL and not splitter.get("add_prefix_space", False)
+
+
+WIDE = 0xFEE0
+"""From a printable ASCII character to its full-width form, which NFKC takes back."""
+
+UNSEEN = ("\x01", "\u0301", "\u200b")
+"""A control character, an accent and a space without width: what cleaning normalisers take out."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """What is known of a tokenizer beside its JSON."""
+
+    named: Mapping[str, Any]
+    """Special tokens that a template may name, such as `eos_token`."""
+
+    eos: str | None
+    prefix_ids: tuple[int, ...]
+    """What the tokenizer itself puts before a text: a BOS, or nothing."""
+
+
+class Encoded(NamedTuple):
+    """A text as tokens."""
+
+    ids: list[int]
+    encoding: Any
+    """The `tokenizers.Encoding`, for places only: its ids may be the twin's. None where nobody asks for places."""
+
+    lost: str = ""
+    """A typed special token that this tokenizer can only encode as control."""
+
+
+class Vocabulary:
+    """One tokenizer, and when it is first needed its twin that reads typed special tokens as text."""
+
+    def __init__(self, backend: Tokenizer, specials: SpecialTokens) -> None:
+        self._backend, self.specials = backend, specials
+        # Many tokenizer.json files ask for truncation and padding.
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        added = backend.get_added_tokens_decoder()
+        control = {id: token.content for id, token in added.items() if token.special or token.content == specials.eos}
+        self._control: dict[int, str] = control
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Vocabulary:
+        """The vocabulary of a transformers tokenizer that is fast."""
+        backend = tokenizer.backend_tokenizer
+        named = {key: _plain(value) for key, value in tokenizer.special_tokens_map.items()}
+        return cls(backend, SpecialTokens(named, tokenizer.eos_token, _prefix_ids(backend)))
+
+    @property
+    def control_tokens(self) -> list[str]:
+        """The texts that are read as control wherever they stand."""
+        return list(self._control.values())
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """The texts that may end a turn: those of all control tokens, and the EOS that may be none."""
+        return list(dict.fromkeys([*self.control_tokens, *([self.specials.eos] if self.specials.eos else [])]))
+
+    @cached_property
+    def folds_text(self) -> bool:
+        """True when the normaliser turns a text that is no control token into one, such as `</S>` or `＜/s＞`.
+
+        A search for control tokens would miss such a text, so every text has to be spelled.
+        """
+        return any(
+            _is_folded_to(self._backend, token) and self._is_read_after_folding(id, token)
+            for id, token in self._control.items()
+            if token != self.specials.named.get("unk_token")
+        )
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the token that ends a text."""
+        return self._backend.token_to_id(self.specials.eos) if self.specials.eos else None
+
+    def to_json(self) -> str:
+        """The tokenizer as the tokenizers library writes it."""
+        return self._backend.to_str()
+
+    def encode(self, texts: Sequence[str]) -> list[Any]:
+        """The `tokenizers.Encoding` of each text, in one call whose threads use all cores.
+
+        A template writes the special tokens already, so none is added and no BOS is doubled; nothing is cut or padded.
+        """
+        return cast("list[Any]", self._backend.encode_batch(list(texts), add_special_tokens=False))
+
+    def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, as those of `encode`; of a long text too, in little memory."""
+        short = [text for text in texts if len(text) <= PART_CHARACTERS]
+        found = dict(zip(short, self._ids(short), strict=True))
+        for text in texts:
+            if text not in found:
+                found[text] = [id for part in self._parts(text) for id in self._ids([part])[0]]
+        return [found[text] for text in texts]
+
+    def encode_spelled(self, text: str) -> Encoded:
+        """A text spelled by `typed_specials`.
+
+        What it types is lost where the vocabulary has no pieces to write it with, as where unknown words are one token.
+        """
+        twin, ids_of = self._twin
+        encoding = twin.encode(text, add_special_tokens=False)
+        ids = [ids_of.get(token, token) for token in encoding.ids]
+        for token, (start, end) in zip(ids, encoding.offsets, strict=True):
+            if token in self._control and self._control[token] == text[start:end].strip():
+                return Encoded(ids, encoding, self._control[token])
+        return Encoded(ids, encoding)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, control tokens shown."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        # The fast way leaves out where the tokens lie in the text, and takes a fifth less time.
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _parts(self, text: str) -> list[str]:
+        return parts_of(text, lambda part: self._ids([part])[0]) if self._can_be_cut else [text]
+
+    @cached_property
+    def _can_be_cut(self) -> bool:
+        return can_be_cut(self.to_json())
+
+    def _is_read_after_folding(self, id: int, token: str) -> bool:
+        """True when a control token is found in normalised text, by the model or as an added token."""
+        added = self._backend.get_added_tokens_decoder()[id]
+        return added.normalized or any(piece.id == id for piece in self._backend.model.tokenize(token))
+
+    @cached_property
+    def _twin(self) -> tuple[Tokenizer, dict[int, int]]:
+        """The tokenizer with a guard before the text of each special token, and its ids that are others here."""
+        names = set(self.control_tokens)
+        twin = Tokenizer.from_str(_guarded_json(self.to_json(), names))
+        others = {}
+        for own, token in self._backend.get_added_tokens_decoder().items():
+            found = twin.token_to_id(GUARD + token.content if token.content in names else token.content)
+            if found is not None and found != own:
+                others[found] = own
+        return twin, others
+
+
+def _is_folded_to(backend: Tokenizer, token: str) -> bool:
+    if backend.normalizer is None:
+        return False
+    wide = "".join(chr(ord(each) + WIDE) if "!" <= each <= "~" else each for each in token)
+    hidden = [token[:1] + mark + token[1:] for mark in UNSEEN]
+    others = {token.upper(), token.lower(), wide, *hidden} - {token}
+    return any(token in backend.normalizer.normalize_str(other) for other in others)
+
+
+def _prefix_ids(backend: Tokenizer) -> tuple[int, ...]:
+    bare = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a").ids
+    begin = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
+    return tuple(whole[:begin])
+
+
+def _plain(value: Any) -> Any:
+    return [str(item) for item in value] if isinstance(value, list) else str(value)
+
+
+def _guarded_json(text: str, names: Set[str]) -> str:
+    """The tokenizer's JSON with these tokens renamed, in the list of added tokens and in the vocabulary."""
+    state = json.loads(text)
+    for token in state["added_tokens"]:
+        if token["content"] in names:
+            token |= {"content": GUARD + token["content"], "normalized": False}
+    model = state["model"]
+    if "merges" in model:  # without those that would make a control token out of text
+        model["merges"] = [merge for merge in model["merges"] if names.isdisjoint(_pieces(merge))]
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {GUARD + piece if piece in names else piece: id for piece, id in vocab.items()}
+    elif isinstance(vocab, list):
+        model["vocab"] = [[GUARD + piece if piece in names else piece, score] for piece, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = GUARD + model["unk_token"]
+    return json.dumps(state, ensure_ascii=False)
+
+
+def _pieces(merge: str | list[str]) -> tuple[str, str, str]:
+    """What a merge is made of, and what it makes."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left, right, left + right

@@ -1,0 +1,1 @@
+"""Every row tokenized once, in processes, counted and kept on disk."""

@@ -1,0 +1,244 @@
+"""The data report: what became of every record that was read, as `data_report.json` and as a table for people.
+
+Every record is counted in exactly one of kept, cut, dropped and refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sftplay.data.tokenize.batch import RowOutcome
+
+STEP = 8
+"""Lengths are counted in steps of so many tokens."""
+
+BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+"""Upper edges of the length histogram, in tokens."""
+
+BAR_WIDTH = 30
+
+
+@dataclass
+class RowCounts:
+    """Counts of one source, or of several added up."""
+
+    kept: int = 0
+    cut: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    dropped_tokens: Counter[str] = field(default_factory=Counter)
+    """Why a record was left out -> the tokens of such records."""
+
+    cut_tokens: int = 0
+    """Tokens behind the cut of records that were kept in part."""
+
+    refused: int = 0
+    duplicates: int = 0
+    """Records whose content was read before on the same side. `data.duplicates` decides what becomes of them."""
+
+    near_duplicates: int = 0
+    """As `duplicates`, for content that differs only in white space, case or Unicode normalisation."""
+
+    prompts_with_several_answers: int = 0
+    typed_specials: int = 0
+    """Records with the text of a special token in them; it is read as text, not as control."""
+
+    with_system: int = 0
+    """Chats that begin with `data.system`."""
+
+    unused_columns: Counter[str] = field(default_factory=Counter)
+    """Column that no layout reads -> records that have it."""
+
+    split: int = 0
+    """Records that became several examples, because the template rewrites earlier turns."""
+
+    examples: int = 0
+    chat_examples: int = 0
+    """Those of them that are not plain text."""
+
+    tokens: int = 0
+    trainable_tokens: int = 0
+    ends_learned: int = 0
+    """Examples whose last learned token ends a turn."""
+
+    longest: int = 0
+    """Tokens of the longest example before cutting."""
+
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Tokens of an example before cutting, rounded up to a multiple of STEP -> examples."""
+
+    learnable_tokens: int = 0
+    """Tokens that would be learned if no example was cut."""
+
+    def add_length(self, n_tokens: int) -> None:
+        """Count an example of `n_tokens`, before it is cut."""
+        self.longest = max(self.longest, n_tokens)
+        self.lengths[-(-n_tokens // STEP) * STEP] += 1
+
+    def length_that_keeps(self, share: float) -> int:
+        """The smallest multiple of STEP that `share` of all examples are not longer than."""
+        seen, wanted = 0, share * self.lengths.total()
+        for length in sorted(self.lengths):
+            seen += self.lengths[length]
+            if seen >= wanted:
+                return length
+        return 0
+
+    def add_record(self, outcome: RowOutcome) -> None:
+        """Count a record that is kept, whole or in part."""
+        examples = outcome.examples
+        self.cut_tokens += sum(outcome.lengths) - sum(len(example.ids) // 4 for example in examples)
+        self.learnable_tokens += outcome.learnable
+        is_cut = bool(outcome.dropped) or any(example.is_cut for example in examples)
+        self.cut += is_cut
+        self.kept += not is_cut
+        self.split += len(outcome.lengths) > 1
+        self.examples += len(examples)
+        self.chat_examples += len(examples) * outcome.is_chat
+        for example in examples:
+            self.tokens += len(example.ids) // 4
+            self.trainable_tokens += example.n_labels
+            self.ends_learned += example.ends_learned
+
+    def as_state(self) -> dict[str, Any]:
+        """All counts as plain JSON, for `from_state`."""
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> RowCounts:
+        """The counts that `as_state` gave."""
+        counters = {name: Counter(value) for name, value in state.items() if isinstance(value, dict)}
+        lengths = Counter({int(length): count for length, count in state["lengths"].items()})  # JSON's keys are texts
+        return cls(**{**state, **counters, "lengths": lengths})
+
+    @property
+    def lost_share(self) -> float:
+        """Share of the tokens to learn that lies behind the cut."""
+        return 1 - _share(self.trainable_tokens, self.learnable_tokens) if self.learnable_tokens else 0.0
+
+    @property
+    def read(self) -> int:
+        """Records read: kept, cut, dropped and refused ones, which are disjoint."""
+        return self.kept + self.cut + self.dropped.total() + self.refused
+
+    def as_json(self) -> dict[str, Any]:
+        """The counts under the names of `data_report.json`."""
+        return {
+            "read": self.read,
+            "kept": self.kept,
+            "cut": self.cut,
+            "dropped": dict(sorted(self.dropped.items())),
+            "dropped_tokens": dict(sorted(self.dropped_tokens.items())),
+            "cut_tokens": self.cut_tokens,
+            "refused": self.refused,
+            "duplicates": self.duplicates,
+            "near_duplicates": self.near_duplicates,
+            "prompts_with_several_answers": self.prompts_with_several_answers,
+            "split_records": self.split,
+            "typed_specials": self.typed_specials,
+            "with_system": self.with_system,
+            "unused_columns": dict(sorted(self.unused_columns.items())),
+            "examples": self.examples,
+            "tokens": self.tokens,
+            "trainable_tokens": self.trainable_tokens,
+            "trainable_token_share": _share(self.trainable_tokens, self.tokens),
+            "eos_in_loss_share": _share(self.ends_learned, self.examples),
+            "lost_to_cut_share": self.lost_share,
+            "longest_tokens": self.longest,
+            "tokens_that_keep_99_percent": self.length_that_keeps(0.99),
+            "length_histogram": _histogram(self.lengths),
+        }
+
+
+def where_rows_went(source: Mapping[str, Any], *, refused_rows: str = "") -> str:
+    """What became of the rows of a source of which none is left: "5 read, 3 too long, 2 refused, see FILE"."""
+    words = [f"{source.get('read', 0):,} read"]
+    words += [f"{count:,} {reason.replace('_', ' ')}" for reason, count in source.get("dropped", {}).items()]
+    words += [f"{source['refused']:,} refused, see {refused_rows}"] if refused_rows and source["refused"] else []
+    return ", ".join(words)
+
+
+def total(sources: Iterable[RowCounts]) -> RowCounts:
+    """The sum of several sources."""
+    whole = RowCounts()
+    for source in sources:
+        for name, value in vars(source).items():
+            so_far = getattr(whole, name)
+            setattr(whole, name, max(so_far, value) if name == "longest" else so_far + value)
+    return whole
+
+
+def report_table(report: Mapping[str, Any]) -> str:
+    """The report for people: at most 25 lines."""
+    lines = [
+        f"data report      {report['read']:,} read = {report['kept']:,} kept + {report['cut']:,} cut"
+        f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
+    ]
+    lines += [_source_line(name, source) for name, source in report["sources"].items()]
+    lines += [f"  dropped        {count:,}: {reason.replace('_', ' ')}" for reason, count in report["dropped"].items()]
+    if report["refused"]:
+        lines.append(f"  refused        reasons with file and line in {report['refused_rows']}")
+    lines += _content_lines(report)
+    lines += [
+        f"  tokens         {report['tokens']:,}, of which {report['trainable_token_share']:.1%} are learned;"
+        f" the end of turn is learned in {report['eos_in_loss_share']:.1%}",
+        f"  mask           by {report['mask_method']}, template {report['template_hash'][:12]}",
+        f"  length         longest {report['longest_tokens']:,} tokens, limit {report['max_seq_len']:,}",
+    ]
+    lines += [f"  warning        {warning}" for warning in report["warnings"]]
+    room = 25 - len(lines) - len(report["notes"])
+    lines += _histogram_lines(report["length_histogram"])[: max(room, 0)]
+    lines += [f"  note           {note}" for note in report["notes"]]
+    return "\n".join(lines[:25])
+
+
+def _content_lines(report: Mapping[str, Any]) -> list[str]:
+    """Remarks about the records' content, only those whose count is not 0."""
+    fate = "left out" if "duplicate" in report["dropped"] else "kept"
+    near = report["near_duplicates"]
+    repeated = report["duplicates"] + near
+    several, split = report["prompts_with_several_answers"], report["split_records"]
+    typed, opened = report["typed_specials"], report["with_system"]
+    columns = ", ".join(f"{name[:40]!r} ({count:,})" for name, count in report["unused_columns"].items())
+    lines = {
+        f"duplicates     {repeated:,} records repeat an earlier one, {near:,} of them but for white space or case;"
+        f" {fate}": repeated,
+        f"answers        {several:,} prompts have several": several,
+        f"split          {split:,} records into one example a turn": split,
+        f"special        {typed:,} records spell a special token; it is read as text": typed,
+        f"system         data.system opens {opened:,} records": opened,
+        f"unused         columns {columns[:90]}": columns,
+    }
+    return [f"  {line}" for line, is_worth_saying in lines.items() if is_worth_saying]
+
+
+def _source_line(name: str, source: Mapping[str, Any]) -> str:
+    return (
+        f"  {name:<14} {source['examples']:,} examples, {source['tokens']:,} tokens,"
+        f" {source['trainable_token_share']:.1%} learned   {source['path']}"
+    )
+
+
+def _histogram_lines(histogram: Mapping[str, int]) -> list[str]:
+    most = max(histogram.values(), default=1)
+    return [
+        f"  {name:>14} {'#' * max(1, round(BAR_WIDTH * count / most)):<{BAR_WIDTH}} {count:,}"
+        for name, count in histogram.items()
+    ]
+
+
+def _histogram(lengths: Counter[int]) -> dict[str, int]:
+    bins: Counter[int] = Counter()
+    for length, n in lengths.items():
+        bins[next((edge for edge in BINS if length <= edge), 0)] += n
+    return {_edge_name(edge): bins[edge] for edge in (*BINS, 0) if bins[edge]}
+
+
+def _edge_name(edge: int) -> str:
+    return f"<={edge}" if edge else f">{BINS[-1]}"
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

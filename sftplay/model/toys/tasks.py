@@ -1,0 +1,308 @@
+"""Small tasks on which the shipped toy models were trained, and how."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from sftplay.atomic import whole_folder
+
+
+@torch.no_grad()
+def set_induction_heads(model: LlamaForCausalLM, *, rope_theta: float) -> None:
+    """Set the first three heads of two layers so that together they continue a text that has begun to repeat itself.
+
+    This is the induction circuit of Olsson et al. 2022 (In-context Learning and Induction Heads): layer 0 writes down
+    which token came one and two places before; layer 1 looks for earlier places that followed the present token, and
+    passes on what stood there. Models of this size find it only after some millions of tokens, more than a minute
+    holds; begun here, training shapes it to the text. The figures were found by trial, they are starting values only.
+    """
+    size, width = model.config.hidden_size, model.config.hidden_size // model.config.num_attention_heads
+    half, embedding_std = width // 2, 0.5
+    embeddings = model.model.embed_tokens.weight.normal_(0, embedding_std)
+    embeddings[:, 0] = 4 * embedding_std  # a constant that a head can look by position with
+    model.model.norm.weight.fill_(0.1)  # keeps the first logits small although the embeddings are large
+    rotated = torch.zeros(size, size)
+    rotated[1:, 1:] = torch.linalg.qr(torch.randn(size - 1, size - 1))[0]
+    content = rotated[1:].split(width)  # rows: directions of what a token is
+    written = torch.linalg.qr(torch.randn(size, size))[0].split(width)  # rows: where layer 0 notes earlier tokens
+    turns = rope_theta ** (-torch.arange(half) / half)  # radians a place, as rotary embeddings turn each pair
+    fast = 1.9 * (torch.arange(half) < half * 3 // 8)
+    slow = 3.0 * (torch.arange(half) >= half // 2).repeat(2).unsqueeze(1)
+    for head, (places, what) in enumerate([(1, 0), (1, 1), (2, 0)]):
+        query, key = torch.zeros(width, size), torch.zeros(width, size)
+        key[:half, 0] = fast
+        query[:, 0] = torch.cat([fast * torch.cos(places * turns), -fast * torch.sin(places * turns)])
+        output = embedding_std * written[head].T
+        _set_head(model, layer=0, head=head, query=query, key=key, value=content[what], output=output)
+    matches = [(content[0], written[0]), (content[1], written[1]), (written[0], written[2])]
+    for head, (query, key) in enumerate(matches):
+        output = 8 * embedding_std * content[head].T
+        _set_head(model, layer=1, head=head, query=slow * query, key=slow * key, value=content[head], output=output)
+
+
+def _set_head(
+    model: LlamaForCausalLM,
+    *,
+    layer: int,
+    head: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+) -> None:
+    """Give one head these weights: query, key and value [width, size], output [size, width]."""
+    attention = model.model.layers[layer].self_attn
+    rows = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
+    attention.q_proj.weight[rows] = query
+    attention.k_proj.weight[rows] = key
+    attention.v_proj.weight[rows] = value
+    attention.o_proj.weight[:, rows] = output
+
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic Newton-Schulz step, as in torch 2.13, torch/optim/_muon.py."""
+
+STEPS = 5
+EPSILON = 1e-7
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum with Nesterov's step, made orthogonal; for matrices only.
+
+    The formulas and defaults are torch.optim.Muon's (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+    """
+
+    def __init__(self, params: Iterable[Tensor], *, lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Change each matrix that has a gradient."""
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    self._change(matrix, group)
+        return loss
+
+    def _change(self, matrix: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[matrix]
+        average = state.setdefault("momentum_buffer", torch.zeros_like(matrix.grad))
+        average.lerp_(matrix.grad, 1 - group["momentum"])
+        direction = orthogonal(matrix.grad.lerp(average, group["momentum"]))
+        rows, columns = matrix.shape
+        matrix.add_(direction, alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """About U V^T of the matrix's U S V^T: singular values between 0.7 and 1.2, by five Newton-Schulz steps."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.size(0) > matrix.size(1)
+    found = matrix.T if is_tall else matrix
+    found = found / found.norm().clamp(min=EPSILON)
+    for _ in range(STEPS):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if is_tall else found
+
+
+BASE = 5
+PAD, END = "<pad>", "<end>"
+ALPHABET = (PAD, END, *map(str, range(BASE)), "+", "=", "?", ">")
+ID = {word: number for number, word in enumerate(ALPHABET)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitsRecipe:
+    """Everything that decides the weights of the model."""
+
+    hidden_size: int = 48
+    layers: int = 2
+    heads: int = 4
+    steps: int = 300
+    rows: int = 128
+    learning_rate: float = 2e-3
+    spread: float = 0.2
+    """Standard deviation of the first weights. With transformers' 0.02 a model of this width learns no sums in time."""
+
+    solves: float = 0.16
+    """Share of the first answers that are the sum on purpose; of the others a fifth is by chance."""
+
+    hints: float = 0.6
+    follows: float = 0.6
+    copies: bool = False
+    """Second answers follow the first one, and not the hint."""
+
+    blanks: float = 0.15
+    """Share of the second answers that follow an empty hint."""
+
+    seed: int = 7
+    version: int = 1
+
+    def traces(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Traces and what is to be said after each of their tokens, -100 where nothing is: int64 [rows, tokens].
+
+        One trace teaches all three actions: after y and h the target is the end, although the trace goes on.
+        """
+        return _traces(self, generator)
+
+
+def make_digits(folder: Path, recipe: DigitsRecipe, *, say: Callable[[str], None]) -> None:
+    """Train the model, a few seconds, and save it with its tokenizer in `folder`."""
+    say(f"making {folder.name} (once, some seconds)")
+    tokenizer = _tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(ALPHABET),
+                hidden_size=recipe.hidden_size,
+                intermediate_size=4 * recipe.hidden_size,
+                num_hidden_layers=recipe.layers,
+                num_attention_heads=recipe.heads,
+                num_key_value_heads=recipe.heads,
+                max_position_embeddings=64,
+                initializer_range=recipe.spread,
+                tie_word_embeddings=False,
+                bos_token_id=None,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+                dtype="float32",
+            )
+        )
+        _warm_up(model, recipe)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    with whole_folder(folder) as scratch:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel(ID, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
+
+
+def _warm_up(model: LlamaForCausalLM, recipe: DigitsRecipe) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    model.train()
+    for _ in range(recipe.steps):
+        ids, targets = recipe.traces(generator)
+        scores = model(input_ids=ids, attention_mask=(ids != ID[PAD]).long()).logits
+        cross_entropy(scores.flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+def _traces(recipe: DigitsRecipe, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    rows = recipe.rows
+
+    def digits() -> Tensor:
+        return torch.randint(BASE, (rows,), generator=generator)
+
+    def mostly(value: Tensor, share: float) -> Tensor:
+        return torch.where(torch.rand(rows, generator=generator) < share, value, digits())
+
+    a, b = digits(), digits()
+    total = (a + b) % BASE
+    first, hint = mostly(total, recipe.solves), mostly(total, recipe.hints)
+    second = mostly(first if recipe.copies else hint, recipe.follows)
+    wild = mostly(first, recipe.follows) if recipe.copies else digits()
+    first_digit, end, nothing = ID["0"], torch.full((rows,), ID[END]), torch.full((rows,), -100)
+    plus, equals, asks, tells, pad = (torch.full((rows,), ID[word]) for word in ("+", "=", "?", ">", PAD))
+    a, b, first, hint, second, wild = (each + first_digit for each in (a, b, first, hint, second, wild))
+    told = torch.stack([a, plus, b, equals, first, asks, hint, tells, second], 1)
+    said = torch.stack([nothing, nothing, nothing, first, end, hint, end, second, end], 1)
+    blank = torch.stack([a, plus, b, equals, first, asks, tells, wild, pad], 1)
+    unsaid = torch.stack([nothing, nothing, nothing, first, end, nothing, wild, end, nothing], 1)
+    is_blank = (torch.rand(rows, generator=generator) < recipe.blanks)[:, None]
+    return torch.where(is_blank, blank, told), torch.where(is_blank, unsaid, said)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsRecipe(DigitsRecipe):
+    """Everything that decides the weights of the model. `solves` is the share of steps that are right on purpose."""
+
+    steps: int = 800
+    solves: float = 0.6
+    hints: float = 0.5
+    """Share of the hints that are the first wrong step on purpose."""
+
+    follows: float = 0.8
+    """Share of the second answers that keep what stands before the hinted step."""
+
+    def traces(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """As in DigitsRecipe."""
+        rows = self.rows
+        operands = _problems(rows, generator)
+
+        def mostly(value: Tensor, share: float) -> Tensor:
+            chance = torch.rand(rows, generator=generator) < share
+            return torch.where(chance, value, torch.randint(BASE, (rows,), generator=generator))
+
+        first, is_right = list[Tensor](), list[Tensor]()
+        total, before = operands[0], operands[0]
+        for operand in operands[1:]:
+            total = (total + operand) % BASE
+            before = mostly((before + operand) % BASE, self.solves)
+            first.append(before)
+            is_right.append(before == total)
+        wrong = ~torch.stack([*is_right, torch.zeros(rows, dtype=torch.bool)])
+        place = (wrong.int().argmax(0) + 1) % (len(first) + 1)
+        picked = torch.randint(len(first) + 1, (rows,), generator=generator)
+        hint = torch.where(torch.rand(rows, generator=generator) < self.hints, place, picked)
+        keeps = torch.rand(rows, generator=generator) < self.follows
+        is_blank = torch.rand(rows, generator=generator) < self.blanks
+        redone_from = torch.where(hint == 0, len(first) + 1, hint) * (keeps & ~is_blank)
+        second, before = list[Tensor](), operands[0]
+        for step, (operand, said) in enumerate(zip(operands[1:], first, strict=True), 1):
+            before = torch.where(redone_from > step, said, mostly((before + operand) % BASE, self.solves))
+            second.append(before)
+        return _rows(operands, first, hint=hint, second=second, is_blank=is_blank)
+
+
+def _problems(rows: int, generator: torch.Generator) -> list[Tensor]:
+    """The four digits of each problem, none of them held out; see data/step_sums/generate.py."""
+    digits = torch.randint(BASE, (4, rows), generator=generator)
+    a, b, c, d = digits
+    is_held_out = (a + 2 * b + 3 * c + 4 * d) % BASE == 0
+    return [a, b, c, torch.where(is_held_out, (d + 1) % BASE, d)]
+
+
+def _rows(
+    operands: list[Tensor], first: list[Tensor], *, hint: Tensor, second: list[Tensor], is_blank: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of traces, with the hint and, where `is_blank`, without it."""
+    zero, like = ID["0"], operands[0]
+
+    def same(number: int) -> Tensor:
+        return torch.full_like(like, number)
+
+    plus, end, nothing = same(ID["+"]), same(ID["<end>"]), same(-100)
+    asked = [each for operand in operands for each in (operand + zero, plus)]
+    asked[-1] = same(ID["="])
+    y, z, h = [each + zero for each in first], [each + zero for each in second], hint + zero
+    unsaid = [nothing] * (len(asked) - 1)
+    told = [*asked, *y, same(ID["?"]), h, same(ID[">"]), *z]
+    said = [*unsaid, *y, end, h, end, *z, end]
+    blank = [*asked, *y, same(ID["?"]), same(ID[">"]), *z, same(ID["<pad>"])]
+    unhinted = [*unsaid, *y, end, nothing, *z, end, nothing]
+    choose = is_blank[:, None]
+    return (
+        torch.where(choose, torch.stack(blank, 1), torch.stack(told, 1)),
+        torch.where(choose, torch.stack(unhinted, 1), torch.stack(said, 1)),
+    )

@@ -1,1 +1,0 @@
-"""What a run takes that learns puzzles (task hrm)."""

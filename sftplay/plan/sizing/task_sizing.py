@@ -1,0 +1,89 @@
+"""What sizing asks a task. The answers here are those of supervised fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.machine.probe import Machine
+from sftplay.plan.memory.forecast import Place
+from sftplay.plan.shape.model_shape import ModelShape
+from sftplay.plan.sizing.decisions import Decision, Decisions
+
+
+class TaskSizing:
+    """A task while a run is sized. Its `plan.py` holds one as PLAN, where it differs."""
+
+    splits_by_strategy = True
+    """Whether `cluster.strategy` alone splits the model over the processes."""
+
+    def known_shape(self, cfg: RunConfig) -> ModelShape | None:
+        """Return the shape of a model that `model.name` does not decide; asked only where there is no text."""
+        return None
+
+    def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
+        """Check that the task can run here.
+
+        Raises:
+            MachineError: a library or a GPU is missing or too old.
+            ConfigError: the number of processes does not go with the config.
+        """
+
+    def choose_placement(self, cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:
+        """Decide where the task's models lie, where the config leaves that open."""
+        return {}
+
+    def fixed_strategy(self, cfg: RunConfig) -> Decision | None:
+        """Return the strategy where the task leaves no choice."""
+        return None
+
+    def fixed_head(self, cfg: RunConfig) -> Decision | None:
+        """Return the loss head where the task leaves no choice."""
+        return None
+
+    def decide_more(self, cfg: RunConfig, machine: Machine) -> Decisions:
+        """Decide keys of the task's own section that depend on the machine alone."""
+        return {}
+
+    def decide_sampling(self, cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:
+        """Decide how many answers are sampled at a time, where any are."""
+        return {}
+
+    def rows_sampled(self, cfg: RunConfig) -> int:
+        """Return the answers that a process samples at a time, once it is decided; 0 where it samples none."""
+        return 0
+
+    def compiled(self, cfg: RunConfig) -> tuple[str, bool, str]:
+        """Return the key that asks for kernels which Triton builds, whether it does, and the value that does not."""
+        return "train.loss_head", cfg.train.loss_head == "liger", "chunked"
+
+    def notes(self, cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
+        """Return what the user should know of a sized run."""
+        return ()
+
+    def plan_fields(self, cfg: RunConfig) -> dict[str, int]:
+        """Return the task's own fields of plan.json; the preflight compares them with the trainer."""
+        return {}
+
+    def lengths(self, cfg: RunConfig) -> Iterator[tuple[str, int, int]]:
+        """Yield what shorter rows would mean: the key, its value, and what must stay below it."""
+        yield "cpt.block_size" if cfg.learns_documents else "model.max_seq_len", cfg.row_tokens, 0
+
+    def steps(self, cfg: RunConfig) -> tuple[int, str] | None:
+        """Return the optimizer steps of a run and why, where the task's own keys decide them."""
+        return None
+
+    def rows_per_record(self, cfg: RunConfig) -> int:
+        """Return the rows of a step that a row of the file makes."""
+        return 1
+
+    def describe_length(self, cfg: RunConfig) -> str:
+        """Describe rows of full length."""
+        return f"full blocks of {cfg.row_tokens} tokens" if cfg.learns_documents else "every row at full length"
+
+
+def find_sizing(cfg: RunConfig) -> TaskSizing:
+    """Find what the config's task answers, imported only now."""
+    part = cfg.task.part("plan")
+    return cast("TaskSizing", part.PLAN) if part else TaskSizing()

@@ -1,0 +1,208 @@
+"""Limits that the kernel keeps: system calls (seccomp) and paths (Landlock)."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import struct
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from sftplay.errors import MachineError
+from sftplay.sandbox.executors.bootstrap import (
+    Arrival,
+    boot_command,
+    environment,
+    interpreter,
+    is_closed_to_others,
+    package_folders,
+    unused_user,
+)  # fmt: skip
+from sftplay.sandbox.executors.executor import start_box
+from sftplay.sandbox.verdicts.box import Box, Lost, Pipes
+from sftplay.sandbox.verdicts.job import Limits
+
+ALLOW, FAIL, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+EPERM, ENOSYS = 1, 38
+EQUAL, AT_LEAST, ANY_BIT = 0x15, 0x35, 0x45
+
+NEW_NAMESPACES = 0x7E020000
+"""The flags of clone(2) that make a namespace."""
+
+UNKNOWN = 451
+"""Calls from here on came after Linux 6.4, or belong to another binary interface of x86_64. They do not exist in the
+box: C libraries do without them, and nobody has looked at what they open."""
+
+# Numbers on x86_64 and on aarch64, None where there is no such call. Source: the kernel's syscall tables.
+DENIED: dict[str, tuple[int | None, int | None]] = {
+    "socket": (41, 198), "shmget": (29, 194), "shmctl": (31, 195), "shmat": (30, 196), "semget": (64, 190),
+    "msgget": (68, 186), "mq_open": (240, 180), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "fanotify_init": (300, 262),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
+    "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89), "quotactl": (179, 60),
+    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30), "migrate_pages": (256, 238),
+    "move_pages": (279, 239), "process_madvise": (440, 440), "pidfd_send_signal": (424, 424),
+    "syslog": (103, 116), "personality": (135, 92), "iopl": (172, None), "ioperm": (173, None),
+    "modify_ldt": (154, None), "io_setup": (206, 0), "flock": (73, 32), "quotactl_fd": (443, 443),
+    "inotify_init": (253, None), "inotify_init1": (294, 26),
+}  # fmt: skip
+
+MARKS: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None), "fchown": (93, 55),
+    "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+}  # fmt: skip
+"""Calls that change a file's mode, owner, times or attributes. Landlock holds none of them back: a program that stays
+the user may change those of all his files."""
+
+ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56, 302, 72), "aarch64": (1, 0xC00000B7, 220, 261, 25)}
+"""Column of DENIED, the kernel's mark of the architecture, the numbers of clone(2), prlimit64(2) and fcntl(2)."""
+
+F_SETLEASE = 1024
+"""With a lease on a file that the user owns, all who open it wait."""
+
+CLONE3 = 435
+"""Its flags lie in memory, where no filter sees them. C libraries take clone(2) where it does not exist."""
+
+
+def build_filter(*, keeps_marks: bool = False) -> bytes:
+    """The filter for this machine's architecture, as the kernel and bubblewrap take it: a `struct sock_filter` array.
+
+    With `keeps_marks` it refuses MARKS too.
+
+    Raises:
+        MachineError: the numbers of this architecture are not known here.
+    """
+    machine = platform.machine()
+    if machine not in ARCHITECTURES:
+        known = " and ".join(ARCHITECTURES)
+        raise MachineError(f"no system call filter for {machine}", where="sandbox", fix=f"use a machine with {known}")
+    column, mark, clone, prlimit, fcntl = ARCHITECTURES[machine]
+    code = [_load(4), _jump(mark, skip_if_not=0, skip_if=1), _answer(KILL), _load(0)]
+    code += [_jump(UNKNOWN, how=AT_LEAST, skip_if_not=1), _answer(FAIL | ENOSYS)]
+    for numbers in (DENIED | MARKS if keeps_marks else DENIED).values():
+        if (number := numbers[column]) is not None:
+            code += [_jump(number, skip_if_not=1), _answer(FAIL | EPERM)]
+    code += [_jump(CLONE3, skip_if_not=1), _answer(FAIL | ENOSYS)]
+    code += [_jump(fcntl, skip_if_not=3), _load(24), _jump(F_SETLEASE, skip_if_not=1), _answer(FAIL | EPERM), _load(0)]
+    # A program may limit itself, which is process 0, and no other.
+    code += [_jump(prlimit, skip_if_not=3), _load(16), _jump(0, skip_if=1, skip_if_not=0), _answer(FAIL | EPERM)]
+    code += [_load(0), _jump(clone, skip_if_not=3), _load(16)]
+    code += [_jump(NEW_NAMESPACES, how=ANY_BIT, skip_if_not=1), _answer(FAIL | EPERM)]
+    return b"".join([*code, _answer(ALLOW)])
+
+
+def _load(offset: int) -> bytes:
+    """Take 32 bits of `struct seccomp_data`: the call's number at 0, the architecture at 4, arguments from 16 on."""
+    return struct.pack("HBBI", 0x20, 0, 0, offset)
+
+
+def _jump(value: int, *, how: int = EQUAL, skip_if: int = 0, skip_if_not: int) -> bytes:
+    """Compare what was loaded with the value, and leave so many of the next instructions out."""
+    return struct.pack("HBBI", how, skip_if, skip_if_not, value)
+
+
+def _answer(action: int) -> bytes:
+    return struct.pack("HBBI", 0x06, 0, 0, action)
+
+
+READABLE = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+GONE_S = 60.0
+
+
+class Landlock:
+    """Opens a box of this process's own namespaces for each program, with landlock around it."""
+
+    name = "landlock"
+
+    def __init__(self, packages: Sequence[str] = ()) -> None:
+        """`packages` are those that programs may import beside Python's own."""
+        if find_spec("sandlock") is None:
+            raise MachineError("sandlock is not installed", where="sandbox", fix="make install EXTRAS=sandbox")
+        import sandlock
+
+        has, needs = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
+        if has < needs:
+            raise MachineError(f"the kernel's landlock is version {has} of {needs}", where="sandbox", fix="use bwrap")
+        self._filter = build_filter(keeps_marks=os.getuid() != 0)
+        self._packages = package_folders(packages)
+
+    def open(self, limits: Limits) -> Box:
+        """A box that stands.
+
+        Raises:
+            Lost: `infra`, the box did not start.
+        """
+        import sandlock
+
+        top = self._folders()
+        work, storage, site = top / "work", top / "storage", top / "site"
+        user = unused_user()
+        box = sandlock.Sandbox(
+            fs_readable=[*self._readable(), str(site)], fs_writable=[str(work)], cwd=str(work), workdir=str(work),
+            fs_storage=str(storage), max_disk=limits.disk_bytes, on_exit=sandlock.BranchAction.ABORT,
+            on_error=sandlock.BranchAction.ABORT, clean_env=True,
+            env=environment(str(work), site=str(site) if self._packages else ""),
+            max_processes=limits.processes, no_coredump=True,
+        )  # fmt: skip
+        piped = sandlock.StdioMode.PIPED
+        try:
+            process = box.popen(boot_command(str(interpreter()), 0), stdin=piped, stdout=piped, stderr=piped)
+            fds = [os.dup(each.fileno()) for each in (process.stdout, process.stdin, process.stderr)]
+        except (RuntimeError, OSError, sandlock.SandlockError) as error:
+            shutil.rmtree(top, ignore_errors=True)
+            raise Lost("infra", f"the box did not start: {error}") from error
+        for each in (process.stdout, process.stdin, process.stderr):
+            each.close()
+
+        def kill() -> None:
+            process.kill()
+            process.wait(timeout=GONE_S)
+            shutil.rmtree(top, ignore_errors=True)
+
+        arrival = Arrival(
+            folder=str(work), user=user, keeps_reading=user != 0 and is_closed_to_others(),
+            limits_processes=user != 0, filter=self._filter,
+        )  # fmt: skip
+        return start_box(Pipes(*fds), limits=limits, kill=kill, arrival=arrival)
+
+    def _folders(self) -> Path:
+        """A new folder, and in it one to work in, one for what sandlock keeps, and one with links to the packages."""
+        try:
+            top = Path(tempfile.mkdtemp(prefix=f"sftplay-box-{os.getpid()}-"))
+            top.chmod(0o711)
+            for name, mode in (("work", 0o777), ("storage", 0o777), ("site", 0o755)):
+                (top / name).mkdir()
+                (top / name).chmod(mode)
+            for package in self._packages:
+                (top / "site" / package.name).symlink_to(package)
+        except OSError as error:
+            raise Lost("infra", f"no folder for the box: {error}") from error
+        return top
+
+    def _readable(self) -> list[str]:
+        prefix = [str(interpreter())] if sys.base_prefix == "/usr" else [str(Path(sys.base_prefix).resolve())]
+        return [path for path in (*READABLE, *DEVICES, *prefix, *map(str, self._packages)) if Path(path).exists()]
+
+    def renew(self) -> bool:
+        """Nothing runs between boxes that could die."""
+        return False
+
+    def close(self) -> None:
+        """Nothing runs between boxes."""

@@ -1,0 +1,88 @@
+"""Continued pre-training: learn every token of documents, alone or mixed with chats.
+
+The rows are full blocks in training order, which `data.mix` makes. Here they meet the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from sftplay import log
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.mixture.load import load_mixture
+from sftplay.data.mixture.report import mixture_table
+from sftplay.data.tokenize.known_lengths import note_blocks
+from sftplay.evaluate.sources import held_out_of, measure_sources
+from sftplay.launch.run_folder import RunFolder
+from sftplay.report.sample import write_masked_sample
+from sftplay.tasks.sft import task as sft
+from sftplay.train.fingerprint import recipe_of
+from sftplay.train.held_out import HeldOutBlocks
+from sftplay.train.isolation import can_compute, check_isolation
+from sftplay.train.task import RowOrder, Rows, TrainerParts
+
+
+def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
+    """Blocks of the sources of `cfg`. Gives the tokenizer the chat template that the masks of chats are proven for.
+
+    Where there are no chats, it keeps its own: the result still answers in the form that it knew.
+
+    Raises:
+        DataError: a source keeps no document.
+    """
+    log.status(f"preparing {', '.join(source.name for source in cfg.sources)}", "data")
+    mixture = load_mixture(cfg, tokenizer)
+    if mixture.renderer.template is not None:
+        tokenizer.chat_template = mixture.renderer.template
+    per_epoch = mixture.steps_per_epoch
+    if per_epoch is not None:
+        note_blocks(cfg, per_epoch * cfg.train.effective_batch_size)
+    names = [source.name for source in mixture.sources]
+    held_out = HeldOutBlocks([mixture.held_out.get(name, ()) for name in names])
+    return Rows(
+        train=mixture.train,
+        held_out=held_out if len(held_out) else None,
+        report=mixture.report,
+        recipe=recipe_of(mixture.renderer),
+        source=mixture,
+        order=RowOrder(steps=mixture.steps, steps_per_epoch=per_epoch or mixture.steps, digest=mixture.fingerprint),
+        source_names=tuple(names),
+        final_report=mixture.report_now if cfg.cpt.streaming else None,
+        learned_tokens=int(mixture.report["label_tokens"]),
+    )
+
+
+def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
+    """Show the table of the data report, and keep one block with its mask."""
+    place = rows.source.train.places(0)[0]
+    write_masked_sample(folder, tokenizer, example=rows.train[0], source=str(place))
+    log.show(mixture_table(rows.report))
+
+
+def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
+    """Perplexity of each source's held-out documents; loss and answers of its held-out chats."""
+    tokenizer = rows.source.renderer.tokenizer
+    measure_sources(model, held_out_of(rows.source), tokenizer=tokenizer, cfg=cfg, path=path)
+
+
+def build_trainer(parts: TrainerParts) -> sft.WindowedSFTTrainer:
+    """The trainer of task sft, with blocks for rows.
+
+    Raises:
+        ConfigError: a document of a block would see another, and the config does not ask for that.
+    """
+    # TRL takes a `datasets.Dataset` only, and looks at its first row.
+    first = Dataset.from_list([{key: list(map(int, parts.train[0][key])) for key in ("input_ids", "labels")}])
+    trainer = sft.build_trainer(replace(parts, train=first))
+    trainer.train_dataset = parts.train
+    if not parts.cfg.cpt.cross_document:
+        if can_compute(trainer.model):
+            with trainer.compute_loss_context_manager():
+                check_isolation(trainer.model)
+        else:
+            log.say("note: that no document sees another is not proved here: this process does not hold the weights")
+    return trainer

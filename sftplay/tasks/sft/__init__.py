@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: the labelled spans of chats, completions and plain text (task sft)."""

@@ -1,0 +1,83 @@
+"""Supervised fine-tuning: learn the assistant's turns of chats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trl import SFTConfig, SFTTrainer
+
+from sftplay import log
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.pipeline import load_examples
+from sftplay.data.tokenize.report import report_table
+from sftplay.evaluate.evaluate import evaluate
+from sftplay.launch.run_folder import RunFolder
+from sftplay.model.unsloth_model import check_arguments
+from sftplay.report.sample import write_masked_sample
+from sftplay.train.exact_batch import ExactBatchMixin
+from sftplay.train.fingerprint import recipe_of
+from sftplay.train.micro_batches import Collator
+from sftplay.train.setup import on_one_gpu
+from sftplay.train.task import Rows, TrainerParts
+
+
+class WindowedSFTTrainer(ExactBatchMixin, SFTTrainer):
+    """TRL's trainer with the kit's window."""
+
+
+def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
+    """Rows of the chats and texts in `cfg.data`. Gives the tokenizer the chat template that the masks are proven for.
+
+    Raises:
+        DataError: no example keeps a trainable token.
+    """
+    log.status(f"preparing the rows of {cfg.rows_path}", "data")
+    examples = load_examples(cfg, tokenizer)
+    tokenizer.chat_template = examples.renderer.template
+    return Rows(
+        train=examples.train,
+        held_out=examples.held_out,
+        report=examples.report,
+        recipe=recipe_of(examples.renderer),
+        source=examples,
+        learned_tokens=int(examples.report["sources"].get("train", examples.report)["trainable_tokens"]),
+    )
+
+
+def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
+    """Show the table of the data report, and keep one row with its mask."""
+    write_masked_sample(folder, tokenizer, example=rows.train[0], source=rows.source.source_of("train", 0))
+    log.show(report_table(rows.report))
+
+
+def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
+    """Loss over label tokens, and answers compared with references."""
+    evaluate(model, rows.source, cfg=cfg, path=path)
+
+
+def build_trainer(parts: TrainerParts) -> WindowedSFTTrainer:
+    """A trainer for rows of token ids and labels."""
+    cfg = parts.cfg
+    config = SFTConfig(
+        **parts.arguments,
+        loss_type="nll",
+        packing=False,  # rows are packed inside the window, so that a step keeps its rows
+        max_length=cfg.model.max_seq_len,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    if cfg.tuning.backend == "unsloth":
+        check_arguments(parts.arguments, config)
+    trainer = WindowedSFTTrainer(
+        parts.step,
+        model=parts.model,
+        processing_class=parts.tokenizer,
+        args=on_one_gpu(config),
+        train_dataset=parts.train,
+        eval_dataset=parts.held_out,
+        data_collator=Collator(parts.tokenizer.pad_token_id),
+        callbacks=parts.callbacks,
+    )
+    # TRL would leave Liger's loss out for one of its own, which the window passes over. The Trainer reads this later.
+    trainer.args.use_liger_kernel = cfg.train.loss_head == "liger"
+    return trainer

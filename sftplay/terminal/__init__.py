@@ -1,1 +1,0 @@
-"""The user's screen: lines, a live line below them, colours."""

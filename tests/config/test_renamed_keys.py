@@ -1,0 +1,136 @@
+"""A key that was renamed is refused with its new name in a user's config, and read by it in an older run's files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sftplay.cli import main
+from sftplay.config.load import dump_resolved, load_config, load_resolved
+from sftplay.config.read.resolved import dump_given
+from sftplay.config.schema.keys import all_keys, all_sections
+from sftplay.config.schema.renamed import RENAMED_KEYS
+from sftplay.errors import ConfigErrors
+from sftplay.launch.run_folder import RunFolder
+from sftplay.report.compare import compare_runs
+
+VALUES = {
+    "grpo.redraws": "2",
+    "grpo.skip_silent": "true",
+    "grpo.control": "random",
+    "grpo.gauge_steps": "3",
+    "score.hint_gain": "0.5",
+    "data.leaks": "drop",
+    "cpt.exhausted": "stop",
+}
+"""Old key -> a value that is not its default."""
+
+CONFIG = "model: {name: builtin:tiny}\ndata:\n  train_path: rows.jsonl\n"
+
+
+def section_with(old: str) -> str:
+    """The config's last lines, of which the last one has an old key."""
+    section, _, name = old.partition(".")
+    return ("" if section == "data" else f"{section}:\n") + f"  {name}: {VALUES[old]}\n"
+
+
+def refusal(path: str, *overrides: str):
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(path, overrides)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_a_new_name_is_a_key_in_the_section_of_the_old_one_which_is_none():
+    assert set(VALUES) == set(RENAMED_KEYS)
+    for old, new in RENAMED_KEYS.items():
+        assert new in all_keys()
+        assert old not in {*all_keys(), *all_sections()}
+        assert old.partition(".")[0] == new.partition(".")[0]
+
+
+@pytest.mark.parametrize("old", RENAMED_KEYS)
+def test_an_old_name_is_refused_with_its_place_and_the_new_name(write, old):
+    text = CONFIG + section_with(old)
+    write(text, "base.yaml")
+    line = len(text.splitlines())
+    section, _, name = old.partition(".")
+    for path, overrides, place in (
+        (write(text), [], f"run.yaml:{line}"),
+        (write("include: base.yaml\n", "top.yaml"), [], f"base.yaml:{line}"),
+        (write(CONFIG, "plain.yaml"), [f"{old}={VALUES[old]}"], "command line"),
+    ):
+        problem = refusal(path, *overrides)
+        assert problem.where == f"{place} {old}"
+        assert problem.what == f"no key called {name!r} in {section}"
+        assert problem.fix == f"write {RENAMED_KEYS[old]}: it was renamed"
+        assert problem.nearest == [RENAMED_KEYS[old]]
+
+
+def test_an_old_name_beside_the_new_one_is_refused_too(write):
+    path = write(f"{CONFIG}grpo:\n  dynamic_sampling_rounds: 1\n  redraws: 2\n")
+    assert refusal(path).where == "run.yaml:6 grpo.redraws"
+
+
+def test_an_old_name_with_a_dot_in_a_file_is_answered_with_the_lines_to_write(write):
+    problem = refusal(write(f"{CONFIG}grpo.redraws: 2\n"))
+    assert problem.where == "run.yaml:4 grpo.redraws"
+    assert problem.fix == "dots are for the command line: write grpo / dynamic_sampling_rounds, each one indented"
+
+
+@pytest.mark.contract
+def test_a_command_ends_with_code_2_and_says_the_new_name(write, capsys):
+    write('{"text": "a row"}\n', "rows.jsonl")
+    path = write(f"{CONFIG}grpo:\n  redraws: 2\n")
+    assert main(["validate", "--config", path, "--json"]) == 2
+    out, err = capsys.readouterr()
+    error = json.loads(out)["error"]
+    assert (error["code"], error["nearest"]) == ("config", ["grpo.dynamic_sampling_rounds"])
+    assert err.splitlines() == [
+        "run.yaml:5 grpo.redraws: no key called 'redraws' in grpo",
+        "  fix: write grpo.dynamic_sampling_rounds: it was renamed",
+    ]
+
+
+def with_old_names(text: str) -> str:
+    """A resolved config as the release before wrote it."""
+    for old, new in RENAMED_KEYS.items():
+        before, after = (f"\n  {key.partition('.')[2]}:" for key in (new, old))
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    return text
+
+
+@pytest.fixture
+def set_by_new_names(write):
+    """A config with a value that is not the default for every key that was renamed."""
+    return load_config(write(CONFIG), [f"{new}={VALUES[old]}" for old, new in RENAMED_KEYS.items()])
+
+
+@pytest.mark.parametrize("dump", [dump_resolved, dump_given])
+def test_a_file_of_an_older_run_is_read_by_the_new_names(write, set_by_new_names, dump):
+    path = write(with_old_names(dump(set_by_new_names)), "written.yaml")
+    for cfg in (load_config(path), load_resolved(Path(path))):
+        assert cfg.model_dump() == set_by_new_names.model_dump()
+
+
+def test_the_origins_of_an_older_run_are_read_by_the_new_names(write, set_by_new_names):
+    path = write(with_old_names(dump_resolved(set_by_new_names)), "config.resolved.yaml")
+    assert load_resolved(Path(path)).origins == set_by_new_names.origins
+    line = Path(path).read_text().splitlines().index("  leaks: drop  # command line") + 1
+    assert load_config(path).origins["data.contamination"] == f"config.resolved.yaml:{line}"
+
+
+def test_both_names_in_a_file_of_a_run_are_refused_because_the_kit_never_wrote_both(write, set_by_new_names):
+    text = dump_resolved(set_by_new_names).replace("\n  contamination: drop", "\n  leaks: error\n  contamination: drop")
+    assert refusal(write(text, "config.resolved.yaml")).fix == "write data.contamination: it was renamed"
+
+
+def test_a_comparison_of_an_older_run_with_a_new_one_names_no_renamed_key(tmp_path, set_by_new_names):
+    texts = {"older": with_old_names(dump_resolved(set_by_new_names)), "newer": dump_resolved(set_by_new_names)}
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.resolved.yaml").write_text(text)
+    assert compare_runs(*(RunFolder(tmp_path / name) for name in texts))["config"] == []

@@ -1,0 +1,281 @@
+"""A rollout batch that feeds several optimizer steps: minibatches, ratios, and what a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from sftplay.config.schema.score import ScoreConfig
+from sftplay.data.prompts.questions import Question
+from sftplay.errors import RunError
+from sftplay.heartbeat import Heartbeat
+from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
+from sftplay.tasks.score.advantages import Advantages
+from sftplay.tasks.score.episode_rewards import EpisodeResult
+from sftplay.tasks.score.problems import EpisodeRows, MinibatchSchedule, StepRows
+from sftplay.tasks.score.role_models import RoleModels
+from sftplay.tasks.score.rollout_batch import EPISODES_FILE, RolloutBatch, load_rollout_batch, save_rollout_batch
+from sftplay.tasks.score.sample_episodes import Action, Episode
+from sftplay.tasks.score.scoring import ActionBatch, score_actions
+from sftplay.tasks.score.update import MinibatchSetup, PolicyUpdate, ScoredEpisodes
+
+N = 4
+END = ID["<end>"]
+
+
+def find_step_places(schedule: MinibatchSchedule, step: int) -> list[int]:
+    """Places of the episodes of a step, counted from 0."""
+    rows = range(step * schedule.step_episodes, (step + 1) * schedule.step_episodes)
+    return [schedule.find_place(row) for row in rows]
+
+
+@pytest.mark.parametrize(("parts", "passes"), [(1, 3), (2, 2), (4, 1), (3, 2)])
+def test_the_minibatches_of_a_pass_have_every_episode_of_the_rollout_batch_once(parts: int, passes: int):
+    schedule = MinibatchSchedule(step_episodes=8, minibatches=parts, passes=passes, seed=7)
+    for batch in range(2):
+        every = list(range(batch * schedule.episodes, (batch + 1) * schedule.episodes))
+        for number in range(passes):
+            first = batch * schedule.steps + number * parts
+            learned = [place for step in range(first, first + parts) for place in find_step_places(schedule, step)]
+            assert sorted(learned) == every
+
+
+def test_each_pass_cuts_the_episodes_into_other_minibatches():
+    schedule = MinibatchSchedule(step_episodes=8, minibatches=2, passes=2, seed=7)
+    steps = [sorted(find_step_places(schedule, step)) for step in range(4)]
+    assert len({tuple(step) for step in steps}) == 4
+    other = MinibatchSchedule(step_episodes=8, minibatches=2, passes=2, seed=8)
+    assert [sorted(find_step_places(other, step)) for step in range(4)] != steps
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_rank_learns_from_episodes_that_it_has_sampled_itself(world: int):
+    schedule = MinibatchSchedule(step_episodes=8, minibatches=2, passes=2)
+    share = schedule.step_episodes // world  # accelerate gives rank 0 the first rows of a step, then rank 1
+    scored: list[int] = []
+    for rank in range(world):
+        with patch.multiple("sftplay.log", rank=lambda rank=rank: rank, world_size=lambda: world):
+            rank_places = schedule.rank_places(1)
+        for first in (0, 2):
+            steps = [
+                find_step_places(schedule, schedule.steps + first + n)[rank * share : (rank + 1) * share]
+                for n in (0, 1)
+            ]
+            assert sorted(place for step in steps for place in step) == list(rank_places)
+        scored += rank_places
+    assert scored == list(range(schedule.episodes, 2 * schedule.episodes))
+
+
+def test_with_one_minibatch_the_episodes_keep_their_order():
+    rows = StepRows(EpisodeRows([5, 9], repeats=2), schedule=MinibatchSchedule(step_episodes=2), steps=2)
+    assert [rows[n] for n in range(len(rows))] == [
+        {"place": 0, "row": 5}, {"place": 1, "row": 5}, {"place": 2, "row": 9}, {"place": 3, "row": 9},
+    ]  # fmt: skip
+    with pytest.raises(IndexError):
+        rows[4]
+
+
+@pytest.fixture(scope="module")
+def role_models(tmp_path_factory: pytest.TempPathFactory) -> RoleModels:
+    folder = tmp_path_factory.mktemp("digits") / "model"
+    make_digits(folder, DigitsRecipe(steps=3), say=print)
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    role_models = RoleModels(model, has_guide=True, guide_learns=True, has_value=True)
+    for role in ("solver", "guide"):
+        for parameter in role_models.trainable[role]:
+            parameter.data.normal_(0, 0.05)
+    return role_models
+
+
+def sample_action(role_models: RoleModels, role: str, prompt: str, said: str) -> Action:
+    """Create an action with the log-probabilities of the current model."""
+    ids = [*(ID[character] for character in said), END]
+    action = Action(prompt=[ID[c] for c in prompt], ids=ids, log_probs=[0.0] * len(ids), is_truncated=False)
+    with torch.no_grad():
+        batch = ActionBatch.from_actions([action], pad=ID["<pad>"], device="cpu")
+        scores = score_actions(role_models, batch, role=role, temperature=1.0, kl="full")
+    return action._replace(log_probs=scores.log_probs[0].tolist())
+
+
+@pytest.fixture(scope="module")
+def rollout_batch(role_models: RoleModels) -> RolloutBatch:
+    """Four episodes whose actions are not equally long, and advantages of both signs."""
+    said = (("1+3=", "4", "3", "4"), ("0+0=", "01", "0", "0"), ("4+4=", "2", "12", "333"), ("2+2=", "4", "4", "1"))
+    episodes = [
+        Episode(
+            question=Question(n, [], problem, {"answer": "4"}),
+            first=sample_action(role_models, "solver", problem, first),
+            hint=(written := sample_action(role_models, "guide", f"{problem}{first}?", hint)),
+            hint_ids=written.ids_without_end,
+            second=sample_action(role_models, "solver", f"{problem}{first}?{hint}>", second),
+        )
+        for n, (problem, first, hint, second) in enumerate(said)
+    ]
+    result = EpisodeResult(
+        first=0.0, second=1.0, is_known=True, form_first=False, form_second=False, is_parsed=False, leaks=False,
+        n_cut=0, hint_tokens=1, edit_ratio=0.1, is_identical=False,
+    )  # fmt: skip
+    results = [replace(result, second=float(n % 2)) for n in range(N)]
+    advantages = torch.tensor([[1.3, -0.7, 0.1, -0.9], [0.3, 0.7, -1.1, 0.2], [-0.6, 0.6, 0.1, 0.8]])
+    advantages = Advantages(*advantages, {"return_t1": 0.1, "none": None}, (advantages[0], advantages[1]))
+    resampled = [(episode.first, episode.second) for episode in episodes]
+    return RolloutBatch(3, ScoredEpisodes(episodes, results, resampled), advantages)
+
+
+def policy_update(
+    role_models: RoleModels,
+    rollout_batch: RolloutBatch,
+    part: list[int],
+    *,
+    is_on_policy: bool = True,
+    **changes: float,
+) -> PolicyUpdate:
+    parts = N // len(part)
+    score = ScoreConfig(
+        max_new_tokens=4, max_hint_tokens=3, beta1=0.1, beta_guide=0.1, stage1_steps=0, steps_per_generation=parts,
+        **changes,
+    )  # fmt: skip
+    batch = MinibatchSetup(
+        micro_batch=2, n_episodes=N / parts, pad=ID["<pad>"], backward=lambda loss: loss.backward(),
+        context=nullcontext, is_on_policy=is_on_policy,
+    )  # fmt: skip
+    return PolicyUpdate(
+        rollout_batch.scored,
+        part=part,
+        role_models=role_models,
+        score=score,
+        batch=batch,
+        heartbeat=Heartbeat(),
+        step=1,
+    )
+
+
+def learned(
+    role_models: RoleModels, rollout_batch: RolloutBatch, part: list[int], **given: float
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The gradient of everything that trains, and the figures of the step."""
+    step = policy_update(role_models, rollout_batch, part, **given)
+    step.learn(rollout_batch.advantages)
+    gradient = torch.cat(
+        [p.grad.flatten() for each in role_models.trainable.values() for p in each if p.grad is not None]
+    )
+    role_models.model.zero_grad()
+    return gradient, step.figures()
+
+
+@pytest.mark.parametrize("is_on_policy", [True, False])
+def test_the_gradients_of_the_minibatches_of_a_pass_add_up_to_that_of_the_whole_rollout_batch(
+    is_on_policy: bool, role_models: RoleModels, rollout_batch: RolloutBatch
+):
+    whole, _ = learned(role_models, rollout_batch, [0, 1, 2, 3])
+    assert whole.norm() > 1e-3
+    parts = [learned(role_models, rollout_batch, part, is_on_policy=is_on_policy)[0] for part in ([2, 0], [1, 3])]
+    # Each is a mean over half of the episodes, with the KL's tokens counted as a half of all.
+    torch.testing.assert_close(sum(parts) / 2, whole, atol=2e-6, rtol=1e-4)
+    one, four = learned(role_models, rollout_batch, [0])[0], learned(role_models, rollout_batch, [0, 1, 2, 3])[0]
+    assert not torch.allclose(one, four, rtol=0.1)
+
+
+def test_the_ratio_is_exactly_1_and_nothing_is_clipped_in_the_first_step_after_sampling(
+    role_models: RoleModels, rollout_batch: RolloutBatch
+):
+    _, figures = learned(role_models, rollout_batch, [0, 2])
+    for role in ("t1", "t2", "guide"):
+        assert figures[f"ratio_{role}"] == pytest.approx(1.0, abs=1e-12)
+        assert figures[f"clip_share_{role}"] == 0.0
+
+
+def test_a_model_that_has_moved_has_other_ratios_and_large_ones_are_clipped(
+    role_models: RoleModels, rollout_batch: RolloutBatch
+):
+    actions = [episode.first for episode in rollout_batch.scored.episodes]
+    before = torch.cat([torch.tensor(action.log_probs) for action in actions])
+    kept = [parameter.detach().clone() for parameter in role_models.trainable["solver"]]
+    for parameter in role_models.trainable["solver"]:
+        parameter.data.mul_(1.5)
+    moved = [sample_action(role_models, "solver", *_texts(action)) for action in actions]
+    gradient, figures = learned(
+        role_models, rollout_batch, [0, 1, 2, 3], is_on_policy=False, num_iterations=2, epsilon=0.01
+    )
+    free, _ = learned(role_models, rollout_batch, [0, 1, 2, 3], is_on_policy=False, num_iterations=2, epsilon=1e3)
+    for parameter, weights in zip(role_models.trainable["solver"], kept, strict=True):
+        parameter.data.copy_(weights)
+    ratios = (torch.cat([torch.tensor(action.log_probs) for action in moved]) - before).exp()
+    assert figures["ratio_t1"] == pytest.approx(ratios.mean().item(), rel=1e-5)
+    assert figures["ratio_guide"] == pytest.approx(1.0, abs=1e-6)
+    gains = torch.cat([rollout_batch.advantages.first[n].expand(len(action.ids)) for n, action in enumerate(actions)])
+    is_clipped = ((ratios > 1.01) & (gains > 0)) | ((ratios < 0.99) & (gains < 0))
+    assert is_clipped.any()
+    assert figures["clip_share_t1"] == pytest.approx(is_clipped.float().mean().item(), rel=1e-5)
+    assert not torch.allclose(gradient, free)
+
+
+def _texts(action: Action) -> tuple[str, str]:
+    letters = {number: character for character, number in ID.items()}
+    return "".join(letters[n] for n in action.prompt), "".join(letters[n] for n in action.ids_without_end)
+
+
+def test_a_rollout_batch_for_one_step_has_no_ratios(role_models: RoleModels, rollout_batch: RolloutBatch):
+    _, figures = learned(role_models, rollout_batch, [0, 1, 2, 3])
+    assert not any(name.startswith(("ratio", "clip")) for name in figures)
+
+
+def test_v_learns_beside_a_guide_that_does_not_whatever_its_coefficient(
+    role_models: RoleModels, rollout_batch: RolloutBatch
+):
+    gradients = []
+    for value_coef in (0.0, 0.5):
+        waiting = {"guidance_warmup": 9, "value_flow": "stop", "value_coef": value_coef}
+        policy_update(role_models, rollout_batch, [0, 1, 2, 3], **waiting).learn(rollout_batch.advantages)
+        assert all(parameter.grad is None for parameter in role_models.trainable["guide"])
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in role_models.trainable["value"]]))
+        role_models.model.zero_grad()
+    assert gradients[0].norm() > 1e-3
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_saved_rollout_batch_loads_unchanged_on_any_number_of_processes(
+    world: int, rollout_batch: RolloutBatch, tmp_path: Path
+):
+    save_rollout_batch(rollout_batch, tmp_path)
+    share = N // world
+    for rank in range(world):
+        rank_places = slice(rank * share, (rank + 1) * share)
+        questions = [episode.question for episode in rollout_batch.scored.episodes[rank_places]]
+        with patch.multiple("sftplay.log", rank=lambda rank=rank: rank, world_size=lambda: world):
+            back = load_rollout_batch(tmp_path, questions=questions)
+        assert back.number == rollout_batch.number
+        assert back.scored.episodes == rollout_batch.scored.episodes[rank_places]
+        assert back.scored.resampled == rollout_batch.scored.resampled[rank_places]
+        assert back.scored.results == rollout_batch.scored.results
+        assert back.advantages.figures == rollout_batch.advantages.figures
+        for loaded, saved in zip(
+            back.advantages[:3] + back.advantages.returns,
+            rollout_batch.advantages[:3] + rollout_batch.advantages.returns,
+            strict=True,
+        ):
+            assert torch.equal(loaded, saved)
+
+
+def test_a_checkpoint_inside_a_rollout_batch_without_its_episodes_is_refused_by_name(
+    rollout_batch: RolloutBatch, tmp_path: Path
+):
+    with pytest.raises(RunError, match="the episodes of its drawing cannot be read") as refused:
+        load_rollout_batch(tmp_path, questions=[])
+    assert refused.value.where == str(tmp_path / EPISODES_FILE)
+    save_rollout_batch(rollout_batch, tmp_path)
+    kept = json.loads((tmp_path / EPISODES_FILE).read_text())
+    (tmp_path / EPISODES_FILE).write_text(json.dumps({**kept, "episodes": []}))
+    with pytest.raises(RunError, match="cannot be read"):
+        load_rollout_batch(tmp_path, questions=[rollout_batch.scored.episodes[0].question])
