@@ -7,8 +7,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from sftplay.config.load import load_config
+from sftplay.config.read.resolved import RESOLVED
 from sftplay.errors import ConfigError, MachineError
-from sftplay.launch.run_folder import RESOLVED, RunFolder, find_run
+from sftplay.launch.run_folder import RunFolder, find_run
 
 
 def report(args: Namespace) -> int:

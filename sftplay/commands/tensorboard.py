@@ -7,8 +7,8 @@ from pathlib import Path
 
 from sftplay import log
 from sftplay.config.load import load_config
+from sftplay.config.read.resolved import RESOLVED
 from sftplay.errors import ConfigError, nearest_names
-from sftplay.launch.run_folder import RESOLVED
 from sftplay.runs.tensorboard import PID_FILE, end_board, running, start_board
 
 

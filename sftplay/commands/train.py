@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -11,15 +12,12 @@ from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, SftplayError
-from sftplay.launch.command.ray_command import ADDRESS
 from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import RunFolder, has_begun, new_folder
 from sftplay.log import CLUSTER_NAMES
 from sftplay.machine.probe import probe
 from sftplay.runs.inputs import check_inputs
 from sftplay.runs.memory_probe import Bench, size_by_probe
-from sftplay.runs.nodes import among_nodes
-from sftplay.runs.resume import continue_run
 from sftplay.runs.start import (
     all_notes,
     build_command,
@@ -36,7 +34,7 @@ from sftplay.runs.strategy_setup import with_deepspeed
 
 def train(args: Namespace) -> int:
     """`train`: start the run of a config, or continue it where train.resume asks for that."""
-    return among_nodes(args, partial(_train, args))
+    return _on_every_node(args, partial(_train, args))
 
 
 def _train(args: Namespace, rendezvous: Rendezvous | None) -> int:
@@ -47,19 +45,31 @@ def _train(args: Namespace, rendezvous: Rendezvous | None) -> int:
         raise ConfigError(f"{cfg.task_mode} does not learn documents", where=where, fix=fix)
     if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_begun(cfg, args.config)):
         return launch(args, cfg, rendezvous=rendezvous)
+    from sftplay.runs.resume import continue_run
+
     return continue_run(args, cfg, rendezvous=rendezvous)
 
 
 def resume(args: Namespace) -> int:
     """`resume`: continue the newest run of a config."""
-    return among_nodes(args, partial(_resume, args))
+    return _on_every_node(args, partial(_resume, args))
 
 
 def _resume(args: Namespace, rendezvous: Rendezvous | None) -> int:
     cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
     if cfg.train.resume == "never":
         cfg = cfg.with_values({"train.resume": "auto"}, "resume")
+    from sftplay.runs.resume import continue_run
+
     return continue_run(args, cfg, rendezvous=rendezvous)
+
+
+def _on_every_node(args: Namespace, work: Callable[[Rendezvous | None], int]) -> int:
+    if args.nnodes == 1 or args.dry_run:
+        return work(None)
+    from sftplay.runs.nodes import among_nodes
+
+    return among_nodes(args, work)
 
 
 def launch(
@@ -100,6 +110,8 @@ def train_ray(args: Namespace) -> int:
     Raises:
         ConfigError: this is one process of another launch, or a single worker is asked for.
     """
+    from sftplay.launch.command.ray_command import ADDRESS
+
     if numbers := [name for name in args.strays if name in CLUSTER_NAMES or name.startswith("TORCHELASTIC_")]:
         what = f"this is a process of another launch, which has set {', '.join(numbers)}"
         raise ConfigError(what, where="train-ray", fix="call it once, from a shell that no launcher has started")

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from sftplay.config.explain.problems import missing_key, offending_keys, translated
 from sftplay.config.read.layers import Layer, Place, Problem, merge, nested, read_layers, read_overrides
 from sftplay.config.read.resolved import dump_resolved, is_written_by_kit, read_origins, with_new_names
 from sftplay.config.read.spellings import resolve_precision, resolve_task_mode, with_own_model
@@ -78,11 +77,15 @@ def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Run
     try:
         cfg = RunConfig.model_validate(merged.values)
     except ValidationError as error:
+        from sftplay.config.explain.problems import translated
+
         problems += translated(error, merged, file=os.fspath(path))
         cfg = _without_refused(merged.values, error)
     if cfg is not None:
         cfg = cfg.with_origins(_origins(merged))
         if needs_train_path(cfg) and "data.train_path" not in offending_keys(problems):
+            from sftplay.config.explain.problems import missing_key
+
             problems.append(missing_key("data.train_path", merged, file=os.fspath(path)))
         problems += _rule_problems(cfg, merged, offending=offending_keys(problems))
         offending = offending_keys(problems)
@@ -98,6 +101,15 @@ def load_resolved(path: Path) -> RunConfig:
     """
     cfg = load_config(path)
     return cfg.with_origins(read_origins(cfg, path.read_text(encoding="utf-8")))
+
+
+def offending_keys(problems: Iterable[Problem]) -> set[str]:
+    """The dotted keys that problems are about, and those that an unknown name may have meant."""
+    found: set[str] = set()
+    for _, error in problems:
+        key = error.where.rpartition(" ")[2]
+        found |= {key, *error.nearest, *(outer for outer in list_keys() if key.startswith(f"{outer}."))}
+    return found
 
 
 def _tokens_in(value: Any, merged: Layer, *, path: KeyPath = ()) -> Iterator[Problem]:

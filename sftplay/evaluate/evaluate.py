@@ -22,7 +22,6 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.data.render.render import Renderer
 from sftplay.evaluate.metrics import score_answers
-from sftplay.evaluate.reward_scores import columns_of, mean_rewards, score_by_rewards
 from sftplay.generate.generate import Generator, answer_all
 from sftplay.machine.libraries import nothing_recomputed
 from sftplay.model.out_of_memory import AdaptiveBatches
@@ -70,14 +69,19 @@ def evaluate(model: Any, examples: HeldOutChats, *, cfg: RunConfig, path: Path) 
         )
     references = [reference_of(chat, examples.renderer) for chat in chats]
     means, correct = score_answers(answers, references, metrics=cfg.eval.metrics) if chats else ({}, [])
-    rewards = score_by_rewards(cfg, answers, columns=columns_of(chats, references)) if chats else {}
+    rewards, reward_means = dict[str, list[float | None]](), dict[str, float]()
+    if chats and cfg.rewards:
+        from sftplay.evaluate.reward_scores import columns_of, mean_rewards, score_by_rewards
+
+        rewards = score_by_rewards(cfg, answers, columns=columns_of(chats, references))
+        reward_means = mean_rewards(rewards)
     perplexity = math.exp(loss) if loss < 700 else math.inf
     figures: dict[str, Any] = {
         "n": len(chats),
         "loss": loss,
         "perplexity": perplexity,
         **means,
-        **mean_rewards(rewards),
+        **reward_means,
     }
     rows = (
         {

@@ -27,14 +27,13 @@ from sftplay.export.merge import (
     file_of_base,
     merged_model,
     save_whole,
-    set_end_tokens,
     size_bytes,
     write_folder,
 )
 from sftplay.export.model_card import PublicRun, write_card
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.source import BUILTIN, first_line, is_local
-from sftplay.model.tokenizer import load_tokenizer
+from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 from sftplay.model.weights import DTYPES
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -15,19 +15,18 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
 from sftplay import __version__, log
 from sftplay.atomic import locked, use_umask
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.merged_start import merge_adapter
 from sftplay.model.source import FOLDER_FIX, check_reachable, first_line, is_hub_shaped, locate, quieten_hub
 from sftplay.model.start_point import resolve_names
-from sftplay.model.tokenizer import load_tokenizer
+from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 from sftplay.model.weights import DTYPES
 from sftplay.units import format_bytes
 
@@ -144,26 +143,6 @@ def base_of(cfg: RunConfig, folder: RunFolder) -> tuple[str, str | None]:
         return str(own), None
     model = resolve_names(cfg).model
     return locate(model.name), model.revision
-
-
-def set_end_tokens(config: GenerationConfig, tokenizer: Any) -> None:
-    """Add the chat template's end tokens to those at which generation with plain transformers stops."""
-    shipped = config.eos_token_id if config.eos_token_id is not None else []
-    ends = {*end_token_ids(tokenizer), *([shipped] if isinstance(shipped, int) else shipped)}
-    config.eos_token_id = min(ends) if len(ends) == 1 else sorted(ends)
-    config.pad_token_id = tokenizer.pad_token_id
-    sampling = ("temperature", "top_p", "top_k", "min_p", "typical_p")
-    if not config.do_sample and any(getattr(config, key, None) is not None for key in sampling):
-        # Several shipped configs name a temperature without sampling; transformers reads that and refuses to write it.
-        for key in sampling:
-            setattr(config, key, None)
-
-
-def end_token_ids(tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: the chat template's, or the tokenizer's own where it has no template."""
-    if tokenizer.chat_template:
-        return list(Renderer.prove(tokenizer, tokenizer.chat_template, samples=[]).end_token_ids)
-    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 def save_whole(model: Any, tokenizer: Any, *, target: Path, shard_bytes: int = SHARD_BYTES) -> None:

@@ -25,13 +25,13 @@ from sftplay.data.pipeline import load_examples
 from sftplay.data.records import IGNORE_INDEX, Message
 from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, DataError, RunError
-from sftplay.export.merge import adapter_of, end_token_ids, load_unquantised, size_bytes
+from sftplay.export.merge import adapter_of, load_unquantised, size_bytes
 from sftplay.generate.generate import Generator
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_result
 from sftplay.model.merged_start import attach_for_merging
 from sftplay.model.source import first_line
-from sftplay.model.tokenizer import load_tokenizer
+from sftplay.model.tokenizer import end_token_ids, load_tokenizer
 
 PROMPTS = 8
 PROMPT_TOKENS = 256

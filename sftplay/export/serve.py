@@ -15,10 +15,10 @@ from transformers import GenerationConfig
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
-from sftplay.export.merge import RECORD, adapter_digest, adapter_of, merge, set_end_tokens
+from sftplay.export.merge import RECORD, adapter_digest, adapter_of, merge
 from sftplay.export.server import Server, build_server, choose_port, run_server
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.tokenizer import load_tokenizer
+from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 
 REVISION = "0" * 40
 """A hub cache files a model under a commit; this one has none."""

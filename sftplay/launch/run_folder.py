@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sftplay import log
 from sftplay.atomic import examine_object, locked, locked_if_possible, read_lines, read_object, write_text
+from sftplay.config.read.resolved import RESOLVED
 from sftplay.config.schema.run import RunConfig
 from sftplay.config.schema.section import Positive
 from sftplay.errors import ConfigError, MachineError
@@ -92,7 +93,7 @@ def odd_fields(name: str, content: dict[str, Any]) -> list[str]:
     return []
 
 
-RESOLVED, EVENTS = "config.resolved.yaml", "events.jsonl"
+EVENTS = "events.jsonl"
 
 SET_ASIDE = ".set-aside"
 """The folder beside the runs with those that made no step."""

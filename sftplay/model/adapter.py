@@ -19,7 +19,6 @@ from torch import nn
 from sftplay.config.schema.run import LoraConfig
 from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.model.failures import reason_of, refusing
-from sftplay.model.new_tokens.rows import rows_that_train
 from sftplay.model.source import SAFE_COPY, describe_pickle
 
 
@@ -32,15 +31,19 @@ def add_adapter(model: Any, lora: LoraConfig, *, new_ids: Sequence[int] = ()) ->
     Raises:
         ConfigError: a name in target_modules or modules_to_save fits no module, or one that cannot have a pair.
     """
-    targets = lora.target_modules
+    targets, token_rows = lora.target_modules, None
     check_names(model, lora)
+    if new_ids:
+        from sftplay.model.new_tokens.rows import rows_that_train
+
+        token_rows = rows_that_train(model, lora, ids=new_ids)
     config = PeftLora(
         r=lora.r,
         lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.r,
         lora_dropout=lora.dropout,
         target_modules=_every_linear_of_text(model) if targets == "auto" else list(targets),
         modules_to_save=list(lora.modules_to_save) or None,
-        trainable_token_indices=rows_that_train(model, lora, ids=new_ids),
+        trainable_token_indices=token_rows,
         use_dora=lora.dora,
         use_rslora=lora.rslora,
         bias="none",

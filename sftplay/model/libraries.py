@@ -7,9 +7,9 @@ import os
 import sys
 from typing import Any
 
+from sftplay.config.schema.cluster import ZERO_STAGES
 from sftplay.config.schema.run import ModelConfig, RunConfig
 from sftplay.errors import MachineError
-from sftplay.launch.command.strategy import ZERO_STAGES
 from sftplay.model.source import BUILTIN, is_quantised
 from sftplay.places import cache_root
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.log import local_rank, status, world_size
 from sftplay.model.adapter import add_adapter, attach_adapter, continue_adapter
-from sftplay.model.merged_start import keep_base, merged_start
-from sftplay.model.new_tokens.rows import add_rows
-from sftplay.model.new_tokens.tokens import NewToken, kept_tokens
 from sftplay.model.source import locate
 from sftplay.model.start_point import resolve_names
-from sftplay.model.unsloth_model import adapt_by_unsloth, open_by_unsloth
 from sftplay.model.weights import frozen_dtype, open_model
+
+if TYPE_CHECKING:
+    from sftplay.model.new_tokens.tokens import NewToken
 
 
 def load_start(cfg: RunConfig, *, source: str | None = None, is_on_host: bool = False) -> Any:
@@ -34,6 +33,8 @@ def load_start(cfg: RunConfig, *, source: str | None = None, is_on_host: bool = 
     if cfg.tuning.backend != "unsloth":
         is_rounded = world_size() > 1 and cfg.cluster.strategy.startswith("zero")
         return load_base(cfg, source=source, is_on_host=is_on_host, is_rounded=is_rounded)
+    from sftplay.model.unsloth_model import open_by_unsloth
+
     cfg = resolve_names(cfg)
     if source is not None:
         return open_by_unsloth(cfg, source)
@@ -47,6 +48,8 @@ def start_adapter(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) ->
         ConfigError: a name in tuning.lora fits no module, or one that cannot have a pair.
     """
     if cfg.tuning.backend == "unsloth":
+        from sftplay.model.unsloth_model import adapt_by_unsloth
+
         return adapt_by_unsloth(model, cfg)
     return add_adapter(model, cfg.tuning.lora, new_ids=new_ids)
 
@@ -70,6 +73,8 @@ def load_base(cfg: RunConfig, *, source: str | None = None, is_on_host: bool = F
     if cfg.model.adapter is None or not cfg.model.merge_adapter:
         base = _open_named(cfg, dtype, is_on_host=is_on_host)
         return base if cfg.model.adapter is None else _continued(base, cfg)
+    from sftplay.model.merged_start import keep_base, merged_start
+
     if cfg.tuning.mode == "full":
         merged = merged_start(cfg, dtype)
         return merged.to(f"cuda:{local_rank()}") if torch.cuda.is_available() and not is_on_host else merged
@@ -87,6 +92,8 @@ def stored_base(cfg: RunConfig, folder: Path, *, new_tokens: Sequence[NewToken] 
     is_kept = cfg.tuning.mode != "full" or (cfg.task.turns == 1 and cfg.grpo.beta > 0)  # TRL loads it once more
     if not new_tokens and not (cfg.model.merge_adapter and is_kept):
         return None
+    from sftplay.model.merged_start import keep_base
+
     return str(keep_base(cfg, folder, dtype=_start_dtype(cfg), new_tokens=new_tokens).resolve())
 
 
@@ -103,6 +110,9 @@ def load_untrained(cfg: RunConfig, folder: Path) -> Any:
     """What a finished run started from, in evaluation mode, with rows for the tokens of the run's tokenizer."""
     own = folder / "base"
     if not cfg.tuning.new_tokens.is_on or not own.is_dir():
+        from sftplay.model.new_tokens.rows import add_rows
+        from sftplay.model.new_tokens.tokens import kept_tokens
+
         base = load_base(cfg)
         add_rows(base, kept_tokens(folder))
         return base.eval()

@@ -13,7 +13,6 @@ from typing import Any
 
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError, without_secrets
-from sftplay.machine.libraries import hub_client
 from sftplay.places import cache_root
 
 BUILTIN = "builtin:"
@@ -232,6 +231,8 @@ def check_reachable(name: str, revision: str | None, *, where: str) -> bool:
         RevisionNotFoundError,
     )
 
+    from sftplay.machine.libraries import hub_client
+
     cached = isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=CONNECT_S)
@@ -260,6 +261,8 @@ def fetch_weights(name: str, revision: str | None) -> None:
         return
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
+
+    from sftplay.machine.libraries import hub_client
 
     with suppress(hub_client().HTTPError, OSError, ValueError, KeyError):
         try:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.config.load import load_config
+from sftplay.config.read.resolved import RESOLVED
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
-from sftplay.launch.run_folder import RESOLVED, RunFolder
 from sftplay.model.source import ADAPTER_CONFIG, BUILTIN, check_pickles, is_downloaded, is_hub_shaped
 
 ADAPTER_KEYS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -160,6 +160,8 @@ def _find(cfg: RunConfig, key: str, *, name: str) -> Path | None:
 
 
 def _result_of(run: Path, cfg: RunConfig, *, key: str) -> Path:
+    from sftplay.launch.run_folder import RunFolder
+
     result = RunFolder(run).result
     if result is None:
         fix = "finish it with `make resume`, or name a run that is finished"

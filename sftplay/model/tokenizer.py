@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from sftplay.config.schema.run import ModelConfig, RunConfig
+from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.model.failures import announce_trust, reason_of, refused_code, refusing
-from sftplay.model.new_tokens.tokens import NewToken, extend
 from sftplay.model.source import ADAPTER_CONFIG, FOLDER_FIX, check_reachable, locate
+
+if TYPE_CHECKING:
+    from sftplay.model.new_tokens.tokens import NewToken
 
 
 def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
@@ -48,7 +51,31 @@ def load_extended(cfg: RunConfig) -> tuple[Any, list[NewToken]]:
     Raises what `load_tokenizer` and `new_tokens.tokens.extend` raise.
     """
     tokenizer = load_tokenizer(cfg.model)
+    if not cfg.tuning.new_tokens.is_on:
+        return tokenizer, []
+    from sftplay.model.new_tokens.tokens import extend
+
     return tokenizer, extend(tokenizer, cfg)
+
+
+def set_end_tokens(config: GenerationConfig, tokenizer: Any) -> None:
+    """Add the chat template's end tokens to those at which generation with plain transformers stops."""
+    shipped = config.eos_token_id if config.eos_token_id is not None else []
+    ends = {*end_token_ids(tokenizer), *([shipped] if isinstance(shipped, int) else shipped)}
+    config.eos_token_id = min(ends) if len(ends) == 1 else sorted(ends)
+    config.pad_token_id = tokenizer.pad_token_id
+    sampling = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+    if not config.do_sample and any(getattr(config, key, None) is not None for key in sampling):
+        # Several shipped configs name a temperature without sampling; transformers reads that and refuses to write it.
+        for key in sampling:
+            setattr(config, key, None)
+
+
+def end_token_ids(tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: the chat template's, or the tokenizer's own where it has no template."""
+    if tokenizer.chat_template:
+        return list(Renderer.prove(tokenizer, tokenizer.chat_template, samples=[]).end_token_ids)
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 def _explain(error: Exception, model: ModelConfig, *, where: str) -> SftplayError:

@@ -8,8 +8,6 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.launch.command.command import one_gpu_environment
-from sftplay.machine.doctor.gpu import check_build
-from sftplay.machine.doctor.install import is_within
 from sftplay.machine.libraries import compiler_remedy, find_compiler_problem
 from sftplay.machine.probe import Machine
 from sftplay.plan.devices.layout import uses_several_gpus
@@ -28,6 +26,10 @@ def refuse_unusable(machine: Machine) -> None:
     Raises:
         MachineError: the driver is too old for torch's CUDA, or torch has no CUDA or no code for a GPU.
     """
+    if not machine.gpus:
+        return
+    from sftplay.machine.doctor.gpu import check_build
+
     for finding in check_build(machine):
         if finding.level == "stop":
             fix = f"{finding.fix}; or train on the CPU: export CUDA_VISIBLE_DEVICES=-1"
@@ -54,7 +56,11 @@ def gpu_settings(cfg: RunConfig, machine: Machine, *, processes: int) -> dict[st
     alone = _one_gpu(cfg, machine) if processes == 1 else {}
     cards = [gpu.name for gpu in machine.gpus if "RTX 40" in gpu.name]
     missing = {name: value for name, value in WITHOUT_PEERS.items() if name not in os.environ}
-    if not (cards and missing and machine.driver) or is_within(machine.driver, f">={FIXED_DRIVER}"):
+    if not (cards and missing and machine.driver):
+        return alone
+    from sftplay.machine.doctor.install import is_within
+
+    if is_within(machine.driver, f">={FIXED_DRIVER}"):
         return alone
     names = " and ".join(missing)
     log.say(

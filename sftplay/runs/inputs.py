@@ -18,7 +18,6 @@ from sftplay.config.schema.mixture import SourceType
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.layouts.convert import reading_of, to_record
 from sftplay.data.layouts.source_types import data_of
-from sftplay.data.prompts.prompt import to_prompt
 from sftplay.data.read.files import files_of, suffix_of
 from sftplay.data.read.sources import dialect_of, is_hub_name, read_rows
 from sftplay.data.records import Refused, Text
@@ -31,11 +30,9 @@ from sftplay.errors import (
     SftplayError,
     nearest_names,
 )
-from sftplay.model.new_tokens.terms import read_terms
 from sftplay.model.source import BUILTIN, BUILTIN_CONFIGS, check_source, is_downloaded, is_local
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.memory.row_lengths import RowLengths
-from sftplay.reward.table import reward_problems
 
 TERMS = "tuning.new_tokens.path"
 START = "hrm.start_from"
@@ -117,7 +114,10 @@ def _problems(cfg: RunConfig, keys: Sequence[str], *, asks_hub: bool) -> Iterato
         TERMS: lambda _: _check_terms(cfg),
         START: lambda _: _check_start(cfg),
     }
-    yield from reward_problems(cfg)
+    if cfg.rewards:
+        from sftplay.reward.table import reward_problems
+
+        yield from reward_problems(cfg)
     for key in keys:
         try:
             checks.get(key, lambda key: _check_data(key, cfg=cfg))(key)
@@ -140,17 +140,17 @@ def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
     check_source(name, where, allow_pickle=cfg.model.allow_pickle)
     if is_local(name) and not name.startswith(BUILTIN):
         return
-    from sftplay.runs.model_shape import known_shape, near_names
+    from sftplay.runs.model_shape import is_known, near_names
 
-    is_known = known_shape(cfg) is not None
-    if is_known and name.startswith(BUILTIN):
+    known = is_known(cfg)
+    if known and name.startswith(BUILTIN):
         return
-    near = [] if is_known else near_names(name)
+    near = [] if known else near_names(name)
     if name.startswith(BUILTIN):
         fix = f"did you mean {' or '.join(near or BUILTIN_CONFIGS)}?"
         raise ConfigError(f"there is no builtin model {name!r}", where=where, fix=fix, nearest=near)
     if not is_downloaded(name) and (asks_hub or near):
-        if not is_known:
+        if not known:
             log.say(f"{name} is not known here; the hub is asked", "model")
         ask_hub(name, cfg.model.revision, where=where)
 
@@ -232,6 +232,8 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
             if isinstance(row, Refused):
                 refused.append(f"{source} {row.reason}")
             elif cfg.task.learns_from_rewards:
+                from sftplay.data.prompts.prompt import to_prompt
+
                 to_prompt(row, source, number=0, reading=reading_of(data))
                 return
             elif isinstance(to_record(row, source, reading=reading_of(data)), Text) and kind == "chat":
@@ -280,6 +282,8 @@ def _check_trackers(cfg: RunConfig) -> None:
 
 def _check_terms(cfg: RunConfig) -> None:
     if cfg.tuning.new_tokens.path is not None:
+        from sftplay.model.new_tokens.terms import read_terms
+
         read_terms(cfg.tuning.new_tokens.path)
 
 

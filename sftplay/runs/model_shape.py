@@ -6,9 +6,8 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.model.source import BUILTIN_CONFIGS
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.shape.find import find_shape, nearest_names
+from sftplay.plan.shape.find import find_shape, nearest_names, read_table
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.plan.sizing.task_sizing import find_sizing
 
 
 def known_shape(cfg: RunConfig) -> ModelShape | None:
@@ -18,8 +17,16 @@ def known_shape(cfg: RunConfig) -> ModelShape | None:
         SftplayError: the puzzles that decide the shape of a model of puzzles are there, but not sound.
     """
     if not cfg.task.reads_text:
+        from sftplay.plan.sizing.task_sizing import find_sizing
+
         return find_sizing(cfg).known_shape(cfg)
     return find_shape(cfg.model.name, cfg.model.revision, builtin=BUILTIN_CONFIGS)
+
+
+def is_known(cfg: RunConfig) -> bool:
+    """Whether the shape of the config's model is known here; a name of the shipped table is looked up and not read."""
+    name = cfg.model.name
+    return name in BUILTIN_CONFIGS or name in read_table() or known_shape(cfg) is not None
 
 
 def require_shape(cfg: RunConfig) -> ModelShape:

@@ -48,8 +48,6 @@ def among_nodes(args: Namespace, work: Callable[[Rendezvous | None], int]) -> in
     Raises:
         SftplayError: a node is missing, differs, or has met an error. Every node raises the same error.
     """
-    if args.nnodes == 1 or args.dry_run:
-        return work(None)
     machine = probe()
     scale = read_scale(args, machine)
     log.say(

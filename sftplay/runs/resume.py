@@ -11,13 +11,14 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.read.resolved import RESOLVED
 from sftplay.config.rules.resume_keys import DRAWN, SIZES, differences, values_that_decide_weights
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch.checkpoints import list_checkpoints, read_marker
 from sftplay.launch.command.command import Scale
 from sftplay.launch.nodes.rendezvous import Rendezvous
-from sftplay.launch.run_folder import OUT_OF_MEMORY, RESIZED, RESOLVED, RunFolder, find_run
+from sftplay.launch.run_folder import OUT_OF_MEMORY, RESIZED, RunFolder, find_run
 from sftplay.machine.probe import probe
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.sizing.size_run import SizedRun

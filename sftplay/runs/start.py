@@ -17,20 +17,17 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.read.resolved import flow
+from sftplay.config.read.resolved import RESOLVED, flow
 from sftplay.config.rules.general import notes
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.launch.checkpoints import newest_complete
 from sftplay.launch.command.command import Launch, Scale, build_launch
-from sftplay.launch.command.network import list_interfaces, nccl_environment
-from sftplay.launch.nodes.join import announce_run, await_ready, watch_nodes
 from sftplay.launch.nodes.rendezvous import Rendezvous
-from sftplay.launch.run_folder import RESIZED, RESOLVED, RESTARTED, RunFolder, name_taken
+from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder, name_taken
 from sftplay.launch.supervise.exit_cause import cause_of_death
 from sftplay.launch.supervise.follow import FolderGone, follow
-from sftplay.machine.doctor.system import RENDEZVOUS_PORT
-from sftplay.machine.ports import free_port
+from sftplay.machine.ports import RENDEZVOUS_PORT, free_port
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Place
 from sftplay.plan.memory.probe_fit import Fit
@@ -59,10 +56,16 @@ def run_workers(
         from sftplay.runs.tensorboard import start_board
 
         start_board(folder.path.parent, 6006)
-    announce_run(rendezvous, folder)
-    prepare_deepspeed(cfg, folder, command=command)
-    await_ready(rendezvous)
-    check_nodes = watch_nodes(rendezvous, folder)
+    check_nodes = None
+    if rendezvous is None:
+        prepare_deepspeed(cfg, folder, command=command)
+    else:
+        from sftplay.launch.nodes.join import announce_run, await_ready, watch_nodes
+
+        announce_run(rendezvous, folder)
+        prepare_deepspeed(cfg, folder, command=command)
+        await_ready(rendezvous)
+        check_nodes = watch_nodes(rendezvous, folder)
     exit_code, restarts, max_restarts = _start(command, folder, check_nodes=check_nodes), 0, cfg.cluster.max_restarts
     while True:
         if rows := smaller_start(folder, args):
@@ -179,6 +182,8 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
     launch = replace(launch, env={**launch.env, **gpu_settings(cfg, machine, processes=scale.world_size)})
     if scale.world_size == 1:
         return launch
+    from sftplay.launch.command.network import list_interfaces, nccl_environment
+
     nccl = nccl_environment(cfg, folder.logs, has_gpu=has_gpu, environ=os.environ, interfaces=list_interfaces())
     return replace(launch, env={**launch.env, **nccl})
 

@@ -11,13 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sftplay import log
+from sftplay.config.schema.cluster import ZERO_STAGES
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command.command import Launch, Scale
-from sftplay.launch.command.deepspeed_json import read_deepspeed, run_values, write_plain
-from sftplay.launch.command.strategy import ZERO_STAGES, build_environment, strategy_environment
 from sftplay.launch.run_folder import RunFolder
-from sftplay.machine.doctor.system import check_builds
 
 PLAIN = "deepspeed.json"
 """The user's file without comments, in the run folder. accelerate reads no comments."""
@@ -46,6 +44,8 @@ def with_deepspeed(cfg: RunConfig, *, is_asked: bool) -> RunConfig:
     if not is_asked and cluster.deepspeed is None:
         return cfg
     if cluster.strategy == "auto":
+        from sftplay.launch.command.deepspeed_json import read_deepspeed
+
         values = read_deepspeed(Path(cluster.deepspeed)) if cluster.deepspeed else {}
         stage = values.get("zero_optimization", {}).get("stage", ZERO_STAGES[USUAL])
         name = next((name for name, number in ZERO_STAGES.items() if number == stage), USUAL)
@@ -65,6 +65,9 @@ def environment_of(cfg: RunConfig, folder: RunFolder, *, scale: Scale, has_gpu: 
     Raises:
         ConfigError: the strategy does not fit the number of processes or the DeepSpeed file.
     """
+    from sftplay.launch.command.deepspeed_json import read_deepspeed, run_values
+    from sftplay.launch.command.strategy import strategy_environment
+
     strategy, deepspeed_file = cfg.cluster.strategy, cfg.cluster.deepspeed
     if deepspeed_file is not None:
         stage = ZERO_STAGES.get(strategy)
@@ -88,6 +91,8 @@ def prepare_deepspeed(cfg: RunConfig, folder: RunFolder, *, command: Launch, nod
     """
     if "ACCELERATE_USE_DEEPSPEED" not in command.env:
         return
+    from sftplay.launch.command.deepspeed_json import read_deepspeed, write_plain
+
     offloads = False
     if cfg.cluster.deepspeed is not None:
         values = read_deepspeed(Path(cfg.cluster.deepspeed))
@@ -112,6 +117,9 @@ def prebuild_deepspeed_ops(*, has_gpu: bool, offloads: bool) -> None:
     Raises:
         MachineError: DeepSpeed is not installed, a killed build left a lock, or the compiler failed.
     """
+    from sftplay.launch.command.strategy import build_environment
+    from sftplay.machine.doctor.system import check_builds
+
     is_needed = {"ShareMemCommBuilder": not has_gpu, "CPUAdamBuilder": offloads}
     if find_spec("deepspeed") is None:
         raise MachineError("is not installed", where="deepspeed", fix="make install EXTRAS=deepspeed")

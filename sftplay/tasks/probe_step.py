@@ -18,9 +18,10 @@ from datasets import Dataset
 from torch import Tensor
 
 from sftplay.config.load import load_resolved
+from sftplay.config.read.resolved import RESOLVED
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ran_out_of_memory
-from sftplay.launch.run_folder import RESOLVED, RunFolder
+from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_base
 from sftplay.model.new_tokens.rows import add_rows
 from sftplay.model.tokenizer import load_extended

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, cast
 from sftplay import log
 from sftplay.atomic import locked_if_possible
 from sftplay.config.load import load_resolved
+from sftplay.config.read.resolved import RESOLVED
 from sftplay.errors import SftplayError, machine_refusal
-from sftplay.launch.command.command import PARENT
-from sftplay.launch.run_folder import RESOLVED, RunFolder
+from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.exit_cause import LOST, Death
 from sftplay.launch.supervise.processes import answer_with_stacks, parent_of, state_of
+from sftplay.launch.variables import PARENT
 from sftplay.log import quiet_libraries
 from sftplay.model.libraries import import_unsloth, unneeded
 from sftplay.signals import STOP_SIGNALS, StopAtOnce, Stopped, die_with_parent

@@ -16,7 +16,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError, ran_out_of_memory
-from sftplay.plan.memory.head import gpu_chunk_tokens
+from sftplay.plan.memory.memory_setup import gpu_chunk_tokens
 
 PROOF_TOKENS = 8
 PROOF_TOLERANCE = 1e-2

@@ -19,8 +19,8 @@ from torch.distributed import distributed_c10d
 from transformers import TrainerCallback
 
 from sftplay import log
-from sftplay.launch.command.command import PARENT
 from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.variables import PARENT
 
 POLL_S = 0.1
 """Pause between two checks for a file."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import set_seed
@@ -15,11 +15,10 @@ from sftplay.errors import DataError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import describe_parameters, freeze_beside_text
 from sftplay.model.load import load_result, load_start, start_adapter, stored_base
-from sftplay.model.new_tokens.tokens import NewToken, extend_as_begun
 from sftplay.model.source import fetch_weights, locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
-from sftplay.plan.memory.forecast import OPENED
+from sftplay.plan.memory.memory_setup import OPENED
 from sftplay.train.fingerprint import fingerprint_of, write_manifest
 from sftplay.train.guards import StopOnSignal
 from sftplay.train.preflight import has_sharded_weights
@@ -30,6 +29,9 @@ from sftplay.train.setup import describe_capacity, describe_rate, make_setup
 from sftplay.train.task import Rows, Task
 from sftplay.train.train_run import Outcome, TrainRun
 from sftplay.units import format_count
+
+if TYPE_CHECKING:
+    from sftplay.model.new_tokens.tokens import NewToken
 
 FEW_STEPS = 50
 """Below this a run hardly leaves its warm-up."""
@@ -101,6 +103,10 @@ def keep_final_report(rows: Rows, folder: RunFolder) -> None:
 def open_tokenizer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, list[NewToken]]:
     """The run's tokenizer with its new tokens, and these."""
     tokenizer = load_tokenizer(cfg.model)
+    if not cfg.tuning.new_tokens.is_on:
+        return tokenizer, []
+    from sftplay.model.new_tokens.tokens import extend_as_begun
+
     return tokenizer, extend_as_begun(tokenizer, cfg, folder=folder)
 
 

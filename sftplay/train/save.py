@@ -12,10 +12,10 @@ import torch
 from sftplay import log
 from sftplay.atomic import whole_folder
 from sftplay.config.schema.run import RunConfig
-from sftplay.export.merge import set_end_tokens
 from sftplay.export.model_card import write_adapter_card
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.source import BUILTIN
+from sftplay.model.tokenizer import set_end_tokens
 
 RESULT_ADAPTERS = ("default", "guide")
 """Names of the adapters that a run leaves: the first in adapter/ itself, others in folders of their names below it."""

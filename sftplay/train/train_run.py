@@ -36,7 +36,6 @@ from sftplay.train.metrics import LineBoard, MetricsWriter, TrackPhases
 from sftplay.train.micro_batches import MicroBatcher
 from sftplay.train.observer import Observer, StepTrainer
 from sftplay.train.preflight import Preflight
-from sftplay.train.profiler import ProfileSteps
 from sftplay.train.rank_sync import GroupTimeout
 from sftplay.train.setup import RunSetup
 from sftplay.train.task import Rows, TrainerParts
@@ -109,11 +108,16 @@ class TrainRun:
         train, checkpoints = self.cfg.train, self.folder.checkpoints
         patience, steps = train.early_stopping, train.profile.steps
         deadline = find_deadline(train.time_limit, os.environ, started_s=process_start_s(), now_s=time.time())
+        profile = []
+        if steps:
+            from sftplay.train.profiler import ProfileSteps
+
+            profile = [ProfileSteps(train.profile, self.folder.path / "profile", heartbeat=self.heartbeat)]
         return [
             *([StopWithoutProgress(early_stopping_patience=patience)] if patience else []),
             WarnOfFullDisk(checkpoints, train.save_total_limit),
             *([StopInTime(deadline, self.stop)] if deadline else []),
-            *([ProfileSteps(train.profile, self.folder.path / "profile", heartbeat=self.heartbeat)] if steps else []),
+            *profile,
         ]
 
     def trainer_parts(self, tokenizer: Any, rows: Rows) -> TrainerParts:

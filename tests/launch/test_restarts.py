@@ -27,10 +27,11 @@ from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.errors import ConfigError
 from sftplay.launch.checkpoints import mark_complete
-from sftplay.launch.command.command import PARENT, Launch, Scale
+from sftplay.launch.command.command import Launch, Scale
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.exit_cause import Death, cause_of_death, find_death
 from sftplay.launch.supervise.follow import final_exit_code
+from sftplay.launch.variables import PARENT
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.runs import start as launching

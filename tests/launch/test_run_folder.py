@@ -18,10 +18,11 @@ from processes import HANG_S
 from sftplay import atomic
 from sftplay.atomic import write_text
 from sftplay.config.load import load_config
+from sftplay.config.read.resolved import RESOLVED
 from sftplay.errors import ConfigError, MachineError
 from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.launch import run_folder as folders
-from sftplay.launch.run_folder import RESOLVED, RunFolder, find_run, has_begun, new_folder
+from sftplay.launch.run_folder import RunFolder, find_run, has_begun, new_folder
 from sftplay.runs.resume import _rows_after_shortage
 from sftplay.runs.start import free_name
 

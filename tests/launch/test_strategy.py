@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from processes import HANG_S
 
+from sftplay.config.schema.cluster import SHARDED, ZERO_STAGES
 from sftplay.errors import ConfigError
-from sftplay.launch.command.strategy import SHARDED, ZERO_STAGES, strategy_environment
+from sftplay.launch.command.strategy import strategy_environment
 
 GPUS = {"world_size": 4, "has_gpu": True, "precision": "bf16"}
 

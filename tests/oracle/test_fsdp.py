@@ -17,7 +17,7 @@ from oracle.cases import LLAMA, TraceSettings
 from oracle.closed_form import execution_of
 from oracle.live_bytes import LiveBytes
 from sftplay.plan.memory.step import Size, estimate, kept_bytes
-from sftplay.plan.shape.find import shape_from_config
+from sftplay.plan.shape.from_config import shape_from_config
 
 TOKENS, WIDTH, LAYERS = 24, 16, 5
 

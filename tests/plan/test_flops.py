@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
 from sftplay.plan.report.flops import model_flops, seen_pairs
-from sftplay.plan.shape.find import find_shape, shape_from_config
+from sftplay.plan.shape.find import find_shape
+from sftplay.plan.shape.from_config import shape_from_config
 from sftplay.train.loss_heads import prove_label_head
 
 ROWS, TOKENS, RANK = 2, 24, 4

@@ -21,7 +21,8 @@ from sftplay.plan.memory.budget import Device, runtime_bytes
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup, trained_params, workspace_bytes
 from sftplay.plan.memory.sharding import share_of
 from sftplay.plan.memory.step import Size, estimate, standing_bytes
-from sftplay.plan.shape.find import find_shape, shape_from_config
+from sftplay.plan.shape.find import find_shape
+from sftplay.plan.shape.from_config import shape_from_config
 from sftplay.plan.sizing.size_run import size_run
 
 SHAPE = shape_from_config(FAMILIES["llama"], name="x")
@@ -157,7 +158,8 @@ def test_chunks_are_counted_as_long_as_they_are():
     code = execution_of(TraceSettings(method="lora"))
     assert code.chunk_tokens == chunked_head.CHUNK_TOKENS
     # 2^27 scores: 4.1 times 256 tokens of 128,256 words, 2.0 times of Gemma's 262,208.
-    assert [head.gpu_chunk_tokens(vocab) for vocab in (32_000, 128_256, 262_208, 2**20)] == [2048, 1024, 256, 256]
+    vocabularies = (32_000, 128_256, 262_208, 2**20)
+    assert [memory_setup.gpu_chunk_tokens(vocab) for vocab in vocabularies] == [2048, 1024, 256, 256]
 
 
 def test_the_workspace_is_what_torch_configures_by_default():

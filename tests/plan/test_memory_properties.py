@@ -12,7 +12,7 @@ from oracle.cases import FAMILIES
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
 from sftplay.plan.memory.sharding import STRATEGIES, share_of
 from sftplay.plan.memory.step import Size, estimate, standing_bytes
-from sftplay.plan.shape.find import shape_from_config
+from sftplay.plan.shape.from_config import shape_from_config
 
 SHAPES = {name: shape_from_config(config, name=name) for name, config in FAMILIES.items()}
 shapes = st.sampled_from(sorted(SHAPES)).map(SHAPES.get)

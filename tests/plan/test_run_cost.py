@@ -15,7 +15,7 @@ from sftplay.plan.memory.forecast import Setting
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
 from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.report.run_cost import flops_per_token, workload_of
-from sftplay.plan.shape.find import shape_from_config
+from sftplay.plan.shape.from_config import shape_from_config
 
 SHAPE = shape_from_config(FAMILIES["llama"], name="x")
 # By hand from the config: four layers of q, k, v, o and the MLP's three, and the head.

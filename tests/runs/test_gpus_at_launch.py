@@ -20,8 +20,9 @@ from sftplay.commands import train
 from sftplay.config.load import load_config
 from sftplay.config.schema.run import ModelConfig
 from sftplay.errors import MachineError
-from sftplay.launch.command.command import EXPECTS_GPU, Scale, build_launch
+from sftplay.launch.command.command import Scale, build_launch
 from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.variables import EXPECTS_GPU
 from sftplay.machine import libraries as compiler
 from sftplay.machine.doctor.install import check_compiler
 from sftplay.machine.libraries import TorchBuild

@@ -20,8 +20,7 @@ from processes import HANG_S, wait_until
 
 from sftplay.commands.tensorboard import stop
 from sftplay.errors import MachineError, RunError
-from sftplay.machine.doctor.system import RENDEZVOUS_PORT
-from sftplay.machine.ports import JOB_PORTS, QUIET, free_port
+from sftplay.machine.ports import JOB_PORTS, QUIET, RENDEZVOUS_PORT, free_port
 from sftplay.runs import tensorboard
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,8 +20,8 @@ from transformers import TrainerCallback
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.launch.command.command import PARENT
 from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.variables import PARENT
 from sftplay.log import LINE
 from sftplay.machine.ports import free_port
 from sftplay.machine.probe import probe

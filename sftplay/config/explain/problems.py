@@ -72,15 +72,6 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Prob
     return problems
 
 
-def offending_keys(problems: Iterable[Problem]) -> set[str]:
-    """The dotted keys that problems are about, and those that an unknown name may have meant."""
-    found: set[str] = set()
-    for _, error in problems:
-        key = error.where.rpartition(" ")[2]
-        found |= {key, *error.nearest, *(outer for outer in list_keys() if key.startswith(f"{outer}."))}
-    return found
-
-
 def missing_key(key: str, merged: Layer, *, file: str, path: KeyPath = ()) -> Problem:
     """The problem that a required key is not given; `path` leads to it where it is one of a list's entry."""
     at = path if any(isinstance(part, int) for part in path) else tuple(key.split("."))

@@ -13,6 +13,9 @@ from sftplay.config.schema.keys import entry_of, section_of
 from sftplay.config.schema.renamed import RENAMED_KEYS
 from sftplay.config.schema.run import RunConfig, Section
 
+RESOLVED = "config.resolved.yaml"
+"""Name of the file in a run's folder."""
+
 # Files in the folders of older runs are recognised by these lines.
 _HEAD = "# Every key of the run; a comment names where a value comes from, all others are defaults."
 _GIVEN = "# The values of the run that were set; a comment names where each comes from."

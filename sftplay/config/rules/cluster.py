@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sftplay.config.explain.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.run import RunConfig
 
@@ -19,7 +18,7 @@ ZERO = ("zero1", "zero2", "zero3")
 def broken_cluster_rules(cfg: RunConfig) -> Iterator[Violation]:
     """Combinations that upstream cannot run, and settings that the chosen strategy or backend would not follow."""
     strategy, uses_zero = cfg.cluster.strategy, cfg.cluster.strategy in (*ZERO, "auto")
-    if strategy in STRATEGIES:
+    if strategy != "auto":
         yield from _blocked(cfg)
     if cfg.cluster.deepspeed is not None and not uses_zero:
         what = f"names a DeepSpeed file, but {STRATEGY} {strategy} does not use one"
@@ -72,7 +71,11 @@ def _unsloth_table(cfg: RunConfig) -> Iterator[tuple[str, bool, str, str]]:
 
 def _blocked(cfg: RunConfig) -> Iterator[Violation]:
     """A blocked combination; with train.precision auto, one that is blocked in every precision."""
+    from sftplay.config.explain.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE
+
     mode, strategy, precision = cfg.tuning.mode, cfg.cluster.strategy, cfg.train.precision
+    if strategy not in STRATEGIES:
+        return
     cells = dict(zip(PRECISIONS, TABLE[mode, strategy], strict=True))
     asked = [cells[precision]] if precision in cells else list(cells.values())
     if all(cell.state == "blocked" for cell in asked):

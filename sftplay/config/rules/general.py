@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from sftplay.config.explain.other_kits import config_fields, kit_answer, unfit
 from sftplay.config.read.resolved import flow
 from sftplay.config.read.spellings import NO_PRETRAINED
 from sftplay.config.rules.cluster import broken_cluster_rules
@@ -244,6 +243,8 @@ def _extra(cfg: RunConfig) -> Iterator[Violation]:
 
 
 def _extra_field(key: str, value: object, *, kind: str) -> Iterator[Violation]:
+    from sftplay.config.explain.other_kits import config_fields, kit_answer, unfit
+
     name, draws = key.rpartition(".")[2], kind == "GRPOConfig"
     fields = config_fields(kind)
     if answer := kit_answer(name, draws=draws):

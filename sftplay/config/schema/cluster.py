@@ -13,7 +13,9 @@ Launcher = Literal["auto", "torchrun", "accelerate", "deepspeed", "ray"]
 CommHook = Literal["none", "fp16", "bf16", "powersgd"]
 NcclDebug = Literal["VERSION", "WARN", "INFO", "TRACE"]
 
-SHARDED = ("fsdp", "hsdp", "zero1", "zero2", "zero3")
+ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+
+SHARDED = ("fsdp", "hsdp", *ZERO_STAGES)
 """Strategies in which a process holds only a shard of the weights, gradients or optimizer state."""
 
 SPLIT_WEIGHTS = ("fsdp", "hsdp", "zero3")

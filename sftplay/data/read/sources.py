@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from sftplay.data.read.encodings import BOM, Charset
 from sftplay.data.read.files import files_of, suffix_of
 from sftplay.data.read.json_rows import Raw, Row, document_rows, line_rows, parsed
-from sftplay.data.read.tables import csv_rows, parquet_rows
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
@@ -119,9 +118,13 @@ def _file_rows(file: Path, dialect: Dialect) -> Iterator[tuple[Source, Raw]]:
 def _rows_of_kind(file: Path, dialect: Dialect) -> Iterator[tuple[Source, Raw]]:
     kind = suffix_of(file).removesuffix(".gz")
     if kind == ".parquet":
+        from sftplay.data.read.tables import parquet_rows
+
         return parquet_rows(file)
     charset = Charset(file, dialect.encoding)
     if kind in (".csv", ".tsv"):
+        from sftplay.data.read.tables import csv_rows
+
         return csv_rows(charset, dialect.delimiter)
     return line_rows(charset) if _is_lines(charset, is_named_json=kind == ".json") else document_rows(charset)
 

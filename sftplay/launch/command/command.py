@@ -13,24 +13,15 @@ from sftplay.config.schema.cluster import Launcher
 from sftplay.errors import ConfigError
 from sftplay.launch.command.launchers import Scale as Scale
 from sftplay.launch.command.launchers import accelerate_config, launcher_command
+from sftplay.launch.variables import EXPECTS_GPU
 from sftplay.log import FOLLOWED
 from sftplay.machine.gpu import Gpu
-from sftplay.machine.probe import usable_cores
 from sftplay.places import cache_root
 
 WORKER = "sftplay.tasks.worker"
 
 ACCELERATE_CONFIG = "accelerate.yaml"
 """Name of accelerate's config file in the run folder."""
-
-PARENT = "SFTPLAY_PARENT"
-"""The parent sets it to its own pid. By this a worker sees whether its parent is still alive."""
-
-EXPECTS_GPU = "SFTPLAY_EXPECTS_GPU"
-"""The parent sets it where the run is planned for a GPU. A worker that finds none ends."""
-
-PASSED_ON = "SFTPLAY_PASSED_ON"
-"""The parent sets it to the names of the variables that a launcher passes on to processes on other machines."""
 
 LARGE_BYTES = 4 * 2**20
 """Tensors of at least this size get pages of their own on a CPU. The size is two huge pages: with one huge page, runs
@@ -80,6 +71,8 @@ def build_launch(
             # Without it each rank trains alone as the main one, and all exit with 0.
             env["ACCELERATE_USE_CPU"] = "true"
         if "OMP_NUM_THREADS" not in os.environ:
+            from sftplay.machine.probe import usable_cores
+
             env["OMP_NUM_THREADS"] = str(max(1, usable_cores() // scale.nproc))
     env |= strategy or {}
     # Otherwise the agent's store keeps dead addresses after a restart (torch 2.13, gloo).

@@ -12,11 +12,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from sftplay.config.schema.cluster import SHARDED
+from sftplay.config.schema.cluster import SHARDED, ZERO_STAGES
 from sftplay.errors import ConfigError
 from sftplay.machine.doctor.system import builds_folder
 
-ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 STRATEGIES = ("single", "ddp", *SHARDED)
 
 LEAST_HSDP = 4

@@ -109,10 +109,9 @@ OTHERS_GRACE_S = 30.0
 """How long another node's ranks may take to end after those of node 0."""
 
 
-def announce_run(rendezvous: Rendezvous | None, folder: RunFolder) -> None:
+def announce_run(rendezvous: Rendezvous, folder: RunFolder) -> None:
     """On node 0: send the run's folder, which is complete now, to the other nodes."""
-    if rendezvous is not None:
-        rendezvous.gather({"folder": str(folder.path), "resolved": _digest(folder)})
+    rendezvous.gather({"folder": str(folder.path), "resolved": _digest(folder)})
 
 
 def join_run(rendezvous: Rendezvous) -> tuple[RunFolder, str]:
@@ -125,21 +124,18 @@ def join_run(rendezvous: Rendezvous) -> tuple[RunFolder, str]:
     return RunFolder(Path(message["folder"])), message["resolved"]
 
 
-def await_ready(rendezvous: Rendezvous | None, error: SftplayError | None = None) -> None:
+def await_ready(rendezvous: Rendezvous, error: SftplayError | None = None) -> None:
     """Wait until every node is ready to start its processes. An `error` of one node is raised on all."""
-    if rendezvous is not None:
-        report = {"host": socket.gethostname(), **({"error": error.as_json()} if error else {})}
-        check_nodes_match(rendezvous.gather(report))
+    report = {"host": socket.gethostname(), **({"error": error.as_json()} if error else {})}
+    check_nodes_match(rendezvous.gather(report))
 
 
-def watch_nodes(rendezvous: Rendezvous | None, folder: RunFolder) -> Callable[[], None] | None:
-    """A function that raises NodeLost when another node has ended before the run's processes here; None for one node.
+def watch_nodes(rendezvous: Rendezvous, folder: RunFolder) -> Callable[[], None]:
+    """A function that raises NodeLost when another node has ended before the run's processes here.
 
     After the ranks have met, a rank notices itself that another one is lost, and node 0 may continue alone to save the
     result. Before that, and on other nodes after the end of node 0, nothing else would end the processes soon.
     """
-    if rendezvous is None:
-        return None
     ended_at: float | None = None
 
     def check() -> None:

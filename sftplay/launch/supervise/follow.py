@@ -17,11 +17,12 @@ from typing import Any, BinaryIO
 
 from sftplay.atomic import write_text
 from sftplay.errors import ConfigError, RunError, SftplayError
-from sftplay.launch.command.command import PARENT, PASSED_ON, Launch
+from sftplay.launch.command.command import Launch
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.exit_cause import Death, cause_of_death, find_death, follows_from_death, signal_name
 from sftplay.launch.supervise.processes import ENDING_S, descends_from, rank_of
 from sftplay.launch.supervise.watchdog import Stall, Watchdog, timeout_of
+from sftplay.launch.variables import PARENT, PASSED_ON
 from sftplay.log import new_console, show_marked
 from sftplay.signals import Echoes, catch_signals, popen_tied
 from sftplay.terminal import Console

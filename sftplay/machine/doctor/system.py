@@ -10,14 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sftplay.machine.doctor.finding import Finding
-from sftplay.machine.ports import HOST, bound_port
+from sftplay.machine.ports import HOST, RENDEZVOUS_PORT, bound_port
 from sftplay.machine.probe import Machine
 from sftplay.machine.ram import physical_ram_bytes
 from sftplay.places import cache_root
 from sftplay.units import GIB, format_bytes
-
-RENDEZVOUS_PORT = 29511
-"""Port of a run over several nodes when none is given."""
 
 LEAST_RAM_BYTES = 2 * GIB
 """torch, transformers and a tiny model take about 1.5 GiB."""

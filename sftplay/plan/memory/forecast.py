@@ -10,8 +10,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.plan.devices.layout import OWN
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
 from sftplay.plan.memory.episodes import Episodes, episodes_of, estimate_episodes, fullest, names_of
-from sftplay.plan.memory.head import gpu_chunk_tokens
-from sftplay.plan.memory.memory_setup import MemorySetup, execution_of, workspace_bytes
+from sftplay.plan.memory.memory_setup import OPENED, MemorySetup, execution_of, gpu_chunk_tokens, workspace_bytes
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.rollout import Rollout, estimate_rollout, rollout_of
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
@@ -25,9 +24,6 @@ RUNTIME, MARGIN = "runtime", "margin"
 
 LOAD = "load"
 """The phase in which a model is opened whole and then split over the processes."""
-
-OPENED = "model_opened_on"
-"""Key of plan.json: `host` where each process opens the model it will split in the host's memory, else `device`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,6 @@ from sftplay.plan.memory.layer import FP32, norm_kept, norm_out_bytes
 from sftplay.plan.memory.memory_setup import MemorySetup
 from sftplay.plan.shape.model_shape import ModelShape
 
-MOST_CHUNK_TOKENS, MOST_CHUNK_SCORES = 2048, 2**27
-"""On a GPU a chunk of the loss has at most so many tokens and scores; 512 MiB of them in fp32."""
-
 CHUNK_SCORES = 2**24
 """Scores over the vocabulary that exist at a time where actions are learned from (`tasks.score.scoring`):
 64 MiB in fp32."""
@@ -26,15 +23,6 @@ FORWARD_COPIES, BACKWARD_COPIES = 3, 7
 
 TOKEN_SUMS = 9
 """fp32 numbers a token beside the tile: running maxima, sums, and what is made of them (ibid.)."""
-
-
-def gpu_chunk_tokens(vocab: int) -> int:
-    """Tokens whose scores exist at a time in the chunked loss on a GPU (`train.loss_heads`).
-
-    Each chunk reads the whole head three times. From about 300 tokens on a GPU computes longer than it reads (H100: 990
-    TFLOP/s in 16 bits to 3.35 TB/s).
-    """
-    return max(256, min(MOST_CHUNK_TOKENS, MOST_CHUNK_SCORES // vocab // 256 * 256))
 
 
 def head_in_forward(shape: ModelShape, execution: MemorySetup, *, tokens: int, labelled: int) -> float:

@@ -14,6 +14,9 @@ from sftplay.config.schema.run import FLASH_KERNELS, RunConfig
 from sftplay.config.schema.run import Optimizer as OptimizerName
 from sftplay.plan.shape.model_shape import Linear, ModelShape
 
+OPENED = "model_opened_on"
+"""Key of plan.json: `host` where each process opens the model it will split in the host's memory, else `device`."""
+
 Head = Literal["standard", "chunked", "liger", "tiled", "actions"]
 Attention = Literal["flash", "efficient", "eager"]
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
@@ -45,6 +48,19 @@ HOPPER_WORKSPACE_BYTES = 2 * 32 * 2**20
 def workspace_bytes(capability: tuple[int, int]) -> int:
     """What cuBLAS takes on a GPU of `capability`."""
     return HOPPER_WORKSPACE_BYTES if capability >= (9, 0) else WORKSPACE_BYTES
+
+
+MOST_CHUNK_TOKENS, MOST_CHUNK_SCORES = 2048, 2**27
+"""On a GPU a chunk of the loss has at most so many tokens and scores; 512 MiB of them in fp32."""
+
+
+def gpu_chunk_tokens(vocab: int) -> int:
+    """Tokens whose scores exist at a time in the chunked loss on a GPU (`train.loss_heads`).
+
+    Each chunk reads the whole head three times. From about 300 tokens on a GPU computes longer than it reads (H100: 990
+    TFLOP/s in 16 bits to 3.35 TB/s).
+    """
+    return max(256, min(MOST_CHUNK_TOKENS, MOST_CHUNK_SCORES // vocab // 256 * 256))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
-from sftplay.plan.report.run_cost import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from sftplay.plan.shape.model_shape import Linear, ModelShape
+
+FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = 2, 2, 2
+"""Operations a weight and token: a multiplication and an addition each."""
 
 PRODUCTS = 2
 """Of attention: queries with keys, and weights with values."""

@@ -10,6 +10,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.forecast import Setting
 from sftplay.plan.memory.memory_setup import trained_params
 from sftplay.plan.memory.row_lengths import RowLengths
+from sftplay.plan.report.flops import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from sftplay.plan.sizing.task_sizing import find_sizing
 
 COUNTED_BYTES = 2**28
@@ -22,9 +23,6 @@ USED_SHARE = 0.35
 
 CPU_FLOPS_PER_CORE = 2e10
 """What a core does in fp32 products of a middling size; half or double is usual."""
-
-FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = 2, 2, 2
-"""Operations a weight and token: a multiplication and an addition each."""
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sftplay.errors import ConfigError
 from sftplay.errors import nearest_names as nearest
-from sftplay.plan.shape.from_config import shape_from_config
-from sftplay.plan.shape.model_shape import Linear, ModelShape
 
-__all__ = ["Linear", "ModelShape", "find_shape", "known_names", "nearest_names", "read_table", "shape_from_config"]
+if TYPE_CHECKING:
+    from sftplay.plan.shape.model_shape import ModelShape
 
 TABLE = Path(__file__).with_name("shapes.json")
 
@@ -34,6 +33,8 @@ def find_shape(
     Raises:
         ConfigError: a config.json that was found cannot be read or used.
     """
+    from sftplay.plan.shape.from_config import shape_from_config
+
     if _is_folder(Path(name)):
         return _read(Path(name) / "config.json", name)
     if builtin and name in builtin:
@@ -69,6 +70,8 @@ def _is_folder(path: Path) -> bool:
 
 
 def _read(path: Path, name: str) -> ModelShape:
+    from sftplay.plan.shape.from_config import shape_from_config
+
     where = str(path)
     try:
         config = json.loads(path.read_text(encoding="utf-8-sig"))
