@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from sftplay.report.answers import MOST_CHARACTERS, Answer
 from sftplay.report.charts import Chart, Curve
-from sftplay.report.episodes import is_of_turns
 from sftplay.report.figures import capitalized, change, format_figure, name_of, rounded
 from sftplay.report.history import Point, as_bytes, as_number
 from sftplay.report.page import Table, cut
 from sftplay.report.run_files import RunFiles, by_step, mapping
 from sftplay.report.samples import FIRST, LAST, Line, content_names, pass_share, passes, read_samples, sampled_steps
+from sftplay.tasks.score.report import is_of_turns
 
 Headline = tuple[str, str, float, float, int | None]
 """Key, name, first value, last value, and the prompts that were answered."""

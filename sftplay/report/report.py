@@ -15,7 +15,6 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.report import sections
 from sftplay.report.answers import Answers, answers_of
 from sftplay.report.charts import Chart
-from sftplay.report.episodes import turns_of
 from sftplay.report.figures import capitalized, format_figure, is_share, name_of
 from sftplay.report.history import as_bytes, as_number
 from sftplay.report.learned import (
@@ -31,9 +30,10 @@ from sftplay.report.learned import (
 )
 from sftplay.report.mixture import anchors_of, forgetting, mixture_tables, source_charts
 from sftplay.report.page import render_page
-from sftplay.report.puzzles import puzzles_of
 from sftplay.report.remarks import find_remarks
 from sftplay.report.run_files import RunFiles, mapping, mappings, read_run_files
+from sftplay.tasks.hrm.report import puzzles_of
+from sftplay.tasks.score.report import turns_of
 from sftplay.units import format_count, format_seconds
 
 NAME = "report.html"

@@ -17,12 +17,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from sftplay.config.schema.run import RunConfig
 from sftplay.generate.generate import Generator
 from sftplay.plan.devices.layout import OWN, Layout
-from sftplay.plan.memory.episodes import COMPARE, CRITIC, START, VALUE, Episodes, episodes_of, estimate_episodes
 from sftplay.plan.memory.memory_setup import WORKSPACE_BYTES, Adapter, MemorySetup
-from sftplay.plan.memory.rollout import CACHE, DRAW, REFERENCE
 from sftplay.plan.memory.step import SHARDING, Footprint
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.shape.from_config import shape_from_config
+from sftplay.tasks.grpo.memory import CACHE, DRAW, REFERENCE
+from sftplay.tasks.score.memory import COMPARE, CRITIC, START, VALUE, Episodes, episodes_of, estimate_episodes
 from sftplay.tasks.score.sample_episodes import RecordedSampling, sample_actions
 
 TOLERANCE = 0.03

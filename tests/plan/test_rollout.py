@@ -13,11 +13,11 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
-from sftplay.plan.memory.rollout import CACHE, DRAW, ENGINE, REFERENCE, SCORE, Rollout, cache_bytes, estimate_rollout
 from sftplay.plan.memory.sharding import share_of
 from sftplay.plan.memory.step import Size, estimate, standing_bytes
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.shape.from_config import shape_from_config
+from sftplay.tasks.grpo.memory import CACHE, DRAW, ENGINE, REFERENCE, SCORE, Rollout, cache_bytes, estimate_rollout
 from sftplay.tasks.grpo.rollouts import fitted_tiles
 
 LLAMA = find_shape("meta-llama/Llama-3.1-8B")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report.puzzles import puzzles_of
 from sftplay.report.report import render
 from sftplay.report.run_files import read_run_files
+from sftplay.tasks.hrm.report import puzzles_of
 
 
 def row(number: int, *, correct: bool) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report.episodes import turns_of
 from sftplay.report.remarks import find_remarks
 from sftplay.report.report import _tiles, render
 from sftplay.report.run_files import read_run_files
+from sftplay.tasks.score.report import turns_of
 
 
 def figures(first: float, second: float, *, fixed: float, broken: float) -> dict[str, Any]:

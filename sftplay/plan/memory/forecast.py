@@ -9,14 +9,14 @@ from typing import Any, Literal
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.devices.layout import OWN
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
-from sftplay.plan.memory.episodes import Episodes, episodes_of, estimate_episodes, fullest, names_of
 from sftplay.plan.memory.memory_setup import OPENED, MemorySetup, execution_of, gpu_chunk_tokens, workspace_bytes
 from sftplay.plan.memory.probe_fit import Fit
-from sftplay.plan.memory.rollout import Rollout, estimate_rollout, rollout_of
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
 from sftplay.plan.memory.sharding import DeviceShare, Strategy, loading_bytes, share_of
 from sftplay.plan.memory.step import Footprint, Size, StaticMemory, estimate, standing_bytes
 from sftplay.plan.shape.model_shape import ModelShape
+from sftplay.tasks.grpo.memory import Rollout, estimate_rollout, rollout_of
+from sftplay.tasks.score.memory import Episodes, episodes_of, estimate_episodes, fullest, names_of
 
 Verdict = Literal["fits", "tight", "does_not_fit"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sftplay.plan.memory.episodes import COMPARE, CRITIC, GUIDE, START, VALUE
 from sftplay.plan.memory.forecast import LOAD, MARGIN, RUNTIME, Forecast
-from sftplay.plan.memory.rollout import CACHE, DRAW, ENGINE, REFERENCE, SCORE, cache_bytes
-from sftplay.plan.puzzles import FP32, PuzzleModelShape
 from sftplay.plan.report.advice import Suggestion
 from sftplay.plan.report.compare import Row
 from sftplay.plan.report.run_cost import Workload
+from sftplay.tasks.grpo.memory import CACHE, DRAW, ENGINE, REFERENCE, SCORE, cache_bytes
+from sftplay.tasks.hrm.memory import FP32, PuzzleModelShape
+from sftplay.tasks.score.memory import COMPARE, CRITIC, GUIDE, START, VALUE
 from sftplay.units import GIB, format_bytes, format_count, format_seconds
 
 LABELS = {

@@ -19,7 +19,6 @@ from sftplay.plan.memory.budget import device_of
 from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
-from sftplay.plan.puzzles import PuzzleModelShape, foresee_puzzles
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.communication import refuse_hook
 from sftplay.plan.sizing.decisions import (
@@ -31,9 +30,16 @@ from sftplay.plan.sizing.decisions import (
     without_effect,
 )
 from sftplay.plan.sizing.placement import STRATEGY, choose_strategy
-from sftplay.plan.sizing.puzzle_table import TABLE, can_be_shared_out, choose_table, note_on_table
 from sftplay.plan.sizing.split import PLATEAU_TOKENS, foresight, split_batch
 from sftplay.plan.sizing.task_sizing import find_sizing
+from sftplay.tasks.hrm.memory import (
+    TABLE,
+    PuzzleModelShape,
+    can_be_shared_out,
+    choose_table,
+    foresee_puzzles,
+    note_on_table,
+)
 from sftplay.units import format_bytes
 
 LOSS_HEAD, BATCH_SIZE, GRAD_ACCUM = "train.loss_head", "train.batch_size", "train.grad_accum"

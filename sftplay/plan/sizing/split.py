@@ -12,11 +12,11 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.plan.memory.forecast import Forecast, Place, forecast, setting_of
 from sftplay.plan.memory.probe_fit import Fit
-from sftplay.plan.memory.rollout import DRAW
 from sftplay.plan.memory.row_lengths import planned_tokens
 from sftplay.plan.memory.step import Footprint, Size
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.placement import planned_strategy
+from sftplay.tasks.grpo.memory import DRAW
 from sftplay.units import format_bytes
 
 TOKENS_PER_MICRO_BATCH = {"gpu": 16_384, "cpu": 1_024}

@@ -18,7 +18,6 @@ from sftplay.machine.libraries import VLLM_INSTALL, vllm_problem
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.memory.memory_setup import MemorySetup, execution_of
-from sftplay.plan.memory.rollout import cache_bytes
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.report.tables import describe_drawing
 from sftplay.plan.report.task_report import TaskReport
@@ -27,6 +26,7 @@ from sftplay.plan.sizing.decisions import Decision, Decisions
 from sftplay.plan.sizing.placement import planned_strategy
 from sftplay.plan.sizing.split import foresee_drawing
 from sftplay.plan.sizing.task_sizing import TaskSizing
+from sftplay.tasks.grpo.memory import cache_bytes
 from sftplay.tasks.grpo.spec import EFFECTIVE, completions_of_drawing
 from sftplay.units import format_bytes
 

@@ -13,16 +13,15 @@ from sftplay.machine.libraries import find_compiler_problem
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.memory.row_lengths import RowLengths
-from sftplay.plan.puzzles import GridSize, PuzzleModelShape, PuzzleShape, model_shape_of
 from sftplay.plan.report.advice import ENOUGH, Step, Suggestion, added_up, step_to
 from sftplay.plan.report.run_cost import CPU_FLOPS_PER_CORE, USED_SHARE, Workload
 from sftplay.plan.report.tables import describe_phases, describe_table
 from sftplay.plan.report.task_report import Sizing, TaskReport
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision, Decisions
-from sftplay.plan.sizing.puzzle_table import TABLE, can_be_shared_out
 from sftplay.plan.sizing.size_run import BATCH_SIZE, GRAD_ACCUM, SizedRun
 from sftplay.plan.sizing.task_sizing import TaskSizing
+from sftplay.tasks.hrm.memory import TABLE, GridSize, PuzzleModelShape, PuzzleShape, can_be_shared_out, model_shape_of
 
 MULTIPLY_ADD, BACKWARD = 2, 2
 """Operations a weight and position; backward passes over forward passes."""

@@ -10,7 +10,6 @@ from typing import Any
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.plan.devices.layout import DEVICES, PLACEMENT, layout_of
-from sftplay.plan.memory.episodes import held_by, names_of
 from sftplay.plan.memory.forecast import Forecast, Place, forecast_one_row
 from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.report.advice import Step, Suggestion, added_up, first_that_fit, step_to, steps_of
@@ -24,6 +23,7 @@ from sftplay.plan.sizing.size_run import SizedRun
 from sftplay.plan.sizing.split import foresee_drawing
 from sftplay.plan.sizing.task_sizing import TaskSizing
 from sftplay.tasks.grpo.plan import decide_rows_at_once
+from sftplay.tasks.score.memory import held_by, names_of
 from sftplay.tasks.score.spec import broken_score_rules, broken_shard_rules
 from sftplay.units import GIB, format_bytes
 

@@ -16,11 +16,11 @@ from sftplay.config.schema.score import ScoreConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
-from sftplay.report.episodes import _correct
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor
 from sftplay.tasks.score.advantages import Advantages, EpisodeRewards, compute_advantages
 from sftplay.tasks.score.episode_rewards import EpisodeResult, RewardScorer, describe, expect_known, format_episode
+from sftplay.tasks.score.report import _correct
 from sftplay.tasks.score.sample_episodes import Action, Episode
 from sftplay.tasks.score.value_model import ValueHead, value_loss
 

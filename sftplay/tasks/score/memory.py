@@ -15,7 +15,6 @@ from sftplay.config.schema.score import SEPARATE_WIDTH
 from sftplay.plan.devices.layout import OWN, Layout, layout_of
 from sftplay.plan.memory.head import reference_scores
 from sftplay.plan.memory.memory_setup import MemorySetup
-from sftplay.plan.memory.rollout import DRAW, REFERENCE, Rollout, forward_layer, newest_token
 from sftplay.plan.memory.step import (
     ALONE,
     SHARDING,
@@ -27,6 +26,7 @@ from sftplay.plan.memory.step import (
     standing_bytes,
 )
 from sftplay.plan.shape.model_shape import ModelShape
+from sftplay.tasks.grpo.memory import DRAW, REFERENCE, Rollout, forward_layer, newest_token
 
 START, GUIDE, COMPARE, CRITIC, VALUE = "start", "guide's ", "reference's answer", "critic", "value"
 
