@@ -49,7 +49,8 @@ from sftplay.plan.devices.cards import find_card
 from sftplay.plan.memory.memory_setup import execution_of
 from sftplay.plan.report.flops import model_flops
 from sftplay.plan.shape.find import find_shape, read_table
-from sftplay.plan.sizing.size_run import SizedRun, size_run
+from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing.task_sizing import SizedRun
 from sftplay.tasks.probe_step import synthetic_rows
 from sftplay.tasks.sft import task as sft
 from sftplay.train.exact_batch import StepSetup

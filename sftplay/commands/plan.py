@@ -22,7 +22,8 @@ from sftplay.plan.report.tables import (
 )
 from sftplay.plan.report.task_report import TaskReport, find_report
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.plan.sizing.size_run import SizedRun, size_run
+from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing.task_sizing import SizedRun
 from sftplay.runs.inputs import known_lengths, load_checked
 from sftplay.runs.model_shape import require_shape
 from sftplay.units import parse_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import fmean
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from sftplay.report.answers import MOST_CHARACTERS, Answer
@@ -14,7 +15,6 @@ from sftplay.report.history import Point, as_bytes, as_number
 from sftplay.report.page import Table, cut
 from sftplay.report.run_files import RunFiles, by_step, mapping
 from sftplay.report.samples import FIRST, LAST, Line, content_names, pass_share, passes, read_samples, sampled_steps
-from sftplay.tasks.score.report import is_of_turns
 
 Headline = tuple[str, str, float, float, int | None]
 """Key, name, first value, last value, and the prompts that were answered."""
@@ -126,9 +126,14 @@ AMONG_PROCESSES = ("exposed_communication_share", "communication_max_s")
 MOST_OTHERS = 8
 
 
-def is_drawn_elsewhere(name: str) -> bool:
-    """Whether `learned` or `episodes` draws this figure of metrics.jsonl."""
-    return name in REWARDS or name.startswith("reward/") or is_of_turns(name)
+def find_task_report(run: RunFiles) -> ModuleType | None:
+    """Find the task's part of the report, imported only now; None for a task without one."""
+    return run.task.part("report") if run.task else None
+
+
+def has_other_chart(name: str, part: ModuleType | None) -> bool:
+    """Return whether this figure of metrics.jsonl has a chart among those of rewards or of the task."""
+    return name in REWARDS or name.startswith("reward/") or (part is not None and part.has_chart(name))
 
 
 class Memory(NamedTuple):
@@ -168,7 +173,8 @@ def charts_of(run: RunFiles) -> list[Chart]:
         return Curve(key, name, history.curve(key), colour)
 
     silent = AMONG_PROCESSES if run.plan.get("world_size", 1) == 1 else ()
-    others = [name for name in history.values if name not in (*MAIN, *silent) and not is_drawn_elsewhere(name)]
+    part = find_task_report(run)
+    others = [name for name in history.values if name not in (*MAIN, *silent) and not has_other_chart(name, part)]
     others = others[:MOST_OTHERS]
     held_out = Curve("held_out_loss", "held-out", held_out_points(run), "b", dots=True)
     is_padded = history.values.get("padded_tokens_per_s") != history.values.get("tokens_per_s")

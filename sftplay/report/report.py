@@ -20,6 +20,7 @@ from sftplay.report.history import as_bytes, as_number
 from sftplay.report.learned import (
     Headline,
     charts_of,
+    find_task_report,
     headlines,
     learned_table,
     learns_from_rewards,
@@ -32,8 +33,6 @@ from sftplay.report.mixture import anchors_of, forgetting, mixture_tables, sourc
 from sftplay.report.page import render_page
 from sftplay.report.remarks import find_remarks
 from sftplay.report.run_files import RunFiles, mapping, mappings, read_run_files
-from sftplay.tasks.hrm.report import puzzles_of
-from sftplay.tasks.score.report import turns_of
 from sftplay.units import format_count, format_seconds
 
 NAME = "report.html"
@@ -57,6 +56,7 @@ def write_report(folder: RunFolder) -> Path:
 
 def render(run: RunFiles) -> str:
     """The page as HTML."""
+    part = find_task_report(run)
     return render_page(
         title=f"{run.folder.name}: {run.state}",
         run=run,
@@ -70,8 +70,7 @@ def render(run: RunFiles) -> str:
         learned=[table] if (table := learned_table(run)) else [],
         evaluation=sections.evaluation_tables(run),
         bars=sections.evaluation_bars(run),
-        puzzles=puzzles_of(run),
-        turns=turns_of(run, resumed_steps(run)),
+        **{"puzzles": None, "turns": None, **(part.build_sections(run, resumed_steps(run)) if part else {})},
         sources=mixture_tables(run),
         forgetting=forgetting(run),
         answers=_answers(run),

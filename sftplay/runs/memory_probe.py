@@ -33,7 +33,7 @@ from sftplay.places import cache_root
 from sftplay.plan.memory.budget import device_of
 from sftplay.plan.memory.forecast import Forecast, forecast
 from sftplay.plan.memory.probe_fit import Fit, Point, Refusal, fit
-from sftplay.plan.sizing.size_run import SizedRun
+from sftplay.plan.sizing.task_sizing import SizedRun
 from sftplay.runs.inputs import needs_no_hub
 from sftplay.units import format_bytes, format_seconds
 

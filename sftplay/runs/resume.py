@@ -21,7 +21,7 @@ from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import OUT_OF_MEMORY, RESIZED, RunFolder, find_run
 from sftplay.machine.probe import probe
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.sizing.size_run import SizedRun
+from sftplay.plan.sizing.task_sizing import SizedRun
 from sftplay.runs.inputs import check_inputs
 from sftplay.runs.start import all_notes, build_command, print_command, read_scale, run_workers, size, sizes_of
 

@@ -31,7 +31,8 @@ from sftplay.machine.ports import RENDEZVOUS_PORT, free_port
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Place
 from sftplay.plan.memory.probe_fit import Fit
-from sftplay.plan.sizing.size_run import SizedRun, size_run
+from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing.task_sizing import SizedRun
 from sftplay.runs.finished_run import report_at_end
 from sftplay.runs.gpus_at_launch import gpu_settings, refuse_missing_compiler, refuse_unusable
 from sftplay.runs.inputs import known_lengths, needs_no_hub

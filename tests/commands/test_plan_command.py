@@ -179,7 +179,7 @@ def test_what_cannot_be_meant_is_refused_with_the_nearest(capsys, arguments, mes
 def test_a_run_on_rewards_is_told_its_groups_and_what_each_phase_of_a_step_takes(capsys):
     assert main(["plan", "--config", "configs/run_grpo_toy.yaml"]) == 0
     printed = capsys.readouterr().out
-    assert "8 prompts x 8 completions = 64 a drawing, by transformers" in printed
+    assert "8 prompts x 8 completions = 64 a rollout batch, by transformers" in printed
     assert "prompts of 40 tokens, completions of 24, at most" in printed
     assert "GiB of it keys and values" in printed
     phases = re.findall(r"^  (while|in) (.+?) +[\d.]+ GiB", printed, re.M)

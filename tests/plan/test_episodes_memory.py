@@ -22,7 +22,7 @@ from sftplay.plan.memory.step import SHARDING, Footprint
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.shape.from_config import shape_from_config
 from sftplay.tasks.grpo.memory import CACHE, DRAW, REFERENCE
-from sftplay.tasks.score.memory import COMPARE, CRITIC, START, VALUE, Episodes, episodes_of, estimate_episodes
+from sftplay.tasks.score.memory import COMPARE, CRITIC, START, VALUE, Episodes, estimate_episodes, read_episodes
 from sftplay.tasks.score.sample_episodes import RecordedSampling, sample_actions
 
 TOLERANCE = 0.03
@@ -46,7 +46,7 @@ def closed(name: str) -> dict[str, float]:
     )  # fmt: skip
     phases = estimate_episodes(
         shape_from_config(config, name=name), replace(execution_of(how), head="actions"), episodes=episodes,
-        rows=how.batch, drawn=1,
+        rows=how.batch, sampled=1,
     )[OWN].phases  # fmt: skip
     sums = {phase: sum(parts.values()) - WORKSPACE_BYTES for phase, parts in phases.items()}
     return {"learn": max(sums["head"], sums["layer"]), "step": sums["step"]}
@@ -89,7 +89,7 @@ def test_learning_in_shards_takes_what_a_trace_of_fsdp_takes(vocab: int, tied: b
     )  # fmt: skip
     episodes = Episodes(layout=SPLIT, tokens=TOKENS, answer_tokens=LONGEST, hint_tokens=LONGEST)
     shape = shape_from_config(config.to_dict(), name="small")
-    found = estimate_episodes(shape, execution, episodes=episodes, rows=ROWS, drawn=1, world_size=ranks)[OWN].phases
+    found = estimate_episodes(shape, execution, episodes=episodes, rows=ROWS, sampled=1, world_size=ranks)[OWN].phases
     sums = {phase: sum(parts.values()) - WORKSPACE_BYTES for phase, parts in found.items()}
     assert max(sums["head"], sums["layer"]) == pytest.approx(traced["learn"], rel=TOLERANCE)
     assert sums["step"] == pytest.approx(traced["step"], rel=TOLERANCE)
@@ -111,7 +111,7 @@ def test_drawing_actions_takes_what_a_real_model_takes():
         sample_actions(generator, [[1] * 8] * 16, rows=range(16))
     episodes = Episodes(layout=SHARED, tokens=12, answer_tokens=4, hint_tokens=1, has_guide=False, guide_learns=False)
     found = estimate_episodes(
-        shape_from_config(config.to_dict(), name="x"), on_cpu, episodes=episodes, rows=1, drawn=16
+        shape_from_config(config.to_dict(), name="x"), on_cpu, episodes=episodes, rows=1, sampled=16
     )
     parts = found[OWN].phases[DRAW]
     assert sum(parts[name] for name in (CACHE, "layer", "head")) == pytest.approx(
@@ -120,7 +120,7 @@ def test_drawing_actions_takes_what_a_real_model_takes():
 
 
 def of(execution: MemorySetup, episodes: Episodes, **more: Any) -> dict[str, Footprint]:
-    return estimate_episodes(LLAMA, execution, episodes=episodes, **({"rows": 1, "drawn": 4} | more))
+    return estimate_episodes(LLAMA, execution, episodes=episodes, **({"rows": 1, "sampled": 4} | more))
 
 
 def step(footprint: Footprint) -> dict[str, float]:
@@ -181,7 +181,7 @@ def test_the_plan_counts_a_value_network_where_the_run_builds_one():
         ({**apart, "score.value_coef": 0.0, "score.advantage": "value"}, 64),
         ({**apart, "score.guidance": "static"}, 0),
     ):
-        episodes = episodes_of(cfg.with_values(changes, "test"), gpus=1, processes=1)
+        episodes = read_episodes(cfg.with_values(changes, "test"), gpus=1, processes=1)
         assert episodes is not None
         assert episodes.value_width == width
 
@@ -216,5 +216,5 @@ def test_before_models_are_split_a_rank_has_the_solver_whole_and_the_others_on_t
 
 
 def test_more_answers_at_a_time_move_the_peak_to_drawing():
-    assert of(LORA, USUAL, drawn=1)[OWN].peak_phase != DRAW
-    assert of(LORA, USUAL, drawn=64)[OWN].peak_phase == DRAW
+    assert of(LORA, USUAL, sampled=1)[OWN].peak_phase != DRAW
+    assert of(LORA, USUAL, sampled=64)[OWN].peak_phase == DRAW

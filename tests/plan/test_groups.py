@@ -21,7 +21,8 @@ from sftplay.machine.libraries import recomputation_arguments
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.report.run_cost import workload_of
 from sftplay.plan.shape.find import find_shape
-from sftplay.plan.sizing.size_run import SizedRun, size_run
+from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing.task_sizing import SizedRun
 from sftplay.tasks.grpo.arguments import grpo_arguments
 
 GIB = 2**30

@@ -13,7 +13,8 @@ from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.devices.cards import find_card
 from sftplay.plan.devices.layout import OWN, layout_of
 from sftplay.plan.shape.find import find_shape
-from sftplay.plan.sizing.size_run import SizedRun, size_run
+from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing.task_sizing import SizedRun
 from sftplay.tasks.score.plan import describe_layout
 
 LLAMA = "meta-llama/Llama-3.2-3B"

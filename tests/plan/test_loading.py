@@ -17,7 +17,8 @@ from sftplay.model import load, weights
 from sftplay.model.load import load_start
 from sftplay.plan.memory.forecast import LOAD, OPENED
 from sftplay.plan.shape.find import find_shape
-from sftplay.plan.sizing.size_run import SizedRun, size_run
+from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing.task_sizing import SizedRun
 from sftplay.tasks.worker import runner_of
 from sftplay.train import run_task
 

@@ -16,7 +16,8 @@ from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.sizing.size_run import SizedRun, size_run
+from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing.task_sizing import SizedRun
 from sftplay.tasks.hrm.act import all_halted, run_segment
 from sftplay.tasks.hrm.memory import GridSize, PuzzleShape, PuzzleSize, model_shape_of, puzzle_footprint
 from sftplay.tasks.hrm.network import Grid, PuzzleModel

@@ -11,7 +11,7 @@ import pytest
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.report import render
 from sftplay.report.run_files import read_run_files
-from sftplay.tasks.hrm.report import puzzles_of
+from sftplay.tasks.hrm.report import build_puzzles
 
 
 def row(number: int, *, correct: bool) -> dict[str, Any]:
@@ -23,6 +23,7 @@ def row(number: int, *, correct: bool) -> dict[str, Any]:
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     (tmp_path / "eval").mkdir()
+    (tmp_path / "config.resolved.yaml").write_text("task_mode: hrm\n")
     for step, shares in ((100, (0.0, 0.25)), (200, (0.25, 0.5))):
         segments = [
             {"exact_accuracy": share, "accuracy": share + 0.25, "blank_accuracy": share + 0.125} for share in shares
@@ -38,7 +39,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def test_the_curve_has_a_point_for_each_segment_and_the_table_both_ways_of_halting(folder: RunFolder):
-    shown = puzzles_of(read_run_files(folder))
+    shown = build_puzzles(read_run_files(folder))
     assert shown is not None
     refined, course = shown.charts
     assert [list(curve.points) for curve in refined.curves] == [[(1, 0.0), (2, 0.25)], [(1, 0.25), (2, 0.5)]]
@@ -56,7 +57,7 @@ def test_the_curve_has_a_point_for_each_segment_and_the_table_both_ways_of_halti
 
 
 def test_ten_puzzles_are_shown_the_wrong_ones_first_with_each_cell_judged(folder: RunFolder):
-    shown = puzzles_of(read_run_files(folder))
+    shown = build_puzzles(read_run_files(folder))
     assert shown is not None
     assert [grid.title for grid in shown.grids][:4] == [
         "Puzzle 0: 1 of 4 cells wrong; the model would halt after 2",
@@ -78,7 +79,7 @@ def test_the_page_marks_a_wrong_cell_and_shows_the_right_symbol_without_letting_
                                      '{"prompt": "1", "reference": "12", "prediction": "1"}'])  # fmt: skip
 def test_a_broken_file_of_answers_leaves_the_curve(folder: RunFolder, content: str):
     (folder.eval / "step-200.jsonl").write_text(content + "\n")
-    shown = puzzles_of(read_run_files(folder))
+    shown = build_puzzles(read_run_files(folder))
     assert shown is not None
     assert not shown.grids
     assert len(shown.charts) == 2
@@ -86,4 +87,4 @@ def test_a_broken_file_of_answers_leaves_the_curve(folder: RunFolder, content: s
 
 
 def test_a_run_without_puzzles_has_no_such_section(tmp_path: Path):
-    assert puzzles_of(read_run_files(RunFolder(tmp_path))) is None
+    assert build_puzzles(read_run_files(RunFolder(tmp_path))) is None

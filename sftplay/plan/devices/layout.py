@@ -5,8 +5,9 @@ Nothing here looks at bytes; `plan.sizing.placement` does, where `score.placemen
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
@@ -157,3 +158,9 @@ def _refuse_solver(cfg: RunConfig, key: str, *, device: str) -> None:
 
 def _where(cfg: RunConfig, key: str) -> str:
     return f"{cfg.origins.get(key, 'score')} {key}"
+
+
+def name_devices(devices: Mapping[str, Any], *, is_gpu: bool) -> dict[str, Any]:
+    """Return the same by the usual names: a process's own device is its first GPU, or the CPU."""
+    own = "cuda:0" if is_gpu else "cpu"
+    return {own if name == OWN else name: value for name, value in devices.items()}

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from sftplay.config.schema.run import RunConfig
-from sftplay.plan.devices.layout import OWN
+from sftplay.plan.devices.layout import OWN, name_devices
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
-from sftplay.plan.memory.memory_setup import OPENED, MemorySetup, execution_of, gpu_chunk_tokens, workspace_bytes
+from sftplay.plan.memory.memory_setup import OPENED, MemorySetup, gpu_chunk_tokens, workspace_bytes
 from sftplay.plan.memory.probe_fit import Fit
-from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
+from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.memory.sharding import DeviceShare, Strategy, loading_bytes, share_of
-from sftplay.plan.memory.step import Footprint, Size, StaticMemory, estimate, standing_bytes
+from sftplay.plan.memory.step import Footprint, Size, estimate, standing_bytes
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.tasks.grpo.memory import Rollout, estimate_rollout, rollout_of
-from sftplay.tasks.score.memory import Episodes, episodes_of, estimate_episodes, fullest, names_of
 
 Verdict = Literal["fits", "tight", "does_not_fit"]
 
@@ -24,6 +21,21 @@ RUNTIME, MARGIN = "runtime", "margin"
 
 LOAD = "load"
 """The phase in which a model is opened whole and then split over the processes."""
+
+
+class TaskMemory(Protocol):
+    """The memory of a task that does more in a step than learn from plain rows."""
+
+    @property
+    def learners(self) -> int:
+        """Models that train."""
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Component or phase of the task -> what `make plan` calls it."""
+
+    def forecast(self, setting: Setting, size: Size, *, sampled: int, share: DeviceShare) -> Forecast:
+        """Forecast a step of the task in `setting`, where `share` is what a device holds of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +50,8 @@ class Setting:
     fit: Fit | None = None
     """What a probe measured of this model and execution on this device; None leaves the estimate as it is."""
 
-    rollout: Rollout | None = None
-    """Of a run that draws completions, each counted once; their numbers are the forecast's own."""
-
-    episodes: Episodes | None = None
-    """Of a run that plays two-turn episodes."""
+    task: TaskMemory | None = None
+    """Of a task with a step of its own; None for a step of plain rows."""
 
     measures_first: bool = False
     """True where the untrained model answers before it is split (eval.before), for which it lies on the device."""
@@ -56,8 +65,8 @@ class Forecast:
     size: Size
     footprint: Footprint
     host_bytes: int
-    drawn: int = 0
-    """Completions that a process draws at a time; 0 where none are drawn."""
+    sampled: int = 0
+    """Completions that a process samples at a time; 0 where it samples none."""
 
     by_device: Mapping[str, Footprint] = field(default_factory=dict)
     """Of a run whose parts lie on several devices; `footprint` is that of the fullest GPU."""
@@ -91,7 +100,7 @@ class Forecast:
         """Device -> its peak with process and margin; without what lies on the host of a machine with GPUs."""
         all_of_them = self.by_device or {OWN: self.footprint}
         peaks = {name: replace(self, footprint=each).peak_bytes for name, each in all_of_them.items()}
-        return names_of(peaks, is_gpu=self.setting.device.is_gpu)
+        return name_devices(peaks, is_gpu=self.setting.device.is_gpu)
 
     @property
     def peak_phase(self) -> str:
@@ -123,41 +132,26 @@ class Forecast:
         }
 
 
-def forecast(setting: Setting, size: Size, *, drawn: int = 1) -> Forecast:
-    """Bytes of `size` in `setting`, in the steady state of training; `drawn` completions are drawn at a time."""
+def forecast(setting: Setting, size: Size, *, sampled: int = 1) -> Forecast:
+    """Return the bytes of `size` in `setting`, in the steady state; `sampled` completions are sampled at a time."""
     shape, execution = setting.shape, setting.execution
     standing = standing_bytes(shape, execution)
     share = share_of(shape, execution, standing=standing, strategy=setting.strategy, world_size=setting.world_size)
-    if setting.episodes is not None:
-        found = estimate_episodes(
-            shape, execution, episodes=setting.episodes, rows=size.rows, drawn=drawn, world_size=setting.world_size
-        )
-        on_host = found.pop("cpu").peak_bytes if "cpu" in found else 0
-        by_device = found if len(found) > 1 else {}
-        return Forecast(setting, size, found[fullest(found)], on_host, drawn, by_device)
-    if setting.rollout is not None:
-        footprint = estimate_rollout(
-            shape,
-            execution,
-            rollout=replace(setting.rollout, completions=drawn, micro_batch=size.rows),
-            share=share,
-            strategy=setting.strategy,
-            world_size=setting.world_size,
-            accumulates=size.accumulates,
-        )
-        return _with_loading(Forecast(setting, size, footprint, round(share.host), drawn), standing, share=share)
+    if setting.task is not None:
+        return setting.task.forecast(setting, size, sampled=sampled, share=share)
     footprint = estimate(shape, execution, size=size, standing=share.standing, communication=share.communication)
     if setting.fit is not None:
         footprint = _scaled(footprint, setting, size=size, fit=setting.fit)
-    return _with_loading(Forecast(setting, size, footprint, round(share.host)), standing, share=share)
+    return with_loading(Forecast(setting, size, footprint, round(share.host)), share=share)
 
 
-def _with_loading(seen: Forecast, standing: StaticMemory, *, share: DeviceShare) -> Forecast:
-    """The forecast with the phase before the first step, where processes split the weights.
+def with_loading(seen: Forecast, *, share: DeviceShare) -> Forecast:
+    """Return the forecast with the phase before the first step, in which processes split the weights.
 
     FSDP can split a model that lies in the host's memory. It does so where the whole model would not fit the device.
     """
     setting, phases = seen.setting, seen.footprint.phases
+    standing = standing_bytes(setting.shape, setting.execution)
     about = {"standing": standing, "share": share, "strategy": setting.strategy}
     parts = loading_bytes(setting.shape, setting.execution, **about)  # type: ignore[arg-type]
     if not parts or not setting.device.is_gpu:
@@ -191,23 +185,6 @@ class Place:
         return self.device.count if self.device.is_gpu else 0
 
 
-def setting_of(
-    cfg: RunConfig, shape: ModelShape, *, place: Place, strategy: Strategy, fit: Fit | None = None
-) -> Setting:
-    """The setting of a config in which all but the sizes is decided."""
-    return Setting(
-        shape=shape,
-        execution=on_device(execution_of(cfg), shape, device=place.device),
-        device=place.device,
-        strategy=strategy,
-        world_size=place.world_size,
-        fit=fit,
-        rollout=rollout_of(cfg, device_bytes=place.device.total_bytes),
-        episodes=episodes_of(cfg, gpus=place.gpus, processes=place.world_size),
-        measures_first=cfg.eval.before,
-    )
-
-
 def on_device(execution: MemorySetup, shape: ModelShape, *, device: Device) -> MemorySetup:
     """The execution as it runs on that device.
 
@@ -221,16 +198,6 @@ def on_device(execution: MemorySetup, shape: ModelShape, *, device: Device) -> M
     if device.capability >= (8, 0) and is_half and is_plain and execution.attention == "efficient":
         here = replace(here, attention="flash", is_masked=False, repeats_kv=False)
     return here
-
-
-def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, place: Place, strategy: Strategy) -> Forecast:
-    """The forecast with one row a micro-batch, and one completion drawn at a time, the least that a run can do with.
-
-    `cfg` has no `auto` besides its sizes.
-    """
-    setting = setting_of(cfg, shape, place=place, strategy=strategy)
-    accumulates = cfg.train.effective_batch_size > place.world_size
-    return forecast(setting, Size(rows=1, seq=planned_tokens(cfg, place.lengths), accumulates=accumulates))
 
 
 def _scaled(footprint: Footprint, setting: Setting, *, size: Size, fit: Fit) -> Footprint:

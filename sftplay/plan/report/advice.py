@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.forecast import Place, forecast_one_row
+from sftplay.plan.memory.forecast import Place
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.plan.sizing.task_sizing import find_sizing
+from sftplay.plan.sizing.task_sizing import find_sizing, forecast_one_row
 
 SHORTEST = 128
 """Tokens below which shorter rows are no advice."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.forecast import Forecast, Place, forecast_one_row
+from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.memory.sharding import STRATEGIES, Strategy
 from sftplay.plan.shape.model_shape import ModelShape
+from sftplay.plan.sizing.task_sizing import forecast_one_row
 
 MODES = ("full", "lora", "qlora")
 

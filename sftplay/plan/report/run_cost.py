@@ -44,7 +44,7 @@ def workload_of(cfg: RunConfig, setting: Setting, *, lengths: RowLengths | None 
     steps, reason = _steps(cfg, lengths)
     row_tokens = lengths.mean if lengths else cfg.row_tokens
     tokens = round(steps * train.effective_batch_size * row_tokens) if steps is not None else None
-    learners = setting.episodes.learners if setting.episodes else 1
+    learners = setting.task.learners if setting.task else 1
     trained = learners * trained_params(setting.shape, setting.execution)
     checkpoint = int(trained * (setting.execution.trained_bytes + setting.execution.state_bytes))
     seconds, basis = _seconds(setting, tokens, rows=_described(cfg, lengths))

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from sftplay.plan.memory.forecast import LOAD, MARGIN, RUNTIME, Forecast
 from sftplay.plan.report.advice import Suggestion
 from sftplay.plan.report.compare import Row
 from sftplay.plan.report.run_cost import Workload
-from sftplay.tasks.grpo.memory import CACHE, DRAW, ENGINE, REFERENCE, SCORE, cache_bytes
-from sftplay.tasks.hrm.memory import FP32, PuzzleModelShape
-from sftplay.tasks.score.memory import COMPARE, CRITIC, GUIDE, START, VALUE
 from sftplay.units import GIB, format_bytes, format_count, format_seconds
 
 LABELS = {
@@ -25,16 +21,6 @@ LABELS = {
     "optimizer step": "copy of the gradients",
     "mask": "attention mask",
     "buckets and sharding": "buckets and sharding",
-    CACHE: "keys and values of completions",
-    REFERENCE: "model to compare with",
-    ENGINE: "vLLM's share",
-    "table": "puzzle embeddings",
-    "collected table": "all of them, to be written",
-    "average": "averaged weights",
-    "carry": "states between segments",
-    "second pass": "a look at the next segment",
-    CRITIC: "critic and its slow copy",
-    VALUE: "value network",
     "workspace": "cuBLAS workspaces",
     RUNTIME: "process beside it",
     MARGIN: "margin of the estimate",
@@ -42,19 +28,17 @@ LABELS = {
 
 PHASES = {
     LOAD: "while the model is opened and split",
-    START: "at the start, while the solver is whole",
-    DRAW: "while completions are drawn",
-    SCORE: "while completions are scored without gradients",
-    "segment": "while a segment runs forward",
-    "evaluation": "in the evaluation",
-    "checkpoint": "while a checkpoint is written",
-    COMPARE: "while the reference scores actions",
-    f"{GUIDE}head": "in the guide's loss",
-    f"{GUIDE}layer": "in a layer's backward pass of the guide",
     "head": "in the loss",
     "layer": "in a layer's backward pass",
     "step": "in the optimizer step",
 }
+
+
+def label(seen: Forecast, name: str, *, labels: Mapping[str, str] = LABELS) -> str:
+    """Return what `make plan` calls a component, or with PHASES a phase; the task's own words come first."""
+    task = seen.setting.task
+    return task.labels[name] if task and name in task.labels else labels[name]
+
 
 VERDICTS = {
     "fits": "fits",
@@ -87,54 +71,18 @@ def describe_memory(seen: Forecast) -> Iterator[str]:
     """A line for each component on one device, the sum, the budget and the verdict."""
     for name, size in seen.components.items():
         if size:
-            yield f"  {LABELS[name]:24} {size / GIB:9.3f} GiB"
-    yield f"  {'peak, ' + PHASES[seen.peak_phase]:34} = {seen.peak_bytes / GIB:.3f} GiB"
+            yield f"  {label(seen, name):24} {size / GIB:9.3f} GiB"
+    yield f"  {'peak, ' + label(seen, seen.peak_phase, labels=PHASES):34} = {seen.peak_bytes / GIB:.3f} GiB"
     if seen.host_bytes:
         yield f"  {'on the host':24} {seen.host_bytes / GIB:9.3f} GiB"
     yield f"  {'budget':24} {seen.budget_bytes / GIB:9.3f} GiB: {VERDICTS[seen.verdict]}"
-
-
-def describe_drawing(seen: Forecast, plan: Mapping[str, Any]) -> Iterator[str]:
-    """Groups, and what each phase of a step takes; nothing for a task that draws no completions."""
-    rollout = seen.setting.rollout
-    if rollout is None:
-        return
-    drawing, group = plan["generation_batch_size"], plan["num_generations"]
-    prompts = f"{drawing // group} prompt{'s' if drawing > group else ''}"
-    yield f"groups      {prompts} x {group} completions = {drawing} a drawing, by {rollout.engine}"
-    yield f"            {seen.drawn} at a time on each process"
-    yield f"            prompts of {rollout.prompt_tokens} tokens, completions of {rollout.completion_tokens}, at most"
-    shape, execution = seen.setting.shape, seen.setting.execution
-    full = cache_bytes(shape, execution, completions=seen.drawn, tokens=rollout.tokens)
-    for name, parts in seen.footprint.phases.items():
-        cache = parts.get(CACHE, 0.0)
-        held = f", {cache / GIB:.3f} GiB of it keys and values" if cache else ""
-        if 0 < cache < full:  # the prompts take more at the beginning than everything does at the end
-            held += f", {full / GIB:.3f} GiB at full length"
-        yield f"  {PHASES[name]:48} {sum(parts.values()) / GIB:9.3f} GiB{held}"
 
 
 def describe_phases(seen: Forecast) -> Iterator[str]:
     """What each phase of a step takes in all, without process and margin."""
     yield "in each phase"
     for name, parts in seen.footprint.phases.items():
-        yield f"  {PHASES[name]:36} {sum(parts.values()) / GIB:9.3f} GiB"
-
-
-def describe_table(seen: Forecast) -> Iterator[str]:
-    """The puzzle embeddings and what sharding saves; nothing where there is at most one."""
-    shape, processes = seen.setting.shape, seen.setting.world_size
-    if not isinstance(shape, PuzzleModelShape) or shape.puzzles.table <= shape.puzzles.embedding:
-        return
-    puzzles = shape.puzzles
-    whole, held = (FP32 * each for each in (puzzles.table, puzzles.held(processes)))
-    yield f"table       {puzzles.grid.identifiers:,} puzzle embeddings of {puzzles.embedding} numbers"
-    sharded = FP32 * puzzles.table_share(processes)
-    if processes == 1:
-        yield f"            {format_bytes(whole)}; several processes could share it out"
-        return
-    saved = f"{format_bytes(whole)} whole, {format_bytes(sharded)} sharded: {format_bytes(whole - sharded)} less"
-    yield f"            on each process {saved} ({'whole' if held == whole else 'sharded'} here)"
+        yield f"  {label(seen, name, labels=PHASES):36} {sum(parts.values()) / GIB:9.3f} GiB"
 
 
 def describe_workload(work: Workload) -> Iterator[str]:

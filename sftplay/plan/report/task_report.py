@@ -14,7 +14,7 @@ from sftplay.plan.report.compare import compare
 from sftplay.plan.report.run_cost import Workload, workload_of
 from sftplay.plan.report.tables import describe_rows
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.plan.sizing.size_run import SizedRun
+from sftplay.plan.sizing.task_sizing import SizedRun
 
 Sizing = Callable[..., SizedRun]
 """Sizes a config for the machine in question; `shape` is that of its model."""

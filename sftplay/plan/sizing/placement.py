@@ -5,11 +5,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.forecast import Place, forecast_one_row
+from sftplay.plan.memory.forecast import Place
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision
-from sftplay.plan.sizing.task_sizing import find_sizing
+from sftplay.plan.sizing.task_sizing import find_sizing, forecast_one_row
 from sftplay.units import format_bytes
 
 STRATEGY = "cluster.strategy"

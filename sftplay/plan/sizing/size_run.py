@@ -7,9 +7,7 @@ never changed, and every choice comes with its reason. Below this module no conf
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 from sftplay.config.rules.cluster import BACKEND
 from sftplay.config.schema.run import RunConfig
@@ -30,16 +28,8 @@ from sftplay.plan.sizing.decisions import (
     without_effect,
 )
 from sftplay.plan.sizing.placement import STRATEGY, choose_strategy
-from sftplay.plan.sizing.split import PLATEAU_TOKENS, foresight, split_batch
-from sftplay.plan.sizing.task_sizing import find_sizing
-from sftplay.tasks.hrm.memory import (
-    TABLE,
-    PuzzleModelShape,
-    can_be_shared_out,
-    choose_table,
-    foresee_puzzles,
-    note_on_table,
-)
+from sftplay.plan.sizing.split import foresight, split_batch
+from sftplay.plan.sizing.task_sizing import SizedRun, find_sizing
 from sftplay.units import format_bytes
 
 LOSS_HEAD, BATCH_SIZE, GRAD_ACCUM = "train.loss_head", "train.batch_size", "train.grad_accum"
@@ -52,40 +42,6 @@ ASSUMED_VOCAB = 128_000
 
 CHUNKED_WINS_VOCAB = 32_000
 """Vocabulary above which holding all scores costs a GPU more than recomputing them in chunks."""
-
-
-@dataclass(frozen=True)
-class SizedRun:
-    """A config without any `auto`, and how it came about."""
-
-    cfg: RunConfig
-    world_size: int
-    decisions: Decisions
-    """Of the keys that stood on `auto`."""
-
-    notes: tuple[str, ...] = ()
-    """Settings without effect on this machine, and what could not be planned."""
-
-    forecast: Forecast | None = None
-    """None where the model's shape is not known before the download."""
-
-    def as_plan(self) -> dict[str, Any]:
-        """What goes to plan.json."""
-        train = self.cfg.train
-        sizes = {
-            "world_size": self.world_size,
-            "batch_size": train.batch_size,
-            "grad_accum": train.grad_accum,
-            "effective_batch_size": train.effective_batch_size,
-            "learning_rate": train.peak_rate,
-            **find_sizing(self.cfg).plan_fields(self.cfg),
-            "decisions": [{"key": key, **vars(decision)} for key, decision in self.decisions.items()],
-        }
-        if self.forecast is None:
-            return sizes
-        setting = self.forecast.setting
-        inputs = {"device": vars(setting.device), "strategy": setting.strategy, "model": setting.shape.name}
-        return {**sizes, **self.forecast.as_dict(), **inputs}
 
 
 def size_run(
@@ -113,29 +69,29 @@ def size_run(
     task = find_sizing(cfg)
     task.refuse_machine(cfg, machine, world_size=world_size)
     place = Place(device_of(machine, local_processes or world_size), world_size, lengths)
-    if isinstance(shape, PuzzleModelShape):
-        return _size_puzzles(cfg, machine, shape=shape, place=place)
+    if shape is not None and (whole := task.size_whole(cfg, machine, shape=shape, place=place)):
+        return whole
     first = {BACKEND: choose_backend(cfg, machine, world_size=world_size)}
-    decided = _fill(cfg, first)
+    decided = fill_open(cfg, first)
     rest = decide_numerics(decided, machine, shape=shape) | task.decide_more(decided, machine)
-    decided = _fill(decided, rest)
+    decided = fill_open(decided, rest)
     rest[LOSS_HEAD] = _decide_head(decided, machine, place=place, vocab_size=shape.vocab if shape else vocab_size)
-    first |= task.choose_placement(_fill(decided, rest), shape, place=place)
-    first[STRATEGY] = choose_strategy(_fill(decided, {**first, **rest}), shape, place=place)
-    rest |= task.decide_sampling(_fill(decided, {**first, **rest}), shape, place=place)
-    decided = _fill(decided, {**first, **rest})
+    first |= task.choose_placement(fill_open(decided, rest), shape, place=place)
+    first[STRATEGY] = choose_strategy(fill_open(decided, {**first, **rest}), shape, place=place)
+    rest |= task.decide_sampling(fill_open(decided, {**first, **rest}), shape, place=place)
+    decided = fill_open(decided, {**first, **rest})
     look = None
     if shape is not None:
         if machine.gpus and cfg.train.loss_head == "auto" and task.fixed_head(cfg) is None:
             rest[LOSS_HEAD] = _compare_heads(decided, shape, place=place)
             decided = decided.with_values({LOSS_HEAD: rest[LOSS_HEAD].value}, "auto")
-        look = foresight(decided, shape, place=place, fit=fit, drawn=task.rows_sampled(decided))
+        look = foresight(decided, shape, place=place, fit=fit, sampled=task.rows_sampled(decided))
     rest |= _decide_sizes(decided, machine, place=place, look=look)
-    sized = _fill(decided, rest)
+    sized = fill_open(decided, rest)
     return SizedRun(
         sized,
         world_size,
-        {key: decision for key, decision in {**first, **rest}.items() if _is_open(cfg, key)},
+        {key: decision for key, decision in {**first, **rest}.items() if is_open(cfg, key)},
         _notes(sized, machine, look=look, processes=local_processes or world_size),
         look(int(sized.train.batch_size)) if look else None,
     )
@@ -148,34 +104,6 @@ def _decide_sizes(
     tokens, has_gpu = planned_tokens(cfg, place.lengths), bool(machine.gpus)
     split = split_batch(cfg, place.world_size, has_gpu=has_gpu, row_tokens=tokens, look=look)
     return {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
-
-
-def _size_puzzles(cfg: RunConfig, machine: Machine, *, shape: PuzzleModelShape, place: Place) -> SizedRun:
-    """As `size_run`. All rows of a process go at once where memory allows it."""
-    chosen = decide_numerics(cfg, machine) | find_sizing(cfg).decide_more(cfg, machine)
-    chosen |= {
-        BACKEND: Decision("bnb", "the model is the kit's own"),
-        LOSS_HEAD: Decision("standard", "the vocabulary is that of a grid"),
-        STRATEGY: Decision("ddp", "the model is small"),
-    }
-    chosen[TABLE] = choose_table(_fill(cfg, chosen), shape, place=place)
-    decided = _fill(cfg, chosen)
-    shape = shape.of(decided.hrm)
-    look = foresee_puzzles(decided, shape, place=place)
-    tokens = {"row_tokens": shape.row_tokens, "most_tokens": PLATEAU_TOKENS}  # rows are alike: there is no padding
-    split = split_batch(decided, place.world_size, has_gpu=bool(machine.gpus), look=look, **tokens)
-    chosen |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
-    told = ["train.precision", "train.learning_rate", BATCH_SIZE, GRAD_ACCUM]
-    told += [TABLE] if can_be_shared_out(shape, place.world_size) else []
-    notes = [*scaled_rate(cfg), *without_effect(cfg, machine), *note_on_table(cfg, place.world_size)]
-    notes += [shape.assumed] if shape.assumed else []
-    return SizedRun(
-        _fill(decided, chosen),
-        place.world_size,
-        {key: chosen[key] for key in told if _is_open(cfg, key)},
-        tuple(notes),
-        look(split.rows),
-    )
 
 
 def _notes(
@@ -199,12 +127,12 @@ def _note_on_host(seen: Forecast, machine: Machine, *, processes: int) -> tuple[
     )
 
 
-def _fill(cfg: RunConfig, decisions: Decisions) -> RunConfig:
+def fill_open(cfg: RunConfig, decisions: Decisions) -> RunConfig:
     """The config with decided values where it says `auto`."""
-    return cfg.with_values({key: each.value for key, each in decisions.items() if _is_open(cfg, key)}, "auto")
+    return cfg.with_values({key: each.value for key, each in decisions.items() if is_open(cfg, key)}, "auto")
 
 
-def _is_open(cfg: RunConfig, key: str) -> bool:
+def is_open(cfg: RunConfig, key: str) -> bool:
     return cfg.value_of(key) in ("auto", None)
 
 

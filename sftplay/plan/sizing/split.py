@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 from sftplay.config.rules.task_spec import find_spec
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
-from sftplay.plan.memory.forecast import Forecast, Place, forecast, setting_of
+from sftplay.plan.memory.forecast import Forecast, Place, forecast
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import planned_tokens
-from sftplay.plan.memory.step import Footprint, Size
+from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.placement import planned_strategy
-from sftplay.tasks.grpo.memory import DRAW
+from sftplay.plan.sizing.task_sizing import setting_of
 from sftplay.units import format_bytes
 
 TOKENS_PER_MICRO_BATCH = {"gpu": 16_384, "cpu": 1_024}
@@ -37,30 +36,16 @@ class Split(NamedTuple):
 
 
 def foresight(
-    cfg: RunConfig, shape: ModelShape, *, place: Place, fit: Fit | None = None, drawn: int = 1
+    cfg: RunConfig, shape: ModelShape, *, place: Place, fit: Fit | None = None, sampled: int = 1
 ) -> Callable[[int], Forecast]:
     """The forecast of a micro-batch of so many rows, for a config in which all but the sizes is decided.
 
-    `drawn` completions are drawn at a time.
+    `sampled` completions are sampled at a time.
     """
     setting = setting_of(cfg, shape, place=place, strategy=planned_strategy(cfg, place.world_size), fit=fit)
     share = cfg.train.effective_batch_size // place.world_size
     tokens = planned_tokens(cfg, place.lengths)
-    return lambda rows: forecast(setting, Size(rows=rows, seq=tokens, accumulates=rows < share), drawn=drawn)
-
-
-def foresee_drawing(cfg: RunConfig, shape: ModelShape, *, place: Place) -> Callable[[int], Forecast]:
-    """The forecast of the phase in which so many completions are drawn at a time, without the other phases."""
-    setting = setting_of(cfg, shape, place=place, strategy=planned_strategy(cfg, place.world_size))
-    size = Size(rows=1, seq=planned_tokens(cfg, place.lengths), accumulates=True)
-
-    def look(drawn: int) -> Forecast:
-        seen = forecast(setting, size, drawn=drawn)
-        phases = [each.phases[DRAW] for name, each in seen.by_device.items() if name != "cpu"]
-        largest = max(phases or [seen.footprint.phases[DRAW]], key=lambda parts: sum(parts.values()))
-        return replace(seen, footprint=Footprint({DRAW: largest}))
-
-    return look
+    return lambda rows: forecast(setting, Size(rows=rows, seq=tokens, accumulates=rows < share), sampled=sampled)
 
 
 def split_batch(

@@ -1,15 +1,55 @@
-"""What sizing asks a task. The answers here are those of supervised fine-tuning."""
+"""What sizing asks a task, and what it gives: a sized run. The answers here are those of supervised fine-tuning."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.machine.probe import Machine
-from sftplay.plan.memory.forecast import Place
+from sftplay.plan.memory.forecast import Forecast, Place, Setting, TaskMemory, forecast, on_device
+from sftplay.plan.memory.memory_setup import execution_of
+from sftplay.plan.memory.probe_fit import Fit
+from sftplay.plan.memory.row_lengths import planned_tokens
+from sftplay.plan.memory.sharding import Strategy
+from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision, Decisions
+
+
+@dataclass(frozen=True)
+class SizedRun:
+    """A config without any `auto`, and how it came about."""
+
+    cfg: RunConfig
+    world_size: int
+    decisions: Decisions
+    """Of the keys that stood on `auto`."""
+
+    notes: tuple[str, ...] = ()
+    """Settings without effect on this machine, and what could not be planned."""
+
+    forecast: Forecast | None = None
+    """None where the model's shape is not known before the download."""
+
+    def as_plan(self) -> dict[str, Any]:
+        """What goes to plan.json."""
+        train = self.cfg.train
+        sizes = {
+            "world_size": self.world_size,
+            "batch_size": train.batch_size,
+            "grad_accum": train.grad_accum,
+            "effective_batch_size": train.effective_batch_size,
+            "learning_rate": train.peak_rate,
+            **find_sizing(self.cfg).plan_fields(self.cfg),
+            "decisions": [{"key": key, **vars(decision)} for key, decision in self.decisions.items()],
+        }
+        if self.forecast is None:
+            return sizes
+        setting = self.forecast.setting
+        inputs = {"device": vars(setting.device), "strategy": setting.strategy, "model": setting.shape.name}
+        return {**sizes, **self.forecast.as_dict(), **inputs}
 
 
 class TaskSizing:
@@ -20,6 +60,14 @@ class TaskSizing:
 
     def known_shape(self, cfg: RunConfig) -> ModelShape | None:
         """Return the shape of a model that `model.name` does not decide; asked only where there is no text."""
+        return None
+
+    def memory(self, cfg: RunConfig, *, place: Place) -> TaskMemory | None:
+        """Return the memory of a step that is more than plain rows."""
+        return None
+
+    def size_whole(self, cfg: RunConfig, machine: Machine, *, shape: ModelShape, place: Place) -> SizedRun | None:
+        """Size a run that shares no decision with a language model; None for any other."""
         return None
 
     def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
@@ -87,3 +135,29 @@ def find_sizing(cfg: RunConfig) -> TaskSizing:
     """Find what the config's task answers, imported only now."""
     part = cfg.task.part("plan")
     return cast("TaskSizing", part.PLAN) if part else TaskSizing()
+
+
+def setting_of(
+    cfg: RunConfig, shape: ModelShape, *, place: Place, strategy: Strategy, fit: Fit | None = None
+) -> Setting:
+    """The setting of a config in which all but the sizes is decided."""
+    return Setting(
+        shape=shape,
+        execution=on_device(execution_of(cfg), shape, device=place.device),
+        device=place.device,
+        strategy=strategy,
+        world_size=place.world_size,
+        fit=fit,
+        task=find_sizing(cfg).memory(cfg, place=place),
+        measures_first=cfg.eval.before,
+    )
+
+
+def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, place: Place, strategy: Strategy) -> Forecast:
+    """The forecast with one row a micro-batch, and one completion drawn at a time, the least that a run can do with.
+
+    `cfg` has no `auto` besides its sizes.
+    """
+    setting = setting_of(cfg, shape, place=place, strategy=strategy)
+    accumulates = cfg.train.effective_batch_size > place.world_size
+    return forecast(setting, Size(rows=1, seq=planned_tokens(cfg, place.lengths), accumulates=accumulates))

@@ -6,13 +6,16 @@ share of the card that it is given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 from sftplay.config.schema.run import RunConfig
+from sftplay.plan.memory.forecast import Forecast, Place, Setting, forecast, with_loading
 from sftplay.plan.memory.head import head_in_forward
 from sftplay.plan.memory.layer import FP32, inner_bytes, stream_bytes
 from sftplay.plan.memory.memory_setup import MemorySetup, trained_params
+from sftplay.plan.memory.row_lengths import planned_tokens
 from sftplay.plan.memory.sharding import HALF, DeviceShare, Strategy
 from sftplay.plan.memory.step import (
     MASK_BYTES,
@@ -24,6 +27,8 @@ from sftplay.plan.memory.step import (
     standing_bytes,
 )
 from sftplay.plan.shape.model_shape import ModelShape
+from sftplay.plan.sizing.placement import planned_strategy
+from sftplay.plan.sizing.task_sizing import setting_of
 from sftplay.units import GIB
 
 Engine = Literal["transformers", "continuous", "vllm_colocate", "vllm_server"]
@@ -31,6 +36,13 @@ Engine = Literal["transformers", "continuous", "vllm_colocate", "vllm_server"]
 DRAW, SCORE = "drawing", "scoring"
 
 CACHE, REFERENCE, ENGINE = "key-value cache", "reference", "vLLM"
+
+SAMPLING_LABELS = {
+    DRAW: "while completions are sampled",
+    CACHE: "keys and values of completions",
+    REFERENCE: "model to compare with",
+}
+"""What `make plan` calls the parts that every task with sampled completions has."""
 
 SLEEPING_BYTES = int(1.5 * GIB)
 """What vLLM keeps of a card while it sleeps, when its weights and its cache are gone: graphs and what libraries took
@@ -84,16 +96,29 @@ class Rollout:
     engine_sleeps: bool = False
     """True where vLLM gives most of it back while the model is updated."""
 
+    labels: ClassVar[Mapping[str, str]] = {
+        SCORE: "while completions are scored without gradients",
+        ENGINE: "vLLM's share",
+        **SAMPLING_LABELS,
+    }
+    learners: ClassVar[int] = 1
+
     @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
 
+    def forecast(self, setting: Setting, size: Size, *, sampled: int, share: DeviceShare) -> Forecast:
+        """Forecast a step, and the phase before it in which processes split the weights."""
+        footprint = estimate_rollout(
+            setting.shape, setting.execution, rollout=replace(self, completions=sampled, micro_batch=size.rows),
+            share=share, strategy=setting.strategy, world_size=setting.world_size, accumulates=size.accumulates,
+        )  # fmt: skip
+        return with_loading(Forecast(setting, size, footprint, round(share.host), sampled), share=share)
 
-def rollout_of(cfg: RunConfig, *, device_bytes: int, completions: int = 1, micro_batch: int = 1) -> Rollout | None:
-    """The rollout of a config on a device of so many bytes; None for a task that draws nothing."""
+
+def read_rollout(cfg: RunConfig, *, device_bytes: int, completions: int = 1, micro_batch: int = 1) -> Rollout:
+    """Read the rollout of a config on a device of so many bytes."""
     grpo = cfg.grpo
-    if cfg.task.turns != 1:
-        return None
     colocated = grpo.generation == "vllm_colocate"
     # TRL scores under the older weights where completions outlive a step, and always beside vLLM (trl 1.16,
     # `_generate_and_score_completions`).
@@ -237,3 +262,17 @@ def _reference(shape: ModelShape, execution: MemorySetup, *, strategy: Strategy,
         whole = standing.weights * HALF / execution.weight_bytes
         return whole / world_size if strategy.startswith("zero3") else whole
     return standing.weights / world_size if strategy.startswith("fsdp") else standing.weights
+
+
+def forecast_sampling(cfg: RunConfig, shape: ModelShape, *, place: Place) -> Callable[[int], Forecast]:
+    """Return the forecast of the phase in which so many completions are sampled at a time, without other phases."""
+    setting = setting_of(cfg, shape, place=place, strategy=planned_strategy(cfg, place.world_size))
+    size = Size(rows=1, seq=planned_tokens(cfg, place.lengths), accumulates=True)
+
+    def forecast_completions(sampled: int) -> Forecast:
+        seen = forecast(setting, size, sampled=sampled)
+        phases = [found.phases[DRAW] for name, found in seen.by_device.items() if name != "cpu"]
+        largest = max(phases or [seen.footprint.phases[DRAW]], key=lambda parts: sum(parts.values()))
+        return replace(seen, footprint=Footprint({DRAW: largest}))
+
+    return forecast_completions

@@ -7,7 +7,7 @@ optimizer steps long, holds whole groups of num_generations completions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,16 +19,15 @@ from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.memory.memory_setup import MemorySetup, execution_of
 from sftplay.plan.memory.sharding import Strategy
-from sftplay.plan.report.tables import describe_drawing
+from sftplay.plan.report.tables import PHASES, label
 from sftplay.plan.report.task_report import TaskReport
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision, Decisions
 from sftplay.plan.sizing.placement import planned_strategy
-from sftplay.plan.sizing.split import foresee_drawing
 from sftplay.plan.sizing.task_sizing import TaskSizing
-from sftplay.tasks.grpo.memory import cache_bytes
+from sftplay.tasks.grpo.memory import CACHE, Rollout, cache_bytes, forecast_sampling, read_rollout
 from sftplay.tasks.grpo.spec import EFFECTIVE, completions_of_drawing
-from sftplay.units import format_bytes
+from sftplay.units import GIB, format_bytes
 
 ENOUGH = 4
 """Completions of a group from which on their rewards differ in more than two ways: with 2, an advantage is 0 or the
@@ -205,10 +204,32 @@ def notes_on_drawing(cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...
     return tuple(notes)
 
 
+def describe_sampling(seen: Forecast, plan: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines about groups, and what each phase of a step takes."""
+    rollout = seen.setting.task
+    assert isinstance(rollout, Rollout)
+    batch, group = plan["generation_batch_size"], plan["num_generations"]
+    prompts = f"{batch // group} prompt{'s' if batch > group else ''}"
+    yield f"groups      {prompts} x {group} completions = {batch} a rollout batch, by {rollout.engine}"
+    yield f"            {seen.sampled} at a time on each process"
+    yield f"            prompts of {rollout.prompt_tokens} tokens, completions of {rollout.completion_tokens}, at most"
+    shape, execution = seen.setting.shape, seen.setting.execution
+    full = cache_bytes(shape, execution, completions=seen.sampled, tokens=rollout.tokens)
+    for name, parts in seen.footprint.phases.items():
+        cache = parts.get(CACHE, 0.0)
+        held = f", {cache / GIB:.3f} GiB of it keys and values" if cache else ""
+        if 0 < cache < full:  # the prompts take more at the beginning than everything does at the end
+            held += f", {full / GIB:.3f} GiB at full length"
+        yield f"  {label(seen, name, labels=PHASES):48} {sum(parts.values()) / GIB:9.3f} GiB{held}"
+
+
 class GrpoPlan(TaskSizing, TaskReport):
     """Completions are sampled and scored before the model learns from them."""
 
     unit = "completions"
+
+    def memory(self, cfg: RunConfig, *, place: Place) -> Rollout:
+        return read_rollout(cfg, device_bytes=place.device.total_bytes)
 
     def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
         refuse_generation(cfg, machine, world_size=world_size)
@@ -226,7 +247,7 @@ class GrpoPlan(TaskSizing, TaskReport):
         if cfg.grpo.generation.startswith("vllm"):
             why = f"{cfg.grpo.generation} takes all of a drawing and queues them itself"
             return {"grpo.generation_rows": Decision(share, why)}
-        look = foresee_drawing(cfg, shape, place=place) if shape is not None else None
+        look = forecast_sampling(cfg, shape, place=place) if shape is not None else None
         return {"grpo.generation_rows": decide_rows_at_once(share, look)}
 
     def rows_sampled(self, cfg: RunConfig) -> int:
@@ -258,7 +279,7 @@ class GrpoPlan(TaskSizing, TaskReport):
         return f"prompts and completions of {planned} tokens together"
 
     def describe_sampling(self, seen: Forecast, plan: dict[str, Any]) -> Iterator[str]:
-        return describe_drawing(seen, plan)
+        return describe_sampling(seen, plan)
 
 
 PLAN = GrpoPlan()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from sftplay.config.schema.hrm import HrmConfig, TablePlacement
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.forecast import Forecast, Place, Setting
+from sftplay.plan.memory.forecast import Forecast, Place, Setting, forecast
 from sftplay.plan.memory.memory_setup import BYTES, WORKSPACE_BYTES, MemorySetup, workspace_bytes
+from sftplay.plan.memory.sharding import DeviceShare
 from sftplay.plan.memory.step import Footprint, Size
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision
@@ -299,30 +301,52 @@ def _optimizer_moment(shape: PuzzleShape) -> float:
     return float(FP32 * 4 * largest) if shape.hrm.optim == "adam_atan2" else 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class PuzzleMemory:
+    """The memory of a step of puzzles."""
+
+    rows: int
+    """Rows of a process in a step; each keeps its state."""
+
+    learners: ClassVar[int] = 1
+    labels: ClassVar[Mapping[str, str]] = {
+        "table": "puzzle embeddings",
+        "collected table": "all of them, to be written",
+        "average": "averaged weights",
+        "carry": "states between segments",
+        "second pass": "a look at the next segment",
+        "segment": "while a segment runs forward",
+        "evaluation": "in the evaluation",
+        "checkpoint": "while a checkpoint is written",
+    }
+
+    def forecast(self, setting: Setting, size: Size, *, sampled: int, share: DeviceShare) -> Forecast:
+        """Forecast a step with micro-batches of `size`; nothing is sampled, and the model is split in no other way."""
+        shape, device, processes = setting.shape, setting.device, setting.world_size
+        assert isinstance(shape, PuzzleModelShape)
+        footprint = puzzle_footprint(
+            shape.puzzles,
+            size=PuzzleSize(rows=self.rows, micro_batch=size.rows),
+            compute_bytes=int(setting.execution.compute_bytes),
+            processes=processes,
+            workspace=workspace_bytes(device.capability) if device.is_gpu else 0,
+        )
+        on_host = round(collected_bytes(shape.puzzles, processes)) if device.is_gpu else 0
+        return Forecast(setting, size, footprint, on_host)
+
+
 def foresee_puzzles(cfg: RunConfig, shape: PuzzleModelShape, *, place: Place) -> Callable[[int], Forecast]:
-    """The forecast of a micro-batch of so many rows, for a config in which all but the sizes is decided."""
-    compute = BYTES[str(cfg.train.precision)]
+    """Return the forecast of a micro-batch of so many rows, for a config in which all but the sizes is decided."""
+    compute, share = BYTES[str(cfg.train.precision)], cfg.train.effective_batch_size // place.world_size
     setting = Setting(
         shape=shape,
         execution=MemorySetup(weight_bytes=4, compute_bytes=compute, stream_bytes=compute, checkpointing=False),
         device=place.device,
         strategy="ddp" if place.world_size > 1 else "single",
         world_size=place.world_size,
+        task=PuzzleMemory(rows=share),
     )
-    share = cfg.train.effective_batch_size // place.world_size
-    on_host = round(collected_bytes(shape.puzzles, place.world_size)) if place.device.is_gpu else 0
-
-    def look(rows: int) -> Forecast:
-        footprint = puzzle_footprint(
-            shape.puzzles,
-            size=PuzzleSize(rows=share, micro_batch=rows),
-            compute_bytes=compute,
-            processes=place.world_size,
-            workspace=workspace_bytes(place.device.capability) if place.device.is_gpu else 0,
-        )
-        return Forecast(setting, Size(rows=rows, seq=shape.row_tokens, accumulates=rows < share), footprint, on_host)
-
-    return look
+    return lambda rows: forecast(setting, Size(rows=rows, seq=shape.row_tokens, accumulates=rows < share))
 
 
 TABLE = "hrm.puzzle_emb_placement"

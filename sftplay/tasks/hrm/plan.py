@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from sftplay.config.rules.cluster import BACKEND
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.puzzles.find import BUILTIN, open_splits
 from sftplay.errors import ConfigError
@@ -15,13 +16,44 @@ from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.report.advice import ENOUGH, Step, Suggestion, added_up, step_to
 from sftplay.plan.report.run_cost import CPU_FLOPS_PER_CORE, USED_SHARE, Workload
-from sftplay.plan.report.tables import describe_phases, describe_table
+from sftplay.plan.report.tables import describe_phases
 from sftplay.plan.report.task_report import Sizing, TaskReport
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.plan.sizing.decisions import Decision, Decisions
-from sftplay.plan.sizing.size_run import BATCH_SIZE, GRAD_ACCUM, SizedRun
-from sftplay.plan.sizing.task_sizing import TaskSizing
-from sftplay.tasks.hrm.memory import TABLE, GridSize, PuzzleModelShape, PuzzleShape, can_be_shared_out, model_shape_of
+from sftplay.plan.sizing.decisions import Decision, Decisions, decide_numerics, scaled_rate, without_effect
+from sftplay.plan.sizing.placement import STRATEGY
+from sftplay.plan.sizing.size_run import BATCH_SIZE, GRAD_ACCUM, LOSS_HEAD, fill_open, is_open
+from sftplay.plan.sizing.split import PLATEAU_TOKENS, split_batch
+from sftplay.plan.sizing.task_sizing import SizedRun, TaskSizing
+from sftplay.tasks.hrm.memory import (
+    FP32,
+    TABLE,
+    GridSize,
+    PuzzleModelShape,
+    PuzzleShape,
+    can_be_shared_out,
+    choose_table,
+    foresee_puzzles,
+    model_shape_of,
+    note_on_table,
+)
+from sftplay.units import format_bytes
+
+
+def describe_table(seen: Forecast) -> Iterator[str]:
+    """The puzzle embeddings and what sharding saves; nothing where there is at most one."""
+    shape, processes = seen.setting.shape, seen.setting.world_size
+    if not isinstance(shape, PuzzleModelShape) or shape.puzzles.table <= shape.puzzles.embedding:
+        return
+    puzzles = shape.puzzles
+    whole, held = (FP32 * each for each in (puzzles.table, puzzles.held(processes)))
+    yield f"table       {puzzles.grid.identifiers:,} puzzle embeddings of {puzzles.embedding} numbers"
+    sharded = FP32 * puzzles.table_share(processes)
+    if processes == 1:
+        yield f"            {format_bytes(whole)}; several processes could share it out"
+        return
+    saved = f"{format_bytes(whole)} whole, {format_bytes(sharded)} sharded: {format_bytes(whole - sharded)} less"
+    yield f"            on each process {saved} ({'whole' if held == whole else 'sharded'} here)"
+
 
 MULTIPLY_ADD, BACKWARD = 2, 2
 """Operations a weight and position; backward passes over forward passes."""
@@ -200,6 +232,34 @@ class PuzzlePlan(TaskSizing, TaskReport):
 
     def decide_more(self, cfg: RunConfig, machine: Machine) -> Decisions:
         return {"hrm.compile": _decide_compile(machine)}
+
+    def size_whole(self, cfg: RunConfig, machine: Machine, *, shape: ModelShape, place: Place) -> SizedRun | None:
+        """All rows of a process go at once where memory allows it."""
+        assert isinstance(shape, PuzzleModelShape)
+        chosen = decide_numerics(cfg, machine) | self.decide_more(cfg, machine)
+        chosen |= {
+            BACKEND: Decision("bnb", "the model is the kit's own"),
+            LOSS_HEAD: Decision("standard", "the vocabulary is that of a grid"),
+            STRATEGY: Decision("ddp", "the model is small"),
+        }
+        chosen[TABLE] = choose_table(fill_open(cfg, chosen), shape, place=place)
+        decided = fill_open(cfg, chosen)
+        shape = shape.of(decided.hrm)
+        look = foresee_puzzles(decided, shape, place=place)
+        tokens = {"row_tokens": shape.row_tokens, "most_tokens": PLATEAU_TOKENS}  # rows are alike: there is no padding
+        split = split_batch(decided, place.world_size, has_gpu=bool(machine.gpus), look=look, **tokens)
+        chosen |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
+        told = ["train.precision", "train.learning_rate", BATCH_SIZE, GRAD_ACCUM]
+        told += [TABLE] if can_be_shared_out(shape, place.world_size) else []
+        notes = [*scaled_rate(cfg), *without_effect(cfg, machine), *note_on_table(cfg, place.world_size)]
+        notes += [shape.assumed] if shape.assumed else []
+        return SizedRun(
+            fill_open(decided, chosen),
+            place.world_size,
+            {key: chosen[key] for key in told if is_open(cfg, key)},
+            tuple(notes),
+            look(split.rows),
+        )
 
     def known_shape(self, cfg: RunConfig) -> ModelShape | None:
         return shape_for_puzzles(cfg)

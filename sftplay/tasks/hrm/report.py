@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -42,7 +43,17 @@ class Puzzles(NamedTuple):
     grids: list[Grid]
 
 
-def puzzles_of(run: RunFiles) -> Puzzles | None:
+def has_chart(name: str) -> bool:
+    """Return whether this figure of metrics.jsonl has a chart here; curves of puzzles are those of evaluations."""
+    return False
+
+
+def build_sections(run: RunFiles, _resumed: Sequence[float]) -> dict[str, Any]:
+    """Build the task's sections of the page, by their names in `templates/page.html`."""
+    return {"puzzles": build_puzzles(run)}
+
+
+def build_puzzles(run: RunFiles) -> Puzzles | None:
     """Curves, figures and ten puzzles; None for a run that has measured none."""
     measured = measurements(run)
     if not measured:

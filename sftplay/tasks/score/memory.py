@@ -1,4 +1,4 @@
-"""The phases of a step of two-turn episodes on each device: answers and hints are drawn, and two models learn.
+"""The phases of a step of two-turn episodes on each device: answers and hints are sampled, and two models learn.
 
 Phases follow each other, on all devices together, so a device's peak is the largest of its own. What is learned from
 has the length of `model.max_seq_len`, of which an action takes the end.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.config.schema.score import SEPARATE_WIDTH
 from sftplay.plan.devices.layout import OWN, Layout, layout_of
+from sftplay.plan.memory.forecast import Forecast, Setting
 from sftplay.plan.memory.head import reference_scores
 from sftplay.plan.memory.memory_setup import MemorySetup
+from sftplay.plan.memory.sharding import DeviceShare
 from sftplay.plan.memory.step import (
     ALONE,
     SHARDING,
@@ -26,7 +28,7 @@ from sftplay.plan.memory.step import (
     standing_bytes,
 )
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.tasks.grpo.memory import DRAW, REFERENCE, Rollout, forward_layer, newest_token
+from sftplay.tasks.grpo.memory import DRAW, REFERENCE, SAMPLING_LABELS, Rollout, forward_layer, newest_token
 
 START, GUIDE, COMPARE, CRITIC, VALUE = "start", "guide's ", "reference's answer", "critic", "value"
 
@@ -56,16 +58,34 @@ class Episodes:
     value_width: int = 0
     """0 where V is a head on the guide, which is small, or where there is none."""
 
+    labels: ClassVar[Mapping[str, str]] = {
+        CRITIC: "critic and its slow copy",
+        VALUE: "value network",
+        START: "at the start, while the solver is whole",
+        COMPARE: "while the reference scores actions",
+        f"{GUIDE}head": "in the guide's loss",
+        f"{GUIDE}layer": "in a layer's backward pass of the guide",
+        **SAMPLING_LABELS,
+    }
+
     @property
     def learners(self) -> int:
         """Models that train."""
         return 1 + self.guide_learns
 
+    def forecast(self, setting: Setting, size: Size, *, sampled: int, share: DeviceShare) -> Forecast:
+        """Forecast a step; the footprint is that of the fullest GPU, or of the process's own device."""
+        found = estimate_episodes(
+            setting.shape, setting.execution, episodes=self, rows=size.rows, sampled=sampled,
+            world_size=setting.world_size,
+        )  # fmt: skip
+        on_host = found.pop("cpu").peak_bytes if "cpu" in found else 0
+        fullest = max(found, key=lambda name: found[name].peak_bytes)
+        return Forecast(setting, size, found[fullest], on_host, sampled, found if len(found) > 1 else {})
 
-def episodes_of(cfg: RunConfig, *, gpus: int, processes: int) -> Episodes | None:
-    """The episodes of a config whose placement is decided; None for another task."""
-    if cfg.task.turns != 2:
-        return None
+
+def read_episodes(cfg: RunConfig, *, gpus: int, processes: int) -> Episodes:
+    """Read the episodes of a config in which the placement is decided."""
     score = cfg.score
     placement: Any = "shared" if score.placement == "auto" else score.placement
     return Episodes(
@@ -81,16 +101,16 @@ def episodes_of(cfg: RunConfig, *, gpus: int, processes: int) -> Episodes | None
 
 
 def estimate_episodes(
-    shape: ModelShape, execution: MemorySetup, *, episodes: Episodes, rows: int, drawn: int, world_size: int = 1
+    shape: ModelShape, execution: MemorySetup, *, episodes: Episodes, rows: int, sampled: int, world_size: int = 1
 ) -> dict[str, Footprint]:
     """Device -> bytes of every phase of one step in the steady state; of models in shards also of the start.
 
-    `rows` is the micro-batch, `drawn` the answers that a process draws at a time.
+    `rows` is the micro-batch, `sampled` the answers that a process samples at a time.
     """
     found = {}
     for device in sorted(set(_in_use(episodes, execution).values()) | {OWN}):
         on = _On(shape, execution, episodes, device, world_size)
-        found[device] = Footprint({name: parts for name, parts in on.phases(rows, drawn).items() if parts})
+        found[device] = Footprint({name: parts for name, parts in on.phases(rows, sampled).items() if parts})
     if episodes.layout.is_split:
         # Guide and reference, as far as there are any, wait on the host until they are split.
         waiting = standing_bytes(shape, execution).weights * (episodes.has_guide + execution.trains_all)
@@ -104,12 +124,6 @@ def held_by(episodes: Episodes, execution: MemorySetup) -> dict[str, list[str]]:
     for part, device in _in_use(episodes, execution).items():
         found.setdefault(device, []).append(part)
     return found
-
-
-def names_of(devices: Mapping[str, Any], *, is_gpu: bool) -> dict[str, Any]:
-    """The same by the names that people know: the process's own device is its first GPU, or the CPU."""
-    own = "cuda:0" if is_gpu else "cpu"
-    return {own if name == OWN else name: each for name, each in devices.items()}
 
 
 def _in_use(episodes: Episodes, execution: MemorySetup) -> dict[str, str]:
@@ -133,10 +147,10 @@ class _On:
     device: str
     world_size: int
 
-    def phases(self, rows: int, drawn: int) -> dict[str, dict[str, float]]:
+    def phases(self, rows: int, sampled: int) -> dict[str, dict[str, float]]:
         """Phase -> component -> bytes."""
         episodes = self.episodes
-        found = {DRAW: self._drawing(drawn)}
+        found = {DRAW: self._drawing(sampled)}
         if episodes.layout.is_split:
             found[START] = {"weights": standing_bytes(self.shape, self.execution).weights}
         if self._holds("guide") and episodes.guide_learns:
@@ -208,13 +222,13 @@ class _On:
             VALUE: float(row * self.episodes.value_width * ADAM_COPIES * self._holds("value")),
         }
 
-    def _drawing(self, drawn: int) -> dict[str, float]:
+    def _drawing(self, sampled: int) -> dict[str, float]:
         """The role on this device that takes more."""
         found = []
         for role, longest in (("solver", self.episodes.answer_tokens), ("guide", self.episodes.hint_tokens)):
             if self._holds(role):
                 rollout = Rollout(
-                    completions=drawn,
+                    completions=sampled,
                     prompt_tokens=self.episodes.tokens - longest,
                     completion_tokens=longest,
                     micro_batch=1,
@@ -270,8 +284,3 @@ class _On:
         head = reference_scores(self.shape, self.execution, tokens=tokens, labelled=actions)
         at_work = {"layer": layer} if layer > head else {"head": head}
         return {**self._resident(), "gradients": self._standing().gradients, **at_work}
-
-
-def fullest(footprints: Mapping[str, Footprint]) -> str:
-    """The GPU, or the process's own device, that holds the most."""
-    return max((name for name in footprints if name != "cpu"), key=lambda name: footprints[name].peak_bytes)

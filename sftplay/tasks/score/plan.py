@@ -9,21 +9,20 @@ from typing import Any
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
-from sftplay.plan.devices.layout import DEVICES, PLACEMENT, layout_of
-from sftplay.plan.memory.forecast import Forecast, Place, forecast_one_row
+from sftplay.plan.devices.layout import DEVICES, PLACEMENT, layout_of, name_devices
+from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.report.advice import Step, Suggestion, added_up, first_that_fit, step_to, steps_of
 from sftplay.plan.report.run_cost import Workload, workload_of
-from sftplay.plan.report.tables import LABELS
+from sftplay.plan.report.tables import label
 from sftplay.plan.report.task_report import Sizing, TaskReport
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision, Decisions
 from sftplay.plan.sizing.placement import STRATEGY, planned_strategy
-from sftplay.plan.sizing.size_run import SizedRun
-from sftplay.plan.sizing.split import foresee_drawing
-from sftplay.plan.sizing.task_sizing import TaskSizing
+from sftplay.plan.sizing.task_sizing import SizedRun, TaskSizing, forecast_one_row
+from sftplay.tasks.grpo.memory import forecast_sampling
 from sftplay.tasks.grpo.plan import decide_rows_at_once
-from sftplay.tasks.score.memory import held_by, names_of
+from sftplay.tasks.score.memory import Episodes, held_by, read_episodes
 from sftplay.tasks.score.spec import broken_score_rules, broken_shard_rules
 from sftplay.units import GIB, format_bytes
 
@@ -206,7 +205,7 @@ class LayoutRow:
         if self.forecast.verdict == "fits":
             return ""
         largest = sorted(self.forecast.components.items(), key=lambda each: -each[1])[:SAID]
-        return ", ".join(f"{LABELS[name]} {size / GIB:.1f}" for name, size in largest)
+        return ", ".join(f"{label(self.forecast, name)} {size / GIB:.1f}" for name, size in largest)
 
 
 def compare_layouts(cfg: RunConfig, shape: ModelShape, *, place: Place) -> list[LayoutRow]:
@@ -248,18 +247,17 @@ def describe_layouts(rows: Sequence[LayoutRow]) -> Iterator[str]:
 
 
 def describe_layout(seen: Forecast) -> Iterator[str]:
-    """The layout of a plan, and the peak of each device where it has several; nothing for another task."""
-    episodes, setting = seen.setting.episodes, seen.setting
-    if episodes is None:
-        return
-    held = names_of(held_by(episodes, setting.execution), is_gpu=setting.device.is_gpu)
+    """Yield the layout of a plan, and the peak of each device where it has several."""
+    episodes, setting = seen.setting.task, seen.setting
+    assert isinstance(episodes, Episodes)
+    held = name_devices(held_by(episodes, setting.execution), is_gpu=setting.device.is_gpu)
     parts = "; ".join(f"{', '.join(each)} on {device}" for device, each in held.items())
     if episodes.layout.is_split:
         names = [part for each in held.values() for part in each]
         split, whole = (", ".join(p for p in names if (p in SPLIT_PARTS) is so) for so in (True, False))
         parts = f"a part of {split} in each of {setting.world_size} processes{f'; {whole} whole in each' * bool(whole)}"
     yield f"layout      {episodes.layout.placement}: {parts}"
-    yield f"            {seen.drawn} answers drawn at a time by each process"
+    yield f"            {seen.sampled} answers drawn at a time by each process"
     if seen.by_device:
         yield f"            {_on_devices(seen)} GiB; the lines below are of the fullest"
 
@@ -282,6 +280,9 @@ class ScorePlan(TaskSizing, TaskReport):
     unit = "episodes"
     splits_by_strategy = False
 
+    def memory(self, cfg: RunConfig, *, place: Place) -> Episodes:
+        return read_episodes(cfg, gpus=place.gpus, processes=place.world_size)
+
     def choose_placement(self, cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:
         return choose_placement(cfg, shape, place=place)
 
@@ -294,7 +295,7 @@ class ScorePlan(TaskSizing, TaskReport):
         return Decision("chunked", "log-probabilities of actions are taken in chunks of tokens")
 
     def decide_sampling(self, cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:
-        look = foresee_drawing(cfg, shape, place=place) if shape is not None else None
+        look = forecast_sampling(cfg, shape, place=place) if shape is not None else None
         share = max(1, answers_of_drawing(cfg) // place.world_size)
         return {"score.generation_rows": decide_rows_at_once(share, look)}
 

@@ -54,12 +54,17 @@ class Turns(NamedTuple):
     tables: list[Table]
 
 
-def is_of_turns(name: str) -> bool:
-    """Whether this figure of metrics.jsonl is drawn here, or is one of an evaluation."""
+def has_chart(name: str) -> bool:
+    """Return whether this figure of metrics.jsonl has a chart here, or is one of an evaluation."""
     return name.startswith("eval_") or any(name in keys for _, keys in (*PAIRS, *SAMPLED))
 
 
-def turns_of(run: RunFiles, resumed: Sequence[float]) -> Turns | None:
+def build_sections(run: RunFiles, resumed: Sequence[float]) -> dict[str, Any]:
+    """Build the task's sections of the page, by their names in `templates/page.html`."""
+    return {"turns": build_turns(run, resumed)}
+
+
+def build_turns(run: RunFiles, resumed: Sequence[float]) -> Turns | None:
     """None for a run that does not answer twice."""
     measured = sorted((pair for pair in by_step(run.evals) if "acc_t1" in pair[1]), key=lambda pair: pair[0])
     if "acc_t1" not in run.history.values and not measured:
