@@ -184,7 +184,7 @@ def test_a_run_on_rewards_is_told_its_groups_and_what_each_phase_of_a_step_takes
     assert "GiB of it keys and values" in printed
     phases = re.findall(r"^  (while|in) (.+?) +[\d.]+ GiB", printed, re.M)
     assert [name for _, name in phases] == [
-        "completions are drawn", "the loss", "a layer's backward pass", "the optimizer step",
+        "completions are sampled", "the loss", "a layer's backward pass", "the optimizer step",
     ]  # fmt: skip
     assert main(["plan", "--config", "configs/run_grpo_toy.yaml", "grpo.num_iterations=2"]) == 0
     assert "  while completions are scored without gradients  " in capsys.readouterr().out
