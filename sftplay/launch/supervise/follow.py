@@ -36,8 +36,10 @@ KEPT_LINES = 1000
 WORKER_CODES = (2, 3, 4, 5)
 """Exit codes that only a worker of ours has."""
 
-ECHO_S = 2.0
-"""make forwards a SIGTERM to its recipe (commands.c, fatal_error_signal). The second one arrives within this time."""
+ECHO_S = 20.0
+"""make forwards a SIGTERM to its recipe (commands.c, fatal_error_signal). The second one arrives within this time, on a
+busy machine too: taken for a signal of the user it would kill the workers while they write their last checkpoint. Only
+one signal counts as an echo."""
 
 
 GONE_S = 0.3
