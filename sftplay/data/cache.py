@@ -47,7 +47,7 @@ def ensure_folder(
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(lock_of(folder)):
+        with locked(get_lock_path(folder)):
             if not is_sound(folder):
                 with resumed_folder(folder) if resumes else whole_folder(folder, replaces=True) as unfinished:
                     make(unfinished)
@@ -60,7 +60,7 @@ def ensure_folder(
     return folder
 
 
-def lock_of(folder: Path) -> Path:
+def get_lock_path(folder: Path) -> Path:
     """The lock that a process holds while it makes a folder."""
     return folder.with_name(f"{folder.name}.lock")
 

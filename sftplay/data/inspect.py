@@ -23,7 +23,7 @@ LOOKED_AT = 1000
 """Rows that are looked at for one of another source; a source with a small weight may have none among them."""
 
 
-def spread_blocks(mixture: MixtureRows, count: int) -> Iterator[dict[str, Any]]:
+def evenly_spaced_blocks(mixture: MixtureRows, count: int) -> Iterator[dict[str, Any]]:
     """At most `count` blocks, evenly spread over the run and taking turns between the sources, as `described`."""
     total, numbers = len(mixture.train), [source.number for source in mixture.train.sources]
     for n in range(min(count, total)):
@@ -94,7 +94,7 @@ PROMPT_END = 60
 BATCH = 1000
 
 
-def spread_rows(examples: Examples, count: int) -> Iterator[dict[str, Any]]:
+def evenly_spaced_rows(examples: Examples, count: int) -> Iterator[dict[str, Any]]:
     """At most `count` training rows, evenly spread over all: row, source, split, input_ids, labels."""
     total = len(examples.train)
     for n in range(min(count, total)):
@@ -103,7 +103,7 @@ def spread_rows(examples: Examples, count: int) -> Iterator[dict[str, Any]]:
 
 
 def every_row(examples: Examples) -> Iterator[dict[str, Any]]:
-    """All rows of both sides in the order of their files, as `spread_rows` gives them."""
+    """All rows of both sides in the order of their files, as `evenly_spaced_rows` gives them."""
     for split, rows in (("train", examples.train), ("held_out", examples.held_out)):
         index = 0
         for batch in [] if rows is None else rows.iter(BATCH):
@@ -131,7 +131,7 @@ def n_learned(row: dict[str, Any]) -> int:
     return len(row["labels"]) - row["labels"].count(IGNORE_INDEX)
 
 
-def prompt_ids_of(row: dict[str, Any]) -> list[int]:
+def find_prompt_ids(row: dict[str, Any]) -> list[int]:
     """The tokens before the row's last learned stretch: those with which inference asks for it."""
     labels = row["labels"]
     start = len(labels)
@@ -147,7 +147,7 @@ def show_rendered(row: dict[str, Any], tokenizer: Any) -> None:
     shown = rendered(row, tokenizer)
     log.show(f"\nrow {shown['row']}  {shown['source']}  {shown['n_tokens']:,} tokens, {shown['n_learned']:,} learned")
     log.show(visible(shown["text"]))
-    prompt = prompt_ids_of(row)
+    prompt = find_prompt_ids(row)
     if not shown["n_learned"]:
         log.show("-- a prompt: completions are drawn after it, and nothing of it is learned")
     elif prompt:
@@ -179,4 +179,4 @@ def write_rendered(examples: Examples, path: Path) -> int:
 
 
 def _placed(examples: Examples, split: Any, *, index: int, row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, "source": examples.source_of(split, index), "split": split}
+    return {**row, "source": examples.find_source(split, index), "split": split}

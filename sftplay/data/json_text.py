@@ -39,7 +39,7 @@ def encode_json(value: Any) -> str:
     return text
 
 
-def flaw_of(error: Exception) -> str:
+def describe_json_error(error: Exception) -> str:
     """What is wrong with a text that `decode_json` refused, in words."""
     if isinstance(error, json.JSONDecodeError):
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"

@@ -18,8 +18,8 @@ from datasets import Dataset
 
 from sftplay.config.schema.run import DataConfig, RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint, is_sound
-from sftplay.data.layouts.convert import reading_of, to_record
-from sftplay.data.read.sources import content_digest, dialect_of, read_rows
+from sftplay.data.layouts.convert import read_layout_options, to_record
+from sftplay.data.read.sources import content_digest, read_dialect, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source, Text, chat_from_json
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import resolve_template
@@ -65,7 +65,7 @@ class Examples:
     places: dict[Side, Dataset]
     """For each side the fields of the record's `Source` of each example, in the order of the examples."""
 
-    def source_of(self, side: Side, index: int) -> str:
+    def find_source(self, side: Side, index: int) -> str:
         """The place of an example's record, as `Source` prints it."""
         return str(Source(**self.places[side][index]))
 
@@ -172,8 +172,8 @@ def expect_unchanged(digests: Mapping[str, str]) -> None:
 def sample_records(data: DataConfig, path: str) -> list[Record]:
     """The readable rows among the first ones; the full pass reports the others together with all bad rows."""
     records = []
-    reading = reading_of(data)
-    for source, value in islice(read_rows(path, dialect_of(data)), SAMPLE_ROWS):
+    reading = read_layout_options(data)
+    for source, value in islice(read_rows(path, read_dialect(data)), SAMPLE_ROWS):
         if isinstance(value, Refused):
             continue
         try:

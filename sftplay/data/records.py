@@ -172,7 +172,7 @@ class Keys:
     """What stands before the last answer, in its normal form; of a plain text all of it."""
 
 
-def keys_of(record: Record) -> Keys:
+def compute_keys(record: Record) -> Keys:
     """What tells a record from others."""
     texts = _texts(record)
     normal = [_normal(text) for text in texts]

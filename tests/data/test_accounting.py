@@ -13,7 +13,7 @@ import pytest
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.pipeline import Examples, load_examples
-from sftplay.data.read.files import suffix_of
+from sftplay.data.read.files import find_suffix
 from sftplay.errors import DataError
 from tests.conftest import SHARED_DATA
 from tests.data.awkward import AWKWARD, Awkward, lines, parquet, row
@@ -55,7 +55,7 @@ def test_every_row_of_an_awkward_file_is_accounted_for(tmp_path: Path, config: C
     (folder / "0.parquet").write_bytes(parquet(pa.Table.from_pylist(SOUND)))
     (folder / file.name).write_bytes(file.content)
     cfg = config(folder, on_bad_row="skip", encoding=file.encoding, delimiter=file.delimiter)
-    if file.error and not suffix_of(file.name):
+    if file.error and not find_suffix(file.name):
         cfg = config(folder / file.name, on_bad_row="skip")
     if file.error:
         with pytest.raises(DataError) as refusal:
@@ -97,13 +97,13 @@ def test_every_row_of_a_file_at_hand_is_accounted_for(folder: str, config: Confi
     assert files
     for path in files:
         cfg = config(path, on_bad_row="skip", contamination="drop", max_seq_len=8192)
-        if suffix_of(path) and folder in FOLDERS_WITH_TRAINING_ROWS:
+        if find_suffix(path) and folder in FOLDERS_WITH_TRAINING_ROWS:
             report = check_account(load_examples(cfg, tokenizer))
             assert (report["read"], report["refused"]) == (rows_in(path), 0), path
             continue
         with pytest.raises(DataError) as refusal:
             load_examples(cfg, tokenizer)
-        n = rows_in(path) if suffix_of(path) else 0
+        n = rows_in(path) if find_suffix(path) else 0
         expected = f"no row is left to train on: {n:,} read, {n:,} refused, see " if n else "unknown kind of file"
         if folder == "humaneval" and n:  # 8 of its 164 problems are held out by data.split, the others are for testing
             expected = "no row is left to train on: 156 read, 156 leak"

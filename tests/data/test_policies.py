@@ -157,6 +157,6 @@ def test_every_example_knows_its_file_and_line(tokenizer: Any, config: Config, t
     (folder / "b.csv").write_text("prompt,completion\nThree?,Yes.\n")
     (folder / "notes.md").write_text("not data")
     examples = load_examples(config(folder, split=0), tokenizer)
-    places = [examples.source_of("train", index) for index in range(3)]
+    places = [examples.find_source("train", index) for index in range(3)]
     assert places == [f"{folder}/a.jsonl:1", f"{folder}/a.jsonl:3", f"{folder}/b.csv:2"]
     assert "files of other kinds are left alone: notes.md" in report_table(examples.report)

@@ -6,10 +6,10 @@ from pathlib import Path
 import datasets
 import pytest
 
-from sftplay.data.layouts.convert import Reading, read_prompt, to_record, unused_columns
+from sftplay.data.layouts.convert import LayoutOptions, read_prompt, to_record, unused_columns
 from sftplay.data.pipeline import load_examples
-from sftplay.data.problems.load import draw_subset, load_problems
-from sftplay.data.problems.problem import published_test_id, question_of, split_of
+from sftplay.data.problems.load import load_problems, sample_subset
+from sftplay.data.problems.problem import find_split, format_question, published_test_id
 from sftplay.data.records import Source, chat_from_json
 from sftplay.errors import DataError
 
@@ -57,7 +57,7 @@ def test_all_three_published_forms_are_read(tmp_path):
 
 def test_the_question_shows_the_shown_tests_and_no_hidden_one(tmp_path):
     (problem,) = load_problems(written(tmp_path, WHOLE))
-    question = question_of(problem)
+    question = format_question(problem)
     assert "Double a number." in question
     assert "assert double(2) == 4" in question
     assert "double(0)" not in question
@@ -77,7 +77,7 @@ def test_the_question_shows_the_shown_tests_and_no_hidden_one(tmp_path):
 )
 def test_splits_are_those_of_the_paper(tmp_path, task_id, split):
     (problem,) = load_problems(written(tmp_path, {**WHOLE, "task_id": task_id}))
-    assert split_of(problem) == split
+    assert find_split(problem) == split
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_problem_is_a_chat_whose_answer_is_the_reference_with_what_rewards_rea
 
 
 def test_own_columns_of_a_problem_s_file_are_read_as_named():
-    reading = Reading(columns=(("question", "prompt"), ("answer", "code")))
+    reading = LayoutOptions(columns=(("question", "prompt"), ("answer", "code")))
     record = to_record(SANITIZED, Source("rows.jsonl", 1), reading=reading)
     assert (record.messages[0].content, record.answer) == ("Halve a number.", SANITIZED["code"])
     assert record.columns == ""
@@ -196,12 +196,12 @@ def test_without_file_and_connection_a_data_set_says_what_to_put_where(tmp_path,
 
 def test_a_subset_is_drawn_by_its_seed_in_the_order_of_the_problems(tmp_path):
     problems = load_problems(written(tmp_path, *({**WHOLE, "task_id": n, "text": f"No. {n}"} for n in range(601, 641))))
-    drawn = draw_subset(problems, 10, seed=1)
-    assert drawn == draw_subset(problems, 10, seed=1) != draw_subset(problems, 10, seed=2)
+    drawn = sample_subset(problems, 10, seed=1)
+    assert drawn == sample_subset(problems, 10, seed=1) != sample_subset(problems, 10, seed=2)
     assert len(drawn) == len({each.task_id for each in drawn}) == 10
     assert [each.task_id for each in drawn] == sorted(each.task_id for each in drawn)
     assert drawn != problems[:10]
-    assert draw_subset(problems, None, seed=1) == draw_subset(problems, 99, seed=1) == problems
+    assert sample_subset(problems, None, seed=1) == sample_subset(problems, 99, seed=1) == problems
 
 
 def test_a_split_without_problems_is_refused(tmp_path):

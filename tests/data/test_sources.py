@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from sftplay.data.layouts.convert import to_record
 from sftplay.data.read import json_rows as json_document
 from sftplay.data.read import json_rows as jsonl
-from sftplay.data.read.files import files_of, other_files
+from sftplay.data.read.files import list_files, other_files
 from sftplay.data.read.sources import Dialect, content_digest, is_hub_name, read_raw, read_rows
 from sftplay.data.records import Refused
 from sftplay.errors import DataError
@@ -184,7 +184,11 @@ def test_folder_is_read_whole_in_the_order_of_names_but_for_hidden_and_foreign_f
     for name in ("b.jsonl", "a/2.csv.gz", "a/1.tsv", ".hidden.jsonl", ".git/x.jsonl", "README.md", "a/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(gzip.compress(b"text\nx\n") if name.endswith("gz") else b"text\ny\n")
-    assert [str(file.relative_to(tmp_path)) for file in files_of(str(tmp_path))] == ["a/1.tsv", "a/2.csv.gz", "b.jsonl"]
+    assert [str(file.relative_to(tmp_path)) for file in list_files(str(tmp_path))] == [
+        "a/1.tsv",
+        "a/2.csv.gz",
+        "b.jsonl",
+    ]
     assert other_files(str(tmp_path)) == ["README.md", "a/notes.txt"]
     (tmp_path / "b.jsonl").write_text(THREE)
     found = [(os.path.relpath(source.path, tmp_path), source.line) for source, _ in read_rows(str(tmp_path))]
@@ -194,7 +198,7 @@ def test_folder_is_read_whole_in_the_order_of_names_but_for_hidden_and_foreign_f
 def test_folder_without_rows_is_refused(tmp_path: Path):
     (tmp_path / "README.md").write_text("nothing")
     with pytest.raises(DataError, match="is a folder without a file of rows"):
-        files_of(str(tmp_path))
+        list_files(str(tmp_path))
 
 
 @pytest.mark.parametrize("path", ["x.jsonl", "a/b/c", "x\0.jsonl", "x" * 5000, "", "x" * 300 + "/y"])

@@ -21,7 +21,7 @@ Unit = Literal["trainable_tokens", "examples"]
 """What shares are counted in: labels, or documents and chats that begin in a block."""
 
 
-class Row(NamedTuple):
+class BlockTokens(NamedTuple):
     """A block as the model gets it: int64 [tokens] each."""
 
     input_ids: Ints
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pieces:
+class DocumentSpans:
     """Parts of documents, in the order in which they stand in a block: int64 [pieces] each."""
 
     documents: Ints
@@ -54,10 +54,10 @@ class Blocks(Protocol):
     def epochs_in(self, n_blocks: int) -> float:
         """How many times the source is read in its first blocks."""
 
-    def pieces(self, block: int) -> Pieces:
+    def pieces(self, block: int) -> DocumentSpans:
         """What a block holds, as far as `grow` has come."""
 
-    def row(self, block: int) -> Row:
+    def row(self, block: int) -> BlockTokens:
         """A block's tokens."""
 
 
@@ -103,24 +103,24 @@ class TextBlocks:
         """As `Blocks.epochs_in`."""
         return n_blocks * self._new / max(self._order.documents.n_tokens, 1)
 
-    def pieces(self, block: int) -> Pieces:
+    def pieces(self, block: int) -> DocumentSpans:
         """As `Blocks.pieces`."""
         first, end = block * self._new, (block + 1) * self._new
         if self._crosses and block:
             first -= 1
-        parts = [self._pieces_of(number, first=first, end=end) for number in self._chunks_of(first, end)]
+        parts = [self._cut_chunk(number, first=first, end=end) for number in self._find_chunks(first, end)]
         documents, begins, ends = map(np.concatenate, zip(*parts, strict=True))
         if not self._crosses:
             begins[0] -= begins[0] > 0
-        return Pieces(documents, begins, ends)
+        return DocumentSpans(documents, begins, ends)
 
-    def row(self, block: int) -> Row:
+    def row(self, block: int) -> BlockTokens:
         """As `Blocks.row`."""
         places, within = _laid_out(self._order, self.pieces(block))
         ids = self._order.documents.tokens[places].astype(np.int64)
         positions = np.arange(len(ids)) if self._crosses else within
         # Where a piece begins stands the first token of a document, or context.
-        return Row(ids, np.where(positions == 0, IGNORE_INDEX, ids), positions)
+        return BlockTokens(ids, np.where(positions == 0, IGNORE_INDEX, ids), positions)
 
     def _last(self, end: int) -> Ints | None:
         """The shorter block at the end of documents that are read once."""
@@ -135,7 +135,7 @@ class TextBlocks:
         self._taught += int(sizes.sum())
         return sizes
 
-    def _chunks_of(self, first: int, end: int) -> range:
+    def _find_chunks(self, first: int, end: int) -> range:
         """The chunks in which tokens `first` to `end` of the stream lie."""
         low = bisect_right(self._chunk_starts, first) - 1
         high = low + 1
@@ -143,7 +143,7 @@ class TextBlocks:
             high += 1
         return range(low, min(high, len(self._chunk_starts) - 1))
 
-    def _pieces_of(self, number: int, *, first: int, end: int) -> tuple[Ints, Ints, Ints]:
+    def _cut_chunk(self, number: int, *, first: int, end: int) -> tuple[Ints, Ints, Ints]:
         """The parts of one chunk's documents that lie within tokens `first` to `end` of the stream."""
         chunk = self._order.chunk(number)
         assert chunk is not None
@@ -199,7 +199,7 @@ class ChatBlocks:
         """As `Blocks.epochs_in`."""
         return self._firsts[n_blocks] / max(len(self._order.documents.table), 1)
 
-    def pieces(self, block: int) -> Pieces:
+    def pieces(self, block: int) -> DocumentSpans:
         """As `Blocks.pieces`."""
         first, end = self._firsts[block], self._firsts[block + 1]
         parts: list[Ints] = []
@@ -211,30 +211,30 @@ class ChatBlocks:
             first, number = first + len(found), number + 1
         documents = np.concatenate(parts)
         table = self._order.documents.table
-        return Pieces(
+        return DocumentSpans(
             documents, np.zeros_like(documents), table["end"][documents] - self._order.documents.starts(documents)
         )
 
-    def row(self, block: int) -> Row:
+    def row(self, block: int) -> BlockTokens:
         """As `Blocks.row`."""
         places, positions = _laid_out(self._order, self.pieces(block))
         documents = self._order.documents
         assert documents.learned is not None
         ids = documents.tokens[places].astype(np.int64)
         is_learned = (documents.learned[places] > 0) & (positions > 0)
-        return Row(ids, np.where(is_learned, ids, IGNORE_INDEX), positions)
+        return BlockTokens(ids, np.where(is_learned, ids, IGNORE_INDEX), positions)
 
     def _cuts(self, starts: Ints) -> list[int]:
         """Chats of a chunk, by their place in it, that no longer fit into the block before them."""
         n = len(starts) - 1
         # Chat -> the first behind it that does not fit into a block which begins with it.
-        following = np.searchsorted(starts[1:], starts[:-1] + self._room, side="right").tolist()
+        next_cut = np.searchsorted(starts[1:], starts[:-1] + self._room, side="right").tolist()
         at = int(np.searchsorted(starts[1:], self._room - self._filled, side="right"))
         cuts = []
         while at < n:
             cuts.append(at)
-            assert following[at] > at, "a chat is longer than a block"
-            at = following[at]
+            assert next_cut[at] > at, "a chat is longer than a block"
+            at = next_cut[at]
         return cuts
 
     def _last(self) -> Ints | None:
@@ -251,7 +251,7 @@ class ChatBlocks:
         return chunk
 
 
-def _laid_out(order: ReadingOrder, pieces: Pieces) -> tuple[Ints, Ints]:
+def _laid_out(order: ReadingOrder, pieces: DocumentSpans) -> tuple[Ints, Ints]:
     """For each token of a block its place among the source's tokens, and its place in its piece."""
     lengths = pieces.ends - pieces.begins
     before = np.cumsum(lengths) - lengths

@@ -58,7 +58,7 @@ class Schedule:
         """How many rows there are until a source has been read so many times."""
         while (n_blocks := self._sources[source].n_until(epochs)) is None:
             self._extend()
-        return self.row_of(source, n_blocks - 1) + 1
+        return self.find_row(source, n_blocks - 1) + 1
 
     def n_blocks(self, n_rows: int) -> list[int]:
         """How many of the first rows each source gives."""
@@ -68,7 +68,7 @@ class Schedule:
             counts += np.bincount(sources[: max(n_rows - first, 0)], minlength=len(counts))
         return [int(count) for count in counts]
 
-    def row_of(self, source: int, block: int) -> int:
+    def find_row(self, source: int, block: int) -> int:
         """The row that is this block."""
         part = 0
         while True:
@@ -156,7 +156,7 @@ class BlockForm:
     crosses_documents: bool = False
     unit: Unit = "trainable_tokens"
 
-    def of(self, order: ReadingOrder, kind: SourceType) -> Blocks:
+    def build_blocks(self, order: ReadingOrder, kind: SourceType) -> Blocks:
         """The blocks of a source."""
         if kind == "chat":
             return ChatBlocks(order, self.size, unit=self.unit)
@@ -177,7 +177,7 @@ class MixSource:
 
     def blocks(self, side: Side, *, form: BlockForm, seed: int | None) -> Blocks:
         """The blocks of one side: endless in a seeded order, or once in the order of the files."""
-        return form.of(ReadingOrder(self.store.sides[side], seed=seed, source=self.number), self.kind)
+        return form.build_blocks(ReadingOrder(self.store.sides[side], seed=seed, source=self.number), self.kind)
 
     def documents(self, side: Side) -> Iterator[Document]:
         """Every document of one side, whole, in the order of the files."""

@@ -12,9 +12,9 @@ from sftplay.config.rules.documents import held_out_share
 from sftplay.config.schema.mixture import DatasetConfig
 from sftplay.config.schema.run import DataConfig, RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.layouts.source_types import data_of
-from sftplay.data.mixture.filling import StoreFiles
+from sftplay.data.layouts.source_types import select_data_config
 from sftplay.data.mixture.store import Index
+from sftplay.data.mixture.store_writer import StoreWriter
 from sftplay.data.pipeline import CODE_VERSION, DEFAULT_SPLIT, READERS, expect_unchanged, sample_records
 from sftplay.data.read.digests import kept_digest
 from sftplay.data.render.render import Recipe, Renderer
@@ -71,7 +71,7 @@ class SourceJob:
         }
         return Path(data.processed_dir) / fingerprint(parts)
 
-    def _fill(self, files: StoreFiles) -> None:
+    def _fill(self, files: StoreWriter) -> None:
         renderer = Renderer.from_recipe(self.recipe)
         preparation = Preparation(
             self.data,
@@ -83,10 +83,10 @@ class SourceJob:
         preparation.run(self.inputs, files, guarded=self.guarded)
         expect_unchanged(self.digests)
 
-    def ensure(self, *, is_followed: bool = False) -> Path:
+    def ensure(self, *, is_streamed: bool = False) -> Path:
         """The folder of the store, whole; a store that a killed process has left is filled up.
 
-        With `is_followed` a bad row ends the filling at once, because others read the store already.
+        With `is_streamed` a bad row ends the filling at once, because others read the store already.
 
         Raises:
             DataError: as `Preparation.run`; or a file has changed meanwhile.
@@ -95,7 +95,7 @@ class SourceJob:
         index = Index(id_bytes=self.id_bytes, has_mask=self.has_chats)
 
         def make(folder: Path) -> None:
-            with StoreFiles(folder, index, held_out_first=held_out_first, is_followed=is_followed) as files:
+            with StoreWriter(folder, index, held_out_first=held_out_first, is_streamed=is_streamed) as files:
                 self._fill(files)
 
         return ensure_folder(self.folder, make, resumes=True)
@@ -118,14 +118,14 @@ class Renderers:
         texts, chats = Renderer.prove(tokenizer, None, samples=[]), None
         paths = [source.path for source in cfg.sources if source.type == "chat"]
         if paths:
-            data = data_of(cfg, "chat")
+            data = select_data_config(cfg, "chat")
             samples = [record for path in paths for record in sample_records(data, path)]
             chosen = template if template is not None else resolve_template(cfg.data.template, tokenizer)
             chats = Renderer.prove(tokenizer, chosen, samples=samples)
         return cls(texts, chats)
 
 
-def jobs_of(cfg: RunConfig, tokenizer: Any, *, renderers: Renderers) -> list[SourceJob]:
+def list_source_jobs(cfg: RunConfig, tokenizer: Any, *, renderers: Renderers) -> list[SourceJob]:
     """The job of each source, in order.
 
     Raises:
@@ -142,7 +142,7 @@ def jobs_of(cfg: RunConfig, tokenizer: Any, *, renderers: Renderers) -> list[Sou
         inputs, guarded = _inputs(cfg, source), _guarded(cfg, source)
         jobs.append(
             SourceJob(
-                data=data_of(cfg, source.type),
+                data=select_data_config(cfg, source.type),
                 recipe=renderer.recipe(),
                 max_tokens=cfg.row_tokens if source.type == "chat" else None,
                 inputs=inputs,

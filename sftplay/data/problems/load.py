@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from sftplay import log
 from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.problems.problem import REWARD_COLUMNS, Problem, reward_columns, split_of, to_problem
+from sftplay.data.problems.problem import REWARD_COLUMNS, Problem, find_split, reward_columns, to_problem
 from sftplay.data.read.sources import is_hub_name, read_rows
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError, RunError, nearest_names
@@ -147,10 +147,10 @@ def problem_rows(named: str) -> Iterator[tuple[Source, dict[str, Any] | Refused]
     if known is None or file or Path(named).exists():
         yield from read_rows(_checked(str(file or named)))
         return
-    from sftplay.data.read.hub import hub_rows_of
+    from sftplay.data.read.hub import read_hub_splits
 
     try:
-        yield from hub_rows_of(known.hub, known.subset, splits=known.splits)
+        yield from read_hub_splits(known.hub, known.subset, splits=known.splits)
     except DataError as error:
         other = next((name for name in PUBLISHED if name.startswith(f"{named}-") and local_file(name)), None)
         fix = f"put {known.files[0]} into data/, or name a file: DATA=path/{known.files[0]}"
@@ -190,7 +190,7 @@ def load_problems(path: str, split: Split = "all") -> list[Problem]:
             raise DataError(row.reason, where=str(source), fix="mend the row, or remove it")
         problem = read_problem(row, source)
         words = " ".join(problem.text.lower().split())
-        if words not in seen and (split == "all" or split_of(problem) == split):
+        if words not in seen and (split == "all" or find_split(problem) == split):
             problems.append(problem)
         seen.add(words)
     if not problems:
@@ -198,7 +198,7 @@ def load_problems(path: str, split: Split = "all") -> list[Problem]:
     return problems
 
 
-def draw_subset(problems: Sequence[Problem], limit: int | None, *, seed: int) -> list[Problem]:
+def sample_subset(problems: Sequence[Problem], limit: int | None, *, seed: int) -> list[Problem]:
     """At most `limit` of the problems, drawn by `seed`, in their order; the first ones would be like each other."""
     if limit is None or limit >= len(problems):
         return list(problems)
@@ -213,7 +213,7 @@ def read_problem(row: Mapping[str, Any], source: Source) -> Problem:
         raise DataError(error.what, where=str(source), fix=error.fix) from error
 
 
-def columns_of(problems: Sequence[Problem]) -> dict[str, list[Any]]:
+def collect_reward_columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
     """The problems as the columns that code rewards read."""
     rows = [reward_columns(problem) for problem in problems]
     return {name: [row[name] for row in rows] for name in REWARD_COLUMNS}

@@ -11,7 +11,7 @@ from typing import Any
 from sftplay.errors import DataError
 
 PROMPT_VERSION = 1
-"""To be raised when `question_of` asks in other words: results before and after do not compare."""
+"""To be raised when `format_question` asks in other words: results before and after do not compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Problem:
     """How many of the tests stand in the question."""
 
 
-def question_of(problem: Problem) -> str:
+def format_question(problem: Problem) -> str:
     """What a model is asked."""
     parts = [problem.text.strip()]
     if problem.shown:
@@ -48,7 +48,7 @@ def question_of(problem: Problem) -> str:
     return "\n\n".join(parts)
 
 
-def answer_of(problem: Problem) -> str:
+def format_answer(problem: Problem) -> str:
     """The reference, in the form in which a model is asked to answer."""
     return f"```python\n{problem.reference.strip()}\n```"
 
@@ -60,7 +60,7 @@ def reward_columns(problem: Problem) -> dict[str, Any]:
     """What rewards read of a problem, by name."""
     values = (
         problem.task_id,
-        answer_of(problem),
+        format_answer(problem),
         list(problem.tests),
         problem.setup,
         problem.entry_point,
@@ -118,7 +118,7 @@ def to_problem(row: Mapping[str, Any]) -> Problem:
     raise DataError(f"is no problem: it has {', '.join(sorted(row))}", fix=fix)
 
 
-def split_of(problem: Problem) -> str:
+def find_split(problem: Problem) -> str:
     """The published split of a problem; HumanEval is test only. Empty for a problem of one's own."""
     return _split(problem.task_id)
 

@@ -16,17 +16,17 @@ from datasets import Dataset
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.layouts.convert import Reading, read_beginning, reading_of
+from sftplay.data.layouts.convert import LayoutOptions, read_beginning, read_layout_options
 from sftplay.data.order import is_held_out
 from sftplay.data.pipeline import CODE_VERSION, DEFAULT_SPLIT, READERS, expect_unchanged, sample_records
 from sftplay.data.problems.problem import published_test_id
-from sftplay.data.prompts.prompt import Prompt, columns_of, to_prompt
+from sftplay.data.prompts.prompt import Prompt, read_reward_columns, to_prompt
 from sftplay.data.prompts.questions import Questions, QuestionWriter
-from sftplay.data.read.sources import content_digest, dialect_of, read_rows
-from sftplay.data.records import Refused, keys_of
+from sftplay.data.read.sources import content_digest, read_dialect, read_rows
+from sftplay.data.records import Refused, compute_keys
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import resolve_template
-from sftplay.data.tokenize.batch import Example, RowOutcome, short
+from sftplay.data.tokenize.batch import Example, RowOutcome, hash64
 from sftplay.data.tokenize.one_pass import REFUSED, REPORT, Input, refused_line
 from sftplay.data.tokenize.policies import SIDES, RowPolicies, Side
 from sftplay.data.tokenize.report import total, where_rows_went
@@ -153,7 +153,7 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
 
 def renderer_for(cfg: RunConfig, tokenizer: Any, *, path: str, template: str | None = None) -> Renderer:
     """What asks the questions of a file: by the chat template, or without one where its rows are plain texts."""
-    reading, dialect = reading_of(cfg.data), dialect_of(cfg.data)
+    reading, dialect = read_layout_options(cfg.data), read_dialect(cfg.data)
     _, first = next(iter(read_rows(path, dialect)), (None, {}))
     is_plain = not isinstance(first, Refused) and bool(read_beginning(first, reading=reading))
     if template is None and not (is_plain and not tokenizer.chat_template):
@@ -167,8 +167,8 @@ class _Pass:
     def __init__(self, cfg: RunConfig, renderer: Renderer, *, max_tokens: int) -> None:
         self._renderer, self._max_tokens = renderer, max_tokens
         self._asks_last_turn = cfg.task.turns == 2
-        self._reading: Reading = reading_of(cfg.data)
-        self._dialect = dialect_of(cfg.data)
+        self._reading: LayoutOptions = read_layout_options(cfg.data)
+        self._dialect = read_dialect(cfg.data)
         self._columns: dict[str, None] = {}
         self._policies = RowPolicies(cfg.data, max_tokens, limit="the most for a prompt", fix_long=room(cfg))
 
@@ -210,11 +210,11 @@ class _Pass:
             prompt.held_out = share == 1.0
             return prompt, {}
         record, source = prompt.unanswered, prompt.source
-        keys = keys_of(record)
+        keys = compute_keys(record)
         outcome = RowOutcome(prompt.number, source, held_out=share == 1.0 or is_held_out(keys, share))
-        outcome.keys = short(keys.content), short(keys.prompt), short(keys.prompt)
+        outcome.keys = hash64(keys.content), hash64(keys.prompt), hash64(keys.prompt)
         outcome.tested = published_test_id(prompt.row)
-        columns = columns_of(prompt.row, source, reading=self._reading)
+        columns = read_reward_columns(prompt.row, source, reading=self._reading)
         if COMPLETIONS in columns:
             outcome.refused = f"has a column {COMPLETIONS!r}, the name by which rewards get the answers"
             outcome.fix = "give the column another name"
@@ -280,7 +280,7 @@ def room(cfg: RunConfig) -> str:
 
 
 def _key(prompt: Prompt) -> int:
-    return short(keys_of(prompt.unanswered).prompt)
+    return hash64(compute_keys(prompt.unanswered).prompt)
 
 
 def _nothing_to_ask(cfg: RunConfig, report: Mapping[str, Any]) -> DataError:

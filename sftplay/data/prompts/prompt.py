@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from sftplay.data.layouts.convert import Reading, read_beginning, read_prompt, to_record
-from sftplay.data.layouts.turns import Row
+from sftplay.data.layouts.convert import LayoutOptions, read_beginning, read_prompt, to_record
+from sftplay.data.layouts.turns import RowFields
 from sftplay.data.records import Chat, Message, Source, Text
 from sftplay.errors import DataError
 
@@ -21,7 +21,7 @@ class Prompt:
 
     number: int
     source: Source
-    row: Row
+    row: RowFields
     messages: tuple[Message, ...]
     tools: str
     beginning: str = ""
@@ -65,7 +65,7 @@ class Prompt:
         return Chat((*self.messages, Message("assistant", "")), self.source, tools=self.tools)
 
 
-def to_prompt(row: Row, source: Source, *, number: int, reading: Reading) -> Prompt:
+def to_prompt(row: RowFields, source: Source, *, number: int, reading: LayoutOptions) -> Prompt:
     """The question of a row of any layout that training reads, and of one that has `prompt` alone.
 
     Raises:
@@ -76,7 +76,7 @@ def to_prompt(row: Row, source: Source, *, number: int, reading: Reading) -> Pro
     return Prompt(number, source, row, *read_prompt(row, source, reading=reading))
 
 
-def columns_of(row: Row, source: Source, *, reading: Reading) -> dict[str, Any]:
+def read_reward_columns(row: RowFields, source: Source, *, reading: LayoutOptions) -> dict[str, Any]:
     """What rewards read of a row: its columns, by their own names and by those of `data.columns`, and `answer`; of a
     published problem also its tests, see `data.problems`."""
     mapped = {field: row[column] for field, column in reading.columns if column in row}

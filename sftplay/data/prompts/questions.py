@@ -64,7 +64,7 @@ class Questions:
         """Those of all prompts, in their order."""
         return list(self.rows["row"])
 
-    def place_of(self, number: int) -> str:
+    def find_place(self, number: int) -> str:
         """Where the row stands, as `Source` prints it."""
         row = self.rows[number]
         return str(Source(row["path"], row["line"], row["record"]))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sftplay.data.puzzles.arc import Grid, Task, cropped, parse_name, task_of
+from sftplay.data.puzzles.arc import ArcTask, Grid, cropped, parse_name, parse_task
 from sftplay.errors import DataError
 
 NAMES = "identifiers.json"
@@ -37,7 +37,7 @@ def read_names(split: Path) -> list[str]:
     return names
 
 
-def read_asked(split: Path) -> dict[str, Task]:
+def read_asked(split: Path) -> dict[str, ArcTask]:
     """The tasks whose test pairs the split in the folder `split` asks for.
 
     Raises:
@@ -46,7 +46,7 @@ def read_asked(split: Path) -> dict[str, Task]:
     path, tasks = split.parent / ASKED, _read(split, ASKED)
     if not isinstance(tasks, dict) or not tasks:
         raise _fault(path, "holds no tasks")
-    return {name: task_of(task, name, where=f"{path} {name}") for name, task in tasks.items()}
+    return {name: parse_task(task, name, where=f"{path} {name}") for name, task in tasks.items()}
 
 
 def _read(split: Path, name: str) -> Any:
@@ -67,7 +67,7 @@ KS = (1, 2, 10, 100, 1000)
 
 
 @dataclass(frozen=True)
-class Answer:
+class CopyAnswer:
     """What a model says to one test input of one copy."""
 
     identifier: str
@@ -99,10 +99,10 @@ class _Votes:
     confidences: list[float] = field(default_factory=list)
 
 
-Question = tuple[str, bytes]
-"""Task and test input."""
+TestInput = tuple[str, bytes]
+"""ArcTask and test input."""
 
-Ballots = dict[Question, list[Candidate]]
+Ballots = dict[TestInput, list[Candidate]]
 """Test input -> the answers, the first the best."""
 
 
@@ -110,9 +110,9 @@ class Tally:
     """The votes for each answer to each test input, while they come in. An empty answer has no vote."""
 
     def __init__(self) -> None:
-        self.boxes: dict[Question, dict[bytes, _Votes]] = {}
+        self.boxes: dict[TestInput, dict[bytes, _Votes]] = {}
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: CopyAnswer) -> None:
         """Count an answer."""
         task, change = parse_name(answer.identifier)
         box = self.boxes.setdefault((task, grid_key(change.undo(cropped(answer.inputs)))), {})
@@ -121,10 +121,10 @@ class Tally:
             box.setdefault(grid_key(grid), _Votes(grid)).confidences.append(_sigmoid(answer.q_halt))
 
     def shares(self, n: int) -> list[Tally]:
-        """The same votes in `n` tallies. All votes for a task are in the one that `share_of` names."""
+        """The same votes in `n` tallies. All votes for a task are in the one that `assign_share` names."""
         found = [Tally() for _ in range(n)]
         for question, box in self.boxes.items():
-            found[share_of(question[0], n)].boxes[question] = box
+            found[assign_share(question[0], n)].boxes[question] = box
         return found
 
     def merge(self, other: Tally) -> None:
@@ -139,17 +139,17 @@ class Tally:
         return {question: _ranked(list(box.values())) for question, box in self.boxes.items()}
 
 
-def share_of(task: str, n: int) -> int:
+def assign_share(task: str, n: int) -> int:
     """Which of `n` shares the votes for a task belong to, the same in every process."""
     return zlib.crc32(task.encode()) % n
 
 
-def solved_at(task: Task, ballots: Ballots) -> float:
+def solved_at(task: ArcTask, ballots: Ballots) -> float:
     """The least k with which the task is solved: each test input has its output among its first k; inf for never."""
-    return max(ranks_of(task, ballots))
+    return max(compute_ranks(task, ballots))
 
 
-def ranks_of(task: Task, ballots: Ballots) -> list[float]:
+def compute_ranks(task: ArcTask, ballots: Ballots) -> list[float]:
     """For each test input of the task the least k with its output among the first k answers; inf for never."""
     ranks: list[float] = []
     for pair in task.test:

@@ -76,7 +76,7 @@ class PuzzleSet:
         """Originals, each with its augmented copies."""
         return len(self.group_indices) - 1
 
-    def puzzles_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def find_puzzles(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The number of the puzzle that each example belongs to."""
         return np.searchsorted(self.puzzle_indices, rows, side="right") - 1
 

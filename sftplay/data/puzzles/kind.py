@@ -14,7 +14,7 @@ Cells = NDArray[np.uint8]
 """[puzzles, cells]"""
 
 
-class Kind(Protocol):
+class PuzzleKind(Protocol):
     """Cells hold the place of their character in `alphabet.symbols`, less one: 0 is the first behind the padding's."""
 
     alphabet: Alphabet
@@ -39,5 +39,5 @@ class Kind(Protocol):
     def is_copy(self, one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
         """Whether the one question is a copy of the other."""
 
-    def copies_of(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
+    def make_copies(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
         """`n` copies, at least one, of the two rows of `pair`, a question and its answer. Both are changed alike."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from sftplay.atomic import check_new_file, locked, unfinished_folder, whole_folder
 from sftplay.data.puzzles.folder import PuzzleFolder, write_folder
-from sftplay.data.puzzles.make_checks import Settings
+from sftplay.data.puzzles.make_checks import PuzzleSettings
 from sftplay.data.puzzles.make_rows import write_rows
 from sftplay.data.puzzles.make_tasks import write_tasks
 from sftplay.data.puzzles.small_sudokus import ALPHABET, make_groups
@@ -20,7 +20,7 @@ REPORT = "report.json"
 KINDS = ("sudoku", "maze", "arc", "sudoku4")
 
 
-def make_folder(settings: Settings) -> dict[str, Any]:
+def make_folder(settings: PuzzleSettings) -> dict[str, Any]:
     """Write `settings.out` with both splits; the report, which lies there too.
 
     Raises:
@@ -50,7 +50,7 @@ def removed(path: Path) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def _check_source(settings: Settings) -> None:
+def _check_source(settings: PuzzleSettings) -> None:
     if settings.kind == "sudoku4" and settings.source is not None:
         fix = "leave it out; sudoku4 is made here"
         raise ConfigError("is not read for sudoku4", where="--in", fix=fix)
@@ -64,7 +64,7 @@ def _check_source(settings: Settings) -> None:
         raise DataError("no such file or folder", where=str(settings.source), fix="correct IN=")
 
 
-def _write(settings: Settings, folder: Path) -> dict[str, Any]:
+def _write(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
     if settings.kind == "arc":
         more = write_tasks(settings, folder)
     elif settings.kind == "sudoku4":

@@ -43,7 +43,7 @@ class Maze:
         """Whether the one maze is the other, turned or mirrored."""
         return _smallest(one) == _smallest(other)
 
-    def copies_of(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
+    def make_copies(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
         """One to seven copies, each turned or mirrored in another way."""
         ways = 1 + stream.permutation(7)[:n]
         grids = pair.reshape(2, SIZE, SIZE)

@@ -13,7 +13,7 @@ from sftplay.data.puzzles.folder import AGAIN, PuzzleFolder, PuzzleSet, array_fi
 from sftplay.errors import ConfigError, DataError
 
 
-def stream_of(mark: bytes, seed: int) -> np.random.Generator:
+def make_generator(mark: bytes, seed: int) -> np.random.Generator:
     """The stream of the puzzle that `mark` tells from all others."""
     number = int.from_bytes(hashlib.sha256(mark).digest()[:8], "big")
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number])))
@@ -27,7 +27,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class PuzzleBatch:
     """A process's rows of one batch."""
 
     set_name: str
@@ -47,7 +47,7 @@ class Rows:
     """[batch]: False for padding."""
 
 
-class TrainRows:
+class TrainBatches:
     """The rows of training, without end: iterate over it.
 
     A pass holds `epochs_per_pass` permutations of the groups of a set. Of each group one puzzle is drawn, and of that
@@ -76,10 +76,10 @@ class TrainRows:
             fix = "lower it, or prepare more puzzles"
             raise ConfigError(what, where="train.effective_batch_size", fix=fix)
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[PuzzleBatch]:
         return self
 
-    def __next__(self) -> Rows:
+    def __next__(self) -> PuzzleBatch:
         while (drawn := self._draw()) is None:
             self.passes, self.batches, self.position, self._order = self.passes + 1, 0, 0, None
         return take(self.folder, self._set(), rows=drawn[self.mine])
@@ -135,7 +135,7 @@ class TrainRows:
         return examples[shuffled][: self.global_batch]
 
 
-class TestRows:
+class TestBatches:
     """The rows of a measurement: each once, one behind the other. Every process has as many batches."""
 
     __test__ = False  # pytest takes it for tests by its name
@@ -146,14 +146,14 @@ class TestRows:
     def __len__(self) -> int:
         return sum(-(-len(each) // self.global_batch) for each in self.folder.sets)
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[PuzzleBatch]:
         for each in self.folder.sets:
             for start in range(0, len(each), self.global_batch):
                 rows = np.arange(start, start + self.global_batch)[self.mine]
                 yield take(self.folder, each, rows=np.where(rows < len(each), rows, -1))
 
 
-def take(folder: PuzzleFolder, chosen: PuzzleSet, *, rows: NDArray[np.int64]) -> Rows:
+def take(folder: PuzzleFolder, chosen: PuzzleSet, *, rows: NDArray[np.int64]) -> PuzzleBatch:
     """The examples `rows` of a set; -1 makes a row of padding.
 
     Raises:
@@ -170,9 +170,9 @@ def take(folder: PuzzleFolder, chosen: PuzzleSet, *, rows: NDArray[np.int64]) ->
         if found.min() < 0 or found.max() >= facts.vocab_size:
             what = f"holds a token outside 0 to {facts.vocab_size - 1}"
             raise DataError(what, where=str(array_file(folder.path, chosen.name, array=name)), fix=AGAIN)
-    identifiers = chosen.puzzle_identifiers[chosen.puzzles_of(known)].astype(np.int32)
+    identifiers = chosen.puzzle_identifiers[chosen.find_puzzles(known)].astype(np.int32)
     identifiers[~mask] = facts.blank_identifier_id
-    return Rows(
+    return PuzzleBatch(
         set_name=chosen.name, rows=rows, inputs=inputs, labels=labels, puzzle_identifiers=identifiers, mask=mask
     )
 

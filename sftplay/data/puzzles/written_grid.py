@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sftplay.data.puzzles.folder import Facts
-from sftplay.data.puzzles.sudoku import units_of
+from sftplay.data.puzzles.sudoku import list_units
 from sftplay.errors import DataError
 
 UNLABELLED = "·"
@@ -33,7 +33,7 @@ class GridText:
     pad_id: int
 
     @classmethod
-    def of(cls, facts: Facts) -> GridText:
+    def from_facts(cls, facts: Facts) -> GridText:
         """The writing of a folder's grids; a folder that names no shape has square ones."""
         columns = facts.shape[-1] if facts.shape else isqrt(facts.seq_len - 1) + 1
         return cls(facts.kind, facts.symbols or WITHOUT_SYMBOLS, columns, facts.pad_id)
@@ -106,7 +106,7 @@ class GridText:
     def _check_rules(self, grid: NDArray[np.int64], where: str, *, numbers: list[int]) -> None:
         """Refuse a grid that gives a digit twice in a row, column or box."""
         blank = self.symbols.index(".")
-        for unit, cells in enumerate(units_of(self.columns)):
+        for unit, cells in enumerate(list_units(self.columns)):
             values = grid[cells]
             twice = [cell for cell in cells if grid[cell] != blank and (values == grid[cell]).sum() > 1]
             if twice:
@@ -117,4 +117,4 @@ class GridText:
     def breaks_rules(self, tokens: NDArray[Any]) -> bool:
         """Whether a row, column or box of an answered Sudoku does not hold each digit once."""
         wanted = [token for token, each in enumerate(self.symbols) if each.isdecimal()]
-        return self.is_sudoku and any(sorted(tokens[cells].tolist()) != wanted for cells in units_of(self.columns))
+        return self.is_sudoku and any(sorted(tokens[cells].tolist()) != wanted for cells in list_units(self.columns))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sftplay.data.read.files import files_of, suffix_of
+from sftplay.data.read.files import find_suffix, list_files
 from sftplay.errors import DataError
 
 LINES = (".jsonl", ".ndjson")
@@ -15,7 +15,7 @@ BLOCK_BYTES = 1 << 20
 def count_rows(paths: Sequence[str]) -> int | None:
     """About how many rows the files have; None where only reading them tells."""
     try:
-        counts = [_count(file) for path in paths for file in files_of(path)]
+        counts = [_count(file) for path in paths for file in list_files(path)]
     except (DataError, OSError):  # a data set of the hub, or what reading will refuse
         return None
     known = [count for count in counts if count is not None]
@@ -23,7 +23,7 @@ def count_rows(paths: Sequence[str]) -> int | None:
 
 
 def _count(file: Path) -> int | None:
-    kind = suffix_of(file)
+    kind = find_suffix(file)
     if kind == ".parquet":
         import pyarrow.parquet
 

@@ -77,7 +77,7 @@ class Charset:
         return not text.isascii() and UNDECODABLE in text
 
     def _advice(self) -> str:
-        likely = likely_encoding(self.file) if self.is_utf8 else ""
+        likely = detect_file_encoding(self.file) if self.is_utf8 else ""
         return f"; the file looks like {likely}: set data.encoding: {likely}" if likely else "; see data.encoding"
 
 
@@ -97,16 +97,16 @@ def checked_encoding(name: str) -> str:
     raise DataError(f"Python knows no encoding of text called {name!r}", where="data.encoding", fix=fix)
 
 
-def likely_encoding(file: Path) -> str:
+def detect_file_encoding(file: Path) -> str:
     """The encoding that a file which is not UTF-8 probably is in; empty when nothing fits.
 
     For rows it is only ever advice. Documents are read in it, and the report says so.
     """
-    return likely_encoding_of(_foreign_part(file))
+    return detect_encoding(_foreign_part(file))
 
 
-def likely_encoding_of(data: bytes) -> str:
-    """As `likely_encoding`, for bytes at hand."""
+def detect_encoding(data: bytes) -> str:
+    """As `detect_file_encoding`, for bytes at hand."""
     from charset_normalizer import from_bytes
 
     found = from_bytes(data[:SAMPLE_BYTES], cp_isolation=LIKELY)

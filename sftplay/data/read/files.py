@@ -34,13 +34,13 @@ FOREIGN = (
 BUFFER_BYTES = 1 << 18
 
 
-def suffix_of(path: str | Path) -> str:
+def find_suffix(path: str | Path) -> str:
     """The known suffix that a path ends with, such as `.jsonl` or `.csv.gz`; empty when it has none."""
     name = Path(path).name.lower()
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix) and name != suffix), "")
 
 
-def files_of(path: str) -> list[Path]:
+def list_files(path: str) -> list[Path]:
     """The file itself, or every known file below the folder, sorted; hidden ones are left alone.
 
     Raises:
@@ -50,7 +50,7 @@ def files_of(path: str) -> list[Path]:
     known = ", ".join(SUFFIXES)
     mode = _mode(given) if path else 0
     if stat.S_ISDIR(mode):
-        found = [file for file in _below(given) if suffix_of(file)]
+        found = [file for file in _below(given) if find_suffix(file)]
         if not found:
             raise DataError("is a folder without a file of rows", where=path, fix=f"put one there ({known})")
         return found
@@ -59,7 +59,7 @@ def files_of(path: str) -> list[Path]:
         raise DataError("there is no such file", where=path, fix=fix)
     if not stat.S_ISREG(mode):
         raise DataError("is neither a file nor a folder", where=path, fix="give rows in a file or a folder")
-    if not suffix_of(given):
+    if not find_suffix(given):
         raise DataError(f"unknown kind of file {given.suffix!r}", where=path, fix=f"convert it to one of {known}")
     return [given]
 
@@ -69,7 +69,7 @@ def other_files(path: str) -> list[str]:
     folder = Path(path)
     if not stat.S_ISDIR(_mode(folder)):
         return []
-    return [str(file.relative_to(folder)) for file in _below(folder) if not suffix_of(file)]
+    return [str(file.relative_to(folder)) for file in _below(folder) if not find_suffix(file)]
 
 
 def open_bytes(file: Path) -> BinaryIO:

@@ -28,16 +28,16 @@ GUARD = "\ufdd2"
 THOUGHTS = ("<think>", "</think>")
 
 
-class TypedSpecials:
+class SpecialTokenEscaper:
     """Finds and guards the texts of one tokenizer's special tokens."""
 
     def __init__(self, special: Iterable[str]) -> None:
         known = [token for token in special if len(token) > 1]
-        self._search = re.compile(f"[{OPEN}{CLOSE}{GUARD}]|{_any_of(known)}").search
+        self._search = re.compile(f"[{OPEN}{CLOSE}{GUARD}]|{_alternation(known)}").search
         self._firsts = sorted({token[0] for token in known if token.isascii()})
-        self._typed = re.compile(_any_of(known))
-        self._said = re.compile(_any_of(token for token in known if token not in THOUGHTS))
-        self._events = re.compile(f"{GUARD}|{_any_of(known)}")
+        self._typed = re.compile(_alternation(known))
+        self._said = re.compile(_alternation(token for token in known if token not in THOUGHTS))
+        self._events = re.compile(f"{GUARD}|{_alternation(known)}")
 
     def guarded(self, record: Record) -> tuple[Record, int]:
         """The record with a guard in each special token that it types, and how many there are.
@@ -183,7 +183,7 @@ def _mapped(value: Any, change: Callable[..., str]) -> Any:
     return [_mapped(inner, change) for inner in value] if isinstance(value, list) else value
 
 
-def _any_of(tokens: Iterable[str]) -> str:
+def _alternation(tokens: Iterable[str]) -> str:
     """A pattern for any of `tokens`, at one place the longest."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return f"(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})"

@@ -132,7 +132,7 @@ def end_of_calls(text: str, calls: Sequence[Call], *, at: int) -> int:
             raise Unproven(f"the template does not write the call of {call.name!r}")
         begin = at = begin + len(call.name)
         for key, value in _leaves(json.loads(call.arguments)):
-            end = _end_of(text, key, value=value, begin=begin)
+            end = _find_value_end(text, key, value=value, begin=begin)
             if end < 0:
                 raise Unproven(f"the template changes or drops {key}={value!r}, an argument of {call.name!r}")
             at = max(at, end)
@@ -196,7 +196,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _end_of(text: str, key: str, *, value: Any, begin: int) -> int:
+def _find_value_end(text: str, key: str, *, value: Any, begin: int) -> int:
     """Where the value ends that follows its key, or -1."""
     after = _after(text, spellings(key), begin=begin, end=len(text))
     forms = spellings(value) if isinstance(value, str) else (json.dumps(value), str(value))
@@ -257,7 +257,7 @@ class TurnFinder:
         found = set(self.ends)
         for chat in chats:
             try:
-                text = self.text_of(chat)
+                text = self.render_chat(chat)
             except DataError:
                 continue
             match = self._closing_match(text, chat)
@@ -266,9 +266,9 @@ class TurnFinder:
 
     def rewrites(self, chat: Chat) -> bool:
         """True when the template writes a turn differently once other turns follow it."""
-        whole = self.text_of(chat)
+        whole = self.render_chat(chat)
         for part in chat.turns_apart()[:-1]:
-            text = self.text_of(part)
+            text = self.render_chat(part)
             after = _after_last(text, part)
             end = after + len(self._end_match(text, after))
             if after >= 0 and not whole.startswith(text[:end]):
@@ -317,18 +317,18 @@ class TurnFinder:
                 raise
             return self.find(chat, "prefixes")
 
-    def text_of(self, chat: Chat) -> str:
+    def render_chat(self, chat: Chat) -> str:
         """The chat as the template writes it."""
         return self.template.render(chat.messages, tools=chat.tools)[0]
 
-    def prompt_of(self, chat: Chat, turn: int) -> str:
+    def render_prompt(self, chat: Chat, turn: int) -> str:
         """The text that asks the model for the chat's turn of this index."""
         return self.template.render(chat.messages[:turn], tools=chat.tools, prompts=True)[0]
 
     def check_prompts(self, chat: Chat, marked: Marked) -> None:
         """Raise Unproven unless each learned turn follows exactly the text that inference would prompt with."""
         for (start, end), turn in zip(marked.spans, chat.learned_turns(), strict=True):
-            prompt = self.prompt_of(chat, turn)
+            prompt = self.render_prompt(chat, turn)
             before = marked.text[:start]
             if before != prompt:
                 raise Unproven(
@@ -350,17 +350,17 @@ class TurnFinder:
     def _by_sentinels(self, chat: Chat) -> Marked:
         if uses_tools(chat):
             raise Unproven("calls have no text of their own that a mark could stand for")
-        text = self.text_of(chat)
+        text = self.render_chat(chat)
         expected, spans = self._sentinel_layout(tuple(turn.role for turn in chat.messages)).assemble(chat.messages)
         if text != expected:
             raise Unproven("the template writes this chat's texts otherwise than it writes unique marks in their place")
         return Marked(text, tuple(spans[turn] for turn in chat.learned_turns()))
 
     def _by_prefixes(self, chat: Chat) -> Marked:
-        text = self.text_of(chat)
+        text = self.render_chat(chat)
         spans = []
         for turn in chat.learned_turns():
-            prompt = self.prompt_of(chat, turn)
+            prompt = self.render_prompt(chat, turn)
             is_last = turn == len(chat.messages) - 1
             upto = text if is_last else self.template.render(chat.messages[: turn + 1], tools=chat.tools)[0]
             end = self._turn_end(upto, chat.messages[turn], begin=len(prompt))
@@ -429,7 +429,7 @@ class TurnFinder:
             at = _after_last(text, chat)
             return self._special.match(text, at) if at >= 0 else self._closing.search(text)
         try:
-            prompt = self.prompt_of(chat, len(chat.messages) - 1)
+            prompt = self.render_prompt(chat, len(chat.messages) - 1)
             return self._closing.search(text, end_of_calls(text, chat.messages[-1].calls, at=len(prompt)))
         except (DataError, Unproven):
             return None

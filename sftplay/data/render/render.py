@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from sftplay.data.records import Chat, Message, Record, Text
-from sftplay.data.render.labels import Placed, Rendered, labelled
+from sftplay.data.render.labels import PlacedText, Rendered, labelled
 from sftplay.data.render.masks import Method, TurnFinder, Unproven, uses_tools
 from sftplay.data.render.templates import ChatTemplate, template_hash
 from sftplay.data.render.time_limit import ROW_S, is_used, limited
@@ -74,7 +74,7 @@ class Renderer:
         if not getattr(tokenizer, "is_fast", False):
             fix = "use a model whose tokenizer has a tokenizer.json"
             raise DataError("this tokenizer does not say where its tokens lie in the text", where="model.name", fix=fix)
-        vocabulary, proven = Vocabulary.of(tokenizer), None
+        vocabulary, proven = Vocabulary.from_tokenizer(tokenizer), None
         if template is not None:
             compiled = ChatTemplate(template, vocabulary.specials.named)
             chats = _rendered_in_time(compiled, [sample for sample in samples if isinstance(sample, Chat)])
@@ -120,7 +120,7 @@ class Renderer:
         A record that cannot be trained on gives an example with a `problem`. With `max_tokens`, only the beginning of
         a far longer text is tokenised.
         """
-        placed = [found for of, record in enumerate(records) for found in self._place(of, record)]
+        placed = [found for index, record in enumerate(records) for found in self._place(index, record)]
         return labelled(self._writer.vocabulary, placed, max_tokens=max_tokens)
 
     def prompt_text(self, messages: Sequence[Message], tools: str = "") -> str:
@@ -162,39 +162,41 @@ class Renderer:
         finder = self._asked()
         last = chat.turns_apart()[-1]
         try:
-            ((_, marked),) = finder.place(last, self._method_of(last), rewrites=False)
+            ((_, marked),) = finder.place(last, self._choose_method(last), rewrites=False)
         except Unproven as error:
             raise DataError(str(error), where=str(chat.source), fix="correct the row") from error
         start, end = marked.spans[0]
         answer = marked.text[start:end]
         return next((answer.removesuffix(end) for end in finder.ends if answer.endswith(end)), answer).strip()
 
-    def _place(self, of: int, record: Record) -> list[Placed]:
+    def _place(self, record_index: int, record: Record) -> list[PlacedText]:
         try:
             if isinstance(record, Text):
-                return [self._writer.place_text(of, record)]
+                return [self._writer.place_text(record_index, record)]
             with limited():
-                return self._place_chat(of, record)
+                return self._place_chat(record_index, record)
         except DataError as error:
-            return [Placed(of, error.what)]
+            return [PlacedText(record_index, error.what)]
         except Unproven as error:
-            return [Placed(of, str(error))]
+            return [PlacedText(record_index, str(error))]
 
-    def _place_chat(self, of: int, chat: Chat) -> list[Placed]:
+    def _place_chat(self, record_index: int, chat: Chat) -> list[PlacedText]:
         finder = self._asked()
-        guarded, typed = self._writer.typed_specials.guarded(chat)
+        guarded, typed = self._writer.escaper.guarded(chat)
         assert isinstance(guarded, Chat)
-        parts = finder.place(guarded, self._method_of(chat), rewrites=self.rewrites_turns)
+        parts = finder.place(guarded, self._choose_method(chat), rewrites=self.rewrites_turns)
         if not self._writer.needs_spelling(typed):
-            return [Placed(of, marked) for _, marked in parts]
+            return [PlacedText(record_index, marked) for _, marked in parts]
         # A record says once what it types, however many examples it gives.
         counts = [typed] + [0] * (len(parts) - 1)
         return [
-            self._writer.place_part(finder, part, marked=marked, placed=Placed(of, "", count, is_spelled=True))
+            self._writer.place_part(
+                finder, part, marked=marked, placed=PlacedText(record_index, "", count, is_spelled=True)
+            )
             for (part, marked), count in zip(parts, counts, strict=True)
         ]
 
-    def _method_of(self, chat: Chat) -> Method:
+    def _choose_method(self, chat: Chat) -> Method:
         assert self._proven is not None
         return self._proven.tool_method if uses_tools(chat) else self._proven.method
 

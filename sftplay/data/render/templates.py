@@ -64,7 +64,7 @@ Span = tuple[int, int]
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Put around generation blocks while rendering: noncharacters, which Unicode keeps for a program's own use.
-`typed_specials` refuses a record that holds them."""
+`escape_special_tokens` refuses a record that holds them."""
 
 FAULTS = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError
@@ -300,24 +300,24 @@ def content_forms(template: ChatTemplate) -> list[ChatTemplate]:
     return [plain, template.with_traits(replace(plain.traits, content_in_parts=True))]
 
 
-def closings_of(template: ChatTemplate, chats: Sequence[Chat], *, special: Iterable[str]) -> tuple[str, str]:
+def find_closings(template: ChatTemplate, chats: Sequence[Chat], *, special: Iterable[str]) -> tuple[str, str]:
     """What ends a last turn of a template without end tokens: the token that the next turn begins with, at once.
 
     Only a token of that turn's own will do, one with which no answer begins (GLM-4 has <|user|> and <|observation|>);
     where all turns begin alike, or white space comes first, the template has forgotten its end token.
     """
     called = tool_probe_chats()[0]
-    said = next((_next_token(template, chat, following=NEXT, special=special) for chat in chats), "")
+    said = next((_next_token(template, chat, next_turn=NEXT, special=special) for chat in chats), "")
     calls = _next_token(
-        template, replace(called, messages=called.messages[:2]), following=called.messages[2], special=special
+        template, replace(called, messages=called.messages[:2]), next_turn=called.messages[2], special=special
     )
     return said, calls or said
 
 
-def _next_token(template: ChatTemplate, chat: Chat, *, following: Message, special: Iterable[str]) -> str:
+def _next_token(template: ChatTemplate, chat: Chat, *, next_turn: Message, special: Iterable[str]) -> str:
     try:
         text, _ = template.render(chat.messages, tools=chat.tools)
-        longer, _ = template.render((*chat.messages, following), tools=chat.tools)
+        longer, _ = template.render((*chat.messages, next_turn), tools=chat.tools)
         header, _ = template.render(chat.prompt, tools=chat.tools, prompts=True)
     except DataError:
         return ""

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 
 from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.data.render.escape_special_tokens import GUARD, unguarded
-from sftplay.data.render.labels import Placed, labelled
+from sftplay.data.render.labels import PlacedText, labelled
 from sftplay.data.render.masks import Marked, Method, TurnFinder, Unproven, squeezed, uses_tools
 from sftplay.data.render.templates import (
     OPENINGS,
     ChatTemplate,
     TemplateTraits,
-    closings_of,
     content_forms,
+    find_closings,
     probe_chats,
     tool_probe_chats,
 )
@@ -91,7 +91,7 @@ class _Trial:
     def refusal(self, sample: Chat, faults: list[str]) -> DataError:
         """The error for a template that no method holds for."""
         try:
-            shown = self._finder.text_of(sample)
+            shown = self._finder.render_chat(sample)
         except DataError as error:
             shown = f"({error.what})"
         if not self._finder.ends:
@@ -112,7 +112,7 @@ class _Trial:
         """What the inference prompt ends with and the text trained on lacks at that place."""
         chat = sample.turns_apart()[0]
         try:
-            prompt, whole = self._finder.prompt_of(chat, chat.learned_from), self._finder.text_of(chat)
+            prompt, whole = self._finder.render_prompt(chat, chat.learned_from), self._finder.render_chat(chat)
         except DataError:
             return ""
         n_shared = next(at for at in range(len(prompt), -1, -1) if whole.startswith(prompt[:at]))
@@ -121,7 +121,7 @@ class _Trial:
     def _accepts(self, chat: Chat) -> bool:
         """True when the template renders the chat at all."""
         try:
-            self._finder.text_of(chat)
+            self._finder.render_chat(chat)
         except DataError:
             return False
         return True
@@ -131,14 +131,14 @@ class _Trial:
         found = []
         for chat in chats:
             with suppress(DataError):
-                found.append(self._writer.typed_specials.guarded(chat)[0])
+                found.append(self._writer.escaper.guarded(chat)[0])
         return [chat for chat in found if isinstance(chat, Chat)]
 
     def _learn_ends(self, chats: Sequence[Chat]) -> None:
         called = [part for chat in chats if uses_tools(chat) for part in chat.turns_apart()]
         self._finder.learn_ends([*chats, *called])
         special = self._writer.vocabulary.special_tokens
-        if self._finder.ends or not any(closings := closings_of(self._template, chats, special=special)):
+        if self._finder.ends or not any(closings := find_closings(self._template, chats, special=special)):
             return
         self._template = self._template.with_traits(replace(self._template.traits, closings=closings))
         self._finder = TurnFinder(self._template, special)
@@ -161,17 +161,17 @@ class _Trial:
         """Why `method` is not proven, or nothing: probes it must mark by itself, samples with what `place` adds."""
         for probe in probes:
             parts = probe.turns_apart() if rewrites else [probe]
-            for fault in (self._fault_of(part, method, rewrites=None) for part in parts):
+            for fault in (self._find_fault(part, method, rewrites=None) for part in parts):
                 if fault:
                     return fault
         faults = []
         for sample in samples:
-            faults.append(self._fault_of(sample, method, rewrites=rewrites))
+            faults.append(self._find_fault(sample, method, rewrites=rewrites))
             if not faults[-1]:
                 return ""
         return faults[0] if faults else ("" if probes else "the template refuses every probe chat")
 
-    def _fault_of(self, chat: Chat, method: Method, *, rewrites: bool | None) -> str:
+    def _find_fault(self, chat: Chat, method: Method, *, rewrites: bool | None) -> str:
         """Why the chat cannot be marked, or nothing; `rewrites` None asks for `method` alone."""
         try:
             if rewrites is None:
@@ -180,7 +180,7 @@ class _Trial:
                 found = self._finder.place(chat, method, rewrites=rewrites)
             for part, marked in found:
                 self._finder.check_prompts(part, marked)
-                whose = Placed(0, "", is_spelled=self._writer.needs_spelling(marked.text.count(GUARD)))
+                whose = PlacedText(0, "", is_spelled=self._writer.needs_spelling(marked.text.count(GUARD)))
                 self._check_tokens(part, self._writer.place_part(self._finder, part, marked=marked, placed=whose))
         except DataError as error:
             return error.what
@@ -188,7 +188,7 @@ class _Trial:
             return str(error)
         return ""
 
-    def _check_tokens(self, part: Chat, placed: Placed) -> None:
+    def _check_tokens(self, part: Chat, placed: PlacedText) -> None:
         """Raise Unproven unless the labels, decoded, are the spans as this tokenizer reads them back, and the tokens
         before each are those of the inference prompt.
 
@@ -203,7 +203,7 @@ class _Trial:
         decode = self._writer.vocabulary.decode
         learned = squeezed(decode([label for label in rendered.labels if label != IGNORE_INDEX]))
         answers = [placed.found.text[start:end] for start, end in placed.found.spans]
-        ids = [self._writer.ids_of(answer, is_spelled=placed.is_spelled) for answer in answers]
+        ids = [self._writer.encode_ids(answer, is_spelled=placed.is_spelled) for answer in answers]
         expected = squeezed("".join(map(decode, ids)))
         if learned != expected:
             raise Unproven(f"the labels read {learned[:80]!r} where the assistant says {expected[:80]!r}")

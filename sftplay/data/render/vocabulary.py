@@ -44,11 +44,11 @@ def can_be_cut(tokenizer_json: str) -> bool:
     return state["pre_tokenizer"] is not None and _is_local(state["pre_tokenizer"])
 
 
-def parts_of(text: str, ids_of: Callable[[str], list[int]], *, size: int = PART_CHARACTERS) -> list[str]:
+def split_at_seams(text: str, encode: Callable[[str], list[int]], *, size: int = PART_CHARACTERS) -> list[str]:
     """The text in parts of about `size` characters; in larger ones where no seam is found."""
     parts, start = [], 0
     while len(text) - start > size:
-        end = _seam_behind(text, start + size, ids_of=ids_of)
+        end = _seam_behind(text, start + size, encode=encode)
         if end is None:
             break
         parts.append(text[start:end])
@@ -56,11 +56,11 @@ def parts_of(text: str, ids_of: Callable[[str], list[int]], *, size: int = PART_
     return [*parts, text[start:]]
 
 
-def _seam_behind(text: str, place: int, *, ids_of: Callable[[str], list[int]]) -> int | None:
+def _seam_behind(text: str, place: int, *, encode: Callable[[str], list[int]]) -> int | None:
     for found in SEAM.finditer(text, place):
         seam = found.start()
         before, behind = text[max(0, seam - AROUND) : seam], text[seam : seam + AROUND]
-        if ids_of(before) + ids_of(behind) == ids_of(before + behind):
+        if encode(before) + encode(behind) == encode(before + behind):
             return seam
     return None
 
@@ -116,7 +116,7 @@ class Vocabulary:
         self._control: dict[int, str] = control
 
     @classmethod
-    def of(cls, tokenizer: Any) -> Vocabulary:
+    def from_tokenizer(cls, tokenizer: Any) -> Vocabulary:
         """The vocabulary of a transformers tokenizer that is fast."""
         backend = tokenizer.backend_tokenizer
         named = {key: _plain(value) for key, value in tokenizer.special_tokens_map.items()}
@@ -162,21 +162,21 @@ class Vocabulary:
 
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, as those of `encode`; of a long text too, in little memory."""
-        short = [text for text in texts if len(text) <= PART_CHARACTERS]
-        found = dict(zip(short, self._ids(short), strict=True))
+        short_texts = [text for text in texts if len(text) <= PART_CHARACTERS]
+        found = dict(zip(short_texts, self._ids(short_texts), strict=True))
         for text in texts:
             if text not in found:
                 found[text] = [id for part in self._parts(text) for id in self._ids([part])[0]]
         return [found[text] for text in texts]
 
     def encode_spelled(self, text: str) -> Encoded:
-        """A text spelled by `typed_specials`.
+        """A text spelled by `escape_special_tokens`.
 
         What it types is lost where the vocabulary has no pieces to write it with, as where unknown words are one token.
         """
-        twin, ids_of = self._twin
+        twin, original_ids = self._twin
         encoding = twin.encode(text, add_special_tokens=False)
-        ids = [ids_of.get(token, token) for token in encoding.ids]
+        ids = [original_ids.get(token, token) for token in encoding.ids]
         for token, (start, end) in zip(ids, encoding.offsets, strict=True):
             if token in self._control and self._control[token] == text[start:end].strip():
                 return Encoded(ids, encoding, self._control[token])
@@ -191,7 +191,7 @@ class Vocabulary:
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _parts(self, text: str) -> list[str]:
-        return parts_of(text, lambda part: self._ids([part])[0]) if self._can_be_cut else [text]
+        return split_at_seams(text, lambda part: self._ids([part])[0]) if self._can_be_cut else [text]
 
     @cached_property
     def _can_be_cut(self) -> bool:

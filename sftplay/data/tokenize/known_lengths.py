@@ -16,7 +16,7 @@ from sftplay.atomic import read_object, write_text
 from sftplay.config.rules.data import row_paths
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.cache import fingerprint
-from sftplay.data.read.files import files_of
+from sftplay.data.read.files import list_files
 from sftplay.errors import DataError
 
 FOLDER = "lengths"
@@ -64,4 +64,4 @@ def _path(cfg: RunConfig) -> Path | None:
 
 
 def _stamp(path: str) -> list[list[Any]]:
-    return [[str(file), (status := file.stat()).st_size, status.st_mtime_ns] for file in files_of(path)]
+    return [[str(file), (status := file.stat()).st_size, status.st_mtime_ns] for file in list_files(path)]

@@ -15,13 +15,13 @@ import pyarrow as pa
 
 from sftplay import log
 from sftplay.config.schema.run import DataConfig
-from sftplay.data.layouts.convert import reading_of, to_record
+from sftplay.data.layouts.convert import read_layout_options, to_record
 from sftplay.data.read.count import count_rows
 from sftplay.data.read.files import other_files
-from sftplay.data.read.sources import dialect_of, read_raw, read_rows
-from sftplay.data.records import Refused, Source, keys_of
+from sftplay.data.read.sources import read_dialect, read_raw, read_rows
+from sftplay.data.records import Refused, Source, compute_keys
 from sftplay.data.render.render import Renderer
-from sftplay.data.tokenize.batch import CUT_AWAY, Example, RawRow, RowOptions, RowOutcome, short
+from sftplay.data.tokenize.batch import CUT_AWAY, Example, RawRow, RowOptions, RowOutcome, hash64
 from sftplay.data.tokenize.policies import SIDES, RowPolicies, Side
 from sftplay.data.tokenize.report import total
 from sftplay.data.tokenize.workers import Work, n_workers, process_all
@@ -170,8 +170,8 @@ class Preparation:
 
         With `only_held_out` rows to train on are neither rendered nor judged nor counted.
         """
-        self._renderer, self._max_tokens, self._dialect = renderer, max_tokens, dialect_of(data)
-        self._options = RowOptions(reading_of(data), max_tokens, data.too_long, only_held_out, only_chats)
+        self._renderer, self._max_tokens, self._dialect = renderer, max_tokens, read_dialect(data)
+        self._options = RowOptions(read_layout_options(data), max_tokens, data.too_long, only_held_out, only_chats)
         self._policies = RowPolicies(data, max_tokens)
         self._began = self._said = time.monotonic()
         self._n_rows: int | None = None
@@ -216,7 +216,7 @@ class Preparation:
                 continue
             try:
                 self._policies.guard(
-                    short(keys_of(to_record(row, source, reading=self._options.reading)).normal), source
+                    hash64(compute_keys(to_record(row, source, reading=self._options.reading)).normal), source
                 )
             except DataError:  # this row is counted when the file itself is measured on
                 continue

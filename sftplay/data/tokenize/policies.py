@@ -124,7 +124,7 @@ class RowPolicies:
         for column in outcome.unused:
             is_named = column in counts.unused_columns or len(counts.unused_columns) < NAMED_COLUMNS
             counts.unused_columns[column if is_named else OTHERS] += 1
-        counts.typed_specials += outcome.typed_specials > 0
+        counts.typed_specials += outcome.n_escaped > 0
         if self._data.system is not None and outcome.is_chat:
             counts.with_system += outcome.has_system == self._data.system
         return is_seen

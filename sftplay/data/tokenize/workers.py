@@ -6,7 +6,7 @@ import os
 from collections.abc import Generator, Iterable
 from pathlib import Path
 
-from sftplay.data.read.files import files_of
+from sftplay.data.read.files import list_files
 from sftplay.data.read.sources import is_hub_name
 from sftplay.data.render.render import Recipe, Renderer
 from sftplay.data.tokenize.batch import RawRow, RowOptions, RowOutcome, RowProcessor
@@ -35,7 +35,7 @@ def n_workers(paths: Iterable[str]) -> int:
     named = list(paths)
     if any(is_hub_name(path) for path in named):
         return min(usable_cores(), MOST_WORKERS)
-    n_bytes = sum(_unpacked_bytes(file) for path in named for file in files_of(path))
+    n_bytes = sum(_unpacked_bytes(file) for path in named for file in list_files(path))
     return 1 if n_bytes < WORTH_WORKERS_BYTES else min(usable_cores(), MOST_WORKERS)
 
 

@@ -22,7 +22,7 @@ def chat(n: int) -> dict[str, str]:
     return {"prompt": f"Which stone is number {n}?", "completion": " ".join(draw.choices(WORDS, k=draw.randint(1, 9)))}
 
 
-def rows_of(rows: MixtureRows, n: int | None = None) -> list[dict[str, Any]]:
+def read_rows(rows: MixtureRows, n: int | None = None) -> list[dict[str, Any]]:
     return [rows.train[number] for number in range(len(rows.train) if n is None else n)]
 
 

@@ -30,11 +30,11 @@ def naive_schedule(sizes: list[list[int]], weights: list[float], n_rows: int) ->
     """Row by row, with fractions: the source whose next block's middle is due first."""
     taught, blocks, rows = [0] * len(sizes), [0] * len(sizes), []
     for _ in range(n_rows):
-        following = [each[block % len(each)] for each, block in zip(sizes, blocks, strict=True)]
-        due = [(2 * so_far + size) / weight for so_far, size, weight in zip(taught, following, weights, strict=True)]
+        next_sizes = [each[block % len(each)] for each, block in zip(sizes, blocks, strict=True)]
+        due = [(2 * so_far + size) / weight for so_far, size, weight in zip(taught, next_sizes, weights, strict=True)]
         source = due.index(min(due))
         rows.append((source, blocks[source]))
-        taught[source] += following[source]
+        taught[source] += next_sizes[source]
         blocks[source] += 1
     return rows
 
@@ -48,7 +48,7 @@ def test_rows_are_those_found_one_by_one_however_much_is_measured_at_once(data, 
     schedule = Schedule([Sized(each, lot=lot) for each, lot in zip(sizes, lots, strict=False)], weights)
     expected = naive_schedule(sizes, weights, 60)
     assert [schedule.at(row) for row in range(60)] == expected
-    assert [schedule.row_of(*place) for place in expected] == list(range(60))
+    assert [schedule.find_row(*place) for place in expected] == list(range(60))
 
 
 @settings(max_examples=40)

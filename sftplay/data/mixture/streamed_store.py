@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.atomic import examine_object, is_locked, unfinished_folder
-from sftplay.data.cache import SEAL, lock_of
+from sftplay.data.cache import SEAL, get_lock_path
 from sftplay.data.mixture.documents import Documents
 from sftplay.data.mixture.store import Index, Store
 from sftplay.data.tokenize.policies import SIDES
@@ -28,7 +28,7 @@ KINDS: dict[str, type[SftplayError]] = {
 }
 
 
-def failure_of(folder: Path) -> Path:
+def get_failure_path(folder: Path) -> Path:
     """The file in which a filler leaves its error."""
     return folder.with_name(f"{folder.name}.failed.json")
 
@@ -47,18 +47,18 @@ class GrowingDocuments(Documents):
         return number < len(self.group_ends)
 
 
-class FollowedStore(Store):
+class StreamedStore(Store):
     """A store that another process fills."""
 
-    def __init__(self, folder: Path, *, path: str, filler: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(self, folder: Path, *, path: str, process: subprocess.Popen[bytes] | None = None) -> None:
         """Waits until there is something to follow. `path` is that of the source's rows, for messages.
 
-        `filler` is the process that fills it, where this process has started it.
+        `process` is the one that fills it, if this process started it.
 
         Raises:
             SftplayError: the filler's error.
         """
-        self._final, self._path, self._filler = folder, path, filler
+        self._final, self._path, self._process = folder, path, process
         self._was_held = False
         seen = self._wait_for(None)
         super().__init__(seen.folder, seen.index, {})
@@ -108,7 +108,7 @@ class FollowedStore(Store):
                 return seen
             self._raise_failure()
             now = time.monotonic()
-            if is_locked(lock_of(self._final)):
+            if is_locked(get_lock_path(self._final)):
                 held_at, self._was_held = now, True
             elif now - held_at > (ABANDONED_S if self._was_held or self._has_ended() else STARTS_S):
                 raise RunError(
@@ -119,7 +119,7 @@ class FollowedStore(Store):
             time.sleep(POLL_S)
 
     def _has_ended(self) -> bool:
-        return self._filler is not None and self._filler.poll() is not None
+        return self._process is not None and self._process.poll() is not None
 
     def _opened(self, known: Index | None) -> Store | None:
         """The store where it shows more than the known index."""
@@ -136,7 +136,7 @@ class FollowedStore(Store):
         return None
 
     def _raise_failure(self) -> None:
-        failure, _ = examine_object(failure_of(self._final))
+        failure, _ = examine_object(get_failure_path(self._final))
         if failure:
             kind = KINDS.get(str(failure["kind"]), RunError)
             raise kind(str(failure["what"]), where=str(failure["where"]), fix=str(failure["fix"]))
