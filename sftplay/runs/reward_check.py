@@ -56,8 +56,8 @@ def check_solutions(cfg: RunConfig, rewards: RewardSet) -> None:
         return
     problems = [problem for source, row in _first_rows(cfg, SOLVED_ROWS) if row and (problem := _problem(row, source))]
     if problems:
-        limits, fate = limits_of(cfg.sandbox), "is solved by no answer"
-        sound_problems(problems, rewards.sandbox, limits=limits, fate=fate)
+        limits, outcome = limits_of(cfg.sandbox), "is solved by no answer"
+        sound_problems(problems, rewards.sandbox, limits=limits, outcome=outcome)
 
 
 def _problem(row: dict[str, Any], source: Source) -> Problem | None:

@@ -154,7 +154,7 @@ def asking(**changes: Any) -> dict[str, Any]:
     [
         ({"messages": [USER, ASKS, ANSWER]}, "message 3 is from 'assistant' where 'tool' is due"),
         ({"messages": [USER, ASKS, USER, ANSWER]}, "message 3 is from 'user' where 'tool' is due"),
-        ({"messages": [USER, ASKS, RESULT]}, "ends with a tool's result that nobody answers"),
+        ({"messages": [USER, ASKS, RESULT]}, "ends with a tool's result that has no answer"),
         ({"messages": [USER, ASKS, RESULT, USER, ANSWER]}, "message 4 is from 'user' where 'assistant' is due"),
         ({"messages": [USER, RESULT, ANSWER]}, "message 2 is from 'tool', but no call before it waits"),
         ({"messages": [USER, ANSWER, RESULT, ANSWER]}, "message 3 is from 'tool', but no call"),

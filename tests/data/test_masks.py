@@ -248,7 +248,7 @@ def test_texts_the_template_escapes_are_found_by_prefixes(tokenizer: Any):
     [
         (
             "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '<|im_end|>' }}{% endfor %}",
-            "nothing tells reliably",
+            "no method finds reliably",
         ),
         ("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}", "learn to stop"),
         (CHATML_PLAIN.replace("{% if add_generation_prompt %}", "{% if false %}"), "ignores add_generation"),

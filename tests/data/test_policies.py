@@ -38,7 +38,7 @@ def test_repeated_rows_are_counted_and_kept(tokenizer: Any, config: Config, writ
     assert len(examples.train) == len(REPEATED)
     report = examples.report
     assert (report["duplicates"], report["near_duplicates"], report["prompts_with_several_answers"]) == (1, 2, 1)
-    assert "3 records repeat an earlier one, 2 of them but for white space or case; kept" in report_table(report)
+    assert "3 records repeat an earlier one, 2 of them up to white space or case; kept" in report_table(report)
 
 
 def test_repeated_rows_are_left_out_on_demand(tokenizer: Any, config: Config, write_rows: Write):

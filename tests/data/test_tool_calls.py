@@ -191,8 +191,8 @@ LOSING = {
         "{{ '<|' + m['role'] + '|>\n' + m['content'] }}",
         "{{ '<|' + m['role'] + '|>\n' + (m['content'] if m['role'] != 'tool' else '') }}",
     ),
-    "does not tell the model of the tool 'weigh'": WHOLE.replace("{{ tools | tojson }}", ""),
-    "drops what the assistant says beside its calls: 'Let me see.'": WHOLE.replace(
+    "leaves out the tool 'weigh'": WHOLE.replace("{{ tools | tojson }}", ""),
+    "drops the assistant's text next to its calls: 'Let me see.'": WHOLE.replace(
         "{{ '<|' + m['role'] + '|>\n' + m['content'] }}",
         "{{ '<|' + m['role'] + '|>\n' + (m['content'] if not m['tool_calls'] else '') }}",
     ),

@@ -44,14 +44,14 @@ TOOLS: Names = ("tools", "functions")
 
 @dataclass(frozen=True)
 class Body:
-    """What a row says, before its system prompt and its tools are added."""
+    """The turns of a row, before its system prompt and its tools are added."""
 
     turns: tuple[Message, ...]
     n_given: int = 0
     """Turns at the beginning that are not learned."""
 
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """What rewards read of the row beside its answer."""
+    """What rewards read of the row in addition to its answer."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Shape:
     """The turns up to the question, and perhaps its answer, of a row that need not have an answer."""
 
     is_published: bool = False
-    """It is the form of one data set, whose columns keep their names."""
+    """The layout belongs to one data set, so its columns keep their names."""
 
     @property
     def fields(self) -> set[str]:
@@ -229,12 +229,12 @@ QUESTIONS: tuple[Layout, ...] = (
     "system_user_assistant",
     "question_answer",
 )
-"""In the order in which a row's keys are searched for a question: an answer beside it tells no layout."""
+"""In the order in which a row's keys are searched for a question: an answer column does not identify a layout."""
 
 INGESTED = frozenset(
     ("source", "title", "section", "pages", "row", "place", "n_chars", "sha256", "file_sha256")
 )  # fmt: skip
-"""What `ingest` writes beside each text. All of them together are the mark of its rows."""
+"""Columns that `ingest` writes next to each text. All of them together identify its rows."""
 
 FIX_LAYOUT = (
     f"name its columns with data.columns, or the layout with data.format ({', '.join(SHAPES)});"

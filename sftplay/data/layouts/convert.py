@@ -49,11 +49,11 @@ class LayoutOptions:
     """Pairs of our field and the file's column; a field that is not listed keeps its own name."""
 
     system: str | None = None
-    """System prompt of every chat that has none of its own."""
+    """System prompt of every chat without one."""
 
 
 def read_layout_options(data: DataConfig) -> LayoutOptions:
-    """How the config wants rows to be understood."""
+    """Read from the config how rows are to be understood."""
     return LayoutOptions(format=data.format, columns=tuple(data.columns.items()), system=data.system)
 
 
@@ -86,7 +86,7 @@ def read_prompt(
 ) -> tuple[tuple[Message, ...], str]:
     """The messages of a row that the assistant shall answer, and its tools as JSON text.
 
-    It is read from every layout of a chat. An answer in the row is left out: it is the one to be given anew.
+    It is read from every layout of a chat. An answer in the row is left out: the model shall give a new one.
 
     Raises:
         DataError: it has no question, or breaks a rule.
@@ -117,7 +117,7 @@ def _question(row: RowFields, reading: LayoutOptions) -> tuple[Message, ...]:
     for layout in (*first, *QUESTIONS):
         ask = SHAPES[layout].ask
         if SHAPES[layout].is_published and reading.columns:
-            continue  # its columns are somebody's own
+            continue  # a file with mapped columns does not have this layout
         if ask is not None and optional(row, SHAPES[layout].asked) is not None:
             break
     else:
@@ -131,7 +131,7 @@ def _question(row: RowFields, reading: LayoutOptions) -> tuple[Message, ...]:
 def unused_columns(row: RowFields, reading: LayoutOptions = LayoutOptions()) -> tuple[str, ...]:
     """The row's columns that its layout does not read, by the file's names; empty ones are not counted.
 
-    Nor are those that `ingest` writes beside a text: they say where it is from.
+    Nor are those that `ingest` writes next to a text to record where it is from.
     """
     try:
         view = _mapped(row, reading)
@@ -190,10 +190,10 @@ def _mapped(row: RowFields, reading: LayoutOptions, *, is_partial: bool = False)
 
 def _lead(row: RowFields, turns: tuple[Message, ...], *, reading: LayoutOptions) -> tuple[Message, ...]:
     """The system turn that goes before these turns, if there is to be one."""
-    own = optional(row, SYSTEM)
+    in_column = optional(row, SYSTEM)
     has_turn = bool(turns) and turns[0].role == "system"
-    if not is_blank(own):
-        text = expect_text(own, "system")
+    if not is_blank(in_column):
+        text = expect_text(in_column, "system")
         if has_turn and turns[0].content != text:
             refuse("has a system prompt in its column 'system' and another one in its first turn")
         return () if has_turn else (Message("system", text),)

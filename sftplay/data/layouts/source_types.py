@@ -1,4 +1,4 @@
-"""How the rows of a mixture's source are read: documents, or chats in any layout, as the type of the source says."""
+"""Choose how the rows of a mixture's source are read: as documents, or as chats in any layout."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def listed(names: Iterable[object]) -> str:
 
 
 def expect_text(value: object, name: str) -> str:
-    """`value` if it is a text of valid characters."""
+    """Return `value` if it is a text of valid characters."""
     if not isinstance(value, str):
         refuse(f"{name} is {describe_type(value)}, not a text")
     if not value.isascii():
@@ -47,7 +47,7 @@ def expect_text(value: object, name: str) -> str:
 
 
 def expect_list(value: object, name: str, *, of: str) -> Sequence[Any]:
-    """`value` if it is a list, or the list whose JSON text it is: a csv cell can hold a list only as text."""
+    """Return `value` if it is a list, or the list in its JSON text: a csv cell can hold a list only as text."""
     if isinstance(value, str):
         value = parse_json(value, name, due=f"a list of {of}")
     if not isinstance(value, list | tuple):
@@ -56,7 +56,7 @@ def expect_list(value: object, name: str, *, of: str) -> Sequence[Any]:
 
 
 def parse_json(text: str, name: str, *, due: str) -> Any:
-    """The value of a JSON text; `due` is what the refusal says should stand there."""
+    """Return the value of a JSON text; `due` names what the error expects there."""
     try:
         return decode_json(text)
     except BROKEN_JSON as error:
@@ -247,7 +247,7 @@ def prompt_turns(value: object, name: str, *, role: Role) -> tuple[Message, ...]
 
 
 def check_order(turns: Sequence[Message]) -> None:
-    """Refuse what is not: system first if at all, user and assistant by turns, results after calls, nobody silent."""
+    """Refuse any order but: system first if at all, user and assistant by turns, results after calls, no empty turn."""
     due: tuple[Role, ...] = ("user",)
     for place, turn in enumerate(turns, 1):
         role = turn.role
@@ -270,16 +270,16 @@ def check_answered(turns: Sequence[Message]) -> None:
         refuse("has no assistant turn, so there is nothing to learn")
     if turns[-1].role != "assistant":
         last = "a tool's result" if turns[-1].role == "tool" else "a user turn"
-        refuse(f"ends with {last} that nobody answers")
+        refuse(f"ends with {last} that has no answer")
 
 
 def _openai_turn(turn: object, name: str) -> Message:
     if not isinstance(turn, Mapping):
         refuse(f"{name} is {describe_type(turn)}, not an object with role and content")
-    said = turn.get("role")
-    role = OPENAI_ROLES.get(said) if isinstance(said, str) else None
+    role_name = turn.get("role")
+    role = OPENAI_ROLES.get(role_name) if isinstance(role_name, str) else None
     if role is None:
-        _refuse_role(said, turn, name=name, known=OPENAI_ROLES)
+        _refuse_role(role_name, turn, name=name, known=OPENAI_ROLES)
     return _message(role, turn, name=name, key="content")
 
 
@@ -287,15 +287,15 @@ def _sharegpt_turn(turn: object, name: str) -> Message:
     if not isinstance(turn, Mapping):
         refuse(f"{name} is {describe_type(turn)}, not an object with from and value")
     key = next((key for key in ("value", "content", "text") if turn.get(key) is not None), "value")
-    said = turn.get("from")
-    said = turn.get("role") if said is None else said
-    plain = said.strip().lower() if isinstance(said, str) else ""
+    role_name = turn.get("from")
+    role_name = turn.get("role") if role_name is None else role_name
+    plain = role_name.strip().lower() if isinstance(role_name, str) else ""
     if plain in CALLING_ROLES:
         _check_keys("assistant", turn, name=name)
         return Message("assistant", "", parse_calls(turn.get(key), f"{name}.{key}"))
     role = SHAREGPT_ROLES.get(plain)
     if role is None:
-        _refuse_role(said, turn, name=name, known=SHAREGPT_ROLES)
+        _refuse_role(role_name, turn, name=name, known=SHAREGPT_ROLES)
     return _message(role, turn, name=name, key=key)
 
 
@@ -340,7 +340,7 @@ def _part(part: object, name: str) -> str:
 
 
 def _check_keys(role: Role, turn: Mapping[str, Any], *, name: str) -> None:
-    """Refuse keys that say something about what is learned and would not be followed."""
+    """Refuse keys that concern what is learned and would be ignored."""
     for key in UNHONOURED:
         if not is_blank(turn.get(key)):
             refuse(f"{name} has {key!r}, which is not rendered")
@@ -355,8 +355,8 @@ def _check_keys(role: Role, turn: Mapping[str, Any], *, name: str) -> None:
                 refuse(f"{name} has {key} {turn[key]!r}, but a turn from {role!r} is {due}")
 
 
-def _refuse_role(said: object, turn: Mapping[str, Any], *, name: str, known: Mapping[str, Role]) -> NoReturn:
-    if not isinstance(said, str):
+def _refuse_role(role_name: object, turn: Mapping[str, Any], *, name: str, known: Mapping[str, Role]) -> NoReturn:
+    if not isinstance(role_name, str):
         refuse(f"{name} has no role: its keys are {listed(turn)}")
-    near: str = MEANT.get(said.lower()) or "".join(nearest_names(said[:40], known)[:1])
-    refuse(f"{name} has the unknown role {said[:40]!r}" + (f"; did you mean {near!r}?" if near else ""))
+    near: str = MEANT.get(role_name.lower()) or "".join(nearest_names(role_name[:40], known)[:1])
+    refuse(f"{name} has the unknown role {role_name[:40]!r}" + (f"; did you mean {near!r}?" if near else ""))

@@ -1,6 +1,6 @@
-"""The documents of a source cut or gathered into blocks: which tokens a block holds, and how many of them it teaches.
+"""Cut or pack the documents of a source into blocks: the tokens of a block, and how many of them are in the loss.
 
-Nothing here reads a token before `row` is called: blocks are found by the lengths of the documents alone.
+Nothing here reads a token before `row` is called: the lengths of the documents alone determine the blocks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from sftplay.data.mixture.order import Chunk, ReadingOrder
 from sftplay.data.records import IGNORE_INDEX
 
 Unit = Literal["trainable_tokens", "examples"]
-"""What shares are counted in: labels, or documents and chats that begin in a block."""
+"""The unit of shares: labels, or documents and chats that begin in a block."""
 
 
 class BlockTokens(NamedTuple):
-    """A block as the model gets it: int64 [tokens] each."""
+    """The tokens of a block as the model gets them: int64 [tokens] each."""
 
     input_ids: Ints
     labels: Ints
@@ -46,26 +46,26 @@ class Blocks(Protocol):
     """The blocks of one source, numbered from 0."""
 
     def grow(self) -> Ints | None:
-        """How much each of the next blocks teaches, of a few or of many; None behind the last block."""
+        """Return the size of each of the next few or many blocks in `Unit`; None after the last block."""
 
     def n_until(self, epochs: Fraction) -> int | None:
-        """How many blocks hold all that is read in so many epochs; None where `grow` has not come so far."""
+        """Return the number of blocks of this many epochs; None if `grow` has not reached them yet."""
 
     def epochs_in(self, n_blocks: int) -> float:
         """How many times the source is read in its first blocks."""
 
     def pieces(self, block: int) -> DocumentSpans:
-        """What a block holds, as far as `grow` has come."""
+        """Return the parts of documents in a block that `grow` has reached."""
 
     def row(self, block: int) -> BlockTokens:
         """A block's tokens."""
 
 
 class TextBlocks:
-    """Documents joined into one stream, of which each block holds the next `block_size` - 1 tokens.
+    """Documents joined into one stream; each block holds the next `block_size` - 1 tokens of it.
 
-    Before them stands the token that precedes them, as context, where it belongs to the same document. So each token
-    is new in exactly one block, and each but a document's first is learned there. `crosses_documents` lets the model
+    The token before them comes first, as context, if it belongs to the same document. So each token is new in exactly
+    one block, and each but a document's first is learned there. `crosses_documents` lets the model
     see over a document's end: then only the first token of all is not learned.
     """
 
@@ -79,7 +79,7 @@ class TextBlocks:
 
         self._n_blocks = 0
         self._taught = 0
-        """What all measured blocks teach."""
+        """Size of all measured blocks in `Unit`."""
 
     def grow(self) -> Ints | None:
         """As `Blocks.grow`: the blocks that end in the next chunk."""
@@ -90,9 +90,9 @@ class TextBlocks:
         end = start + int(chunk.starts[-1])
         edges = np.arange((self._n_blocks + 1) * self._new, end + 1, self._new)
         # Documents that begin before an edge: those of the earlier chunks, and of this one.
-        begun = chunk.first + np.searchsorted(chunk.starts[:-1], edges - start)
+        documents_begun = chunk.first + np.searchsorted(chunk.starts[:-1], edges - start)
         self._chunk_starts.append(end)
-        return self._teach(edges, begun)
+        return self._teach(edges, documents_begun)
 
     def n_until(self, epochs: Fraction) -> int | None:
         """As `Blocks.n_until`."""
@@ -128,8 +128,8 @@ class TextBlocks:
             return None
         return self._teach(np.array([end]), np.array([len(self._order.documents.table)]))
 
-    def _teach(self, edges: Ints, begun: Ints) -> Ints:
-        totals = begun if self._unit == "examples" else edges - (1 if self._crosses else begun)
+    def _teach(self, edges: Ints, documents_begun: Ints) -> Ints:
+        totals = documents_begun if self._unit == "examples" else edges - (1 if self._crosses else documents_begun)
         sizes = np.diff(totals, prepend=self._taught)
         self._n_blocks += len(sizes)
         self._taught += int(sizes.sum())
@@ -170,7 +170,7 @@ class ChatBlocks:
         """Chats before each block, and last before the open one."""
 
         self._filled = self._taught = 0
-        """Tokens of the open block, and what it teaches."""
+        """Tokens of the open block, and its size in `Unit`."""
 
         self._is_over = False
 

@@ -1,4 +1,4 @@
-"""Tokenised documents that lie one behind the other, and where each of them begins.
+"""Tokenised documents, one after the other, and where each of them begins.
 
 Documents come in groups. A group is the unit in which they are shuffled, and in which a store that is still being
 filled shows them. Which documents form a group depends on the documents alone.
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 GROUP_DOCUMENTS, GROUP_TOKENS = 16_384, 1 << 24
-"""A group ends with so many documents, or with the document that brings it to so many tokens."""
+"""A group ends at this number of documents, or with the document that reaches this number of tokens."""
 
 ENTRY = np.dtype(
     [

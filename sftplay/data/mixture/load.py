@@ -26,7 +26,7 @@ from sftplay.data.tokenize.policies import Side
 
 @dataclass(frozen=True)
 class MixtureRows:
-    """Everything a run needs of its sources."""
+    """Everything a run needs from its sources."""
 
     train: Mixture
     held_out: dict[str, SourceRows]
@@ -42,7 +42,7 @@ class MixtureRows:
     """Optimizer steps of the run: `train` has that many effective batches of rows."""
 
     steps_per_epoch: int | None
-    """None where nobody knows yet how long the sources are."""
+    """None while the length of the sources is not known yet."""
 
     fingerprint: str
     """Changes with any row or its place; a longer run begins with the same rows."""
@@ -51,7 +51,7 @@ class MixtureRows:
     """The content of `data_report.json`. Of a source that is still being tokenised it has no counts."""
 
     report_now: Callable[[], dict[str, Any]]
-    """Makes the report anew: at the end of a run there is more to count."""
+    """Compute the report again: at the end of a run there is more to count."""
 
     def source(self, name: str) -> MixSource:
         """The source of that name."""
@@ -110,7 +110,7 @@ def load_mixture(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
 
 
 def _stores(cfg: RunConfig, jobs: Sequence[SourceJob]) -> list[Store]:
-    """The store of each source: whole, or where the config says streaming, filled while it is read."""
+    """Open the store of each source: whole, or with `cpt.streaming` filled while it is read."""
     whole = {job.folder for job in jobs if is_sound(job.folder)}
     streamed = cfg.cpt.streaming and log.local_rank() == 0
     processes = {

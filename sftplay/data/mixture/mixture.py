@@ -34,13 +34,13 @@ class Schedule:
 
         self._parts: list[tuple[Ints, Ints]] = []
         self.n_rows = 0
-        """Rows whose place is known."""
+        """Rows with a known place."""
 
     def at(self, row: int) -> tuple[int, int]:
         """Source and block of a row.
 
         Raises:
-            IndexError: there are not so many rows.
+            IndexError: there are fewer rows.
         """
         self.reach(row + 1)
         if not 0 <= row < self.n_rows:
@@ -50,18 +50,18 @@ class Schedule:
         return int(sources[row - self._firsts[part]]), int(blocks[row - self._firsts[part]])
 
     def reach(self, n_rows: int) -> None:
-        """Find the places of so many rows, or of all where there are fewer."""
+        """Find the places of this many rows, or of all if there are fewer."""
         while self.n_rows < n_rows and not self._is_over:
             self._extend()
 
     def rows_until(self, source: int, epochs: Fraction) -> int:
-        """How many rows there are until a source has been read so many times."""
+        """Count the rows until a source has been read this many times."""
         while (n_blocks := self._sources[source].n_until(epochs)) is None:
             self._extend()
         return self.find_row(source, n_blocks - 1) + 1
 
     def n_blocks(self, n_rows: int) -> list[int]:
-        """How many of the first rows each source gives."""
+        """Count how many of the first rows each source gives."""
         self.reach(n_rows)
         counts = np.zeros(len(self._sources), np.int64)
         for first, (sources, _) in zip(self._firsts, self._parts, strict=True):
@@ -69,7 +69,7 @@ class Schedule:
         return [int(count) for count in counts]
 
     def find_row(self, source: int, block: int) -> int:
-        """The row that is this block."""
+        """Find the row of this block."""
         part = 0
         while True:
             while part == len(self._parts):
@@ -82,7 +82,7 @@ class Schedule:
             part += 1
 
     def _extend(self) -> None:
-        """Measure more of the source that is known least far, then place what no unknown block can come before."""
+        """Measure more of the source that is measured least, then place the blocks that no other can precede."""
         known = [waiting.known for waiting in self._waiting]
         least = known.index(min(known))
         if known[least] == np.inf:
@@ -111,7 +111,7 @@ class _Waiting:
         """No block that is not measured yet can stand before this place."""
 
     def add(self, sizes: Ints | None, weight: float) -> None:
-        """Take what the next blocks teach; None where there are no more."""
+        """Add the sizes of the next blocks; None where there are no more."""
         if sizes is None:
             self.known = np.inf
             return
@@ -198,7 +198,7 @@ class SourceRows:
         self.source, self.side = source, side
         self._blocks = source.blocks(side, form=form, seed=None)
         self.sizes: list[int] = []
-        """What each row teaches."""
+        """Size of each row in `Unit`."""
 
         while (sizes := self._blocks.grow()) is not None:
             self.sizes += sizes.tolist()

@@ -41,7 +41,7 @@ class SourceJob:
 
     inputs: tuple[Input, ...]
     guarded: tuple[str, ...]
-    """Files whose rows must not be trained on."""
+    """Files with rows that must not be trained on."""
 
     digests: dict[str, str]
     """Of all files it reads."""
@@ -84,9 +84,9 @@ class SourceJob:
         expect_unchanged(self.digests)
 
     def ensure(self, *, is_streamed: bool = False) -> Path:
-        """The folder of the store, whole; a store that a killed process has left is filled up.
+        """Return the folder of the store, whole; a store that a killed process has left is completed.
 
-        With `is_streamed` a bad row ends the filling at once, because others read the store already.
+        With `is_streamed` a bad row ends the pass at once, because others read the store already.
 
         Raises:
             DataError: as `Preparation.run`; or a file has changed meanwhile.
@@ -94,11 +94,11 @@ class SourceJob:
         held_out_first = all(given.share in (0.0, 1.0) for given in self.inputs)
         index = Index(id_bytes=self.id_bytes, has_mask=self.has_chats)
 
-        def make(folder: Path) -> None:
+        def write_store(folder: Path) -> None:
             with StoreWriter(folder, index, held_out_first=held_out_first, is_streamed=is_streamed) as files:
                 self._fill(files)
 
-        return ensure_folder(self.folder, make, resumes=True)
+        return ensure_folder(self.folder, write_store, resumes=True)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Renderers:
 
 
 def list_source_jobs(cfg: RunConfig, tokenizer: Any, *, renderers: Renderers) -> list[SourceJob]:
-    """The job of each source, in order.
+    """List the job of each source, in order.
 
     Raises:
         DataError: a file cannot be read.

@@ -1,6 +1,6 @@
-"""A source's tokens on disk: flat files that only grow, and an index that says how much of them counts.
+"""A source's tokens on disk: flat files that only grow, and an index that says how much of them is valid.
 
-One process fills a store (`filling`). Others may read what the index shows while it grows (`following`).
+One process writes a store (`store_writer`). Others may read what the index shows while it grows (`streamed_store`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INDEX = "index.json"
 
 @dataclass
 class Index:
-    """What a store's readers know of it."""
+    """What the readers of a store know about it."""
 
     id_bytes: int
     """Of each token: 2 or 4."""
@@ -41,7 +41,7 @@ class Index:
     """Sides to which no document is added any more."""
 
     resume: dict[str, Any] = field(default_factory=dict)
-    """Where a process goes on that takes over the filling; empty in a whole store."""
+    """Where a process that takes over the writing continues; empty in a whole store."""
 
     @property
     def is_whole(self) -> bool:

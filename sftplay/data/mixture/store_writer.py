@@ -1,7 +1,7 @@
 """Fills a store from the pass over a source's rows. Readers can follow it, and another process can take over.
 
 Every file only grows. The index is written last, whenever a group is complete, with the lengths of all files and what
-the pass knows then. Whoever takes over cuts the files to these lengths and goes on with the next row.
+the pass knows then. A process that takes over cuts the files to these lengths and continues with the next row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SEEN_ENTRY = np.dtype([("keys", "<u8", 3), ("is_held_out", "u1"), ("is_chat", "u
 
 
 class StoreWriter:
-    """Fills the store in `folder`, from where an earlier process has left it: an `Output` of the pass over rows."""
+    """Writes the store in `folder`, from where an earlier process has left it: an `Output` of the pass over rows."""
 
     def __init__(self, folder: Path, index: Index, *, held_out_first: bool = True, is_streamed: bool = False) -> None:
         """`index` is that of a new store. With `held_out_first` no row is held out after the first to train on.

@@ -1,4 +1,4 @@
-"""Reads a store while another process fills it. A reader waits for what it needs, or gets the filler's error."""
+"""Read a store while another process writes it. A reader waits for what it needs, or gets the writer's error."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from sftplay.errors import ConfigError, DataError, MachineError, RunError, Sftpl
 POLL_S = 0.05
 LOOKS = 20
 ABANDONED_S, STARTS_S = 5.0, 300.0
-"""A store that nobody holds for so long, and that is not whole, has lost its filler; or it has none, at the start.
-Before the filler of this run has begun there may be rows of an earlier run."""
+"""An unfinished store without a lock for this long has lost its writer, or at the start never had one.
+Before the writer of this run starts there may be rows of an earlier run."""
 
 KINDS: dict[str, type[SftplayError]] = {
     kind.__name__: kind for kind in (ConfigError, DataError, MachineError, RunError)
@@ -29,41 +29,41 @@ KINDS: dict[str, type[SftplayError]] = {
 
 
 def get_failure_path(folder: Path) -> Path:
-    """The file in which a filler leaves its error."""
+    """Return the path of the file in which the writer leaves its error."""
     return folder.with_name(f"{folder.name}.failed.json")
 
 
 @dataclass
 class GrowingDocuments(Documents):
-    """One side of a store that is being filled."""
+    """One side of a store that is being written."""
 
-    more: Callable[[], None] = lambda: None
-    """Waits until the store shows more."""
+    wait_for_more: Callable[[], None] = lambda: None
+    """Wait until the store shows more."""
 
     def has_group(self, number: int) -> bool:
         """As `Documents.has_group`."""
         while number >= len(self.group_ends) and not self.is_whole:
-            self.more()
+            self.wait_for_more()
         return number < len(self.group_ends)
 
 
 class StreamedStore(Store):
-    """A store that another process fills."""
+    """A store that another process writes."""
 
     def __init__(self, folder: Path, *, path: str, process: subprocess.Popen[bytes] | None = None) -> None:
-        """Waits until there is something to follow. `path` is that of the source's rows, for messages.
+        """Wait until the store shows something. `path` is that of the source's rows, for messages.
 
         `process` is the one that fills it, if this process started it.
 
         Raises:
-            SftplayError: the filler's error.
+            SftplayError: the error of the writer.
         """
         self._final, self._path, self._process = folder, path, process
         self._was_held = False
         seen = self._wait_for(None)
         super().__init__(seen.folder, seen.index, {})
         for side in SIDES:
-            self.sides[side] = GrowingDocuments(**vars(seen.sides[side]), more=self._follow)
+            self.sides[side] = GrowingDocuments(**vars(seen.sides[side]), wait_for_more=self._follow)
 
     def chats(self) -> list[str]:
         """As `Store.chats`: its folder may just have got its final name."""
@@ -74,7 +74,7 @@ class StreamedStore(Store):
             return super().chats()
 
     def refresh(self) -> None:
-        """As `Store.refresh`: the filler may be further than what has been read."""
+        """As `Store.refresh`: the writer may be further than what has been read."""
         if seen := self._opened(self.index):
             self._show(seen)
 

@@ -1,4 +1,4 @@
-"""The process that fills a store while training reads it: `python -m sftplay.data.mixture.tokenize_process JOB`."""
+"""Process that tokenises into a store while training reads: `python -m sftplay.data.mixture.tokenize_process JOB`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NICENESS = 10
 
 
 def start_tokenize_process(job: SourceJob) -> subprocess.Popen[bytes]:
-    """Start the process; it ends with this one. Its lines go to this rank's log.
+    """Start the process; it ends together with this one. Its lines go to this rank's log.
 
     Several may be started for one store, also by other runs: one fills it, the others wait and then have nothing to do.
     """
@@ -36,7 +36,7 @@ def start_tokenize_process(job: SourceJob) -> subprocess.Popen[bytes]:
 
 
 def fill(path: Path) -> int:
-    """Fill the store of the job in the file `path`, and remove that file; the exit code."""
+    """Fill the store of the job in the file `path`, and remove that file; return the exit code."""
     job: SourceJob = pickle.loads(path.read_bytes())
     path.unlink()
     os.nice(NICENESS)

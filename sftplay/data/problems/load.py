@@ -28,7 +28,7 @@ FAILED = "failed.json"
 TIMEOUT: Status = "timeout"
 
 NAMED = 5
-"""Problems of which a log line says why they are left out."""
+"""Problems that get a log line with the reason why they are left out."""
 
 
 class _TooSlowNow(Exception):
@@ -40,25 +40,26 @@ class _TooSlowNow(Exception):
 
 
 def sound_problems(
-    problems: Sequence[Problem], sandbox: Sandbox, *, limits: Limits = LIMITS, fate: str = "is left out"
+    problems: Sequence[Problem], sandbox: Sandbox, *, limits: Limits = LIMITS, outcome: str = "is left out"
 ) -> tuple[list[Problem], dict[str, str]]:
-    """The problems whose reference passes every test, and of each other the status of its reference, by task id.
+    """Return the problems with a reference that passes every test, and for each other one the reason, by task id.
 
-    What becomes of the others is said, in the words of `fate`. References run once for the same problems, limits and
-    executor; the verdicts are cached, unless one of them is that a reference takes too long: the machine may have been
-    busy.
+    The others are logged, with `outcome` for what happens to them. References run once for the same problems, limits
+    and executor; the verdicts are cached, unless a reference took too long: the machine may have been busy.
 
     Raises:
-        RunError: the sandbox failed, so that nothing is known of a reference.
+        RunError: the sandbox failed, so nothing is known about a reference.
         DataError: a test or setup is no Python; or no problem is left.
     """
     key = fingerprint({
-        "problems": [[each.task_id, each.reference, each.tests, each.setup, each.entry_point] for each in problems],
+        "problems": [[problem.task_id, problem.reference, problem.tests, problem.setup, problem.entry_point]
+            for problem in problems
+        ],
         "limits": asdict(limits),
         "executor": sandbox.version,
     })  # fmt: skip
 
-    def make(unfinished: Path) -> None:
+    def write_verdicts(unfinished: Path) -> None:
         log.status(f"running {len(problems):,} reference solutions", "data")
         failed = _failures(problems, sandbox, limits=limits)
         if any(why.startswith(TIMEOUT) for why in failed.values()):
@@ -66,15 +67,15 @@ def sound_problems(
         (unfinished / FAILED).write_text(json.dumps(failed), encoding="utf-8")
 
     try:
-        folder = ensure_folder(cache_root() / "references" / key, make, setting=f"the variable {CACHE}")
+        folder = ensure_folder(cache_root() / "references" / key, write_verdicts, setting=f"the variable {CACHE}")
         failed = json.loads((folder / FAILED).read_text(encoding="utf-8"))
     except _TooSlowNow as slow:
         failed = slow.failed
     for task_id, why in list(failed.items())[:NAMED]:
-        log.say(f"problem {task_id} {fate}, its own solution does not pass: {why}", "data")
+        log.say(f"problem {task_id} {outcome}: its reference solution does not pass: {why}", "data")
     if failed:
-        log.say(f"the own solutions of {len(failed):,} of {len(problems):,} problems do not pass", "data")
-    sound = [each for each in problems if each.task_id not in failed]
+        log.say(f"the reference solutions of {len(failed):,} of {len(problems):,} problems do not pass", "data")
+    sound = [problem for problem in problems if problem.task_id not in failed]
     if not sound:
         fix = "look at one by `make sandbox`, or name another file"
         raise DataError(f"none of {len(problems):,} reference solutions passes its tests", where="problems", fix=fix)
@@ -82,8 +83,8 @@ def sound_problems(
 
 
 def _failures(problems: Sequence[Problem], sandbox: Sandbox, *, limits: Limits) -> dict[str, str]:
-    """Task id -> why its reference fails. One that fails beside others is tried once more alone: they took its time."""
-    jobs = [_job(each, limits) for each in problems]
+    """Return task id -> why its reference fails. One that fails while others run is tried once more alone."""
+    jobs = [_job(problem, limits) for problem in problems]
     verdicts = sandbox.run(jobs)
     failed = {}
     for problem, job, verdict in zip(problems, jobs, verdicts, strict=True):
@@ -125,7 +126,7 @@ class Published:
     hub: str
     subset: str | None
     splits: tuple[str, ...]
-    """All of them: which problems are for testing is decided by their ids."""
+    """All of them: the ids decide which problems are for testing."""
 
 
 MBPP_PARTS = ("prompt", "test", "validation", "train")
@@ -178,7 +179,7 @@ Split = Literal["all", "prompt", "test", "validation", "train"]
 
 
 def load_problems(path: str, split: Split = "all") -> list[Problem]:
-    """The problems of a file or of a data set of `published`, in order, without those whose text stands there twice.
+    """The problems of a file or of a data set of `published`, in order; of equal texts only the first.
 
     Raises:
         DataError: the file cannot be read, a row is no problem, or nothing of the split is there.
@@ -199,7 +200,7 @@ def load_problems(path: str, split: Split = "all") -> list[Problem]:
 
 
 def sample_subset(problems: Sequence[Problem], limit: int | None, *, seed: int) -> list[Problem]:
-    """At most `limit` of the problems, drawn by `seed`, in their order; the first ones would be like each other."""
+    """Sample at most `limit` of the problems by `seed`, in their order; the first ones would be like each other."""
     if limit is None or limit >= len(problems):
         return list(problems)
     return [problems[at] for at in sorted(Random(seed).sample(range(len(problems)), limit))]
@@ -214,6 +215,6 @@ def read_problem(row: Mapping[str, Any], source: Source) -> Problem:
 
 
 def collect_reward_columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
-    """The problems as the columns that code rewards read."""
+    """Collect the problems into the columns that code rewards read."""
     rows = [reward_columns(problem) for problem in problems]
     return {name: [row[name] for row in rows] for name in REWARD_COLUMNS}

@@ -16,7 +16,7 @@ PROMPT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is asked, and the tests that say whether it was done."""
+    """A task, and the tests that decide whether it is solved."""
 
     task_id: str
     text: str
@@ -39,7 +39,7 @@ class Problem:
 
 
 def format_question(problem: Problem) -> str:
-    """What a model is asked."""
+    """Format the question for the model."""
     parts = [problem.text.strip()]
     if problem.shown:
         parts.append("It must pass " + ("this test:" if problem.shown == 1 else "these tests:"))
@@ -49,7 +49,7 @@ def format_question(problem: Problem) -> str:
 
 
 def format_answer(problem: Problem) -> str:
-    """The reference, in the form in which a model is asked to answer."""
+    """Format the reference as an answer to the question."""
     return f"```python\n{problem.reference.strip()}\n```"
 
 
@@ -77,7 +77,7 @@ def called_name(tests: tuple[str, ...], reference: str) -> str:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of odd escapes in published solutions
-        trees = [ast.parse(each) for each in (reference, *tests[:1])]
+        trees = [ast.parse(code) for code in (reference, *tests[:1])]
     defined = {node.name for node in trees[0].body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     called = [
         node.func.id
@@ -119,7 +119,7 @@ def to_problem(row: Mapping[str, Any]) -> Problem:
 
 
 def find_split(problem: Problem) -> str:
-    """The published split of a problem; HumanEval is test only. Empty for a problem of one's own."""
+    """Find the published split of a problem; HumanEval is test only. Empty for an unpublished problem."""
     return _split(problem.task_id)
 
 

@@ -1,4 +1,4 @@
-"""Load prompts with what rewards need, and report what was left out."""
+"""Load prompts with the columns that rewards read, and report what was left out."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def prompts_table(report: Mapping[str, Any]) -> str:
     if report["refused"]:
         lines.append(f"  refused        reasons with file and line in {report['refused_rows']}")
     if repeated := report["duplicates"] + report["near_duplicates"]:
-        fate = "left out" if "duplicate" in report["dropped"] else "kept"
-        lines.append(f"  duplicates     {repeated:,} prompts repeat an earlier one; {fate}")
+        action = "left out" if "duplicate" in report["dropped"] else "kept"
+        lines.append(f"  duplicates     {repeated:,} prompts repeat an earlier one; {action}")
     lines.append(f"  columns        {', '.join(report['columns'])[:90]}")
     lines.append(f"  length         longest {report['longest_tokens']:,} tokens, limit {report['max_prompt_tokens']:,}")
     lines += [f"  warning        {warning}" for warning in report["warnings"]]
@@ -62,7 +62,7 @@ NOT_ASKED_FIX = "put what matters into the last turn, or write data.on_bad_row: 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Everything that a run on prompts needs of its data."""
+    """Everything that a run on prompts needs from its data."""
 
     train: Questions
     held_out: Questions
@@ -98,7 +98,7 @@ def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
 
 
 def prepare_prompts(cfg: RunConfig, tokenizer: Any, *, called: str) -> Prompts:
-    """`load_prompts` for a run that says so. Gives the tokenizer the chat template that asks them.
+    """Call `load_prompts` with a status line, and give the tokenizer the chat template of the prompts.
 
     Raises:
         DataError: as `load_prompts`.
@@ -137,11 +137,11 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
         parts["asked"] = "the last turn"
     folder = Path(data.processed_dir) / fingerprint(parts)
 
-    def make(unfinished: Path) -> None:
+    def write_prompts(unfinished: Path) -> None:
         _Pass(cfg, renderer, max_tokens=max_tokens).run(inputs, guarded, folder=unfinished)
         expect_unchanged(digests)
 
-    ensure_folder(folder, make)
+    ensure_folder(folder, write_prompts)
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     refused = str(folder / REFUSED)
     for source in report["sources"].values():
@@ -152,7 +152,7 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
 
 
 def renderer_for(cfg: RunConfig, tokenizer: Any, *, path: str, template: str | None = None) -> Renderer:
-    """What asks the questions of a file: by the chat template, or without one where its rows are plain texts."""
+    """Return the renderer for the prompts of a file: with the chat template, or without one for plain texts."""
     reading, dialect = read_layout_options(cfg.data), read_dialect(cfg.data)
     _, first = next(iter(read_rows(path, dialect)), (None, {}))
     is_plain = not isinstance(first, Refused) and bool(read_beginning(first, reading=reading))
@@ -205,7 +205,7 @@ class _Pass:
                 yield RowOutcome(number, source, refused=error.what, fix=error.fix)
 
     def _judged(self, prompt: Prompt | RowOutcome, *, share: float) -> tuple[RowOutcome, dict[str, Any]]:
-        """What becomes of a row, and the row as it is kept."""
+        """Return the outcome of a row, and the row as it is kept."""
         if isinstance(prompt, RowOutcome):
             prompt.held_out = share == 1.0
             return prompt, {}
@@ -219,7 +219,7 @@ class _Pass:
             outcome.refused = f"has a column {COMPLETIONS!r}, the name by which rewards get the answers"
             outcome.fix = "give the column another name"
             return outcome, {}
-        if self._asks_last_turn and (more := prompt.beside_question(self._reading.system)):
+        if self._asks_last_turn and (more := prompt.extra_content(self._reading.system)):
             outcome.refused, outcome.fix = not_asked(more), NOT_ASKED_FIX
             return outcome, {}
         try:
@@ -268,7 +268,7 @@ class _Pass:
 
 
 def not_asked(more: str) -> str:
-    """Why a row with `more` than a question is no problem of two-turn episodes, whose prompts have one place for it."""
+    """Return why a row with `more` than a question does not fit two-turn episodes: they ask only a question."""
     return f"has {more}, but task mode score asks the words of the last turn alone"
 
 

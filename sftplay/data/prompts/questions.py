@@ -1,4 +1,4 @@
-"""Prompts that are ready to be asked, and how they lie on disk."""
+"""Tokenised prompts, and how they are stored on disk."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ BATCH_ROWS = 256
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt that is ready to be asked."""
+    """A tokenised prompt."""
 
     row: int
     """The row's number in its file, from 0."""
 
     ids: list[int]
-    """The tokens that ask it."""
+    """The tokens of the prompt."""
 
     question: str
     """The words of its last turn, or the beginning of a plain text."""
@@ -65,7 +65,7 @@ class Questions:
         return list(self.rows["row"])
 
     def find_place(self, number: int) -> str:
-        """Where the row stands, as `Source` prints it."""
+        """Return the place of the row, as `Source` prints it."""
         row = self.rows[number]
         return str(Source(row["path"], row["line"], row["record"]))
 

@@ -16,7 +16,7 @@ from sftplay.data.puzzles.folder import Alphabet
 from sftplay.errors import DataError, SeveralErrors
 
 INVERSE = (0, 3, 2, 1, 4, 5, 6, 7)
-"""The way that undoes each."""
+"""The inverse of each way."""
 
 WAYS = range(8)
 
@@ -37,7 +37,7 @@ Grid = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class GridPair:
-    """A grid and what becomes of it."""
+    """An input grid and its output grid."""
 
     input: Grid
     output: Grid
@@ -45,7 +45,7 @@ class GridPair:
 
 @dataclass(frozen=True)
 class ArcTask:
-    """Demonstrations of one rule, and the pairs that are asked for."""
+    """Demonstrations of one rule, and the test pairs."""
 
     id: str
     train: tuple[GridPair, ...]
@@ -58,7 +58,7 @@ class ArcTask:
 
 
 def read_tasks(folder: Path) -> list[ArcTask]:
-    """The tasks in a folder with a json file of each, in the order of their names.
+    """Read the tasks in a folder with one json file a task, in the order of their names.
 
     Raises:
         SeveralErrors: files that hold no task, each with the place and what to do; it exits with code 4.
@@ -66,7 +66,7 @@ def read_tasks(folder: Path) -> list[ArcTask]:
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     if not files:
         what = "holds no json file" if folder.is_dir() else "no such folder"
-        raise DataError(what, where=str(folder), fix="put a json file of each task there, as ARC-AGI's data has them")
+        raise DataError(what, where=str(folder), fix="put one json file a task there, as in ARC-AGI's data")
     tasks, problems = [], []
     for file in files:
         try:
@@ -79,7 +79,7 @@ def read_tasks(folder: Path) -> list[ArcTask]:
 
 
 def read_task(file: Path) -> ArcTask:
-    """The task of a json file.
+    """Read the task of a json file.
 
     Raises:
         DataError: it holds none.
@@ -94,7 +94,7 @@ def read_task(file: Path) -> ArcTask:
 
 
 def parse_task(content: Any, name: str, *, where: str) -> ArcTask:
-    """The task that a JSON object holds."""
+    """Parse the task in a JSON object."""
     if not isinstance(content, dict):
         raise _fault("is no object with `train` and `test`", where)
     parts = {part: tuple(_pairs(content.get(part), f"{where} {part}")) for part in ("train", "test")}
@@ -171,7 +171,7 @@ def cropped(tokens: NDArray[Any]) -> Grid:
 
 SEPARATOR = "|||"
 TRIES = 5
-"""Draws for each copy that is wanted. A task with few colours may have fewer copies that differ."""
+"""Samples for each copy that is wanted. A task with few colours may have fewer copies that differ."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def parse_name(name: str) -> tuple[str, Change]:
 
 
 def sample_changes(task: ArcTask, n: int, *, stream: np.random.Generator) -> list[Change]:
-    """Nothing, and up to `n` changes under which the task's grids all differ."""
+    """Sample up to `n` changes under which the task's grids all differ; the first of the list changes nothing."""
     flat = [np.concatenate([_flat(turned(grid, way)) for grid in _grids(task.pairs)]) for way in WAYS]
     is_shape = np.concatenate([_is_shape(grid) for grid in _grids(task.pairs)])
     changes, seen = [Change()], {_digest(flat[0], is_shape, change=Change())}

@@ -17,7 +17,7 @@ from sftplay.data.puzzles.arc import ArcTask, Grid, cropped, parse_name, parse_t
 from sftplay.errors import DataError
 
 NAMES = "identifiers.json"
-"""The name of each identifier; see `augment.Change.name`."""
+"""The name of each identifier; see `arc.Change.name`."""
 
 ASKED = "test_puzzles.json"
 """The tasks of the test, by their names."""
@@ -26,7 +26,7 @@ BLANK = "<blank>"
 
 
 def read_names(split: Path) -> list[str]:
-    """The names of the identifiers of the split in the folder `split`, which lies beside them.
+    """Read the names of the identifiers of the split in the folder `split`; the file is next to that folder.
 
     Raises:
         DataError: there are none.
@@ -38,7 +38,7 @@ def read_names(split: Path) -> list[str]:
 
 
 def read_asked(split: Path) -> dict[str, ArcTask]:
-    """The tasks whose test pairs the split in the folder `split` asks for.
+    """Read the tasks of the test pairs in the split in the folder `split`.
 
     Raises:
         DataError: there are none.
@@ -68,7 +68,7 @@ KS = (1, 2, 10, 100, 1000)
 
 @dataclass(frozen=True)
 class CopyAnswer:
-    """What a model says to one test input of one copy."""
+    """The answer of a model to one test input of one copy."""
 
     identifier: str
     """The copy's name, as `identifiers.json` has it."""
@@ -121,7 +121,7 @@ class Tally:
             box.setdefault(grid_key(grid), _Votes(grid)).confidences.append(_sigmoid(answer.q_halt))
 
     def shares(self, n: int) -> list[Tally]:
-        """The same votes in `n` tallies. All votes for a task are in the one that `assign_share` names."""
+        """Return the same votes in `n` tallies. All votes for a task are in the one that `assign_share` names."""
         found = [Tally() for _ in range(n)]
         for question, box in self.boxes.items():
             found[assign_share(question[0], n)].boxes[question] = box
@@ -129,10 +129,10 @@ class Tally:
 
     def merge(self, other: Tally) -> None:
         """Count the votes of another tally too."""
-        for question, theirs in other.boxes.items():
-            mine = self.boxes.setdefault(question, {})
-            for key, votes in theirs.items():
-                mine.setdefault(key, _Votes(votes.grid)).confidences.extend(votes.confidences)
+        for question, other_box in other.boxes.items():
+            box = self.boxes.setdefault(question, {})
+            for key, votes in other_box.items():
+                box.setdefault(key, _Votes(votes.grid)).confidences.extend(votes.confidences)
 
     def ballots(self) -> Ballots:
         """The answers to each test input: most votes first, then the highest mean confidence."""
@@ -140,7 +140,7 @@ class Tally:
 
 
 def assign_share(task: str, n: int) -> int:
-    """Which of `n` shares the votes for a task belong to, the same in every process."""
+    """Return which of `n` shares the votes for a task belong to: the same in every process."""
     return zlib.crc32(task.encode()) % n
 
 
@@ -150,7 +150,7 @@ def solved_at(task: ArcTask, ballots: Ballots) -> float:
 
 
 def compute_ranks(task: ArcTask, ballots: Ballots) -> list[float]:
-    """For each test input of the task the least k with its output among the first k answers; inf for never."""
+    """Compute for each test input the least k with its output among the first k answers; inf for never."""
     ranks: list[float] = []
     for pair in task.test:
         ranked = ballots.get((task.id, grid_key(pair.input)), [])
@@ -171,7 +171,7 @@ def share_of_inputs_solved(ranks: Sequence[Sequence[float]], *, ks: Sequence[int
 
     TRM's published figures count so (evaluators/arc.py): half a task of two test inputs is half a point.
     """
-    return {k: float(np.mean([(np.array(each) <= k).mean() for each in ranks])) for k in ks}
+    return {k: float(np.mean([(np.array(task_ranks) <= k).mean() for task_ranks in ranks])) for k in ks}
 
 
 def grid_key(grid: Grid) -> bytes:
@@ -181,10 +181,10 @@ def grid_key(grid: Grid) -> bytes:
 
 def _ranked(found: list[_Votes]) -> list[Candidate]:
     candidates = [
-        Candidate(each.grid, len(each.confidences), math.fsum(each.confidences) / len(each.confidences))
-        for each in found
+        Candidate(votes.grid, len(votes.confidences), math.fsum(votes.confidences) / len(votes.confidences))
+        for votes in found
     ]
-    return sorted(candidates, key=lambda each: (-each.votes, -each.confidence, grid_key(each.grid)))
+    return sorted(candidates, key=lambda candidate: (-candidate.votes, -candidate.confidence, grid_key(candidate.grid)))
 
 
 def _sigmoid(score: float) -> float:

@@ -1,4 +1,4 @@
-"""What a kind of puzzle that is written as two texts, a question and its answer, says of itself."""
+"""The interface of a kind of puzzle that is written as two texts, a question and its answer."""
 
 from __future__ import annotations
 

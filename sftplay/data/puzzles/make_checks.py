@@ -1,4 +1,4 @@
-"""Settings of a folder of puzzles, and what is checked of its puzzles."""
+"""Settings of a folder of puzzles, and the checks of its puzzles."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PuzzleSettings:
 
     seed: int = 0
     subsample: int | None = None
-    """Training puzzles that are drawn; None takes all."""
+    """Number of training puzzles to sample; None takes all."""
 
     held_out: float = 0.1
     """The share of the solutions of a single file that goes to the test."""
@@ -45,7 +45,7 @@ CHUNK_PUZZLES = 2048
 """Puzzles that a process checks at once."""
 
 WORTH_WORKERS = 8 * CHUNK_PUZZLES
-"""Below so many puzzles, starting processes takes longer than the work."""
+"""Below this number of puzzles, starting processes takes longer than the work."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def check_puzzles(puzzles: Puzzles, kind: PuzzleKind, *, workers: int) -> Puzzle
     chunks: Iterator[PuzzleChunk] = (
         (name, puzzles.questions[at : at + CHUNK_PUZZLES], puzzles.answers[at : at + CHUNK_PUZZLES]) for at in starts
     )
-    spread = work_through(chunks, check_chunk, processes=workers, killed=killed_process())
-    outcomes = spread if workers > 1 and total >= WORTH_WORKERS else map(check_chunk, chunks)
+    parallel = work_through(chunks, check_chunk, processes=workers, killed=killed_process())
+    outcomes = parallel if workers > 1 and total >= WORTH_WORKERS else map(check_chunk, chunks)
     problems, keys = [], []
     for start, (found, *marks) in zip(starts, outcomes, strict=True):
         problems += [DataError(what, where=puzzles.place(start + row), fix=FIX_LINE) for row, what in found]
@@ -82,14 +82,14 @@ def check_puzzles(puzzles: Puzzles, kind: PuzzleKind, *, workers: int) -> Puzzle
         log.progress(min(start + CHUNK_PUZZLES, total), total, what=f"checking {puzzles.path}", tag="puzzle-data")
         if len(problems) > MOST_PROBLEMS:
             break
-    spread.close()
+    parallel.close()
     if problems:
         raise SeveralErrors(problems)
-    return PuzzleKeys(*(np.concatenate(each) for each in zip(*keys, strict=True)))
+    return PuzzleKeys(*(np.concatenate(parts) for parts in zip(*keys, strict=True)))
 
 
 def killed_process() -> MachineError:
-    """The refusal where a process of the pool has gone."""
+    """Return the error for a process of the pool that was killed."""
     fix = "free memory, or take fewer processes with --workers"
     return MachineError("a process that prepares puzzles was killed from outside", where="puzzle-data", fix=fix)
 

@@ -1,4 +1,4 @@
-"""Makes the folder of both splits: it appears whole or not at all."""
+"""Make the folder of both splits: it appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("sudoku", "maze", "arc", "sudoku4")
 
 
 def make_folder(settings: PuzzleSettings) -> dict[str, Any]:
-    """Write `settings.out` with both splits; the report, which lies there too.
+    """Write `settings.out` with both splits and a report; return the report.
 
     Raises:
         ConfigError: the folder is there already, or another command is writing it.
@@ -56,7 +56,7 @@ def _check_source(settings: PuzzleSettings) -> None:
         raise ConfigError("is not read for sudoku4", where="--in", fix=fix)
     if settings.kind == "sudoku4" and (settings.copies is not None or settings.subsample is not None):
         name = "--aug" if settings.copies is not None else "--subsample"
-        raise ConfigError("does not fit sudoku4, whose puzzles and copies are fixed", where=name, fix="leave it out")
+        raise ConfigError("does not fit sudoku4: its puzzles and copies are fixed", where=name, fix="leave it out")
     if settings.kind != "sudoku4" and settings.source is None:
         what = f"{settings.kind} puzzles are read from files"
         raise ConfigError(what, where="--in", fix="name a file or a folder with IN=")
@@ -84,7 +84,7 @@ def _write(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
 def _counts(split: Path) -> dict[str, int]:
     """How much a split holds, read back from what was written."""
     folder = PuzzleFolder.open(split)
-    n_puzzles = sum(len(each.puzzle_identifiers) for each in folder.sets)
+    n_puzzles = sum(len(puzzle_set.puzzle_identifiers) for puzzle_set in folder.sets)
     facts = folder.facts
     return {
         "groups": facts.total_groups,

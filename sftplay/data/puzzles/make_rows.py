@@ -21,7 +21,7 @@ KeyedPuzzles = tuple[Puzzles, PuzzleKeys]
 
 
 def write_rows(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
-    """Write the splits `train` and `test` below `folder`; what is reported beside their counts.
+    """Write the splits `train` and `test` below `folder`; return what the report adds to their counts.
 
     Raises:
         ConfigError: a setting does not fit the data.
@@ -46,7 +46,7 @@ def write_rows(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
 
 
 def _read(settings: PuzzleSettings, kind: PuzzleKind, *, files: dict[str, Path]) -> tuple[KeyedPuzzles, KeyedPuzzles]:
-    """The puzzles of training and of the test, all of which can be used."""
+    """Read the puzzles of training and of the test, and check that all can be used."""
     if "all" not in files:
         train = _subsampled(read_puzzles(files["train"], kind), settings)
         test = read_puzzles(files["test"], kind)
@@ -61,7 +61,7 @@ def _read(settings: PuzzleSettings, kind: PuzzleKind, *, files: dict[str, Path])
         (everything.take(side), PuzzleKeys(keys.questions[side], keys.answers[side])) for side in (~is_test, is_test)
     ]
     chosen = _choose_rows(len(parts[0][0]), settings)
-    return (parts[0][0].take(chosen), PuzzleKeys(*(each[chosen] for each in vars(parts[0][1]).values()))), parts[1]
+    return (parts[0][0].take(chosen), PuzzleKeys(*(keys[chosen] for keys in vars(parts[0][1]).values()))), parts[1]
 
 
 def _with_keys(puzzles: Puzzles, kind: PuzzleKind, *, settings: PuzzleSettings) -> KeyedPuzzles:
@@ -71,8 +71,8 @@ def _with_keys(puzzles: Puzzles, kind: PuzzleKind, *, settings: PuzzleSettings) 
 def _held_out(keys: NDArray[np.uint64], settings: PuzzleSettings) -> NDArray[np.bool_]:
     """Which puzzles go to the test: by their solution alone, so that all with one solution are on one side."""
     solutions, back = np.unique(keys, return_inverse=True)
-    draws = [make_generator(solution.tobytes(), settings.seed).random() for solution in solutions]
-    return (np.array(draws) < settings.held_out)[back]
+    numbers = [make_generator(solution.tobytes(), settings.seed).random() for solution in solutions]
+    return (np.array(numbers) < settings.held_out)[back]
 
 
 def _subsampled(puzzles: Puzzles, settings: PuzzleSettings) -> Puzzles:

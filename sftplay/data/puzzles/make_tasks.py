@@ -1,4 +1,4 @@
-"""ARC: from folders of json files to both splits, with the names of all copies and the tasks that are asked."""
+"""ARC: from folders of json files to both splits, with the names of all copies and the tasks of the test."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from sftplay.errors import ConfigError, DataError, SeveralErrors
 COPIES = 1000
 PARTS = ("training", "evaluation")
 WORTH_WORKERS = 2000
-"""Below so many copies in all, starting processes takes longer than the work."""
+"""Below this number of copies in all, starting processes takes longer than the work."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TaskCopies:
 
 
 def write_tasks(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
-    """Write the splits `train` and `test` below `folder`, and what `answers` reads; what is reported beside counts.
+    """Write the splits `train` and `test` below `folder`, and what `arc_votes` reads; return what the report adds.
 
     Training has all pairs of the training tasks and the demonstrations of the evaluation tasks, the test has the test
     pairs of the evaluation tasks, both with all copies. A task has the same identifiers in both. HRM and TRM divide
@@ -116,26 +116,26 @@ def check_tasks(training: list[ArcTask], evaluation: list[ArcTask]) -> dict[str,
     for task, pairs in [(t, t.pairs) for t in training] + [(t, t.train) for t in evaluation]:
         for pair in pairs:
             learned.setdefault(canonical(pair), set()).add(task.id)
-    own_copies, others = 0, []
+    demonstrated, others = 0, []
     for task in evaluation:
         like = [learned.get(canonical(pair), set()) for pair in task.test]
-        own_copies += sum(task.id in each for each in like)
+        demonstrated += sum(task.id in names for names in like)
         others += [
-            {"task": task.id, "test_pair": number, "like": sorted(each - {task.id})}
-            for number, each in enumerate(like, 1)
-            if each - {task.id}
+            {"task": task.id, "test_pair": number, "like": sorted(names - {task.id})}
+            for number, names in enumerate(like, 1)
+            if names - {task.id}
         ]
     return {
-        "test_pairs_like_a_demonstration": own_copies,
+        "test_pairs_like_a_demonstration": demonstrated,
         "test_pairs_like_another_task": len(others),
         "like_another_task": others,
     }
 
 
 def _copied(jobs: list[CopyJob], *, workers: int, n_copies: int) -> Iterator[TaskCopies]:
-    spread = work_through(jobs, make_copies, processes=workers, killed=killed_process())
+    parallel = work_through(jobs, make_copies, processes=workers, killed=killed_process())
     is_worth = workers > 1 and n_copies >= WORTH_WORKERS
-    for done, made in enumerate(spread if is_worth else map(make_copies, jobs), 1):
+    for done, made in enumerate(parallel if is_worth else map(make_copies, jobs), 1):
         yield made
         log.progress(done, len(jobs), what="writing tasks", tag="puzzle-data")
 
@@ -166,7 +166,7 @@ def _moved(pairs: tuple[GridPair, ...], change: Change, *, stream: np.random.Gen
     for number, pair in enumerate(pairs):
         shapes = [change.apply(grid).shape for grid in (pair.input, pair.output)]
         room = [LARGEST + 1 - max(shape[axis] for shape in shapes) for axis in (0, 1)]
-        top, left = (int(stream.integers(each)) for each in room)
+        top, left = (int(stream.integers(size)) for size in room)
         placed.append((change, pair, 0, 0) if number == stays else (change, pair, top, left))
     return placed
 

@@ -68,7 +68,7 @@ def find_files(source: Path) -> dict[str, Path]:
 
 
 def read_puzzles(file: Path, kind: PuzzleKind) -> Puzzles:
-    """All puzzles of a file; what the characters mean is not looked at.
+    """Read all puzzles of a file; the meaning of the characters is not checked.
 
     Raises:
         SeveralErrors: lines that hold no puzzle of this kind, up to a hundred of them.
@@ -98,8 +98,8 @@ def read_puzzles(file: Path, kind: PuzzleKind) -> Puzzles:
 
 def _characters(kind: PuzzleKind) -> dict[str, str]:
     """Each character that may stand in a text, and that of the alphabet."""
-    own = kind.alphabet.symbols[1:]
-    return {**{each: each for each in own}, **dict.fromkeys(kind.also_blank, own[0])}
+    symbols = kind.alphabet.symbols[1:]
+    return {**{symbol: symbol for symbol in symbols}, **dict.fromkeys(kind.also_blank, symbols[0])}
 
 
 def _texts(file: Path, kind: PuzzleKind) -> Iterator[tuple[int, bytes, bytes, str]]:
@@ -125,6 +125,6 @@ def _flaw(name: str, text: Any, *, allowed: set[str], n_cells: int) -> str:
     if len(text) != n_cells:
         return f"the {name} has {len(text)} characters, not {n_cells}"
     if not allowed.issuperset(text):
-        place = next(place for place, each in enumerate(text, 1) if each not in allowed)
+        place = next(place for place, character in enumerate(text, 1) if character not in allowed)
         return f"the {name} holds {text[place - 1]!r} at {place}; a cell is one of {''.join(sorted(allowed))!r}"
     return ""

@@ -88,12 +88,12 @@ def _steps(is_open: NDArray[np.bool_], question: NDArray[np.uint8]) -> int | Non
     waiting = deque([(start, 0)])
     while waiting:
         cell, steps = waiting.popleft()
-        for beside in (cell - 1, cell + 1, cell - width, cell + width):
-            if beside == goal:
+        for neighbour in (cell - 1, cell + 1, cell - width, cell + width):
+            if neighbour == goal:
                 return steps + 1
-            if not seen[beside]:
-                seen[beside] = True
-                waiting.append((beside, steps + 1))
+            if not seen[neighbour]:
+                seen[neighbour] = True
+                waiting.append((neighbour, steps + 1))
     return None
 
 

@@ -20,7 +20,7 @@ Nodes = tuple[NDArray[np.int64], NDArray[np.uint16]]
 """The puzzle of each search node, and its candidates."""
 
 AT_ONCE = 1024
-"""Search nodes that are looked at together."""
+"""Search nodes that are processed together."""
 
 MOST_NODES = 200_000
 """Nodes of one puzzle, after which the search gives it up. Those of published lists took fewer than a thousand."""
@@ -64,7 +64,7 @@ def find_cell_units(size: int) -> NDArray[np.int64]:
 
 
 def find_solutions(puzzles: Grids, *, most: int = 2, most_nodes: int = MOST_NODES) -> Solutions:
-    """At least `most` solutions of each puzzle, or all where it has fewer."""
+    """Find at least `most` solutions of each puzzle, or all where it has fewer."""
     size = round(puzzles.shape[1] ** 0.5)
     full = (1 << size) - 1
     given = puzzles.astype(np.uint16)
@@ -119,15 +119,15 @@ def _pop(stack: list[Nodes]) -> Nodes:
     taken = [stack.pop()]
     while stack and sum(len(owner) for owner, _ in taken) < AT_ONCE:
         taken.append(stack.pop())
-    owner = np.concatenate([each for each, _ in reversed(taken)])
-    options = np.concatenate([each for _, each in reversed(taken)])
+    owner = np.concatenate([owners for owners, _ in reversed(taken)])
+    options = np.concatenate([candidates for _, candidates in reversed(taken)])
     if len(owner) > AT_ONCE:
         stack.append((owner[:-AT_ONCE], options[:-AT_ONCE]))
     return owner[-AT_ONCE:], options[-AT_ONCE:]
 
 
 def _guess(owner: NDArray[np.int64], options: NDArray[np.uint16]) -> list[Nodes]:
-    """Two nodes for each: a cell without its lowest candidate, and last, to be looked at first, with it alone."""
+    """Return two nodes for each: a cell without its lowest candidate, and last, to be searched first, with it alone."""
     bits = BITS[options]
     cell = np.where(bits > 1, bits, 255).argmin(axis=1)
     nodes = np.arange(len(options))
@@ -166,7 +166,7 @@ class Changes:
 
 
 def sample_changes(n: int, stream: np.random.Generator) -> Changes:
-    """`n` changes, each equally likely."""
+    """Sample `n` changes, each equally likely."""
     digits = np.concatenate([np.zeros((n, 1), np.int64), 1 + _shuffled(n, 9, stream=stream)], axis=1)
     rows, columns = _lines(n, stream), _lines(n, stream)
     cells = (rows[:, :, None] * 9 + columns[:, None, :]).reshape(n, 81)
@@ -187,7 +187,7 @@ def _shuffled(n: int, size: int, *, stream: np.random.Generator) -> NDArray[np.i
 
 
 def compute_grid_keys(grids: Grids) -> Marks:
-    """[grids]: a number that all copies of a grid share. Few other grids have the same."""
+    """Compute [grids]: a number that all copies of a grid share. Few other grids have the same."""
     parts = [
         _mix(cell_marks(grids[at : at + KEYS_AT_ONCE])).sum(axis=(1, 2)) for at in range(0, len(grids), KEYS_AT_ONCE)
     ]

@@ -59,7 +59,7 @@ class GridText:
         Raises:
             DataError: it is no grid of this kind; the line and what to do are named.
         """
-        lines = [each for each in enumerate(map(self._closed_up, text.splitlines()), 1) if each[1]]
+        lines = [numbered for numbered in enumerate(map(self._closed_up, text.splitlines()), 1) if numbered[1]]
         if not lines:
             raise DataError("is empty", where=where, fix=f"write {cells // self.columns} lines of {self.columns} cells")
         rows = cells // self.columns
@@ -89,7 +89,7 @@ class GridText:
 
     def _tokens(self) -> dict[str, int]:
         """The characters that a cell may have."""
-        return {each: token for token, each in enumerate(self.symbols) if token != self.pad_id}
+        return {symbol: token for token, symbol in enumerate(self.symbols) if token != self.pad_id}
 
     def _row(self, line: str, where: str) -> list[int]:
         if len(line) != self.columns:
@@ -97,11 +97,11 @@ class GridText:
         known = self._tokens()
         if self.is_sudoku:
             known["0"] = known["."]
-        for place, each in enumerate(line, 1):
-            if each not in known:
-                what = f"holds {each!r} at {place}; a cell is one of {''.join(known)!r}"
+        for place, character in enumerate(line, 1):
+            if character not in known:
+                what = f"holds {character!r} at {place}; a cell is one of {''.join(known)!r}"
                 raise DataError(what, where=where, fix=PUT_RIGHT)
-        return [known[each] for each in line]
+        return [known[character] for character in line]
 
     def _check_rules(self, grid: NDArray[np.int64], where: str, *, numbers: list[int]) -> None:
         """Refuse a grid that gives a digit twice in a row, column or box."""
@@ -116,5 +116,5 @@ class GridText:
 
     def breaks_rules(self, tokens: NDArray[Any]) -> bool:
         """Whether a row, column or box of an answered Sudoku does not hold each digit once."""
-        wanted = [token for token, each in enumerate(self.symbols) if each.isdecimal()]
+        wanted = [token for token, symbol in enumerate(self.symbols) if symbol.isdecimal()]
         return self.is_sudoku and any(sorted(tokens[cells].tolist()) != wanted for cells in list_units(self.columns))

@@ -1,4 +1,4 @@
-"""How many rows files have, where that is known before they are read: for the time that is left."""
+"""Count the rows of files where that is possible without parsing them: for the estimate of the time left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def count_rows(paths: Sequence[str]) -> int | None:
-    """About how many rows the files have; None where only reading them tells."""
+    """Return about how many rows the files have; None if only parsing can count them."""
     try:
         counts = [_count(file) for path in paths for file in list_files(path)]
     except (DataError, OSError):  # a data set of the hub, or what reading will refuse

@@ -18,7 +18,7 @@ from sftplay.errors import DataError
 
 MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
-    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before UTF-16, whose mark it begins with
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before UTF-16: its mark begins with that of UTF-16
     (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
@@ -98,9 +98,9 @@ def checked_encoding(name: str) -> str:
 
 
 def detect_file_encoding(file: Path) -> str:
-    """The encoding that a file which is not UTF-8 probably is in; empty when nothing fits.
+    """Guess the encoding of a file that is not UTF-8; empty when nothing fits.
 
-    For rows it is only ever advice. Documents are read in it, and the report says so.
+    For rows it is only a hint in an error. Documents are read in it, and the report says so.
     """
     return detect_encoding(_foreign_part(file))
 

@@ -35,13 +35,13 @@ BUFFER_BYTES = 1 << 18
 
 
 def find_suffix(path: str | Path) -> str:
-    """The known suffix that a path ends with, such as `.jsonl` or `.csv.gz`; empty when it has none."""
+    """Find the known suffix that a path ends with, such as `.jsonl` or `.csv.gz`; empty when it has none."""
     name = Path(path).name.lower()
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix) and name != suffix), "")
 
 
 def list_files(path: str) -> list[Path]:
-    """The file itself, or every known file below the folder, sorted; hidden ones are left alone.
+    """List the file itself, or every known file below the folder, sorted; hidden ones are skipped.
 
     Raises:
         DataError: there is nothing of that name, its kind is unknown, or the folder holds no known file.
@@ -94,7 +94,7 @@ def read_head(file: Path, n_bytes: int = 4096) -> bytes:
 
 
 def _mode(path: Path) -> int:
-    """What the system says a path is; 0 where there is nothing, or where nothing can have that name."""
+    """Return the mode of a path; 0 where there is nothing, or where nothing can have that name."""
     try:
         return path.stat().st_mode
     except (OSError, ValueError):
@@ -109,7 +109,9 @@ def _below(folder: Path) -> Iterator[Path]:
         found += [Path(place, name) for name in names if not name.startswith(".")]
     for file in sorted(found, key=lambda file: file.parts):
         if not _is_utf8(str(file)):
-            raise DataError("holds a file whose name is not UTF-8", where=str(folder), fix=f"rename {str(file)!r}")
+            raise DataError(
+                "holds a file with a name that is not UTF-8", where=str(folder), fix=f"rename {str(file)!r}"
+            )
         if file.is_file():
             yield file
 

@@ -30,12 +30,12 @@ LONGEST_NAME = 96
 """The hub's own limit."""
 
 LONGEST_FIRST = 1 << 19
-"""Characters of a first line that is looked at; one that is longer counts as broken off."""
+"""Characters of a first line that are read; a longer one counts as cut off."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """What the bytes of text files do not say about them."""
+    """How to read text files: what their bytes do not show."""
 
     encoding: str = "auto"
     """Python's name of an encoding; auto is UTF-8, or UTF-16 and UTF-32 where they show. A byte order mark is always
@@ -46,7 +46,7 @@ class Dialect:
 
 
 def read_dialect(data: DataConfig) -> Dialect:
-    """How the config wants files to be read."""
+    """Read from the config how files are to be read."""
     return Dialect(encoding=data.encoding, delimiter=data.delimiter)
 
 
@@ -156,7 +156,7 @@ def _is_json(text: str) -> bool:
 
 
 def _unreadable(file: Path, line: int, *, error: Exception) -> DataError:
-    """The error about a file whose bytes cannot be got at; `line` is that of its last good row, 0 for none."""
+    """Return the error about a file that cannot be read; `line` is that of its last good row, 0 for none."""
     where = f"{file}:{line + 1}" if line else str(file)
     if isinstance(error, EOFError):
         return DataError("ends in the middle: the gzip file is cut off", where=where, fix="copy it again")

@@ -155,9 +155,12 @@ def _delimiter(header: str, named: str, *, file: Path) -> str:
             raise DataError(f"{named!r} cannot be a delimiter: {error}", where="data.delimiter", fix=fix) from error
         return named
     candidates = ("\t", *DELIMITERS) if find_suffix(file).startswith(".tsv") else DELIMITERS
-    found = {each: [name.strip() for name in next(csv.reader([header], delimiter=each))] for each in candidates}
-    known = [each for each in candidates if detect_layout(found[each]) is not None]
-    return max(known or candidates, key=lambda each: len(found[each]))
+    found = {
+        candidate: [name.strip() for name in next(csv.reader([header], delimiter=candidate))]
+        for candidate in candidates
+    }
+    known = [candidate for candidate in candidates if detect_layout(found[candidate]) is not None]
+    return max(known or candidates, key=lambda candidate: len(found[candidate]))
 
 
 def _names(cells: list[str], where: str) -> list[str]:

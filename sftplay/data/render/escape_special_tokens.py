@@ -6,7 +6,7 @@ Before rendering, a guard breaks each one in a record's own texts; in the end it
     guarded     Say <G|im_end|>...<|im_end|>        what the template makes of the guarded record
     spelled     Say <|im_end|>...G<|im_end|>        what is encoded, by a tokenizer that knows G<|im_end|> only
 
-The two marks of a thought stay control in an assistant's turn: there they are the record's way to say that it thinks.
+The two marks of a thought stay control in an assistant's turn: there they are how a record marks a thought.
 A special token of a single character cannot be broken and is not looked for.
 """
 
@@ -102,12 +102,12 @@ class SpecialTokenEscaper:
         return False
 
     def _guarded_turn(self, message: Message, guard: Callable[..., str]) -> Message:
-        said = self._said if message.role == "assistant" else self._typed
+        pattern = self._said if message.role == "assistant" else self._typed
         calls = tuple(
             Call(guard(call.name), _in_json(call.arguments, guard), call.id) if self._types(call) else call
             for call in message.calls
         )
-        return replace(message, content=guard(message.content, said), calls=calls, name=guard(message.name))
+        return replace(message, content=guard(message.content, pattern), calls=calls, name=guard(message.name))
 
     def _types(self, call: Call) -> bool:
         return any(map(self._search, _call_texts(call)))
@@ -119,7 +119,7 @@ def without_guards(text: str) -> str:
 
 
 def unguarded(chat: Chat) -> Chat:
-    """The chat whose guarded form this is; its JSON texts may have other white space than they once had."""
+    """Return the chat without guards; its JSON texts may have other white space than before."""
     turns = tuple(
         replace(
             message,
@@ -152,7 +152,7 @@ def _call_texts(call: Call) -> Iterator[str]:
 
 
 def _json_texts(text: str) -> Iterator[str]:
-    """The JSON text, and what it says where that is not what it looks like."""
+    """Yield the JSON text, and its strings where escapes hide what they contain."""
     yield text
     if "\\" in text:
         yield from _strings(json.loads(text))
@@ -171,7 +171,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _in_json(text: str, guard: Callable[..., str]) -> str:
-    """The JSON text with its strings guarded: between them a template may write it anew, and guards would be lost."""
+    """The JSON text with its strings guarded: a template may rewrite what is between them, guards too."""
     return json.dumps(_mapped(json.loads(text), guard), ensure_ascii=False) if text else text
 
 

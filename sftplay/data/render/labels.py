@@ -13,7 +13,7 @@ from sftplay.data.render.templates import Span
 from sftplay.data.render.vocabulary import Encoded, Vocabulary
 
 SPARE_CHARACTERS, CHARACTERS_A_TOKEN = 1_000_000, 64
-"""A text is tokenised up to so many characters, plus so many for each token that can be used."""
+"""A text is tokenised up to this many characters, plus this many for each token that can be used."""
 
 EDGE_CHARACTERS = 1_000
 """At this distance from the cut, the tokens of a cut text are those of the whole text; few vocabularies have longer
@@ -21,8 +21,8 @@ tokens."""
 
 
 MANY_EXAMPLES, USUAL_CHARACTERS = 8, 8
-"""From so many examples of one record on, what they share is read once. It is looked for in so many characters for each
-token that can be used."""
+"""From this many examples of one record on, their shared beginning is read once. It is searched for in this many
+characters for each token that can be used."""
 
 
 class PlacedText(NamedTuple):

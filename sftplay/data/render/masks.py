@@ -22,7 +22,7 @@ EDGE = " \n "
 
 
 class Unproven(Exception):
-    """The method cannot vouch for this chat; the message says why."""
+    """The method cannot vouch for this chat; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def check_tools(text: str, without: str, *, tools: str) -> None:
     for tool in json.loads(tools):
         name = tool.get("function", tool).get("name", "")
         if name not in added:
-            raise Unproven(f"the template does not tell the model of the tool {name!r}")
+            raise Unproven(f"the template leaves out the tool {name!r}")
 
 
 def spellings(content: str) -> Iterator[str]:
@@ -177,7 +177,7 @@ def spellings(content: str) -> Iterator[str]:
 
 
 def has_text(text: str, message: Message) -> bool:
-    """True when what the message says stands in `text`, give or take white space."""
+    """Return True if `text` contains the text of the message, apart from white space."""
     if message.content.strip() in text:
         return True
     squeezed = "".join(text.split())
@@ -250,9 +250,9 @@ class TurnFinder:
         self._set_ends(ends)
 
     def learn_ends(self, chats: Iterable[Chat]) -> None:
-        """Remember which run of tokens ends the last turn of these chats; chats the template refuses teach nothing.
+        """Remember which run of tokens ends the last turn of these chats; chats that the template refuses are skipped.
 
-        Only a last turn can tell: after any other, the tokens of the next header may follow at once.
+        Only a last turn shows it: after any other, the tokens of the next header may follow at once.
         """
         found = set(self.ends)
         for chat in chats:
@@ -276,7 +276,7 @@ class TurnFinder:
         return False
 
     def find(self, chat: Chat, method: Method) -> Marked:
-        """The chat's text with the spans of its learned turns, each checked against what the assistant says.
+        """The chat's text with the spans of its learned turns, each checked against the assistant's text.
 
         Raises:
             Unproven: the method does not hold for this chat.
@@ -318,11 +318,11 @@ class TurnFinder:
             return self.find(chat, "prefixes")
 
     def render_chat(self, chat: Chat) -> str:
-        """The chat as the template writes it."""
+        """Render the chat."""
         return self.template.render(chat.messages, tools=chat.tools)[0]
 
     def render_prompt(self, chat: Chat, turn: int) -> str:
-        """The text that asks the model for the chat's turn of this index."""
+        """Render the inference prompt for the chat's turn of this index."""
         return self.template.render(chat.messages[:turn], tools=chat.tools, prompts=True)[0]
 
     def check_prompts(self, chat: Chat, marked: Marked) -> None:
@@ -389,7 +389,7 @@ class TurnFinder:
         return self._layouts[roles]
 
     def _check(self, learned: str, message: Message, *, prompt: str) -> None:
-        """A learned learned must be the assistant's text, give or take white space and what the template puts before.
+        """Check that the learned text is the assistant's, apart from white space and what the template puts before.
 
         The text may begin in `prompt`, the inference prompt: some of those open the thinking for the model.
         """
@@ -399,7 +399,7 @@ class TurnFinder:
         body, content = learned[: len(learned) - len(end)], message.content
         if message.calls:
             if not has_text(prompt[-len(content) :] * bool(content) + body, message):
-                raise Unproven(f"the template drops what the assistant says beside its calls: {content[:60]!r}")
+                raise Unproven(f"the template drops the assistant's text next to its calls: {content[:60]!r}")
             end_of_calls(body, message.calls, at=0)
             return
         if body == content or squeezed(body).endswith(squeezed(content)):

@@ -1,7 +1,7 @@
-"""Records -> token ids and labels, by a chat template whose masks have been proven first.
+"""Records -> token ids and labels, by a chat template with verified masks.
 
 Training, inspection, evaluation and inference use the same `Renderer`, so inference prompts have exactly the form that
-was trained. It cuts nothing and counts nothing; that is done in `prepare`.
+was trained. It cuts nothing and counts nothing; that is done in `tokenize`.
 """
 
 from __future__ import annotations
@@ -69,11 +69,13 @@ class Renderer:
         Without a template only texts can be rendered; a chat then has a problem.
 
         Raises:
-            DataError: no method holds, or the tokenizer cannot tell where its tokens lie in a text.
+            DataError: no method holds, or the tokenizer does not give the places of its tokens in a text.
         """
         if not getattr(tokenizer, "is_fast", False):
             fix = "use a model whose tokenizer has a tokenizer.json"
-            raise DataError("this tokenizer does not say where its tokens lie in the text", where="model.name", fix=fix)
+            raise DataError(
+                "this tokenizer does not give the places of its tokens in the text", where="model.name", fix=fix
+            )
         vocabulary, proven = Vocabulary.from_tokenizer(tokenizer), None
         if template is not None:
             compiled = ChatTemplate(template, vocabulary.specials.named)
@@ -87,7 +89,7 @@ class Renderer:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> Renderer:
-        """A renderer that renders exactly as the one whose recipe this is; it proves nothing anew."""
+        """Return a renderer that renders exactly as the one this recipe is from; nothing is verified again."""
         vocabulary = Vocabulary(Tokenizer.from_str(recipe.tokenizer), recipe.specials)
         return cls(vocabulary, recipe.template, proven=recipe.proven)
 
@@ -187,7 +189,7 @@ class Renderer:
         parts = finder.place(guarded, self._choose_method(chat), rewrites=self.rewrites_turns)
         if not self._writer.needs_spelling(typed):
             return [PlacedText(record_index, marked) for _, marked in parts]
-        # A record says once what it types, however many examples it gives.
+        # Only the first example of a record has the count.
         counts = [typed] + [0] * (len(parts) - 1)
         return [
             self._writer.place_part(
@@ -208,7 +210,7 @@ class Renderer:
 
 
 def _rendered_in_time(template: ChatTemplate, samples: Sequence[Chat]) -> list[Chat]:
-    """The samples that tell something about the template; one that takes too long is refused later, as a row."""
+    """Return the samples that render in time; one that takes too long is refused later, as a row."""
     kept, n_late = [], 0
     for sample in samples:
         with limited():

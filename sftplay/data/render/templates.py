@@ -80,10 +80,10 @@ class TemplateTraits:
     """A call's arguments are wanted as JSON text; transformers documents an object."""
 
     content_in_parts: bool = False
-    """What a turn says is wanted as a list with one part of type text."""
+    """The template wants the content of a turn as a list with one part of type text."""
 
     closings: tuple[str, str] = ("", "")
-    """What ends a last turn that says something, and one that calls, where the template writes no end token: the token
+    """What ends a last turn with text, and one with calls, where the template writes no end token: the token
     that begins the next turn, at which such a model is made to stop."""
 
 
@@ -139,7 +139,7 @@ def _expect_chatml_tokens(tokenizer: Any) -> None:
 
 
 class GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: transformers' mark around what the assistant says."""
+    """`{% generation %} ... {% endgeneration %}`: transformers' mark around the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 - declared by jinja
 
@@ -191,7 +191,7 @@ class ChatTemplate:
         return _without_marks(text) if self.has_marks else (text, [])
 
     def with_traits(self, traits: TemplateTraits) -> ChatTemplate:
-        """The same template, given chats as `traits` say."""
+        """Return the same template with chats in the form of `traits`."""
         return ChatTemplate(self.text, self._tokens, traits=traits)
 
     def _turn(self, message: Message) -> dict[str, Any]:
@@ -307,11 +307,11 @@ def find_closings(template: ChatTemplate, chats: Sequence[Chat], *, special: Ite
     where all turns begin alike, or white space comes first, the template has forgotten its end token.
     """
     called = tool_probe_chats()[0]
-    said = next((_next_token(template, chat, next_turn=NEXT, special=special) for chat in chats), "")
-    calls = _next_token(
+    after_text = next((_next_token(template, chat, next_turn=NEXT, special=special) for chat in chats), "")
+    after_calls = _next_token(
         template, replace(called, messages=called.messages[:2]), next_turn=called.messages[2], special=special
     )
-    return said, calls or said
+    return after_text, after_calls or after_text
 
 
 def _next_token(template: ChatTemplate, chat: Chat, *, next_turn: Message, special: Iterable[str]) -> str:

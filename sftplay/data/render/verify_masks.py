@@ -102,7 +102,7 @@ class _Trial:
             fix = "give data.template a Jinja file of your own: this template, with the same opening of answers in both"
         why = "\n  ".join(faults)
         return DataError(
-            "the chat template is refused: nothing tells reliably which tokens the assistant says\n"
+            "the chat template is refused: no method finds reliably which tokens are the assistant's\n"
             f"  {why}\n  sample {sample.source}, as the template writes it: {shown[:SHOWN_CHARACTERS]!r}",
             where="data.template",
             fix=fix,
@@ -180,8 +180,8 @@ class _Trial:
                 found = self._finder.place(chat, method, rewrites=rewrites)
             for part, marked in found:
                 self._finder.check_prompts(part, marked)
-                whose = PlacedText(0, "", is_spelled=self._writer.needs_spelling(marked.text.count(GUARD)))
-                self._check_tokens(part, self._writer.place_part(self._finder, part, marked=marked, placed=whose))
+                unplaced = PlacedText(0, "", is_spelled=self._writer.needs_spelling(marked.text.count(GUARD)))
+                self._check_tokens(part, self._writer.place_part(self._finder, part, marked=marked, placed=unplaced))
         except DataError as error:
             return error.what
         except Unproven as error:
@@ -206,7 +206,7 @@ class _Trial:
         ids = [self._writer.encode_ids(answer, is_spelled=placed.is_spelled) for answer in answers]
         expected = squeezed("".join(map(decode, ids)))
         if learned != expected:
-            raise Unproven(f"the labels read {learned[:80]!r} where the assistant says {expected[:80]!r}")
+            raise Unproven(f"the labels read {learned[:80]!r} where the assistant's text is {expected[:80]!r}")
         plain = unguarded(part)
         for turn, answer in zip(part.learned_turns(), answers, strict=True):
             prompt = self._writer.prompt_ids(self._finder, plain.messages[:turn], tools=plain.tools)

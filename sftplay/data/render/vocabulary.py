@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 from sftplay.data.render.escape_special_tokens import GUARD
 
 PART_CHARACTERS = 1 << 18
-"""A part ends at the first seam behind so many characters."""
+"""A part ends at the first seam after this many characters."""
 
 AROUND = 1_000
-"""So many characters on each side of a seam are tokenised together and apart, and must give the same."""
+"""This many characters on each side of a seam are tokenised together and apart, and must give the same."""
 
 SEAM = re.compile(r"(?<=\S\n)[A-Za-z0-9]")
 """The first letter of a line behind one line break. Splitters of byte-level vocabularies never join the two."""
@@ -80,7 +80,7 @@ UNSEEN = ("\x01", "\u0301", "\u200b")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What is known of a tokenizer beside its JSON."""
+    """What is known of a tokenizer in addition to its JSON."""
 
     named: Mapping[str, Any]
     """Special tokens that a template may name, such as `eos_token`."""
@@ -95,7 +95,7 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     encoding: Any
-    """The `tokenizers.Encoding`, for places only: its ids may be the twin's. None where nobody asks for places."""
+    """The `tokenizers.Encoding`, for places only: its ids may be the twin's. None where no places are needed."""
 
     lost: str = ""
     """A typed special token that this tokenizer can only encode as control."""
@@ -154,7 +154,7 @@ class Vocabulary:
         return self._backend.to_str()
 
     def encode(self, texts: Sequence[str]) -> list[Any]:
-        """The `tokenizers.Encoding` of each text, in one call whose threads use all cores.
+        """The `tokenizers.Encoding` of each text, in one call that uses all cores.
 
         A template writes the special tokens already, so none is added and no BOS is doubled; nothing is cut or padded.
         """
@@ -208,17 +208,17 @@ class Vocabulary:
         names = set(self.control_tokens)
         twin = Tokenizer.from_str(_guarded_json(self.to_json(), names))
         others = {}
-        for own, token in self._backend.get_added_tokens_decoder().items():
+        for id, token in self._backend.get_added_tokens_decoder().items():
             found = twin.token_to_id(GUARD + token.content if token.content in names else token.content)
-            if found is not None and found != own:
-                others[found] = own
+            if found is not None and found != id:
+                others[found] = id
         return twin, others
 
 
 def _is_folded_to(backend: Tokenizer, token: str) -> bool:
     if backend.normalizer is None:
         return False
-    wide = "".join(chr(ord(each) + WIDE) if "!" <= each <= "~" else each for each in token)
+    wide = "".join(chr(ord(letter) + WIDE) if "!" <= letter <= "~" else letter for letter in token)
     hidden = [token[:1] + mark + token[1:] for mark in UNSEEN]
     others = {token.upper(), token.lower(), wide, *hidden} - {token}
     return any(token in backend.normalizer.normalize_str(other) for other in others)

@@ -1,6 +1,6 @@
 """Records -> marked texts and prompts -> ids: where guards, template and tokenizer meet.
 
-`proof` tries a template with it, and `render` uses it once the template is proven.
+`verify_masks` tries a template with it, and `render` uses it afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Writer:
         self.escaper = SpecialTokenEscaper(vocabulary.control_tokens)
 
     def needs_spelling(self, n_typed: int) -> bool:
-        """Whether a text must be spelled that types so many special tokens: control could come of it otherwise."""
+        """Return whether a text with `n_typed` special tokens must be spelled: they could become control otherwise."""
         return n_typed > 0 or self.vocabulary.folds_text
 
     def place_text(self, record_index: int, record: Text) -> PlacedText:
@@ -43,7 +43,7 @@ class Writer:
         return PlacedText(record_index, Marked(spelled, ()), typed, is_spelled=True, is_whole_text=True)
 
     def place_part(self, finder: TurnFinder, part: Chat, *, marked: Marked, placed: PlacedText) -> PlacedText:
-        """The marked text of a guarded chat, ready to be encoded; `placed` says whose it is and what it types.
+        """Return the marked text of a guarded chat, ready to be encoded; `placed` has its record and count.
 
         Raises:
             Unproven: the template writes the chat otherwise when what it types is guarded.

@@ -24,7 +24,7 @@ from sftplay.errors import DataError
 TooLong = Literal["truncate", "drop", "error"]
 
 CUT_AWAY = "no_trainable_token_after_cut"
-"""Why a row is dropped of which only the prompt is left."""
+"""Why a row is dropped if only its prompt is left after the cut."""
 
 FIX_TYPE = "give the source type: cpt, or remove the row"
 
@@ -64,7 +64,7 @@ class Example:
 
 @dataclass(slots=True)
 class RowOutcome:
-    """What became of one raw row."""
+    """The outcome of one raw row."""
 
     row: int
     source: Source
@@ -108,7 +108,7 @@ class RowOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
-    """What the config says about single rows."""
+    """The settings for single rows."""
 
     reading: LayoutOptions
     max_tokens: int | None
@@ -116,7 +116,7 @@ class RowOptions:
 
     too_long: TooLong
     only_held_out: bool = False
-    """Rows to train on are read, to tell on which side they are, but not rendered."""
+    """Rows to train on are read, to find their side, but not rendered."""
 
     only_chats: bool = False
     """Plain texts are refused."""

@@ -1,6 +1,6 @@
-"""Keeps how long the rows of a data set are, so that a plan can ask before a tokenizer is opened.
+"""Keep the lengths of the rows of a data set, so that a plan can read them before a tokenizer is opened.
 
-A note lies beside the prepared rows. It is found by the files' sizes and times and by the settings that decide lengths;
+A note lies next to the prepared rows. Its key is the files' sizes and times and the settings that decide lengths;
 where one of them has changed nothing is known.
 """
 
@@ -23,7 +23,7 @@ FOLDER = "lengths"
 
 
 def note_lengths(cfg: RunConfig, report: Mapping[str, Any]) -> None:
-    """Keep what a data report says of lengths. A note that cannot be written is left out."""
+    """Keep the lengths of a data report. A note that cannot be written is left out."""
     trained = report["sources"].get("train", report)
     if trained["examples"]:
         longest = min(report["longest_tokens"], cfg.model.max_seq_len)

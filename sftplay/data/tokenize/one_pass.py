@@ -30,7 +30,7 @@ from sftplay.units import format_seconds
 
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int64())), ("labels", pa.list_(pa.int64())), ("row", pa.int64())])
 PLACES = pa.schema([("path", pa.string()), ("line", pa.int64()), ("record", pa.int64())])
-"""A second stream beside each row stream: where its examples came from."""
+"""The second stream of each row stream: where its examples came from."""
 
 
 class RowWriter:
@@ -61,7 +61,7 @@ class RowWriter:
 def _column(lists: Sequence[bytes]) -> pa.ListArray:
     """A column of int64 lists from int32 bytes."""
     flat = np.frombuffer(b"".join(lists), np.int32).astype(np.int64)
-    ends = np.cumsum([0, *(len(each) // 4 for each in lists)], dtype=np.int32)
+    ends = np.cumsum([0, *(len(ids) // 4 for ids in lists)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(flat))
 
 
@@ -75,7 +75,7 @@ class Output(Protocol):
         """How many rows an earlier pass has done; `policies` then know what they knew there."""
 
     def write(self, side: Side, kept: Sequence[tuple[RowOutcome, Example]]) -> None:
-        """Take the kept examples of a batch, each with what became of its row."""
+        """Take the kept examples of a batch, each with the outcome of its row."""
 
     def write_chat(self, chat: str) -> None:
         """Take a held-out chat, as JSON."""
@@ -127,7 +127,7 @@ class RowFiles:
         self._refused.write(refused_line(place, reason))
 
     def end_batch(self, outcomes: Sequence[RowOutcome], policies: RowPolicies) -> None:
-        """As `Output.end_batch`: nobody reads the files before they are whole."""
+        """As `Output.end_batch`: nothing to do, since the files are read only when they are whole."""
 
     def finish(self, report: dict[str, Any]) -> None:
         """As `Output.finish`."""
@@ -173,7 +173,7 @@ class Preparation:
         self._renderer, self._max_tokens, self._dialect = renderer, max_tokens, read_dialect(data)
         self._options = RowOptions(read_layout_options(data), max_tokens, data.too_long, only_held_out, only_chats)
         self._policies = RowPolicies(data, max_tokens)
-        self._began = self._said = time.monotonic()
+        self._began = self._shown_at = time.monotonic()
         self._n_rows: int | None = None
 
     def run(self, inputs: Sequence[Input], output: Output, *, guarded: Sequence[str] = ()) -> None:
@@ -187,7 +187,7 @@ class Preparation:
         """
         for path in guarded:
             self._guard(path)
-        self._began = self._said = time.monotonic()
+        self._began = self._shown_at = time.monotonic()
         self._n_rows = count_rows([given.path for given in inputs])
         n_read = n_done = output.begin(self._policies)
         for given in inputs:
@@ -281,7 +281,7 @@ class Preparation:
         }
 
     def _warnings(self, inputs: Sequence[Input]) -> list[str]:
-        """One line for each source of which more is cut than a few rows."""
+        """Return one line for each source with more than a few cut rows."""
         paths: dict[Side, str] = {"train": inputs[0].path, "held_out": inputs[-1].path}
         found = []
         for side, path in paths.items():
@@ -312,8 +312,8 @@ class Preparation:
 
     def _show_progress(self, n_read: int) -> None:
         now = time.monotonic()
-        if now - self._said >= SECONDS_BETWEEN_LINES:
-            self._said = now
+        if now - self._shown_at >= SECONDS_BETWEEN_LINES:
+            self._shown_at = now
             log.progress(n_read, self._n_rows, what="rows", text=self._rate(n_read, now), tag="data")
 
     def _rate(self, n_read: int, now: float) -> str:

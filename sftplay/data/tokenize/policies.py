@@ -1,4 +1,4 @@
-"""The policies across rows: bad rows, duplicates, leaks; and the count of what became of each record.
+"""The policies across rows: bad rows, duplicates, leaks; and the counts of their outcomes.
 
 It sees outcomes, never tokens. What it remembers of each record takes about 250 bytes.
 """
@@ -27,7 +27,7 @@ FIX_CUT = f"{ROOM}, or leave such rows out with data.too_long: drop"
 FIX_LEAK = "take the row out of one of the two files, or leave it out of training with data.contamination: drop"
 FIX_TESTED = "leave them out of training with data.contamination: drop; what models are tested by must not be learned"
 NAMED_COLUMNS, OTHERS = 100, "(others)"
-"""Every row may have other keys; the report names only so many columns."""
+"""Every row may have other keys; the report names only this many columns."""
 
 
 class RowPolicies:

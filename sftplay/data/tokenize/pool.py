@@ -1,4 +1,4 @@
-"""Processes beside the caller that work through a list and hand the outcomes back in order.
+"""Worker processes that work through a list and return the outcomes in order.
 
 They are spawned, not forked, so they hold neither torch nor the caller's memory. They end with the caller.
 """

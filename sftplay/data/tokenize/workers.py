@@ -31,7 +31,7 @@ _processor: list[RowProcessor] = []
 
 
 def n_workers(paths: Iterable[str]) -> int:
-    """How many processes are worth starting for these inputs; 1 means none beside the caller."""
+    """Return how many processes are worth starting for these inputs; 1 means only the caller."""
     named = list(paths)
     if any(is_hub_name(path) for path in named):
         return min(usable_cores(), MOST_WORKERS)

@@ -99,7 +99,7 @@ def test_a_restored_sampler_goes_on_as_if_nothing_had_happened(folder: PuzzleFol
 
 def test_a_state_of_other_settings_is_refused(folder: PuzzleFolder):
     state = TrainBatches(folder, seed=5, global_batch=6, rank=0, world=1).state()
-    with pytest.raises(ConfigError, match="drawn with seed 5, not 6"):
+    with pytest.raises(ConfigError, match="sampled with seed 5, not 6"):
         TrainBatches(folder, seed=6, global_batch=6, rank=0, world=1).restore(state)
     with pytest.raises(ConfigError, match="global_batch 6, not 8"):
         TrainBatches(folder, seed=5, global_batch=8, rank=0, world=1).restore(state)
