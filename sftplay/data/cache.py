@@ -66,7 +66,7 @@ def get_lock_path(folder: Path) -> Path:
 
 
 def is_sound(folder: Path) -> bool:
-    """True when the folder holds exactly the bytes it was sealed with.
+    """Return True if the folder holds exactly the bytes it was sealed with.
 
     It reads all bytes of a file of up to SAMPLED_BYTES, at over 1 GB/s, and a part of those of a larger one.
     """

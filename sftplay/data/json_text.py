@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 BROKEN_JSON = (ValueError, RecursionError)
-"""What decoding raises: RecursionError for nesting deeper than the interpreter's stack."""
+"""Errors that decoding raises: RecursionError for nesting deeper than the interpreter's stack."""
 
 DEEPEST = 100
 """Most levels inside a call's arguments or a tool: deeper ones could not be handed from process to process."""

@@ -15,7 +15,7 @@ from sftplay.data.records import Keys
 
 
 def is_held_out(keys: Keys, share: float) -> bool:
-    """True for about `share` of all prompts; one prompt is always on the same side, in any file and any order."""
+    """Return True for about `share` of all prompts; a prompt is always on the same side, in any file and order."""
     return int.from_bytes(keys.prompt[:8], "big") < share * 2**64
 
 

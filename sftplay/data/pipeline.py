@@ -184,7 +184,7 @@ def sample_records(data: DataConfig, path: str) -> list[Record]:
 
 
 def _is_plain(samples: Sequence[Record], tokenizer: Any) -> bool:
-    """True when the rows are plain texts and the tokenizer has no template, as with many base models."""
+    """Return True if the rows are plain texts and the tokenizer has no template, as with many base models."""
     only_texts = bool(samples) and all(isinstance(sample, Text) for sample in samples)
     return only_texts and not tokenizer.chat_template
 

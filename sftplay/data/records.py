@@ -20,7 +20,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a record came from; prints as `path:line`, in a JSON array as `path:line (record 7)`."""
+    """The place of a record; prints as `path:line`, in a JSON array as `path:line (record 7)`."""
 
     path: str
     line: int
@@ -35,7 +35,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Takes the place of a row that could not be read, so it is counted."""
+    """Take the place of a row that could not be read, so it is counted."""
 
     reason: str
 
@@ -101,7 +101,7 @@ class Chat:
     """The functions the assistant may call, as the JSON text of a list in OpenAI's form; empty for none."""
 
     columns: str = ""
-    """What rewards read of the row in addition to its answer, as the JSON text of an object; empty for nothing."""
+    """The columns that rewards read in addition to the answer, as the JSON text of an object; empty for nothing."""
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -169,7 +169,7 @@ class Keys:
     """The content without differences of white space, case and Unicode normalisation."""
 
     prompt: bytes
-    """What stands before the last answer, in its normal form; of a plain text all of it."""
+    """Everything before the last answer, in its normal form; of a plain text all of it."""
 
 
 def compute_keys(record: Record) -> Keys:

@@ -36,7 +36,7 @@ def row(number: int, more: str = "") -> dict[str, Any]:
 
 
 def lines(*rows: Any, end: str = "\n") -> str:
-    return "".join(json.dumps(each, ensure_ascii=False) + end for each in rows)
+    return "".join(json.dumps(row, ensure_ascii=False) + end for row in rows)
 
 
 def parquet(table: pa.Table) -> bytes:

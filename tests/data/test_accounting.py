@@ -41,8 +41,8 @@ def check_account(examples: Examples) -> dict[str, Any]:
         assert report[name] == sum(source[name] for source in report["sources"].values())
     named = [json.loads(line) for line in Path(report["refused_rows"]).read_text(encoding="utf-8").splitlines()]
     assert len(named) == report["refused"]
-    assert all(each["path"] and each["line"] > 0 and each["reason"] for each in named)
-    assert len({(each["path"], each["line"], each["record"]) for each in named}) == len(named)
+    assert all(row["path"] and row["line"] > 0 and row["reason"] for row in named)
+    assert len({(row["path"], row["line"], row["record"]) for row in named}) == len(named)
     assert len(examples.train) + len(examples.held_out or []) == report["examples"]
     return report
 
@@ -65,7 +65,7 @@ def test_every_row_of_an_awkward_file_is_accounted_for(tmp_path: Path, config: C
     report = check_account(load_examples(cfg, tokenizer))
     assert (report["read"], report["refused"]) == (len(SOUND) + file.good + file.refused, file.refused)
     named = [json.loads(line) for line in Path(report["refused_rows"]).read_text(encoding="utf-8").splitlines()]
-    assert {Path(each["path"]).name for each in named} == ({file.name} if file.refused else set())
+    assert {Path(row["path"]).name for row in named} == ({file.name} if file.refused else set())
 
 
 def test_all_awkward_files_in_one_folder_are_accounted_for_together(tmp_path: Path, config: Config, tokenizer: Any):
@@ -79,7 +79,7 @@ def test_all_awkward_files_in_one_folder_are_accounted_for_together(tmp_path: Pa
     assert report["read"] == sum(file.good + file.refused for file in files)
     assert report["refused"] == sum(file.refused for file in files)
     named = [json.loads(line) for line in Path(report["refused_rows"]).read_text(encoding="utf-8").splitlines()]
-    found = Counter(Path(each["path"]).name for each in named)
+    found = Counter(Path(row["path"]).name for row in named)
     assert found == {file.name: file.refused for file in files if file.refused}
 
 

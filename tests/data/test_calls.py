@@ -82,7 +82,7 @@ def test_missing_ids_are_made_of_nine_letters_and_digits_and_results_take_them_i
     messages = chat({"messages": [USER, asks, *results, taken, results[0], asks, results[0], ANSWER]}).messages
     ids = [call.id for turn in messages for call in turn.calls]
     assert ids == ["call00001", "call00003", "call00002", "call00004", "call00005"]
-    assert all(re.fullmatch("[A-Za-z0-9]{9}", each) for each in ids)
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", call_id) for call_id in ids)
     tools = [(turn.call_id, turn.name) for turn in messages if turn.role == "tool"]
     assert tools == [("call00001", "one"), ("call00003", "two"), ("call00002", "three"), ("call00004", "one")]
 

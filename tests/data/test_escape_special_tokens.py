@@ -123,8 +123,8 @@ def test_records_that_type_nothing_are_encoded_as_ever(modern_tokenizer: Any):
     chats = [make_chat("Hi?", "Ho."), make_chat("a < b | c > d <im_end>", "<|im_end| >")]
     for found, chat in zip(Renderer.prove(modern_tokenizer, CHATML, samples=[]).render(chats), chats, strict=True):
         turns = [{"role": turn.role, "content": turn.content} for turn in chat.messages]
-        theirs = modern_tokenizer.apply_chat_template(turns, chat_template=CHATML, return_dict=True)["input_ids"]
-        assert (found.input_ids, found.n_escaped) == (theirs, 0)
+        expected = modern_tokenizer.apply_chat_template(turns, chat_template=CHATML, return_dict=True)["input_ids"]
+        assert (found.input_ids, found.n_escaped) == (expected, 0)
 
 
 @pytest.mark.parametrize("mark", ["\ufdd0", "\ufdd1", "\ufdd2"])
@@ -140,7 +140,7 @@ def test_noncharacters_are_refused_wherever_they_stand(modern_tokenizer: Any, ma
         Text(f"Hi {mark}.", WHERE),
     ]
     found = Renderer.prove(modern_tokenizer, CHATML, samples=[]).render(records)
-    assert ["U+FDD0" in each.problem for each in found] == [True] * 5
+    assert ["U+FDD0" in example.problem for example in found] == [True] * 5
 
 
 def test_template_that_looks_at_a_typed_token_has_the_row_refused(modern_tokenizer: Any):

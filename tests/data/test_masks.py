@@ -131,12 +131,12 @@ def test_masks_by_markers_are_those_of_transformers(tokenizer: Any, texts: list[
     chat = make_chat(texts, system="Be brief.")
     renderer = Renderer.prove(tokenizer, CHATML, samples=[chat])
     (found,) = renderer.render([chat])
-    theirs = tokenizer.apply_chat_template(
+    expected = tokenizer.apply_chat_template(
         as_dicts(chat), chat_template=CHATML, return_assistant_tokens_mask=True, return_dict=True
     )
     assert renderer.method == "markers"
-    assert found.input_ids == theirs["input_ids"]
-    assert [label != -100 for label in found.labels] == [bool(bit) for bit in theirs["assistant_masks"]]
+    assert found.input_ids == expected["input_ids"]
+    assert [label != -100 for label in found.labels] == [bool(bit) for bit in expected["assistant_masks"]]
 
 
 @pytest.mark.parametrize("style", ["chatml", "llama3", "gemma", "llama2", "zephyr"])

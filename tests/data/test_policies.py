@@ -112,13 +112,13 @@ def test_data_in_which_no_end_of_turn_is_learned_is_refused(tokenizer: Any, conf
 
 
 def test_system_prompt_of_the_config_opens_every_chat_without_one(tokenizer: Any, config: Config, write_rows: Write):
-    own = {
+    with_system = {
         "messages": [
             {"role": "system", "content": "Rhyme."},
             *({"role": r, "content": r} for r in ("user", "assistant")),
         ]
     }
-    examples = load_examples(config(write_rows([row("One?"), own]), split=0, system="Be brief."), tokenizer)
+    examples = load_examples(config(write_rows([row("One?"), with_system]), split=0, system="Be brief."), tokenizer)
     texts = [tokenizer.decode(ids) for ids in examples.train["input_ids"]]
     assert texts[0].startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?")
     assert texts[1].startswith("<|im_start|>system\nRhyme.<|im_end|>")

@@ -137,7 +137,7 @@ def test_problems_that_models_are_tested_by_may_be_held_out(tmp_path, config, to
 
 def test_a_problem_that_stands_twice_counts_once(tmp_path):
     again = {**WHOLE, "task_id": 700, "text": "double  a NUMBER."}
-    assert [each.task_id for each in load_problems(written(tmp_path, WHOLE, again))] == ["601"]
+    assert [problem.task_id for problem in load_problems(written(tmp_path, WHOLE, again))] == ["601"]
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,11 @@ def test_a_data_set_is_asked_for_by_name_and_its_local_file_comes_before_the_hub
         return datasets.Dataset.from_list([{**row, "prompt": f"{split}: halve."} for row in splits[split]])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert [each.task_id for each in load_problems("mbpp-sanitized")] == ["11", "601"]
+    assert [problem.task_id for problem in load_problems("mbpp-sanitized")] == ["11", "601"]
     assert asked == [("google-research-datasets/mbpp", "sanitized", split) for split in splits]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "sanitized-mbpp.json").write_text(json.dumps([{**SANITIZED, "task_id": 700}]))
-    assert [each.task_id for each in load_problems("mbpp-sanitized")] == ["700"]
+    assert [problem.task_id for problem in load_problems("mbpp-sanitized")] == ["700"]
     assert len(asked) == 4
 
 
@@ -198,8 +198,8 @@ def test_a_subset_is_drawn_by_its_seed_in_the_order_of_the_problems(tmp_path):
     problems = load_problems(written(tmp_path, *({**WHOLE, "task_id": n, "text": f"No. {n}"} for n in range(601, 641))))
     drawn = sample_subset(problems, 10, seed=1)
     assert drawn == sample_subset(problems, 10, seed=1) != sample_subset(problems, 10, seed=2)
-    assert len(drawn) == len({each.task_id for each in drawn}) == 10
-    assert [each.task_id for each in drawn] == sorted(each.task_id for each in drawn)
+    assert len(drawn) == len({problem.task_id for problem in drawn}) == 10
+    assert [problem.task_id for problem in drawn] == sorted(problem.task_id for problem in drawn)
     assert drawn != problems[:10]
     assert sample_subset(problems, None, seed=1) == sample_subset(problems, 99, seed=1) == problems
 
@@ -214,7 +214,7 @@ def test_the_sanitized_problems_are_all_read():
     # 427 rows (shared/data/mbpp/README.md), of which two repeat a text; 257 have ids of the test split
     assert len(load_problems(str(MBPP))) == 425
     ids = [row["task_id"] for row in json.loads(MBPP.read_text())]
-    assert sum(11 <= each <= 510 for each in ids) == 257
+    assert sum(11 <= number <= 510 for number in ids) == 257
 
 
 @pytest.mark.skipif(not HUMAN_EVAL.exists(), reason=f"needs {HUMAN_EVAL}")

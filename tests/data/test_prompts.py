@@ -99,7 +99,10 @@ def test_csv_and_parquet_are_read_like_jsonl(make_config: MakeConfig, tokenizer:
         table.writerows(rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     read = [
-        [(each.ids, each.columns) for each in list_questions(load_prompts(make_config(given), tokenizer).train)]
+        [
+            (question.ids, question.columns)
+            for question in list_questions(load_prompts(make_config(given), tokenizer).train)
+        ]
         for given in (rows, tmp_path / "rows.csv", tmp_path / "rows.parquet")
     ]
     assert read[0] == read[1] == read[2]

@@ -126,7 +126,7 @@ def test_of_a_very_long_text_only_the_beginning_is_tokenised(
     ]
     renderer = Renderer.prove(modern_tokenizer, CHATML, samples=[])
     chat, text, short = renderer.render(records, max_tokens=512)
-    assert [each.is_partial for each in (chat, text, short)] == [True, True, False]
+    assert [example.is_partial for example in (chat, text, short)] == [True, True, False]
     beginning = modern_tokenizer(long[: 20_000 + 64 * 512], add_special_tokens=False)["input_ids"]
     assert text.input_ids == text.labels == beginning
     prompt = renderer.prompt_ids([Message("user", "Say it.")])

@@ -51,7 +51,7 @@ def fates(path: Path, dialect: Dialect) -> tuple[int, list[str]]:
 
 
 def test_there_are_at_least_forty_awkward_files_with_names_of_their_own():
-    assert len({each.name for each in AWKWARD}) == len(AWKWARD) >= 40
+    assert len({file.name for file in AWKWARD}) == len(AWKWARD) >= 40
 
 
 @pytest.mark.parametrize("file", AWKWARD, ids=lambda file: file.name)
@@ -163,11 +163,11 @@ def test_array_with_a_string_that_never_ends_is_not_read_into_memory(tmp_path: P
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str):
     # 12 MB of rows are read with less than 4 MB held at any time.
     texts = [row(n, " salt" * 100) for n in range(10_000)]
-    content = "".join(json.dumps(each) + "\n" for each in texts)
+    content = "".join(json.dumps(row) + "\n" for row in texts)
     if name == "a.json":
         content = json.dumps(texts)
     elif name == "a.csv":
-        content = "prompt,completion\n" + "".join(f'"{each["prompt"]}","{each["completion"]}"\n' for each in texts)
+        content = "prompt,completion\n" + "".join(f'"{row["prompt"]}","{row["completion"]}"\n' for row in texts)
     data = content.encode()
     assert len(data) > 10 << 20
     (tmp_path / name).write_bytes(gzip.compress(data, 1) if name.endswith("gz") else data)
@@ -249,7 +249,7 @@ def test_every_encoding_that_python_knows_gives_rows_or_a_data_error(tmp_path: P
 
 
 MUTATIONS = st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=3), st.integers(0, 3)), max_size=4)
-SEEDS = [each.content for each in AWKWARD if len(each.content) < 2000]
+SEEDS = [file.content for file in AWKWARD if len(file.content) < 2000]
 
 
 def survives(path: Path) -> None:

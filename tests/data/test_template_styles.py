@@ -157,7 +157,9 @@ def test_what_is_learned_is_what_prefix_rendering_says(
     turns = make_turns(texts, "" if style in WITHOUT_SYSTEM else "Be brief.")
     found = Renderer.prove(modern_tokenizer, template, samples=[make_chat(turns)]).render([make_chat(turns)])
     how = {"splits": style in REWRITING, "unlearned": "</s>" if style == "phi" else ""}
-    assert [(each.input_ids, each.labels) for each in found] == expected(modern_tokenizer, template, turns, **how)
+    assert [(example.input_ids, example.labels) for example in found] == expected(
+        modern_tokenizer, template, turns, **how
+    )
 
 
 def join_answers(style: str, texts: list[str]) -> str:
@@ -171,7 +173,7 @@ def join_answers(style: str, texts: list[str]) -> str:
 def test_learned_text_is_the_answers_each_with_its_end_token(modern_tokenizer: Any, style: str, markers: bool):
     chat = make_chat(make_turns(CHATS["three turns"]))
     found = Renderer.prove(modern_tokenizer, styled(style, markers), samples=[chat]).render([chat])
-    learned = "".join(modern_tokenizer.decode([id for id in each.labels if id != -100]) for each in found)
+    learned = "".join(modern_tokenizer.decode([id for id in example.labels if id != -100]) for example in found)
     assert "".join(learned.split()) == join_answers(style, CHATS["three turns"])
 
 
@@ -185,9 +187,9 @@ def test_headers_and_special_tokens_that_are_typed_stay_text(modern_tokenizer: A
     for example, turns in zip(found, whole, strict=True):
         text = render_text(modern_tokenizer, template, turns)
         assert (example.problem, example.input_ids) == ("", ids_by_pieces(modern_tokenizer, text))
-    learned = "".join(modern_tokenizer.decode([id for id in each.labels if id != -100]) for each in found)
+    learned = "".join(modern_tokenizer.decode([id for id in example.labels if id != -100]) for example in found)
     assert "".join(learned.split()) == join_answers(style, HEADERS)
-    assert sum(each.n_escaped for each in found) == 21  # 5 + 8 + 5 in the questions, 3 in the last answer
+    assert sum(example.n_escaped for example in found) == 21  # 5 + 8 + 5 in the questions, 3 in the last answer
 
 
 def ids_by_pieces(tokenizer: Any, text: str) -> list[int]:
@@ -255,12 +257,14 @@ def test_template_that_trl_ships_is_proven_or_refused_with_its_cause(modern_toke
         turns = [{"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
     how = {"splits": name in SPLIT, "closing": CLOSINGS.get(name, "")}
     how["unlearned"] = "</s>" if name.startswith("phi") else ""
-    assert [each.problem for each in found] == [""] * len(found)
-    assert [(each.input_ids, each.labels) for each in found] == expected(modern_tokenizer, template, turns, **how)
+    assert [example.problem for example in found] == [""] * len(found)
+    assert [(example.input_ids, example.labels) for example in found] == expected(
+        modern_tokenizer, template, turns, **how
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "is_learned"), [("qwen3", True), ("qwen3_6", True), ("qwen3_5_nothink", False)], ids=lambda each: str(each)
+    ("name", "is_learned"), [("qwen3", True), ("qwen3_6", True), ("qwen3_5_nothink", False)], ids=str
 )
 def test_an_empty_thought_is_learned_exactly_where_the_prompt_ends_before_it(
     modern_tokenizer: Any, name: str, is_learned: bool

@@ -92,9 +92,9 @@ def test_what_is_learned_of_real_rows_is_what_the_assistant_says_and_calls(moder
     chats = [make_chat(row) for row in rows]
     renderer = Renderer.prove(modern_tokenizer, TEMPLATES[name], samples=chats[:8])
     learned = [""] * len(rows)
-    for each in renderer.render(chats):
-        assert each.problem == ""
-        learned[each.record_index] += modern_tokenizer.decode([id for id in each.labels if id != -100])
+    for example in renderer.render(chats):
+        assert example.problem == ""
+        learned[example.record_index] += modern_tokenizer.decode([id for id in example.labels if id != -100])
     n_calls = 0
     for row, text in zip(rows, learned, strict=True):
         due: list[str | Row] = []
@@ -102,13 +102,13 @@ def test_what_is_learned_of_real_rows_is_what_the_assistant_says_and_calls(moder
             if turn["role"] == "assistant":
                 content = turn["content"].strip() if name == "llama3_1" else turn["content"]
                 due += [*([content] if content else []), *turn.get("calls", ())]
-        assert [each.strip() if isinstance(each, str) else each for each in said_and_called(name, text)] == [
-            each.strip() if isinstance(each, str) else each for each in due
+        assert [item.strip() if isinstance(item, str) else item for item in said_and_called(name, text)] == [
+            item.strip() if isinstance(item, str) else item for item in due
         ]
-        n_calls += sum(isinstance(each, dict) for each in due)
+        n_calls += sum(isinstance(item, dict) for item in due)
         for turn in row["messages"]:
             if turn["role"] == "tool":
-                repeated = sum(isinstance(each, str) and turn["content"] in each for each in due)
+                repeated = sum(isinstance(item, str) and turn["content"] in item for item in due)
                 assert text.count(turn["content"]) == repeated
     assert (len(rows), n_calls) == (260, 337)  # counted with grep: 143 and 194
 
@@ -172,8 +172,8 @@ def test_chatml_without_tools_is_plain_chatml(modern_tokenizer: Any):
 def find_learned(tokenizer: Any, template: str, chat: Chat) -> tuple[str, str]:
     """The learned text of all examples, and the first problem."""
     found = Renderer.prove(tokenizer, template, samples=[]).render([chat])
-    text = "".join(tokenizer.decode([id for id in each.labels if id != -100]) for each in found)
-    return text, next((each.problem for each in found if each.problem), "")
+    text = "".join(tokenizer.decode([id for id in example.labels if id != -100]) for example in found)
+    return text, next((example.problem for example in found if example.problem), "")
 
 
 # A template of its own for each way to lose something; the first writes all.
@@ -212,7 +212,7 @@ def test_values_of_every_kind_are_found_in_what_is_learned(modern_tokenizer: Any
     for name in ("chatml", "qwen2_5", "qwen3", "llama3_1"):
         learned, problem = find_learned(modern_tokenizer, TEMPLATES[name], weighing(arguments))
         assert problem == ""
-        (call,) = [each for each in said_and_called(name, learned) if isinstance(each, dict)]
+        (call,) = [item for item in said_and_called(name, learned) if isinstance(item, dict)]
         assert call["arguments"] == json.loads(arguments)
 
 
@@ -242,11 +242,11 @@ def test_prompt_after_a_tools_result_is_what_training_has_before_the_answer(mode
     for name, template in TEMPLATES.items():
         renderer = Renderer.prove(modern_tokenizer, template, samples=[])
         found = renderer.render([chat])
-        for turn, each in ((1, found[0]), (3, found[-1])):
+        for turn, example in ((1, found[0]), (3, found[-1])):
             prompt = renderer.prompt_ids(chat.messages[:turn], chat.tools)
-            assert each.input_ids[: len(prompt)] == prompt, name
-            assert each.labels[len(prompt) - 1] == -100
-            assert each.labels[len(prompt)] != -100
+            assert example.input_ids[: len(prompt)] == prompt, name
+            assert example.labels[len(prompt) - 1] == -100
+            assert example.labels[len(prompt)] != -100
         assert '"7 kg' not in renderer.answer_text(chat)
         assert renderer.answer_text(chat).endswith("Heavy.")
 

@@ -63,16 +63,16 @@ def batches(count: int) -> Any:
 
 
 def mapped(process: psutil.Process) -> set[str]:
-    return {each.path for each in process.memory_maps()}
+    return {region.path for region in process.memory_maps()}
 
 
 def children() -> list[psutil.Process]:
-    """The started processes that have their command line: one has it only when its program has begun."""
+    """The started processes that have their command line: one has it only after its program has started."""
     found = []
-    for each in psutil.Process().children(recursive=True):
+    for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if each.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(each.cmdline()):
-                found.append(each)
+            if process.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(process.cmdline()):
+                found.append(process)
     return found
 
 
@@ -159,7 +159,7 @@ def test_processes_of_a_killed_parent_end(tokenizer: Any, tmp_path: Path):
     try:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
-        started = [each.pid for each in psutil.Process(parent.pid).children(recursive=True)]
+        started = [process.pid for process in psutil.Process(parent.pid).children(recursive=True)]
         assert len(started) >= 2
     finally:
         parent.kill()

@@ -51,7 +51,7 @@ class Body:
     """Turns at the beginning that are not learned."""
 
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """What rewards read of the row in addition to its answer."""
+    """The columns that rewards read, in addition to the answer."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """How rows are to be understood."""
+    """The settings by which rows are understood."""
 
     format: Layout | Literal["auto"] = "auto"
     columns: tuple[tuple[str, str], ...] = ()
@@ -58,7 +58,7 @@ def read_layout_options(data: DataConfig) -> LayoutOptions:
 
 
 def to_record(row: RowFields, source: Source, *, reading: LayoutOptions = LayoutOptions()) -> Record:
-    """The row as a record that obeys every rule of its kind; texts are kept to the character.
+    """Convert the row to a record that obeys every rule of its kind; texts are kept to the character.
 
     Raises:
         DataError: the row has no known layout or breaks a rule; `where` is file:line, `what` the reason.
@@ -84,7 +84,7 @@ def to_record(row: RowFields, source: Source, *, reading: LayoutOptions = Layout
 def read_prompt(
     row: RowFields, source: Source, *, reading: LayoutOptions = LayoutOptions()
 ) -> tuple[tuple[Message, ...], str]:
-    """The messages of a row that the assistant shall answer, and its tools as JSON text.
+    """Return the messages of a row that the assistant shall answer, and its tools as JSON text.
 
     It is read from every layout of a chat. An answer in the row is left out: the model shall give a new one.
 

@@ -1,4 +1,4 @@
-"""Turns of a chat in the layouts that are known, with their calls of tools."""
+"""Read the turns of a chat, with their tool calls, in the known layouts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def parse_json(text: str, name: str, *, due: str) -> Any:
 
 
 def is_blank(value: object) -> bool:
-    """True for what stands for nothing in an optional column: null, an empty text or an empty list."""
+    """Return True for an empty value of an optional column: null, an empty text or an empty list."""
     return value is None or value in ("", [], {}) or (isinstance(value, str) and value.isspace())
 
 
@@ -211,7 +211,7 @@ CALLING_ROLES = ("function_call", "tool_call")
 """A sharegpt turn of such a role is the assistant's, and its value is the JSON text of one call or of several."""
 
 MEANT: dict[str, Role] = {**SHAREGPT_ROLES, "developer": "system", "ai": "assistant"}
-"""What a role that OpenAI's form does not know was probably meant to be."""
+"""Suggestions for roles that OpenAI's form does not know."""
 
 PLAIN = {"role", "content", "from", "value", "text", "name", "id", "tool_calls", "function_call", "tool_call_id"}
 UNHONOURED = (

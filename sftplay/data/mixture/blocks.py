@@ -52,7 +52,7 @@ class Blocks(Protocol):
         """Return the number of blocks of this many epochs; None if `grow` has not reached them yet."""
 
     def epochs_in(self, n_blocks: int) -> float:
-        """How many times the source is read in its first blocks."""
+        """Return how many times the source is read in its first blocks."""
 
     def pieces(self, block: int) -> DocumentSpans:
         """Return the parts of documents in a block that `grow` has reached."""
@@ -252,7 +252,7 @@ class ChatBlocks:
 
 
 def _laid_out(order: ReadingOrder, pieces: DocumentSpans) -> tuple[Ints, Ints]:
-    """For each token of a block its place among the source's tokens, and its place in its piece."""
+    """Return for each token of a block its place among the source's tokens, and its place in its piece."""
     lengths = pieces.ends - pieces.begins
     before = np.cumsum(lengths) - lengths
     within = np.arange(int(lengths.sum())) - np.repeat(before, lengths)

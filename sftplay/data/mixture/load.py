@@ -36,7 +36,7 @@ class MixtureRows:
     """All of them, in the order of the config."""
 
     renderer: Renderer
-    """What rendered the chats; or the documents, where there are no chats."""
+    """The renderer of the chats, or of the documents if there are no chats."""
 
     steps: int
     """Optimizer steps of the run: `train` has that many effective batches of rows."""

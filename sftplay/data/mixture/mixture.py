@@ -150,7 +150,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockForm:
-    """How documents become blocks."""
+    """The settings by which documents become blocks."""
 
     size: int
     crosses_documents: bool = False
@@ -236,7 +236,7 @@ class Mixture:
         return _as_dict(self._blocks[at], self.sources[at].number, block=block)
 
     def read_times(self) -> dict[int, tuple[int, float]]:
-        """For each source's number how many rows it gives, and how many times it is read in them."""
+        """Return for each source's number how many rows it gives, and how many times it is read in them."""
         counts = self.schedule.n_blocks(self.n_rows)
         parts = zip(self.sources, self._blocks, counts, strict=True)
         return {source.number: (n_blocks, blocks.epochs_in(n_blocks)) for source, blocks, n_blocks in parts}
@@ -247,13 +247,13 @@ class Mixture:
         return self.sources[at].number << BLOCK_BITS | block
 
     def pieces(self, row: int) -> list[tuple[Source, int, int]]:
-        """The parts of documents in a row, in its order: where the document stands, and which of its tokens."""
+        """Return the parts of documents in a row, in its order: the document's place, and which of its tokens."""
         at, block = self.schedule.at(row)
         found = self._blocks[at].pieces(block)
         return list(zip(self.places(row), found.begins.tolist(), found.ends.tolist(), strict=True))
 
     def places(self, row: int) -> list[Source]:
-        """Where the documents of a row stand, in its order."""
+        """Return the places of the documents of a row, in its order."""
         at, block = self.schedule.at(row)
         documents = self._blocks[at].pieces(block).documents
         return [self.sources[at].store.place("train", int(number)) for number in documents]

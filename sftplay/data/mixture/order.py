@@ -38,7 +38,7 @@ class Chunk:
     """Documents that are read one after the other."""
 
     first: int
-    """How many documents are read before them, in all epochs."""
+    """Number of documents that are read before them, in all epochs."""
 
     documents: Ints
     """Their numbers, in reading order."""

@@ -33,7 +33,7 @@ class SourceJob:
     """Everything that makes a source's store; it can be pickled, and needs no transformers."""
 
     data: DataConfig
-    """How the rows of this source are read and judged."""
+    """The settings by which the rows of this source are read and judged."""
 
     recipe: Recipe
     max_tokens: int | None
@@ -52,12 +52,12 @@ class SourceJob:
 
     @property
     def has_chats(self) -> bool:
-        """Whether the rows are chats."""
+        """True if the rows are chats."""
         return self.max_tokens is not None
 
     @property
     def folder(self) -> Path:
-        """Where the store lies: its name changes with whatever changes a token of it."""
+        """Folder of the store: its name changes with everything that can change a token of it."""
         data = self.data
         parts: dict[str, Any] = {
             "code": [CODE_VERSION, STORE_VERSION, platform.python_version(), *map(version, READERS)],
@@ -103,7 +103,7 @@ class SourceJob:
 
 @dataclass(frozen=True)
 class Renderers:
-    """What renders documents, and what renders chats; None where there are none."""
+    """The renderer of documents, and that of chats; None where there are none."""
 
     texts: Renderer
     chats: Renderer | None

@@ -23,7 +23,7 @@ INDEX = "index.json"
 
 @dataclass
 class Index:
-    """What the readers of a store know about it."""
+    """The part of a store that is valid for its readers."""
 
     id_bytes: int
     """Of each token: 2 or 4."""
@@ -45,7 +45,7 @@ class Index:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the store is finished."""
+        """True if the store is finished."""
         return len(self.whole) == len(SIDES)
 
     def write(self, folder: Path) -> None:
@@ -72,12 +72,12 @@ class Store:
 
     @classmethod
     def open(cls, folder: Path) -> Store:
-        """What the index of the store in `folder` shows."""
+        """Open the part of the store in `folder` that its index shows."""
         index = Index.read(folder)
         return cls(folder, index, {side: _mapped(folder, side, index=index) for side in SIDES})
 
     def place(self, side: Side, document: int) -> Source:
-        """Where a document stands."""
+        """Return the place of a document."""
         entry = self.sides[side].table[document]
         return Source(self.index.paths[int(entry["path"])], int(entry["line"]), int(entry["record"]))
 
@@ -85,7 +85,7 @@ class Store:
         """Show all that is there by now; of a whole store nothing is missing."""
 
     def report(self) -> dict[str, Any]:
-        """What the pass that filled it has counted; empty while it is being filled."""
+        """Return the counts of the pass that wrote it; empty while it is being written."""
         if not self.index.is_whole:
             return {}
         found = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))

@@ -31,7 +31,7 @@ SEEN_ENTRY = np.dtype([("keys", "<u8", 3), ("is_held_out", "u1"), ("is_chat", "u
 
 
 class StoreWriter:
-    """Writes the store in `folder`, from where an earlier process has left it: an `Output` of the pass over rows."""
+    """Write the store in `folder`, from where an earlier process has left it: an `Output` of the pass over rows."""
 
     def __init__(self, folder: Path, index: Index, *, held_out_first: bool = True, is_streamed: bool = False) -> None:
         """`index` is that of a new store. With `held_out_first` no row is held out after the first to train on.
@@ -171,7 +171,7 @@ class StoreWriter:
 
 @dataclass
 class _Side:
-    """How far one side is filled."""
+    """The progress of one side."""
 
     n_documents: int = 0
     n_tokens: int = 0
@@ -183,7 +183,7 @@ class _Side:
     """Tokens before it."""
 
     def add(self, table: Any) -> list[int]:
-        """Count new documents; where groups end among them."""
+        """Count new documents; return where groups end among them."""
         before, ends = self.n_documents, table["end"]
         found: list[int] = []
         self.n_documents += len(table)
@@ -197,5 +197,5 @@ class _Side:
             self.group_documents, self.group_tokens = end, int(ends[end - 1 - before])
 
     def rest(self) -> list[int]:
-        """Where the last group ends, if it is not full."""
+        """Return the end of the last group, if it is not full."""
         return [self.n_documents] if self.n_documents > self.group_documents else []

@@ -32,7 +32,7 @@ NAMED = 5
 
 
 class _TooSlowNow(Exception):
-    """Carries verdicts that must not be kept."""
+    """Carry verdicts that must not be kept."""
 
     def __init__(self, failed: dict[str, str]) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def _passes(verdict: Verdict) -> bool:
 
 
 FOLDERS = ("data/{name}", "data", ".")
-"""Where a published file is looked for, below the current folder; `name` is the data set's."""
+"""Places of a published file, below the current folder; `name` is the data set's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def sample_subset(problems: Sequence[Problem], limit: int | None, *, seed: int) 
 
 
 def read_problem(row: Mapping[str, Any], source: Source) -> Problem:
-    """What `to_problem` gives; its DataError names the row's place."""
+    """Call `to_problem`, and name the row's place in its DataError."""
     try:
         return to_problem(row)
     except DataError as error:

@@ -20,7 +20,7 @@ class Problem:
 
     task_id: str
     text: str
-    """What the program shall do, in words; or the beginning of the program, with its docstring."""
+    """The task in words; or the beginning of the program, with its docstring."""
 
     tests: tuple[str, ...]
     """Python statements that raise where the program is wrong."""
@@ -35,7 +35,7 @@ class Problem:
     """Statements that the tests need, such as imports."""
 
     shown: int = 0
-    """How many of the tests stand in the question."""
+    """Number of tests that the question shows."""
 
 
 def format_question(problem: Problem) -> str:
@@ -57,7 +57,7 @@ REWARD_COLUMNS = ("task_id", "answer", "tests", "setup", "entry_point", "shown")
 
 
 def reward_columns(problem: Problem) -> dict[str, Any]:
-    """What rewards read of a problem, by name."""
+    """Return the columns that rewards read of a problem, by name."""
     values = (
         problem.task_id,
         format_answer(problem),

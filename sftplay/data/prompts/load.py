@@ -273,7 +273,7 @@ def not_asked(more: str) -> str:
 
 
 def room(cfg: RunConfig) -> str:
-    """What gives prompts more room, as `RunConfig.prompt_tokens` counts it."""
+    """Return the remedy for prompts over `RunConfig.prompt_tokens`."""
     if cfg.task.turns == 2:
         return "raise model.max_seq_len, or lower score.max_new_tokens or score.max_hint_tokens"
     return "raise grpo.max_prompt_length or model.max_seq_len, or lower grpo.max_completion_length"

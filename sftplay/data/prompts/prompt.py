@@ -45,7 +45,7 @@ class Prompt:
 
     @property
     def question(self) -> str:
-        """What is asked, in the words of the last turn."""
+        """The question: the text of the last turn."""
         return self.beginning or self.messages[-1].content
 
     def extra_content(self, system: str | None) -> str:

@@ -42,7 +42,7 @@ class Question:
     """The words of its last turn, or the beginning of a plain text."""
 
     columns: dict[str, Any]
-    """What rewards read, by name."""
+    """The columns that rewards read, by name."""
 
 
 class Questions:
@@ -61,7 +61,7 @@ class Questions:
 
     @property
     def row_numbers(self) -> list[int]:
-        """Those of all prompts, in their order."""
+        """The row numbers of all prompts, in their order."""
         return list(self.rows["row"])
 
     def find_place(self, number: int) -> str:
@@ -71,7 +71,7 @@ class Questions:
 
 
 class QuestionWriter:
-    """Writes rows of SCHEMA to a new file, many at a time; closes it at the end of a `with`."""
+    """Write rows of SCHEMA to a new file, many at a time; closes it at the end of a `with`."""
 
     def __init__(self, path: Path) -> None:
         self._stream, self._rows = pa.ipc.new_stream(str(path), SCHEMA), list[dict[str, Any]]()

@@ -15,7 +15,7 @@ Split = Literal["train", "test"]
 
 BUILTIN = "builtin:"
 NAMES = ("sudoku4",)
-"""What may follow `builtin:`."""
+"""Names that may follow `builtin:`."""
 
 VERSION = 1
 """Raised when the built-in puzzles change, so that older caches are not taken for new ones."""

@@ -264,7 +264,7 @@ SET = "all"
 
 @dataclass(frozen=True, kw_only=True)
 class Alphabet:
-    """What the tokens of a kind of puzzle mean."""
+    """The meaning of the tokens of a kind of puzzle."""
 
     kind: str
     symbols: str
@@ -292,7 +292,7 @@ class Group:
 
 
 class SplitWriter:
-    """Writes a split into an existing folder; the split is whole after `finish`.
+    """Write a split into an existing folder; the split is whole after `finish`.
 
     Padding has token 0 and is an ignored label; the blank identifier is 0.
     """

@@ -37,7 +37,7 @@ class PuzzleKind(Protocol):
         """The same for what decides on which side of the split a puzzle falls."""
 
     def is_copy(self, one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
-        """Whether the one question is a copy of the other."""
+        """Return whether the one question is a copy of the other."""
 
     def make_copies(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
         """`n` copies, at least one, of the two rows of `pair`, a question and its answer. Both are changed alike."""

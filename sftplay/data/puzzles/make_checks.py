@@ -95,7 +95,7 @@ def killed_process() -> MachineError:
 
 
 def check_chunk(chunk: PuzzleChunk) -> ChunkResult:
-    """What is wrong with a chunk, and the keys of its questions and answers where nothing is."""
+    """Return the problems of a chunk, and the keys of its questions and answers if it has none."""
     name, questions, answers = chunk
     kind = KINDS[name]
     if problems := list(kind.problems(questions, answers)):

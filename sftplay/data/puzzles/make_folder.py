@@ -82,7 +82,7 @@ def _write(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
 
 
 def _counts(split: Path) -> dict[str, int]:
-    """How much a split holds, read back from what was written."""
+    """Count the content of a split, read back from the written files."""
     folder = PuzzleFolder.open(split)
     n_puzzles = sum(len(puzzle_set.puzzle_identifiers) for puzzle_set in folder.sets)
     facts = folder.facts

@@ -69,7 +69,7 @@ def _with_keys(puzzles: Puzzles, kind: PuzzleKind, *, settings: PuzzleSettings) 
 
 
 def _held_out(keys: NDArray[np.uint64], settings: PuzzleSettings) -> NDArray[np.bool_]:
-    """Which puzzles go to the test: by their solution alone, so that all with one solution are on one side."""
+    """Choose the puzzles of the test by their solution alone, so that all with one solution are on one side."""
     solutions, back = np.unique(keys, return_inverse=True)
     numbers = [make_generator(solution.tobytes(), settings.seed).random() for solution in solutions]
     return (np.array(numbers) < settings.held_out)[back]
@@ -80,7 +80,7 @@ def _subsampled(puzzles: Puzzles, settings: PuzzleSettings) -> Puzzles:
 
 
 def _choose_rows(n: int, settings: PuzzleSettings) -> NDArray[np.int64]:
-    """Which training puzzles are used, in the order of the file."""
+    """Choose the training puzzles that are used, in the order of the file."""
     if settings.subsample is None:
         return np.arange(n)
     if not 0 < settings.subsample <= n:

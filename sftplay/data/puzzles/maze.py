@@ -40,7 +40,7 @@ class Maze:
         return self.question_keys(answers)
 
     def is_copy(self, one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
-        """Whether the one maze is the other, turned or mirrored."""
+        """Return whether the one maze is the other, turned or mirrored."""
         return _smallest(one) == _smallest(other)
 
     def make_copies(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:

@@ -85,7 +85,7 @@ class TrainBatches:
         return take(self.folder, self._set(), rows=examples[self.rank_slice])
 
     def state(self) -> dict[str, int]:
-        """Where the next batch begins."""
+        """Return where the next batch begins."""
         return {
             "seed": self.seed, "passes": self.passes, "batches": self.batches, "position": self.position,
             "global_batch": self.global_batch, "epochs_per_pass": self.epochs_per_pass, "examples": len(self.folder),

@@ -30,7 +30,7 @@ BITS = np.array([number.bit_count() for number in range(1 << 9)], np.uint8)
 
 @dataclass(frozen=True)
 class Solutions:
-    """What a search has found."""
+    """The result of a search."""
 
     owners: NDArray[np.int64]
     """[solutions]: the puzzle that each solves."""
@@ -141,7 +141,7 @@ def _guess(owner: NDArray[np.int64], options: NDArray[np.uint16]) -> list[Nodes]
 Marks = NDArray[np.uint64]
 
 ROUNDS = 4
-"""How often the mark of a cell takes in those of its row, column, box and digit."""
+"""How many times the mark of a cell is mixed with those of its row, column, box and digit."""
 
 KEYS_AT_ONCE = 8192
 
@@ -250,7 +250,7 @@ def _mix(numbers: Marks) -> Marks:
 
 
 def is_copy(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
-    """Whether a change makes the one grid of the other. All changes that the marks of the cells allow are tried."""
+    """Return whether a change turns one grid into the other, by trying all changes that the cells' marks allow."""
     target, goal = cell_marks(other[None])[0], other.reshape(9, 9)
     for grid in (one.reshape(9, 9), one.reshape(9, 9).T):
         marks = cell_marks(np.ascontiguousarray(grid).reshape(1, 81))[0]
@@ -338,7 +338,7 @@ class Sudoku:
         return compute_grid_keys(answers)
 
     def is_copy(self, one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
-        """Whether digits, rows and columns can be exchanged so that the one becomes the other."""
+        """Return whether digits, rows and columns can be exchanged so that the one becomes the other."""
         return is_copy(one, other)
 
     def make_copies(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:

@@ -25,7 +25,7 @@ PUT_RIGHT = "correct the line"
 
 @dataclass(frozen=True)
 class GridText:
-    """How the grids of a folder are written."""
+    """The text form of the grids of a folder."""
 
     kind: str
     symbols: str
@@ -34,13 +34,13 @@ class GridText:
 
     @classmethod
     def from_facts(cls, facts: Facts) -> GridText:
-        """The writing of a folder's grids; a folder that names no shape has square ones."""
+        """Return the text form of a folder's grids; a folder without a shape has square ones."""
         columns = facts.shape[-1] if facts.shape else isqrt(facts.seq_len - 1) + 1
         return cls(facts.kind, facts.symbols or WITHOUT_SYMBOLS, columns, facts.pad_id)
 
     @property
     def is_sudoku(self) -> bool:
-        """Whether rows, columns and boxes hold each digit once."""
+        """True if rows, columns and boxes hold each digit once."""
         return self.kind.startswith("sudoku")
 
     def write(self, tokens: NDArray[Any]) -> str:
@@ -115,6 +115,6 @@ class GridText:
                 raise DataError(what, where=f"{where}:{numbers[int(twice[1]) // self.columns]}", fix=PUT_RIGHT)
 
     def breaks_rules(self, tokens: NDArray[Any]) -> bool:
-        """Whether a row, column or box of an answered Sudoku does not hold each digit once."""
+        """Return whether a row, column or box of an answered Sudoku does not hold each digit once."""
         wanted = [token for token, symbol in enumerate(self.symbols) if symbol.isdecimal()]
         return self.is_sudoku and any(sorted(tokens[cells].tolist()) != wanted for cells in list_units(self.columns))

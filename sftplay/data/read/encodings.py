@@ -67,13 +67,13 @@ class Charset:
         return io.TextIOWrapper(open_bytes(self.file), self.name, errors="sftplay.undecodable", newline=newline)
 
     def refused(self) -> Refused:
-        """What stands for a row with bytes that are no character."""
+        """Return the refusal of a row with bytes that are no character."""
         if not self._reason:
             self._reason = f"holds bytes that are not {self.name.upper()}" + ("" if self._is_named else self._advice())
         return Refused(self._reason)
 
     def refuses(self, text: str) -> bool:
-        """Whether the row's text holds such bytes."""
+        """Return whether the row's text holds such bytes."""
         return not text.isascii() and UNDECODABLE in text
 
     def _advice(self) -> str:
@@ -119,7 +119,7 @@ def detect_encoding(data: bytes) -> str:
 
 
 def is_utf8(line: bytes) -> bool:
-    """Whether the bytes are UTF-8."""
+    """Return whether the bytes are UTF-8."""
     try:
         line.decode("utf-8")
     except UnicodeDecodeError:

@@ -48,7 +48,7 @@ def parsed(raw: UnparsedRow) -> JsonRow | Refused:
 
 
 def too_long() -> Refused:
-    """What stands for a row that is longer than LONGEST."""
+    """Return the refusal of a row that is longer than LONGEST."""
     return Refused(f"is longer than {LONGEST:,} characters")
 
 

@@ -74,7 +74,7 @@ def read_raw(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, 
 
 
 def is_hub_name(path: str) -> bool:
-    """True when `path` can only be a hub name: no local file, no file suffix, and no local folder of that org."""
+    """Return True if `path` can only be a hub name: no local file, no file suffix, and no local folder of that org."""
     shape = len(path) <= LONGEST_NAME and HUB_NAME.fullmatch(path) is not None and not find_suffix(path)
     return shape and not Path(path).exists() and not Path(path).parent.is_dir()
 

@@ -29,7 +29,7 @@ THOUGHTS = ("<think>", "</think>")
 
 
 class SpecialTokenEscaper:
-    """Finds and guards the texts of one tokenizer's special tokens."""
+    """Find and guards the texts of one tokenizer's special tokens."""
 
     def __init__(self, special: Iterable[str]) -> None:
         known = [token for token in special if len(token) > 1]
@@ -51,7 +51,7 @@ class SpecialTokenEscaper:
             raise DataError("holds U+FDD0, U+FDD1 or U+FDD2, which are not characters")
         count = 0
 
-        def guard(text: str, pattern: re.Pattern[str] = self._typed) -> str:
+        def escape_text(text: str, pattern: re.Pattern[str] = self._typed) -> str:
             nonlocal count
             n_found = 1
             while n_found:  # what is left of two that overlap may be a third
@@ -60,9 +60,9 @@ class SpecialTokenEscaper:
             return text
 
         if isinstance(record, Text):
-            return replace(record, text=guard(record.text)), count
-        turns = tuple(self._guarded_turn(message, guard) for message in record.messages)
-        changed = replace(record, messages=turns, tools=_in_json(record.tools, guard))
+            return replace(record, text=escape_text(record.text)), count
+        turns = tuple(self._guarded_turn(message, escape_text) for message in record.messages)
+        changed = replace(record, messages=turns, tools=_in_json(record.tools, escape_text))
         return (changed, count) if count else (record, 0)
 
     def spelled(self, text: str, spans: Iterable[Span]) -> tuple[str, list[Span]]:
@@ -83,7 +83,7 @@ class SpecialTokenEscaper:
         return "".join(parts), moved
 
     def _is_plain(self, record: Record) -> bool:
-        """True when there is nothing to guard or refuse; nearly every record takes this way."""
+        """Return True if there is nothing to guard or refuse; nearly every record takes this way."""
         if isinstance(record, Chat) and not record.tools:
             for message in record.messages:
                 if message.calls or message.name or self._may_hold(message.content):
@@ -93,7 +93,7 @@ class SpecialTokenEscaper:
         return not any(map(self._search, _texts(record)))
 
     def _may_hold(self, text: str) -> bool:
-        """False where the text surely has nothing to look at; looking for single characters takes hardly any time."""
+        """Return False if the text surely has nothing to escape; searching for single characters is fast."""
         if not text.isascii():
             return self._search(text) is not None
         for character in self._firsts:
@@ -101,13 +101,15 @@ class SpecialTokenEscaper:
                 return self._search(text) is not None
         return False
 
-    def _guarded_turn(self, message: Message, guard: Callable[..., str]) -> Message:
+    def _guarded_turn(self, message: Message, escape_text: Callable[..., str]) -> Message:
         pattern = self._said if message.role == "assistant" else self._typed
         calls = tuple(
-            Call(guard(call.name), _in_json(call.arguments, guard), call.id) if self._types(call) else call
+            Call(escape_text(call.name), _in_json(call.arguments, escape_text), call.id) if self._types(call) else call
             for call in message.calls
         )
-        return replace(message, content=guard(message.content, pattern), calls=calls, name=guard(message.name))
+        return replace(
+            message, content=escape_text(message.content, pattern), calls=calls, name=escape_text(message.name)
+        )
 
     def _types(self, call: Call) -> bool:
         return any(map(self._search, _call_texts(call)))
@@ -170,17 +172,17 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def _in_json(text: str, guard: Callable[..., str]) -> str:
+def _in_json(text: str, escape_text: Callable[..., str]) -> str:
     """The JSON text with its strings guarded: a template may rewrite what is between them, guards too."""
-    return json.dumps(_mapped(json.loads(text), guard), ensure_ascii=False) if text else text
+    return json.dumps(_mapped(json.loads(text), escape_text), ensure_ascii=False) if text else text
 
 
-def _mapped(value: Any, change: Callable[..., str]) -> Any:
+def _mapped(value: Any, escape_text: Callable[..., str]) -> Any:
     if isinstance(value, str):
-        return change(value)
+        return escape_text(value)
     if isinstance(value, dict):
-        return {change(key): _mapped(inner, change) for key, inner in value.items()}
-    return [_mapped(inner, change) for inner in value] if isinstance(value, list) else value
+        return {escape_text(key): _mapped(inner, escape_text) for key, inner in value.items()}
+    return [_mapped(inner, escape_text) for inner in value] if isinstance(value, list) else value
 
 
 def _alternation(tokens: Iterable[str]) -> str:

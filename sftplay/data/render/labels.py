@@ -55,7 +55,7 @@ class Rendered:
     """Why the record cannot be trained on; then both lists are empty."""
 
     n_escaped: int = 0
-    """How many special tokens the record's own texts spell; only its first example has the count."""
+    """Number of special tokens that the texts of the record spell; only its first example has the count."""
 
     joins_prompt: bool = False
     """The problem: a token begins in the prompt and ends in the answer, so the prompt at inference would differ."""
@@ -145,7 +145,7 @@ def _unspelled(encoding: Any) -> Encoded:
 
 
 def _n_sure(encoding: Any, text: str) -> int:
-    """How many tokens at the beginning of a cut text are surely those of the whole text."""
+    """Count the tokens at the beginning of a cut text that are surely those of the whole text."""
     return encoding.char_to_token(max(len(text) - EDGE_CHARACTERS, 0)) or 0
 
 

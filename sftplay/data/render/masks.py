@@ -27,7 +27,7 @@ class Unproven(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SentinelLayout:
-    """What a template writes around the texts of a chat with given roles."""
+    """The text that a template writes around the messages of a chat with given roles."""
 
     gaps: tuple[str, ...]
     """Text before each message, and after the last."""
@@ -101,7 +101,7 @@ def _gaps(text: str, marks: Sequence[str]) -> list[str]:
 
 
 def _head(before: str, prompt: str, *, gap: str, edge: int) -> int:
-    """How much of `gap`, the template's own text before an answer, the inference prompt ends with."""
+    """Return how much of `gap`, the template's text before an answer, the inference prompt ends with."""
     if not before.startswith(prompt):
         raise Unproven(f"at inference an answer would follow {prompt[-40:]!r}, in training {before[-40:]!r}")
     # What follows the prompt is learned: text the template puts first, and white space of the answer where kept.
@@ -116,12 +116,12 @@ def _tail(gap: str, end: re.Pattern[str]) -> int:
 
 
 def uses_tools(chat: Chat) -> bool:
-    """True when tools are offered, called or answered in the chat."""
+    """Return True if tools are offered, called or answered in the chat."""
     return bool(chat.tools) or any(message.calls or message.role == "tool" for message in chat.messages)
 
 
 def end_of_calls(text: str, calls: Sequence[Call], *, at: int) -> int:
-    """Where the last name or value of `calls` ends in `text`, looked for from `at`.
+    """Find where the last name or value of `calls` ends in `text`, searching from `at`.
 
     Raises:
         Unproven: a name, a key or a value is not there.
@@ -197,14 +197,14 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _find_value_end(text: str, key: str, *, value: Any, begin: int) -> int:
-    """Where the value ends that follows its key, or -1."""
+    """Find the end of the value that follows its key, or -1."""
     after = _after(text, spellings(key), begin=begin, end=len(text))
     forms = spellings(value) if isinstance(value, str) else (json.dumps(value), str(value))
     return _after(text, forms, begin=after, end=len(text)) if after >= 0 else -1
 
 
 def _after(text: str, forms: Iterable[str], *, begin: int, end: int) -> int:
-    """Where the first of `forms` that stands between the two places ends, or -1."""
+    """Find the end of the first of `forms` between the two places, or -1."""
     for form in forms:
         place = text.find(form, begin, end)
         if place >= 0:
@@ -213,7 +213,7 @@ def _after(text: str, forms: Iterable[str], *, begin: int, end: int) -> int:
 
 
 def _n_equal(one: str, other: str) -> int:
-    """How many characters the two texts begin with in common."""
+    """Count the characters that the two texts begin with in common."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -236,7 +236,7 @@ class Marked:
 
 
 class TurnFinder:
-    """Finds the learned spans of chats for one template.
+    """Find the learned spans of chats for one template.
 
     `special_tokens` are all texts that may end a turn; those that do are found by trying, and are `ends` afterwards.
     """
@@ -265,7 +265,7 @@ class TurnFinder:
         self._set_ends(tuple(sorted(found, key=len, reverse=True)))
 
     def rewrites(self, chat: Chat) -> bool:
-        """True when the template writes a turn differently once other turns follow it."""
+        """Return True if the template writes a turn differently once other turns follow it."""
         whole = self.render_chat(chat)
         for part in chat.turns_apart()[:-1]:
             text = self.render_chat(part)
@@ -349,7 +349,7 @@ class TurnFinder:
 
     def _by_sentinels(self, chat: Chat) -> Marked:
         if uses_tools(chat):
-            raise Unproven("calls have no text of their own that a mark could stand for")
+            raise Unproven("calls have no text that a mark could replace")
         text = self.render_chat(chat)
         expected, spans = self._sentinel_layout(tuple(turn.role for turn in chat.messages)).assemble(chat.messages)
         if text != expected:

@@ -72,7 +72,7 @@ class Renderer:
             DataError: no method holds, or the tokenizer does not give the places of its tokens in a text.
         """
         if not getattr(tokenizer, "is_fast", False):
-            fix = "use a model whose tokenizer has a tokenizer.json"
+            fix = "use a model with a tokenizer.json"
             raise DataError(
                 "this tokenizer does not give the places of its tokens in the text", where="model.name", fix=fix
             )
@@ -94,18 +94,18 @@ class Renderer:
         return cls(vocabulary, recipe.template, proven=recipe.proven)
 
     def recipe(self) -> Recipe:
-        """What an equal renderer is made of in another process; it can be pickled."""
+        """Return what another process needs to make an equal renderer; it can be pickled."""
         vocabulary = self._writer.vocabulary
         return Recipe(vocabulary.to_json(), vocabulary.specials, self.template, self._proven)
 
     @property
     def method(self) -> str:
-        """How the assistant's turns are found: markers, sentinels or prefixes; none without a template."""
+        """The method that finds the assistant's turns: markers, sentinels or prefixes; none without a template."""
         return self._proven.method if self._proven else "none"
 
     @property
     def rewrites_turns(self) -> bool:
-        """True when the template writes a turn differently once others follow it."""
+        """Return True if the template writes a turn differently once others follow it."""
         return self._proven is not None and self._proven.rewrites_turns
 
     @property
@@ -156,7 +156,7 @@ class Renderer:
         return found.input_ids[:-1]
 
     def answer_text(self, chat: Chat) -> str:
-        """What the template writes for the last assistant turn, calls included, without its end token.
+        """Return what the template writes for the last assistant turn, calls included, without its end token.
 
         Raises:
             DataError: the chat cannot be trained on.

@@ -69,7 +69,7 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 FAULTS = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError
 )  # fmt: skip
-"""What a template may raise on a chat it was not made for."""
+"""Errors that a template may raise on a chat it was not made for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class TemplateTraits:
     """The template wants the content of a turn as a list with one part of type text."""
 
     closings: tuple[str, str] = ("", "")
-    """What ends a last turn with text, and one with calls, where the template writes no end token: the token
+    """The text that ends a last turn with text, and one with calls, where the template writes no end token: the token
     that begins the next turn, at which such a model is made to stop."""
 
 
@@ -251,7 +251,7 @@ def _raise(message: str) -> NoReturn:
 
 
 OPENINGS = ("", "<think>\nWell.\n</think>\n\n")
-"""What the answers begin with: a template that expects thinking cannot hold on chats without any."""
+"""The beginnings of answers: a template that expects thinking cannot hold on chats without any."""
 
 NEXT = Message("user", "Ping next?")
 
@@ -301,7 +301,7 @@ def content_forms(template: ChatTemplate) -> list[ChatTemplate]:
 
 
 def find_closings(template: ChatTemplate, chats: Sequence[Chat], *, special: Iterable[str]) -> tuple[str, str]:
-    """What ends a last turn of a template without end tokens: the token that the next turn begins with, at once.
+    """Find what ends a last turn of a template without end tokens: the first token of the next turn.
 
     Only a token of that turn's own will do, one with which no answer begins (GLM-4 has <|user|> and <|observation|>);
     where all turns begin alike, or white space comes first, the template has forgotten its end token.
@@ -330,7 +330,7 @@ def _next_token(template: ChatTemplate, chat: Chat, *, next_turn: Message, speci
 
 
 def _wants_text(template: ChatTemplate) -> bool:
-    """True when a call is written only, or only as JSON, with its arguments as text."""
+    """Return True if a call is written only, or only as JSON, with its arguments as text."""
     (call,) = tool_probe_chats()[1].messages[1].calls
     as_object = _written(template)
     if as_object is not None and str(json.loads(call.arguments)) not in as_object:

@@ -1,4 +1,4 @@
-"""How long a chat template may work on one row: a template is foreign code, and its loops need not end.
+"""Limit the time of a chat template on one row: a template is foreign code, and its loops need not end.
 
 The time is that of the thread's own processor time, so that a busy machine refuses no row that an idle one takes.
 """
@@ -56,7 +56,7 @@ def tick() -> str:
 
 
 def is_used() -> bool:
-    """True when the time of the limit around this is used."""
+    """Return True if the time of the limit around this is used."""
     return _clock.deadline > 0 and time.thread_time() > _clock.deadline
 
 

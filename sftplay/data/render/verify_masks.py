@@ -1,4 +1,4 @@
-"""Which mask method holds for a template and a tokenizer, tried on the probe chats and on samples of the data.
+"""Find the mask method that holds for a template and a tokenizer, by trying it on probe chats and samples of the data.
 
 A method is proven when the decoded labels are the assistant's texts, each with its end-of-turn token, and when each
 answer follows exactly the text and the tokens of the inference prompt. A template without a proven method is refused;
@@ -32,7 +32,7 @@ SHOWN_CHARACTERS = 600
 
 @dataclass(frozen=True)
 class MaskMethod:
-    """What was found out about a template."""
+    """The verified way to find the assistant's turns of a template."""
 
     traits: TemplateTraits
     ends: tuple[str, ...]
@@ -73,7 +73,7 @@ class _Trial:
         self._finder = TurnFinder(template, writer.vocabulary.special_tokens)
 
     def outcome(self, opening: str, samples: Sequence[Chat]) -> tuple[MaskMethod | None, list[str]]:
-        """What holds with answers that begin with `opening`, or what is wrong with each method."""
+        """Return what holds with answers that begin with `opening`, or what is wrong with each method."""
         probes = [probe for probe in self._guarded(probe_chats(self._template, opening)) if self._accepts(probe)]
         calls = [probe for probe in self._guarded(tool_probe_chats()) if self._accepts(probe)]
         guarded = self._guarded(samples)
@@ -109,7 +109,7 @@ class _Trial:
         )
 
     def _untaught_opening(self, sample: Chat) -> str:
-        """What the inference prompt ends with and the text trained on lacks at that place."""
+        """Return the end of the inference prompt that the text trained on lacks at that place."""
         chat = sample.turns_apart()[0]
         try:
             prompt, whole = self._finder.render_prompt(chat, chat.learned_from), self._finder.render_chat(chat)
@@ -119,7 +119,7 @@ class _Trial:
         return prompt[n_shared:].strip()
 
     def _accepts(self, chat: Chat) -> bool:
-        """True when the template renders the chat at all."""
+        """Return True if the template renders the chat at all."""
         try:
             self._finder.render_chat(chat)
         except DataError:
@@ -158,7 +158,7 @@ class _Trial:
         return None, faults
 
     def _fault(self, method: Method, probes: Sequence[Chat], *, samples: Sequence[Chat], rewrites: bool) -> str:
-        """Why `method` is not proven, or nothing: probes it must mark by itself, samples with what `place` adds."""
+        """Return why `method` is not proven, or nothing. It must mark probes alone, samples by `place`."""
         for probe in probes:
             parts = probe.turns_apart() if rewrites else [probe]
             for fault in (self._find_fault(part, method, rewrites=None) for part in parts):
@@ -172,7 +172,7 @@ class _Trial:
         return faults[0] if faults else ("" if probes else "the template refuses every probe chat")
 
     def _find_fault(self, chat: Chat, method: Method, *, rewrites: bool | None) -> str:
-        """Why the chat cannot be marked, or nothing; `rewrites` None asks for `method` alone."""
+        """Return why the chat cannot be marked, or nothing; `rewrites` None asks for `method` alone."""
         try:
             if rewrites is None:
                 found = [(chat, self._finder.find(chat, method))]

@@ -27,7 +27,7 @@ LOCAL = ("Sequence", "Split", "ByteLevel", "Digits")
 
 
 def can_be_cut(tokenizer_json: str) -> bool:
-    """Whether a tokenizer works on each word alone and finds words by the text around them.
+    """Return whether a tokenizer works on each word alone and finds words by the text around them.
 
     Then two parts are tokenised like the whole if no word goes over the seam. A normaliser that puts something before a
     text, or that joins characters other than a letter with its accents, forbids it.
@@ -45,7 +45,7 @@ def can_be_cut(tokenizer_json: str) -> bool:
 
 
 def split_at_seams(text: str, encode: Callable[[str], list[int]], *, size: int = PART_CHARACTERS) -> list[str]:
-    """The text in parts of about `size` characters; in larger ones where no seam is found."""
+    """Split the text into parts of about `size` characters; into larger ones where no seam is found."""
     parts, start = [], 0
     while len(text) - start > size:
         end = _seam_behind(text, start + size, encode=encode)
@@ -80,14 +80,14 @@ UNSEEN = ("\x01", "\u0301", "\u200b")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What is known of a tokenizer in addition to its JSON."""
+    """Facts about a tokenizer that its JSON lacks."""
 
     named: Mapping[str, Any]
     """Special tokens that a template may name, such as `eos_token`."""
 
     eos: str | None
     prefix_ids: tuple[int, ...]
-    """What the tokenizer itself puts before a text: a BOS, or nothing."""
+    """Ids that the tokenizer puts before a text: a BOS, or nothing."""
 
 
 class Encoded(NamedTuple):
@@ -134,7 +134,7 @@ class Vocabulary:
 
     @cached_property
     def folds_text(self) -> bool:
-        """True when the normaliser turns a text that is no control token into one, such as `</S>` or `＜/s＞`.
+        """Return True if the normaliser turns a text that is no control token into one, such as `</S>` or `＜/s＞`.
 
         A search for control tokens would miss such a text, so every text has to be spelled.
         """
@@ -198,7 +198,7 @@ class Vocabulary:
         return can_be_cut(self.to_json())
 
     def _is_read_after_folding(self, id: int, token: str) -> bool:
-        """True when a control token is found in normalised text, by the model or as an added token."""
+        """Return True if a control token is found in normalised text, by the model or as an added token."""
         added = self._backend.get_added_tokens_decoder()[id]
         return added.normalized or any(piece.id == id for piece in self._backend.model.tokenize(token))
 
@@ -255,6 +255,6 @@ def _guarded_json(text: str, names: Set[str]) -> str:
 
 
 def _pieces(merge: str | list[str]) -> tuple[str, str, str]:
-    """What a merge is made of, and what it makes."""
+    """Return the two parts of a merge, and its result."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right, left + right

@@ -1,4 +1,4 @@
-"""What one process does with one batch of raw rows: parse, convert, render, fit. It decides nothing across rows.
+"""Process one batch of raw rows: parse, convert, render, cut. Nothing is decided across rows.
 
 It may run in several processes (`workers`): all input and output can be pickled, and neither transformers nor torch is
 imported.
@@ -72,7 +72,7 @@ class RowOutcome:
     """Why it cannot be read or rendered."""
 
     fix: str = ""
-    """What to do about that, where it is known."""
+    """The remedy, where it is known."""
 
     held_out: bool = False
     is_chat: bool = True
@@ -123,7 +123,7 @@ class RowOptions:
 
 
 class RowProcessor:
-    """Turns batches of raw rows into outcomes, in order."""
+    """Turn batches of raw rows into outcomes, in order."""
 
     def __init__(self, renderer: Renderer, options: RowOptions) -> None:
         self._renderer, self._options = renderer, options

@@ -34,7 +34,7 @@ PLACES = pa.schema([("path", pa.string()), ("line", pa.int64()), ("record", pa.i
 
 
 class RowWriter:
-    """Writes examples and, in a second file, their places; closes both at the end of a `with`."""
+    """Write examples and, in a second file, their places; closes both at the end of a `with`."""
 
     def __init__(self, rows: Path, places: Path) -> None:
         self._rows = pa.ipc.new_stream(str(rows), SCHEMA)
@@ -69,10 +69,10 @@ CHATS, REFUSED, REPORT = "held_out_chats.jsonl", "refused_rows.jsonl", "report.j
 
 
 class Output(Protocol):
-    """Takes what a pass keeps, batch by batch."""
+    """The receiver of what a pass keeps, batch by batch."""
 
     def begin(self, policies: RowPolicies) -> int:
-        """How many rows an earlier pass has done; `policies` then know what they knew there."""
+        """Return how many rows an earlier pass has done, and restore `policies` to that point."""
 
     def write(self, side: Side, kept: Sequence[tuple[RowOutcome, Example]]) -> None:
         """Take the kept examples of a batch, each with the outcome of its row."""
@@ -155,7 +155,7 @@ class Input:
 
 
 class Preparation:
-    """Makes token rows of the rows of files, and judges and counts each of them."""
+    """Make token rows of the rows of files, and judges and counts each of them."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class Preparation:
 
 
 def _size(value: Any) -> int:
-    """About how many characters a raw row has."""
+    """Return about how many characters a raw row has."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):

@@ -31,7 +31,7 @@ NAMED_COLUMNS, OTHERS = 100, "(others)"
 
 
 class RowPolicies:
-    """Decides for each outcome what is kept, and counts it once."""
+    """Decide for each outcome what is kept, and counts it once."""
 
     def __init__(
         self, data: DataConfig, max_tokens: int | None, *, limit: str = "max_seq_len", fix_long: str = FIX_LONG
@@ -130,7 +130,7 @@ class RowPolicies:
         return is_seen
 
     def _reason_to_leave(self, outcome: RowOutcome, side: Side, *, is_seen: bool) -> str:
-        """Why the record is dropped, or nothing. Where the config says error, the record is also noted as bad."""
+        """Return why the record is dropped, or nothing. Where the config says error, also note the record as bad."""
         if outcome.tested and side == "train":
             if self._data.contamination == "error":
                 self._add_bad(f"{outcome.source} is problem {outcome.tested} of a published test split", fix=FIX_TESTED)

@@ -21,13 +21,13 @@ MOST_WORKERS = 6
 """More workers would only wait for the one process that reads and writes."""
 
 UNPACKED = {".gz": 5, ".parquet": 4}
-"""About how much larger the rows are than a file of that kind."""
+"""Approximate size of the rows relative to a file of that kind."""
 
 Work = tuple[list[RawRow], float]
 """A batch and the share of its prompts that is held out."""
 
 _processor: list[RowProcessor] = []
-"""What a started process works with; empty in every other process."""
+"""The processor of a started process; empty in every other process."""
 
 
 def n_workers(paths: Iterable[str]) -> int:
@@ -57,8 +57,8 @@ def process_all(
         _process,
         processes=processes,
         killed=MachineError("a process that tokenises was killed from outside", where="data", fix=fix),
-        begin=_begin,
-        given=(renderer.recipe(), options),
+        initializer=_begin,
+        initargs=(renderer.recipe(), options),
     )
 
 

@@ -28,10 +28,10 @@ def test_documents_are_those_that_plain_training_on_texts_renders(
     plain = load_examples(config(domain["path"], max_seq_len=100_000, split=0.2), tokenizer)
     for side, examples in (("train", plain.train), ("held_out", plain.held_out)):
         documents = list(rows.documents("domain", side))
-        assert [each.ids.tolist() for each in documents] == list(examples["input_ids"])
-        assert [str(each.place) for each in documents] == [plain.find_source(side, n) for n in range(len(documents))]
-        assert [each.labels.tolist() for each in documents] == [[-100, *ids[1:]] for ids in examples["input_ids"]]
-    assert all(each.n_bytes == len(tokenizer.decode(each.ids, skip_special_tokens=True).encode()) for each in documents)
+        assert [doc.ids.tolist() for doc in documents] == list(examples["input_ids"])
+        assert [str(doc.place) for doc in documents] == [plain.find_source(side, n) for n in range(len(documents))]
+        assert [doc.labels.tolist() for doc in documents] == [[-100, *ids[1:]] for ids in examples["input_ids"]]
+    assert all(doc.n_bytes == len(tokenizer.decode(doc.ids, skip_special_tokens=True).encode()) for doc in documents)
 
 
 def test_chats_are_masked_as_plain_training_masks_them(
@@ -40,8 +40,8 @@ def test_chats_are_masked_as_plain_training_masks_them(
     rows = load_mixture(mixed([domain, chats], size=64, split=0.2), tokenizer)
     plain = load_examples(config(chats["path"], max_seq_len=64, split=0.2), tokenizer)
     documents = list(rows.documents("chat", "train"))
-    assert [each.ids.tolist() for each in documents] == list(plain.train["input_ids"])
-    assert [each.labels.tolist() for each in documents] == list(plain.train["labels"])
+    assert [doc.ids.tolist() for doc in documents] == list(plain.train["input_ids"])
+    assert [doc.labels.tolist() for doc in documents] == list(plain.train["labels"])
     assert rows.held_out_chats("chat") == plain.held_out_chats
     assert rows.renderer.template_hash == plain.renderer.template_hash
 
@@ -64,7 +64,7 @@ def test_every_token_is_learned_or_counted_as_the_first_of_a_document_or_dropped
         epochs[name] += 1
     report = rows.report["sources"]
     for name, entry in report.items():
-        assert entry["tokens"] == sum(len(each.ids) for each in documents[name])
+        assert entry["tokens"] == sum(len(doc.ids) for doc in documents[name])
         assert entry["documents"] == len(documents[name])
         assert entry["tokens"] == entry["label_tokens"] + entry["first_of_document"] + entry["masked_tokens"]
         assert entry["tokens_read"] == entry["tokens"] + sum(entry["dropped_tokens"].values()) + entry["cut_tokens"]
@@ -96,8 +96,8 @@ def test_one_epoch_hands_out_each_label_exactly_once(
     of_epoch = last["labels"][begin : begin + n_new]
     handed.update(of_epoch[of_epoch != -100].tolist())
     expected = Counter[int]()
-    for each in rows.documents("domain", "train"):
-        expected.update(each.ids[0 if crosses else 1 :].tolist())
+    for doc in rows.documents("domain", "train"):
+        expected.update(doc.ids[0 if crosses else 1 :].tolist())
     if crosses:
         expected.subtract([int(rows.train[0]["input_ids"][0])])
     assert +expected == handed
@@ -143,10 +143,10 @@ def test_held_out_rows_hold_every_token_of_the_held_out_documents(tokenizer: Any
     rows = load_mixture(mixed([domain], split=0.2), tokenizer)
     held_out = [rows.held_out["domain"][number] for number in range(len(rows.held_out["domain"]))]
     labels = np.concatenate([row["labels"] for row in held_out])
-    expected = np.concatenate([each.labels for each in rows.documents("domain")])
+    expected = np.concatenate([doc.labels for doc in rows.documents("domain")])
     assert labels[labels != -100].tolist() == expected[expected != -100].tolist()
-    trained = {each.ids.tobytes() for each in rows.documents("domain", "train")}
-    assert trained.isdisjoint(each.ids.tobytes() for each in rows.documents("domain"))
+    trained = {doc.ids.tobytes() for doc in rows.documents("domain", "train")}
+    assert trained.isdisjoint(doc.ids.tobytes() for doc in rows.documents("domain"))
 
 
 def test_the_length_of_a_run_follows_from_steps_tokens_epochs_or_the_end_of_a_source(

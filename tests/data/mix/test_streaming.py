@@ -80,8 +80,8 @@ def test_streamed_rows_and_stores_are_those_of_memory_bit_for_bit(
     assert streamed.steps_per_epoch is None
     assert streamed.fingerprint == in_memory.fingerprint
     assert same(read_rows(streamed), read_rows(in_memory))
-    ours, theirs = (rows.held_out["domain"] for rows in (streamed, in_memory))
-    assert same([ours[n] for n in range(len(ours))], [theirs[n] for n in range(len(theirs))])
+    ours, expected = (rows.held_out["domain"] for rows in (streamed, in_memory))
+    assert same([ours[n] for n in range(len(ours))], [expected[n] for n in range(len(expected))])
     for thread in in_thread:
         thread.join()
     assert streamed.held_out_chats("chat") == in_memory.held_out_chats("chat")

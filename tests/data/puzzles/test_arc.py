@@ -162,7 +162,7 @@ def test_a_file_that_holds_no_task_is_refused_with_its_place(tmp_path: Path, kin
 
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path):
     (tmp_path / "t.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(as_json(task())).encode())
-    assert [as_json(each) for each in read_tasks(tmp_path)] == [as_json(task())]
+    assert [as_json(one_task) for one_task in read_tasks(tmp_path)] == [as_json(task())]
 
 
 def test_a_folder_without_tasks_is_refused(tmp_path: Path):
@@ -172,11 +172,11 @@ def test_a_folder_without_tasks_is_refused(tmp_path: Path):
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data/arc")
 def test_the_published_tasks_load():
-    tasks = [each for part in ("training", "evaluation") for each in read_tasks(SHARED / part)]
+    tasks = [one_task for part in ("training", "evaluation") for one_task in read_tasks(SHARED / part)]
     assert len(tasks) == 45
-    for each in tasks:
-        published = json.loads(next(SHARED.rglob(f"{each.id}.json")).read_text())
-        assert as_json(each) == {part: published[part] for part in ("train", "test")}
+    for one_task in tasks:
+        published = json.loads(next(SHARED.rglob(f"{one_task.id}.json")).read_text())
+        assert as_json(one_task) == {part: published[part] for part in ("train", "test")}
 
 
 def answer(change: Change, question: np.ndarray, says: np.ndarray, *, q_halt: float, name: str = "t") -> CopyAnswer:
@@ -190,8 +190,8 @@ BOTH = Change(6, (0, 9, 8, 7, 6, 5, 4, 3, 2, 1))
 
 def count_votes(answers: list[CopyAnswer]) -> Ballots:
     tally = Tally()
-    for each in answers:
-        tally.add(each)
+    for copy_answer in answers:
+        tally.add(copy_answer)
     return tally.ballots()
 
 
@@ -206,9 +206,9 @@ def test_votes_count_first_and_the_mean_confidence_decides_between_equals():
         answer(Change(2), question, np.zeros((0, 0), np.uint8), q_halt=9.0),  # says nothing
     ]
     (ranked,) = count_votes(answers).values()
-    assert [each.grid.tolist() for each in ranked] == [[[1, 2]], [[2, 1]], [[7]]]
-    assert [each.votes for each in ranked] == [2, 2, 1]
-    assert [each.confidence for each in ranked] == pytest.approx([0.7, 0.625, 1.0])
+    assert [candidate.grid.tolist() for candidate in ranked] == [[[1, 2]], [[2, 1]], [[7]]]
+    assert [candidate.votes for candidate in ranked] == [2, 2, 1]
+    assert [candidate.confidence for candidate in ranked] == pytest.approx([0.7, 0.625, 1.0])
     assert solved_at(task(), count_votes(answers)) == 2
     assert share_solved([2.0]) == {1: 0.0, 2: 1.0, 10: 1.0, 100: 1.0, 1000: 1.0}
 
@@ -232,10 +232,10 @@ def test_a_task_is_solved_when_all_its_test_inputs_are():
     tasks["bad"] = ArcTask("bad", (), two.test[:1])
     ballots |= count_votes([answer(BOTH, first.input, first.output, q_halt=1.0, name="one")])
     ballots |= count_votes([answer(BOTH, first.input, grid("4"), q_halt=1.0, name="bad")])
-    tries = [solved_at(each, ballots) for each in tasks.values()]
+    tries = [solved_at(one_task, ballots) for one_task in tasks.values()]
     assert share_solved(tries, ks=(1, 2, 1000)) == {1: 0.25, 2: 0.5, 1000: 0.5}
     # TRM counts the share of a task's test inputs (evaluators/arc.py): of `t` the first is right with one try.
-    ranks = [compute_ranks(each, ballots) for each in tasks.values()]
+    ranks = [compute_ranks(one_task, ballots) for one_task in tasks.values()]
     assert share_of_inputs_solved(ranks, ks=(1, 2, 1000)) == {1: (1 + 0.5) / 4, 2: 0.5, 1000: 0.5}
 
 
@@ -244,7 +244,7 @@ def test_votes_do_not_depend_on_the_order_of_the_answers():
     answers = [answer(Change(way), question, grid(str(way % 3)), q_halt=0.5) for way in range(8)]
     (one,) = count_votes(answers).values()
     (other,) = count_votes(answers[::-1]).values()
-    assert [each.grid.tolist() for each in one] == [each.grid.tolist() for each in other]
+    assert [candidate.grid.tolist() for candidate in one] == [candidate.grid.tolist() for candidate in other]
 
 
 def test_the_highest_and_lowest_scores_are_no_overflow():

@@ -276,7 +276,7 @@ def test_a_maze_has_as_many_copies_as_there_are_ways_to_turn_it(
     only = folder.sets[0]
     for number, texts in enumerate(mazes[:8]):
         for rows, text in ((only.inputs, texts[0]), (only.labels, texts[1])):
-            grid = np.array([folder.facts.symbols.index(each) for each in text]).reshape(30, 30)
+            grid = np.array([folder.facts.symbols.index(symbol) for symbol in text]).reshape(30, 30)
             expected = {turned(grid, way).astype(np.uint8).tobytes() for way in WAYS}
             assert as_text(rows[8 * number], folder.facts.symbols) == text
             assert {row.tobytes() for row in rows[8 * number : 8 * number + 8]} == expected
