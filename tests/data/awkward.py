@@ -52,7 +52,7 @@ def column(values: list[bytes]) -> pa.Array:
 
 
 def broken_rule(record: Record) -> str:
-    """Which rule of its kind a record breaks; empty when none. The order of turns is told by one regular expression."""
+    """Which rule of its kind a record breaks; empty when none. One regular expression checks the order of turns."""
     if isinstance(record, Text):
         return "" if record.text.strip() else "silent"
     turns = record.messages

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.contract
 Config = Callable[..., RunConfig]
 
 SOUND = [row(n, " sound") for n in range(100, 108)]
-"""Rows beside each awkward file, so that something is left to train on whatever becomes of it."""
+"""Rows added to each awkward file, so that something is left to train on if the file gives none."""
 
 FOLDERS_WITH_TRAINING_ROWS = ("alpaca", "glaive-toolcall", "gpteacher-code", "gsm8k", "mbpp", "sgd-dialogues")
 """All others hold documents, puzzles, problems for tests, questions without answers: nothing there is to train on."""

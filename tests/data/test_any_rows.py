@@ -1,4 +1,4 @@
-"""Rows of any structure, drawn around the keys of each layout: a record that obeys every rule, or a refusal."""
+"""Rows of any structure, generated around the keys of each layout: a record that obeys every rule, or a refusal."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_no_tools_are_no_text(tools: Any):
 
 
 def asking(**changes: Any) -> dict[str, Any]:
-    """A chat whose one call is changed."""
+    """A chat with one changed call."""
     return {"messages": [USER, ASKS | {"tool_calls": [ADD_CALL | changes]}, RESULT, ANSWER]}
 
 

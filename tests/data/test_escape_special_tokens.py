@@ -155,7 +155,7 @@ def test_template_that_looks_at_a_typed_token_has_the_row_refused(modern_tokeniz
 
 
 def sentencepiece(vocab: list[tuple[str, float]]) -> PreTrainedTokenizerFast:
-    """A unigram tokenizer in the style of sentencepiece, whose control tokens are pieces of the vocabulary too."""
+    """A unigram tokenizer in the style of sentencepiece: its control tokens are pieces of the vocabulary too."""
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")

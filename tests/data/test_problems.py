@@ -196,11 +196,11 @@ def test_without_file_and_connection_a_data_set_says_what_to_put_where(tmp_path,
 
 def test_a_subset_is_drawn_by_its_seed_in_the_order_of_the_problems(tmp_path):
     problems = load_problems(written(tmp_path, *({**WHOLE, "task_id": n, "text": f"No. {n}"} for n in range(601, 641))))
-    drawn = sample_subset(problems, 10, seed=1)
-    assert drawn == sample_subset(problems, 10, seed=1) != sample_subset(problems, 10, seed=2)
-    assert len(drawn) == len({problem.task_id for problem in drawn}) == 10
-    assert [problem.task_id for problem in drawn] == sorted(problem.task_id for problem in drawn)
-    assert drawn != problems[:10]
+    subset = sample_subset(problems, 10, seed=1)
+    assert subset == sample_subset(problems, 10, seed=1) != sample_subset(problems, 10, seed=2)
+    assert len(subset) == len({problem.task_id for problem in subset}) == 10
+    assert [problem.task_id for problem in subset] == sorted(problem.task_id for problem in subset)
+    assert subset != problems[:10]
     assert sample_subset(problems, None, seed=1) == sample_subset(problems, 99, seed=1) == problems
 
 
@@ -211,7 +211,7 @@ def test_a_split_without_problems_is_refused(tmp_path):
 
 @pytest.mark.skipif(not MBPP.exists(), reason=f"needs {MBPP}")
 def test_the_sanitized_problems_are_all_read():
-    # 427 rows (shared/data/mbpp/README.md), of which two repeat a text; 257 have ids of the test split
+    # 427 rows (shared/data/mbpp/README.md), two repeat a text; 257 have ids of the test split
     assert len(load_problems(str(MBPP))) == 425
     ids = [row["task_id"] for row in json.loads(MBPP.read_text())]
     assert sum(11 <= number <= 510 for number in ids) == 257

@@ -33,7 +33,7 @@ def tokenizer(tiny_llama: Path) -> Any:
 
 @pytest.fixture
 def make_config(tiny_llama: Path, tmp_path: Path) -> MakeConfig:
-    """A config whose training rows are `rows`, in a jsonl file or in the file that is given."""
+    """A config with the training rows `rows`, in a jsonl file or in the file that is given."""
     inputs = grpo_inputs(tiny_llama, tmp_path / "made")
 
     def make(rows: list[dict[str, Any]] | Path, held_out: list[dict[str, Any]] | None = None, **more: Any) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Problems whose own solution fails are left out and named; references run once."""
+"""Problems with a failing reference solution are left out and named; references run once."""
 
 from __future__ import annotations
 

@@ -267,8 +267,8 @@ def survives(path: Path) -> None:
 def test_any_change_to_a_file_gives_rows_or_a_data_error(
     tmp_path_factory: pytest.TempPathFactory, suffix: str, content: bytes, changes: list[tuple[int, bytes, int]]
 ):
-    for place, new, gone in changes:
-        content = content[:place] + new + content[place + gone :]
+    for place, new, n_removed in changes:
+        content = content[:place] + new + content[place + n_removed :]
     path = tmp_path_factory.getbasetemp() / f"changed{suffix}"
     path.write_bytes(gzip.compress(content, 1) if suffix.endswith(".gz") and len(changes) % 2 else content)
     survives(path)
@@ -283,10 +283,10 @@ def test_any_bytes_give_rows_or_a_data_error(tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_damage_to_a_parquet_file_gives_rows_or_a_data_error(tmp_path: Path, seed: int):
-    draw = random.Random(seed)
+    generator = random.Random(seed)
     for _ in range(100):
         damaged = bytearray(STORED)
-        for _ in range(draw.randint(1, 4)):
-            damaged[draw.randrange(4, len(damaged) - 4)] = draw.randrange(256)
+        for _ in range(generator.randint(1, 4)):
+            damaged[generator.randrange(4, len(damaged) - 4)] = generator.randrange(256)
         (tmp_path / "a.parquet").write_bytes(damaged)
         survives(tmp_path / "a.parquet")

@@ -173,7 +173,7 @@ def test_interrupt_while_processes_start_is_the_parents_alone(
     started, submit = [], ProcessPoolExecutor.submit
 
     def submit_and_interrupt(pool: Any, *given: Any) -> Any:
-        """As a terminal's Ctrl-C, which reaches processes that have not begun yet."""
+        """As a terminal's Ctrl-C, which reaches processes that have not started yet."""
         future = submit(pool, *given)
         for pid in list(pool._processes):
             if pid not in started:

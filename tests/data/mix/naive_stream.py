@@ -65,8 +65,8 @@ def naive_order(n: int, *, group: int, seed: int, source: int) -> Iterator[int]:
                 hashlib.blake2b(f"{seed} {source} {number}".encode(), digest_size=16).digest(), "little"
             )
             # numpy's generator counts up before it draws
-            drawn = [philox(key, epoch * -(-size // 4) + place + 1) for place in range(-(-size // 4))]
-            keys = list(chain.from_iterable(drawn))[:size]
+            numbers = [philox(key, epoch * -(-size // 4) + place + 1) for place in range(-(-size // 4))]
+            keys = list(chain.from_iterable(numbers))[:size]
             yield from (first + place for place in sorted(range(size), key=keys.__getitem__))
 
 

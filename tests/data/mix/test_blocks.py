@@ -13,17 +13,17 @@ LENGTHS = st.lists(st.integers(1, 8) | st.integers(1, 60), min_size=1, max_size=
 
 
 def make_texts(lengths: list[int]) -> list[Naive]:
-    """Documents whose ids tell them apart."""
+    """Documents with distinct ids."""
     return [
         Naive([1000 * number + at for at in range(n)], [at > 0 for at in range(n)]) for number, n in enumerate(lengths)
     ]
 
 
-def make_chats(drawn: list[list[bool]]) -> list[Naive]:
-    """Chats of which some tokens are learned."""
+def make_chats(learned_flags: list[list[bool]]) -> list[Naive]:
+    """Chats with some learned tokens."""
     return [
         Naive([1000 * number + at for at in range(len(flags))], [flag and at > 0 for at, flag in enumerate(flags)])
-        for number, flags in enumerate(drawn)
+        for number, flags in enumerate(learned_flags)
     ]
 
 
@@ -88,12 +88,12 @@ def test_texts_read_once_end_in_a_shorter_block_and_lose_nothing(lengths, size, 
 
 
 @given(
-    drawn=st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=20),
+    learned_flags=st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=20),
     room=st.integers(0, 30), group=st.integers(1, 9), n=st.integers(1, 25),
 )  # fmt: skip
-def test_blocks_of_chats_equal_those_filled_one_chat_after_the_other(drawn, room, group, n):
-    chats = make_chats(drawn)
-    size = max(map(len, drawn)) + room
+def test_blocks_of_chats_equal_those_filled_one_chat_after_the_other(learned_flags, room, group, n):
+    chats = make_chats(learned_flags)
+    size = max(map(len, learned_flags)) + room
     blocks = ChatBlocks(ReadingOrder(make_documents(chats, group=group, is_chat=True), seed=4, source=1), size)
     sizes = grow_to(blocks, n)
     read = naive_order(len(chats), group=group, seed=4, source=1)
@@ -104,10 +104,11 @@ def test_blocks_of_chats_equal_those_filled_one_chat_after_the_other(drawn, room
 
 
 @given(
-    drawn=st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=20), group=st.integers(1, 9)
+    learned_flags=st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=20),
+    group=st.integers(1, 9),
 )
-def test_chats_read_once_are_all_there(drawn, group):
-    chats = make_chats(drawn)
+def test_chats_read_once_are_all_there(learned_flags, group):
+    chats = make_chats(learned_flags)
     blocks = ChatBlocks(ReadingOrder(make_documents(chats, group=group, is_chat=True), seed=None), 20)
     sizes = grow_to(blocks, 10**6)
     rows = [blocks.row(block) for block in range(len(sizes))]

@@ -172,13 +172,13 @@ def test_weights_of_examples_count_documents_that_begin(
 ):
     cfg = mixed([domain, {**chats, "weight": 0.9}], split=0, cpt={"weights_of": "examples"}, train={"epochs": 4})
     rows = load_mixture(cfg, tokenizer)
-    begun = Counter[int]()
+    n_begun = Counter[int]()
     for row in read_rows(rows):
         # a document ends with EOS, and a chat begins at position 0
         is_one = row["position_ids"] == 0 if row["source"] else row["input_ids"] == tokenizer.eos_token_id
-        begun[row["source"]] += int(is_one.sum())
-    assert begun[0] == pytest.approx(4 * 120, rel=0.02)
-    assert begun[1] == pytest.approx(4 * 120, rel=0.02)
+        n_begun[row["source"]] += int(is_one.sum())
+    assert n_begun[0] == pytest.approx(4 * 120, rel=0.02)
+    assert n_begun[1] == pytest.approx(4 * 120, rel=0.02)
 
 
 def test_a_second_run_uses_the_stores_of_the_first(

@@ -11,7 +11,7 @@ from sftplay.data.mixture.mixture import Schedule
 
 
 class Sized:
-    """Blocks that teach given amounts, told in lots; they begin again behind the last."""
+    """Blocks of given sizes, measured in lots; they begin again after the last."""
 
     def __init__(self, sizes: list[int], *, lot: int = 3, ends: bool = False) -> None:
         self._sizes, self._lot, self._ends, self._told = sizes, lot, ends, 0
@@ -27,7 +27,7 @@ class Sized:
 
 
 def naive_schedule(sizes: list[list[int]], weights: list[float], n_rows: int) -> list[tuple[int, int]]:
-    """Row by row, with fractions: the source whose next block's middle is due first."""
+    """Row by row, with fractions: the source with the next block middle that is due first."""
     taught, blocks, rows = [0] * len(sizes), [0] * len(sizes), []
     for _ in range(n_rows):
         next_sizes = [
@@ -60,7 +60,7 @@ def test_rows_are_those_found_one_by_one_however_much_is_measured_at_once(data, 
     data=st.data(),
 )
 def test_every_window_of_50_steps_holds_the_asked_shares_within_1_percent_or_one_block(weights, effective_batch, data):
-    # full blocks of text, and chats of which between a twentieth and all tokens are learned
+    # full blocks of text, and chats with between a twentieth and all tokens learned
     kinds = [st.integers(2040, 2047)] + [st.integers(100, 2047) for _ in weights[1:]]
     sizes = [data.draw(st.lists(kind, min_size=1, max_size=20)) for kind in kinds]
     schedule = Schedule([Sized(source_sizes, lot=50) for source_sizes in sizes], weights)

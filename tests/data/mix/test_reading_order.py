@@ -1,4 +1,4 @@
-"""The order of documents: shuffled in groups, anew in each epoch, the same everywhere, found at once."""
+"""The order of documents: shuffled in groups, differently in each epoch, the same everywhere, found at once."""
 
 from itertools import islice
 

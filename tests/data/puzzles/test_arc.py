@@ -65,8 +65,8 @@ def test_a_change_is_undone_exactly_and_its_name_says_how(cells: np.ndarray, cha
 
 def test_the_eight_ways_are_those_of_a_hand_drawn_grid():
     corner = grid("12", "34")
-    drawn = ["12/34", "24/13", "43/21", "31/42", "21/43", "34/12", "13/24", "42/31"]
-    assert ["/".join("".join(map(str, row)) for row in turned(corner, way)) for way in range(8)] == drawn
+    expected = ["12/34", "24/13", "43/21", "31/42", "21/43", "34/12", "13/24", "42/31"]
+    assert ["/".join("".join(map(str, row)) for row in turned(corner, way)) for way in range(8)] == expected
     for way in range(8):
         assert np.array_equal(turned(turned(corner, way), INVERSE[way]), corner)
 

@@ -30,7 +30,7 @@ ANSWER = "4839216579673458212518764935481329767295641381367982453726895148142537
 
 
 def make_puzzles(n: int, seed: int = 0) -> list[tuple[str, str]]:
-    """Puzzles of which none is a copy of another: solutions of half-filled grids, with 40 clues while unique."""
+    """Puzzles that are no copies of each other: solutions of half-filled grids, with 40 clues while unique."""
     stream = np.random.Generator(np.random.Philox(seed))
     found: list[tuple[str, str]] = []
     while len(found) < n:
@@ -148,14 +148,14 @@ def test_a_subsample_is_drawn_by_the_seed(
 ):
     write_csv(tmp_path / "in" / "train.csv", puzzles[:40])
     write_csv(tmp_path / "in" / "test.csv", puzzles[40:])
-    drawn = []
+    inputs_by_seed = []
     for seed in (0, 0, 1):
-        out = tmp_path / str(len(drawn))
+        out = tmp_path / str(len(inputs_by_seed))
         words = ("--kind=sudoku", f"--in={tmp_path / 'in'}", f"--out={out}", "--aug=3", "--subsample=10")
         report = run(capsys, *words, f"--seed={seed}")
         assert (report["train"]["groups"], report["train"]["examples"], report["test"]["groups"]) == (10, 40, 20)
-        drawn.append(PuzzleFolder.open(out / "train").sets[0].inputs[:].tobytes())
-    assert drawn[0] == drawn[1] != drawn[2]
+        inputs_by_seed.append(PuzzleFolder.open(out / "train").sets[0].inputs[:].tobytes())
+    assert inputs_by_seed[0] == inputs_by_seed[1] != inputs_by_seed[2]
     for n in (0, 41):
         words = ("--kind=sudoku", f"--in={tmp_path / 'in'}", f"--out={tmp_path / 'x'}", f"--subsample={n}")
         code, error = refusal(capsys, *words)
@@ -298,7 +298,7 @@ def test_a_turned_maze_in_the_test_is_refused_with_both_lines(
 def spoilt_mazes(question: str, answer: str) -> dict[str, tuple[str, str, str]]:
     wall, way = question.index("#"), answer.index("o")
     walled = question.replace(" ", "#")
-    beside = next(place for place in range(900) if question[place] == " " and answer[place] == " ")
+    detour = next(place for place in range(900) if question[place] == " " and answer[place] == " ")
     return {
         "two starts": (question[:wall] + "S" + question[wall + 1 :], answer, "has 2 cells S, not one"),
         "no goal": (question.replace("G", " "), answer, "has 0 cells G, not one"),
@@ -306,7 +306,7 @@ def spoilt_mazes(question: str, answer: str) -> dict[str, tuple[str, str, str]]:
         "another wall": (question, answer[:wall] + " " + answer[wall + 1 :], "the answer changes the maze in row"),
         "no way": (walled, walled, "the question has no way from S to G"),
         "a gap": (question, answer[:way] + " " + answer[way + 1 :], "do not lead from S to G"),
-        "a longer way": (question, answer[:beside] + "o" + answer[beside + 1 :], "the shortest one"),
+        "a longer way": (question, answer[:detour] + "o" + answer[detour + 1 :], "the shortest one"),
         "letters": (question.replace("S", "A"), answer, "the question holds 'A'"),
         "short": (question[:-30], answer, "has 870 characters, not 900"),
     }

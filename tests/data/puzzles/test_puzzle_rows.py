@@ -36,15 +36,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> PuzzleFolder:
     return make(tmp_path_factory.mktemp("rows") / "train", [[1, 2], [3], [1], [4, 1, 2], [2], [1, 1]] * 4)
 
 
-def draw(folder: PuzzleFolder, n: int, *, rank: int = 0, world: int = 1, seed: int = 5) -> list[PuzzleBatch]:
+def sample_batches(folder: PuzzleFolder, n: int, *, rank: int = 0, world: int = 1, seed: int = 5) -> list[PuzzleBatch]:
     rows = TrainBatches(folder, seed=seed, global_batch=6, rank=rank, world=world, epochs_per_pass=2)
     return [next(rows) for _ in range(n)]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_together_have_exactly_the_rows_of_one(folder: PuzzleFolder, world: int):
-    alone = draw(folder, 40)
-    parts = [draw(folder, 40, rank=rank, world=world) for rank in range(world)]
+    alone = sample_batches(folder, 40)
+    parts = [sample_batches(folder, 40, rank=rank, world=world) for rank in range(world)]
     for step, whole in enumerate(alone):
         together = [parts[rank][step] for rank in range(world)]
         for name in ("rows", "inputs", "labels", "puzzle_identifiers", "mask"):
@@ -76,7 +76,7 @@ def test_a_pass_visits_each_group_once_and_takes_no_example_twice(
 
 
 def test_every_puzzle_of_a_group_and_every_example_is_drawn_as_often(folder: PuzzleFolder):
-    counts = Counter(int(row) for batch in draw(folder, 4000) for row in batch.rows)
+    counts = Counter(int(row) for batch in sample_batches(folder, 4000) for row in batch.rows)
     only = folder.sets[0]
     assert set(counts) == set(range(len(only)))
     # 24 groups. A visit to group 0 takes example 0, or examples 1 and 2, each in half of the visits.
@@ -85,7 +85,7 @@ def test_every_puzzle_of_a_group_and_every_example_is_drawn_as_often(folder: Puz
 
 
 def test_a_restored_sampler_goes_on_as_if_nothing_had_happened(folder: PuzzleFolder):
-    whole = draw(folder, 60)
+    whole = sample_batches(folder, 60)
     for at in (0, 1, 7, 8, 23, 41):
         first = TrainBatches(folder, seed=5, global_batch=6, rank=0, world=1, epochs_per_pass=2)
         for _ in range(at):
@@ -106,7 +106,7 @@ def test_a_state_of_other_settings_is_refused(folder: PuzzleFolder):
 
 
 def test_seeds_and_passes_have_orders_of_their_own(folder: PuzzleFolder):
-    assert not np.array_equal(draw(folder, 1)[0].rows, draw(folder, 1, seed=6)[0].rows)
+    assert not np.array_equal(sample_batches(folder, 1)[0].rows, sample_batches(folder, 1, seed=6)[0].rows)
     rows = TrainBatches(folder, seed=5, global_batch=6, rank=0, world=1, epochs_per_pass=1)
     firsts = {}
     while len(firsts) < 3:
@@ -116,10 +116,10 @@ def test_seeds_and_passes_have_orders_of_their_own(folder: PuzzleFolder):
 
 
 def test_numpys_own_stream_changes_nothing(folder: PuzzleFolder):
-    expected = draw(folder, 3)
+    expected = sample_batches(folder, 3)
     np.random.seed(1)
     np.random.rand(3)
-    assert all(np.array_equal(a.rows, b.rows) for a, b in zip(expected, draw(folder, 3), strict=True))
+    assert all(np.array_equal(a.rows, b.rows) for a, b in zip(expected, sample_batches(folder, 3), strict=True))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

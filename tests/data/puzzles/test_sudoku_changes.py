@@ -29,8 +29,8 @@ def stream(seed: int = 0) -> np.random.Generator:
 def test_ten_thousand_puzzles_are_changed_and_changed_back():
     originals = np.tile(np.stack([cells(QUESTION), cells(ANSWER)]), (10_000, 1))
     # Question and answer of a pair have one change.
-    drawn = sample_changes(10_000, stream())
-    changes = Changes(np.repeat(drawn.digits, 2, axis=0), np.repeat(drawn.cells, 2, axis=0))
+    sampled = sample_changes(10_000, stream())
+    changes = Changes(np.repeat(sampled.digits, 2, axis=0), np.repeat(sampled.cells, 2, axis=0))
     changed = changes.apply(originals)
     assert np.array_equal(changes.undo().apply(changed), originals)
     # Nothing but a permutation of cells and of digits: as many clues, and the answer solves its question.
@@ -42,23 +42,23 @@ def test_ten_thousand_puzzles_are_changed_and_changed_back():
 
 
 def test_each_kind_of_change_is_drawn_as_often_as_it_should_be():
-    drawn = sample_changes(20_000, stream(1))
-    assert (drawn.digits[:, 0] == 0).all()
-    assert (np.sort(drawn.digits, axis=1) == np.arange(10)).all()
-    assert (np.sort(drawn.cells, axis=1) == np.arange(81)).all()
+    changes = sample_changes(20_000, stream(1))
+    assert (changes.digits[:, 0] == 0).all()
+    assert (np.sort(changes.digits, axis=1) == np.arange(10)).all()
+    assert (np.sort(changes.cells, axis=1) == np.arange(81)).all()
     # Where the first cell comes from: each of 81 cells alike, and in half of the draws along a row.
-    counts = np.bincount(drawn.cells[:, 0], minlength=81) / 20_000
+    counts = np.bincount(changes.cells[:, 0], minlength=81) / 20_000
     assert counts == pytest.approx(np.full(81, 1 / 81), abs=0.005)
-    along_row = drawn.cells[:, 1] // 9 == drawn.cells[:, 0] // 9
+    along_row = changes.cells[:, 1] // 9 == changes.cells[:, 0] // 9
     assert along_row.mean() == pytest.approx(0.5, abs=0.02)
-    assert np.bincount(drawn.digits[:, 1])[1:] / 20_000 == pytest.approx(np.full(9, 1 / 9), abs=0.01)
+    assert np.bincount(changes.digits[:, 1])[1:] / 20_000 == pytest.approx(np.full(9, 1 / 9), abs=0.01)
 
 
 @given(st.integers(0, 2**32))
 def test_all_copies_of_a_grid_have_its_key_and_are_known_as_copies(seed: int):
     pair = np.stack([cells(QUESTION), cells(ANSWER)])
-    drawn = sample_changes(1, stream(seed))
-    copies = Changes(drawn.digits.repeat(2, axis=0), drawn.cells.repeat(2, axis=0)).apply(pair)
+    changes = sample_changes(1, stream(seed))
+    copies = Changes(changes.digits.repeat(2, axis=0), changes.cells.repeat(2, axis=0)).apply(pair)
     assert np.array_equal(compute_grid_keys(copies), compute_grid_keys(pair))
     assert is_copy(pair[0], copies[0])
     assert is_copy(copies[0], pair[0])
