@@ -37,7 +37,7 @@ def ensure_folder(
     """Return `folder`, sound and complete; `write_files(unfinished)` fills it first if it is missing or damaged.
 
     Of several processes one makes it while the others wait. A `write_files` that fails or is killed leaves no such
-    folder. With `resumes` it gets what a killed one has left. `setting` is the config key of the place, for errors.
+    folder. With `resumes` it gets what a killed one has left. `setting` is what sets the place, for errors.
 
     Raises:
         ConfigError: nothing can be written there.

@@ -35,7 +35,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Take the place of a row that could not be read, so it is counted."""
+    """Replaces a row that could not be read, so that it is counted."""
 
     reason: str
 

@@ -32,7 +32,7 @@ NAMED = 5
 
 
 class _TooSlowNow(Exception):
-    """Carry verdicts that must not be kept."""
+    """Signal that these verdicts must not be kept."""
 
     def __init__(self, failed: dict[str, str]) -> None:
         super().__init__()
@@ -52,7 +52,8 @@ def sound_problems(
         DataError: a test or setup is no Python; or no problem is left.
     """
     key = fingerprint({
-        "problems": [[problem.task_id, problem.reference, problem.tests, problem.setup, problem.entry_point]
+        "problems": [
+            [problem.task_id, problem.reference, problem.tests, problem.setup, problem.entry_point]
             for problem in problems
         ],
         "limits": asdict(limits),
@@ -83,7 +84,7 @@ def sound_problems(
 
 
 def _failures(problems: Sequence[Problem], sandbox: Sandbox, *, limits: Limits) -> dict[str, str]:
-    """Return task id -> why its reference fails. One that fails while others run is tried once more alone."""
+    """Return task id -> why its reference fails. One that fails is run again alone: the others may have slowed it."""
     jobs = [_job(problem, limits) for problem in problems]
     verdicts = sandbox.run(jobs)
     failed = {}

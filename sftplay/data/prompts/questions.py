@@ -71,7 +71,7 @@ class Questions:
 
 
 class QuestionWriter:
-    """Write rows of SCHEMA to a new file, many at a time; closes it at the end of a `with`."""
+    """Write rows of SCHEMA to a new file, many at a time; close it at the end of a `with`."""
 
     def __init__(self, path: Path) -> None:
         self._stream, self._rows = pa.ipc.new_stream(str(path), SCHEMA), list[dict[str, Any]]()

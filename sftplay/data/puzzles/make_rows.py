@@ -61,7 +61,7 @@ def _read(settings: PuzzleSettings, kind: PuzzleKind, *, files: dict[str, Path])
         (everything.take(side), PuzzleKeys(keys.questions[side], keys.answers[side])) for side in (~is_test, is_test)
     ]
     chosen = _choose_rows(len(parts[0][0]), settings)
-    return (parts[0][0].take(chosen), PuzzleKeys(*(keys[chosen] for keys in vars(parts[0][1]).values()))), parts[1]
+    return (parts[0][0].take(chosen), PuzzleKeys(*(column[chosen] for column in vars(parts[0][1]).values()))), parts[1]
 
 
 def _with_keys(puzzles: Puzzles, kind: PuzzleKind, *, settings: PuzzleSettings) -> KeyedPuzzles:

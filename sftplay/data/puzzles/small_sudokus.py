@@ -71,7 +71,7 @@ def _puzzles(
 
 
 def _remove_cells(grid: NDArray[np.uint8], grids: Grids, *, clues: int, generator: Random) -> NDArray[np.uint8]:
-    """Remove cells in random order while the solution stays unique, until `clues` are left."""
+    """Remove cells in random order while the solution stays unique, until `clues` are left or no other can go."""
     kept = np.ones(len(grid), bool)
     for cell in sorted(range(len(grid)), key=[generator.random() for _ in grid].__getitem__):
         if kept.sum() == clues:

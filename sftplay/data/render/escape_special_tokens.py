@@ -29,7 +29,7 @@ THOUGHTS = ("<think>", "</think>")
 
 
 class SpecialTokenEscaper:
-    """Find and guards the texts of one tokenizer's special tokens."""
+    """Find and guard the texts of one tokenizer's special tokens."""
 
     def __init__(self, special: Iterable[str]) -> None:
         known = [token for token in special if len(token) > 1]

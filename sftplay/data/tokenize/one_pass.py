@@ -34,7 +34,7 @@ PLACES = pa.schema([("path", pa.string()), ("line", pa.int64()), ("record", pa.i
 
 
 class RowWriter:
-    """Write examples and, in a second file, their places; closes both at the end of a `with`."""
+    """Write examples and, in a second file, their places; close both at the end of a `with`."""
 
     def __init__(self, rows: Path, places: Path) -> None:
         self._rows = pa.ipc.new_stream(str(rows), SCHEMA)
@@ -155,7 +155,7 @@ class Input:
 
 
 class Preparation:
-    """Make token rows of the rows of files, and judges and counts each of them."""
+    """Make token rows of the rows of files, and judge and count each of them."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ NAMED_COLUMNS, OTHERS = 100, "(others)"
 
 
 class RowPolicies:
-    """Decide for each outcome what is kept, and counts it once."""
+    """Decide for each outcome what is kept, and count it once."""
 
     def __init__(
         self, data: DataConfig, max_tokens: int | None, *, limit: str = "max_seq_len", fix_long: str = FIX_LONG
