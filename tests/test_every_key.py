@@ -709,7 +709,7 @@ def check_on_source_end(bench: Bench) -> None:
 
 def check_streaming(bench: Bench) -> None:
     given = {"train__max_steps": 2, "data__processed_dir": str(bench.home / "streamed")}
-    with patch.object(load_of_mixtures, "start_filler", side_effect=DataError("read beside the run")):
+    with patch.object(load_of_mixtures, "start_tokenize_process", side_effect=DataError("read beside the run")):
         with pytest.raises(DataError, match="read beside the run"):
             mixture(bench, cpt__streaming=True, **given)
         assert mixture(bench, **given).steps == 2

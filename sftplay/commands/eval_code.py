@@ -85,7 +85,7 @@ def _measure(
     args: Namespace, subject: Subject, *, ks: Sequence[int], scale: Scale, has_gpu: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """The figures, and a line for each answer."""
-    from sftplay.data.problems.problem import question_of
+    from sftplay.data.problems.problem import format_question
     from sftplay.evaluate.code import evaluate_code, measuring_limits
     from sftplay.sandbox.pool import Sandbox
 
@@ -95,7 +95,7 @@ def _measure(
     packages = subject.cfg.sandbox.packages
     with Sandbox(executor, packages=packages) as sandbox:  # before the heavy libraries: boxes are forked from it
         problems, failed = _problems(args, sandbox, seed=seed, limits=limits)
-        questions = questions_of([question_of(each) for each in problems], cfg=subject.cfg, args=args)
+        questions = questions_of([format_question(each) for each in problems], cfg=subject.cfg, args=args)
         log.say(f"{len(problems):,} problems, {args.n} answers each; programs run in {sandbox.executor}", "eval")
         if questions.max_new_tokens < ROOMY_TOKENS:
             note = f"note: answers end at {questions.max_new_tokens} tokens, which cuts long programs off"
@@ -116,10 +116,10 @@ def _measure(
 
 def _problems(args: Namespace, sandbox: Sandbox, *, seed: int, limits: Limits) -> tuple[list[Problem], dict[str, str]]:
     """The problems to ask, and why others are left out."""
-    from sftplay.data.problems.load import draw_subset, load_problems, sound_problems
+    from sftplay.data.problems.load import load_problems, sample_subset, sound_problems
 
     sound, failed = sound_problems(load_problems(args.data, args.split), sandbox, limits=limits)
-    problems = draw_subset(sound, args.limit, seed=seed)
+    problems = sample_subset(sound, args.limit, seed=seed)
     if len(problems) < len(sound):
         log.say(f"{len(problems):,} of {len(sound):,} problems, drawn by seed {seed}", "eval")
     if len(problems) < FEW_PROBLEMS:

@@ -18,8 +18,8 @@ from sftplay import log
 from sftplay.commands import puzzles as puzzle
 from sftplay.commands import two_turns
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.layouts.convert import reading_of
-from sftplay.data.read.sources import dialect_of
+from sftplay.data.layouts.convert import read_layout_options
+from sftplay.data.read.sources import read_dialect
 from sftplay.errors import ConfigError, DataError, MachineError
 from sftplay.generate.partial_answers import PartialAnswers, fingerprint_run
 from sftplay.generate.prompts import PromptFile
@@ -126,7 +126,7 @@ def infer_batch(args: Namespace) -> int:
     cfg, folder = open_run(args)
     cfg = _in_length(cfg, args)
     out = _check_paths(args)
-    questions = PromptFile(args.input, reading_of(cfg.data), dialect_of(cfg.data))
+    questions = PromptFile(args.input, read_layout_options(cfg.data), read_dialect(cfg.data))
     n = sum(1 for _ in questions)
     digest = questions.digest()
     partial = PartialAnswers(out, {"input": digest, "run": fingerprint_run(folder), **_settings(args, cfg)})

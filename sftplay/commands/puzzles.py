@@ -23,10 +23,10 @@ def puzzle_data(args: Namespace) -> int:
     if args.overrides:
         what = f"{args.overrides[0]!r} is no setting of puzzle-data, which has no config"
         raise ConfigError(what, where="command line", fix="see `python -m sftplay puzzle-data --help`")
-    from sftplay.data.puzzles.make_checks import Settings
+    from sftplay.data.puzzles.make_checks import PuzzleSettings
     from sftplay.data.puzzles.make_folder import make_folder
 
-    settings = Settings(
+    settings = PuzzleSettings(
         kind=args.kind, source=Path(args.input) if args.input else None, out=Path(args.out), copies=args.aug,
         seed=args.seed, subsample=args.subsample, held_out=args.held_out, workers=args.workers or usable_cores(),
     )  # fmt: skip

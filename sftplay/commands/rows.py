@@ -56,9 +56,9 @@ def inspect(args: Namespace) -> int:
         return _inspect_blocks(_load_mixture(cfg), args)
     examples = _load_examples(cfg)
     from sftplay.data.display import decoded, legend, mark_learned
-    from sftplay.data.inspect import n_learned, spread_rows
+    from sftplay.data.inspect import evenly_spaced_rows, n_learned
 
-    tokenizer, rows = examples.renderer.tokenizer, list(spread_rows(examples, args.n))
+    tokenizer, rows = examples.renderer.tokenizer, list(evenly_spaced_rows(examples, args.n))
     if args.json:
         keys = ("row", "source", "input_ids", "labels")
         documents = [{**{key: row[key] for key in keys}, "text": decoded(tokenizer, row["input_ids"])} for row in rows]
@@ -77,9 +77,13 @@ def inspect(args: Namespace) -> int:
 
 def _inspect_blocks(mixture: MixtureRows, args: Namespace) -> int:
     from sftplay.data.display import legend
-    from sftplay.data.inspect import as_json, show_block, spread_blocks
+    from sftplay.data.inspect import as_json, evenly_spaced_blocks, show_block
 
-    tokenizer, blocks, colours = mixture.renderer.tokenizer, spread_blocks(mixture, args.n), has_colours(sys.stdout)
+    tokenizer, blocks, colours = (
+        mixture.renderer.tokenizer,
+        evenly_spaced_blocks(mixture, args.n),
+        has_colours(sys.stdout),
+    )
     if args.json:
         print(json.dumps({"report": mixture.report, "rows": [as_json(block, tokenizer) for block in blocks]}))
         return 0
@@ -102,7 +106,7 @@ def render(args: Namespace) -> int:
     if out is not None:
         check_new_file(out)
     examples = _load_examples(cfg)
-    from sftplay.data.inspect import rendered, show_rendered, spread_rows, write_rendered
+    from sftplay.data.inspect import evenly_spaced_rows, rendered, show_rendered, write_rendered
 
     tokenizer = examples.renderer.tokenizer
     if out is not None:
@@ -111,7 +115,7 @@ def render(args: Namespace) -> int:
         if args.json:
             print(json.dumps({"out": str(out), "rows": count}))
         return 0
-    rows = spread_rows(examples, args.n)
+    rows = evenly_spaced_rows(examples, args.n)
     if args.json:
         print(json.dumps({"report": examples.report, "rows": [rendered(row, tokenizer) for row in rows]}))
         return 0

@@ -32,12 +32,12 @@ def fingerprint(parts: Mapping[str, Any]) -> str:
 
 
 def ensure_folder(
-    folder: Path, make: Callable[[Path], None], *, resumes: bool = False, setting: str = "data.processed_dir"
+    folder: Path, write_files: Callable[[Path], None], *, resumes: bool = False, setting: str = "data.processed_dir"
 ) -> Path:
-    """Return `folder`, sound and complete; `make(unfinished)` fills it first where it is missing or damaged.
+    """Return `folder`, sound and complete; `write_files(unfinished)` fills it first if it is missing or damaged.
 
-    Of several processes one makes it while the others wait. A `make` that fails or is killed leaves no such folder.
-    With `resumes` a `make` is given what a killed one has left. `setting` is what names the place, for errors.
+    Of several processes one makes it while the others wait. A `write_files` that fails or is killed leaves no such
+    folder. With `resumes` it gets what a killed one has left. `setting` is what sets the place, for errors.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -47,26 +47,26 @@ def ensure_folder(
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(lock_of(folder)):
+        with locked(get_lock_path(folder)):
             if not is_sound(folder):
                 with resumed_folder(folder) if resumes else whole_folder(folder, replaces=True) as unfinished:
-                    make(unfinished)
+                    write_files(unfinished)
                     seal = json.dumps({"files": _checksums(unfinished)})
                     (unfinished / SEAL).write_text(seal, encoding="utf-8")
-    except BrokenPipeError:  # the reader of our output has gone; the folder is not at fault
+    except BrokenPipeError:  # the reader of our output has ended; the folder is not at fault
         raise
     except OSError as error:
         raise _unwritable(folder.parent, error, setting=setting) from error
     return folder
 
 
-def lock_of(folder: Path) -> Path:
-    """The lock that a process holds while it makes a folder."""
+def get_lock_path(folder: Path) -> Path:
+    """Return the path of the lock that a process holds while it makes a folder."""
     return folder.with_name(f"{folder.name}.lock")
 
 
 def is_sound(folder: Path) -> bool:
-    """True when the folder holds exactly the bytes it was sealed with.
+    """Return True if the folder holds exactly the bytes it was sealed with.
 
     It reads all bytes of a file of up to SAMPLED_BYTES, at over 1 GB/s, and a part of those of a larger one.
     """
@@ -96,7 +96,7 @@ def _checksums(folder: Path) -> dict[str, list[int]]:
 
 def _checksum(path: Path) -> list[int]:
     crc, size = 0, path.stat().st_size
-    # Of a large file so many blocks are read, evenly spread: to open a store must not take longer than to train on it.
+    # Of a large file only evenly spaced blocks are read: opening a store must not take longer than training on it.
     step = max(BLOCK_BYTES, size * BLOCK_BYTES // SAMPLED_BYTES)
     with path.open("rb") as file:
         for start in range(0, size, step):

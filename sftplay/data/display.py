@@ -1,6 +1,6 @@
-"""Token rows as a person reads them: what is learned stands out from what is only read.
+"""Print token rows: tokens in the loss stand out from those that are only read.
 
-On a terminal it is green and bold, the rest dim, special tokens underlined; elsewhere it stands between marks.
+On a terminal they are green and bold, the rest dim, special tokens underlined; elsewhere they stand between marks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u206
 
 
 def legend(*, colours: bool) -> str:
-    """One line that says how to read what `painted` or `marked` made."""
+    """Return one line that explains the output of `painted` or `marked`."""
     if colours:
         return f"{_paint('learned', LEARNED)}  {_paint('only read', READ)}  {_paint('special token', READ + SPECIAL)}"
     return f"what stands between {OPEN} and {CLOSE} is learned, all else is only read"

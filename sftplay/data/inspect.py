@@ -20,11 +20,11 @@ from sftplay.data.tokenize.policies import Side
 from sftplay.errors import ConfigError
 
 LOOKED_AT = 1000
-"""Rows that are looked at for one of another source; a source with a small weight may have none among them."""
+"""Rows that are searched for one of the wanted source; a source with a small weight may have none among them."""
 
 
-def spread_blocks(mixture: MixtureRows, count: int) -> Iterator[dict[str, Any]]:
-    """At most `count` blocks, evenly spread over the run and taking turns between the sources, as `described`."""
+def evenly_spaced_blocks(mixture: MixtureRows, count: int) -> Iterator[dict[str, Any]]:
+    """Yield at most `count` blocks, evenly spaced over the run and in turn from each source, as `described`."""
     total, numbers = len(mixture.train), [source.number for source in mixture.train.sources]
     for n in range(min(count, total)):
         first = n * total // min(count, total)
@@ -35,7 +35,7 @@ def spread_blocks(mixture: MixtureRows, count: int) -> Iterator[dict[str, Any]]:
 
 
 def described(mixture: MixtureRows, number: int) -> dict[str, Any]:
-    """One block. `documents` says of each where it stands, its tokens in the block, and from where in it they are."""
+    """Return one block. `documents` lists for each its source, its tokens in the block, and the first of them in it."""
     row, pieces = mixture.train[number], mixture.train.pieces(number)
     documents, begin = [], 0
     for place, first, end in pieces:
@@ -70,7 +70,7 @@ def as_json(block: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def as_examples(prompts: Prompts) -> Examples:
-    """The prompts of both sides with labels that learn nothing."""
+    """Return the prompts of both sides with labels that are all -100."""
     sides: dict[Side, Questions] = {"train": prompts.train, "held_out": prompts.held_out}
     asked = {
         side: questions.rows.select_columns(["row", "input_ids"]).map(
@@ -94,8 +94,8 @@ PROMPT_END = 60
 BATCH = 1000
 
 
-def spread_rows(examples: Examples, count: int) -> Iterator[dict[str, Any]]:
-    """At most `count` training rows, evenly spread over all: row, source, split, input_ids, labels."""
+def evenly_spaced_rows(examples: Examples, count: int) -> Iterator[dict[str, Any]]:
+    """Yield at most `count` training rows, evenly spaced over all: row, source, split, input_ids, labels."""
     total = len(examples.train)
     for n in range(min(count, total)):
         index = n * total // min(count, total)
@@ -103,7 +103,7 @@ def spread_rows(examples: Examples, count: int) -> Iterator[dict[str, Any]]:
 
 
 def every_row(examples: Examples) -> Iterator[dict[str, Any]]:
-    """All rows of both sides in the order of their files, as `spread_rows` gives them."""
+    """Yield all rows of both sides in the order of their files, in the form of `evenly_spaced_rows`."""
     for split, rows in (("train", examples.train), ("held_out", examples.held_out)):
         index = 0
         for batch in [] if rows is None else rows.iter(BATCH):
@@ -131,8 +131,8 @@ def n_learned(row: dict[str, Any]) -> int:
     return len(row["labels"]) - row["labels"].count(IGNORE_INDEX)
 
 
-def prompt_ids_of(row: dict[str, Any]) -> list[int]:
-    """The tokens before the row's last learned stretch: those with which inference asks for it."""
+def find_prompt_ids(row: dict[str, Any]) -> list[int]:
+    """Return the tokens before the row's last learned stretch: the prompt at inference."""
     labels = row["labels"]
     start = len(labels)
     while start and labels[start - 1] == IGNORE_INDEX:
@@ -143,13 +143,13 @@ def prompt_ids_of(row: dict[str, Any]) -> list[int]:
 
 
 def show_rendered(row: dict[str, Any], tokenizer: Any) -> None:
-    """Print a row as the template writes it, and where inference would ask for its last turn."""
+    """Print a row as the template writes it, and where the inference prompt for its last turn ends."""
     shown = rendered(row, tokenizer)
     log.show(f"\nrow {shown['row']}  {shown['source']}  {shown['n_tokens']:,} tokens, {shown['n_learned']:,} learned")
     log.show(visible(shown["text"]))
-    prompt = prompt_ids_of(row)
+    prompt = find_prompt_ids(row)
     if not shown["n_learned"]:
-        log.show("-- a prompt: completions are drawn after it, and nothing of it is learned")
+        log.show("-- a prompt: completions are sampled after it, and none of its tokens are in the loss")
     elif prompt:
         end = json.dumps(decoded(tokenizer, prompt)[-PROMPT_END:], ensure_ascii=False)
         log.show(f"-- inference asks for the last turn with the first {len(prompt):,} tokens, which end in {end}")
@@ -158,7 +158,7 @@ def show_rendered(row: dict[str, Any], tokenizer: Any) -> None:
 
 
 def write_rendered(examples: Examples, path: Path) -> int:
-    """Write every row to a new jsonl file that appears only when it is whole; their number.
+    """Write every row to a new jsonl file that appears only when it is whole; return their number.
 
     Raises:
         ConfigError: the file exists, or cannot be written.
@@ -179,4 +179,4 @@ def write_rendered(examples: Examples, path: Path) -> int:
 
 
 def _placed(examples: Examples, split: Any, *, index: int, row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, "source": examples.source_of(split, index), "split": split}
+    return {**row, "source": examples.find_source(split, index), "split": split}

@@ -1,4 +1,4 @@
-"""JSON as text: decoded so that nothing is lost on the way, and written in the one form records carry.
+"""Decode JSON without losing anything, and encode it in the one form that records carry.
 
 It knows nothing of rows.
 """
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 BROKEN_JSON = (ValueError, RecursionError)
-"""What decoding raises: RecursionError for nesting deeper than the interpreter's stack."""
+"""Errors that decoding raises: RecursionError for nesting deeper than the interpreter's stack."""
 
 DEEPEST = 100
 """Most levels inside a call's arguments or a tool: deeper ones could not be handed from process to process."""
 
 
 def decode_json(text: str) -> Any:
-    """The value; a key that stands twice in one object is an error, since json would keep only the last."""
+    """Return the value; a repeated key in one object is an error, since json would keep only the last."""
     return _DECODER.decode(text)
 
 
@@ -39,8 +39,8 @@ def encode_json(value: Any) -> str:
     return text
 
 
-def flaw_of(error: Exception) -> str:
-    """What is wrong with a text that `decode_json` refused, in words."""
+def describe_json_error(error: Exception) -> str:
+    """Describe what is wrong with a text that `decode_json` refused."""
     if isinstance(error, json.JSONDecodeError):
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
         return f"is not JSON: {error.msg} at {place}"
@@ -63,7 +63,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_deep(value: Any) -> bool:
-    """More than DEEPEST levels; walks level by level, because recursion is what it guards against."""
+    """Return True for more than DEEPEST levels; walk level by level, because recursion is what this guards against."""
     level: Sequence[Any] = [value]
     for _ in range(DEEPEST + 1):
         level = [

@@ -1,6 +1,6 @@
-"""Which rows are held out, and in which order the others are trained: the same on every machine and Python version.
+"""Decide which rows are held out, and the training order of the others: the same on every machine and Python version.
 
-It decides by content and seed alone. Mixing several data sets by weight is not done here.
+Both depend on content and seed alone. Mixing several data sets by weight is not done here.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from sftplay.data.records import Keys
 
 
 def is_held_out(keys: Keys, share: float) -> bool:
-    """True for about `share` of all prompts; one prompt is always on the same side, in any file and any order."""
+    """Return True for about `share` of all prompts; a prompt is always on the same side, in any file and order."""
     return int.from_bytes(keys.prompt[:8], "big") < share * 2**64
 
 
 def training_order(n_rows: int, n_needed: int, *, seed: int) -> list[int]:
     """Exactly `n_needed` row indices: seeded permutations of all rows, one after the other, the last one broken off.
 
-    Only `Random.random()` is drawn, because that is the one method whose sequence Python promises never to change
+    Only `Random.random()` is called: it is the one method with a sequence that Python promises never to change
     (docs.python.org/3/library/random.html, "Notes on Reproducibility"); `shuffle` carries no such promise.
     """
     if n_rows < 1:
         raise ValueError("an order needs at least one row")
     order: list[int] = []
     for epoch in range(math.ceil(n_needed / n_rows)):
-        draw = Random((seed << 32) | epoch).random
-        keys = [draw() for _ in range(n_rows)]
+        generator = Random((seed << 32) | epoch)
+        keys = [generator.random() for _ in range(n_rows)]
         order.extend(sorted(range(n_rows), key=keys.__getitem__))
     return order[:n_needed]
 

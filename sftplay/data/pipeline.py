@@ -18,8 +18,8 @@ from datasets import Dataset
 
 from sftplay.config.schema.run import DataConfig, RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint, is_sound
-from sftplay.data.layouts.convert import reading_of, to_record
-from sftplay.data.read.sources import content_digest, dialect_of, read_rows
+from sftplay.data.layouts.convert import read_layout_options, to_record
+from sftplay.data.read.sources import content_digest, read_dialect, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source, Text, chat_from_json
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import resolve_template
@@ -33,11 +33,11 @@ CODE_VERSION = 5
 """To be raised when `sftplay.data` turns the same rows into other tokens; older caches are then not used."""
 
 READERS = ("tokenizers", "jinja2", "pyarrow")
-"""Libraries that, beside our own code and Python, decide which tokens a row becomes."""
+"""Libraries that decide, together with our own code and Python, which tokens a row becomes."""
 
 DEFAULT_SPLIT = 0.05
 MOST_LOST = 0.5
-"""Share of the tokens to learn that may lie behind the cut before somebody must have asked for it."""
+"""Largest share of the tokens to learn that may lie behind the cut without an explicit `data.too_long`."""
 
 SAMPLE_ROWS = 32
 """Rows from the beginning of the file on which the mask method is proven."""
@@ -65,8 +65,8 @@ class Examples:
     places: dict[Side, Dataset]
     """For each side the fields of the record's `Source` of each example, in the order of the examples."""
 
-    def source_of(self, side: Side, index: int) -> str:
-        """The place of an example's record, as `Source` prints it."""
+    def find_source(self, side: Side, index: int) -> str:
+        """Return the place of an example's record, as `Source` prints it."""
         return str(Source(**self.places[side][index]))
 
 
@@ -76,8 +76,8 @@ def load_examples(
     """The rows of `data.train_path`, and of `data.val_path` or the share of prompts that `data.split` holds out.
 
     `renderer_template` is the text of a chat template that goes before `data.template`: the one stored with a model.
-    `checked` is for a caller that needs `held_out` only: the `files` of the report of a run on the same rows, whose bad
-    rows and leaks were looked for then. While these files are unchanged, rows to train on may be left out of `train`.
+    `checked` is for a caller that needs `held_out` only: the `files` of the report of a run on the same rows, which
+    checked them for bad rows and leaks. While these files are unchanged, rows to train on may be left out of `train`.
     Several processes may call this at once; one tokenises and the others wait.
 
     Raises:
@@ -139,12 +139,12 @@ def _load(
         folder = folder.with_name(fingerprint(parts | {"side": "held_out"}))
     preparation = Preparation(data, renderer, max_tokens=cfg.model.max_seq_len, only_held_out=only_held_out)
 
-    def make(unfinished: Path) -> None:
+    def write_rows(unfinished: Path) -> None:
         with RowFiles(unfinished) as files:
             preparation.run(inputs, files, guarded=guarded)
         expect_unchanged(digests)
 
-    ensure_folder(folder, make)
+    ensure_folder(folder, write_rows)
     return _opened(folder, renderer, digests=digests)
 
 
@@ -172,8 +172,8 @@ def expect_unchanged(digests: Mapping[str, str]) -> None:
 def sample_records(data: DataConfig, path: str) -> list[Record]:
     """The readable rows among the first ones; the full pass reports the others together with all bad rows."""
     records = []
-    reading = reading_of(data)
-    for source, value in islice(read_rows(path, dialect_of(data)), SAMPLE_ROWS):
+    reading = read_layout_options(data)
+    for source, value in islice(read_rows(path, read_dialect(data)), SAMPLE_ROWS):
         if isinstance(value, Refused):
             continue
         try:
@@ -184,7 +184,7 @@ def sample_records(data: DataConfig, path: str) -> list[Record]:
 
 
 def _is_plain(samples: Sequence[Record], tokenizer: Any) -> bool:
-    """True when the rows are plain texts and the tokenizer has no template, as with many base models."""
+    """Return True if the rows are plain texts and the tokenizer has no template, as with many base models."""
     only_texts = bool(samples) and all(isinstance(sample, Text) for sample in samples)
     return only_texts and not tokenizer.chat_template
 

@@ -20,7 +20,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a record came from; prints as `path:line`, in a JSON array as `path:line (record 7)`."""
+    """The place of a record; prints as `path:line`, in a JSON array as `path:line (record 7)`."""
 
     path: str
     line: int
@@ -35,7 +35,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Takes the place of a row that could not be read, so it is counted."""
+    """Replaces a row that could not be read, so that it is counted."""
 
     reason: str
 
@@ -62,7 +62,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn, as text; an assistant's may call functions, with or without text beside it."""
+    """One turn, as text; an assistant's may call functions, with or without text."""
 
     role: Role
     content: str
@@ -70,7 +70,7 @@ class Message:
     """Only an assistant calls."""
 
     name: str = ""
-    """Of a tool's turn: the function whose result this is."""
+    """Of a tool's turn: the function that gave this result."""
 
     call_id: str = ""
     """Of a tool's turn: the call it answers."""
@@ -101,7 +101,7 @@ class Chat:
     """The functions the assistant may call, as the JSON text of a list in OpenAI's form; empty for none."""
 
     columns: str = ""
-    """What rewards read of the row beside its answer, as the JSON text of an object; empty for nothing."""
+    """The columns that rewards read in addition to the answer, as the JSON text of an object; empty for nothing."""
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -110,7 +110,7 @@ class Chat:
 
     @property
     def answer(self) -> str:
-        """What the last assistant turn says."""
+        """The text of the last assistant turn."""
         return self.messages[self.turns()[-1]].content
 
     def turns(self) -> list[int]:
@@ -160,20 +160,20 @@ def chat_from_json(value: dict[str, Any]) -> Chat:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Sixteen bytes each, equal exactly for records that say the same."""
+    """Sixteen bytes each, equal exactly for records with equal content."""
 
     content: bytes
-    """The whole content to the character, wherever it came from; the ids of calls are labels and say nothing."""
+    """The whole content to the character, wherever it came from; the ids of calls do not count."""
 
     normal: bytes
-    """The content but for white space, case and Unicode's spelling."""
+    """The content without differences of white space, case and Unicode normalisation."""
 
     prompt: bytes
-    """What stands before the last answer, in its normal form; of a plain text all of it."""
+    """Everything before the last answer, in its normal form; of a plain text all of it."""
 
 
-def keys_of(record: Record) -> Keys:
-    """What tells a record from others."""
+def compute_keys(record: Record) -> Keys:
+    """Compute the digests that identify the content of a record."""
     texts = _texts(record)
     normal = [_normal(text) for text in texts]
     n_answer = 0 if isinstance(record, Text) else len(_turn_texts(record.messages[record.turns()[-1] :]))

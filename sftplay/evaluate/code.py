@@ -10,7 +10,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from sftplay.config.schema.reward import SandboxConfig
-from sftplay.data.problems.load import LIMITS, columns_of
+from sftplay.data.problems.load import LIMITS, collect_reward_columns
 from sftplay.data.problems.problem import PROMPT_VERSION, Problem
 from sftplay.errors import RunError
 from sftplay.reward.code_rewards import Tried, limits_of, try_programs
@@ -54,7 +54,7 @@ def grade(
     problems: Sequence[Problem], answers: Sequence[str], *, sandbox: Sandbox, limits: Limits = LIMITS
 ) -> list[Graded]:
     """Each answer with what its program does in the sandbox; `answers` are aligned with `problems`."""
-    columns: dict[str, Any] = columns_of(problems)
+    columns: dict[str, Any] = collect_reward_columns(problems)
     tried = try_programs(answers, sandbox=sandbox, limits=limits, **columns)
     return [Graded(*each) for each in zip(problems, answers, tried, strict=True)]
 

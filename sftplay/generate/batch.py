@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.atomic import whole_file
-from sftplay.data.layouts.turns import Row
+from sftplay.data.layouts.turns import RowFields
 from sftplay.data.prompts.prompt import Prompt
 from sftplay.errors import DataError, RunError
 from sftplay.generate.generate import Generator, answer_batch
@@ -97,7 +97,7 @@ def write_answered(questions: PromptFile, partial: PartialAnswers, *, out: Path,
     partial.remove()
 
 
-def _line(row: Row) -> str:
+def _line(row: RowFields) -> str:
     # A parquet file can hold values that JSON lacks, such as dates. JSON can hold half surrogate pairs, UTF-8 cannot.
     text = json.dumps(row, ensure_ascii=False, default=str)
     try:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from sftplay.data.layouts.convert import Reading
-from sftplay.data.layouts.turns import Row
+from sftplay.data.layouts.convert import LayoutOptions
+from sftplay.data.layouts.turns import RowFields
 from sftplay.data.prompts.prompt import Prompt, to_prompt
 from sftplay.data.read.encodings import BOM, Charset
-from sftplay.data.read.files import files_of
+from sftplay.data.read.files import list_files
 from sftplay.data.read.json_rows import text_lines
 from sftplay.data.read.sources import Dialect, content_digest, file_digest, read_rows
 from sftplay.data.records import Refused, Source
@@ -27,7 +27,7 @@ class PromptFile:
     """A file or folder of rows in any layout that training reads, or a text file with a question in each line."""
 
     path: str
-    reading: Reading = field(default_factory=Reading)
+    reading: LayoutOptions = field(default_factory=LayoutOptions)
     dialect: Dialect = field(default_factory=Dialect)
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -41,9 +41,9 @@ class PromptFile:
                 raise DataError(row.reason, where=str(source), fix="correct the row")
             yield to_prompt(row, source, number=number, reading=self.reading)
 
-    def _rows(self) -> Iterator[tuple[Source, Row | Refused]]:
+    def _rows(self) -> Iterator[tuple[Source, RowFields | Refused]]:
         if not self._is_text:
-            for file in files_of(self.path):
+            for file in list_files(self.path):
                 yield from read_rows(str(file), self.dialect)
             return
         for source, line in text_lines(Charset(Path(self.path), self.dialect.encoding)):

@@ -16,10 +16,10 @@ from sftplay.config.load import examine_config
 from sftplay.config.rules.data import row_paths
 from sftplay.config.schema.mixture import SourceType
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.layouts.convert import reading_of, to_record
-from sftplay.data.layouts.source_types import data_of
-from sftplay.data.read.files import files_of, suffix_of
-from sftplay.data.read.sources import dialect_of, is_hub_name, read_rows
+from sftplay.data.layouts.convert import read_layout_options, to_record
+from sftplay.data.layouts.source_types import select_data_config
+from sftplay.data.read.files import find_suffix, list_files
+from sftplay.data.read.sources import is_hub_name, read_dialect, read_rows
 from sftplay.data.records import Refused, Text
 from sftplay.errors import (
     ConfigError,
@@ -183,7 +183,7 @@ def _check_data(key: str, *, cfg: RunConfig) -> None:
     if path is None or is_hub_name(path):
         return
     try:
-        files_of(path)
+        list_files(path)
     except DataError as error:
         fix = error.fix if Path(path).exists() else f"correct {key}; it starts at the current folder"
         if near := nearest_names(Path(path).name, names_beside(Path(path))):
@@ -215,7 +215,7 @@ def check_puzzles(path: str, key: str, *, cfg: RunConfig) -> None:
 def names_beside(path: Path) -> list[str]:
     """Names of the files of rows in the folder of a path, which may have been meant."""
     try:
-        return [each.name for each in path.parent.iterdir() if suffix_of(each)]
+        return [each.name for each in path.parent.iterdir() if find_suffix(each)]
     except OSError:
         return []
 
@@ -223,9 +223,9 @@ def names_beside(path: Path) -> list[str]:
 def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
     """Refuse a file whose first rows are all bad, because its layout is another. With skip the full pass decides."""
     kind = _type_of(key, cfg=cfg)
-    data, n_rows = data_of(cfg, kind) if kind else cfg.data, 0
+    data, n_rows = select_data_config(cfg, kind) if kind else cfg.data, 0
     refused: list[str] = []
-    rows = read_rows(path, dialect_of(data))
+    rows = read_rows(path, read_dialect(data))
     for source, row in islice(rows, SAMPLED_ROWS):
         n_rows += 1
         try:
@@ -234,9 +234,9 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
             elif cfg.task.learns_from_rewards:
                 from sftplay.data.prompts.prompt import to_prompt
 
-                to_prompt(row, source, number=0, reading=reading_of(data))
+                to_prompt(row, source, number=0, reading=read_layout_options(data))
                 return
-            elif isinstance(to_record(row, source, reading=reading_of(data)), Text) and kind == "chat":
+            elif isinstance(to_record(row, source, reading=read_layout_options(data)), Text) and kind == "chat":
                 refused.append(f"{source} is a plain text, and the source has type: chat")
             else:
                 return

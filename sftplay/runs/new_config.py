@@ -18,9 +18,9 @@ from typing import Any
 from sftplay.config.load import load_config
 from sftplay.config.read.resolved import flow
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.layouts.convert import Reading, layout_of, reading_of, to_record
+from sftplay.data.layouts.convert import LayoutOptions, detect_layout, read_layout_options, to_record
 from sftplay.data.layouts.turns import listed
-from sftplay.data.read.sources import dialect_of, read_rows
+from sftplay.data.read.sources import read_dialect, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source
 from sftplay.errors import ConfigErrors, DataError, MachineError
 from sftplay.machine.probe import Machine
@@ -251,11 +251,11 @@ def survey_rows(cfg: RunConfig) -> Survey:
         DataError: the file cannot be read, has no rows, or most of its rows have no layout that could be told.
     """
     path = cfg.rows_path
-    rows = list(islice(read_rows(path, dialect_of(cfg.data)), SURVEYED_ROWS + 1))
+    rows = list(islice(read_rows(path, read_dialect(cfg.data)), SURVEYED_ROWS + 1))
     surveyed = rows[:SURVEYED_ROWS]
     if not surveyed:
         raise DataError("has no rows", where=path, fix="name a file with at least one row")
-    reading, columns = reading_of(cfg.data), {}
+    reading, columns = read_layout_options(cfg.data), {}
     if reading.format == "auto" and not reading.columns and _is_unknown(surveyed):
         columns = _guess_columns([row for _, row in surveyed if not isinstance(row, Refused)], path)
         reading = replace(reading, columns=tuple(columns.items()))
@@ -277,7 +277,7 @@ def survey_rows(cfg: RunConfig) -> Survey:
 def _is_unknown(rows: Sequence[tuple[Source, Any]]) -> bool:
     """True where the rows are objects and no layout knows the columns of most of them."""
     objects = [row for _, row in rows if not isinstance(row, Refused)]
-    known = sum(layout_of(row) is not None for row in objects)
+    known = sum(detect_layout(row) is not None for row in objects)
     return bool(objects) and 2 * known < len(objects)
 
 
@@ -301,7 +301,7 @@ def _guess_columns(rows: Sequence[Mapping[str, Any]], path: str) -> dict[str, st
     raise DataError(f"no layout is known for its columns {listed(names)}", where=path, fix=fix)
 
 
-def _read(rows: Sequence[tuple[Source, Any]], reading: Reading) -> tuple[list[Record], list[str], Counter[str]]:
+def _read(rows: Sequence[tuple[Source, Any]], reading: LayoutOptions) -> tuple[list[Record], list[str], Counter[str]]:
     records: list[Record] = []
     refused: list[str] = []
     layouts: Counter[str] = Counter()
@@ -318,12 +318,12 @@ def _read(rows: Sequence[tuple[Source, Any]], reading: Reading) -> tuple[list[Re
     return records, refused, layouts
 
 
-def _layout(row: Mapping[str, Any], reading: Reading) -> str:
+def _layout(row: Mapping[str, Any], reading: LayoutOptions) -> str:
     if reading.format != "auto":
         return reading.format
     given = {column: field for field, column in reading.columns}
     names = [given.get(name, name) for name, value in row.items() if value is not None]
-    return layout_of(names, given.values()) or "none"
+    return detect_layout(names, given.values()) or "none"
 
 
 MODELS = (

@@ -9,11 +9,11 @@ from typing import Any
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.layouts.convert import reading_of
+from sftplay.data.layouts.convert import read_layout_options
 from sftplay.data.problems.load import sound_problems
 from sftplay.data.problems.problem import Problem
-from sftplay.data.prompts.prompt import columns_of, to_prompt
-from sftplay.data.read.sources import dialect_of, read_rows
+from sftplay.data.prompts.prompt import read_reward_columns, to_prompt
+from sftplay.data.read.sources import read_dialect, read_rows
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 from sftplay.reward.check import TRIED_ROWS, Case, check_before_training
@@ -56,8 +56,8 @@ def check_solutions(cfg: RunConfig, rewards: RewardSet) -> None:
         return
     problems = [problem for source, row in _first_rows(cfg, SOLVED_ROWS) if row and (problem := _problem(row, source))]
     if problems:
-        limits, fate = limits_of(cfg.sandbox), "is solved by no answer"
-        sound_problems(problems, rewards.sandbox, limits=limits, fate=fate)
+        limits, outcome = limits_of(cfg.sandbox), "is solved by no answer"
+        sound_problems(problems, rewards.sandbox, limits=limits, outcome=outcome)
 
 
 def _problem(row: dict[str, Any], source: Source) -> Problem | None:
@@ -87,13 +87,13 @@ def read_cases(cfg: RunConfig, n: int) -> list[Case]:
 
 
 def _first_rows(cfg: RunConfig, n: int) -> list[Row]:
-    reading, rows = reading_of(cfg.data), []
-    for number, (source, row) in enumerate(islice(read_rows(cfg.rows_path, dialect_of(cfg.data)), n)):
+    reading, rows = read_layout_options(cfg.data), []
+    for number, (source, row) in enumerate(islice(read_rows(cfg.rows_path, read_dialect(cfg.data)), n)):
         columns = None
         if not isinstance(row, Refused):
             with suppress(DataError):
                 prompt = to_prompt(row, source, number=number, reading=reading)
-                columns = columns_of(prompt.row, source, reading=reading)
+                columns = read_reward_columns(prompt.row, source, reading=reading)
         rows.append((source, columns))
     return rows
 
@@ -114,7 +114,7 @@ def score_given(cfg: RunConfig, path: str) -> list[dict[str, Any]]:
     for problem in reward_problems(cfg):
         raise problem
     rows: list[dict[str, Any]] = []
-    for source, row in read_rows(path, dialect_of(cfg.data)):
+    for source, row in read_rows(path, read_dialect(cfg.data)):
         if isinstance(row, Refused):
             raise DataError(f"cannot be read: {row.reason}", where=str(source), fix="mend the row, or leave it out")
         if not isinstance(row.get(COMPLETION), str):

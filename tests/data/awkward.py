@@ -36,7 +36,7 @@ def row(number: int, more: str = "") -> dict[str, Any]:
 
 
 def lines(*rows: Any, end: str = "\n") -> str:
-    return "".join(json.dumps(each, ensure_ascii=False) + end for each in rows)
+    return "".join(json.dumps(row, ensure_ascii=False) + end for row in rows)
 
 
 def parquet(table: pa.Table) -> bytes:
@@ -52,7 +52,7 @@ def column(values: list[bytes]) -> pa.Array:
 
 
 def broken_rule(record: Record) -> str:
-    """Which rule of its kind a record breaks; empty when none. The order of turns is told by one regular expression."""
+    """Which rule of its kind a record breaks; empty when none. One regular expression checks the order of turns."""
     if isinstance(record, Text):
         return "" if record.text.strip() else "silent"
     turns = record.messages

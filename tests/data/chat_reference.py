@@ -19,7 +19,7 @@ def shipped_templates() -> dict[str, str]:
     return {path.name.removesuffix(".jinja"): path.read_text(encoding="utf-8") for path in files}
 
 
-def text_of(tokenizer: Any, template: str, turns: Turns, **options: Any) -> str:
+def render_text(tokenizer: Any, template: str, turns: Turns, **options: Any) -> str:
     """The turns as transformers writes them."""
     return str(tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False, **options))
 
@@ -31,14 +31,14 @@ def learned_span(tokenizer: Any, template: str, turns: Turns, **how: Any) -> tup
     ends a turn of a template that writes no end token.
     """
     tools = how.get("tools")
-    begin = len(text_of(tokenizer, template, turns[:-1], add_generation_prompt=True, tools=tools))
-    text = text_of(tokenizer, template, turns, tools=tools).rstrip().removesuffix(how.get("unlearned", "")).rstrip()
+    begin = len(render_text(tokenizer, template, turns[:-1], add_generation_prompt=True, tools=tools))
+    text = render_text(tokenizer, template, turns, tools=tools).rstrip().removesuffix(how.get("unlearned", "")).rstrip()
     return begin, len(text + how.get("closing", ""))
 
 
 def reference(tokenizer: Any, template: str, turns: Turns, **how: Any) -> tuple[list[int], list[int]]:
     """Ids and labels when all assistant turns are learned, or with `last_only` only the last."""
-    text = text_of(tokenizer, template, turns, tools=how.get("tools")) + how.get("closing", "")
+    text = render_text(tokenizer, template, turns, tools=how.get("tools")) + how.get("closing", "")
     answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
     answers = answers[-1:] if how.get("last_only") else answers
     spans = [learned_span(tokenizer, template, turns[: index + 1], **how) for index in answers]

@@ -13,7 +13,7 @@ import pytest
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.pipeline import Examples, load_examples
-from sftplay.data.read.files import suffix_of
+from sftplay.data.read.files import find_suffix
 from sftplay.errors import DataError
 from tests.conftest import SHARED_DATA
 from tests.data.awkward import AWKWARD, Awkward, lines, parquet, row
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.contract
 Config = Callable[..., RunConfig]
 
 SOUND = [row(n, " sound") for n in range(100, 108)]
-"""Rows beside each awkward file, so that something is left to train on whatever becomes of it."""
+"""Rows added to each awkward file, so that something is left to train on if the file gives none."""
 
 FOLDERS_WITH_TRAINING_ROWS = ("alpaca", "glaive-toolcall", "gpteacher-code", "gsm8k", "mbpp", "sgd-dialogues")
 """All others hold documents, puzzles, problems for tests, questions without answers: nothing there is to train on."""
@@ -41,8 +41,8 @@ def check_account(examples: Examples) -> dict[str, Any]:
         assert report[name] == sum(source[name] for source in report["sources"].values())
     named = [json.loads(line) for line in Path(report["refused_rows"]).read_text(encoding="utf-8").splitlines()]
     assert len(named) == report["refused"]
-    assert all(each["path"] and each["line"] > 0 and each["reason"] for each in named)
-    assert len({(each["path"], each["line"], each["record"]) for each in named}) == len(named)
+    assert all(row["path"] and row["line"] > 0 and row["reason"] for row in named)
+    assert len({(row["path"], row["line"], row["record"]) for row in named}) == len(named)
     assert len(examples.train) + len(examples.held_out or []) == report["examples"]
     return report
 
@@ -55,7 +55,7 @@ def test_every_row_of_an_awkward_file_is_accounted_for(tmp_path: Path, config: C
     (folder / "0.parquet").write_bytes(parquet(pa.Table.from_pylist(SOUND)))
     (folder / file.name).write_bytes(file.content)
     cfg = config(folder, on_bad_row="skip", encoding=file.encoding, delimiter=file.delimiter)
-    if file.error and not suffix_of(file.name):
+    if file.error and not find_suffix(file.name):
         cfg = config(folder / file.name, on_bad_row="skip")
     if file.error:
         with pytest.raises(DataError) as refusal:
@@ -65,7 +65,7 @@ def test_every_row_of_an_awkward_file_is_accounted_for(tmp_path: Path, config: C
     report = check_account(load_examples(cfg, tokenizer))
     assert (report["read"], report["refused"]) == (len(SOUND) + file.good + file.refused, file.refused)
     named = [json.loads(line) for line in Path(report["refused_rows"]).read_text(encoding="utf-8").splitlines()]
-    assert {Path(each["path"]).name for each in named} == ({file.name} if file.refused else set())
+    assert {Path(row["path"]).name for row in named} == ({file.name} if file.refused else set())
 
 
 def test_all_awkward_files_in_one_folder_are_accounted_for_together(tmp_path: Path, config: Config, tokenizer: Any):
@@ -79,7 +79,7 @@ def test_all_awkward_files_in_one_folder_are_accounted_for_together(tmp_path: Pa
     assert report["read"] == sum(file.good + file.refused for file in files)
     assert report["refused"] == sum(file.refused for file in files)
     named = [json.loads(line) for line in Path(report["refused_rows"]).read_text(encoding="utf-8").splitlines()]
-    found = Counter(Path(each["path"]).name for each in named)
+    found = Counter(Path(row["path"]).name for row in named)
     assert found == {file.name: file.refused for file in files if file.refused}
 
 
@@ -97,13 +97,13 @@ def test_every_row_of_a_file_at_hand_is_accounted_for(folder: str, config: Confi
     assert files
     for path in files:
         cfg = config(path, on_bad_row="skip", contamination="drop", max_seq_len=8192)
-        if suffix_of(path) and folder in FOLDERS_WITH_TRAINING_ROWS:
+        if find_suffix(path) and folder in FOLDERS_WITH_TRAINING_ROWS:
             report = check_account(load_examples(cfg, tokenizer))
             assert (report["read"], report["refused"]) == (rows_in(path), 0), path
             continue
         with pytest.raises(DataError) as refusal:
             load_examples(cfg, tokenizer)
-        n = rows_in(path) if suffix_of(path) else 0
+        n = rows_in(path) if find_suffix(path) else 0
         expected = f"no row is left to train on: {n:,} read, {n:,} refused, see " if n else "unknown kind of file"
         if folder == "humaneval" and n:  # 8 of its 164 problems are held out by data.split, the others are for testing
             expected = "no row is left to train on: 156 read, 156 leak"

@@ -1,4 +1,4 @@
-"""Rows of any structure, drawn around the keys of each layout: a record that obeys every rule, or a refusal."""
+"""Rows of any structure, generated around the keys of each layout: a record that obeys every rule, or a refusal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sftplay.config.schema.data import Column
 from sftplay.data.layouts.columns import SHAPES
-from sftplay.data.layouts.convert import Reading, read_prompt, to_record, unused_columns
+from sftplay.data.layouts.convert import LayoutOptions, read_prompt, to_record, unused_columns
 from sftplay.data.records import Source
 from sftplay.errors import DataError
 from tests.data.awkward import broken_rule
@@ -74,7 +74,7 @@ SOUND = [
 NAMES = sorted({name for shape in SHAPES.values() for group in (*shape.needs, *shape.may) for name in group})
 ROW = st.dictionaries(st.sampled_from([*NAMES, "x"]), TURNS | TEXTS, max_size=6)
 READINGS = st.builds(
-    Reading,
+    LayoutOptions,
     st.just("auto") | st.sampled_from(sorted(SHAPES)),
     st.just(())
     | st.lists(st.tuples(st.sampled_from(get_args(Column)), st.sampled_from([*NAMES, "x"])), max_size=2).map(tuple),
@@ -109,8 +109,8 @@ def changed_rows(draw: Any) -> dict[str, Any]:
     return row
 
 
-@given(ROW | changed_rows(), st.just(Reading()) | READINGS)
-def test_any_row_is_a_record_that_obeys_the_rules_or_a_refusal(row: dict[str, Any], reading: Reading):
+@given(ROW | changed_rows(), st.just(LayoutOptions()) | READINGS)
+def test_any_row_is_a_record_that_obeys_the_rules_or_a_refusal(row: dict[str, Any], reading: LayoutOptions):
     unused_columns(row, reading)
     try:
         record = to_record(row, HERE, reading=reading)
@@ -123,8 +123,8 @@ def test_any_row_is_a_record_that_obeys_the_rules_or_a_refusal(row: dict[str, An
     str(refusal).encode("utf-8")
 
 
-@given(ROW | changed_rows(), st.just(Reading()) | READINGS)
-def test_any_prompt_can_be_answered_or_is_refused(row: dict[str, Any], reading: Reading):
+@given(ROW | changed_rows(), st.just(LayoutOptions()) | READINGS)
+def test_any_prompt_can_be_answered_or_is_refused(row: dict[str, Any], reading: LayoutOptions):
     try:
         messages, tools = read_prompt(row, HERE, reading=reading)
     except DataError:

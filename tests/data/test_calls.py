@@ -82,7 +82,7 @@ def test_missing_ids_are_made_of_nine_letters_and_digits_and_results_take_them_i
     messages = chat({"messages": [USER, asks, *results, taken, results[0], asks, results[0], ANSWER]}).messages
     ids = [call.id for turn in messages for call in turn.calls]
     assert ids == ["call00001", "call00003", "call00002", "call00004", "call00005"]
-    assert all(re.fullmatch("[A-Za-z0-9]{9}", each) for each in ids)
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", call_id) for call_id in ids)
     tools = [(turn.call_id, turn.name) for turn in messages if turn.role == "tool"]
     assert tools == [("call00001", "one"), ("call00003", "two"), ("call00002", "three"), ("call00004", "one")]
 
@@ -145,7 +145,7 @@ def test_no_tools_are_no_text(tools: Any):
 
 
 def asking(**changes: Any) -> dict[str, Any]:
-    """A chat whose one call is changed."""
+    """A chat with one changed call."""
     return {"messages": [USER, ASKS | {"tool_calls": [ADD_CALL | changes]}, RESULT, ANSWER]}
 
 
@@ -154,7 +154,7 @@ def asking(**changes: Any) -> dict[str, Any]:
     [
         ({"messages": [USER, ASKS, ANSWER]}, "message 3 is from 'assistant' where 'tool' is due"),
         ({"messages": [USER, ASKS, USER, ANSWER]}, "message 3 is from 'user' where 'tool' is due"),
-        ({"messages": [USER, ASKS, RESULT]}, "ends with a tool's result that nobody answers"),
+        ({"messages": [USER, ASKS, RESULT]}, "ends with a tool's result that has no answer"),
         ({"messages": [USER, ASKS, RESULT, USER, ANSWER]}, "message 4 is from 'user' where 'assistant' is due"),
         ({"messages": [USER, RESULT, ANSWER]}, "message 2 is from 'tool', but no call before it waits"),
         ({"messages": [USER, ANSWER, RESULT, ANSWER]}, "message 3 is from 'tool', but no call"),

@@ -1,4 +1,4 @@
-"""Token rows on a screen: every token's text, the learned ones told apart, nothing that steers the terminal."""
+"""Token rows on a screen: every token's text, the learned ones marked, nothing that steers the terminal."""
 
 from __future__ import annotations
 

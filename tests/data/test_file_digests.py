@@ -14,7 +14,7 @@ from sftplay.data.read.sources import content_digest
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Paths whose bytes are read; every file counts as large, and as changed long ago."""
+    """Paths of files that are read; every file counts as large, and as changed long ago."""
     read: list[str] = []
     monkeypatch.setattr(digests, "WORTH_BYTES", 1)
     monkeypatch.setattr(digests, "GRAIN_NS", -(10**12))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sftplay.data.layouts.convert import Reading, read_beginning, read_prompt, to_record, unused_columns
+from sftplay.data.layouts.convert import LayoutOptions, read_beginning, read_prompt, to_record, unused_columns
 from sftplay.data.records import Chat, Source, Text
 from sftplay.errors import DataError
 
@@ -21,7 +21,7 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": "3"}
 
 
 def chat(row: dict[str, Any], **reading: Any) -> Chat:
-    record = to_record(row, HERE, reading=Reading(**reading))
+    record = to_record(row, HERE, reading=LayoutOptions(**reading))
     assert isinstance(record, Chat)
     return record
 
@@ -32,7 +32,7 @@ def turns(row: dict[str, Any], **reading: Any) -> list[tuple[str, str]]:
 
 def reason(row: dict[str, Any], **reading: Any) -> str:
     with pytest.raises(DataError) as refusal:
-        to_record(row, HERE, reading=Reading(**reading))
+        to_record(row, HERE, reading=LayoutOptions(**reading))
     assert str(refusal.value).startswith("rows.jsonl:7: ")
     assert refusal.value.fix
     return refusal.value.what
@@ -92,7 +92,7 @@ def test_layouts_are_found_by_their_keys(row: dict[str, Any], expected: list[tup
 
 
 def test_plain_text_is_a_text_to_the_character():
-    assert to_record({"text": " a\n\u2028b\0 ", "url": "x"}, HERE, reading=Reading(system="S")) == Text(
+    assert to_record({"text": " a\n\u2028b\0 ", "url": "x"}, HERE, reading=LayoutOptions(system="S")) == Text(
         " a\n\u2028b\0 ", HERE
     )
 
@@ -181,11 +181,11 @@ def test_columns_map_the_files_names_to_ours():
     row = {"puzzle": "..3", "solution": "483", "source": "easy"}
     columns = (("user", "puzzle"), ("assistant", "solution"))
     assert turns(row, columns=columns) == [("user", "..3"), ("assistant", "483")]
-    assert unused_columns(row, Reading(columns=columns)) == ("source",)
+    assert unused_columns(row, LayoutOptions(columns=columns)) == ("source",)
     # A mapped column is no longer there under its own name, and a column of our name gives way to a mapped one.
     row = {"text": "Why?", "answer": "Because.", "question": "other"}
     assert turns(row, columns=(("question", "text"),)) == ONE
-    assert unused_columns(row, Reading(columns=(("question", "text"),))) == ("question",)
+    assert unused_columns(row, LayoutOptions(columns=(("question", "text"),))) == ("question",)
     assert turns({"system": "Why?", "answer": "Because."}, columns=(("question", "system"),)) == ONE
     # Names may be exchanged.
     row = {"answer": "Why?", "question": "Because."}
@@ -193,7 +193,7 @@ def test_columns_map_the_files_names_to_ours():
     # The layout is one that reads all mapped columns.
     row = {"messages": [USER, ANSWER], "prompt": "Why?", "code": "Because."}
     assert turns(row, columns=(("completion", "code"),)) == ONE
-    assert unused_columns(row, Reading(columns=(("completion", "code"),))) == ("messages",)
+    assert unused_columns(row, LayoutOptions(columns=(("completion", "code"),))) == ("messages",)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_columns_that_no_layout_reads_are_named_unless_they_are_empty():
 
 def test_prompts_are_read_up_to_the_turn_that_is_to_be_answered():
     def prompt(row: dict[str, Any], **reading: Any) -> list[tuple[str, str]]:
-        return [(turn.role, turn.content) for turn in read_prompt(row, HERE, reading=Reading(**reading))[0]]
+        return [(turn.role, turn.content) for turn in read_prompt(row, HERE, reading=LayoutOptions(**reading))[0]]
 
     assert prompt({"prompt": "Why?"}) == ONE[:1]
     assert prompt({"prompt": "Why?"}, system="S") == [("system", "S"), *ONE[:1]]
@@ -254,7 +254,7 @@ def test_the_question_is_read_from_every_layout_with_and_without_its_answer(row:
 def test_a_named_layout_decides_where_a_row_has_two_questions():
     row = {"prompt": "p", "question": "q"}
     assert read_prompt(row, HERE)[0][-1].content == "p"
-    assert read_prompt(row, HERE, reading=Reading(format="question_answer"))[0][-1].content == "q"
+    assert read_prompt(row, HERE, reading=LayoutOptions(format="question_answer"))[0][-1].content == "q"
 
 
 def test_only_a_plain_text_has_a_beginning_to_go_on_from():

@@ -78,7 +78,7 @@ CONVERSATIONS = {
 }
 
 
-def chat_of(texts: list[str], system: str | None = None) -> Chat:
+def make_chat(texts: list[str], system: str | None = None) -> Chat:
     turns = [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)]
     first = [Message("system", system)] if system else []
     return Chat((*first, *turns), Source("rows.jsonl", 1))
@@ -92,7 +92,7 @@ def reference(tokenizer: Any, template: str, chat: Chat) -> tuple[list[int], lis
     """Ids and labels by transformers alone: an answer reaches from the prompt's end to the end of its own rendering."""
     turns = as_dicts(chat)
 
-    def text_of(messages: list[dict[str, str]], prompts: bool = False) -> str:
+    def render_text(messages: list[dict[str, str]], prompts: bool = False) -> str:
         return str(
             tokenizer.apply_chat_template(
                 messages, chat_template=template, tokenize=False, add_generation_prompt=prompts
@@ -103,12 +103,12 @@ def reference(tokenizer: Any, template: str, chat: Chat) -> tuple[list[int], lis
     for index, turn in enumerate(turns):
         if turn["role"] == "assistant":
             end = (
-                text_of(turns[: index + 1]).removesuffix("</s>")
+                render_text(turns[: index + 1]).removesuffix("</s>")
                 if "<|end|>" in template
-                else text_of(turns[: index + 1])
+                else render_text(turns[: index + 1])
             )
-            spans.append((len(text_of(turns[:index], prompts=True)), len(end.rstrip())))
-    found = tokenizer(text_of(turns), add_special_tokens=False, return_offsets_mapping=True)
+            spans.append((len(render_text(turns[:index], prompts=True)), len(end.rstrip())))
+    found = tokenizer(render_text(turns), add_special_tokens=False, return_offsets_mapping=True)
     labels = [
         token if any(start <= left and right <= end for start, end in spans) else -100
         for token, (left, right) in zip(found["input_ids"], found["offset_mapping"], strict=True)
@@ -119,7 +119,7 @@ def reference(tokenizer: Any, template: str, chat: Chat) -> tuple[list[int], lis
 @pytest.mark.parametrize("texts", CONVERSATIONS.values(), ids=CONVERSATIONS)
 @pytest.mark.parametrize("style", UNMARKED)
 def test_masks_without_markers_are_those_of_prefix_rendering(tokenizer: Any, style: str, texts: list[str]):
-    chat = chat_of(texts, system=None if style == "gemma" else "Be brief.")
+    chat = make_chat(texts, system=None if style == "gemma" else "Be brief.")
     renderer = Renderer.prove(tokenizer, UNMARKED[style], samples=[chat])
     (found,) = renderer.render([chat])
     assert renderer.method == "sentinels"
@@ -128,20 +128,20 @@ def test_masks_without_markers_are_those_of_prefix_rendering(tokenizer: Any, sty
 
 @pytest.mark.parametrize("texts", CONVERSATIONS.values(), ids=CONVERSATIONS)
 def test_masks_by_markers_are_those_of_transformers(tokenizer: Any, texts: list[str]):
-    chat = chat_of(texts, system="Be brief.")
+    chat = make_chat(texts, system="Be brief.")
     renderer = Renderer.prove(tokenizer, CHATML, samples=[chat])
     (found,) = renderer.render([chat])
-    theirs = tokenizer.apply_chat_template(
+    expected = tokenizer.apply_chat_template(
         as_dicts(chat), chat_template=CHATML, return_assistant_tokens_mask=True, return_dict=True
     )
     assert renderer.method == "markers"
-    assert found.input_ids == theirs["input_ids"]
-    assert [label != -100 for label in found.labels] == [bool(bit) for bit in theirs["assistant_masks"]]
+    assert found.input_ids == expected["input_ids"]
+    assert [label != -100 for label in found.labels] == [bool(bit) for bit in expected["assistant_masks"]]
 
 
 @pytest.mark.parametrize("style", ["chatml", "llama3", "gemma", "llama2", "zephyr"])
 def test_learned_text_is_the_answers_with_their_end_tokens(tokenizer: Any, style: str):
-    chat = chat_of(CONVERSATIONS["three turns"])
+    chat = make_chat(CONVERSATIONS["three turns"])
     (found,) = Renderer.prove(tokenizer, UNMARKED[style], samples=[chat]).render([chat])
     learned = tokenizer.decode([label for label in found.labels if label != -100])
     end = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}.get(style, "</s>")
@@ -150,7 +150,7 @@ def test_learned_text_is_the_answers_with_their_end_tokens(tokenizer: Any, style
 
 @pytest.mark.parametrize("style", UNMARKED)
 def test_training_prompt_is_the_inference_prompt(tokenizer: Any, style: str):
-    chat = chat_of(CONVERSATIONS["three turns"])
+    chat = make_chat(CONVERSATIONS["three turns"])
     renderer = Renderer.prove(tokenizer, UNMARKED[style], samples=[chat])
     (found,) = renderer.render([chat])
     for turn in (1, 3, 5):
@@ -166,19 +166,19 @@ def test_bos_is_not_doubled(tokenizer: Any, style: str):
 
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     renderer = Renderer.prove(tokenizer, UNMARKED[style], samples=[])
-    (found,) = renderer.render([chat_of(["Hi?", "Ho."])])
+    (found,) = renderer.render([make_chat(["Hi?", "Ho."])])
     assert found.input_ids.count(tokenizer.bos_token_id) == 1
 
 
 def test_rendered_text_is_that_of_transformers(tokenizer: Any):
-    chat = chat_of(CONVERSATIONS["emoji"])
+    chat = make_chat(CONVERSATIONS["emoji"])
     for template in [*UNMARKED.values(), CHATML, EMPTY_THOUGHT]:
         ours, _ = ChatTemplate(template, tokenizer.special_tokens_map).render(chat.messages)
         assert ours == tokenizer.apply_chat_template(as_dicts(chat), chat_template=template, tokenize=False)
 
 
 def test_cutting_and_padding_set_in_the_tokenizer_file_are_not_applied(tokenizer: Any):
-    chat = chat_of(["Why? " * 40, "Because. " * 40])
+    chat = make_chat(["Why? " * 40, "Because. " * 40])
     plain = Renderer.prove(tokenizer, CHATML, samples=[]).render([chat])
     tokenizer.backend_tokenizer.enable_truncation(8)
     tokenizer.backend_tokenizer.enable_padding(length=4096)
@@ -186,16 +186,16 @@ def test_cutting_and_padding_set_in_the_tokenizer_file_are_not_applied(tokenizer
 
 
 def test_batches_give_the_same_as_one_by_one(tokenizer: Any):
-    chats = [chat_of(texts) for texts in CONVERSATIONS.values()]
+    chats = [make_chat(texts) for texts in CONVERSATIONS.values()]
     renderer = Renderer.prove(tokenizer, LLAMA_3, samples=chats)
     assert renderer.render([]) == []
     batched = renderer.render(chats)
-    assert [found.of for found in batched] == list(range(len(chats)))
+    assert [found.record_index for found in batched] == list(range(len(chats)))
     assert [found.input_ids for found in batched] == [renderer.render([chat])[0].input_ids for chat in chats]
 
 
 def test_template_that_drops_earlier_thinking_gives_one_example_a_turn(tokenizer: Any):
-    chat = chat_of(["One?", "<think>\nhm\n</think>\n\nFirst.", "Two?", "<think>\nah\n</think>\n\nSecond."])
+    chat = make_chat(["One?", "<think>\nhm\n</think>\n\nFirst.", "Two?", "<think>\nah\n</think>\n\nSecond."])
     renderer = Renderer.prove(tokenizer, FORGETFUL, samples=[chat])
     learned = [
         tokenizer.decode([label for label in found.labels if label != -100]) for found in renderer.render([chat])
@@ -204,11 +204,11 @@ def test_template_that_drops_earlier_thinking_gives_one_example_a_turn(tokenizer
 
 
 def test_text_that_only_the_last_turn_has_gives_one_example_a_turn(tokenizer: Any):
-    chat = chat_of(["One?", "First.", "Two?", "Second."])
+    chat = make_chat(["One?", "First.", "Two?", "Second."])
     renderer = Renderer.prove(tokenizer, EMPTY_THOUGHT, samples=[chat])
     first, second = renderer.render([chat])
     assert renderer.rewrites_turns
-    assert (first.of, second.of) == (0, 0)
+    assert (first.record_index, second.record_index) == (0, 0)
     for found, messages in ((first, chat.messages[:1]), (second, chat.messages[:3])):
         prompt = renderer.prompt_ids(messages)
         assert found.input_ids[: len(prompt)] == prompt
@@ -218,7 +218,7 @@ def test_text_that_only_the_last_turn_has_gives_one_example_a_turn(tokenizer: An
 def test_markers_that_leave_out_the_end_token_are_not_believed(tokenizer: Any):
     template = CHATML.replace("{{ '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>' }}")
     renderer = Renderer.prove(tokenizer, template, samples=[])
-    (found,) = renderer.render([chat_of(["One?", "First."])])
+    (found,) = renderer.render([make_chat(["One?", "First."])])
     assert renderer.method == "sentinels"
     assert tokenizer.decode([label for label in found.labels if label != -100]) == "First.<|im_end|>"
 
@@ -231,14 +231,14 @@ def test_markers_around_the_header_are_not_believed(tokenizer: Any):
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     renderer = Renderer.prove(tokenizer, template, samples=[])
-    (found,) = renderer.render([chat_of(["One?", "First."])])
+    (found,) = renderer.render([make_chat(["One?", "First."])])
     assert tokenizer.decode([label for label in found.labels if label != -100]) == "First.<|im_end|>"
 
 
 def test_texts_the_template_escapes_are_found_by_prefixes(tokenizer: Any):
     template = CHATML_PLAIN.replace("message['content']", "(message['content'] | replace(' ', '\n'))")
     renderer = Renderer.prove(tokenizer, template, samples=[])
-    (found,) = renderer.render([chat_of(["One stone?", "First stone."])])
+    (found,) = renderer.render([make_chat(["One stone?", "First stone."])])
     assert renderer.method == "prefixes"
     assert tokenizer.decode([label for label in found.labels if label != -100]) == "First\nstone.<|im_end|>"
 
@@ -248,7 +248,7 @@ def test_texts_the_template_escapes_are_found_by_prefixes(tokenizer: Any):
     [
         (
             "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '<|im_end|>' }}{% endfor %}",
-            "nothing tells reliably",
+            "no method finds reliably",
         ),
         ("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}", "learn to stop"),
         (CHATML_PLAIN.replace("{% if add_generation_prompt %}", "{% if false %}"), "ignores add_generation"),
@@ -265,7 +265,7 @@ def test_texts_the_template_escapes_are_found_by_prefixes(tokenizer: Any):
     ],
 )
 def test_template_that_cannot_be_proven_is_refused_with_the_sample(tokenizer: Any, template: str, reason: str):
-    sample = chat_of(["Where is the boat?", "On the hill."])
+    sample = make_chat(["Where is the boat?", "On the hill."])
     with pytest.raises(DataError) as refusal:
         Renderer.prove(tokenizer, template, samples=[sample])
     assert reason in str(refusal.value)
@@ -284,15 +284,15 @@ def test_template_whose_prompt_has_other_tokens_than_training_is_refused(tokeniz
 
 
 def test_row_that_the_template_refuses_has_the_templates_own_reason(tokenizer: Any):
-    renderer = Renderer.prove(tokenizer, GEMMA, samples=[chat_of(["Hi?", "Ho."])])
-    refused, fine = renderer.render([chat_of(["Hi?", "Ho."], system="Be brief."), chat_of(["Hi?", "Ho."])])
+    renderer = Renderer.prove(tokenizer, GEMMA, samples=[make_chat(["Hi?", "Ho."])])
+    refused, fine = renderer.render([make_chat(["Hi?", "Ho."], system="Be brief."), make_chat(["Hi?", "Ho."])])
     assert "no system role" in refused.problem
     assert refused.input_ids == []
     assert not fine.problem
 
 
 def test_noncharacters_that_mark_generation_blocks_are_refused_in_a_row(tokenizer: Any):
-    (found,) = Renderer.prove(tokenizer, CHATML, samples=[]).render([chat_of(["Hi \ufdd0?", "Ho \ufdd1."])])
+    (found,) = Renderer.prove(tokenizer, CHATML, samples=[]).render([make_chat(["Hi \ufdd0?", "Ho \ufdd1."])])
     assert "U+FDD0" in found.problem
 
 
@@ -347,7 +347,7 @@ def test_row_whose_answer_the_tokenizer_joins_with_the_prompt_is_refused(tokeniz
         "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     )
     renderer = Renderer.prove(joining, template, samples=[])
-    plain, smiling = renderer.render([chat_of(["Why?", "So."]), chat_of(["Why?", ") So."])])
+    plain, smiling = renderer.render([make_chat(["Why?", "So."]), make_chat(["Why?", ") So."])])
     assert not plain.problem
     assert smiling.problem == (
         "the tokenizer joins the prompt's end otherwise where ') So.</s>' follows than at inference"

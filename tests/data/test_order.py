@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.data.order import is_held_out, order_hash, steps_for, training_order
-from sftplay.data.records import Chat, Keys, Message, Source, keys_of
+from sftplay.data.records import Chat, Keys, Message, Source, compute_keys
 
 
 @given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 2**32 - 1))
@@ -51,7 +51,7 @@ def chat(prompt: str, answer: str = "yes", line: int = 1) -> Chat:
 
 
 def keys(prompt: str, answer: str = "yes", line: int = 1) -> Keys:
-    return keys_of(chat(prompt, answer, line))
+    return compute_keys(chat(prompt, answer, line))
 
 
 def test_side_depends_on_the_prompt_alone():

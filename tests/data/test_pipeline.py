@@ -184,7 +184,7 @@ def test_side_that_is_measured_is_prepared_alone_and_is_the_same(
     assert same == whole.report["sources"]["held_out"]
     assert alone.held_out[:] == whole.held_out[:]
     assert (alone.held_out_chats, len(alone.train)) == (whole.held_out_chats, 0)
-    assert [alone.source_of("held_out", n) for n in range(3)] == [whole.source_of("held_out", n) for n in range(3)]
+    assert [alone.find_source("held_out", n) for n in range(3)] == [whole.find_source("held_out", n) for n in range(3)]
     # The rows that training has prepared already are taken as they lie there.
     warm = load_examples(config(train, **options), tokenizer, checked=whole.report["files"])
     assert (warm.report, warm.train[:]) == (whole.report, whole.train[:])

@@ -38,7 +38,7 @@ def test_repeated_rows_are_counted_and_kept(tokenizer: Any, config: Config, writ
     assert len(examples.train) == len(REPEATED)
     report = examples.report
     assert (report["duplicates"], report["near_duplicates"], report["prompts_with_several_answers"]) == (1, 2, 1)
-    assert "3 records repeat an earlier one, 2 of them but for white space or case; kept" in report_table(report)
+    assert "3 records repeat an earlier one, 2 of them up to white space or case; kept" in report_table(report)
 
 
 def test_repeated_rows_are_left_out_on_demand(tokenizer: Any, config: Config, write_rows: Write):
@@ -112,13 +112,13 @@ def test_data_in_which_no_end_of_turn_is_learned_is_refused(tokenizer: Any, conf
 
 
 def test_system_prompt_of_the_config_opens_every_chat_without_one(tokenizer: Any, config: Config, write_rows: Write):
-    own = {
+    with_system = {
         "messages": [
             {"role": "system", "content": "Rhyme."},
             *({"role": r, "content": r} for r in ("user", "assistant")),
         ]
     }
-    examples = load_examples(config(write_rows([row("One?"), own]), split=0, system="Be brief."), tokenizer)
+    examples = load_examples(config(write_rows([row("One?"), with_system]), split=0, system="Be brief."), tokenizer)
     texts = [tokenizer.decode(ids) for ids in examples.train["input_ids"]]
     assert texts[0].startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?")
     assert texts[1].startswith("<|im_start|>system\nRhyme.<|im_end|>")
@@ -157,6 +157,6 @@ def test_every_example_knows_its_file_and_line(tokenizer: Any, config: Config, t
     (folder / "b.csv").write_text("prompt,completion\nThree?,Yes.\n")
     (folder / "notes.md").write_text("not data")
     examples = load_examples(config(folder, split=0), tokenizer)
-    places = [examples.source_of("train", index) for index in range(3)]
+    places = [examples.find_source("train", index) for index in range(3)]
     assert places == [f"{folder}/a.jsonl:1", f"{folder}/a.jsonl:3", f"{folder}/b.csv:2"]
     assert "files of other kinds are left alone: notes.md" in report_table(examples.report)

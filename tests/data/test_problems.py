@@ -6,10 +6,10 @@ from pathlib import Path
 import datasets
 import pytest
 
-from sftplay.data.layouts.convert import Reading, read_prompt, to_record, unused_columns
+from sftplay.data.layouts.convert import LayoutOptions, read_prompt, to_record, unused_columns
 from sftplay.data.pipeline import load_examples
-from sftplay.data.problems.load import draw_subset, load_problems
-from sftplay.data.problems.problem import published_test_id, question_of, split_of
+from sftplay.data.problems.load import load_problems, sample_subset
+from sftplay.data.problems.problem import find_split, format_question, published_test_id
 from sftplay.data.records import Source, chat_from_json
 from sftplay.errors import DataError
 
@@ -57,7 +57,7 @@ def test_all_three_published_forms_are_read(tmp_path):
 
 def test_the_question_shows_the_shown_tests_and_no_hidden_one(tmp_path):
     (problem,) = load_problems(written(tmp_path, WHOLE))
-    question = question_of(problem)
+    question = format_question(problem)
     assert "Double a number." in question
     assert "assert double(2) == 4" in question
     assert "double(0)" not in question
@@ -77,7 +77,7 @@ def test_the_question_shows_the_shown_tests_and_no_hidden_one(tmp_path):
 )
 def test_splits_are_those_of_the_paper(tmp_path, task_id, split):
     (problem,) = load_problems(written(tmp_path, {**WHOLE, "task_id": task_id}))
-    assert split_of(problem) == split
+    assert find_split(problem) == split
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_problem_is_a_chat_whose_answer_is_the_reference_with_what_rewards_rea
 
 
 def test_own_columns_of_a_problem_s_file_are_read_as_named():
-    reading = Reading(columns=(("question", "prompt"), ("answer", "code")))
+    reading = LayoutOptions(columns=(("question", "prompt"), ("answer", "code")))
     record = to_record(SANITIZED, Source("rows.jsonl", 1), reading=reading)
     assert (record.messages[0].content, record.answer) == ("Halve a number.", SANITIZED["code"])
     assert record.columns == ""
@@ -137,7 +137,7 @@ def test_problems_that_models_are_tested_by_may_be_held_out(tmp_path, config, to
 
 def test_a_problem_that_stands_twice_counts_once(tmp_path):
     again = {**WHOLE, "task_id": 700, "text": "double  a NUMBER."}
-    assert [each.task_id for each in load_problems(written(tmp_path, WHOLE, again))] == ["601"]
+    assert [problem.task_id for problem in load_problems(written(tmp_path, WHOLE, again))] == ["601"]
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,11 @@ def test_a_data_set_is_asked_for_by_name_and_its_local_file_comes_before_the_hub
         return datasets.Dataset.from_list([{**row, "prompt": f"{split}: halve."} for row in splits[split]])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert [each.task_id for each in load_problems("mbpp-sanitized")] == ["11", "601"]
+    assert [problem.task_id for problem in load_problems("mbpp-sanitized")] == ["11", "601"]
     assert asked == [("google-research-datasets/mbpp", "sanitized", split) for split in splits]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "sanitized-mbpp.json").write_text(json.dumps([{**SANITIZED, "task_id": 700}]))
-    assert [each.task_id for each in load_problems("mbpp-sanitized")] == ["700"]
+    assert [problem.task_id for problem in load_problems("mbpp-sanitized")] == ["700"]
     assert len(asked) == 4
 
 
@@ -196,12 +196,12 @@ def test_without_file_and_connection_a_data_set_says_what_to_put_where(tmp_path,
 
 def test_a_subset_is_drawn_by_its_seed_in_the_order_of_the_problems(tmp_path):
     problems = load_problems(written(tmp_path, *({**WHOLE, "task_id": n, "text": f"No. {n}"} for n in range(601, 641))))
-    drawn = draw_subset(problems, 10, seed=1)
-    assert drawn == draw_subset(problems, 10, seed=1) != draw_subset(problems, 10, seed=2)
-    assert len(drawn) == len({each.task_id for each in drawn}) == 10
-    assert [each.task_id for each in drawn] == sorted(each.task_id for each in drawn)
-    assert drawn != problems[:10]
-    assert draw_subset(problems, None, seed=1) == draw_subset(problems, 99, seed=1) == problems
+    subset = sample_subset(problems, 10, seed=1)
+    assert subset == sample_subset(problems, 10, seed=1) != sample_subset(problems, 10, seed=2)
+    assert len(subset) == len({problem.task_id for problem in subset}) == 10
+    assert [problem.task_id for problem in subset] == sorted(problem.task_id for problem in subset)
+    assert subset != problems[:10]
+    assert sample_subset(problems, None, seed=1) == sample_subset(problems, 99, seed=1) == problems
 
 
 def test_a_split_without_problems_is_refused(tmp_path):
@@ -211,10 +211,10 @@ def test_a_split_without_problems_is_refused(tmp_path):
 
 @pytest.mark.skipif(not MBPP.exists(), reason=f"needs {MBPP}")
 def test_the_sanitized_problems_are_all_read():
-    # 427 rows (shared/data/mbpp/README.md), of which two repeat a text; 257 have ids of the test split
+    # 427 rows (shared/data/mbpp/README.md), two repeat a text; 257 have ids of the test split
     assert len(load_problems(str(MBPP))) == 425
     ids = [row["task_id"] for row in json.loads(MBPP.read_text())]
-    assert sum(11 <= each <= 510 for each in ids) == 257
+    assert sum(11 <= number <= 510 for number in ids) == 257
 
 
 @pytest.mark.skipif(not HUMAN_EVAL.exists(), reason=f"needs {HUMAN_EVAL}")

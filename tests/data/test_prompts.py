@@ -23,7 +23,7 @@ from sftplay.errors import DataError
 
 CHAT = [{"role": "system", "content": "be short"}, {"role": "user", "content": "why the river"}]
 
-ConfigOf = Callable[..., RunConfig]
+MakeConfig = Callable[..., RunConfig]
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,8 @@ def tokenizer(tiny_llama: Path) -> Any:
 
 
 @pytest.fixture
-def config_of(tiny_llama: Path, tmp_path: Path) -> ConfigOf:
-    """A config whose training rows are `rows`, in a jsonl file or in the file that is given."""
+def make_config(tiny_llama: Path, tmp_path: Path) -> MakeConfig:
+    """A config with the training rows `rows`, in a jsonl file or in the file that is given."""
     inputs = grpo_inputs(tiny_llama, tmp_path / "made")
 
     def make(rows: list[dict[str, Any]] | Path, held_out: list[dict[str, Any]] | None = None, **more: Any) -> RunConfig:
@@ -50,7 +50,7 @@ def config_of(tiny_llama: Path, tmp_path: Path) -> ConfigOf:
     return make
 
 
-def all_of(questions: Questions) -> list[Question]:
+def list_questions(questions: Questions) -> list[Question]:
     return [questions[number] for number in range(len(questions))]
 
 
@@ -66,32 +66,32 @@ def all_of(questions: Questions) -> list[Question]:
     ids=["text", "messages", "chat", "with its completion", "question and answer"],
 )
 def test_a_prompt_is_asked_with_the_tokens_of_its_template_and_an_answer_is_cut_off(
-    row: dict[str, Any], asked: list[dict[str, str]], config_of: ConfigOf, tokenizer: Any
+    row: dict[str, Any], asked: list[dict[str, str]], make_config: MakeConfig, tokenizer: Any
 ):
-    (question,) = all_of(load_prompts(config_of([row]), tokenizer).train)
+    (question,) = list_questions(load_prompts(make_config([row]), tokenizer).train)
     expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
     assert question.ids == tokenizer(expected, add_special_tokens=False)["input_ids"]
     assert question.columns.get("answer") == (None if len(row) == 1 and "prompt" in row else "salt")
     assert question.question == "why the river"
 
 
-def test_columns_reach_rewards_as_they_are_in_the_row(config_of: ConfigOf, tokenizer: Any):
+def test_columns_reach_rewards_as_they_are_in_the_row(make_config: MakeConfig, tokenizer: Any):
     rows = [
         {"prompt": "one", "answer": 5, "spec": {"a": 1}, "tests": ["x"]},
         {"prompt": "two", "answer": "5", "spec": {"b": [2, None]}},
     ]
-    prompts = load_prompts(config_of(rows), tokenizer)
-    assert [question.columns for question in all_of(prompts.train)] == rows
+    prompts = load_prompts(make_config(rows), tokenizer)
+    assert [question.columns for question in list_questions(prompts.train)] == rows
     assert prompts.report["columns"] == ["prompt", "answer", "spec", "tests"]
 
 
-def test_columns_have_the_names_of_the_file_and_those_of_the_config(config_of: ConfigOf, tokenizer: Any):
-    cfg = config_of([{"frage": "one", "loesung": "5"}], data__columns={"question": "frage", "answer": "loesung"})
-    (question,) = all_of(load_prompts(cfg, tokenizer).train)
+def test_columns_have_the_names_of_the_file_and_those_of_the_config(make_config: MakeConfig, tokenizer: Any):
+    cfg = make_config([{"frage": "one", "loesung": "5"}], data__columns={"question": "frage", "answer": "loesung"})
+    (question,) = list_questions(load_prompts(cfg, tokenizer).train)
     assert question.columns == {"frage": "one", "loesung": "5", "question": "one", "answer": "5"}
 
 
-def test_csv_and_parquet_are_read_like_jsonl(config_of: ConfigOf, tokenizer: Any, tmp_path: Path):
+def test_csv_and_parquet_are_read_like_jsonl(make_config: MakeConfig, tokenizer: Any, tmp_path: Path):
     rows = [{"prompt": "why the river", "answer": "salt"}, {"prompt": "seven boats", "answer": "hills"}]
     with (tmp_path / "rows.csv").open("w") as file:
         table = csv.DictWriter(file, ["prompt", "answer"])
@@ -99,13 +99,16 @@ def test_csv_and_parquet_are_read_like_jsonl(config_of: ConfigOf, tokenizer: Any
         table.writerows(rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     read = [
-        [(each.ids, each.columns) for each in all_of(load_prompts(config_of(given), tokenizer).train)]
+        [
+            (question.ids, question.columns)
+            for question in list_questions(load_prompts(make_config(given), tokenizer).train)
+        ]
         for given in (rows, tmp_path / "rows.csv", tmp_path / "rows.parquet")
     ]
     assert read[0] == read[1] == read[2]
 
 
-def test_every_row_is_counted_once(config_of: ConfigOf, tokenizer: Any):
+def test_every_row_is_counted_once(make_config: MakeConfig, tokenizer: Any):
     rows: list[dict[str, Any]] = [
         {"prompt": "why the river"},
         {"prompt": "why  The river"},
@@ -113,7 +116,7 @@ def test_every_row_is_counted_once(config_of: ConfigOf, tokenizer: Any):
         {"colour": "green"},
         {"prompt": "is held out"},
     ]
-    cfg = config_of(
+    cfg = make_config(
         rows, [{"prompt": "is held out"}], data__duplicates="drop", data__contamination="drop", data__on_bad_row="skip"
     )
     report = load_prompts(cfg, tokenizer).report
@@ -138,10 +141,10 @@ def test_every_row_is_counted_once(config_of: ConfigOf, tokenizer: Any):
     ids=["too long", "no question", "a taken name", "leak"],
 )
 def test_a_row_that_may_not_be_left_out_is_named_with_its_line(
-    row: dict[str, Any], policy: dict[str, Any], said: str, config_of: ConfigOf, tokenizer: Any
+    row: dict[str, Any], policy: dict[str, Any], said: str, make_config: MakeConfig, tokenizer: Any
 ):
     with pytest.raises(DataError, match=said):
-        load_prompts(config_of([row], [{"prompt": "is held out"}], **policy), tokenizer)
+        load_prompts(make_config([row], [{"prompt": "is held out"}], **policy), tokenizer)
 
 
 SCORE: dict[str, Any] = {"task_mode": "score", "score__max_new_tokens": 20, "score__max_hint_tokens": 20}
@@ -160,40 +163,40 @@ SCORE: dict[str, Any] = {"task_mode": "score", "score__max_new_tokens": 20, "sco
     ids=["earlier turns", "system", "tools"],
 )
 def test_a_row_that_says_more_than_two_turn_episodes_ask_is_refused_and_counted(
-    row: dict[str, Any], said: str, config_of: ConfigOf, tokenizer: Any
+    row: dict[str, Any], said: str, make_config: MakeConfig, tokenizer: Any
 ):
     with pytest.raises(DataError, match=rf"train\.jsonl:1 has {said}, but task mode score asks"):
-        load_prompts(config_of([row], **SCORE), tokenizer)
-    report = load_prompts(config_of([row, {"prompt": "one"}], **SCORE, data__on_bad_row="skip"), tokenizer).report
+        load_prompts(make_config([row], **SCORE), tokenizer)
+    report = load_prompts(make_config([row, {"prompt": "one"}], **SCORE, data__on_bad_row="skip"), tokenizer).report
     assert (report["refused"], report["kept"]) == (1, 1)
-    load_prompts(config_of([row]), tokenizer)  # task grpo asks all of it
+    load_prompts(make_config([row]), tokenizer)  # task grpo asks all of it
 
 
-def test_the_system_prompt_of_all_rows_is_no_reason_to_refuse_one(config_of: ConfigOf, tokenizer: Any):
-    cfg = config_of([{"prompt": CHAT}], **SCORE, data__system=CHAT[0]["content"])
-    (question,) = all_of(load_prompts(cfg, tokenizer).train)
+def test_the_system_prompt_of_all_rows_is_no_reason_to_refuse_one(make_config: MakeConfig, tokenizer: Any):
+    cfg = make_config([{"prompt": CHAT}], **SCORE, data__system=CHAT[0]["content"])
+    (question,) = list_questions(load_prompts(cfg, tokenizer).train)
     assert question.question == "why the river"
 
 
-def test_a_share_of_the_prompts_is_held_out_each_with_all_its_rows(config_of: ConfigOf, tokenizer: Any):
+def test_a_share_of_the_prompts_is_held_out_each_with_all_its_rows(make_config: MakeConfig, tokenizer: Any):
     rows = [{"prompt": f"row {n // 2}", "answer": str(n)} for n in range(60)]
-    prompts = load_prompts(config_of(rows, data__split=0.3), tokenizer)
-    sides = [{question.question for question in all_of(side)} for side in (prompts.train, prompts.held_out)]
+    prompts = load_prompts(make_config(rows, data__split=0.3), tokenizer)
+    sides = [{question.question for question in list_questions(side)} for side in (prompts.train, prompts.held_out)]
     assert all(sides)
     assert sides[0].isdisjoint(sides[1])
     assert len(prompts.train) + len(prompts.held_out) == 60
 
 
-def test_nothing_left_to_ask_says_what_became_of_the_rows(config_of: ConfigOf, tokenizer: Any):
+def test_nothing_left_to_ask_says_what_became_of_the_rows(make_config: MakeConfig, tokenizer: Any):
     with pytest.raises(DataError, match="no prompt is left to train on: 1 read, 1 too long"):
-        load_prompts(config_of([{"prompt": "salt " * 100}]), tokenizer)
+        load_prompts(make_config([{"prompt": "salt " * 100}]), tokenizer)
 
 
 @pytest.mark.parametrize("mode", ["grpo", "score"])
 def test_a_prompt_that_is_too_long_is_told_with_the_keys_that_give_its_task_room(
-    config_of: ConfigOf, tokenizer: Any, mode: str
+    make_config: MakeConfig, tokenizer: Any, mode: str
 ):
-    cfg = config_of([{"prompt": "salt " * 200}], data__too_long="error").with_values({"task_mode": mode}, "a test")
+    cfg = make_config([{"prompt": "salt " * 200}], data__too_long="error").with_values({"task_mode": mode}, "a test")
     with pytest.raises(DataError, match="has ") as refusal:
         load_prompts(cfg, tokenizer)
     named = {word.strip(",;") for word in refusal.value.fix.split() if "." in word}

@@ -33,16 +33,16 @@ pickle.dump((found, sorted({name.split(".")[0] for name in sys.modules})), open(
 """
 
 
-def chat_of(*texts: str) -> Chat:
+def make_chat(*texts: str) -> Chat:
     turns = [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)]
     return Chat(tuple(turns), WHERE)
 
 
 RECORDS: list[Record] = [
-    chat_of("One?", "First stone."),
-    chat_of("One </s>?", "<think>\nhm\n</think>\n\nFirst.", "Two?", "Second <|im_end|>."),
+    make_chat("One?", "First stone."),
+    make_chat("One </s>?", "<think>\nhm\n</think>\n\nFirst.", "Two?", "Second <|im_end|>."),
     Text("It says </s>.", WHERE),
-    chat_of("Hi \ufdd0?", "Ho."),
+    make_chat("Hi \ufdd0?", "Ho."),
 ]
 
 
@@ -97,7 +97,7 @@ def test_eos_that_the_tokenizer_adds_itself_is_not_doubled(modern_tokenizer: Any
 
 def test_chat_without_a_template_has_a_problem_and_texts_go_on(modern_tokenizer: Any):
     renderer = Renderer.prove(modern_tokenizer, None, samples=RECORDS)
-    chat, text = renderer.render([chat_of("Hi?", "Ho."), Text("A hill.", WHERE)])
+    chat, text = renderer.render([make_chat("Hi?", "Ho."), Text("A hill.", WHERE)])
     assert "no chat template" in chat.problem
     assert (text.problem, renderer.method) == ("", "none")
     assert renderer.end_token_ids == [modern_tokenizer.eos_token_id]
@@ -120,20 +120,20 @@ def test_of_a_very_long_text_only_the_beginning_is_tokenised(
     sentence = "seven stones over a quiet hill "
     long = sentence * 6_000  # 186,000 characters; read are 20,000 + 64 * 512
     records: list[Record] = [
-        chat_of("Say it.", long + typed, "Again?", "No."),
+        make_chat("Say it.", long + typed, "Again?", "No."),
         Text(long + typed, WHERE),
-        chat_of("Say it.", sentence + typed),
+        make_chat("Say it.", sentence + typed),
     ]
     renderer = Renderer.prove(modern_tokenizer, CHATML, samples=[])
     chat, text, short = renderer.render(records, max_tokens=512)
-    assert [each.is_partial for each in (chat, text, short)] == [True, True, False]
+    assert [example.is_partial for example in (chat, text, short)] == [True, True, False]
     beginning = modern_tokenizer(long[: 20_000 + 64 * 512], add_special_tokens=False)["input_ids"]
     assert text.input_ids == text.labels == beginning
     prompt = renderer.prompt_ids([Message("user", "Say it.")])
     assert chat.input_ids[:512] == [*prompt, *beginning][:512]
     assert len(chat.input_ids) > 512
     assert chat.labels[: len(prompt) + 1] == [*[-100] * len(prompt), beginning[0]]
-    assert replace(short, of=0) == renderer.render(records[2:])[0]
+    assert replace(short, record_index=0) == renderer.render(records[2:])[0]
 
 
 @pytest.mark.parametrize("typed", ["", "</s>"])
@@ -150,7 +150,7 @@ def test_text_of_few_tokens_in_many_characters_is_tokenised_to_its_end(
 
 
 def test_answer_text_is_what_the_template_writes_for_the_last_turn(modern_tokenizer: Any):
-    chat = chat_of("One?", "First.", "Two?", " Second <|im_end|>. ")
+    chat = make_chat("One?", "First.", "Two?", " Second <|im_end|>. ")
     expected = {
         "chatml": "Second <|im_end|>.",
         "llama3": "Second <|im_end|>.",

@@ -1,4 +1,4 @@
-"""Problems whose own solution fails are left out and named; references run once."""
+"""Problems with a failing reference solution are left out and named; references run once."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_a_problem_whose_solution_fails_is_left_out_and_named(sandbox, capsys, m
     }  # fmt: skip
     assert failed["3"].startswith("the setup of the job: ModuleNotFoundError")
     said = capsys.readouterr().out
-    assert "problem 2 is left out, its own solution does not pass: wrong" in said
-    assert "the own solutions of 4 of 5 problems do not pass" in said
+    assert "problem 2 is left out: its reference solution does not pass: wrong" in said
+    assert "the reference solutions of 4 of 5 problems do not pass" in said
 
 
 def test_references_run_once_for_the_same_problems_limits_and_executor(sandbox):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from sftplay.data.records import Source, Text
 from sftplay.data.render import vocabulary
 from sftplay.data.render.render import Renderer
-from sftplay.data.render.vocabulary import Vocabulary, can_be_cut, parts_of
+from sftplay.data.render.vocabulary import Vocabulary, can_be_cut, split_at_seams
 from tests.data.conftest import WORDS
 
 PIECES = [
@@ -61,7 +61,7 @@ def test_the_parts_of_a_text_have_its_tokens(
     def ids(part: str) -> list[int]:
         return list(tokenizer.encode(part, add_special_tokens=False).ids)
 
-    parts = parts_of(text, ids, size=size)
+    parts = split_at_seams(text, ids, size=size)
     assert "".join(parts) == text
     assert [id for part in parts for id in ids(part)] == ids(text)
 
@@ -70,8 +70,8 @@ def test_a_text_without_a_seam_stays_whole_and_one_with_seams_is_cut_near_the_as
     def ids(part: str) -> list[int]:
         return [ord(letter) for letter in part]
 
-    assert parts_of("word " * 100, ids, size=50) == ["word " * 100]
-    assert [len(part) for part in parts_of("A line of 20 letters\n" * 10, ids, size=50)] == [63, 63, 63, 21]
+    assert split_at_seams("word " * 100, ids, size=50) == ["word " * 100]
+    assert [len(part) for part in split_at_seams("A line of 20 letters\n" * 10, ids, size=50)] == [63, 63, 63, 21]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_long_document_is_rendered_as_without_parts(tokenizer: Any, monkeypatc
     monkeypatch.setattr(
         Vocabulary,
         "_parts",
-        lambda self, text: cut.append(parts_of(text, lambda part: self._ids([part])[0], size=500)) or cut[-1],
+        lambda self, text: cut.append(split_at_seams(text, lambda part: self._ids([part])[0], size=500)) or cut[-1],
     )
     (parted,) = renderer.render([record])
     assert parted == whole

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from sftplay.data.layouts.convert import to_record
 from sftplay.data.read import json_rows as json_document
 from sftplay.data.read import json_rows as jsonl
-from sftplay.data.read.files import files_of, other_files
+from sftplay.data.read.files import list_files, other_files
 from sftplay.data.read.sources import Dialect, content_digest, is_hub_name, read_raw, read_rows
 from sftplay.data.records import Refused
 from sftplay.errors import DataError
@@ -51,7 +51,7 @@ def fates(path: Path, dialect: Dialect) -> tuple[int, list[str]]:
 
 
 def test_there_are_at_least_forty_awkward_files_with_names_of_their_own():
-    assert len({each.name for each in AWKWARD}) == len(AWKWARD) >= 40
+    assert len({file.name for file in AWKWARD}) == len(AWKWARD) >= 40
 
 
 @pytest.mark.parametrize("file", AWKWARD, ids=lambda file: file.name)
@@ -163,11 +163,11 @@ def test_array_with_a_string_that_never_ends_is_not_read_into_memory(tmp_path: P
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str):
     # 12 MB of rows are read with less than 4 MB held at any time.
     texts = [row(n, " salt" * 100) for n in range(10_000)]
-    content = "".join(json.dumps(each) + "\n" for each in texts)
+    content = "".join(json.dumps(row) + "\n" for row in texts)
     if name == "a.json":
         content = json.dumps(texts)
     elif name == "a.csv":
-        content = "prompt,completion\n" + "".join(f'"{each["prompt"]}","{each["completion"]}"\n' for each in texts)
+        content = "prompt,completion\n" + "".join(f'"{row["prompt"]}","{row["completion"]}"\n' for row in texts)
     data = content.encode()
     assert len(data) > 10 << 20
     (tmp_path / name).write_bytes(gzip.compress(data, 1) if name.endswith("gz") else data)
@@ -184,7 +184,11 @@ def test_folder_is_read_whole_in_the_order_of_names_but_for_hidden_and_foreign_f
     for name in ("b.jsonl", "a/2.csv.gz", "a/1.tsv", ".hidden.jsonl", ".git/x.jsonl", "README.md", "a/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(gzip.compress(b"text\nx\n") if name.endswith("gz") else b"text\ny\n")
-    assert [str(file.relative_to(tmp_path)) for file in files_of(str(tmp_path))] == ["a/1.tsv", "a/2.csv.gz", "b.jsonl"]
+    assert [str(file.relative_to(tmp_path)) for file in list_files(str(tmp_path))] == [
+        "a/1.tsv",
+        "a/2.csv.gz",
+        "b.jsonl",
+    ]
     assert other_files(str(tmp_path)) == ["README.md", "a/notes.txt"]
     (tmp_path / "b.jsonl").write_text(THREE)
     found = [(os.path.relpath(source.path, tmp_path), source.line) for source, _ in read_rows(str(tmp_path))]
@@ -194,7 +198,7 @@ def test_folder_is_read_whole_in_the_order_of_names_but_for_hidden_and_foreign_f
 def test_folder_without_rows_is_refused(tmp_path: Path):
     (tmp_path / "README.md").write_text("nothing")
     with pytest.raises(DataError, match="is a folder without a file of rows"):
-        files_of(str(tmp_path))
+        list_files(str(tmp_path))
 
 
 @pytest.mark.parametrize("path", ["x.jsonl", "a/b/c", "x\0.jsonl", "x" * 5000, "", "x" * 300 + "/y"])
@@ -245,7 +249,7 @@ def test_every_encoding_that_python_knows_gives_rows_or_a_data_error(tmp_path: P
 
 
 MUTATIONS = st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=3), st.integers(0, 3)), max_size=4)
-SEEDS = [each.content for each in AWKWARD if len(each.content) < 2000]
+SEEDS = [file.content for file in AWKWARD if len(file.content) < 2000]
 
 
 def survives(path: Path) -> None:
@@ -263,8 +267,8 @@ def survives(path: Path) -> None:
 def test_any_change_to_a_file_gives_rows_or_a_data_error(
     tmp_path_factory: pytest.TempPathFactory, suffix: str, content: bytes, changes: list[tuple[int, bytes, int]]
 ):
-    for place, new, gone in changes:
-        content = content[:place] + new + content[place + gone :]
+    for place, new, n_removed in changes:
+        content = content[:place] + new + content[place + n_removed :]
     path = tmp_path_factory.getbasetemp() / f"changed{suffix}"
     path.write_bytes(gzip.compress(content, 1) if suffix.endswith(".gz") and len(changes) % 2 else content)
     survives(path)
@@ -279,10 +283,10 @@ def test_any_bytes_give_rows_or_a_data_error(tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_damage_to_a_parquet_file_gives_rows_or_a_data_error(tmp_path: Path, seed: int):
-    draw = random.Random(seed)
+    generator = random.Random(seed)
     for _ in range(100):
         damaged = bytearray(STORED)
-        for _ in range(draw.randint(1, 4)):
-            damaged[draw.randrange(4, len(damaged) - 4)] = draw.randrange(256)
+        for _ in range(generator.randint(1, 4)):
+            damaged[generator.randrange(4, len(damaged) - 4)] = generator.randrange(256)
         (tmp_path / "a.parquet").write_bytes(damaged)
         survives(tmp_path / "a.parquet")

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from chat_reference import one_a_turn, reference, shipped_templates, text_of
+from chat_reference import one_a_turn, reference, render_text, shipped_templates
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -133,12 +133,12 @@ def styled(style: str, markers: bool) -> str:
     return STYLES[style].replace("[[", opened).replace("]]", closed)
 
 
-def turns_of(texts: list[str], system: str = "") -> list[dict[str, str]]:
+def make_turns(texts: list[str], system: str = "") -> list[dict[str, str]]:
     turns = [{"role": "assistant" if place % 2 else "user", "content": text} for place, text in enumerate(texts)]
     return [{"role": "system", "content": system}] * bool(system) + turns
 
 
-def chat_of(turns: list[dict[str, Any]]) -> Chat:
+def make_chat(turns: list[dict[str, Any]]) -> Chat:
     return Chat(tuple(Message(turn["role"], turn["content"]) for turn in turns), Source("rows.jsonl", 1))
 
 
@@ -154,13 +154,15 @@ def test_what_is_learned_is_what_prefix_rendering_says(
     modern_tokenizer: Any, style: str, markers: bool, texts: list[str]
 ):
     template = styled(style, markers)
-    turns = turns_of(texts, "" if style in WITHOUT_SYSTEM else "Be brief.")
-    found = Renderer.prove(modern_tokenizer, template, samples=[chat_of(turns)]).render([chat_of(turns)])
+    turns = make_turns(texts, "" if style in WITHOUT_SYSTEM else "Be brief.")
+    found = Renderer.prove(modern_tokenizer, template, samples=[make_chat(turns)]).render([make_chat(turns)])
     how = {"splits": style in REWRITING, "unlearned": "</s>" if style == "phi" else ""}
-    assert [(each.input_ids, each.labels) for each in found] == expected(modern_tokenizer, template, turns, **how)
+    assert [(example.input_ids, example.labels) for example in found] == expected(
+        modern_tokenizer, template, turns, **how
+    )
 
 
-def answers_of(style: str, texts: list[str]) -> str:
+def join_answers(style: str, texts: list[str]) -> str:
     """All that is to be learned, white space left out, which some of the styles trim."""
     thought = "<think></think>" if style in REWRITING else ""
     return "".join("".join(f"{thought}{text}{ENDS.get(style, '</s>')}".split()) for text in texts[1::2])
@@ -169,25 +171,25 @@ def answers_of(style: str, texts: list[str]) -> str:
 @pytest.mark.parametrize("markers", [True, False], ids=["markers", "plain"])
 @pytest.mark.parametrize("style", STYLES)
 def test_learned_text_is_the_answers_each_with_its_end_token(modern_tokenizer: Any, style: str, markers: bool):
-    chat = chat_of(turns_of(CHATS["three turns"]))
+    chat = make_chat(make_turns(CHATS["three turns"]))
     found = Renderer.prove(modern_tokenizer, styled(style, markers), samples=[chat]).render([chat])
-    learned = "".join(modern_tokenizer.decode([id for id in each.labels if id != -100]) for each in found)
-    assert "".join(learned.split()) == answers_of(style, CHATS["three turns"])
+    learned = "".join(modern_tokenizer.decode([id for id in example.labels if id != -100]) for example in found)
+    assert "".join(learned.split()) == join_answers(style, CHATS["three turns"])
 
 
 @pytest.mark.parametrize("markers", [True, False], ids=["markers", "plain"])
 @pytest.mark.parametrize("style", STYLES)
 def test_headers_and_special_tokens_that_are_typed_stay_text(modern_tokenizer: Any, style: str, markers: bool):
     template = styled(style, markers)
-    found = Renderer.prove(modern_tokenizer, template, samples=[]).render([chat_of(turns_of(HEADERS))])
-    plain = turns_of([f"Placeholder{letter}" for letter in "abcdef"])
+    found = Renderer.prove(modern_tokenizer, template, samples=[]).render([make_chat(make_turns(HEADERS))])
+    plain = make_turns([f"Placeholder{letter}" for letter in "abcdef"])
     whole = [plain[: index + 1] for index in (1, 3, 5)] if style in REWRITING else [plain]
     for example, turns in zip(found, whole, strict=True):
-        text = text_of(modern_tokenizer, template, turns)
+        text = render_text(modern_tokenizer, template, turns)
         assert (example.problem, example.input_ids) == ("", ids_by_pieces(modern_tokenizer, text))
-    learned = "".join(modern_tokenizer.decode([id for id in each.labels if id != -100]) for each in found)
-    assert "".join(learned.split()) == answers_of(style, HEADERS)
-    assert sum(each.typed_specials for each in found) == 21  # 5 + 8 + 5 in the questions, 3 in the last answer
+    learned = "".join(modern_tokenizer.decode([id for id in example.labels if id != -100]) for example in found)
+    assert "".join(learned.split()) == join_answers(style, HEADERS)
+    assert sum(example.n_escaped for example in found) == 21  # 5 + 8 + 5 in the questions, 3 in the last answer
 
 
 def ids_by_pieces(tokenizer: Any, text: str) -> list[int]:
@@ -212,8 +214,8 @@ def test_bos_is_not_doubled_by_a_tokenizer_that_adds_one(modern_tokenizer: Any, 
         single="<s> $A", special_tokens=[("<s>", modern_tokenizer.bos_token_id)]
     )
     renderer = Renderer.prove(modern_tokenizer, styled(style, markers=False), samples=[])
-    (found,) = renderer.render([chat_of(turns_of(["Hi?", "Ho."]))])
-    (typed,) = renderer.render([chat_of(turns_of(["Hi <s>?", "Ho."]))])
+    (found,) = renderer.render([make_chat(make_turns(["Hi?", "Ho."]))])
+    (typed,) = renderer.render([make_chat(make_turns(["Hi <s>?", "Ho."]))])
     assert [ids.count(modern_tokenizer.bos_token_id) for ids in (found.input_ids, typed.input_ids)] == [1, 1]
 
 
@@ -244,32 +246,34 @@ def test_template_that_trl_ships_is_proven_or_refused_with_its_cause(modern_toke
     texts = CHATS["three turns"]
     if name in THINKING:
         texts = [text if text.endswith("?") else f"<think>\nWell.\n</think>\n\n{text}" for text in texts]
-    turns = turns_of(texts)
+    turns = make_turns(texts)
     if name in REFUSED:
         with pytest.raises(DataError) as refusal:
-            Renderer.prove(modern_tokenizer, template, samples=[chat_of(turns)])
+            Renderer.prove(modern_tokenizer, template, samples=[make_chat(turns)])
         assert REFUSED[name] in refusal.value.what
         return
-    found = Renderer.prove(modern_tokenizer, template, samples=[chat_of(turns)]).render([chat_of(turns)])
+    found = Renderer.prove(modern_tokenizer, template, samples=[make_chat(turns)]).render([make_chat(turns)])
     if name in IN_PARTS:
         turns = [{"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
     how = {"splits": name in SPLIT, "closing": CLOSINGS.get(name, "")}
     how["unlearned"] = "</s>" if name.startswith("phi") else ""
-    assert [each.problem for each in found] == [""] * len(found)
-    assert [(each.input_ids, each.labels) for each in found] == expected(modern_tokenizer, template, turns, **how)
+    assert [example.problem for example in found] == [""] * len(found)
+    assert [(example.input_ids, example.labels) for example in found] == expected(
+        modern_tokenizer, template, turns, **how
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "is_learned"), [("qwen3", True), ("qwen3_6", True), ("qwen3_5_nothink", False)], ids=lambda each: str(each)
+    ("name", "is_learned"), [("qwen3", True), ("qwen3_6", True), ("qwen3_5_nothink", False)], ids=str
 )
 def test_an_empty_thought_is_learned_exactly_where_the_prompt_ends_before_it(
     modern_tokenizer: Any, name: str, is_learned: bool
 ):
     template = shipped_templates()[name]
-    turns = turns_of(["Why?", "Because."])
-    prompt = text_of(modern_tokenizer, template, turns[:-1], add_generation_prompt=True)
+    turns = make_turns(["Why?", "Because."])
+    prompt = render_text(modern_tokenizer, template, turns[:-1], add_generation_prompt=True)
     assert prompt.rstrip().endswith("</think>") is not is_learned  # transformers' own rendering decides it
-    (found,) = Renderer.prove(modern_tokenizer, template, samples=[]).render([chat_of(turns)])
+    (found,) = Renderer.prove(modern_tokenizer, template, samples=[]).render([make_chat(turns)])
     learned = modern_tokenizer.decode([token for token in found.labels if token != -100])
     assert ("</think>" in learned) is is_learned
     assert "<think>" in modern_tokenizer.decode(found.input_ids)

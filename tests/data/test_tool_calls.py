@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_reference import shipped_templates, text_of
+from chat_reference import render_text, shipped_templates
 
 from sftplay.data.records import Call, Chat, Message, Source
 from sftplay.data.render.render import Renderer
@@ -57,7 +57,7 @@ def real_rows() -> Iterator[Row]:
         yield {"messages": turns, "tools": row["tools"]}
 
 
-def chat_of(row: Row) -> Chat:
+def make_chat(row: Row) -> Chat:
     messages, name = [], ""
     for turn in row["messages"]:
         calls = tuple(Call(call["name"], json.dumps(call["arguments"]), "call00001") for call in turn.get("calls", ()))
@@ -89,12 +89,12 @@ def said_and_called(template: str, learned: str) -> list[str | Row]:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_is_learned_of_real_rows_is_what_the_assistant_says_and_calls(modern_tokenizer: Any, name: str):
     rows = list(real_rows())
-    chats = [chat_of(row) for row in rows]
+    chats = [make_chat(row) for row in rows]
     renderer = Renderer.prove(modern_tokenizer, TEMPLATES[name], samples=chats[:8])
     learned = [""] * len(rows)
-    for each in renderer.render(chats):
-        assert each.problem == ""
-        learned[each.of] += modern_tokenizer.decode([id for id in each.labels if id != -100])
+    for example in renderer.render(chats):
+        assert example.problem == ""
+        learned[example.record_index] += modern_tokenizer.decode([id for id in example.labels if id != -100])
     n_calls = 0
     for row, text in zip(rows, learned, strict=True):
         due: list[str | Row] = []
@@ -102,13 +102,13 @@ def test_what_is_learned_of_real_rows_is_what_the_assistant_says_and_calls(moder
             if turn["role"] == "assistant":
                 content = turn["content"].strip() if name == "llama3_1" else turn["content"]
                 due += [*([content] if content else []), *turn.get("calls", ())]
-        assert [each.strip() if isinstance(each, str) else each for each in said_and_called(name, text)] == [
-            each.strip() if isinstance(each, str) else each for each in due
+        assert [item.strip() if isinstance(item, str) else item for item in said_and_called(name, text)] == [
+            item.strip() if isinstance(item, str) else item for item in due
         ]
-        n_calls += sum(isinstance(each, dict) for each in due)
+        n_calls += sum(isinstance(item, dict) for item in due)
         for turn in row["messages"]:
             if turn["role"] == "tool":
-                repeated = sum(isinstance(each, str) and turn["content"] in each for each in due)
+                repeated = sum(isinstance(item, str) and turn["content"] in item for item in due)
                 assert text.count(turn["content"]) == repeated
     assert (len(rows), n_calls) == (260, 337)  # counted with grep: 143 and 194
 
@@ -118,13 +118,13 @@ def test_what_is_learned_of_real_rows_is_what_the_assistant_says_and_calls(moder
 def test_text_of_real_rows_is_that_of_transformers(modern_tokenizer: Any, name: str):
     rows = list(real_rows())[::10]
     renderer = Renderer.prove(modern_tokenizer, TEMPLATES[name], samples=[])
-    for row, found in zip(rows, renderer.render([chat_of(row) for row in rows]), strict=True):
+    for row, found in zip(rows, renderer.render([make_chat(row) for row in rows]), strict=True):
         turns = [
             {"role": turn["role"], "content": turn["content"]}
             | ({"tool_calls": [{"function": call} for call in turn["calls"]]} if "calls" in turn else {})
             for turn in row["messages"]
         ]
-        text = text_of(modern_tokenizer, TEMPLATES[name], turns, tools=row["tools"] or None)
+        text = render_text(modern_tokenizer, TEMPLATES[name], turns, tools=row["tools"] or None)
         assert found.input_ids == modern_tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -164,16 +164,16 @@ def test_chatml_without_tools_is_plain_chatml(modern_tokenizer: Any):
     turns = [("system", "Be brief."), ("user", " Hi?\n"), ("assistant", "Ho."), ("user", "So?"), ("assistant", "")]
     plain = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
     dicts = [{"role": role, "content": text} for role, text in turns]
-    assert text_of(modern_tokenizer, CHATML, dicts) == plain
-    prompt = text_of(modern_tokenizer, CHATML, dicts, add_generation_prompt=True)
+    assert render_text(modern_tokenizer, CHATML, dicts) == plain
+    prompt = render_text(modern_tokenizer, CHATML, dicts, add_generation_prompt=True)
     assert prompt == plain + "<|im_start|>assistant\n"
 
 
-def learned_of(tokenizer: Any, template: str, chat: Chat) -> tuple[str, str]:
+def find_learned(tokenizer: Any, template: str, chat: Chat) -> tuple[str, str]:
     """The learned text of all examples, and the first problem."""
     found = Renderer.prove(tokenizer, template, samples=[]).render([chat])
-    text = "".join(tokenizer.decode([id for id in each.labels if id != -100]) for each in found)
-    return text, next((each.problem for each in found if each.problem), "")
+    text = "".join(tokenizer.decode([id for id in example.labels if id != -100]) for example in found)
+    return text, next((example.problem for example in found if example.problem), "")
 
 
 # A template of its own for each way to lose something; the first writes all.
@@ -191,8 +191,8 @@ LOSING = {
         "{{ '<|' + m['role'] + '|>\n' + m['content'] }}",
         "{{ '<|' + m['role'] + '|>\n' + (m['content'] if m['role'] != 'tool' else '') }}",
     ),
-    "does not tell the model of the tool 'weigh'": WHOLE.replace("{{ tools | tojson }}", ""),
-    "drops what the assistant says beside its calls: 'Let me see.'": WHOLE.replace(
+    "leaves out the tool 'weigh'": WHOLE.replace("{{ tools | tojson }}", ""),
+    "drops the assistant's text next to its calls: 'Let me see.'": WHOLE.replace(
         "{{ '<|' + m['role'] + '|>\n' + m['content'] }}",
         "{{ '<|' + m['role'] + '|>\n' + (m['content'] if not m['tool_calls'] else '') }}",
     ),
@@ -201,7 +201,7 @@ LOSING = {
 
 @pytest.mark.parametrize("reason", LOSING)
 def test_row_of_which_the_template_loses_something_is_refused_with_what_is_lost(modern_tokenizer: Any, reason: str):
-    learned, problem = learned_of(modern_tokenizer, LOSING[reason], weighing(said="Let me see."))
+    learned, problem = find_learned(modern_tokenizer, LOSING[reason], weighing(said="Let me see."))
     assert reason in problem
     assert bool(reason) == bool(problem)
     assert learned == ("" if reason else 'Let me see.[weigh {"stone": "grey"}]</s>Heavy.</s>')
@@ -210,9 +210,9 @@ def test_row_of_which_the_template_loses_something_is_refused_with_what_is_lost(
 def test_values_of_every_kind_are_found_in_what_is_learned(modern_tokenizer: Any):
     arguments = '{"stone": "it\'s \\"é\\"\\n", "n": 1.50, "on": true, "no": null, "of": {"a": [1, "b\\\\c"]}, "x": {}}'
     for name in ("chatml", "qwen2_5", "qwen3", "llama3_1"):
-        learned, problem = learned_of(modern_tokenizer, TEMPLATES[name], weighing(arguments))
+        learned, problem = find_learned(modern_tokenizer, TEMPLATES[name], weighing(arguments))
         assert problem == ""
-        (call,) = [each for each in said_and_called(name, learned) if isinstance(each, dict)]
+        (call,) = [item for item in said_and_called(name, learned) if isinstance(item, dict)]
         assert call["arguments"] == json.loads(arguments)
 
 
@@ -223,7 +223,7 @@ def test_arguments_are_given_as_text_where_a_template_wants_text(modern_tokenize
     )
     prints_python = WHOLE.replace("['arguments'] | tojson", "['arguments']")
     for template in (wants_text, prints_python):
-        learned, problem = learned_of(modern_tokenizer, template, weighing('{"stone":"grey"}'))
+        learned, problem = find_learned(modern_tokenizer, template, weighing('{"stone":"grey"}'))
         assert (learned, problem) == ('[weigh {"stone":"grey"}]</s>Heavy.</s>', "")
 
 
@@ -232,7 +232,7 @@ def test_calls_may_end_with_a_token_of_their_own(modern_tokenizer: Any):
         "{{ '</s>\n' }}{% endfor %}", "{{ '<|eom_id|>' if m['tool_calls'] else '</s>' }}{% endfor %}"
     )
     renderer = Renderer.prove(modern_tokenizer, template, samples=[])
-    learned, _ = learned_of(modern_tokenizer, template, weighing())
+    learned, _ = find_learned(modern_tokenizer, template, weighing())
     assert learned == '[weigh {"stone": "grey"}]<|eom_id|>Heavy.</s>'
     assert modern_tokenizer.convert_ids_to_tokens(renderer.end_token_ids) == ["</s>", "<|eom_id|>"]
 
@@ -242,17 +242,17 @@ def test_prompt_after_a_tools_result_is_what_training_has_before_the_answer(mode
     for name, template in TEMPLATES.items():
         renderer = Renderer.prove(modern_tokenizer, template, samples=[])
         found = renderer.render([chat])
-        for turn, each in ((1, found[0]), (3, found[-1])):
+        for turn, example in ((1, found[0]), (3, found[-1])):
             prompt = renderer.prompt_ids(chat.messages[:turn], chat.tools)
-            assert each.input_ids[: len(prompt)] == prompt, name
-            assert each.labels[len(prompt) - 1] == -100
-            assert each.labels[len(prompt)] != -100
+            assert example.input_ids[: len(prompt)] == prompt, name
+            assert example.labels[len(prompt) - 1] == -100
+            assert example.labels[len(prompt)] != -100
         assert '"7 kg' not in renderer.answer_text(chat)
         assert renderer.answer_text(chat).endswith("Heavy.")
 
 
 def test_two_calls_where_the_template_takes_one_are_refused_with_its_own_reason(modern_tokenizer: Any):
-    _, problem = learned_of(modern_tokenizer, TEMPLATES["llama3_1"], weighing(n_calls=2))
+    _, problem = find_learned(modern_tokenizer, TEMPLATES["llama3_1"], weighing(n_calls=2))
     assert "single tool-calls at once" in problem
-    _, problem = learned_of(modern_tokenizer, shipped_templates()["gptoss"], weighing(n_calls=2))
+    _, problem = find_learned(modern_tokenizer, shipped_templates()["gptoss"], weighing(n_calls=2))
     assert "does not write the call" in problem

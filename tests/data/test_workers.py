@@ -18,7 +18,7 @@ import pytest
 from processes import is_alive, wait_until
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.layouts.convert import Reading
+from sftplay.data.layouts.convert import LayoutOptions
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import Source
 from sftplay.data.render.render import Renderer
@@ -63,16 +63,16 @@ def batches(count: int) -> Any:
 
 
 def mapped(process: psutil.Process) -> set[str]:
-    return {each.path for each in process.memory_maps()}
+    return {region.path for region in process.memory_maps()}
 
 
 def children() -> list[psutil.Process]:
-    """The started processes that have their command line: one has it only when its program has begun."""
+    """The started processes that have their command line: one has it only after its program has started."""
     found = []
-    for each in psutil.Process().children(recursive=True):
+    for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if each.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(each.cmdline()):
-                found.append(each)
+            if process.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(process.cmdline()):
+                found.append(process)
     return found
 
 
@@ -84,7 +84,7 @@ def no_child_of_another_test() -> None:
 def test_started_processes_hold_neither_torch_nor_transformers_and_end_with_the_work(tokenizer: Any):
     renderer = Renderer.prove(tokenizer, CHATML, samples=[])
     with closing(
-        workers.process_all(batches(50), renderer, options=RowOptions(Reading(), 64, "truncate"), processes=2)
+        workers.process_all(batches(50), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2)
     ) as coming:
         next(coming)
         wait_until(lambda: len(children()) == 2)
@@ -98,7 +98,9 @@ def test_started_processes_hold_neither_torch_nor_transformers_and_end_with_the_
 
 def test_abandoned_work_leaves_no_process(tokenizer: Any):
     renderer = Renderer.prove(tokenizer, CHATML, samples=[])
-    coming = workers.process_all(batches(10_000), renderer, options=RowOptions(Reading(), 64, "truncate"), processes=2)
+    coming = workers.process_all(
+        batches(10_000), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2
+    )
     next(coming)
     assert children()
     coming.close()
@@ -108,7 +110,9 @@ def test_abandoned_work_leaves_no_process(tokenizer: Any):
 def test_killed_process_is_said_and_the_others_end(tokenizer: Any):
     renderer = Renderer.prove(tokenizer, CHATML, samples=[])
     with closing(
-        workers.process_all(batches(100_000), renderer, options=RowOptions(Reading(), 64, "truncate"), processes=2)
+        workers.process_all(
+            batches(100_000), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2
+        )
     ) as coming:
         next(coming)
         os.kill(children()[0].pid, signal.SIGKILL)
@@ -123,7 +127,7 @@ import sys, time
 from transformers import PreTrainedTokenizerFast
 from sftplay.data.tokenize.batch import RawRow, RowOptions
 from sftplay.data.tokenize.workers import process_all
-from sftplay.data.layouts.convert import Reading
+from sftplay.data.layouts.convert import LayoutOptions
 from sftplay.data.records import Source
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import CHATML
@@ -135,7 +139,7 @@ def batches():
 if __name__ == "__main__":
     tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
     renderer = Renderer.prove(tokenizer, CHATML, samples=[])
-    for _ in process_all(batches(), renderer, options=RowOptions(Reading(), 64, "truncate"), processes=2):
+    for _ in process_all(batches(), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2):
         print("ready", flush=True)
         time.sleep(60)
 """
@@ -155,7 +159,7 @@ def test_processes_of_a_killed_parent_end(tokenizer: Any, tmp_path: Path):
     try:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
-        started = [each.pid for each in psutil.Process(parent.pid).children(recursive=True)]
+        started = [process.pid for process in psutil.Process(parent.pid).children(recursive=True)]
         assert len(started) >= 2
     finally:
         parent.kill()
@@ -169,7 +173,7 @@ def test_interrupt_while_processes_start_is_the_parents_alone(
     started, submit = [], ProcessPoolExecutor.submit
 
     def submit_and_interrupt(pool: Any, *given: Any) -> Any:
-        """As a terminal's Ctrl-C, which reaches processes that have not begun yet."""
+        """As a terminal's Ctrl-C, which reaches processes that have not started yet."""
         future = submit(pool, *given)
         for pid in list(pool._processes):
             if pid not in started:
@@ -180,7 +184,9 @@ def test_interrupt_while_processes_start_is_the_parents_alone(
 
     monkeypatch.setattr(ProcessPoolExecutor, "submit", submit_and_interrupt)
     renderer = Renderer.prove(tokenizer, CHATML, samples=[])
-    done = list(workers.process_all(batches(20), renderer, options=RowOptions(Reading(), 64, "truncate"), processes=2))
+    done = list(
+        workers.process_all(batches(20), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2)
+    )
     assert len(done) == 20
     assert len(started) >= 2
     assert "KeyboardInterrupt" not in capfd.readouterr().err

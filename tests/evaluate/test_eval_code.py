@@ -13,7 +13,7 @@ from small_run import WORDS
 
 from sftplay import cli
 from sftplay.data.problems.load import load_problems
-from sftplay.data.problems.problem import question_of
+from sftplay.data.problems.problem import format_question
 from sftplay.errors import MachineError, RunError
 from sftplay.runs import code_eval_ranks as ranks
 from sftplay.runs.code_eval import Questions
@@ -184,7 +184,7 @@ def test_a_model_that_knows_exactly_100_answers_scores_exactly_that_on_mbpp(
     patient = ("sandbox.timeout=120", "sandbox.test_timeout=60")  # whatever else runs on this machine
     problems = load_problems(str(MBPP), "test")
     known = problems[5 : 5 + KNOWN]
-    program = {question_of(each): f"Here:\n```python\n{each.reference}\n```" for each in known}
+    program = {format_question(each): f"Here:\n```python\n{each.reference}\n```" for each in known}
 
     def scripted(_: Any, questions: Questions) -> dict[int, str]:
         wrong = "```python\ndef nothing(): pass\n```"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from sftplay.data.layouts.columns import Body, needed, needed_text
-from sftplay.data.layouts.turns import Row, list_of, text_of
+from sftplay.data.layouts.turns import RowFields, expect_list, expect_text
 from sftplay.data.records import Message
 
 
-def _from_debate(row: Row) -> Body:
+def _from_debate(row: RowFields) -> Body:
     """The topic begins the first turn; the speakers take turns as user and assistant."""
-    sides = list_of(needed(row, ("sides",))[1], "'sides'", of="texts")
-    texts = [text_of(side, f"sides[{n}]") for n, side in enumerate(sides)]
+    sides = expect_list(needed(row, ("sides",))[1], "'sides'", of="texts")
+    texts = [expect_text(side, f"sides[{n}]") for n, side in enumerate(sides)]
     texts[:1] = [f"{needed_text(row, ('topic',))}\n\n{text}" for text in texts[:1]]
     return Body(tuple(Message("assistant" if n % 2 else "user", text) for n, text in enumerate(texts)))

@@ -18,7 +18,7 @@ from processes import wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from sftplay import cli
-from sftplay.data.layouts.convert import Reading
+from sftplay.data.layouts.convert import LayoutOptions
 from sftplay.data.read.sources import Dialect
 from sftplay.data.records import Text
 from sftplay.data.render.render import Renderer
@@ -442,6 +442,6 @@ def test_a_plain_text_is_gone_on_with_as_it_was_trained(tmp_path: Path, tokenize
 
 def test_columns_and_encoding_of_the_run_hold_for_the_rows_to_answer(tmp_path: Path):
     (tmp_path / "in.csv").write_bytes("frage;x\nWarum schön?;1\n".encode("cp1252"))
-    reading = Reading(columns=(("question", "frage"), ("answer", "antwort")))
+    reading = LayoutOptions(columns=(("question", "frage"), ("answer", "antwort")))
     (found,) = PromptFile(str(tmp_path / "in.csv"), reading, Dialect("cp1252", ";"))
     assert found.messages[-1].content == "Warum schön?"

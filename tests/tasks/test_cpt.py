@@ -143,14 +143,14 @@ def test_a_streamed_run_is_that_of_rows_in_memory_and_its_report_is_whole_at_the
     whole |= {"data__split": None, "train__eval_steps": None, "train__max_steps": 3}
     one = train(tmp_path / "memory", inputs, **whole)
     fresh = {"data__processed_dir": str(tmp_path / "processed"), "cpt__streaming": True}
-    real, started = load.start_filler, []
+    real, started = load.start_tokenize_process, []
 
     def start(job: Any) -> Any:
         started.append(real(job))
         assert started[-1].wait() == 0
         return started[-1]
 
-    with patch.object(load, "start_filler", start):
+    with patch.object(load, "start_tokenize_process", start):
         other = train(tmp_path / "streamed", inputs, **{**whole, **fresh})
     assert len(started) == 2
     assert_equal(one, other)

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sftplay.data.layouts.turns import (
-    Row,
+    RowFields,
+    expect_list,
+    expect_text,
     is_blank,
-    list_of,
     listed,
     openai_turns,
     prompt_turns,
     refuse,
     sharegpt_turns,
-    text_of,
 )
-from sftplay.data.problems.problem import answer_of, question_of, reward_columns, to_problem
+from sftplay.data.problems.problem import format_answer, format_question, reward_columns, to_problem
 from sftplay.data.records import Message
 
 if TYPE_CHECKING:  # at run time it would bring pydantic into every worker
@@ -44,14 +44,14 @@ TOOLS: Names = ("tools", "functions")
 
 @dataclass(frozen=True)
 class Body:
-    """What a row says, before its system prompt and its tools are added."""
+    """The turns of a row, before its system prompt and its tools are added."""
 
     turns: tuple[Message, ...]
     n_given: int = 0
     """Turns at the beginning that are not learned."""
 
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """What rewards read of the row beside its answer."""
+    """The columns that rewards read, in addition to the answer."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ class Shape:
 
     needs: tuple[Names, ...]
     may: tuple[Names, ...] = ()
-    body: Callable[[Row], Body] | None = None
+    body: Callable[[RowFields], Body] | None = None
     """None: plain text."""
 
     asked: Names = ()
     """The column of the question; empty for plain text."""
 
-    ask: Callable[[Row], tuple[Message, ...]] | None = None
+    ask: Callable[[RowFields], tuple[Message, ...]] | None = None
     """The turns up to the question, and perhaps its answer, of a row that need not have an answer."""
 
     is_published: bool = False
-    """It is the form of one data set, whose columns keep their names."""
+    """The layout belongs to one data set, so its columns keep their names."""
 
     @property
     def fields(self) -> set[str]:
@@ -78,7 +78,7 @@ class Shape:
         return set() if self.is_published else {names[0] for names in (*self.needs, *self.may)}
 
 
-def picked(row: Row, names: Names) -> str | None:
+def picked(row: RowFields, names: Names) -> str | None:
     """The first of the names that the row has a value for; else the first that it has at all."""
     fallback = None
     for name in names:
@@ -89,13 +89,13 @@ def picked(row: Row, names: Names) -> str | None:
     return fallback
 
 
-def optional(row: Row, names: Names) -> object:
+def optional(row: RowFields, names: Names) -> object:
     """The value of a column that need not be there; None without it."""
     name = picked(row, names)
     return None if name is None else row[name]
 
 
-def needed(row: Row, names: Names) -> tuple[str, object]:
+def needed(row: RowFields, names: Names) -> tuple[str, object]:
     """The column's name in this row and its value."""
     name = picked(row, names)
     if name is None:
@@ -103,30 +103,30 @@ def needed(row: Row, names: Names) -> tuple[str, object]:
     return name, row[name]
 
 
-def needed_text(row: Row, names: Names) -> str:
+def needed_text(row: RowFields, names: Names) -> str:
     """The text in a column that must be there."""
     name, value = needed(row, names)
-    return text_of(value, name)
+    return expect_text(value, name)
 
 
-def _from_messages(row: Row) -> Body:
+def _from_messages(row: RowFields) -> Body:
     _, value = needed(row, ("messages",))
     return Body(openai_turns(value, "messages"))
 
 
-def _from_sharegpt(row: Row) -> Body:
+def _from_sharegpt(row: RowFields) -> Body:
     name, value = needed(row, TURNS)
     return Body(sharegpt_turns(value, name))
 
 
-def _from_alpaca(row: Row) -> Body:
+def _from_alpaca(row: RowFields) -> Body:
     return Body((*_ask_alpaca(row), Message("assistant", needed_text(row, OUTPUT))))
 
 
-def _ask_alpaca(row: Row) -> tuple[Message, ...]:
+def _ask_alpaca(row: RowFields) -> tuple[Message, ...]:
     instruction = needed_text(row, ("instruction",))
     more = row.get("input")
-    extra = "" if more is None else text_of(more, "input")
+    extra = "" if more is None else expect_text(more, "input")
     asked = "\n\n".join(text for text in (instruction, extra) if text and not text.isspace())
     return (*_history(row.get("history")), Message("user", asked))
 
@@ -135,18 +135,18 @@ def _history(value: object) -> Iterable[Message]:
     """Earlier exchanges, a list of pairs; their answers are learned too."""
     if is_blank(value):
         return
-    for index, pair in enumerate(list_of(value, "'history'", of="pairs")):
+    for index, pair in enumerate(expect_list(value, "'history'", of="pairs")):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             refuse(f"history[{index}] is not a pair of a user's text and its answer")
-        yield Message("user", text_of(pair[0], f"history[{index}][0]"))
-        yield Message("assistant", text_of(pair[1], f"history[{index}][1]"))
+        yield Message("user", expect_text(pair[0], f"history[{index}][0]"))
+        yield Message("assistant", expect_text(pair[1], f"history[{index}][1]"))
 
 
-def _from_user(row: Row) -> Body:
+def _from_user(row: RowFields) -> Body:
     return _asked(needed_text(row, ("user",)), needed_text(row, ("assistant",)))
 
 
-def _from_question(row: Row) -> Body:
+def _from_question(row: RowFields) -> Body:
     return _asked(needed_text(row, QUESTION), needed_text(row, ANSWER))
 
 
@@ -154,7 +154,7 @@ def _asked(question: str, answer: str) -> Body:
     return Body((Message("user", question), Message("assistant", answer)))
 
 
-def _from_prompt(row: Row) -> Body:
+def _from_prompt(row: RowFields) -> Body:
     """Only the completion is learned, as in TRL: assistant turns inside the prompt are context."""
     before = prompt_turns(needed(row, ("prompt",))[1], "prompt", role="user")
     name, value = needed(row, COMPLETION)
@@ -164,25 +164,25 @@ def _from_prompt(row: Row) -> Body:
     return Body((*before, *after), len(before))
 
 
-def _from_problem(row: Row) -> Body:
+def _from_problem(row: RowFields) -> Body:
     problem = to_problem(row)
-    turns = _asked(question_of(problem), answer_of(problem)).turns
+    turns = _asked(format_question(problem), format_answer(problem)).turns
     return Body(turns, columns=reward_columns(problem))
 
 
-def _turns_of(body: Callable[[Row], Body]) -> Callable[[Row], tuple[Message, ...]]:
+def _take_turns(body: Callable[[RowFields], Body]) -> Callable[[RowFields], tuple[Message, ...]]:
     return lambda row: body(row).turns
 
 
-def _text_in(names: Names) -> Callable[[Row], tuple[Message, ...]]:
+def _text_in(names: Names) -> Callable[[RowFields], tuple[Message, ...]]:
     return lambda row: (Message("user", needed_text(row, names)),)
 
 
-def _ask_prompt(row: Row) -> tuple[Message, ...]:
+def _ask_prompt(row: RowFields) -> tuple[Message, ...]:
     return prompt_turns(row["prompt"], "prompt", role="user")
 
 
-def _ask_problem(row: Row) -> tuple[Message, ...]:
+def _ask_problem(row: RowFields) -> tuple[Message, ...]:
     return _from_problem(row).turns[:1]
 
 
@@ -191,8 +191,8 @@ _MBPP: tuple[Names, ...] = tuple(
 )
 
 SHAPES: Mapping[Layout, Shape] = {
-    "messages": Shape((MESSAGES,), (SYSTEM, TOOLS), _from_messages, MESSAGES, _turns_of(_from_messages)),
-    "sharegpt": Shape((TURNS,), (SYSTEM, TOOLS), _from_sharegpt, TURNS, _turns_of(_from_sharegpt)),
+    "messages": Shape((MESSAGES,), (SYSTEM, TOOLS), _from_messages, MESSAGES, _take_turns(_from_messages)),
+    "sharegpt": Shape((TURNS,), (SYSTEM, TOOLS), _from_sharegpt, TURNS, _take_turns(_from_sharegpt)),
     "alpaca": Shape(
         (INSTRUCTION, OUTPUT), (("input",), ("history",), SYSTEM, TOOLS), _from_alpaca, INSTRUCTION, _ask_alpaca
     ),
@@ -229,12 +229,12 @@ QUESTIONS: tuple[Layout, ...] = (
     "system_user_assistant",
     "question_answer",
 )
-"""In the order in which a row's keys are searched for a question: an answer beside it tells no layout."""
+"""In the order in which a row's keys are searched for a question: an answer column does not identify a layout."""
 
 INGESTED = frozenset(
     ("source", "title", "section", "pages", "row", "place", "n_chars", "sha256", "file_sha256")
 )  # fmt: skip
-"""What `ingest` writes beside each text. All of them together are the mark of its rows."""
+"""Columns that `ingest` writes next to each text. All of them together identify its rows."""
 
 FIX_LAYOUT = (
     f"name its columns with data.columns, or the layout with data.format ({', '.join(SHAPES)});"

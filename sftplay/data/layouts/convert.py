@@ -23,13 +23,13 @@ from sftplay.data.layouts.columns import (
     picked,
 )
 from sftplay.data.layouts.turns import (
-    Row,
+    RowFields,
     check_answered,
     check_order,
+    expect_text,
     is_blank,
     listed,
     refuse,
-    text_of,
     tie_results,
     tools_text,
 )
@@ -41,24 +41,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How rows are to be understood."""
+class LayoutOptions:
+    """The settings by which rows are understood."""
 
     format: Layout | Literal["auto"] = "auto"
     columns: tuple[tuple[str, str], ...] = ()
     """Pairs of our field and the file's column; a field that is not listed keeps its own name."""
 
     system: str | None = None
-    """System prompt of every chat that has none of its own."""
+    """System prompt of every chat without one."""
 
 
-def reading_of(data: DataConfig) -> Reading:
-    """How the config wants rows to be understood."""
-    return Reading(format=data.format, columns=tuple(data.columns.items()), system=data.system)
+def read_layout_options(data: DataConfig) -> LayoutOptions:
+    """Read from the config how rows are to be understood."""
+    return LayoutOptions(format=data.format, columns=tuple(data.columns.items()), system=data.system)
 
 
-def to_record(row: Row, source: Source, *, reading: Reading = Reading()) -> Record:
-    """The row as a record that obeys every rule of its kind; texts are kept to the character.
+def to_record(row: RowFields, source: Source, *, reading: LayoutOptions = LayoutOptions()) -> Record:
+    """Convert the row to a record that obeys every rule of its kind; texts are kept to the character.
 
     Raises:
         DataError: the row has no known layout or breaks a rule; `where` is file:line, `what` the reason.
@@ -81,10 +81,12 @@ def to_record(row: Row, source: Source, *, reading: Reading = Reading()) -> Reco
         raise DataError(error.what, where=str(source), fix=error.fix) from None
 
 
-def read_prompt(row: Row, source: Source, *, reading: Reading = Reading()) -> tuple[tuple[Message, ...], str]:
-    """The messages of a row that the assistant shall answer, and its tools as JSON text.
+def read_prompt(
+    row: RowFields, source: Source, *, reading: LayoutOptions = LayoutOptions()
+) -> tuple[tuple[Message, ...], str]:
+    """Return the messages of a row that the assistant shall answer, and its tools as JSON text.
 
-    It is read from every layout of a chat. An answer in the row is left out: it is the one to be given anew.
+    It is read from every layout of a chat. An answer in the row is left out: the model shall give a new one.
 
     Raises:
         DataError: it has no question, or breaks a rule.
@@ -102,7 +104,7 @@ def read_prompt(row: Row, source: Source, *, reading: Reading = Reading()) -> tu
         raise DataError(error.what, where=str(source), fix=error.fix) from None
 
 
-def read_beginning(row: Row, *, reading: Reading = Reading()) -> str:
+def read_beginning(row: RowFields, *, reading: LayoutOptions = LayoutOptions()) -> str:
     """The text of a row that is plain text, which a model goes on writing; empty for every other row."""
     view = _mapped(row, reading, is_partial=True)
     is_asked = any(optional(view, SHAPES[layout].asked) is not None for layout in QUESTIONS)
@@ -110,12 +112,12 @@ def read_beginning(row: Row, *, reading: Reading = Reading()) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _question(row: Row, reading: Reading) -> tuple[Message, ...]:
+def _question(row: RowFields, reading: LayoutOptions) -> tuple[Message, ...]:
     first = (reading.format,) if reading.format in QUESTIONS else ()
     for layout in (*first, *QUESTIONS):
         ask = SHAPES[layout].ask
         if SHAPES[layout].is_published and reading.columns:
-            continue  # its columns are somebody's own
+            continue  # a file with mapped columns does not have this layout
         if ask is not None and optional(row, SHAPES[layout].asked) is not None:
             break
     else:
@@ -126,10 +128,10 @@ def _question(row: Row, reading: Reading) -> tuple[Message, ...]:
     return ask(row)
 
 
-def unused_columns(row: Row, reading: Reading = Reading()) -> tuple[str, ...]:
+def unused_columns(row: RowFields, reading: LayoutOptions = LayoutOptions()) -> tuple[str, ...]:
     """The row's columns that its layout does not read, by the file's names; empty ones are not counted.
 
-    Nor are those that `ingest` writes beside a text: they say where it is from.
+    Nor are those that `ingest` writes next to a text to record where it is from.
     """
     try:
         view = _mapped(row, reading)
@@ -144,7 +146,7 @@ def unused_columns(row: Row, reading: Reading = Reading()) -> tuple[str, ...]:
     return tuple(name.encode("utf-8", "backslashreplace").decode() for name in unused)
 
 
-def layout_of(names: Iterable[str], mapped: Iterable[str] = ()) -> Layout | None:
+def detect_layout(names: Iterable[str], mapped: Iterable[str] = ()) -> Layout | None:
     """The first layout that has all it needs among the names and reads every field in `mapped`, or None."""
     present, asked = set(names), set(mapped)
     for layout, shape in SHAPES.items():
@@ -153,7 +155,7 @@ def layout_of(names: Iterable[str], mapped: Iterable[str] = ()) -> Layout | None
     return None
 
 
-def _layout(row: Row, reading: Reading) -> Layout:
+def _layout(row: RowFields, reading: LayoutOptions) -> Layout:
     mapped = [field for field, _ in reading.columns]
     if reading.format != "auto":
         if idle := set(mapped) - SHAPES[reading.format].fields:
@@ -161,14 +163,16 @@ def _layout(row: Row, reading: Reading) -> Layout:
             refuse(what, "map the fields of that layout, or set data.format to the one that is meant")
         return reading.format
     # In a table of mixed layouts the columns of the others are null.
-    found = layout_of([name for name, value in row.items() if value is not None], mapped) or layout_of(row, mapped)
+    found = detect_layout([name for name, value in row.items() if value is not None], mapped) or detect_layout(
+        row, mapped
+    )
     if found is None:
         with_these = f" and reads {listed(mapped)}, as data.columns asks" if mapped else ""
         refuse(f"no known layout has the keys {listed(row)}{with_these}", FIX_LAYOUT)
     return found
 
 
-def _mapped(row: Row, reading: Reading, *, is_partial: bool = False) -> Row:
+def _mapped(row: RowFields, reading: LayoutOptions, *, is_partial: bool = False) -> RowFields:
     """The row under our names; with `is_partial`, mapped columns may be missing."""
     if not reading.columns:
         return row
@@ -184,19 +188,19 @@ def _mapped(row: Row, reading: Reading, *, is_partial: bool = False) -> Row:
     return kept | {field: row[column] for column, field in given.items() if column in row}
 
 
-def _lead(row: Row, turns: tuple[Message, ...], *, reading: Reading) -> tuple[Message, ...]:
+def _lead(row: RowFields, turns: tuple[Message, ...], *, reading: LayoutOptions) -> tuple[Message, ...]:
     """The system turn that goes before these turns, if there is to be one."""
-    own = optional(row, SYSTEM)
+    in_column = optional(row, SYSTEM)
     has_turn = bool(turns) and turns[0].role == "system"
-    if not is_blank(own):
-        text = text_of(own, "system")
+    if not is_blank(in_column):
+        text = expect_text(in_column, "system")
         if has_turn and turns[0].content != text:
             refuse("has a system prompt in its column 'system' and another one in its first turn")
         return () if has_turn else (Message("system", text),)
     return () if has_turn or not reading.system else (Message("system", reading.system),)
 
 
-def _plain_text(row: Row, source: Source) -> Text:
+def _plain_text(row: RowFields, source: Source) -> Text:
     text = needed_text(row, ("text",))
     if not text or text.isspace():
         refuse("text is empty")

@@ -1,4 +1,4 @@
-"""How the rows of a mixture's source are read: documents, or chats in any layout, as the type of the source says."""
+"""Choose how the rows of a mixture's source are read: as documents, or as chats in any layout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sftplay.config.schema.data import DataConfig
 from sftplay.config.schema.run import RunConfig
 
 
-def data_of(cfg: RunConfig, kind: str) -> DataConfig:
+def select_data_config(cfg: RunConfig, kind: str) -> DataConfig:
     """The section `data` as it holds for sources of a type: only layouts of that type are read."""
     data = cfg.data
     if kind == "cpt":

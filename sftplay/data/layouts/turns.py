@@ -1,4 +1,4 @@
-"""Turns of a chat in the layouts that are known, with their calls of tools."""
+"""Read the turns of a chat, with their tool calls, in the known layouts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from sftplay.data.json_text import BROKEN_JSON, decode_json, encode_json, flaw_of
+from sftplay.data.json_text import BROKEN_JSON, decode_json, describe_json_error, encode_json
 from sftplay.data.records import Call, Message, Role
 from sftplay.errors import DataError, nearest_names
 
-Row = Mapping[str, Any]
+RowFields = Mapping[str, Any]
 
 FIX_ROW = "correct the row, or leave such rows out with data.on_bad_row: skip"
 
@@ -20,7 +20,7 @@ def refuse(what: str, fix: str = FIX_ROW) -> NoReturn:
     raise DataError(what, fix=fix)
 
 
-def kind_of(value: object) -> str:
+def describe_type(value: object) -> str:
     """A json value's type in words, for messages."""
     if value is None:
         return "null"
@@ -34,10 +34,10 @@ def listed(names: Iterable[object]) -> str:
     return ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "") if keys else "(none)"
 
 
-def text_of(value: object, name: str) -> str:
-    """`value` if it is a text of valid characters."""
+def expect_text(value: object, name: str) -> str:
+    """Return `value` if it is a text of valid characters."""
     if not isinstance(value, str):
-        refuse(f"{name} is {kind_of(value)}, not a text")
+        refuse(f"{name} is {describe_type(value)}, not a text")
     if not value.isascii():
         try:
             value.encode("utf-8")
@@ -46,25 +46,25 @@ def text_of(value: object, name: str) -> str:
     return value
 
 
-def list_of(value: object, name: str, *, of: str) -> Sequence[Any]:
-    """`value` if it is a list, or the list whose JSON text it is: a csv cell can hold a list only as text."""
+def expect_list(value: object, name: str, *, of: str) -> Sequence[Any]:
+    """Return `value` if it is a list, or the list in its JSON text: a csv cell can hold a list only as text."""
     if isinstance(value, str):
-        value = json_of(value, name, due=f"a list of {of}")
+        value = parse_json(value, name, due=f"a list of {of}")
     if not isinstance(value, list | tuple):
-        refuse(f"{name} is {kind_of(value)}, not a list of {of}")
+        refuse(f"{name} is {describe_type(value)}, not a list of {of}")
     return value
 
 
-def json_of(text: str, name: str, *, due: str) -> Any:
-    """The value of a JSON text; `due` is what the refusal says should stand there."""
+def parse_json(text: str, name: str, *, due: str) -> Any:
+    """Return the value of a JSON text; `due` names what the error expects there."""
     try:
         return decode_json(text)
     except BROKEN_JSON as error:
-        refuse(f"{name} is a text that is not JSON, where {due} is due: it {flaw_of(error)}")
+        refuse(f"{name} is a text that is not JSON, where {due} is due: it {describe_json_error(error)}")
 
 
 def is_blank(value: object) -> bool:
-    """True for what stands for nothing in an optional column: null, an empty text or an empty list."""
+    """Return True for an empty value of an optional column: null, an empty text or an empty list."""
     return value is None or value in ("", [], {}) or (isinstance(value, str) and value.isspace())
 
 
@@ -72,25 +72,25 @@ def tools_text(value: object) -> str:
     """A `tools` column, a list or its JSON text, as the JSON text of a list in OpenAI's form; empty for none."""
     if is_blank(value):
         return ""
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(value, "'tools'", of="functions"))]
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(expect_list(value, "'tools'", of="functions"))]
     return _encoded(tools, "'tools'") if tools else ""
 
 
-def calls_of_turn(turn: Mapping[str, Any], name: str) -> tuple[Call, ...]:
+def parse_turn_calls(turn: Mapping[str, Any], name: str) -> tuple[Call, ...]:
     """The calls in a message's `tool_calls`, or in the `function_call` that came before it in OpenAI's history."""
     several, one = turn.get("tool_calls"), turn.get("function_call")
     if not is_blank(several) and not is_blank(one):
         refuse(f"{name} has both 'tool_calls' and 'function_call'")
     if not is_blank(several):
-        calls = list_of(several, f"{name}.tool_calls", of="calls")
+        calls = expect_list(several, f"{name}.tool_calls", of="calls")
         return tuple(_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls))
     return () if is_blank(one) else (_call(one, f"{name}.function_call"),)
 
 
-def calls_of_value(value: object, name: str) -> tuple[Call, ...]:
+def parse_calls(value: object, name: str) -> tuple[Call, ...]:
     """The calls in a turn that is nothing but calls: one of them or a list, mostly as JSON text."""
     if isinstance(value, str):
-        value = json_of(value, name, due="a call")
+        value = parse_json(value, name, due="a call")
     calls = value if isinstance(value, list | tuple) else [value]
     if not calls:
         refuse(f"{name} has no call in it")
@@ -144,22 +144,22 @@ def _fresh_ids(taken: set[str]) -> Iterator[str]:
 
 def _call(value: object, name: str) -> Call:
     if not isinstance(value, Mapping):
-        refuse(f"{name} is {kind_of(value)}, not a call with name and arguments")
+        refuse(f"{name} is {describe_type(value)}, not a call with name and arguments")
     kind = value.get("type")
     if kind not in (None, "", "function"):
         refuse(f"{name} is a call of the type {kind!r}; only functions are known")
     inner = value.get("function", value)
     if not isinstance(inner, Mapping):
-        refuse(f"{name}.function is {kind_of(inner)}, not an object with name and arguments")
+        refuse(f"{name}.function is {describe_type(inner)}, not an object with name and arguments")
     given = value.get("id")
-    call_id = "" if given is None else text_of(given, f"{name}.id")
-    return Call(_name_of(inner, name), _arguments(inner.get("arguments"), f"{name}.arguments"), call_id)
+    call_id = "" if given is None else expect_text(given, f"{name}.id")
+    return Call(_expect_name(inner, name), _arguments(inner.get("arguments"), f"{name}.arguments"), call_id)
 
 
-def _name_of(value: Mapping[str, Any], name: str) -> str:
+def _expect_name(value: Mapping[str, Any], name: str) -> str:
     if "name" not in value:
         refuse(f"{name} names no function: its keys are {listed(value)}")
-    found = text_of(value["name"], f"{name}.name")
+    found = expect_text(value["name"], f"{name}.name")
     if not found.strip():
         refuse(f"{name}.name is empty")
     return found
@@ -169,21 +169,21 @@ def _arguments(value: object, name: str) -> str:
     if is_blank(value):
         return "{}"
     if isinstance(value, str):
-        value = json_of(value, name, due="an object")
+        value = parse_json(value, name, due="an object")
     if not isinstance(value, dict):
-        refuse(f"{name} is {kind_of(value)}, not an object")
+        refuse(f"{name} is {describe_type(value)}, not an object")
     return _encoded(value, name)
 
 
 def _tool(value: object, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        refuse(f"{name} is {kind_of(value)}, not the description of a function")
+        refuse(f"{name} is {describe_type(value)}, not the description of a function")
     if value.get("type") not in (None, "function"):
         refuse(f"{name} is a tool of the type {value['type']!r}; only functions are known")
     inner = value.get("function") or {key: value[key] for key in value if key != "type"}
     if not isinstance(inner, dict):
-        refuse(f"{name}.function is {kind_of(inner)}, not the description of a function")
-    _name_of(inner, name)
+        refuse(f"{name}.function is {describe_type(inner)}, not the description of a function")
+    _expect_name(inner, name)
     return {"type": "function", "function": inner}
 
 
@@ -211,7 +211,7 @@ CALLING_ROLES = ("function_call", "tool_call")
 """A sharegpt turn of such a role is the assistant's, and its value is the JSON text of one call or of several."""
 
 MEANT: dict[str, Role] = {**SHAREGPT_ROLES, "developer": "system", "ai": "assistant"}
-"""What a role that OpenAI's form does not know was probably meant to be."""
+"""Suggestions for roles that OpenAI's form does not know."""
 
 PLAIN = {"role", "content", "from", "value", "text", "name", "id", "tool_calls", "function_call", "tool_call_id"}
 UNHONOURED = (
@@ -229,13 +229,13 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 def openai_turns(value: object, name: str) -> tuple[Message, ...]:
     """A list of objects with `role` and `content` as messages, in order."""
-    turns = list_of(value, repr(name), of="messages")
+    turns = expect_list(value, repr(name), of="messages")
     return tuple([_openai_turn(turn, f"{name}[{index}]") for index, turn in enumerate(turns)])
 
 
 def sharegpt_turns(value: object, name: str) -> tuple[Message, ...]:
     """A list of objects with `from` and `value`, or their variants, as messages, in order."""
-    turns = list_of(value, repr(name), of="turns")
+    turns = expect_list(value, repr(name), of="turns")
     return tuple([_sharegpt_turn(turn, f"{name}[{index}]") for index, turn in enumerate(turns)])
 
 
@@ -243,11 +243,11 @@ def prompt_turns(value: object, name: str, *, role: Role) -> tuple[Message, ...]
     """A prompt or a completion: a list of messages, or a text that is one message from `role`."""
     if isinstance(value, list):
         return openai_turns(value, name)
-    return (Message(role, text_of(value, name)),)
+    return (Message(role, expect_text(value, name)),)
 
 
 def check_order(turns: Sequence[Message]) -> None:
-    """Refuse what is not: system first if at all, user and assistant by turns, results after calls, nobody silent."""
+    """Refuse any order but: system first if at all, user and assistant by turns, results after calls, no empty turn."""
     due: tuple[Role, ...] = ("user",)
     for place, turn in enumerate(turns, 1):
         role = turn.role
@@ -270,32 +270,32 @@ def check_answered(turns: Sequence[Message]) -> None:
         refuse("has no assistant turn, so there is nothing to learn")
     if turns[-1].role != "assistant":
         last = "a tool's result" if turns[-1].role == "tool" else "a user turn"
-        refuse(f"ends with {last} that nobody answers")
+        refuse(f"ends with {last} that has no answer")
 
 
 def _openai_turn(turn: object, name: str) -> Message:
     if not isinstance(turn, Mapping):
-        refuse(f"{name} is {kind_of(turn)}, not an object with role and content")
-    said = turn.get("role")
-    role = OPENAI_ROLES.get(said) if isinstance(said, str) else None
+        refuse(f"{name} is {describe_type(turn)}, not an object with role and content")
+    role_name = turn.get("role")
+    role = OPENAI_ROLES.get(role_name) if isinstance(role_name, str) else None
     if role is None:
-        _refuse_role(said, turn, name=name, known=OPENAI_ROLES)
+        _refuse_role(role_name, turn, name=name, known=OPENAI_ROLES)
     return _message(role, turn, name=name, key="content")
 
 
 def _sharegpt_turn(turn: object, name: str) -> Message:
     if not isinstance(turn, Mapping):
-        refuse(f"{name} is {kind_of(turn)}, not an object with from and value")
+        refuse(f"{name} is {describe_type(turn)}, not an object with from and value")
     key = next((key for key in ("value", "content", "text") if turn.get(key) is not None), "value")
-    said = turn.get("from")
-    said = turn.get("role") if said is None else said
-    plain = said.strip().lower() if isinstance(said, str) else ""
+    role_name = turn.get("from")
+    role_name = turn.get("role") if role_name is None else role_name
+    plain = role_name.strip().lower() if isinstance(role_name, str) else ""
     if plain in CALLING_ROLES:
         _check_keys("assistant", turn, name=name)
-        return Message("assistant", "", calls_of_value(turn.get(key), f"{name}.{key}"))
+        return Message("assistant", "", parse_calls(turn.get(key), f"{name}.{key}"))
     role = SHAREGPT_ROLES.get(plain)
     if role is None:
-        _refuse_role(said, turn, name=name, known=SHAREGPT_ROLES)
+        _refuse_role(role_name, turn, name=name, known=SHAREGPT_ROLES)
     return _message(role, turn, name=name, key=key)
 
 
@@ -304,7 +304,7 @@ def _message(role: Role, turn: Mapping[str, Any], *, name: str, key: str) -> Mes
         _check_keys(role, turn, name=name)
     value = turn.get(key)
     if role == "assistant":
-        calls = calls_of_turn(turn, name)
+        calls = parse_turn_calls(turn, name)
         return Message(role, "" if value is None and calls else _content(value, f"{name}.{key}"), calls)
     for called in ("tool_calls", "function_call"):
         if not is_blank(turn.get(called)):
@@ -316,8 +316,8 @@ def _message(role: Role, turn: Mapping[str, Any], *, name: str, key: str) -> Mes
     return Message(
         role,
         content,
-        name="" if tool is None else text_of(tool, f"{name}.name"),
-        call_id="" if call_id is None else text_of(call_id, f"{name}.tool_call_id"),
+        name="" if tool is None else expect_text(tool, f"{name}.name"),
+        call_id="" if call_id is None else expect_text(call_id, f"{name}.tool_call_id"),
     )
 
 
@@ -325,22 +325,22 @@ def _content(value: object, name: str) -> str:
     """A text, or the texts of a list of parts put together."""
     if isinstance(value, list):
         return "".join(_part(part, f"{name}[{index}]") for index, part in enumerate(value))
-    return text_of(value, name)
+    return expect_text(value, name)
 
 
 def _part(part: object, name: str) -> str:
     if isinstance(part, str):
-        return text_of(part, name)
+        return expect_text(part, name)
     if not isinstance(part, Mapping):
-        refuse(f"{name} is {kind_of(part)}, not a part of a message")
+        refuse(f"{name} is {describe_type(part)}, not a part of a message")
     kind = part.get("type")
     if kind not in TEXT_PARTS:
         refuse(f"{name} is a part of the type {kind!r}; only text can be learned")
-    return text_of(part.get("text"), f"{name}.text")
+    return expect_text(part.get("text"), f"{name}.text")
 
 
 def _check_keys(role: Role, turn: Mapping[str, Any], *, name: str) -> None:
-    """Refuse keys that say something about what is learned and would not be followed."""
+    """Refuse keys that concern what is learned and would be ignored."""
     for key in UNHONOURED:
         if not is_blank(turn.get(key)):
             refuse(f"{name} has {key!r}, which is not rendered")
@@ -355,8 +355,8 @@ def _check_keys(role: Role, turn: Mapping[str, Any], *, name: str) -> None:
                 refuse(f"{name} has {key} {turn[key]!r}, but a turn from {role!r} is {due}")
 
 
-def _refuse_role(said: object, turn: Mapping[str, Any], *, name: str, known: Mapping[str, Role]) -> NoReturn:
-    if not isinstance(said, str):
+def _refuse_role(role_name: object, turn: Mapping[str, Any], *, name: str, known: Mapping[str, Role]) -> NoReturn:
+    if not isinstance(role_name, str):
         refuse(f"{name} has no role: its keys are {listed(turn)}")
-    near: str = MEANT.get(said.lower()) or "".join(nearest_names(said[:40], known)[:1])
-    refuse(f"{name} has the unknown role {said[:40]!r}" + (f"; did you mean {near!r}?" if near else ""))
+    near: str = MEANT.get(role_name.lower()) or "".join(nearest_names(role_name[:40], known)[:1])
+    refuse(f"{name} has the unknown role {role_name[:40]!r}" + (f"; did you mean {near!r}?" if near else ""))

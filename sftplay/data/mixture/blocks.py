@@ -1,6 +1,6 @@
-"""The documents of a source cut or gathered into blocks: which tokens a block holds, and how many of them it teaches.
+"""Cut or pack the documents of a source into blocks: the tokens of a block, and how many of them are in the loss.
 
-Nothing here reads a token before `row` is called: blocks are found by the lengths of the documents alone.
+Nothing here reads a token before `row` is called: the lengths of the documents alone determine the blocks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from sftplay.data.mixture.order import Chunk, ReadingOrder
 from sftplay.data.records import IGNORE_INDEX
 
 Unit = Literal["trainable_tokens", "examples"]
-"""What shares are counted in: labels, or documents and chats that begin in a block."""
+"""The unit of shares: labels, or documents and chats that begin in a block."""
 
 
-class Row(NamedTuple):
-    """A block as the model gets it: int64 [tokens] each."""
+class BlockTokens(NamedTuple):
+    """The tokens of a block as the model gets them: int64 [tokens] each."""
 
     input_ids: Ints
     labels: Ints
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pieces:
+class DocumentSpans:
     """Parts of documents, in the order in which they stand in a block: int64 [pieces] each."""
 
     documents: Ints
@@ -46,26 +46,26 @@ class Blocks(Protocol):
     """The blocks of one source, numbered from 0."""
 
     def grow(self) -> Ints | None:
-        """How much each of the next blocks teaches, of a few or of many; None behind the last block."""
+        """Return the size of each of the next few or many blocks in `Unit`; None after the last block."""
 
     def n_until(self, epochs: Fraction) -> int | None:
-        """How many blocks hold all that is read in so many epochs; None where `grow` has not come so far."""
+        """Return the number of blocks of this many epochs; None if `grow` has not reached them yet."""
 
     def epochs_in(self, n_blocks: int) -> float:
-        """How many times the source is read in its first blocks."""
+        """Return how many times the source is read in its first blocks."""
 
-    def pieces(self, block: int) -> Pieces:
-        """What a block holds, as far as `grow` has come."""
+    def pieces(self, block: int) -> DocumentSpans:
+        """Return the parts of documents in a block that `grow` has reached."""
 
-    def row(self, block: int) -> Row:
+    def row(self, block: int) -> BlockTokens:
         """A block's tokens."""
 
 
 class TextBlocks:
-    """Documents joined into one stream, of which each block holds the next `block_size` - 1 tokens.
+    """Documents joined into one stream; each block holds the next `block_size` - 1 tokens of it.
 
-    Before them stands the token that precedes them, as context, where it belongs to the same document. So each token
-    is new in exactly one block, and each but a document's first is learned there. `crosses_documents` lets the model
+    The token before them comes first, as context, if it belongs to the same document. So each token is new in exactly
+    one block, and each but a document's first is learned there. `crosses_documents` lets the model
     see over a document's end: then only the first token of all is not learned.
     """
 
@@ -79,7 +79,7 @@ class TextBlocks:
 
         self._n_blocks = 0
         self._taught = 0
-        """What all measured blocks teach."""
+        """Size of all measured blocks in `Unit`."""
 
     def grow(self) -> Ints | None:
         """As `Blocks.grow`: the blocks that end in the next chunk."""
@@ -90,9 +90,9 @@ class TextBlocks:
         end = start + int(chunk.starts[-1])
         edges = np.arange((self._n_blocks + 1) * self._new, end + 1, self._new)
         # Documents that begin before an edge: those of the earlier chunks, and of this one.
-        begun = chunk.first + np.searchsorted(chunk.starts[:-1], edges - start)
+        documents_begun = chunk.first + np.searchsorted(chunk.starts[:-1], edges - start)
         self._chunk_starts.append(end)
-        return self._teach(edges, begun)
+        return self._teach(edges, documents_begun)
 
     def n_until(self, epochs: Fraction) -> int | None:
         """As `Blocks.n_until`."""
@@ -103,24 +103,24 @@ class TextBlocks:
         """As `Blocks.epochs_in`."""
         return n_blocks * self._new / max(self._order.documents.n_tokens, 1)
 
-    def pieces(self, block: int) -> Pieces:
+    def pieces(self, block: int) -> DocumentSpans:
         """As `Blocks.pieces`."""
         first, end = block * self._new, (block + 1) * self._new
         if self._crosses and block:
             first -= 1
-        parts = [self._pieces_of(number, first=first, end=end) for number in self._chunks_of(first, end)]
+        parts = [self._cut_chunk(number, first=first, end=end) for number in self._find_chunks(first, end)]
         documents, begins, ends = map(np.concatenate, zip(*parts, strict=True))
         if not self._crosses:
             begins[0] -= begins[0] > 0
-        return Pieces(documents, begins, ends)
+        return DocumentSpans(documents, begins, ends)
 
-    def row(self, block: int) -> Row:
+    def row(self, block: int) -> BlockTokens:
         """As `Blocks.row`."""
         places, within = _laid_out(self._order, self.pieces(block))
         ids = self._order.documents.tokens[places].astype(np.int64)
         positions = np.arange(len(ids)) if self._crosses else within
         # Where a piece begins stands the first token of a document, or context.
-        return Row(ids, np.where(positions == 0, IGNORE_INDEX, ids), positions)
+        return BlockTokens(ids, np.where(positions == 0, IGNORE_INDEX, ids), positions)
 
     def _last(self, end: int) -> Ints | None:
         """The shorter block at the end of documents that are read once."""
@@ -128,14 +128,14 @@ class TextBlocks:
             return None
         return self._teach(np.array([end]), np.array([len(self._order.documents.table)]))
 
-    def _teach(self, edges: Ints, begun: Ints) -> Ints:
-        totals = begun if self._unit == "examples" else edges - (1 if self._crosses else begun)
+    def _teach(self, edges: Ints, documents_begun: Ints) -> Ints:
+        totals = documents_begun if self._unit == "examples" else edges - (1 if self._crosses else documents_begun)
         sizes = np.diff(totals, prepend=self._taught)
         self._n_blocks += len(sizes)
         self._taught += int(sizes.sum())
         return sizes
 
-    def _chunks_of(self, first: int, end: int) -> range:
+    def _find_chunks(self, first: int, end: int) -> range:
         """The chunks in which tokens `first` to `end` of the stream lie."""
         low = bisect_right(self._chunk_starts, first) - 1
         high = low + 1
@@ -143,7 +143,7 @@ class TextBlocks:
             high += 1
         return range(low, min(high, len(self._chunk_starts) - 1))
 
-    def _pieces_of(self, number: int, *, first: int, end: int) -> tuple[Ints, Ints, Ints]:
+    def _cut_chunk(self, number: int, *, first: int, end: int) -> tuple[Ints, Ints, Ints]:
         """The parts of one chunk's documents that lie within tokens `first` to `end` of the stream."""
         chunk = self._order.chunk(number)
         assert chunk is not None
@@ -170,7 +170,7 @@ class ChatBlocks:
         """Chats before each block, and last before the open one."""
 
         self._filled = self._taught = 0
-        """Tokens of the open block, and what it teaches."""
+        """Tokens of the open block, and its size in `Unit`."""
 
         self._is_over = False
 
@@ -199,7 +199,7 @@ class ChatBlocks:
         """As `Blocks.epochs_in`."""
         return self._firsts[n_blocks] / max(len(self._order.documents.table), 1)
 
-    def pieces(self, block: int) -> Pieces:
+    def pieces(self, block: int) -> DocumentSpans:
         """As `Blocks.pieces`."""
         first, end = self._firsts[block], self._firsts[block + 1]
         parts: list[Ints] = []
@@ -211,30 +211,30 @@ class ChatBlocks:
             first, number = first + len(found), number + 1
         documents = np.concatenate(parts)
         table = self._order.documents.table
-        return Pieces(
+        return DocumentSpans(
             documents, np.zeros_like(documents), table["end"][documents] - self._order.documents.starts(documents)
         )
 
-    def row(self, block: int) -> Row:
+    def row(self, block: int) -> BlockTokens:
         """As `Blocks.row`."""
         places, positions = _laid_out(self._order, self.pieces(block))
         documents = self._order.documents
         assert documents.learned is not None
         ids = documents.tokens[places].astype(np.int64)
         is_learned = (documents.learned[places] > 0) & (positions > 0)
-        return Row(ids, np.where(is_learned, ids, IGNORE_INDEX), positions)
+        return BlockTokens(ids, np.where(is_learned, ids, IGNORE_INDEX), positions)
 
     def _cuts(self, starts: Ints) -> list[int]:
         """Chats of a chunk, by their place in it, that no longer fit into the block before them."""
         n = len(starts) - 1
         # Chat -> the first behind it that does not fit into a block which begins with it.
-        following = np.searchsorted(starts[1:], starts[:-1] + self._room, side="right").tolist()
+        next_cut = np.searchsorted(starts[1:], starts[:-1] + self._room, side="right").tolist()
         at = int(np.searchsorted(starts[1:], self._room - self._filled, side="right"))
         cuts = []
         while at < n:
             cuts.append(at)
-            assert following[at] > at, "a chat is longer than a block"
-            at = following[at]
+            assert next_cut[at] > at, "a chat is longer than a block"
+            at = next_cut[at]
         return cuts
 
     def _last(self) -> Ints | None:
@@ -251,8 +251,8 @@ class ChatBlocks:
         return chunk
 
 
-def _laid_out(order: ReadingOrder, pieces: Pieces) -> tuple[Ints, Ints]:
-    """For each token of a block its place among the source's tokens, and its place in its piece."""
+def _laid_out(order: ReadingOrder, pieces: DocumentSpans) -> tuple[Ints, Ints]:
+    """Return for each token of a block its place among the source's tokens, and its place in its piece."""
     lengths = pieces.ends - pieces.begins
     before = np.cumsum(lengths) - lengths
     within = np.arange(int(lengths.sum())) - np.repeat(before, lengths)

@@ -1,4 +1,4 @@
-"""Tokenised documents that lie one behind the other, and where each of them begins.
+"""Tokenised documents, one after the other, and where each of them begins.
 
 Documents come in groups. A group is the unit in which they are shuffled, and in which a store that is still being
 filled shows them. Which documents form a group depends on the documents alone.
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 GROUP_DOCUMENTS, GROUP_TOKENS = 16_384, 1 << 24
-"""A group ends with so many documents, or with the document that brings it to so many tokens."""
+"""A group ends at this number of documents, or with the document that reaches this number of tokens."""
 
 ENTRY = np.dtype(
     [
@@ -28,7 +28,7 @@ ENTRY = np.dtype(
         ("path", "<i4"),
     ]
 )
-"""What is known of a document: the tokens of the source up to its end, and those of them that are learned without any
+"""The record of a document: the tokens of the source up to its end, and those of them that are learned without any
 context of other documents; its bytes of UTF-8 (0 for a chat); its row in its file, and its place."""
 
 
@@ -52,7 +52,7 @@ class Documents:
     """False while more documents may come."""
 
     def has_group(self, number: int) -> bool:
-        """Whether there is a group of that number; waits for it where the documents are still coming."""
+        """Return whether there is a group of that number; wait for it while documents are still coming."""
         return number < len(self.group_ends)
 
     def group(self, number: int) -> tuple[int, int]:
@@ -60,20 +60,20 @@ class Documents:
         return (self.group_ends[number - 1] if number else 0), self.group_ends[number]
 
     def lengths(self, first: int, end: int) -> Ints:
-        """Tokens of each of these consecutive documents."""
+        """Count the tokens of each of these consecutive documents."""
         return np.diff(self._ends("end", first=first, end=end))
 
     def learned_lengths(self, first: int, end: int) -> Ints:
-        """Learned tokens of each of these consecutive documents."""
+        """Count the learned tokens of each of these consecutive documents."""
         return np.diff(self._ends("learned_end", first=first, end=end))
 
     def starts(self, documents: Ints) -> Ints:
-        """Where in `tokens` these documents begin."""
+        """Return where in `tokens` these documents begin."""
         before = np.maximum(documents - 1, 0)
         return np.where(documents > 0, self.table["end"][before], 0).astype(np.int64)
 
     def span(self, document: int) -> slice:
-        """Where in `tokens` a document lies."""
+        """Return the range of a document in `tokens`."""
         first, end = self._ends("end", first=document, end=document + 1)
         return slice(int(first), int(end))
 

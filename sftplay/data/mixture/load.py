@@ -13,12 +13,12 @@ from typing import Any
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.cache import fingerprint, is_sound
-from sftplay.data.mixture.filler import start_filler
-from sftplay.data.mixture.following import FollowedStore, nothing_to_learn
 from sftplay.data.mixture.mixture import BlockForm, Document, MixSource, Mixture, SourceRows
 from sftplay.data.mixture.report import mixture_report
-from sftplay.data.mixture.sources import Renderers, SourceJob, jobs_of
+from sftplay.data.mixture.sources import Renderers, SourceJob, list_source_jobs
 from sftplay.data.mixture.store import Store
+from sftplay.data.mixture.streamed_store import StreamedStore, nothing_to_learn
+from sftplay.data.mixture.tokenize_process import start_tokenize_process
 from sftplay.data.records import Chat, chat_from_json
 from sftplay.data.render.render import Renderer
 from sftplay.data.tokenize.policies import Side
@@ -26,7 +26,7 @@ from sftplay.data.tokenize.policies import Side
 
 @dataclass(frozen=True)
 class MixtureRows:
-    """Everything a run needs of its sources."""
+    """Everything a run needs from its sources."""
 
     train: Mixture
     held_out: dict[str, SourceRows]
@@ -36,13 +36,13 @@ class MixtureRows:
     """All of them, in the order of the config."""
 
     renderer: Renderer
-    """What rendered the chats; or the documents, where there are no chats."""
+    """The renderer of the chats, or of the documents if there are no chats."""
 
     steps: int
     """Optimizer steps of the run: `train` has that many effective batches of rows."""
 
     steps_per_epoch: int | None
-    """None where nobody knows yet how long the sources are."""
+    """None while the length of the sources is not known yet."""
 
     fingerprint: str
     """Changes with any row or its place; a longer run begins with the same rows."""
@@ -51,7 +51,7 @@ class MixtureRows:
     """The content of `data_report.json`. Of a source that is still being tokenised it has no counts."""
 
     report_now: Callable[[], dict[str, Any]]
-    """Makes the report anew: at the end of a run there is more to count."""
+    """Compute the report again: at the end of a run there is more to count."""
 
     def source(self, name: str) -> MixSource:
         """The source of that name."""
@@ -77,7 +77,7 @@ def load_mixture(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
             source with a weight has nothing to learn.
     """
     renderers = Renderers.prove(cfg, tokenizer, template=renderer_template)
-    jobs = jobs_of(cfg, tokenizer, renderers=renderers)
+    jobs = list_source_jobs(cfg, tokenizer, renderers=renderers)
     stores = _stores(cfg, jobs)
     sources = [
         MixSource(number, source.name, source.type, source.weight, store)
@@ -110,16 +110,18 @@ def load_mixture(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
 
 
 def _stores(cfg: RunConfig, jobs: Sequence[SourceJob]) -> list[Store]:
-    """The store of each source: whole, or where the config says streaming, filled while it is read."""
+    """Open the store of each source: whole, or with `cpt.streaming` filled while it is read."""
     whole = {job.folder for job in jobs if is_sound(job.folder)}
     streamed = cfg.cpt.streaming and log.local_rank() == 0
-    fillers = {
-        job.folder: start_filler(job) for job in jobs if streamed and job.folder not in whole and not job.only_held_out
+    processes = {
+        job.folder: start_tokenize_process(job)
+        for job in jobs
+        if streamed and job.folder not in whole and not job.only_held_out
     }
     stores: list[Store] = []
     for source, job in zip(cfg.sources, jobs, strict=True):
         if cfg.cpt.streaming and job.folder not in whole and source.weight:
-            stores.append(FollowedStore(job.folder, path=source.path, filler=fillers.get(job.folder)))
+            stores.append(StreamedStore(job.folder, path=source.path, process=processes.get(job.folder)))
             continue
         store = Store.open(job.folder if job.folder in whole else job.ensure())
         if source.weight and not store.sides["train"].n_learned:

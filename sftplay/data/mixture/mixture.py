@@ -34,13 +34,13 @@ class Schedule:
 
         self._parts: list[tuple[Ints, Ints]] = []
         self.n_rows = 0
-        """Rows whose place is known."""
+        """Rows with a known place."""
 
     def at(self, row: int) -> tuple[int, int]:
         """Source and block of a row.
 
         Raises:
-            IndexError: there are not so many rows.
+            IndexError: there are fewer rows.
         """
         self.reach(row + 1)
         if not 0 <= row < self.n_rows:
@@ -50,26 +50,26 @@ class Schedule:
         return int(sources[row - self._firsts[part]]), int(blocks[row - self._firsts[part]])
 
     def reach(self, n_rows: int) -> None:
-        """Find the places of so many rows, or of all where there are fewer."""
+        """Find the places of this many rows, or of all if there are fewer."""
         while self.n_rows < n_rows and not self._is_over:
             self._extend()
 
     def rows_until(self, source: int, epochs: Fraction) -> int:
-        """How many rows there are until a source has been read so many times."""
+        """Count the rows until a source has been read this many times."""
         while (n_blocks := self._sources[source].n_until(epochs)) is None:
             self._extend()
-        return self.row_of(source, n_blocks - 1) + 1
+        return self.find_row(source, n_blocks - 1) + 1
 
     def n_blocks(self, n_rows: int) -> list[int]:
-        """How many of the first rows each source gives."""
+        """Count how many of the first rows each source gives."""
         self.reach(n_rows)
         counts = np.zeros(len(self._sources), np.int64)
         for first, (sources, _) in zip(self._firsts, self._parts, strict=True):
             counts += np.bincount(sources[: max(n_rows - first, 0)], minlength=len(counts))
         return [int(count) for count in counts]
 
-    def row_of(self, source: int, block: int) -> int:
-        """The row that is this block."""
+    def find_row(self, source: int, block: int) -> int:
+        """Find the row of this block."""
         part = 0
         while True:
             while part == len(self._parts):
@@ -82,7 +82,7 @@ class Schedule:
             part += 1
 
     def _extend(self) -> None:
-        """Measure more of the source that is known least far, then place what no unknown block can come before."""
+        """Measure more of the source that is measured least, then place the blocks that no other can precede."""
         known = [waiting.known for waiting in self._waiting]
         least = known.index(min(known))
         if known[least] == np.inf:
@@ -111,7 +111,7 @@ class _Waiting:
         """No block that is not measured yet can stand before this place."""
 
     def add(self, sizes: Ints | None, weight: float) -> None:
-        """Take what the next blocks teach; None where there are no more."""
+        """Add the sizes of the next blocks; None where there are no more."""
         if sizes is None:
             self.known = np.inf
             return
@@ -150,13 +150,13 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockForm:
-    """How documents become blocks."""
+    """The settings by which documents become blocks."""
 
     size: int
     crosses_documents: bool = False
     unit: Unit = "trainable_tokens"
 
-    def of(self, order: ReadingOrder, kind: SourceType) -> Blocks:
+    def build_blocks(self, order: ReadingOrder, kind: SourceType) -> Blocks:
         """The blocks of a source."""
         if kind == "chat":
             return ChatBlocks(order, self.size, unit=self.unit)
@@ -177,7 +177,7 @@ class MixSource:
 
     def blocks(self, side: Side, *, form: BlockForm, seed: int | None) -> Blocks:
         """The blocks of one side: endless in a seeded order, or once in the order of the files."""
-        return form.of(ReadingOrder(self.store.sides[side], seed=seed, source=self.number), self.kind)
+        return form.build_blocks(ReadingOrder(self.store.sides[side], seed=seed, source=self.number), self.kind)
 
     def documents(self, side: Side) -> Iterator[Document]:
         """Every document of one side, whole, in the order of the files."""
@@ -198,7 +198,7 @@ class SourceRows:
         self.source, self.side = source, side
         self._blocks = source.blocks(side, form=form, seed=None)
         self.sizes: list[int] = []
-        """What each row teaches."""
+        """Size of each row in `Unit`."""
 
         while (sizes := self._blocks.grow()) is not None:
             self.sizes += sizes.tolist()
@@ -236,7 +236,7 @@ class Mixture:
         return _as_dict(self._blocks[at], self.sources[at].number, block=block)
 
     def read_times(self) -> dict[int, tuple[int, float]]:
-        """For each source's number how many rows it gives, and how many times it is read in them."""
+        """Return for each source's number how many rows it gives, and how many times it is read in them."""
         counts = self.schedule.n_blocks(self.n_rows)
         parts = zip(self.sources, self._blocks, counts, strict=True)
         return {source.number: (n_blocks, blocks.epochs_in(n_blocks)) for source, blocks, n_blocks in parts}
@@ -247,13 +247,13 @@ class Mixture:
         return self.sources[at].number << BLOCK_BITS | block
 
     def pieces(self, row: int) -> list[tuple[Source, int, int]]:
-        """The parts of documents in a row, in its order: where the document stands, and which of its tokens."""
+        """Return the parts of documents in a row, in its order: the document's place, and which of its tokens."""
         at, block = self.schedule.at(row)
         found = self._blocks[at].pieces(block)
         return list(zip(self.places(row), found.begins.tolist(), found.ends.tolist(), strict=True))
 
     def places(self, row: int) -> list[Source]:
-        """Where the documents of a row stand, in its order."""
+        """Return the places of the documents of a row, in its order."""
         at, block = self.schedule.at(row)
         documents = self._blocks[at].pieces(block).documents
         return [self.sources[at].store.place("train", int(number)) for number in documents]

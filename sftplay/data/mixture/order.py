@@ -13,11 +13,11 @@ import numpy as np
 
 from sftplay.data.mixture.documents import GROUP_DOCUMENTS, Documents, Ints
 
-DRAWS = 4
+NUMBERS_A_COUNT = 4
 """Numbers that Philox4x64 gives for one value of its counter."""
 
 KEPT_CHUNKS = 4
-"""Chunks that are kept ready: rows are asked for one after the other."""
+"""Chunks that are kept in memory: rows are read one after the other."""
 
 
 def shuffled(n: int, *, seed: int, source: int, group: int, epochs: range) -> Ints:
@@ -26,10 +26,10 @@ def shuffled(n: int, *, seed: int, source: int, group: int, epochs: range) -> In
     Documents are sorted by the raw output of Philox4x64-10 (Salmon et al. 2011), which numpy promises not to change
     (NEP 19). Its counter finds any epoch at once.
     """
-    counters = -(-n // DRAWS)
+    counters = -(-n // NUMBERS_A_COUNT)
     words = hashlib.blake2b(f"{seed} {source} {group}".encode(), digest_size=16).digest()
-    drawing = np.random.Philox(key=int.from_bytes(words, "little"), counter=epochs.start * counters)
-    keys = drawing.random_raw(len(epochs) * counters * DRAWS).reshape(len(epochs), -1)[:, :n]
+    generator = np.random.Philox(key=int.from_bytes(words, "little"), counter=epochs.start * counters)
+    keys = generator.random_raw(len(epochs) * counters * NUMBERS_A_COUNT).reshape(len(epochs), -1)[:, :n]
     return np.argsort(keys, axis=1, kind="stable")
 
 
@@ -38,7 +38,7 @@ class Chunk:
     """Documents that are read one after the other."""
 
     first: int
-    """How many documents are read before them, in all epochs."""
+    """Number of documents that are read before them, in all epochs."""
 
     documents: Ints
     """Their numbers, in reading order."""

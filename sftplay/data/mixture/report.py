@@ -1,4 +1,4 @@
-"""The data report of a mixture: for each source what was read, what of it is learned, and what its share will be."""
+"""The data report of a mixture: for each source the tokens read, those in the loss, and its planned share."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def mixture_table(report: Mapping[str, Any]) -> str:
         held_out = source["held_out"]
         lines += [
             f"  {name:<14} {source['type']}, share {source['planned_share']:.1%}   {source['path']}",
-            f"    train        {source['documents']:,} documents, {source['tokens']:,} tokens, of which"
-            f" {source['label_tokens']:,} are learned; {_planned(source)}",
+            f"    train        {source['documents']:,} documents, {source['tokens']:,} tokens,"
+            f" {source['label_tokens']:,} learned; {_planned(source)}",
             f"    held out     {held_out['documents']:,} documents, {held_out['tokens']:,} tokens",
         ]
         tokens = source.get("dropped_tokens", {})
@@ -101,7 +101,7 @@ def _sides(source: MixSource, cfg: RunConfig) -> dict[str, Any]:
 
 
 def _side(documents: Documents, counts: Mapping[str, Any], *, cfg: RunConfig) -> dict[str, Any]:
-    """What the pass has counted of one side, and what becomes of its tokens when it is read once."""
+    """Return the counts of one side, and how its tokens are used when it is read once."""
     n_documents, n_tokens, n_learned = len(documents.table), documents.n_tokens, documents.n_learned
     n_first = n_documents
     if cfg.cpt.cross_document and documents.learned is None:  # the tokens before a document are its context
@@ -127,8 +127,8 @@ def _planned(source: Mapping[str, Any]) -> str:
 
 def _warnings(sources: Mapping[str, Any]) -> list[str]:
     return [
-        f"{name} is read {entry['planned_epochs']:.1f} times; more of it, or a smaller weight, keeps it from being"
-        " learned by heart"
+        f"{name} is read {entry['planned_epochs']:.1f} times; more of it, or a smaller weight, keeps the model from"
+        " memorizing it"
         for name, entry in sources.items()
         if (entry["planned_epochs"] or 0) > MANY_EPOCHS
     ]
@@ -136,7 +136,7 @@ def _warnings(sources: Mapping[str, Any]) -> list[str]:
 
 def _added(counts: Any) -> dict[str, int]:
     found: dict[str, int] = {}
-    for each in counts:
-        for reason, count in each.items():
+    for source_counts in counts:
+        for reason, count in source_counts.items():
             found[reason] = found.get(reason, 0) + count
     return found

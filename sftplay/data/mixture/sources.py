@@ -12,9 +12,9 @@ from sftplay.config.rules.documents import held_out_share
 from sftplay.config.schema.mixture import DatasetConfig
 from sftplay.config.schema.run import DataConfig, RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.layouts.source_types import data_of
-from sftplay.data.mixture.filling import StoreFiles
+from sftplay.data.layouts.source_types import select_data_config
 from sftplay.data.mixture.store import Index
+from sftplay.data.mixture.store_writer import StoreWriter
 from sftplay.data.pipeline import CODE_VERSION, DEFAULT_SPLIT, READERS, expect_unchanged, sample_records
 from sftplay.data.read.digests import kept_digest
 from sftplay.data.render.render import Recipe, Renderer
@@ -33,7 +33,7 @@ class SourceJob:
     """Everything that makes a source's store; it can be pickled, and needs no transformers."""
 
     data: DataConfig
-    """How the rows of this source are read and judged."""
+    """The settings by which the rows of this source are read and judged."""
 
     recipe: Recipe
     max_tokens: int | None
@@ -41,7 +41,7 @@ class SourceJob:
 
     inputs: tuple[Input, ...]
     guarded: tuple[str, ...]
-    """Files whose rows must not be trained on."""
+    """Files with rows that must not be trained on."""
 
     digests: dict[str, str]
     """Of all files it reads."""
@@ -52,12 +52,12 @@ class SourceJob:
 
     @property
     def has_chats(self) -> bool:
-        """Whether the rows are chats."""
+        """True if the rows are chats."""
         return self.max_tokens is not None
 
     @property
     def folder(self) -> Path:
-        """Where the store lies: its name changes with whatever changes a token of it."""
+        """Folder of the store: its name changes with everything that can change a token of it."""
         data = self.data
         parts: dict[str, Any] = {
             "code": [CODE_VERSION, STORE_VERSION, platform.python_version(), *map(version, READERS)],
@@ -71,7 +71,7 @@ class SourceJob:
         }
         return Path(data.processed_dir) / fingerprint(parts)
 
-    def _fill(self, files: StoreFiles) -> None:
+    def _fill(self, files: StoreWriter) -> None:
         renderer = Renderer.from_recipe(self.recipe)
         preparation = Preparation(
             self.data,
@@ -83,10 +83,10 @@ class SourceJob:
         preparation.run(self.inputs, files, guarded=self.guarded)
         expect_unchanged(self.digests)
 
-    def ensure(self, *, is_followed: bool = False) -> Path:
-        """The folder of the store, whole; a store that a killed process has left is filled up.
+    def ensure(self, *, is_streamed: bool = False) -> Path:
+        """Return the folder of the store, whole; a store that a killed process has left is completed.
 
-        With `is_followed` a bad row ends the filling at once, because others read the store already.
+        With `is_streamed` a bad row ends the pass at once, because others read the store already.
 
         Raises:
             DataError: as `Preparation.run`; or a file has changed meanwhile.
@@ -94,16 +94,16 @@ class SourceJob:
         held_out_first = all(given.share in (0.0, 1.0) for given in self.inputs)
         index = Index(id_bytes=self.id_bytes, has_mask=self.has_chats)
 
-        def make(folder: Path) -> None:
-            with StoreFiles(folder, index, held_out_first=held_out_first, is_followed=is_followed) as files:
+        def write_store(folder: Path) -> None:
+            with StoreWriter(folder, index, held_out_first=held_out_first, is_streamed=is_streamed) as files:
                 self._fill(files)
 
-        return ensure_folder(self.folder, make, resumes=True)
+        return ensure_folder(self.folder, write_store, resumes=True)
 
 
 @dataclass(frozen=True)
 class Renderers:
-    """What renders documents, and what renders chats; None where there are none."""
+    """The renderer of documents, and that of chats; None where there are none."""
 
     texts: Renderer
     chats: Renderer | None
@@ -118,15 +118,15 @@ class Renderers:
         texts, chats = Renderer.prove(tokenizer, None, samples=[]), None
         paths = [source.path for source in cfg.sources if source.type == "chat"]
         if paths:
-            data = data_of(cfg, "chat")
+            data = select_data_config(cfg, "chat")
             samples = [record for path in paths for record in sample_records(data, path)]
             chosen = template if template is not None else resolve_template(cfg.data.template, tokenizer)
             chats = Renderer.prove(tokenizer, chosen, samples=samples)
         return cls(texts, chats)
 
 
-def jobs_of(cfg: RunConfig, tokenizer: Any, *, renderers: Renderers) -> list[SourceJob]:
-    """The job of each source, in order.
+def list_source_jobs(cfg: RunConfig, tokenizer: Any, *, renderers: Renderers) -> list[SourceJob]:
+    """List the job of each source, in order.
 
     Raises:
         DataError: a file cannot be read.
@@ -142,7 +142,7 @@ def jobs_of(cfg: RunConfig, tokenizer: Any, *, renderers: Renderers) -> list[Sou
         inputs, guarded = _inputs(cfg, source), _guarded(cfg, source)
         jobs.append(
             SourceJob(
-                data=data_of(cfg, source.type),
+                data=select_data_config(cfg, source.type),
                 recipe=renderer.recipe(),
                 max_tokens=cfg.row_tokens if source.type == "chat" else None,
                 inputs=inputs,

@@ -1,6 +1,6 @@
-"""A source's tokens on disk: flat files that only grow, and an index that says how much of them counts.
+"""A source's tokens on disk: flat files that only grow, and an index that says how much of them is valid.
 
-One process fills a store (`filling`). Others may read what the index shows while it grows (`following`).
+One process writes a store (`store_writer`). Others may read what the index shows while it grows (`streamed_store`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INDEX = "index.json"
 
 @dataclass
 class Index:
-    """What a store's readers know of it."""
+    """The part of a store that is valid for its readers."""
 
     id_bytes: int
     """Of each token: 2 or 4."""
@@ -41,11 +41,11 @@ class Index:
     """Sides to which no document is added any more."""
 
     resume: dict[str, Any] = field(default_factory=dict)
-    """Where a process goes on that takes over the filling; empty in a whole store."""
+    """Where a process that takes over the writing continues; empty in a whole store."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether the store is finished."""
+        """True if the store is finished."""
         return len(self.whole) == len(SIDES)
 
     def write(self, folder: Path) -> None:
@@ -72,12 +72,12 @@ class Store:
 
     @classmethod
     def open(cls, folder: Path) -> Store:
-        """What the index of the store in `folder` shows."""
+        """Open the part of the store in `folder` that its index shows."""
         index = Index.read(folder)
         return cls(folder, index, {side: _mapped(folder, side, index=index) for side in SIDES})
 
     def place(self, side: Side, document: int) -> Source:
-        """Where a document stands."""
+        """Return the place of a document."""
         entry = self.sides[side].table[document]
         return Source(self.index.paths[int(entry["path"])], int(entry["line"]), int(entry["record"]))
 
@@ -85,7 +85,7 @@ class Store:
         """Show all that is there by now; of a whole store nothing is missing."""
 
     def report(self) -> dict[str, Any]:
-        """What the pass that filled it has counted; empty while it is being filled."""
+        """Return the counts of the pass that wrote it; empty while it is being written."""
         if not self.index.is_whole:
             return {}
         found = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from sftplay import log
 from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.problems.problem import REWARD_COLUMNS, Problem, reward_columns, split_of, to_problem
+from sftplay.data.problems.problem import REWARD_COLUMNS, Problem, find_split, reward_columns, to_problem
 from sftplay.data.read.sources import is_hub_name, read_rows
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError, RunError, nearest_names
@@ -28,11 +28,11 @@ FAILED = "failed.json"
 TIMEOUT: Status = "timeout"
 
 NAMED = 5
-"""Problems of which a log line says why they are left out."""
+"""Problems that get a log line with the reason why they are left out."""
 
 
 class _TooSlowNow(Exception):
-    """Carries verdicts that must not be kept."""
+    """Signal that these verdicts must not be kept."""
 
     def __init__(self, failed: dict[str, str]) -> None:
         super().__init__()
@@ -40,25 +40,27 @@ class _TooSlowNow(Exception):
 
 
 def sound_problems(
-    problems: Sequence[Problem], sandbox: Sandbox, *, limits: Limits = LIMITS, fate: str = "is left out"
+    problems: Sequence[Problem], sandbox: Sandbox, *, limits: Limits = LIMITS, outcome: str = "is left out"
 ) -> tuple[list[Problem], dict[str, str]]:
-    """The problems whose reference passes every test, and of each other the status of its reference, by task id.
+    """Return the problems with a reference that passes every test, and for each other one the reason, by task id.
 
-    What becomes of the others is said, in the words of `fate`. References run once for the same problems, limits and
-    executor; the verdicts are cached, unless one of them is that a reference takes too long: the machine may have been
-    busy.
+    The others are logged, with `outcome` for what happens to them. References run once for the same problems, limits
+    and executor; the verdicts are cached, unless a reference took too long: the machine may have been busy.
 
     Raises:
-        RunError: the sandbox failed, so that nothing is known of a reference.
+        RunError: the sandbox failed, so nothing is known about a reference.
         DataError: a test or setup is no Python; or no problem is left.
     """
     key = fingerprint({
-        "problems": [[each.task_id, each.reference, each.tests, each.setup, each.entry_point] for each in problems],
+        "problems": [
+            [problem.task_id, problem.reference, problem.tests, problem.setup, problem.entry_point]
+            for problem in problems
+        ],
         "limits": asdict(limits),
         "executor": sandbox.version,
     })  # fmt: skip
 
-    def make(unfinished: Path) -> None:
+    def write_verdicts(unfinished: Path) -> None:
         log.status(f"running {len(problems):,} reference solutions", "data")
         failed = _failures(problems, sandbox, limits=limits)
         if any(why.startswith(TIMEOUT) for why in failed.values()):
@@ -66,15 +68,15 @@ def sound_problems(
         (unfinished / FAILED).write_text(json.dumps(failed), encoding="utf-8")
 
     try:
-        folder = ensure_folder(cache_root() / "references" / key, make, setting=f"the variable {CACHE}")
+        folder = ensure_folder(cache_root() / "references" / key, write_verdicts, setting=f"the variable {CACHE}")
         failed = json.loads((folder / FAILED).read_text(encoding="utf-8"))
     except _TooSlowNow as slow:
         failed = slow.failed
     for task_id, why in list(failed.items())[:NAMED]:
-        log.say(f"problem {task_id} {fate}, its own solution does not pass: {why}", "data")
+        log.say(f"problem {task_id} {outcome}: its reference solution does not pass: {why}", "data")
     if failed:
-        log.say(f"the own solutions of {len(failed):,} of {len(problems):,} problems do not pass", "data")
-    sound = [each for each in problems if each.task_id not in failed]
+        log.say(f"the reference solutions of {len(failed):,} of {len(problems):,} problems do not pass", "data")
+    sound = [problem for problem in problems if problem.task_id not in failed]
     if not sound:
         fix = "look at one by `make sandbox`, or name another file"
         raise DataError(f"none of {len(problems):,} reference solutions passes its tests", where="problems", fix=fix)
@@ -82,8 +84,8 @@ def sound_problems(
 
 
 def _failures(problems: Sequence[Problem], sandbox: Sandbox, *, limits: Limits) -> dict[str, str]:
-    """Task id -> why its reference fails. One that fails beside others is tried once more alone: they took its time."""
-    jobs = [_job(each, limits) for each in problems]
+    """Return task id -> why its reference fails. One that fails is run again alone: the others may have slowed it."""
+    jobs = [_job(problem, limits) for problem in problems]
     verdicts = sandbox.run(jobs)
     failed = {}
     for problem, job, verdict in zip(problems, jobs, verdicts, strict=True):
@@ -112,7 +114,7 @@ def _passes(verdict: Verdict) -> bool:
 
 
 FOLDERS = ("data/{name}", "data", ".")
-"""Where a published file is looked for, below the current folder; `name` is the data set's."""
+"""Places of a published file, below the current folder; `name` is the data set's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ class Published:
     hub: str
     subset: str | None
     splits: tuple[str, ...]
-    """All of them: which problems are for testing is decided by their ids."""
+    """All of them: the ids decide which problems are for testing."""
 
 
 MBPP_PARTS = ("prompt", "test", "validation", "train")
@@ -147,10 +149,10 @@ def problem_rows(named: str) -> Iterator[tuple[Source, dict[str, Any] | Refused]
     if known is None or file or Path(named).exists():
         yield from read_rows(_checked(str(file or named)))
         return
-    from sftplay.data.read.hub import hub_rows_of
+    from sftplay.data.read.hub import read_hub_splits
 
     try:
-        yield from hub_rows_of(known.hub, known.subset, splits=known.splits)
+        yield from read_hub_splits(known.hub, known.subset, splits=known.splits)
     except DataError as error:
         other = next((name for name in PUBLISHED if name.startswith(f"{named}-") and local_file(name)), None)
         fix = f"put {known.files[0]} into data/, or name a file: DATA=path/{known.files[0]}"
@@ -178,7 +180,7 @@ Split = Literal["all", "prompt", "test", "validation", "train"]
 
 
 def load_problems(path: str, split: Split = "all") -> list[Problem]:
-    """The problems of a file or of a data set of `published`, in order, without those whose text stands there twice.
+    """The problems of a file or of a data set of `published`, in order; of equal texts only the first.
 
     Raises:
         DataError: the file cannot be read, a row is no problem, or nothing of the split is there.
@@ -190,7 +192,7 @@ def load_problems(path: str, split: Split = "all") -> list[Problem]:
             raise DataError(row.reason, where=str(source), fix="mend the row, or remove it")
         problem = read_problem(row, source)
         words = " ".join(problem.text.lower().split())
-        if words not in seen and (split == "all" or split_of(problem) == split):
+        if words not in seen and (split == "all" or find_split(problem) == split):
             problems.append(problem)
         seen.add(words)
     if not problems:
@@ -198,22 +200,22 @@ def load_problems(path: str, split: Split = "all") -> list[Problem]:
     return problems
 
 
-def draw_subset(problems: Sequence[Problem], limit: int | None, *, seed: int) -> list[Problem]:
-    """At most `limit` of the problems, drawn by `seed`, in their order; the first ones would be like each other."""
+def sample_subset(problems: Sequence[Problem], limit: int | None, *, seed: int) -> list[Problem]:
+    """Sample at most `limit` of the problems by `seed`, in their order; the first ones would be like each other."""
     if limit is None or limit >= len(problems):
         return list(problems)
     return [problems[at] for at in sorted(Random(seed).sample(range(len(problems)), limit))]
 
 
 def read_problem(row: Mapping[str, Any], source: Source) -> Problem:
-    """What `to_problem` gives; its DataError names the row's place."""
+    """Call `to_problem`, and name the row's place in its DataError."""
     try:
         return to_problem(row)
     except DataError as error:
         raise DataError(error.what, where=str(source), fix=error.fix) from error
 
 
-def columns_of(problems: Sequence[Problem]) -> dict[str, list[Any]]:
-    """The problems as the columns that code rewards read."""
+def collect_reward_columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
+    """Collect the problems into the columns that code rewards read."""
     rows = [reward_columns(problem) for problem in problems]
     return {name: [row[name] for row in rows] for name in REWARD_COLUMNS}

@@ -11,16 +11,16 @@ from typing import Any
 from sftplay.errors import DataError
 
 PROMPT_VERSION = 1
-"""To be raised when `question_of` asks in other words: results before and after do not compare."""
+"""To be raised when `format_question` asks in other words: results before and after do not compare."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is asked, and the tests that say whether it was done."""
+    """A task, and the tests that decide whether it is solved."""
 
     task_id: str
     text: str
-    """What the program shall do, in words; or the beginning of the program, with its docstring."""
+    """The task in words; or the beginning of the program, with its docstring."""
 
     tests: tuple[str, ...]
     """Python statements that raise where the program is wrong."""
@@ -35,11 +35,11 @@ class Problem:
     """Statements that the tests need, such as imports."""
 
     shown: int = 0
-    """How many of the tests stand in the question."""
+    """Number of tests that the question shows."""
 
 
-def question_of(problem: Problem) -> str:
-    """What a model is asked."""
+def format_question(problem: Problem) -> str:
+    """Format the question for the model."""
     parts = [problem.text.strip()]
     if problem.shown:
         parts.append("It must pass " + ("this test:" if problem.shown == 1 else "these tests:"))
@@ -48,8 +48,8 @@ def question_of(problem: Problem) -> str:
     return "\n\n".join(parts)
 
 
-def answer_of(problem: Problem) -> str:
-    """The reference, in the form in which a model is asked to answer."""
+def format_answer(problem: Problem) -> str:
+    """Format the reference as an answer to the question."""
     return f"```python\n{problem.reference.strip()}\n```"
 
 
@@ -57,10 +57,10 @@ REWARD_COLUMNS = ("task_id", "answer", "tests", "setup", "entry_point", "shown")
 
 
 def reward_columns(problem: Problem) -> dict[str, Any]:
-    """What rewards read of a problem, by name."""
+    """Return the columns that rewards read of a problem, by name."""
     values = (
         problem.task_id,
-        answer_of(problem),
+        format_answer(problem),
         list(problem.tests),
         problem.setup,
         problem.entry_point,
@@ -77,7 +77,7 @@ def called_name(tests: tuple[str, ...], reference: str) -> str:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of odd escapes in published solutions
-        trees = [ast.parse(each) for each in (reference, *tests[:1])]
+        trees = [ast.parse(code) for code in (reference, *tests[:1])]
     defined = {node.name for node in trees[0].body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     called = [
         node.func.id
@@ -118,8 +118,8 @@ def to_problem(row: Mapping[str, Any]) -> Problem:
     raise DataError(f"is no problem: it has {', '.join(sorted(row))}", fix=fix)
 
 
-def split_of(problem: Problem) -> str:
-    """The published split of a problem; HumanEval is test only. Empty for a problem of one's own."""
+def find_split(problem: Problem) -> str:
+    """Find the published split of a problem; HumanEval is test only. Empty for an unpublished problem."""
     return _split(problem.task_id)
 
 

@@ -1,4 +1,4 @@
-"""Load prompts with what rewards need, and report what was left out."""
+"""Load prompts with the columns that rewards read, and report what was left out."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from datasets import Dataset
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.layouts.convert import Reading, read_beginning, reading_of
+from sftplay.data.layouts.convert import LayoutOptions, read_beginning, read_layout_options
 from sftplay.data.order import is_held_out
 from sftplay.data.pipeline import CODE_VERSION, DEFAULT_SPLIT, READERS, expect_unchanged, sample_records
 from sftplay.data.problems.problem import published_test_id
-from sftplay.data.prompts.prompt import Prompt, columns_of, to_prompt
+from sftplay.data.prompts.prompt import Prompt, read_reward_columns, to_prompt
 from sftplay.data.prompts.questions import Questions, QuestionWriter
-from sftplay.data.read.sources import content_digest, dialect_of, read_rows
-from sftplay.data.records import Refused, keys_of
+from sftplay.data.read.sources import content_digest, read_dialect, read_rows
+from sftplay.data.records import Refused, compute_keys
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import resolve_template
-from sftplay.data.tokenize.batch import Example, RowOutcome, short
+from sftplay.data.tokenize.batch import Example, RowOutcome, hash64
 from sftplay.data.tokenize.one_pass import REFUSED, REPORT, Input, refused_line
 from sftplay.data.tokenize.policies import SIDES, RowPolicies, Side
 from sftplay.data.tokenize.report import total, where_rows_went
@@ -46,8 +46,8 @@ def prompts_table(report: Mapping[str, Any]) -> str:
     if report["refused"]:
         lines.append(f"  refused        reasons with file and line in {report['refused_rows']}")
     if repeated := report["duplicates"] + report["near_duplicates"]:
-        fate = "left out" if "duplicate" in report["dropped"] else "kept"
-        lines.append(f"  duplicates     {repeated:,} prompts repeat an earlier one; {fate}")
+        action = "left out" if "duplicate" in report["dropped"] else "kept"
+        lines.append(f"  duplicates     {repeated:,} prompts repeat an earlier one; {action}")
     lines.append(f"  columns        {', '.join(report['columns'])[:90]}")
     lines.append(f"  length         longest {report['longest_tokens']:,} tokens, limit {report['max_prompt_tokens']:,}")
     lines += [f"  warning        {warning}" for warning in report["warnings"]]
@@ -62,7 +62,7 @@ NOT_ASKED_FIX = "put what matters into the last turn, or write data.on_bad_row: 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Everything that a run on prompts needs of its data."""
+    """Everything that a run on prompts needs from its data."""
 
     train: Questions
     held_out: Questions
@@ -98,7 +98,7 @@ def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
 
 
 def prepare_prompts(cfg: RunConfig, tokenizer: Any, *, called: str) -> Prompts:
-    """`load_prompts` for a run that says so. Gives the tokenizer the chat template that asks them.
+    """Call `load_prompts` with a status line, and give the tokenizer the chat template of the prompts.
 
     Raises:
         DataError: as `load_prompts`.
@@ -137,11 +137,11 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
         parts["asked"] = "the last turn"
     folder = Path(data.processed_dir) / fingerprint(parts)
 
-    def make(unfinished: Path) -> None:
+    def write_prompts(unfinished: Path) -> None:
         _Pass(cfg, renderer, max_tokens=max_tokens).run(inputs, guarded, folder=unfinished)
         expect_unchanged(digests)
 
-    ensure_folder(folder, make)
+    ensure_folder(folder, write_prompts)
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     refused = str(folder / REFUSED)
     for source in report["sources"].values():
@@ -152,8 +152,8 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
 
 
 def renderer_for(cfg: RunConfig, tokenizer: Any, *, path: str, template: str | None = None) -> Renderer:
-    """What asks the questions of a file: by the chat template, or without one where its rows are plain texts."""
-    reading, dialect = reading_of(cfg.data), dialect_of(cfg.data)
+    """Return the renderer for the prompts of a file: with the chat template, or without one for plain texts."""
+    reading, dialect = read_layout_options(cfg.data), read_dialect(cfg.data)
     _, first = next(iter(read_rows(path, dialect)), (None, {}))
     is_plain = not isinstance(first, Refused) and bool(read_beginning(first, reading=reading))
     if template is None and not (is_plain and not tokenizer.chat_template):
@@ -167,8 +167,8 @@ class _Pass:
     def __init__(self, cfg: RunConfig, renderer: Renderer, *, max_tokens: int) -> None:
         self._renderer, self._max_tokens = renderer, max_tokens
         self._asks_last_turn = cfg.task.turns == 2
-        self._reading: Reading = reading_of(cfg.data)
-        self._dialect = dialect_of(cfg.data)
+        self._reading: LayoutOptions = read_layout_options(cfg.data)
+        self._dialect = read_dialect(cfg.data)
         self._columns: dict[str, None] = {}
         self._policies = RowPolicies(cfg.data, max_tokens, limit="the most for a prompt", fix_long=room(cfg))
 
@@ -205,21 +205,21 @@ class _Pass:
                 yield RowOutcome(number, source, refused=error.what, fix=error.fix)
 
     def _judged(self, prompt: Prompt | RowOutcome, *, share: float) -> tuple[RowOutcome, dict[str, Any]]:
-        """What becomes of a row, and the row as it is kept."""
+        """Return the outcome of a row, and the row as it is kept."""
         if isinstance(prompt, RowOutcome):
             prompt.held_out = share == 1.0
             return prompt, {}
         record, source = prompt.unanswered, prompt.source
-        keys = keys_of(record)
+        keys = compute_keys(record)
         outcome = RowOutcome(prompt.number, source, held_out=share == 1.0 or is_held_out(keys, share))
-        outcome.keys = short(keys.content), short(keys.prompt), short(keys.prompt)
+        outcome.keys = hash64(keys.content), hash64(keys.prompt), hash64(keys.prompt)
         outcome.tested = published_test_id(prompt.row)
-        columns = columns_of(prompt.row, source, reading=self._reading)
+        columns = read_reward_columns(prompt.row, source, reading=self._reading)
         if COMPLETIONS in columns:
             outcome.refused = f"has a column {COMPLETIONS!r}, the name by which rewards get the answers"
             outcome.fix = "give the column another name"
             return outcome, {}
-        if self._asks_last_turn and (more := prompt.beside_question(self._reading.system)):
+        if self._asks_last_turn and (more := prompt.extra_content(self._reading.system)):
             outcome.refused, outcome.fix = not_asked(more), NOT_ASKED_FIX
             return outcome, {}
         try:
@@ -268,19 +268,19 @@ class _Pass:
 
 
 def not_asked(more: str) -> str:
-    """Why a row with `more` than a question is no problem of two-turn episodes, whose prompts have one place for it."""
+    """Return why a row with `more` than a question does not fit two-turn episodes: they ask only a question."""
     return f"has {more}, but task mode score asks the words of the last turn alone"
 
 
 def room(cfg: RunConfig) -> str:
-    """What gives prompts more room, as `RunConfig.prompt_tokens` counts it."""
+    """Return the remedy for prompts over `RunConfig.prompt_tokens`."""
     if cfg.task.turns == 2:
         return "raise model.max_seq_len, or lower score.max_new_tokens or score.max_hint_tokens"
     return "raise grpo.max_prompt_length or model.max_seq_len, or lower grpo.max_completion_length"
 
 
 def _key(prompt: Prompt) -> int:
-    return short(keys_of(prompt.unanswered).prompt)
+    return hash64(compute_keys(prompt.unanswered).prompt)
 
 
 def _nothing_to_ask(cfg: RunConfig, report: Mapping[str, Any]) -> DataError:

@@ -6,13 +6,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from sftplay.data.layouts.convert import Reading, read_beginning, read_prompt, to_record
-from sftplay.data.layouts.turns import Row
+from sftplay.data.layouts.convert import LayoutOptions, read_beginning, read_prompt, to_record
+from sftplay.data.layouts.turns import RowFields
 from sftplay.data.records import Chat, Message, Source, Text
 from sftplay.errors import DataError
 
 ANSWER = "answer"
-"""The column of the right answer: the row's own, else what the assistant says last in the row."""
+"""The column of the right answer: that of the row, else the last assistant turn of the row."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class Prompt:
 
     number: int
     source: Source
-    row: Row
+    row: RowFields
     messages: tuple[Message, ...]
     tools: str
     beginning: str = ""
     """A plain text that the model goes on writing; then there are no messages."""
 
     def prompt(self, renderer: Any) -> list[int]:
-        """The tokens that ask it.
+        """Return the tokens of the prompt.
 
         Raises:
             DataError: the template refuses it, with the row's place.
@@ -45,11 +45,11 @@ class Prompt:
 
     @property
     def question(self) -> str:
-        """What is asked, in the words of the last turn."""
+        """The question: the text of the last turn."""
         return self.beginning or self.messages[-1].content
 
-    def beside_question(self, system: str | None) -> str:
-        """What the row has beside the words of `question`, in words; `system` is the system prompt of all rows."""
+    def extra_content(self, system: str | None) -> str:
+        """Describe what the row has in addition to `question`; `system` is the system prompt of all rows."""
         earlier = [turn for turn in self.messages[:-1] if (turn.role, turn.content) != ("system", system)]
         if any(turn.role == "system" for turn in earlier):
             return "a system prompt of its own"
@@ -59,13 +59,13 @@ class Prompt:
 
     @property
     def unanswered(self) -> Chat | Text:
-        """The question as a record: two prompts are the same where these say the same."""
+        """The question as a record: two prompts are equal if these have equal content."""
         if self.beginning:
             return Text(self.beginning, self.source)
         return Chat((*self.messages, Message("assistant", "")), self.source, tools=self.tools)
 
 
-def to_prompt(row: Row, source: Source, *, number: int, reading: Reading) -> Prompt:
+def to_prompt(row: RowFields, source: Source, *, number: int, reading: LayoutOptions) -> Prompt:
     """The question of a row of any layout that training reads, and of one that has `prompt` alone.
 
     Raises:
@@ -76,9 +76,11 @@ def to_prompt(row: Row, source: Source, *, number: int, reading: Reading) -> Pro
     return Prompt(number, source, row, *read_prompt(row, source, reading=reading))
 
 
-def columns_of(row: Row, source: Source, *, reading: Reading) -> dict[str, Any]:
-    """What rewards read of a row: its columns, by their own names and by those of `data.columns`, and `answer`; of a
-    published problem also its tests, see `data.problems`."""
+def read_reward_columns(row: RowFields, source: Source, *, reading: LayoutOptions) -> dict[str, Any]:
+    """Return what rewards read of a row: its columns, by the names of the file and of `data.columns`, and `answer`.
+
+    A published problem also has its tests, see `data.problems`.
+    """
     mapped = {field: row[column] for field, column in reading.columns if column in row}
     columns: dict[str, Any] = {**row, **mapped}
     try:

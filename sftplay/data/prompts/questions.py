@@ -1,4 +1,4 @@
-"""Prompts that are ready to be asked, and how they lie on disk."""
+"""Tokenised prompts, and how they are stored on disk."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ BATCH_ROWS = 256
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt that is ready to be asked."""
+    """A tokenised prompt."""
 
     row: int
     """The row's number in its file, from 0."""
 
     ids: list[int]
-    """The tokens that ask it."""
+    """The tokens of the prompt."""
 
     question: str
     """The words of its last turn, or the beginning of a plain text."""
 
     columns: dict[str, Any]
-    """What rewards read, by name."""
+    """The columns that rewards read, by name."""
 
 
 class Questions:
@@ -61,17 +61,17 @@ class Questions:
 
     @property
     def row_numbers(self) -> list[int]:
-        """Those of all prompts, in their order."""
+        """The row numbers of all prompts, in their order."""
         return list(self.rows["row"])
 
-    def place_of(self, number: int) -> str:
-        """Where the row stands, as `Source` prints it."""
+    def find_place(self, number: int) -> str:
+        """Return the place of the row, as `Source` prints it."""
         row = self.rows[number]
         return str(Source(row["path"], row["line"], row["record"]))
 
 
 class QuestionWriter:
-    """Writes rows of SCHEMA to a new file, many at a time; closes it at the end of a `with`."""
+    """Write rows of SCHEMA to a new file, many at a time; close it at the end of a `with`."""
 
     def __init__(self, path: Path) -> None:
         self._stream, self._rows = pa.ipc.new_stream(str(path), SCHEMA), list[dict[str, Any]]()

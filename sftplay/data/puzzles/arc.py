@@ -16,7 +16,7 @@ from sftplay.data.puzzles.folder import Alphabet
 from sftplay.errors import DataError, SeveralErrors
 
 INVERSE = (0, 3, 2, 1, 4, 5, 6, 7)
-"""The way that undoes each."""
+"""The inverse of each way."""
 
 WAYS = range(8)
 
@@ -36,29 +36,29 @@ Grid = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A grid and what becomes of it."""
+class GridPair:
+    """An input grid and its output grid."""
 
     input: Grid
     output: Grid
 
 
 @dataclass(frozen=True)
-class Task:
-    """Demonstrations of one rule, and the pairs that are asked for."""
+class ArcTask:
+    """Demonstrations of one rule, and the test pairs."""
 
     id: str
-    train: tuple[Pair, ...]
-    test: tuple[Pair, ...]
+    train: tuple[GridPair, ...]
+    test: tuple[GridPair, ...]
 
     @property
-    def pairs(self) -> tuple[Pair, ...]:
+    def pairs(self) -> tuple[GridPair, ...]:
         """All of them."""
         return self.train + self.test
 
 
-def read_tasks(folder: Path) -> list[Task]:
-    """The tasks in a folder with a json file of each, in the order of their names.
+def read_tasks(folder: Path) -> list[ArcTask]:
+    """Read the tasks in a folder with one json file a task, in the order of their names.
 
     Raises:
         SeveralErrors: files that hold no task, each with the place and what to do; it exits with code 4.
@@ -66,7 +66,7 @@ def read_tasks(folder: Path) -> list[Task]:
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     if not files:
         what = "holds no json file" if folder.is_dir() else "no such folder"
-        raise DataError(what, where=str(folder), fix="put a json file of each task there, as ARC-AGI's data has them")
+        raise DataError(what, where=str(folder), fix="put one json file a task there, as in ARC-AGI's data")
     tasks, problems = [], []
     for file in files:
         try:
@@ -78,8 +78,8 @@ def read_tasks(folder: Path) -> list[Task]:
     return tasks
 
 
-def read_task(file: Path) -> Task:
-    """The task of a json file.
+def read_task(file: Path) -> ArcTask:
+    """Read the task of a json file.
 
     Raises:
         DataError: it holds none.
@@ -90,34 +90,34 @@ def read_task(file: Path) -> Task:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         what = "is empty" if not file.stat().st_size else f"is no JSON ({str(error).splitlines()[0]})"
         raise DataError(what, where=f"{file}{line}", fix="correct the file, or take it away") from None
-    return task_of(content, file.stem, where=str(file))
+    return parse_task(content, file.stem, where=str(file))
 
 
-def task_of(content: Any, name: str, *, where: str) -> Task:
-    """The task that a JSON object holds."""
+def parse_task(content: Any, name: str, *, where: str) -> ArcTask:
+    """Parse the task in a JSON object."""
     if not isinstance(content, dict):
         raise _fault("is no object with `train` and `test`", where)
     parts = {part: tuple(_pairs(content.get(part), f"{where} {part}")) for part in ("train", "test")}
-    return Task(name, parts["train"], parts["test"])
+    return ArcTask(name, parts["train"], parts["test"])
 
 
-def as_json(task: Task) -> dict[str, Any]:
+def as_json(task: ArcTask) -> dict[str, Any]:
     """The task in the form of its file."""
 
-    def pairs(part: tuple[Pair, ...]) -> list[dict[str, Any]]:
+    def pairs(part: tuple[GridPair, ...]) -> list[dict[str, Any]]:
         return [{"input": pair.input.tolist(), "output": pair.output.tolist()} for pair in part]
 
     return {"train": pairs(task.train), "test": pairs(task.test)}
 
 
-def _pairs(found: Any, where: str) -> Iterator[Pair]:
+def _pairs(found: Any, where: str) -> Iterator[GridPair]:
     if not isinstance(found, list) or not found:
         raise _fault("is no list of pairs", where)
     for number, pair in enumerate(found, 1):
         missing = [side for side in ("input", "output") if not isinstance(pair, dict) or side not in pair]
         if missing:
             raise _fault(f"has no `{'` and no `'.join(missing)}`", f"{where} {number}")
-        yield Pair(*(_grid(pair[side], f"{where} {number} {side}") for side in ("input", "output")))
+        yield GridPair(*(_grid(pair[side], f"{where} {number} {side}") for side in ("input", "output")))
 
 
 def _grid(rows: Any, where: str) -> Grid:
@@ -171,7 +171,7 @@ def cropped(tokens: NDArray[Any]) -> Grid:
 
 SEPARATOR = "|||"
 TRIES = 5
-"""Draws for each copy that is wanted. A task with few colours may have fewer copies that differ."""
+"""Samples for each copy that is wanted. A task with few colours may have fewer copies that differ."""
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,8 @@ def parse_name(name: str) -> tuple[str, Change]:
     return task, Change(int(way.removeprefix("t")), tuple(map(int, colours)))
 
 
-def draw_changes(task: Task, n: int, *, stream: np.random.Generator) -> list[Change]:
-    """Nothing, and up to `n` changes under which the task's grids all differ."""
+def sample_changes(task: ArcTask, n: int, *, stream: np.random.Generator) -> list[Change]:
+    """Sample up to `n` changes under which the task's grids all differ; the first of the list changes nothing."""
     flat = [np.concatenate([_flat(turned(grid, way)) for grid in _grids(task.pairs)]) for way in WAYS]
     is_shape = np.concatenate([_is_shape(grid) for grid in _grids(task.pairs)])
     changes, seen = [Change()], {_digest(flat[0], is_shape, change=Change())}
@@ -220,7 +220,7 @@ def draw_changes(task: Task, n: int, *, stream: np.random.Generator) -> list[Cha
     return changes
 
 
-def canonical(pair: Pair) -> bytes:
+def canonical(pair: GridPair) -> bytes:
     """The same for all pairs that a change makes of each other, and for no others."""
     return min(_in_order_of_colours(turned(pair.input, way), turned(pair.output, way)) for way in WAYS)
 
@@ -231,7 +231,7 @@ def _in_order_of_colours(first: Grid, second: Grid) -> bytes:
     return bytes([*first.shape, *second.shape, *(names.setdefault(int(cell), len(names)) for cell in cells)])
 
 
-def _grids(pairs: tuple[Pair, ...]) -> list[Grid]:
+def _grids(pairs: tuple[GridPair, ...]) -> list[Grid]:
     return [grid for pair in pairs for grid in (pair.input, pair.output)]
 
 

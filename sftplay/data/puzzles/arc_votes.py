@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sftplay.data.puzzles.arc import Grid, Task, cropped, parse_name, task_of
+from sftplay.data.puzzles.arc import ArcTask, Grid, cropped, parse_name, parse_task
 from sftplay.errors import DataError
 
 NAMES = "identifiers.json"
-"""The name of each identifier; see `augment.Change.name`."""
+"""The name of each identifier; see `arc.Change.name`."""
 
 ASKED = "test_puzzles.json"
 """The tasks of the test, by their names."""
@@ -26,7 +26,7 @@ BLANK = "<blank>"
 
 
 def read_names(split: Path) -> list[str]:
-    """The names of the identifiers of the split in the folder `split`, which lies beside them.
+    """Read the names of the identifiers of the split in the folder `split`; the file is next to that folder.
 
     Raises:
         DataError: there are none.
@@ -37,8 +37,8 @@ def read_names(split: Path) -> list[str]:
     return names
 
 
-def read_asked(split: Path) -> dict[str, Task]:
-    """The tasks whose test pairs the split in the folder `split` asks for.
+def read_asked(split: Path) -> dict[str, ArcTask]:
+    """Read the tasks of the test pairs in the split in the folder `split`.
 
     Raises:
         DataError: there are none.
@@ -46,7 +46,7 @@ def read_asked(split: Path) -> dict[str, Task]:
     path, tasks = split.parent / ASKED, _read(split, ASKED)
     if not isinstance(tasks, dict) or not tasks:
         raise _fault(path, "holds no tasks")
-    return {name: task_of(task, name, where=f"{path} {name}") for name, task in tasks.items()}
+    return {name: parse_task(task, name, where=f"{path} {name}") for name, task in tasks.items()}
 
 
 def _read(split: Path, name: str) -> Any:
@@ -67,8 +67,8 @@ KS = (1, 2, 10, 100, 1000)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a model says to one test input of one copy."""
+class CopyAnswer:
+    """The answer of a model to one test input of one copy."""
 
     identifier: str
     """The copy's name, as `identifiers.json` has it."""
@@ -99,10 +99,10 @@ class _Votes:
     confidences: list[float] = field(default_factory=list)
 
 
-Question = tuple[str, bytes]
-"""Task and test input."""
+TestInput = tuple[str, bytes]
+"""ArcTask and test input."""
 
-Ballots = dict[Question, list[Candidate]]
+Ballots = dict[TestInput, list[Candidate]]
 """Test input -> the answers, the first the best."""
 
 
@@ -110,9 +110,9 @@ class Tally:
     """The votes for each answer to each test input, while they come in. An empty answer has no vote."""
 
     def __init__(self) -> None:
-        self.boxes: dict[Question, dict[bytes, _Votes]] = {}
+        self.boxes: dict[TestInput, dict[bytes, _Votes]] = {}
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: CopyAnswer) -> None:
         """Count an answer."""
         task, change = parse_name(answer.identifier)
         box = self.boxes.setdefault((task, grid_key(change.undo(cropped(answer.inputs)))), {})
@@ -121,36 +121,36 @@ class Tally:
             box.setdefault(grid_key(grid), _Votes(grid)).confidences.append(_sigmoid(answer.q_halt))
 
     def shares(self, n: int) -> list[Tally]:
-        """The same votes in `n` tallies. All votes for a task are in the one that `share_of` names."""
+        """Return the same votes in `n` tallies. All votes for a task are in the one that `assign_share` names."""
         found = [Tally() for _ in range(n)]
         for question, box in self.boxes.items():
-            found[share_of(question[0], n)].boxes[question] = box
+            found[assign_share(question[0], n)].boxes[question] = box
         return found
 
     def merge(self, other: Tally) -> None:
         """Count the votes of another tally too."""
-        for question, theirs in other.boxes.items():
-            mine = self.boxes.setdefault(question, {})
-            for key, votes in theirs.items():
-                mine.setdefault(key, _Votes(votes.grid)).confidences.extend(votes.confidences)
+        for question, other_box in other.boxes.items():
+            box = self.boxes.setdefault(question, {})
+            for key, votes in other_box.items():
+                box.setdefault(key, _Votes(votes.grid)).confidences.extend(votes.confidences)
 
     def ballots(self) -> Ballots:
         """The answers to each test input: most votes first, then the highest mean confidence."""
         return {question: _ranked(list(box.values())) for question, box in self.boxes.items()}
 
 
-def share_of(task: str, n: int) -> int:
-    """Which of `n` shares the votes for a task belong to, the same in every process."""
+def assign_share(task: str, n: int) -> int:
+    """Return which of `n` shares the votes for a task belong to: the same in every process."""
     return zlib.crc32(task.encode()) % n
 
 
-def solved_at(task: Task, ballots: Ballots) -> float:
+def solved_at(task: ArcTask, ballots: Ballots) -> float:
     """The least k with which the task is solved: each test input has its output among its first k; inf for never."""
-    return max(ranks_of(task, ballots))
+    return max(compute_ranks(task, ballots))
 
 
-def ranks_of(task: Task, ballots: Ballots) -> list[float]:
-    """For each test input of the task the least k with its output among the first k answers; inf for never."""
+def compute_ranks(task: ArcTask, ballots: Ballots) -> list[float]:
+    """Compute for each test input the least k with its output among the first k answers; inf for never."""
     ranks: list[float] = []
     for pair in task.test:
         ranked = ballots.get((task.id, grid_key(pair.input)), [])
@@ -171,7 +171,7 @@ def share_of_inputs_solved(ranks: Sequence[Sequence[float]], *, ks: Sequence[int
 
     TRM's published figures count so (evaluators/arc.py): half a task of two test inputs is half a point.
     """
-    return {k: float(np.mean([(np.array(each) <= k).mean() for each in ranks])) for k in ks}
+    return {k: float(np.mean([(np.array(task_ranks) <= k).mean() for task_ranks in ranks])) for k in ks}
 
 
 def grid_key(grid: Grid) -> bytes:
@@ -181,10 +181,10 @@ def grid_key(grid: Grid) -> bytes:
 
 def _ranked(found: list[_Votes]) -> list[Candidate]:
     candidates = [
-        Candidate(each.grid, len(each.confidences), math.fsum(each.confidences) / len(each.confidences))
-        for each in found
+        Candidate(votes.grid, len(votes.confidences), math.fsum(votes.confidences) / len(votes.confidences))
+        for votes in found
     ]
-    return sorted(candidates, key=lambda each: (-each.votes, -each.confidence, grid_key(each.grid)))
+    return sorted(candidates, key=lambda candidate: (-candidate.votes, -candidate.confidence, grid_key(candidate.grid)))
 
 
 def _sigmoid(score: float) -> float:

@@ -1,4 +1,4 @@
-"""Which folder a config means by `data.train_path` or `data.val_path`, and puzzles that need no file."""
+"""Find the folders of `data.train_path` and `data.val_path`, and make puzzles that need no file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Split = Literal["train", "test"]
 
 BUILTIN = "builtin:"
 NAMES = ("sudoku4",)
-"""What may follow `builtin:`."""
+"""Names that may follow `builtin:`."""
 
 VERSION = 1
 """Raised when the built-in puzzles change, so that older caches are not taken for new ones."""
@@ -44,7 +44,7 @@ def open_split(path: str, split: Split, *, key: str) -> PuzzleFolder:
 
 
 def open_splits(train_path: str, val_path: str | None) -> tuple[PuzzleFolder, PuzzleFolder | None]:
-    """The puzzles to learn, and those to measure on: of `val_path`, or else those beside the first, if there are some.
+    """Open the puzzles to learn, and those to measure on: of `val_path`, else of the first's folder if it has any.
 
     Raises:
         ConfigError: there are no built-in puzzles of that name.
@@ -72,7 +72,7 @@ def _builtin(name: str, split: Split, *, key: str) -> Path:
     mark = fingerprint({"name": name, "version": VERSION, "seed": SEED})
     folder = cache_root() / "puzzles" / f"{name}-{split}-{mark}"
 
-    def make(unfinished: Path) -> None:
+    def write_puzzles(unfinished: Path) -> None:
         write_folder(unfinished, make_groups()[split], alphabet=ALPHABET)
 
-    return ensure_folder(folder, make, setting="SFTPLAY_CACHE")
+    return ensure_folder(folder, write_puzzles, setting="SFTPLAY_CACHE")

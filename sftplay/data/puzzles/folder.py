@@ -19,13 +19,13 @@ ARRAYS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_ind
 AGAIN = "write the folder again with make puzzle-data"
 
 CHECKED_BYTES, BLOCK_BYTES = 1 << 28, 1 << 20
-"""Of a larger array only so many bytes are read for the check, in blocks that are spread over it evenly. `tokens_of`
-looks at every row that is used."""
+"""Of a larger array only this many bytes are read for the check, in evenly spaced blocks. `sampler.take` checks every
+row that is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What `dataset.json` says of a split."""
+    """The content of a split's `dataset.json`."""
 
     pad_id: int
     ignore_label_id: int | None
@@ -76,8 +76,8 @@ class PuzzleSet:
         """Originals, each with its augmented copies."""
         return len(self.group_indices) - 1
 
-    def puzzles_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of the puzzle that each example belongs to."""
+    def find_puzzles(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Find the number of the puzzle that each example belongs to."""
         return np.searchsorted(self.puzzle_indices, rows, side="right") - 1
 
 
@@ -98,7 +98,7 @@ class PuzzleFolder:
         """
         facts = _facts(path)
         sets = tuple(_open_set(path, name, facts=facts) for name in facts.sets)
-        groups = sum(each.n_groups for each in sets)
+        groups = sum(puzzle_set.n_groups for puzzle_set in sets)
         if groups != facts.total_groups:
             raise _fault(path / FACTS, f"total_groups is {facts.total_groups:,}, but the sets hold {groups:,}")
         return cls(path, facts, sets)
@@ -107,9 +107,9 @@ class PuzzleFolder:
         return sum(map(len, self.sets))
 
     def expect_kind(self, *, cells: int, words: int, identifiers: int, of: str) -> None:
-        """Raise DataError where a model of grids of so many cells, symbols and puzzle identifiers cannot take them.
+        """Raise DataError if they do not fit a model with these numbers of cells, symbols and puzzle identifiers.
 
-        `of` says whose these are.
+        `of` names the owner of these numbers.
         """
         facts = self.facts
         what = ""
@@ -121,12 +121,12 @@ class PuzzleFolder:
             raise _fault(self.path, what, fix="name puzzles of the same kind, made together with those of the training")
 
     def total_steps(self, epochs: float, *, global_batch: int) -> int:
-        """Steps of so many epochs, an epoch being one visit to each group."""
+        """Count the steps of `epochs`; an epoch is one visit to each group."""
         return int(epochs * self.facts.total_groups * self.facts.mean_puzzle_examples / global_batch)
 
 
 def array_file(folder: Path, set_name: str, *, array: str) -> Path:
-    """Where an array of a set lies."""
+    """Return the path of an array of a set."""
     return folder / f"{set_name}__{array}.npy"
 
 
@@ -165,7 +165,7 @@ def _value(path: Path, name: str, *, value: Any) -> Any:
     """The value of a key of dataset.json, in its type."""
     if name in ("sets", "shape"):
         kind: type = str if name == "sets" else int
-        if isinstance(value, list) and value and all(type(each) is kind for each in value):
+        if isinstance(value, list) and value and all(type(item) is kind for item in value):
             return tuple(value)
         raise _fault(path, f"{name} is {value!r}, not a list of {'names' if name == 'sets' else 'numbers'}")
     if name in ("kind", "symbols"):
@@ -264,7 +264,7 @@ SET = "all"
 
 @dataclass(frozen=True, kw_only=True)
 class Alphabet:
-    """What the tokens of a kind of puzzle mean."""
+    """The meaning of the tokens of a kind of puzzle."""
 
     kind: str
     symbols: str
@@ -292,7 +292,7 @@ class Group:
 
 
 class SplitWriter:
-    """Writes a split into an existing folder; the split is whole after `finish`.
+    """Write a split into an existing folder; the split is whole after `finish`.
 
     Padding has token 0 and is an ignored label; the blank identifier is 0.
     """
@@ -316,7 +316,7 @@ class SplitWriter:
         self._ends.append(len(self._sizes))
 
     def finish(self, num_puzzle_identifiers: int | None = None) -> Facts:
-        """What `dataset.json` says; the number of identifiers is one more than the largest where it is not given."""
+        """Write `dataset.json` and return it; the default number of identifiers is one more than the largest."""
         self._inputs.close()
         self._labels.close()
         sizes, identifiers = self._sizes, np.asarray(self._identifiers, np.int32)

@@ -1,4 +1,4 @@
-"""What a kind of puzzle that is written as two texts, a question and its answer, says of itself."""
+"""The interface of a kind of puzzle that is written as two texts, a question and its answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Cells = NDArray[np.uint8]
 """[puzzles, cells]"""
 
 
-class Kind(Protocol):
+class PuzzleKind(Protocol):
     """Cells hold the place of their character in `alphabet.symbols`, less one: 0 is the first behind the padding's."""
 
     alphabet: Alphabet
@@ -37,7 +37,7 @@ class Kind(Protocol):
         """The same for what decides on which side of the split a puzzle falls."""
 
     def is_copy(self, one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
-        """Whether the one question is a copy of the other."""
+        """Return whether the one question is a copy of the other."""
 
-    def copies_of(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
+    def make_copies(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
         """`n` copies, at least one, of the two rows of `pair`, a question and its answer. Both are changed alike."""

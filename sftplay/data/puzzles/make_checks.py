@@ -1,4 +1,4 @@
-"""Settings of a folder of puzzles, and what is checked of its puzzles."""
+"""Settings of a folder of puzzles, and the checks of its puzzles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sftplay import log
-from sftplay.data.puzzles.kind import Cells, Kind
+from sftplay.data.puzzles.kind import Cells, PuzzleKind
 from sftplay.data.puzzles.make_texts import FIX_LINE, Puzzles
 from sftplay.data.puzzles.maze import Maze
 from sftplay.data.puzzles.sudoku import Sudoku
@@ -19,7 +19,7 @@ from sftplay.errors import MOST_PROBLEMS, DataError, MachineError, SeveralErrors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class PuzzleSettings:
     """The choices of one `puzzle-data`."""
 
     kind: str
@@ -32,7 +32,7 @@ class Settings:
 
     seed: int = 0
     subsample: int | None = None
-    """Training puzzles that are drawn; None takes all."""
+    """Number of training puzzles to sample; None takes all."""
 
     held_out: float = 0.1
     """The share of the solutions of a single file that goes to the test."""
@@ -40,16 +40,16 @@ class Settings:
     workers: int = 1
 
 
-KINDS: dict[str, Kind] = {"sudoku": Sudoku(), "maze": Maze()}
-PIECE = 2048
+KINDS: dict[str, PuzzleKind] = {"sudoku": Sudoku(), "maze": Maze()}
+CHUNK_PUZZLES = 2048
 """Puzzles that a process checks at once."""
 
-WORTH_WORKERS = 8 * PIECE
-"""Below so many puzzles, starting processes takes longer than the work."""
+WORTH_WORKERS = 8 * CHUNK_PUZZLES
+"""Below this number of puzzles, starting processes takes longer than the work."""
 
 
 @dataclass(frozen=True)
-class Keys:
+class PuzzleKeys:
     """Numbers that copies of each other share, for each puzzle."""
 
     questions: NDArray[np.uint64]
@@ -58,52 +58,52 @@ class Keys:
 
 NO_KEYS = np.zeros(0, np.uint64)
 
-Piece = tuple[str, Cells, Cells]
-Checked = tuple[list[tuple[int, str]], NDArray[np.uint64], NDArray[np.uint64]]
+PuzzleChunk = tuple[str, Cells, Cells]
+ChunkResult = tuple[list[tuple[int, str]], NDArray[np.uint64], NDArray[np.uint64]]
 
 
-def check_puzzles(puzzles: Puzzles, kind: Kind, *, workers: int) -> Keys:
+def check_puzzles(puzzles: Puzzles, kind: PuzzleKind, *, workers: int) -> PuzzleKeys:
     """The keys of puzzles that can all be used.
 
     Raises:
         SeveralErrors: those that cannot, with file and line, up to a hundred of them.
     """
     name, total = kind.alphabet.kind, len(puzzles)
-    starts = range(0, total, PIECE)
-    pieces: Iterator[Piece] = (
-        (name, puzzles.questions[at : at + PIECE], puzzles.answers[at : at + PIECE]) for at in starts
+    starts = range(0, total, CHUNK_PUZZLES)
+    chunks: Iterator[PuzzleChunk] = (
+        (name, puzzles.questions[at : at + CHUNK_PUZZLES], puzzles.answers[at : at + CHUNK_PUZZLES]) for at in starts
     )
-    spread = work_through(pieces, check_piece, processes=workers, killed=killed_process())
-    outcomes = spread if workers > 1 and total >= WORTH_WORKERS else map(check_piece, pieces)
+    parallel = work_through(chunks, check_chunk, processes=workers, killed=killed_process())
+    outcomes = parallel if workers > 1 and total >= WORTH_WORKERS else map(check_chunk, chunks)
     problems, keys = [], []
     for start, (found, *marks) in zip(starts, outcomes, strict=True):
         problems += [DataError(what, where=puzzles.place(start + row), fix=FIX_LINE) for row, what in found]
         keys.append(marks)
-        log.progress(min(start + PIECE, total), total, what=f"checking {puzzles.path}", tag="puzzle-data")
+        log.progress(min(start + CHUNK_PUZZLES, total), total, what=f"checking {puzzles.path}", tag="puzzle-data")
         if len(problems) > MOST_PROBLEMS:
             break
-    spread.close()
+    parallel.close()
     if problems:
         raise SeveralErrors(problems)
-    return Keys(*(np.concatenate(each) for each in zip(*keys, strict=True)))
+    return PuzzleKeys(*(np.concatenate(parts) for parts in zip(*keys, strict=True)))
 
 
 def killed_process() -> MachineError:
-    """The refusal where a process of the pool has gone."""
+    """Return the error for a process of the pool that was killed."""
     fix = "free memory, or take fewer processes with --workers"
     return MachineError("a process that prepares puzzles was killed from outside", where="puzzle-data", fix=fix)
 
 
-def check_piece(piece: Piece) -> Checked:
-    """What is wrong with a piece, and the keys of its questions and answers where nothing is."""
-    name, questions, answers = piece
+def check_chunk(chunk: PuzzleChunk) -> ChunkResult:
+    """Return the problems of a chunk, and the keys of its questions and answers if it has none."""
+    name, questions, answers = chunk
     kind = KINDS[name]
     if problems := list(kind.problems(questions, answers)):
         return problems, NO_KEYS, NO_KEYS
     return [], kind.question_keys(questions), kind.answer_keys(answers)
 
 
-def check_held_out(train: tuple[Puzzles, Keys], test: tuple[Puzzles, Keys], *, kind: Kind) -> None:
+def check_held_out(train: tuple[Puzzles, PuzzleKeys], test: tuple[Puzzles, PuzzleKeys], *, kind: PuzzleKind) -> None:
     """Raise where a question of the test is a copy of one of training; the error names both lines."""
     (train_puzzles, train_keys), (test_puzzles, test_keys) = train, test
     order = np.argsort(train_keys.questions, kind="stable")

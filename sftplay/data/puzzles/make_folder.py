@@ -1,4 +1,4 @@
-"""Makes the folder of both splits: it appears whole or not at all."""
+"""Make the folder of both splits: it appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from sftplay.atomic import check_new_file, locked, unfinished_folder, whole_folder
 from sftplay.data.puzzles.folder import PuzzleFolder, write_folder
-from sftplay.data.puzzles.make_checks import Settings
+from sftplay.data.puzzles.make_checks import PuzzleSettings
 from sftplay.data.puzzles.make_rows import write_rows
 from sftplay.data.puzzles.make_tasks import write_tasks
 from sftplay.data.puzzles.small_sudokus import ALPHABET, make_groups
@@ -20,8 +20,8 @@ REPORT = "report.json"
 KINDS = ("sudoku", "maze", "arc", "sudoku4")
 
 
-def make_folder(settings: Settings) -> dict[str, Any]:
-    """Write `settings.out` with both splits; the report, which lies there too.
+def make_folder(settings: PuzzleSettings) -> dict[str, Any]:
+    """Write `settings.out` with both splits and a report; return the report.
 
     Raises:
         ConfigError: the folder is there already, or another command is writing it.
@@ -50,13 +50,13 @@ def removed(path: Path) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def _check_source(settings: Settings) -> None:
+def _check_source(settings: PuzzleSettings) -> None:
     if settings.kind == "sudoku4" and settings.source is not None:
         fix = "leave it out; sudoku4 is made here"
         raise ConfigError("is not read for sudoku4", where="--in", fix=fix)
     if settings.kind == "sudoku4" and (settings.copies is not None or settings.subsample is not None):
         name = "--aug" if settings.copies is not None else "--subsample"
-        raise ConfigError("does not fit sudoku4, whose puzzles and copies are fixed", where=name, fix="leave it out")
+        raise ConfigError("does not fit sudoku4: its puzzles and copies are fixed", where=name, fix="leave it out")
     if settings.kind != "sudoku4" and settings.source is None:
         what = f"{settings.kind} puzzles are read from files"
         raise ConfigError(what, where="--in", fix="name a file or a folder with IN=")
@@ -64,7 +64,7 @@ def _check_source(settings: Settings) -> None:
         raise DataError("no such file or folder", where=str(settings.source), fix="correct IN=")
 
 
-def _write(settings: Settings, folder: Path) -> dict[str, Any]:
+def _write(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
     if settings.kind == "arc":
         more = write_tasks(settings, folder)
     elif settings.kind == "sudoku4":
@@ -82,9 +82,9 @@ def _write(settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def _counts(split: Path) -> dict[str, int]:
-    """How much a split holds, read back from what was written."""
+    """Count the content of a split, read back from the written files."""
     folder = PuzzleFolder.open(split)
-    n_puzzles = sum(len(each.puzzle_identifiers) for each in folder.sets)
+    n_puzzles = sum(len(puzzle_set.puzzle_identifiers) for puzzle_set in folder.sets)
     facts = folder.facts
     return {
         "groups": facts.total_groups,

@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 
 from sftplay import log
 from sftplay.data.puzzles.folder import Group, write_folder
-from sftplay.data.puzzles.kind import Kind
-from sftplay.data.puzzles.make_checks import KINDS, Keys, Settings, check_held_out, check_puzzles
+from sftplay.data.puzzles.kind import PuzzleKind
+from sftplay.data.puzzles.make_checks import KINDS, PuzzleKeys, PuzzleSettings, check_held_out, check_puzzles
 from sftplay.data.puzzles.make_texts import Puzzles, find_files, read_puzzles
-from sftplay.data.puzzles.sampler import stream_of
+from sftplay.data.puzzles.sampler import make_generator
 from sftplay.errors import ConfigError, DataError
 
-Checked = tuple[Puzzles, Keys]
+KeyedPuzzles = tuple[Puzzles, PuzzleKeys]
 
 
-def write_rows(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Write the splits `train` and `test` below `folder`; what is reported beside their counts.
+def write_rows(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
+    """Write the splits `train` and `test` below `folder`; return what the report adds to their counts.
 
     Raises:
         ConfigError: a setting does not fit the data.
@@ -45,10 +45,10 @@ def write_rows(settings: Settings, folder: Path) -> dict[str, Any]:
     return {"copies": copies, "test_puzzles_with_a_training_solution": shared}
 
 
-def _read(settings: Settings, kind: Kind, *, files: dict[str, Path]) -> tuple[Checked, Checked]:
-    """The puzzles of training and of the test, all of which can be used."""
+def _read(settings: PuzzleSettings, kind: PuzzleKind, *, files: dict[str, Path]) -> tuple[KeyedPuzzles, KeyedPuzzles]:
+    """Read the puzzles of training and of the test, and check that all can be used."""
     if "all" not in files:
-        train = _drawn(read_puzzles(files["train"], kind), settings)
+        train = _subsampled(read_puzzles(files["train"], kind), settings)
         test = read_puzzles(files["test"], kind)
         return _with_keys(train, kind, settings=settings), _with_keys(test, kind, settings=settings)
     everything, keys = _with_keys(read_puzzles(files["all"], kind), kind, settings=settings)
@@ -57,42 +57,44 @@ def _read(settings: Settings, kind: Kind, *, files: dict[str, Path]) -> tuple[Ch
         side = "training" if is_test.all() else "the test"
         what = f"leaves no puzzle for {side}: {len(everything):,} puzzles, a share of {settings.held_out:g} held out"
         raise DataError(what, where=everything.path, fix="name more puzzles, or another share with --held-out")
-    parts = [(everything.take(side), Keys(keys.questions[side], keys.answers[side])) for side in (~is_test, is_test)]
-    chosen = _choice(len(parts[0][0]), settings)
-    return (parts[0][0].take(chosen), Keys(*(each[chosen] for each in vars(parts[0][1]).values()))), parts[1]
+    parts = [
+        (everything.take(side), PuzzleKeys(keys.questions[side], keys.answers[side])) for side in (~is_test, is_test)
+    ]
+    chosen = _choose_rows(len(parts[0][0]), settings)
+    return (parts[0][0].take(chosen), PuzzleKeys(*(column[chosen] for column in vars(parts[0][1]).values()))), parts[1]
 
 
-def _with_keys(puzzles: Puzzles, kind: Kind, *, settings: Settings) -> Checked:
+def _with_keys(puzzles: Puzzles, kind: PuzzleKind, *, settings: PuzzleSettings) -> KeyedPuzzles:
     return puzzles, check_puzzles(puzzles, kind, workers=settings.workers)
 
 
-def _held_out(keys: NDArray[np.uint64], settings: Settings) -> NDArray[np.bool_]:
-    """Which puzzles go to the test: by their solution alone, so that all with one solution are on one side."""
+def _held_out(keys: NDArray[np.uint64], settings: PuzzleSettings) -> NDArray[np.bool_]:
+    """Choose the puzzles of the test by their solution alone, so that all with one solution are on one side."""
     solutions, back = np.unique(keys, return_inverse=True)
-    draws = [stream_of(solution.tobytes(), settings.seed).random() for solution in solutions]
-    return (np.array(draws) < settings.held_out)[back]
+    numbers = [make_generator(solution.tobytes(), settings.seed).random() for solution in solutions]
+    return (np.array(numbers) < settings.held_out)[back]
 
 
-def _drawn(puzzles: Puzzles, settings: Settings) -> Puzzles:
-    return puzzles.take(_choice(len(puzzles), settings))
+def _subsampled(puzzles: Puzzles, settings: PuzzleSettings) -> Puzzles:
+    return puzzles.take(_choose_rows(len(puzzles), settings))
 
 
-def _choice(n: int, settings: Settings) -> NDArray[np.int64]:
-    """Which training puzzles are used, in the order of the file."""
+def _choose_rows(n: int, settings: PuzzleSettings) -> NDArray[np.int64]:
+    """Choose the training puzzles that are used, in the order of the file."""
     if settings.subsample is None:
         return np.arange(n)
     if not 0 < settings.subsample <= n:
         what = f"is {settings.subsample:,}; there are {n:,} training puzzles"
         raise ConfigError(what, where="--subsample", fix=f"take 1 to {n}, or leave it out")
-    return np.sort(stream_of(b"subsample", settings.seed).permutation(n)[: settings.subsample])
+    return np.sort(make_generator(b"subsample", settings.seed).permutation(n)[: settings.subsample])
 
 
-def _groups(puzzles: Puzzles, kind: Kind, *, copies: int, seed: int) -> Iterator[Group]:
+def _groups(puzzles: Puzzles, kind: PuzzleKind, *, copies: int, seed: int) -> Iterator[Group]:
     """Each original with its copies behind it, as tokens."""
     for question, answer in zip(puzzles.questions, puzzles.answers, strict=True):
         pair = np.stack([question, answer])
         none = (pair[:0], pair[:0])
-        made = kind.copies_of(pair, copies, stream=stream_of(question.tobytes(), seed)) if copies else none
+        made = kind.make_copies(pair, copies, stream=make_generator(question.tobytes(), seed)) if copies else none
         inputs, labels = (np.concatenate([one[None], more]) + np.uint8(1) for one, more in zip(pair, made, strict=True))
         yield Group(inputs, labels)
 

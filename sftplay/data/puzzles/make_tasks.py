@@ -1,4 +1,4 @@
-"""ARC: from folders of json files to both splits, with the names of all copies and the tasks that are asked."""
+"""ARC: from folders of json files to both splits, with the names of all copies and the tasks of the test."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from sftplay import log
 from sftplay.data.puzzles.arc import (
     ALPHABET,
     LARGEST,
+    ArcTask,
     Change,
-    Pair,
-    Task,
+    GridPair,
     as_json,
     canonical,
-    draw_changes,
     on_canvas,
     read_tasks,
+    sample_changes,
 )
 from sftplay.data.puzzles.arc_votes import ASKED, BLANK, NAMES
 from sftplay.data.puzzles.folder import Group, SplitWriter
-from sftplay.data.puzzles.make_checks import Settings, killed_process
-from sftplay.data.puzzles.sampler import stream_of
+from sftplay.data.puzzles.make_checks import PuzzleSettings, killed_process
+from sftplay.data.puzzles.sampler import make_generator
 from sftplay.data.tokenize.pool import work_through
 from sftplay.errors import ConfigError, DataError, SeveralErrors
 
 COPIES = 1000
 PARTS = ("training", "evaluation")
 WORTH_WORKERS = 2000
-"""Below so many copies in all, starting processes takes longer than the work."""
+"""Below this number of copies in all, starting processes takes longer than the work."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class CopyJob:
     """A task to be copied."""
 
-    task: Task
+    task: ArcTask
     copies: int
     seed: int
     is_asked: bool
@@ -48,7 +48,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Made:
+class TaskCopies:
     """A task with its copies, as tokens."""
 
     names: list[str]
@@ -56,8 +56,8 @@ class Made:
     test: Group | None
 
 
-def write_tasks(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Write the splits `train` and `test` below `folder`, and what `answers` reads; what is reported beside counts.
+def write_tasks(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
+    """Write the splits `train` and `test` below `folder`, and what `arc_votes` reads; return what the report adds.
 
     Training has all pairs of the training tasks and the demonstrations of the evaluation tasks, the test has the test
     pairs of the evaluation tasks, both with all copies. A task has the same identifiers in both. HRM and TRM divide
@@ -73,14 +73,14 @@ def write_tasks(settings: Settings, folder: Path) -> dict[str, Any]:
     copies = COPIES if settings.copies is None else settings.copies
     training, evaluation = (read_tasks(_part(settings.source, part)) for part in PARTS)
     repeated = check_tasks(training, evaluation)
-    pieces = [Piece(task, copies, settings.seed, is_asked=False) for task in training]
-    pieces += [Piece(task, copies, settings.seed, is_asked=True) for task in evaluation]
+    jobs = [CopyJob(task, copies, settings.seed, is_asked=False) for task in training]
+    jobs += [CopyJob(task, copies, settings.seed, is_asked=True) for task in evaluation]
     writers = {}
     for split in ("train", "test"):
         (folder / split).mkdir()
         writers[split] = SplitWriter(folder / split, ALPHABET)
     names = [BLANK]
-    for made in _copied(pieces, workers=settings.workers, n_copies=copies * len(pieces)):
+    for made in _copied(jobs, workers=settings.workers, n_copies=copies * len(jobs)):
         identifiers = range(len(names), len(names) + len(made.names))
         names += made.names
         for split, group in (("train", made.train), ("test", made.test)):
@@ -99,7 +99,7 @@ def _part(source: Path, part: str) -> Path:
     return next((path for path in (source / part, source / "data" / part) if path.is_dir()), source / part)
 
 
-def check_tasks(training: list[Task], evaluation: list[Task]) -> dict[str, Any]:
+def check_tasks(training: list[ArcTask], evaluation: list[ArcTask]) -> dict[str, Any]:
     """Report the test pairs of the evaluation that are copies of a learned pair, of their own task or of another.
 
     Published tasks have both: of ARC-AGI-1 a pair of 50a16a69 is one of caa06a1f in other colours, and each pair of
@@ -116,62 +116,62 @@ def check_tasks(training: list[Task], evaluation: list[Task]) -> dict[str, Any]:
     for task, pairs in [(t, t.pairs) for t in training] + [(t, t.train) for t in evaluation]:
         for pair in pairs:
             learned.setdefault(canonical(pair), set()).add(task.id)
-    own_copies, others = 0, []
+    demonstrated, others = 0, []
     for task in evaluation:
         like = [learned.get(canonical(pair), set()) for pair in task.test]
-        own_copies += sum(task.id in each for each in like)
+        demonstrated += sum(task.id in names for names in like)
         others += [
-            {"task": task.id, "test_pair": number, "like": sorted(each - {task.id})}
-            for number, each in enumerate(like, 1)
-            if each - {task.id}
+            {"task": task.id, "test_pair": number, "like": sorted(names - {task.id})}
+            for number, names in enumerate(like, 1)
+            if names - {task.id}
         ]
     return {
-        "test_pairs_like_a_demonstration": own_copies,
+        "test_pairs_like_a_demonstration": demonstrated,
         "test_pairs_like_another_task": len(others),
         "like_another_task": others,
     }
 
 
-def _copied(pieces: list[Piece], *, workers: int, n_copies: int) -> Iterator[Made]:
-    spread = work_through(pieces, make_copies, processes=workers, killed=killed_process())
+def _copied(jobs: list[CopyJob], *, workers: int, n_copies: int) -> Iterator[TaskCopies]:
+    parallel = work_through(jobs, make_copies, processes=workers, killed=killed_process())
     is_worth = workers > 1 and n_copies >= WORTH_WORKERS
-    for done, made in enumerate(spread if is_worth else map(make_copies, pieces), 1):
+    for done, made in enumerate(parallel if is_worth else map(make_copies, jobs), 1):
         yield made
-        log.progress(done, len(pieces), what="writing tasks", tag="puzzle-data")
+        log.progress(done, len(jobs), what="writing tasks", tag="puzzle-data")
 
 
-def make_copies(piece: Piece) -> Made:
+def make_copies(job: CopyJob) -> TaskCopies:
     """A task's copies: learned pairs that lie anywhere on the canvas, asked ones that lie in its corner."""
-    task, stream = piece.task, stream_of(piece.task.id.encode(), piece.seed)
-    changes = draw_changes(task, piece.copies, stream=stream)
-    learned = task.train if piece.is_asked else task.pairs
+    task, stream = job.task, make_generator(job.task.id.encode(), job.seed)
+    changes = sample_changes(task, job.copies, stream=stream)
+    learned = task.train if job.is_asked else task.pairs
     train = [_moved(learned, change, stream=stream) for change in changes]
     sizes = [len(learned)] * len(changes)
     test = None
-    if piece.is_asked:
+    if job.is_asked:
         rows = [(change, pair, 0, 0) for change in changes for pair in task.test]
         test = _group(rows, [len(task.test)] * len(changes))
     names = [change.name(task.id) for change in changes]
-    return Made(names, _group([row for rows in train for row in rows], sizes), test)
+    return TaskCopies(names, _group([row for rows in train for row in rows], sizes), test)
 
 
-Placed = tuple[Change, Pair, int, int]
+PlacedPair = tuple[Change, GridPair, int, int]
 """A pair with its change, and the row and column of its corner."""
 
 
-def _moved(pairs: tuple[Pair, ...], change: Change, *, stream: np.random.Generator) -> list[Placed]:
+def _moved(pairs: tuple[GridPair, ...], change: Change, *, stream: np.random.Generator) -> list[PlacedPair]:
     """The pairs of a copy at random places; one of them stays in the corner, where the test pairs lie."""
     stays = int(stream.integers(len(pairs)))
     placed = []
     for number, pair in enumerate(pairs):
         shapes = [change.apply(grid).shape for grid in (pair.input, pair.output)]
         room = [LARGEST + 1 - max(shape[axis] for shape in shapes) for axis in (0, 1)]
-        top, left = (int(stream.integers(each)) for each in room)
+        top, left = (int(stream.integers(size)) for size in room)
         placed.append((change, pair, 0, 0) if number == stays else (change, pair, top, left))
     return placed
 
 
-def _group(rows: list[Placed], sizes: list[int]) -> Group:
+def _group(rows: list[PlacedPair], sizes: list[int]) -> Group:
     inputs, labels = (
         np.stack([on_canvas(change.apply(getattr(pair, side)), top=top, left=left) for change, pair, top, left in rows])
         for side in ("input", "output")

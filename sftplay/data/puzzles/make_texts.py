@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sftplay import log
-from sftplay.data.puzzles.kind import Cells, Kind
-from sftplay.data.read.files import SUFFIXES, suffix_of
+from sftplay.data.puzzles.kind import Cells, PuzzleKind
+from sftplay.data.read.files import SUFFIXES, find_suffix
 from sftplay.data.read.sources import read_rows
 from sftplay.data.records import Refused
 from sftplay.errors import MOST_PROBLEMS, DataError, SeveralErrors
@@ -59,7 +59,7 @@ def find_files(source: Path) -> dict[str, Path]:
         named = [source / f"{split}{suffix}" for suffix in SUFFIXES if (source / f"{split}{suffix}").is_file()]
         if len(named) != 1:
             what = f"holds {len(named) or 'no'} file{'s' * (len(named) > 1)} called {split}"
-            others = [path for path in sorted(source.iterdir()) if suffix_of(path)]
+            others = [path for path in sorted(source.iterdir()) if find_suffix(path)]
             name = f": IN={others[0]}" if len(others) == 1 else " with IN="
             fix = f"put {split}.csv or {split}.csv.gz there, or name one file, which is then split{name}"
             raise DataError(what, where=str(source), fix=fix)
@@ -67,8 +67,8 @@ def find_files(source: Path) -> dict[str, Path]:
     return found
 
 
-def read_puzzles(file: Path, kind: Kind) -> Puzzles:
-    """All puzzles of a file; what the characters mean is not looked at.
+def read_puzzles(file: Path, kind: PuzzleKind) -> Puzzles:
+    """Read all puzzles of a file; the meaning of the characters is not checked.
 
     Raises:
         SeveralErrors: lines that hold no puzzle of this kind, up to a hundred of them.
@@ -96,13 +96,13 @@ def read_puzzles(file: Path, kind: Kind) -> Puzzles:
     return Puzzles(str(file), np.array(lines), np.ascontiguousarray(cells[:, 0]), np.ascontiguousarray(cells[:, 1]))
 
 
-def _characters(kind: Kind) -> dict[str, str]:
+def _characters(kind: PuzzleKind) -> dict[str, str]:
     """Each character that may stand in a text, and that of the alphabet."""
-    own = kind.alphabet.symbols[1:]
-    return {**{each: each for each in own}, **dict.fromkeys(kind.also_blank, own[0])}
+    symbols = kind.alphabet.symbols[1:]
+    return {**{symbol: symbol for symbol in symbols}, **dict.fromkeys(kind.also_blank, symbols[0])}
 
 
-def _texts(file: Path, kind: Kind) -> Iterator[tuple[int, bytes, bytes, str]]:
+def _texts(file: Path, kind: PuzzleKind) -> Iterator[tuple[int, bytes, bytes, str]]:
     """Line, question, answer, and what is wrong with them."""
     allowed, n_cells = set(_characters(kind)), kind.alphabet.shape[0] * kind.alphabet.shape[1]
     for source, row in read_rows(str(file)):
@@ -125,6 +125,6 @@ def _flaw(name: str, text: Any, *, allowed: set[str], n_cells: int) -> str:
     if len(text) != n_cells:
         return f"the {name} has {len(text)} characters, not {n_cells}"
     if not allowed.issuperset(text):
-        place = next(place for place, each in enumerate(text, 1) if each not in allowed)
+        place = next(place for place, character in enumerate(text, 1) if character not in allowed)
         return f"the {name} holds {text[place - 1]!r} at {place}; a cell is one of {''.join(sorted(allowed))!r}"
     return ""

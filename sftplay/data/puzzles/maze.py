@@ -40,10 +40,10 @@ class Maze:
         return self.question_keys(answers)
 
     def is_copy(self, one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
-        """Whether the one maze is the other, turned or mirrored."""
+        """Return whether the one maze is the other, turned or mirrored."""
         return _smallest(one) == _smallest(other)
 
-    def copies_of(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
+    def make_copies(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
         """One to seven copies, each turned or mirrored in another way."""
         ways = 1 + stream.permutation(7)[:n]
         grids = pair.reshape(2, SIZE, SIZE)
@@ -88,12 +88,12 @@ def _steps(is_open: NDArray[np.bool_], question: NDArray[np.uint8]) -> int | Non
     waiting = deque([(start, 0)])
     while waiting:
         cell, steps = waiting.popleft()
-        for beside in (cell - 1, cell + 1, cell - width, cell + width):
-            if beside == goal:
+        for neighbour in (cell - 1, cell + 1, cell - width, cell + width):
+            if neighbour == goal:
                 return steps + 1
-            if not seen[beside]:
-                seen[beside] = True
-                waiting.append((beside, steps + 1))
+            if not seen[neighbour]:
+                seen[neighbour] = True
+                waiting.append((neighbour, steps + 1))
     return None
 
 

@@ -1,4 +1,4 @@
-"""Which puzzles a rank takes, in which order, from which point on."""
+"""Choose the puzzles of a rank, their order, and where to resume."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from sftplay.data.puzzles.folder import AGAIN, PuzzleFolder, PuzzleSet, array_fi
 from sftplay.errors import ConfigError, DataError
 
 
-def stream_of(mark: bytes, seed: int) -> np.random.Generator:
-    """The stream of the puzzle that `mark` tells from all others."""
+def make_generator(mark: bytes, seed: int) -> np.random.Generator:
+    """Return the random generator of the puzzle with the unique `mark`."""
     number = int.from_bytes(hashlib.sha256(mark).digest()[:8], "big")
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number])))
 
 
 BATCHES = 100
-"""Batches of a pass at least, where nobody says how long it is."""
+"""Least number of batches of a pass, if `epochs_per_pass` is None."""
 
 IGNORED = -100
 """The label of a cell without a loss, as torch has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class PuzzleBatch:
     """A process's rows of one batch."""
 
     set_name: str
@@ -47,10 +47,10 @@ class Rows:
     """[batch]: False for padding."""
 
 
-class TrainRows:
+class TrainBatches:
     """The rows of training, without end: iterate over it.
 
-    A pass holds `epochs_per_pass` permutations of the groups of a set. Of each group one puzzle is drawn, and of that
+    A pass holds `epochs_per_pass` permutations of the groups of a set. Of each group one puzzle is sampled, and of that
     its examples in random order, until the batch of all processes is full. The incomplete last batch is dropped.
     """
 
@@ -64,28 +64,28 @@ class TrainRows:
         world: int,
         epochs_per_pass: int | None = None,
     ) -> None:
-        """`epochs_per_pass` None takes so many that what is dropped at a pass's end is below a hundredth of it."""
+        """`epochs_per_pass` None: large enough that less than a hundredth of a pass is dropped at its end."""
         self.folder, self.seed = folder, seed
-        self.global_batch, self.mine = global_batch, _part(global_batch, rank=rank, world=world)
+        self.global_batch, self.rank_slice = global_batch, _part(global_batch, rank=rank, world=world)
         self.passes, self.batches, self.position = 0, 0, 0
         self._order: NDArray[np.int32] | None = None
-        least = min(int(np.minimum.reduceat(_sizes(each), each.group_indices[:-1]).sum()) for each in folder.sets)
+        least = min(int(np.minimum.reduceat(_sizes(part), part.group_indices[:-1]).sum()) for part in folder.sets)
         self.epochs_per_pass = epochs_per_pass or -(-BATCHES * global_batch // least)
         if least * self.epochs_per_pass < global_batch:
             what = f"{global_batch:,} rows are more than the {least * self.epochs_per_pass:,} that a pass has"
             fix = "lower it, or prepare more puzzles"
             raise ConfigError(what, where="train.effective_batch_size", fix=fix)
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[PuzzleBatch]:
         return self
 
-    def __next__(self) -> Rows:
-        while (drawn := self._draw()) is None:
+    def __next__(self) -> PuzzleBatch:
+        while (examples := self._sample()) is None:
             self.passes, self.batches, self.position, self._order = self.passes + 1, 0, 0, None
-        return take(self.folder, self._set(), rows=drawn[self.mine])
+        return take(self.folder, self._set(), rows=examples[self.rank_slice])
 
     def state(self) -> dict[str, int]:
-        """Where the next batch begins."""
+        """Return where the next batch begins."""
         return {
             "seed": self.seed, "passes": self.passes, "batches": self.batches, "position": self.position,
             "global_batch": self.global_batch, "epochs_per_pass": self.epochs_per_pass, "examples": len(self.folder),
@@ -95,11 +95,11 @@ class TrainRows:
         """Go on where another sampler of the same rows and settings was.
 
         Raises:
-            ConfigError: it drew from other rows, or by other settings.
+            ConfigError: it sampled from other rows, or with other settings.
         """
         for name in ("seed", "global_batch", "epochs_per_pass", "examples"):
             if state[name] != self.state()[name]:
-                what = f"the checkpoint's rows were drawn with {name} {state[name]:,}, not {self.state()[name]:,}"
+                what = f"the checkpoint's rows were sampled with {name} {state[name]:,}, not {self.state()[name]:,}"
                 raise ConfigError(what, where="resume", fix="resume with the data and settings of the run")
         self.passes, self.batches, self.position = state["passes"], state["batches"], state["position"]
         self._order = None
@@ -111,7 +111,7 @@ class TrainRows:
         """The stream of a pass, for its order (part 0) or for one of its batches: no two of them overlap."""
         return np.random.Generator(np.random.Philox(self.seed + self.passes).jumped(part))
 
-    def _draw(self) -> NDArray[np.int64] | None:
+    def _sample(self) -> NDArray[np.int64] | None:
         """The examples of the next whole batch; None where the pass has none left."""
         chosen = self._set()
         if self._order is None:
@@ -135,25 +135,29 @@ class TrainRows:
         return examples[shuffled][: self.global_batch]
 
 
-class TestRows:
-    """The rows of a measurement: each once, one behind the other. Every process has as many batches."""
+class TestBatches:
+    """The rows of a measurement: each once, in order. Every process has the same number of batches."""
 
     __test__ = False  # pytest takes it for tests by its name
 
     def __init__(self, folder: PuzzleFolder, *, global_batch: int, rank: int, world: int) -> None:
-        self.folder, self.global_batch, self.mine = folder, global_batch, _part(global_batch, rank=rank, world=world)
+        self.folder, self.global_batch, self.rank_slice = (
+            folder,
+            global_batch,
+            _part(global_batch, rank=rank, world=world),
+        )
 
     def __len__(self) -> int:
-        return sum(-(-len(each) // self.global_batch) for each in self.folder.sets)
+        return sum(-(-len(part) // self.global_batch) for part in self.folder.sets)
 
-    def __iter__(self) -> Iterator[Rows]:
-        for each in self.folder.sets:
-            for start in range(0, len(each), self.global_batch):
-                rows = np.arange(start, start + self.global_batch)[self.mine]
-                yield take(self.folder, each, rows=np.where(rows < len(each), rows, -1))
+    def __iter__(self) -> Iterator[PuzzleBatch]:
+        for part in self.folder.sets:
+            for start in range(0, len(part), self.global_batch):
+                rows = np.arange(start, start + self.global_batch)[self.rank_slice]
+                yield take(self.folder, part, rows=np.where(rows < len(part), rows, -1))
 
 
-def take(folder: PuzzleFolder, chosen: PuzzleSet, *, rows: NDArray[np.int64]) -> Rows:
+def take(folder: PuzzleFolder, chosen: PuzzleSet, *, rows: NDArray[np.int64]) -> PuzzleBatch:
     """The examples `rows` of a set; -1 makes a row of padding.
 
     Raises:
@@ -170,9 +174,9 @@ def take(folder: PuzzleFolder, chosen: PuzzleSet, *, rows: NDArray[np.int64]) ->
         if found.min() < 0 or found.max() >= facts.vocab_size:
             what = f"holds a token outside 0 to {facts.vocab_size - 1}"
             raise DataError(what, where=str(array_file(folder.path, chosen.name, array=name)), fix=AGAIN)
-    identifiers = chosen.puzzle_identifiers[chosen.puzzles_of(known)].astype(np.int32)
+    identifiers = chosen.puzzle_identifiers[chosen.find_puzzles(known)].astype(np.int32)
     identifiers[~mask] = facts.blank_identifier_id
-    return Rows(
+    return PuzzleBatch(
         set_name=chosen.name, rows=rows, inputs=inputs, labels=labels, puzzle_identifiers=identifiers, mask=mask
     )
 
@@ -182,7 +186,7 @@ def _sizes(chosen: PuzzleSet) -> NDArray[np.int64]:
 
 
 def _part(global_batch: int, *, rank: int, world: int) -> slice:
-    """The part of a process in the batch of all."""
+    """Return the slice of a process in the batch of all."""
     if global_batch % world:
         what = f"{global_batch:,} rows cannot be split evenly over {world} processes"
         raise ConfigError(what, where="train.effective_batch_size", fix=f"take a multiple of {world}")

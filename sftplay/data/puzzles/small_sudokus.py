@@ -34,18 +34,18 @@ def make_groups(seed: int = SEED) -> dict[str, list[Group]]:
     Training has each puzzle with all exchanges of digits that make no solution of the test: every solution of the test
     is new to a model. No puzzle of the test is one of training with its digits exchanged.
     """
-    grids, draw = solved_grids(), Random(seed)
-    order = sorted(range(len(grids)), key=[draw.random() for _ in grids].__getitem__)
+    grids, generator = solved_grids(), Random(seed)
+    order = sorted(range(len(grids)), key=[generator.random() for _ in grids].__getitem__)
     train, test = grids[order[:N_TRAIN]], grids[order[N_TRAIN:]]
     allowed = {grid.tobytes() for grid in train}
     groups: dict[str, list[Group]] = {"train": [], "test": []}
     known: set[bytes] = set()
     for grid in train:
-        puzzles = _puzzles(grid, grids, n=PUZZLES["train"], draw=draw, taken=set())
+        puzzles = _puzzles(grid, grids, n=PUZZLES["train"], generator=generator, taken=set())
         known |= {in_order_of_digits(puzzle) for puzzle in puzzles}
         groups["train"] += [_with_exchanges(puzzle, grid, allowed=allowed) for puzzle in puzzles]
     for grid in test:
-        puzzles = _puzzles(grid, grids, n=PUZZLES["test"], draw=draw, taken=known)
+        puzzles = _puzzles(grid, grids, n=PUZZLES["test"], generator=generator, taken=known)
         groups["test"] += [Group(puzzle[None] + np.uint8(1), grid[None] + np.uint8(1)) for puzzle in puzzles]
     return groups
 
@@ -57,21 +57,23 @@ def in_order_of_digits(puzzle: NDArray[np.uint8]) -> bytes:
 
 
 def _puzzles(
-    grid: NDArray[np.uint8], grids: Grids, *, n: int, draw: Random, taken: set[bytes]
+    grid: NDArray[np.uint8], grids: Grids, *, n: int, generator: Random, taken: set[bytes]
 ) -> list[NDArray[np.uint8]]:
     """`n` puzzles with this only solution, none like one of `taken`."""
     found: dict[bytes, NDArray[np.uint8]] = {}
     while len(found) < n:
-        puzzle = _remove_cells(grid, grids, clues=FEWEST + int(draw.random() * (MOST - FEWEST + 1)), draw=draw)
+        puzzle = _remove_cells(
+            grid, grids, clues=FEWEST + int(generator.random() * (MOST - FEWEST + 1)), generator=generator
+        )
         if FEWEST <= (puzzle > 0).sum() <= MOST and in_order_of_digits(puzzle) not in taken:
             found.setdefault(puzzle.tobytes(), puzzle)
     return list(found.values())
 
 
-def _remove_cells(grid: NDArray[np.uint8], grids: Grids, *, clues: int, draw: Random) -> NDArray[np.uint8]:
-    """The grid without cells that can go, in random order, until so many are left or no other can go."""
+def _remove_cells(grid: NDArray[np.uint8], grids: Grids, *, clues: int, generator: Random) -> NDArray[np.uint8]:
+    """Remove cells in random order while the solution stays unique, until `clues` are left or no other can go."""
     kept = np.ones(len(grid), bool)
-    for cell in sorted(range(len(grid)), key=[draw.random() for _ in grid].__getitem__):
+    for cell in sorted(range(len(grid)), key=[generator.random() for _ in grid].__getitem__):
         if kept.sum() == clues:
             break
         kept[cell] = False
@@ -81,7 +83,7 @@ def _remove_cells(grid: NDArray[np.uint8], grids: Grids, *, clues: int, draw: Ra
 
 
 def _with_exchanges(puzzle: NDArray[np.uint8], grid: NDArray[np.uint8], *, allowed: set[bytes]) -> Group:
-    """The puzzle first, then its copies with exchanged digits whose solutions are allowed."""
+    """Return the puzzle first, then its copies with exchanged digits that have allowed solutions."""
     exchanges = [np.array((0, *digits), np.uint8) for digits in permutations(range(1, 5))]
     kept = [exchange for exchange in exchanges if exchange[grid].tobytes() in allowed]
     return Group(

@@ -20,7 +20,7 @@ Nodes = tuple[NDArray[np.int64], NDArray[np.uint16]]
 """The puzzle of each search node, and its candidates."""
 
 AT_ONCE = 1024
-"""Search nodes that are looked at together."""
+"""Search nodes that are processed together."""
 
 MOST_NODES = 200_000
 """Nodes of one puzzle, after which the search gives it up. Those of published lists took fewer than a thousand."""
@@ -30,7 +30,7 @@ BITS = np.array([number.bit_count() for number in range(1 << 9)], np.uint8)
 
 @dataclass(frozen=True)
 class Solutions:
-    """What a search has found."""
+    """The result of a search."""
 
     owners: NDArray[np.int64]
     """[solutions]: the puzzle that each solves."""
@@ -48,7 +48,7 @@ class Solutions:
 
 
 @cache
-def units_of(size: int) -> NDArray[np.int64]:
+def list_units(size: int) -> NDArray[np.int64]:
     """[units, size]: the cells of each row, column and box of a grid with `size` rows."""
     box = int(size**0.5)
     cells = np.arange(size * size).reshape(size, size)
@@ -57,14 +57,14 @@ def units_of(size: int) -> NDArray[np.int64]:
 
 
 @cache
-def units_of_cells(size: int) -> NDArray[np.int64]:
-    """[cells, 3]: the row, column and box of each cell, by their place in `units_of`."""
-    units = units_of(size)
+def find_cell_units(size: int) -> NDArray[np.int64]:
+    """[cells, 3]: the row, column and box of each cell, by their place in `list_units`."""
+    units = list_units(size)
     return np.array([np.flatnonzero((units == cell).any(axis=1)) for cell in range(size * size)])
 
 
 def find_solutions(puzzles: Grids, *, most: int = 2, most_nodes: int = MOST_NODES) -> Solutions:
-    """At least `most` solutions of each puzzle, or all where it has fewer."""
+    """Find at least `most` solutions of each puzzle, or all where it has fewer."""
     size = round(puzzles.shape[1] ** 0.5)
     full = (1 << size) - 1
     given = puzzles.astype(np.uint16)
@@ -90,7 +90,7 @@ def find_solutions(puzzles: Grids, *, most: int = 2, most_nodes: int = MOST_NODE
 
 def _fill_singles(options: NDArray[np.uint16], size: int) -> NDArray[np.bool_]:
     """Narrow the candidates in place as far as singles go; which nodes are without a contradiction."""
-    units, of_cell, full = units_of(size), units_of_cells(size), (1 << size) - 1
+    units, of_cell, full = list_units(size), find_cell_units(size), (1 << size) - 1
     alive = np.ones(len(options), bool)
     moving = np.arange(len(options))
     while len(moving):
@@ -119,15 +119,15 @@ def _pop(stack: list[Nodes]) -> Nodes:
     taken = [stack.pop()]
     while stack and sum(len(owner) for owner, _ in taken) < AT_ONCE:
         taken.append(stack.pop())
-    owner = np.concatenate([each for each, _ in reversed(taken)])
-    options = np.concatenate([each for _, each in reversed(taken)])
+    owner = np.concatenate([owners for owners, _ in reversed(taken)])
+    options = np.concatenate([candidates for _, candidates in reversed(taken)])
     if len(owner) > AT_ONCE:
         stack.append((owner[:-AT_ONCE], options[:-AT_ONCE]))
     return owner[-AT_ONCE:], options[-AT_ONCE:]
 
 
 def _guess(owner: NDArray[np.int64], options: NDArray[np.uint16]) -> list[Nodes]:
-    """Two nodes for each: a cell without its lowest candidate, and last, to be looked at first, with it alone."""
+    """Return two nodes for each: a cell without its lowest candidate, and last, to be searched first, with it alone."""
     bits = BITS[options]
     cell = np.where(bits > 1, bits, 255).argmin(axis=1)
     nodes = np.arange(len(options))
@@ -141,7 +141,7 @@ def _guess(owner: NDArray[np.int64], options: NDArray[np.uint16]) -> list[Nodes]
 Marks = NDArray[np.uint64]
 
 ROUNDS = 4
-"""How often the mark of a cell takes in those of its row, column, box and digit."""
+"""How many times the mark of a cell is mixed with those of its row, column, box and digit."""
 
 KEYS_AT_ONCE = 8192
 
@@ -165,8 +165,8 @@ class Changes:
         return Changes(np.argsort(self.digits, axis=1).astype(np.uint8), np.argsort(self.cells, axis=1))
 
 
-def draw_changes(n: int, stream: np.random.Generator) -> Changes:
-    """`n` changes, each equally likely."""
+def sample_changes(n: int, stream: np.random.Generator) -> Changes:
+    """Sample `n` changes, each equally likely."""
     digits = np.concatenate([np.zeros((n, 1), np.int64), 1 + _shuffled(n, 9, stream=stream)], axis=1)
     rows, columns = _lines(n, stream), _lines(n, stream)
     cells = (rows[:, :, None] * 9 + columns[:, None, :]).reshape(n, 81)
@@ -186,8 +186,8 @@ def _shuffled(n: int, size: int, *, stream: np.random.Generator) -> NDArray[np.i
     return stream.permuted(np.tile(np.arange(size), (n, 1)), axis=1)
 
 
-def keys_of(grids: Grids) -> Marks:
-    """[grids]: a number that all copies of a grid share. Few other grids have the same."""
+def compute_grid_keys(grids: Grids) -> Marks:
+    """Compute [grids]: a number that all copies of a grid share. Few other grids have the same."""
     parts = [
         _mix(cell_marks(grids[at : at + KEYS_AT_ONCE])).sum(axis=(1, 2)) for at in range(0, len(grids), KEYS_AT_ONCE)
     ]
@@ -250,7 +250,7 @@ def _mix(numbers: Marks) -> Marks:
 
 
 def is_copy(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
-    """Whether a change makes the one grid of the other. All changes that the marks of the cells allow are tried."""
+    """Return whether a change turns one grid into the other, by trying all changes that the cells' marks allow."""
     target, goal = cell_marks(other[None])[0], other.reshape(9, 9)
     for grid in (one.reshape(9, 9), one.reshape(9, 9).T):
         marks = cell_marks(np.ascontiguousarray(grid).reshape(1, 81))[0]
@@ -297,7 +297,7 @@ class Sudoku:
     def problems(self, questions: Cells, answers: Cells) -> Iterator[tuple[int, str]]:
         """Answers with blanks, that break a rule or change a given; questions with none or several solutions."""
         has_blank = (answers == 0).any(axis=1)
-        in_units = np.sort(answers[:, units_of(9)], axis=2)
+        in_units = np.sort(answers[:, list_units(9)], axis=2)
         breaks = (in_units != np.arange(1, 10)).any(axis=2)
         changes = ((questions > 0) & (questions != answers)).any(axis=1)
         found = find_solutions(questions)
@@ -331,17 +331,17 @@ class Sudoku:
 
     def question_keys(self, questions: Cells) -> NDArray[np.uint64]:
         """Of the clues."""
-        return keys_of(questions)
+        return compute_grid_keys(questions)
 
     def answer_keys(self, answers: Cells) -> NDArray[np.uint64]:
         """Of the solution: all puzzles with one solution fall on one side."""
-        return keys_of(answers)
+        return compute_grid_keys(answers)
 
     def is_copy(self, one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
-        """Whether digits, rows and columns can be exchanged so that the one becomes the other."""
+        """Return whether digits, rows and columns can be exchanged so that the one becomes the other."""
         return is_copy(one, other)
 
-    def copies_of(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
+    def make_copies(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
         """Copies with digits, bands, rows, stacks and columns exchanged; every second one is transposed."""
-        changes = draw_changes(n, stream)
+        changes = sample_changes(n, stream)
         return changes.apply(np.tile(pair[0], (n, 1))), changes.apply(np.tile(pair[1], (n, 1)))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sftplay.data.puzzles.folder import Facts
-from sftplay.data.puzzles.sudoku import units_of
+from sftplay.data.puzzles.sudoku import list_units
 from sftplay.errors import DataError
 
 UNLABELLED = "·"
@@ -25,7 +25,7 @@ PUT_RIGHT = "correct the line"
 
 @dataclass(frozen=True)
 class GridText:
-    """How the grids of a folder are written."""
+    """The text form of the grids of a folder."""
 
     kind: str
     symbols: str
@@ -33,14 +33,14 @@ class GridText:
     pad_id: int
 
     @classmethod
-    def of(cls, facts: Facts) -> GridText:
-        """The writing of a folder's grids; a folder that names no shape has square ones."""
+    def from_facts(cls, facts: Facts) -> GridText:
+        """Return the text form of a folder's grids; a folder without a shape has square ones."""
         columns = facts.shape[-1] if facts.shape else isqrt(facts.seq_len - 1) + 1
         return cls(facts.kind, facts.symbols or WITHOUT_SYMBOLS, columns, facts.pad_id)
 
     @property
     def is_sudoku(self) -> bool:
-        """Whether rows, columns and boxes hold each digit once."""
+        """True if rows, columns and boxes hold each digit once."""
         return self.kind.startswith("sudoku")
 
     def write(self, tokens: NDArray[Any]) -> str:
@@ -59,7 +59,7 @@ class GridText:
         Raises:
             DataError: it is no grid of this kind; the line and what to do are named.
         """
-        lines = [each for each in enumerate(map(self._closed_up, text.splitlines()), 1) if each[1]]
+        lines = [numbered for numbered in enumerate(map(self._closed_up, text.splitlines()), 1) if numbered[1]]
         if not lines:
             raise DataError("is empty", where=where, fix=f"write {cells // self.columns} lines of {self.columns} cells")
         rows = cells // self.columns
@@ -89,7 +89,7 @@ class GridText:
 
     def _tokens(self) -> dict[str, int]:
         """The characters that a cell may have."""
-        return {each: token for token, each in enumerate(self.symbols) if token != self.pad_id}
+        return {symbol: token for token, symbol in enumerate(self.symbols) if token != self.pad_id}
 
     def _row(self, line: str, where: str) -> list[int]:
         if len(line) != self.columns:
@@ -97,16 +97,16 @@ class GridText:
         known = self._tokens()
         if self.is_sudoku:
             known["0"] = known["."]
-        for place, each in enumerate(line, 1):
-            if each not in known:
-                what = f"holds {each!r} at {place}; a cell is one of {''.join(known)!r}"
+        for place, character in enumerate(line, 1):
+            if character not in known:
+                what = f"holds {character!r} at {place}; a cell is one of {''.join(known)!r}"
                 raise DataError(what, where=where, fix=PUT_RIGHT)
-        return [known[each] for each in line]
+        return [known[character] for character in line]
 
     def _check_rules(self, grid: NDArray[np.int64], where: str, *, numbers: list[int]) -> None:
         """Refuse a grid that gives a digit twice in a row, column or box."""
         blank = self.symbols.index(".")
-        for unit, cells in enumerate(units_of(self.columns)):
+        for unit, cells in enumerate(list_units(self.columns)):
             values = grid[cells]
             twice = [cell for cell in cells if grid[cell] != blank and (values == grid[cell]).sum() > 1]
             if twice:
@@ -115,6 +115,6 @@ class GridText:
                 raise DataError(what, where=f"{where}:{numbers[int(twice[1]) // self.columns]}", fix=PUT_RIGHT)
 
     def breaks_rules(self, tokens: NDArray[Any]) -> bool:
-        """Whether a row, column or box of an answered Sudoku does not hold each digit once."""
-        wanted = [token for token, each in enumerate(self.symbols) if each.isdecimal()]
-        return self.is_sudoku and any(sorted(tokens[cells].tolist()) != wanted for cells in units_of(self.columns))
+        """Return whether a row, column or box of an answered Sudoku does not hold each digit once."""
+        wanted = [token for token, symbol in enumerate(self.symbols) if symbol.isdecimal()]
+        return self.is_sudoku and any(sorted(tokens[cells].tolist()) != wanted for cells in list_units(self.columns))

@@ -1,11 +1,11 @@
-"""How many rows files have, where that is known before they are read: for the time that is left."""
+"""Count the rows of files where that is possible without parsing them: for the estimate of the time left."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from sftplay.data.read.files import files_of, suffix_of
+from sftplay.data.read.files import find_suffix, list_files
 from sftplay.errors import DataError
 
 LINES = (".jsonl", ".ndjson")
@@ -13,9 +13,9 @@ BLOCK_BYTES = 1 << 20
 
 
 def count_rows(paths: Sequence[str]) -> int | None:
-    """About how many rows the files have; None where only reading them tells."""
+    """Return about how many rows the files have; None if only parsing can count them."""
     try:
-        counts = [_count(file) for path in paths for file in files_of(path)]
+        counts = [_count(file) for path in paths for file in list_files(path)]
     except (DataError, OSError):  # a data set of the hub, or what reading will refuse
         return None
     known = [count for count in counts if count is not None]
@@ -23,7 +23,7 @@ def count_rows(paths: Sequence[str]) -> int | None:
 
 
 def _count(file: Path) -> int | None:
-    kind = suffix_of(file)
+    kind = find_suffix(file)
     if kind == ".parquet":
         import pyarrow.parquet
 

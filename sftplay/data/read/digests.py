@@ -1,4 +1,4 @@
-"""Digests of large files, kept beside the files' stamps: a corpus is not read again at every start of every process."""
+"""Digests of large files, kept with the files' stamps: a corpus is not read again at every start of every process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from sftplay.atomic import read_object, write_text
 from sftplay.data.cache import fingerprint
-from sftplay.data.read.files import files_of
+from sftplay.data.read.files import list_files
 from sftplay.data.read.sources import content_digest, is_hub_name
 
 FOLDER = "digests"
@@ -48,5 +48,5 @@ def kept_digest(path: str, folder: Path) -> str:
 
 def _stamps(path: str) -> list[list[Any]]:
     """Of each file: name, size, inode, and the two times in ns."""
-    found = [(str(file), file.stat()) for file in files_of(path)]
-    return [[name, each.st_size, each.st_ino, each.st_mtime_ns, each.st_ctime_ns] for name, each in found]
+    found = [(str(file), file.stat()) for file in list_files(path)]
+    return [[name, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in found]

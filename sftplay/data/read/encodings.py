@@ -18,7 +18,7 @@ from sftplay.errors import DataError
 
 MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
-    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before UTF-16, whose mark it begins with
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before UTF-16: its mark begins with that of UTF-16
     (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
@@ -67,17 +67,17 @@ class Charset:
         return io.TextIOWrapper(open_bytes(self.file), self.name, errors="sftplay.undecodable", newline=newline)
 
     def refused(self) -> Refused:
-        """What stands for a row with bytes that are no character."""
+        """Return the refusal of a row with bytes that are no character."""
         if not self._reason:
             self._reason = f"holds bytes that are not {self.name.upper()}" + ("" if self._is_named else self._advice())
         return Refused(self._reason)
 
     def refuses(self, text: str) -> bool:
-        """Whether the row's text holds such bytes."""
+        """Return whether the row's text holds such bytes."""
         return not text.isascii() and UNDECODABLE in text
 
     def _advice(self) -> str:
-        likely = likely_encoding(self.file) if self.is_utf8 else ""
+        likely = detect_file_encoding(self.file) if self.is_utf8 else ""
         return f"; the file looks like {likely}: set data.encoding: {likely}" if likely else "; see data.encoding"
 
 
@@ -97,16 +97,16 @@ def checked_encoding(name: str) -> str:
     raise DataError(f"Python knows no encoding of text called {name!r}", where="data.encoding", fix=fix)
 
 
-def likely_encoding(file: Path) -> str:
-    """The encoding that a file which is not UTF-8 probably is in; empty when nothing fits.
+def detect_file_encoding(file: Path) -> str:
+    """Guess the encoding of a file that is not UTF-8; empty when nothing fits.
 
-    For rows it is only ever advice. Documents are read in it, and the report says so.
+    For rows it is only a hint in an error. Documents are read in it, and the report says so.
     """
-    return likely_encoding_of(_foreign_part(file))
+    return detect_encoding(_foreign_part(file))
 
 
-def likely_encoding_of(data: bytes) -> str:
-    """As `likely_encoding`, for bytes at hand."""
+def detect_encoding(data: bytes) -> str:
+    """As `detect_file_encoding`, for bytes at hand."""
     from charset_normalizer import from_bytes
 
     found = from_bytes(data[:SAMPLE_BYTES], cp_isolation=LIKELY)
@@ -119,7 +119,7 @@ def likely_encoding_of(data: bytes) -> str:
 
 
 def is_utf8(line: bytes) -> bool:
-    """Whether the bytes are UTF-8."""
+    """Return whether the bytes are UTF-8."""
     try:
         line.decode("utf-8")
     except UnicodeDecodeError:

@@ -34,14 +34,14 @@ FOREIGN = (
 BUFFER_BYTES = 1 << 18
 
 
-def suffix_of(path: str | Path) -> str:
-    """The known suffix that a path ends with, such as `.jsonl` or `.csv.gz`; empty when it has none."""
+def find_suffix(path: str | Path) -> str:
+    """Find the known suffix that a path ends with, such as `.jsonl` or `.csv.gz`; empty when it has none."""
     name = Path(path).name.lower()
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix) and name != suffix), "")
 
 
-def files_of(path: str) -> list[Path]:
-    """The file itself, or every known file below the folder, sorted; hidden ones are left alone.
+def list_files(path: str) -> list[Path]:
+    """List the file itself, or every known file below the folder, sorted; hidden ones are skipped.
 
     Raises:
         DataError: there is nothing of that name, its kind is unknown, or the folder holds no known file.
@@ -50,7 +50,7 @@ def files_of(path: str) -> list[Path]:
     known = ", ".join(SUFFIXES)
     mode = _mode(given) if path else 0
     if stat.S_ISDIR(mode):
-        found = [file for file in _below(given) if suffix_of(file)]
+        found = [file for file in _below(given) if find_suffix(file)]
         if not found:
             raise DataError("is a folder without a file of rows", where=path, fix=f"put one there ({known})")
         return found
@@ -59,7 +59,7 @@ def files_of(path: str) -> list[Path]:
         raise DataError("there is no such file", where=path, fix=fix)
     if not stat.S_ISREG(mode):
         raise DataError("is neither a file nor a folder", where=path, fix="give rows in a file or a folder")
-    if not suffix_of(given):
+    if not find_suffix(given):
         raise DataError(f"unknown kind of file {given.suffix!r}", where=path, fix=f"convert it to one of {known}")
     return [given]
 
@@ -69,7 +69,7 @@ def other_files(path: str) -> list[str]:
     folder = Path(path)
     if not stat.S_ISDIR(_mode(folder)):
         return []
-    return [str(file.relative_to(folder)) for file in _below(folder) if not suffix_of(file)]
+    return [str(file.relative_to(folder)) for file in _below(folder) if not find_suffix(file)]
 
 
 def open_bytes(file: Path) -> BinaryIO:
@@ -94,7 +94,7 @@ def read_head(file: Path, n_bytes: int = 4096) -> bytes:
 
 
 def _mode(path: Path) -> int:
-    """What the system says a path is; 0 where there is nothing, or where nothing can have that name."""
+    """Return the mode of a path; 0 where there is nothing, or where nothing can have that name."""
     try:
         return path.stat().st_mode
     except (OSError, ValueError):
@@ -109,7 +109,9 @@ def _below(folder: Path) -> Iterator[Path]:
         found += [Path(place, name) for name in names if not name.startswith(".")]
     for file in sorted(found, key=lambda file: file.parts):
         if not _is_utf8(str(file)):
-            raise DataError("holds a file whose name is not UTF-8", where=str(folder), fix=f"rename {str(file)!r}")
+            raise DataError(
+                "holds a file with a name that is not UTF-8", where=str(folder), fix=f"rename {str(file)!r}"
+            )
         if file.is_file():
             yield file
 

@@ -10,7 +10,7 @@ from sftplay.data.records import Source
 from sftplay.errors import DataError
 
 
-def hub_rows(name: str) -> Iterator[tuple[Source, dict[str, Any]]]:
+def read_hub_rows(name: str) -> Iterator[tuple[Source, dict[str, Any]]]:
     """Yield the rows of the split `train` of the data set `name`.
 
     Raises:
@@ -20,11 +20,11 @@ def hub_rows(name: str) -> Iterator[tuple[Source, dict[str, Any]]]:
         yield Source(name, number), {column: without_nulls(value) for column, value in row.items()}
 
 
-def hub_rows_of(name: str, subset: str | None, *, splits: Sequence[str]) -> Iterator[tuple[Source, dict[str, Any]]]:
+def read_hub_splits(name: str, subset: str | None, *, splits: Sequence[str]) -> Iterator[tuple[Source, dict[str, Any]]]:
     """Yield the rows of these splits of a data set, one split after the other. `subset` is one of its parts by name.
 
     Raises:
-        DataError: as `hub_rows`.
+        DataError: as `read_hub_rows`.
     """
     for split in splits:
         for number, row in enumerate(_loaded(name, subset, split=split), 1):

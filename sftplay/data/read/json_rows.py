@@ -8,16 +8,16 @@ import re
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from sftplay.data.json_text import BROKEN_JSON, decode_json, flaw_of
-from sftplay.data.layouts.convert import layout_of
-from sftplay.data.layouts.turns import kind_of
+from sftplay.data.json_text import BROKEN_JSON, decode_json, describe_json_error
+from sftplay.data.layouts.convert import detect_layout
+from sftplay.data.layouts.turns import describe_type
 from sftplay.data.read.encodings import BOM, Charset, is_utf8
 from sftplay.data.read.files import open_bytes
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
-Row = dict[str, Any]
-Raw = bytes | str | Row | Refused
+JsonRow = dict[str, Any]
+UnparsedRow = bytes | str | JsonRow | Refused
 
 LONGEST = 1 << 26
 """Most bytes or characters of one row: more is a file without line ends, and would not fit into memory."""
@@ -30,7 +30,7 @@ def line_rows(charset: Charset) -> Iterator[tuple[Source, bytes | str | Refused]
     return _byte_lines(charset) if charset.is_utf8 else text_lines(charset)
 
 
-def parsed(raw: Raw) -> Row | Refused:
+def parsed(raw: UnparsedRow) -> JsonRow | Refused:
     """The row in a raw line; what is a row or refused already stays what it is."""
     if isinstance(raw, bytes):
         try:
@@ -43,12 +43,12 @@ def parsed(raw: Raw) -> Row | Refused:
         # Files that were put together keep a mark where the second began.
         value = decode_json(raw.removeprefix(BOM))
     except BROKEN_JSON as error:
-        return Refused(flaw_of(error))
-    return value if isinstance(value, dict) else Refused(f"is {kind_of(value)}, not an object")
+        return Refused(describe_json_error(error))
+    return value if isinstance(value, dict) else Refused(f"is {describe_type(value)}, not an object")
 
 
 def too_long() -> Refused:
-    """What stands for a row that is longer than LONGEST."""
+    """Return the refusal of a row that is longer than LONGEST."""
     return Refused(f"is longer than {LONGEST:,} characters")
 
 
@@ -207,7 +207,7 @@ def _object_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
     text.expect_end()
     members = list(_members(charset, whole, line=first))
     lists = [(value, line) for _, value, line in members if value.startswith("[")]
-    if layout_of(name for name, *_ in members) is None and len(lists) == 1:
+    if detect_layout(name for name, *_ in members) is None and len(lists) == 1:
         rows, line = lists[0]
         yield from _array_rows(_Text(charset, io.StringIO(rows, newline=""), line=line))
     else:

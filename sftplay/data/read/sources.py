@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sftplay.data.read.encodings import BOM, Charset
-from sftplay.data.read.files import files_of, suffix_of
-from sftplay.data.read.json_rows import Raw, Row, document_rows, line_rows, parsed
+from sftplay.data.read.files import find_suffix, list_files
+from sftplay.data.read.json_rows import JsonRow, UnparsedRow, document_rows, line_rows, parsed
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
@@ -29,12 +29,12 @@ LONGEST_NAME = 96
 """The hub's own limit."""
 
 LONGEST_FIRST = 1 << 19
-"""Characters of a first line that is looked at; one that is longer counts as broken off."""
+"""Characters of a first line that are read; a longer one counts as cut off."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """What the bytes of text files do not say about them."""
+    """How to read text files: what their bytes do not show."""
 
     encoding: str = "auto"
     """Python's name of an encoding; auto is UTF-8, or UTF-16 and UTF-32 where they show. A byte order mark is always
@@ -44,18 +44,18 @@ class Dialect:
     """Character between the cells of csv and tsv; auto finds it in the header."""
 
 
-def dialect_of(data: DataConfig) -> Dialect:
-    """How the config wants files to be read."""
+def read_dialect(data: DataConfig) -> Dialect:
+    """Read from the config how files are to be read."""
     return Dialect(encoding=data.encoding, delimiter=data.delimiter)
 
 
-def read_rows(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, Row | Refused]]:
+def read_rows(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, JsonRow | Refused]]:
     """Yield every row of `path` as an object, or as refused; raises what `read_raw` raises."""
     for source, raw in read_raw(path, dialect):
         yield source, parsed(raw)
 
 
-def read_raw(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, Raw]]:
+def read_raw(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, UnparsedRow]]:
     """Yield every row of a file, of all files below a folder or, if `path` can only be a hub name, of that data set.
 
     Rows of JSON come unparsed, for `parsed`, which may run in another process. Blank lines are not rows.
@@ -64,17 +64,17 @@ def read_raw(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, 
         DataError: there is no such file, or it cannot be read as what it claims to be.
     """
     if is_hub_name(path):
-        from sftplay.data.read.hub import hub_rows
+        from sftplay.data.read.hub import read_hub_rows
 
-        yield from hub_rows(path)
+        yield from read_hub_rows(path)
         return
-    for file in files_of(path):
+    for file in list_files(path):
         yield from _file_rows(file, dialect)
 
 
 def is_hub_name(path: str) -> bool:
-    """True when `path` can only be a hub name: no local file, no file suffix, and no local folder of that org."""
-    shape = len(path) <= LONGEST_NAME and HUB_NAME.fullmatch(path) is not None and not suffix_of(path)
+    """Return True if `path` can only be a hub name: no local file, no file suffix, and no local folder of that org."""
+    shape = len(path) <= LONGEST_NAME and HUB_NAME.fullmatch(path) is not None and not find_suffix(path)
     return shape and not Path(path).exists() and not Path(path).parent.is_dir()
 
 
@@ -88,7 +88,7 @@ def content_digest(path: str) -> str:
 
         return hub_digest(path)
     digest = hashlib.blake2b()
-    for file in files_of(path):
+    for file in list_files(path):
         digest.update(str(file.relative_to(path)).encode() + b"\0" + file_digest(file))
     return digest.hexdigest()[:32]
 
@@ -106,7 +106,7 @@ def file_digest(file: Path) -> bytes:
         raise _unreadable(file, 0, error=error) from error
 
 
-def _file_rows(file: Path, dialect: Dialect) -> Iterator[tuple[Source, Raw]]:
+def _file_rows(file: Path, dialect: Dialect) -> Iterator[tuple[Source, UnparsedRow]]:
     source = Source(str(file), 0)
     try:
         for source, raw in _rows_of_kind(file, dialect):
@@ -115,8 +115,8 @@ def _file_rows(file: Path, dialect: Dialect) -> Iterator[tuple[Source, Raw]]:
         raise _unreadable(file, source.line, error=error) from error
 
 
-def _rows_of_kind(file: Path, dialect: Dialect) -> Iterator[tuple[Source, Raw]]:
-    kind = suffix_of(file).removesuffix(".gz")
+def _rows_of_kind(file: Path, dialect: Dialect) -> Iterator[tuple[Source, UnparsedRow]]:
+    kind = find_suffix(file).removesuffix(".gz")
     if kind == ".parquet":
         from sftplay.data.read.tables import parquet_rows
 
@@ -159,7 +159,7 @@ def _is_json(text: str) -> bool:
 
 
 def _unreadable(file: Path, line: int, *, error: Exception) -> DataError:
-    """The error about a file whose bytes cannot be got at; `line` is that of its last good row, 0 for none."""
+    """Return the error about a file that cannot be read; `line` is that of its last good row, 0 for none."""
     where = f"{file}:{line + 1}" if line else str(file)
     if isinstance(error, EOFError):
         return DataError("ends in the middle: the gzip file is cut off", where=where, fix="copy it again")

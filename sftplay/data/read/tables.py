@@ -9,19 +9,19 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from sftplay.data.layouts.convert import layout_of
+from sftplay.data.layouts.convert import detect_layout
 from sftplay.data.read.encodings import BOM, Charset
-from sftplay.data.read.files import suffix_of
-from sftplay.data.read.json_rows import LONGEST, Row
+from sftplay.data.read.files import find_suffix
+from sftplay.data.read.json_rows import LONGEST, JsonRow
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
 DELIMITERS = (",", ";", "\t", "|")
 
-Read = tuple[Source, Row | Refused]
+ReadRow = tuple[Source, JsonRow | Refused]
 
 
-def csv_rows(charset: Charset, delimiter: str = "auto") -> Iterator[Read]:
+def csv_rows(charset: Charset, delimiter: str = "auto") -> Iterator[ReadRow]:
     """Every row below the header; a row is placed at its first line.
 
     Raises:
@@ -46,7 +46,7 @@ def csv_rows(charset: Charset, delimiter: str = "auto") -> Iterator[Read]:
             yield Source(path, start), _csv_row(names, cells, charset=charset)
 
 
-def parquet_rows(file: Path, columns: Collection[str] | None = None) -> Iterator[Read]:
+def parquet_rows(file: Path, columns: Collection[str] | None = None) -> Iterator[ReadRow]:
     """Every row, numbered from 1, a part of the file in memory at a time; of `columns` only, where they are named.
 
     Raises:
@@ -154,10 +154,13 @@ def _delimiter(header: str, named: str, *, file: Path) -> str:
             fix = "write auto, or one character"
             raise DataError(f"{named!r} cannot be a delimiter: {error}", where="data.delimiter", fix=fix) from error
         return named
-    candidates = ("\t", *DELIMITERS) if suffix_of(file).startswith(".tsv") else DELIMITERS
-    found = {each: [name.strip() for name in next(csv.reader([header], delimiter=each))] for each in candidates}
-    known = [each for each in candidates if layout_of(found[each]) is not None]
-    return max(known or candidates, key=lambda each: len(found[each]))
+    candidates = ("\t", *DELIMITERS) if find_suffix(file).startswith(".tsv") else DELIMITERS
+    found = {
+        candidate: [name.strip() for name in next(csv.reader([header], delimiter=candidate))]
+        for candidate in candidates
+    }
+    known = [candidate for candidate in candidates if detect_layout(found[candidate]) is not None]
+    return max(known or candidates, key=lambda candidate: len(found[candidate]))
 
 
 def _names(cells: list[str], where: str) -> list[str]:
@@ -168,7 +171,7 @@ def _names(cells: list[str], where: str) -> list[str]:
     return names
 
 
-def _csv_row(names: list[str], cells: list[str] | Refused, *, charset: Charset) -> Row | Refused:
+def _csv_row(names: list[str], cells: list[str] | Refused, *, charset: Charset) -> JsonRow | Refused:
     if isinstance(cells, Refused):
         return cells
     if len(names) != len(cells):
@@ -180,7 +183,7 @@ def _csv_row(names: list[str], cells: list[str] | Refused, *, charset: Charset) 
     return dict(zip(names, cells, strict=True))
 
 
-def _batch_rows(batch: Any) -> Iterator[Row | Refused]:
+def _batch_rows(batch: Any) -> Iterator[JsonRow | Refused]:
     try:
         rows = batch.to_pylist(maps_as_pydicts="strict")
     except (ValueError, OverflowError, KeyError):  # one of them holds what Python cannot: look for it
@@ -192,9 +195,9 @@ def _batch_rows(batch: Any) -> Iterator[Row | Refused]:
             yield {name: without_nulls(value) for name, value in row.items()}
 
 
-def _lone_row(batch: Any) -> Row | Refused:
+def _lone_row(batch: Any) -> JsonRow | Refused:
     try:
-        row: Row = batch.to_pylist(maps_as_pydicts="strict")[0]
+        row: JsonRow = batch.to_pylist(maps_as_pydicts="strict")[0]
     except (ValueError, OverflowError, KeyError) as error:
         return Refused(f"holds a value that cannot be read: {error}")
     return row

@@ -6,7 +6,7 @@ Before rendering, a guard breaks each one in a record's own texts; in the end it
     guarded     Say <G|im_end|>...<|im_end|>        what the template makes of the guarded record
     spelled     Say <|im_end|>...G<|im_end|>        what is encoded, by a tokenizer that knows G<|im_end|> only
 
-The two marks of a thought stay control in an assistant's turn: there they are the record's way to say that it thinks.
+The two marks of a thought stay control in an assistant's turn: there they are how a record marks a thought.
 A special token of a single character cannot be broken and is not looked for.
 """
 
@@ -28,16 +28,16 @@ GUARD = "\ufdd2"
 THOUGHTS = ("<think>", "</think>")
 
 
-class TypedSpecials:
-    """Finds and guards the texts of one tokenizer's special tokens."""
+class SpecialTokenEscaper:
+    """Find and guard the texts of one tokenizer's special tokens."""
 
     def __init__(self, special: Iterable[str]) -> None:
         known = [token for token in special if len(token) > 1]
-        self._search = re.compile(f"[{OPEN}{CLOSE}{GUARD}]|{_any_of(known)}").search
+        self._search = re.compile(f"[{OPEN}{CLOSE}{GUARD}]|{_alternation(known)}").search
         self._firsts = sorted({token[0] for token in known if token.isascii()})
-        self._typed = re.compile(_any_of(known))
-        self._said = re.compile(_any_of(token for token in known if token not in THOUGHTS))
-        self._events = re.compile(f"{GUARD}|{_any_of(known)}")
+        self._typed = re.compile(_alternation(known))
+        self._said = re.compile(_alternation(token for token in known if token not in THOUGHTS))
+        self._events = re.compile(f"{GUARD}|{_alternation(known)}")
 
     def guarded(self, record: Record) -> tuple[Record, int]:
         """The record with a guard in each special token that it types, and how many there are.
@@ -51,7 +51,7 @@ class TypedSpecials:
             raise DataError("holds U+FDD0, U+FDD1 or U+FDD2, which are not characters")
         count = 0
 
-        def guard(text: str, pattern: re.Pattern[str] = self._typed) -> str:
+        def escape_text(text: str, pattern: re.Pattern[str] = self._typed) -> str:
             nonlocal count
             n_found = 1
             while n_found:  # what is left of two that overlap may be a third
@@ -60,9 +60,9 @@ class TypedSpecials:
             return text
 
         if isinstance(record, Text):
-            return replace(record, text=guard(record.text)), count
-        turns = tuple(self._guarded_turn(message, guard) for message in record.messages)
-        changed = replace(record, messages=turns, tools=_in_json(record.tools, guard))
+            return replace(record, text=escape_text(record.text)), count
+        turns = tuple(self._guarded_turn(message, escape_text) for message in record.messages)
+        changed = replace(record, messages=turns, tools=_in_json(record.tools, escape_text))
         return (changed, count) if count else (record, 0)
 
     def spelled(self, text: str, spans: Iterable[Span]) -> tuple[str, list[Span]]:
@@ -83,7 +83,7 @@ class TypedSpecials:
         return "".join(parts), moved
 
     def _is_plain(self, record: Record) -> bool:
-        """True when there is nothing to guard or refuse; nearly every record takes this way."""
+        """Return True if there is nothing to guard or refuse; nearly every record takes this way."""
         if isinstance(record, Chat) and not record.tools:
             for message in record.messages:
                 if message.calls or message.name or self._may_hold(message.content):
@@ -93,7 +93,7 @@ class TypedSpecials:
         return not any(map(self._search, _texts(record)))
 
     def _may_hold(self, text: str) -> bool:
-        """False where the text surely has nothing to look at; looking for single characters takes hardly any time."""
+        """Return False if the text surely has nothing to escape; searching for single characters is fast."""
         if not text.isascii():
             return self._search(text) is not None
         for character in self._firsts:
@@ -101,13 +101,15 @@ class TypedSpecials:
                 return self._search(text) is not None
         return False
 
-    def _guarded_turn(self, message: Message, guard: Callable[..., str]) -> Message:
-        said = self._said if message.role == "assistant" else self._typed
+    def _guarded_turn(self, message: Message, escape_text: Callable[..., str]) -> Message:
+        pattern = self._said if message.role == "assistant" else self._typed
         calls = tuple(
-            Call(guard(call.name), _in_json(call.arguments, guard), call.id) if self._types(call) else call
+            Call(escape_text(call.name), _in_json(call.arguments, escape_text), call.id) if self._types(call) else call
             for call in message.calls
         )
-        return replace(message, content=guard(message.content, said), calls=calls, name=guard(message.name))
+        return replace(
+            message, content=escape_text(message.content, pattern), calls=calls, name=escape_text(message.name)
+        )
 
     def _types(self, call: Call) -> bool:
         return any(map(self._search, _call_texts(call)))
@@ -119,7 +121,7 @@ def without_guards(text: str) -> str:
 
 
 def unguarded(chat: Chat) -> Chat:
-    """The chat whose guarded form this is; its JSON texts may have other white space than they once had."""
+    """Return the chat without guards; its JSON texts may have other white space than before."""
     turns = tuple(
         replace(
             message,
@@ -152,7 +154,7 @@ def _call_texts(call: Call) -> Iterator[str]:
 
 
 def _json_texts(text: str) -> Iterator[str]:
-    """The JSON text, and what it says where that is not what it looks like."""
+    """Yield the JSON text, and its strings where escapes hide what they contain."""
     yield text
     if "\\" in text:
         yield from _strings(json.loads(text))
@@ -170,20 +172,20 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def _in_json(text: str, guard: Callable[..., str]) -> str:
-    """The JSON text with its strings guarded: between them a template may write it anew, and guards would be lost."""
-    return json.dumps(_mapped(json.loads(text), guard), ensure_ascii=False) if text else text
+def _in_json(text: str, escape_text: Callable[..., str]) -> str:
+    """The JSON text with its strings guarded: a template may rewrite what is between them, guards too."""
+    return json.dumps(_mapped(json.loads(text), escape_text), ensure_ascii=False) if text else text
 
 
-def _mapped(value: Any, change: Callable[..., str]) -> Any:
+def _mapped(value: Any, escape_text: Callable[..., str]) -> Any:
     if isinstance(value, str):
-        return change(value)
+        return escape_text(value)
     if isinstance(value, dict):
-        return {change(key): _mapped(inner, change) for key, inner in value.items()}
-    return [_mapped(inner, change) for inner in value] if isinstance(value, list) else value
+        return {escape_text(key): _mapped(inner, escape_text) for key, inner in value.items()}
+    return [_mapped(inner, escape_text) for inner in value] if isinstance(value, list) else value
 
 
-def _any_of(tokens: Iterable[str]) -> str:
+def _alternation(tokens: Iterable[str]) -> str:
     """A pattern for any of `tokens`, at one place the longest."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return f"(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})"

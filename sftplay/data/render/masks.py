@@ -22,12 +22,12 @@ EDGE = " \n "
 
 
 class Unproven(Exception):
-    """The method cannot vouch for this chat; the message says why."""
+    """The method cannot vouch for this chat; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentinelLayout:
-    """What a template writes around the texts of a chat with given roles."""
+    """The text that a template writes around the messages of a chat with given roles."""
 
     gaps: tuple[str, ...]
     """Text before each message, and after the last."""
@@ -101,7 +101,7 @@ def _gaps(text: str, marks: Sequence[str]) -> list[str]:
 
 
 def _head(before: str, prompt: str, *, gap: str, edge: int) -> int:
-    """How much of `gap`, the template's own text before an answer, the inference prompt ends with."""
+    """Return how much of `gap`, the template's text before an answer, the inference prompt ends with."""
     if not before.startswith(prompt):
         raise Unproven(f"at inference an answer would follow {prompt[-40:]!r}, in training {before[-40:]!r}")
     # What follows the prompt is learned: text the template puts first, and white space of the answer where kept.
@@ -116,12 +116,12 @@ def _tail(gap: str, end: re.Pattern[str]) -> int:
 
 
 def uses_tools(chat: Chat) -> bool:
-    """True when tools are offered, called or answered in the chat."""
+    """Return True if tools are offered, called or answered in the chat."""
     return bool(chat.tools) or any(message.calls or message.role == "tool" for message in chat.messages)
 
 
 def end_of_calls(text: str, calls: Sequence[Call], *, at: int) -> int:
-    """Where the last name or value of `calls` ends in `text`, looked for from `at`.
+    """Find where the last name or value of `calls` ends in `text`, searching from `at`.
 
     Raises:
         Unproven: a name, a key or a value is not there.
@@ -132,7 +132,7 @@ def end_of_calls(text: str, calls: Sequence[Call], *, at: int) -> int:
             raise Unproven(f"the template does not write the call of {call.name!r}")
         begin = at = begin + len(call.name)
         for key, value in _leaves(json.loads(call.arguments)):
-            end = _end_of(text, key, value=value, begin=begin)
+            end = _find_value_end(text, key, value=value, begin=begin)
             if end < 0:
                 raise Unproven(f"the template changes or drops {key}={value!r}, an argument of {call.name!r}")
             at = max(at, end)
@@ -163,7 +163,7 @@ def check_tools(text: str, without: str, *, tools: str) -> None:
     for tool in json.loads(tools):
         name = tool.get("function", tool).get("name", "")
         if name not in added:
-            raise Unproven(f"the template does not tell the model of the tool {name!r}")
+            raise Unproven(f"the template leaves out the tool {name!r}")
 
 
 def spellings(content: str) -> Iterator[str]:
@@ -177,7 +177,7 @@ def spellings(content: str) -> Iterator[str]:
 
 
 def has_text(text: str, message: Message) -> bool:
-    """True when what the message says stands in `text`, give or take white space."""
+    """Return True if `text` contains the text of the message, apart from white space."""
     if message.content.strip() in text:
         return True
     squeezed = "".join(text.split())
@@ -196,15 +196,15 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _end_of(text: str, key: str, *, value: Any, begin: int) -> int:
-    """Where the value ends that follows its key, or -1."""
+def _find_value_end(text: str, key: str, *, value: Any, begin: int) -> int:
+    """Find the end of the value that follows its key, or -1."""
     after = _after(text, spellings(key), begin=begin, end=len(text))
     forms = spellings(value) if isinstance(value, str) else (json.dumps(value), str(value))
     return _after(text, forms, begin=after, end=len(text)) if after >= 0 else -1
 
 
 def _after(text: str, forms: Iterable[str], *, begin: int, end: int) -> int:
-    """Where the first of `forms` that stands between the two places ends, or -1."""
+    """Find the end of the first of `forms` between the two places, or -1."""
     for form in forms:
         place = text.find(form, begin, end)
         if place >= 0:
@@ -213,7 +213,7 @@ def _after(text: str, forms: Iterable[str], *, begin: int, end: int) -> int:
 
 
 def _n_equal(one: str, other: str) -> int:
-    """How many characters the two texts begin with in common."""
+    """Count the characters that the two texts begin with in common."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -236,7 +236,7 @@ class Marked:
 
 
 class TurnFinder:
-    """Finds the learned spans of chats for one template.
+    """Find the learned spans of chats for one template.
 
     `special_tokens` are all texts that may end a turn; those that do are found by trying, and are `ends` afterwards.
     """
@@ -250,14 +250,14 @@ class TurnFinder:
         self._set_ends(ends)
 
     def learn_ends(self, chats: Iterable[Chat]) -> None:
-        """Remember which run of tokens ends the last turn of these chats; chats the template refuses teach nothing.
+        """Remember which run of tokens ends the last turn of these chats; chats that the template refuses are skipped.
 
-        Only a last turn can tell: after any other, the tokens of the next header may follow at once.
+        Only a last turn shows it: after any other, the tokens of the next header may follow at once.
         """
         found = set(self.ends)
         for chat in chats:
             try:
-                text = self.text_of(chat)
+                text = self.render_chat(chat)
             except DataError:
                 continue
             match = self._closing_match(text, chat)
@@ -265,10 +265,10 @@ class TurnFinder:
         self._set_ends(tuple(sorted(found, key=len, reverse=True)))
 
     def rewrites(self, chat: Chat) -> bool:
-        """True when the template writes a turn differently once other turns follow it."""
-        whole = self.text_of(chat)
+        """Return True if the template writes a turn differently once other turns follow it."""
+        whole = self.render_chat(chat)
         for part in chat.turns_apart()[:-1]:
-            text = self.text_of(part)
+            text = self.render_chat(part)
             after = _after_last(text, part)
             end = after + len(self._end_match(text, after))
             if after >= 0 and not whole.startswith(text[:end]):
@@ -276,7 +276,7 @@ class TurnFinder:
         return False
 
     def find(self, chat: Chat, method: Method) -> Marked:
-        """The chat's text with the spans of its learned turns, each checked against what the assistant says.
+        """The chat's text with the spans of its learned turns, each checked against the assistant's text.
 
         Raises:
             Unproven: the method does not hold for this chat.
@@ -317,18 +317,18 @@ class TurnFinder:
                 raise
             return self.find(chat, "prefixes")
 
-    def text_of(self, chat: Chat) -> str:
-        """The chat as the template writes it."""
+    def render_chat(self, chat: Chat) -> str:
+        """Render the chat."""
         return self.template.render(chat.messages, tools=chat.tools)[0]
 
-    def prompt_of(self, chat: Chat, turn: int) -> str:
-        """The text that asks the model for the chat's turn of this index."""
+    def render_prompt(self, chat: Chat, turn: int) -> str:
+        """Render the inference prompt for the chat's turn of this index."""
         return self.template.render(chat.messages[:turn], tools=chat.tools, prompts=True)[0]
 
     def check_prompts(self, chat: Chat, marked: Marked) -> None:
         """Raise Unproven unless each learned turn follows exactly the text that inference would prompt with."""
         for (start, end), turn in zip(marked.spans, chat.learned_turns(), strict=True):
-            prompt = self.prompt_of(chat, turn)
+            prompt = self.render_prompt(chat, turn)
             before = marked.text[:start]
             if before != prompt:
                 raise Unproven(
@@ -349,18 +349,18 @@ class TurnFinder:
 
     def _by_sentinels(self, chat: Chat) -> Marked:
         if uses_tools(chat):
-            raise Unproven("calls have no text of their own that a mark could stand for")
-        text = self.text_of(chat)
+            raise Unproven("calls have no text that a mark could replace")
+        text = self.render_chat(chat)
         expected, spans = self._sentinel_layout(tuple(turn.role for turn in chat.messages)).assemble(chat.messages)
         if text != expected:
             raise Unproven("the template writes this chat's texts otherwise than it writes unique marks in their place")
         return Marked(text, tuple(spans[turn] for turn in chat.learned_turns()))
 
     def _by_prefixes(self, chat: Chat) -> Marked:
-        text = self.text_of(chat)
+        text = self.render_chat(chat)
         spans = []
         for turn in chat.learned_turns():
-            prompt = self.prompt_of(chat, turn)
+            prompt = self.render_prompt(chat, turn)
             is_last = turn == len(chat.messages) - 1
             upto = text if is_last else self.template.render(chat.messages[: turn + 1], tools=chat.tools)[0]
             end = self._turn_end(upto, chat.messages[turn], begin=len(prompt))
@@ -389,7 +389,7 @@ class TurnFinder:
         return self._layouts[roles]
 
     def _check(self, learned: str, message: Message, *, prompt: str) -> None:
-        """A learned learned must be the assistant's text, give or take white space and what the template puts before.
+        """Check that the learned text is the assistant's, apart from white space and what the template puts before.
 
         The text may begin in `prompt`, the inference prompt: some of those open the thinking for the model.
         """
@@ -399,7 +399,7 @@ class TurnFinder:
         body, content = learned[: len(learned) - len(end)], message.content
         if message.calls:
             if not has_text(prompt[-len(content) :] * bool(content) + body, message):
-                raise Unproven(f"the template drops what the assistant says beside its calls: {content[:60]!r}")
+                raise Unproven(f"the template drops the assistant's text next to its calls: {content[:60]!r}")
             end_of_calls(body, message.calls, at=0)
             return
         if body == content or squeezed(body).endswith(squeezed(content)):
@@ -429,7 +429,7 @@ class TurnFinder:
             at = _after_last(text, chat)
             return self._special.match(text, at) if at >= 0 else self._closing.search(text)
         try:
-            prompt = self.prompt_of(chat, len(chat.messages) - 1)
+            prompt = self.render_prompt(chat, len(chat.messages) - 1)
             return self._closing.search(text, end_of_calls(text, chat.messages[-1].calls, at=len(prompt)))
         except (DataError, Unproven):
             return None

@@ -1,7 +1,7 @@
-"""Records -> token ids and labels, by a chat template whose masks have been proven first.
+"""Records -> token ids and labels, by a chat template with verified masks.
 
 Training, inspection, evaluation and inference use the same `Renderer`, so inference prompts have exactly the form that
-was trained. It cuts nothing and counts nothing; that is done in `prepare`.
+was trained. It cuts nothing and counts nothing; that is done in `tokenize`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from sftplay.data.records import Chat, Message, Record, Text
-from sftplay.data.render.labels import Placed, Rendered, labelled
+from sftplay.data.render.labels import PlacedText, Rendered, labelled
 from sftplay.data.render.masks import Method, TurnFinder, Unproven, uses_tools
 from sftplay.data.render.templates import ChatTemplate, template_hash
 from sftplay.data.render.time_limit import ROW_S, is_used, limited
@@ -69,12 +69,14 @@ class Renderer:
         Without a template only texts can be rendered; a chat then has a problem.
 
         Raises:
-            DataError: no method holds, or the tokenizer cannot tell where its tokens lie in a text.
+            DataError: no method holds, or the tokenizer does not give the places of its tokens in a text.
         """
         if not getattr(tokenizer, "is_fast", False):
-            fix = "use a model whose tokenizer has a tokenizer.json"
-            raise DataError("this tokenizer does not say where its tokens lie in the text", where="model.name", fix=fix)
-        vocabulary, proven = Vocabulary.of(tokenizer), None
+            fix = "use a model with a tokenizer.json"
+            raise DataError(
+                "this tokenizer does not give the places of its tokens in the text", where="model.name", fix=fix
+            )
+        vocabulary, proven = Vocabulary.from_tokenizer(tokenizer), None
         if template is not None:
             compiled = ChatTemplate(template, vocabulary.specials.named)
             chats = _rendered_in_time(compiled, [sample for sample in samples if isinstance(sample, Chat)])
@@ -87,23 +89,23 @@ class Renderer:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> Renderer:
-        """A renderer that renders exactly as the one whose recipe this is; it proves nothing anew."""
+        """Return a renderer that renders exactly as the one this recipe is from; nothing is verified again."""
         vocabulary = Vocabulary(Tokenizer.from_str(recipe.tokenizer), recipe.specials)
         return cls(vocabulary, recipe.template, proven=recipe.proven)
 
     def recipe(self) -> Recipe:
-        """What an equal renderer is made of in another process; it can be pickled."""
+        """Return what another process needs to make an equal renderer; it can be pickled."""
         vocabulary = self._writer.vocabulary
         return Recipe(vocabulary.to_json(), vocabulary.specials, self.template, self._proven)
 
     @property
     def method(self) -> str:
-        """How the assistant's turns are found: markers, sentinels or prefixes; none without a template."""
+        """The method that finds the assistant's turns: markers, sentinels or prefixes; none without a template."""
         return self._proven.method if self._proven else "none"
 
     @property
     def rewrites_turns(self) -> bool:
-        """True when the template writes a turn differently once others follow it."""
+        """Return True if the template writes a turn differently once others follow it."""
         return self._proven is not None and self._proven.rewrites_turns
 
     @property
@@ -120,7 +122,7 @@ class Renderer:
         A record that cannot be trained on gives an example with a `problem`. With `max_tokens`, only the beginning of
         a far longer text is tokenised.
         """
-        placed = [found for of, record in enumerate(records) for found in self._place(of, record)]
+        placed = [found for index, record in enumerate(records) for found in self._place(index, record)]
         return labelled(self._writer.vocabulary, placed, max_tokens=max_tokens)
 
     def prompt_text(self, messages: Sequence[Message], tools: str = "") -> str:
@@ -154,7 +156,7 @@ class Renderer:
         return found.input_ids[:-1]
 
     def answer_text(self, chat: Chat) -> str:
-        """What the template writes for the last assistant turn, calls included, without its end token.
+        """Return what the template writes for the last assistant turn, calls included, without its end token.
 
         Raises:
             DataError: the chat cannot be trained on.
@@ -162,39 +164,41 @@ class Renderer:
         finder = self._asked()
         last = chat.turns_apart()[-1]
         try:
-            ((_, marked),) = finder.place(last, self._method_of(last), rewrites=False)
+            ((_, marked),) = finder.place(last, self._choose_method(last), rewrites=False)
         except Unproven as error:
             raise DataError(str(error), where=str(chat.source), fix="correct the row") from error
         start, end = marked.spans[0]
         answer = marked.text[start:end]
         return next((answer.removesuffix(end) for end in finder.ends if answer.endswith(end)), answer).strip()
 
-    def _place(self, of: int, record: Record) -> list[Placed]:
+    def _place(self, record_index: int, record: Record) -> list[PlacedText]:
         try:
             if isinstance(record, Text):
-                return [self._writer.place_text(of, record)]
+                return [self._writer.place_text(record_index, record)]
             with limited():
-                return self._place_chat(of, record)
+                return self._place_chat(record_index, record)
         except DataError as error:
-            return [Placed(of, error.what)]
+            return [PlacedText(record_index, error.what)]
         except Unproven as error:
-            return [Placed(of, str(error))]
+            return [PlacedText(record_index, str(error))]
 
-    def _place_chat(self, of: int, chat: Chat) -> list[Placed]:
+    def _place_chat(self, record_index: int, chat: Chat) -> list[PlacedText]:
         finder = self._asked()
-        guarded, typed = self._writer.typed_specials.guarded(chat)
+        guarded, typed = self._writer.escaper.guarded(chat)
         assert isinstance(guarded, Chat)
-        parts = finder.place(guarded, self._method_of(chat), rewrites=self.rewrites_turns)
+        parts = finder.place(guarded, self._choose_method(chat), rewrites=self.rewrites_turns)
         if not self._writer.needs_spelling(typed):
-            return [Placed(of, marked) for _, marked in parts]
-        # A record says once what it types, however many examples it gives.
+            return [PlacedText(record_index, marked) for _, marked in parts]
+        # Only the first example of a record has the count.
         counts = [typed] + [0] * (len(parts) - 1)
         return [
-            self._writer.place_part(finder, part, marked=marked, placed=Placed(of, "", count, is_spelled=True))
+            self._writer.place_part(
+                finder, part, marked=marked, placed=PlacedText(record_index, "", count, is_spelled=True)
+            )
             for (part, marked), count in zip(parts, counts, strict=True)
         ]
 
-    def _method_of(self, chat: Chat) -> Method:
+    def _choose_method(self, chat: Chat) -> Method:
         assert self._proven is not None
         return self._proven.tool_method if uses_tools(chat) else self._proven.method
 
@@ -206,7 +210,7 @@ class Renderer:
 
 
 def _rendered_in_time(template: ChatTemplate, samples: Sequence[Chat]) -> list[Chat]:
-    """The samples that tell something about the template; one that takes too long is refused later, as a row."""
+    """Return the samples that render in time; one that takes too long is refused later, as a row."""
     kept, n_late = [], 0
     for sample in samples:
         with limited():

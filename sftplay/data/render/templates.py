@@ -64,12 +64,12 @@ Span = tuple[int, int]
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Put around generation blocks while rendering: noncharacters, which Unicode keeps for a program's own use.
-`typed_specials` refuses a record that holds them."""
+`escape_special_tokens` refuses a record that holds them."""
 
 FAULTS = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError
 )  # fmt: skip
-"""What a template may raise on a chat it was not made for."""
+"""Errors that a template may raise on a chat it was not made for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ class TemplateTraits:
     """A call's arguments are wanted as JSON text; transformers documents an object."""
 
     content_in_parts: bool = False
-    """What a turn says is wanted as a list with one part of type text."""
+    """The template wants the content of a turn as a list with one part of type text."""
 
     closings: tuple[str, str] = ("", "")
-    """What ends a last turn that says something, and one that calls, where the template writes no end token: the token
+    """The text that ends a last turn with text, and one with calls, where the template writes no end token: the token
     that begins the next turn, at which such a model is made to stop."""
 
 
@@ -139,7 +139,7 @@ def _expect_chatml_tokens(tokenizer: Any) -> None:
 
 
 class GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: transformers' mark around what the assistant says."""
+    """`{% generation %} ... {% endgeneration %}`: transformers' mark around the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 - declared by jinja
 
@@ -191,7 +191,7 @@ class ChatTemplate:
         return _without_marks(text) if self.has_marks else (text, [])
 
     def with_traits(self, traits: TemplateTraits) -> ChatTemplate:
-        """The same template, given chats as `traits` say."""
+        """Return the same template with chats in the form of `traits`."""
         return ChatTemplate(self.text, self._tokens, traits=traits)
 
     def _turn(self, message: Message) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def _raise(message: str) -> NoReturn:
 
 
 OPENINGS = ("", "<think>\nWell.\n</think>\n\n")
-"""What the answers begin with: a template that expects thinking cannot hold on chats without any."""
+"""The beginnings of answers: a template that expects thinking cannot hold on chats without any."""
 
 NEXT = Message("user", "Ping next?")
 
@@ -300,24 +300,24 @@ def content_forms(template: ChatTemplate) -> list[ChatTemplate]:
     return [plain, template.with_traits(replace(plain.traits, content_in_parts=True))]
 
 
-def closings_of(template: ChatTemplate, chats: Sequence[Chat], *, special: Iterable[str]) -> tuple[str, str]:
-    """What ends a last turn of a template without end tokens: the token that the next turn begins with, at once.
+def find_closings(template: ChatTemplate, chats: Sequence[Chat], *, special: Iterable[str]) -> tuple[str, str]:
+    """Find what ends a last turn of a template without end tokens: the first token of the next turn.
 
     Only a token of that turn's own will do, one with which no answer begins (GLM-4 has <|user|> and <|observation|>);
     where all turns begin alike, or white space comes first, the template has forgotten its end token.
     """
     called = tool_probe_chats()[0]
-    said = next((_next_token(template, chat, following=NEXT, special=special) for chat in chats), "")
-    calls = _next_token(
-        template, replace(called, messages=called.messages[:2]), following=called.messages[2], special=special
+    after_text = next((_next_token(template, chat, next_turn=NEXT, special=special) for chat in chats), "")
+    after_calls = _next_token(
+        template, replace(called, messages=called.messages[:2]), next_turn=called.messages[2], special=special
     )
-    return said, calls or said
+    return after_text, after_calls or after_text
 
 
-def _next_token(template: ChatTemplate, chat: Chat, *, following: Message, special: Iterable[str]) -> str:
+def _next_token(template: ChatTemplate, chat: Chat, *, next_turn: Message, special: Iterable[str]) -> str:
     try:
         text, _ = template.render(chat.messages, tools=chat.tools)
-        longer, _ = template.render((*chat.messages, following), tools=chat.tools)
+        longer, _ = template.render((*chat.messages, next_turn), tools=chat.tools)
         header, _ = template.render(chat.prompt, tools=chat.tools, prompts=True)
     except DataError:
         return ""
@@ -330,7 +330,7 @@ def _next_token(template: ChatTemplate, chat: Chat, *, following: Message, speci
 
 
 def _wants_text(template: ChatTemplate) -> bool:
-    """True when a call is written only, or only as JSON, with its arguments as text."""
+    """Return True if a call is written only, or only as JSON, with its arguments as text."""
     (call,) = tool_probe_chats()[1].messages[1].calls
     as_object = _written(template)
     if as_object is not None and str(json.loads(call.arguments)) not in as_object:

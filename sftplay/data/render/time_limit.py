@@ -1,4 +1,4 @@
-"""How long a chat template may work on one row: a template is foreign code, and its loops need not end.
+"""Limit the time of a chat template on one row: a template is foreign code, and its loops need not end.
 
 The time is that of the thread's own processor time, so that a busy machine refuses no row that an idle one takes.
 """
@@ -16,7 +16,7 @@ ROW_S = 20.0
 """Processor seconds that rendering one row, or proving a template, may take. A usual row takes a millisecond."""
 
 TICKS = 64
-"""The clock is read once in so many passes of a loop: reading it takes as long as a short pass."""
+"""The clock is read once in this many passes of a loop: reading it takes as long as a short pass."""
 
 
 class _Clock(threading.local):
@@ -31,7 +31,7 @@ _clock = _Clock()
 
 @contextmanager
 def limited(seconds: float | None = None) -> Iterator[None]:
-    """Inside the block `tick` raises once so much time is used, ROW_S by default. An outer limit counts on.
+    """Make `tick` raise inside the block once this much time is used, ROW_S by default. An outer limit stays in force.
 
     Raises:
         DataError: the time is used.
@@ -56,12 +56,12 @@ def tick() -> str:
 
 
 def is_used() -> bool:
-    """True when the time of the limit around this is used."""
+    """Return True if the time of the limit around this is used."""
     return _clock.deadline > 0 and time.thread_time() > _clock.deadline
 
 
 def check() -> None:
-    """Raise the DataError that ends the work on a row whose time is used."""
+    """Raise the DataError that ends the work on a row after its time is used."""
     if is_used():
         what = f"takes the chat template longer than {ROW_S:g} s"
         raise DataError(what, fix="cut the row into shorter ones, or leave it out with data.on_bad_row: skip")

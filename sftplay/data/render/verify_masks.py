@@ -1,4 +1,4 @@
-"""Which mask method holds for a template and a tokenizer, tried on the probe chats and on samples of the data.
+"""Find the mask method that holds for a template and a tokenizer, by trying it on probe chats and samples of the data.
 
 A method is proven when the decoded labels are the assistant's texts, each with its end-of-turn token, and when each
 answer follows exactly the text and the tokens of the inference prompt. A template without a proven method is refused;
@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 
 from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.data.render.escape_special_tokens import GUARD, unguarded
-from sftplay.data.render.labels import Placed, labelled
+from sftplay.data.render.labels import PlacedText, labelled
 from sftplay.data.render.masks import Marked, Method, TurnFinder, Unproven, squeezed, uses_tools
 from sftplay.data.render.templates import (
     OPENINGS,
     ChatTemplate,
     TemplateTraits,
-    closings_of,
     content_forms,
+    find_closings,
     probe_chats,
     tool_probe_chats,
 )
@@ -32,7 +32,7 @@ SHOWN_CHARACTERS = 600
 
 @dataclass(frozen=True)
 class MaskMethod:
-    """What was found out about a template."""
+    """The verified way to find the assistant's turns of a template."""
 
     traits: TemplateTraits
     ends: tuple[str, ...]
@@ -73,7 +73,7 @@ class _Trial:
         self._finder = TurnFinder(template, writer.vocabulary.special_tokens)
 
     def outcome(self, opening: str, samples: Sequence[Chat]) -> tuple[MaskMethod | None, list[str]]:
-        """What holds with answers that begin with `opening`, or what is wrong with each method."""
+        """Return what holds with answers that begin with `opening`, or what is wrong with each method."""
         probes = [probe for probe in self._guarded(probe_chats(self._template, opening)) if self._accepts(probe)]
         calls = [probe for probe in self._guarded(tool_probe_chats()) if self._accepts(probe)]
         guarded = self._guarded(samples)
@@ -91,7 +91,7 @@ class _Trial:
     def refusal(self, sample: Chat, faults: list[str]) -> DataError:
         """The error for a template that no method holds for."""
         try:
-            shown = self._finder.text_of(sample)
+            shown = self._finder.render_chat(sample)
         except DataError as error:
             shown = f"({error.what})"
         if not self._finder.ends:
@@ -102,26 +102,26 @@ class _Trial:
             fix = "give data.template a Jinja file of your own: this template, with the same opening of answers in both"
         why = "\n  ".join(faults)
         return DataError(
-            "the chat template is refused: nothing tells reliably which tokens the assistant says\n"
+            "the chat template is refused: no method finds reliably which tokens are the assistant's\n"
             f"  {why}\n  sample {sample.source}, as the template writes it: {shown[:SHOWN_CHARACTERS]!r}",
             where="data.template",
             fix=fix,
         )
 
     def _untaught_opening(self, sample: Chat) -> str:
-        """What the inference prompt ends with and the text trained on lacks at that place."""
+        """Return the end of the inference prompt that the text trained on lacks at that place."""
         chat = sample.turns_apart()[0]
         try:
-            prompt, whole = self._finder.prompt_of(chat, chat.learned_from), self._finder.text_of(chat)
+            prompt, whole = self._finder.render_prompt(chat, chat.learned_from), self._finder.render_chat(chat)
         except DataError:
             return ""
         n_shared = next(at for at in range(len(prompt), -1, -1) if whole.startswith(prompt[:at]))
         return prompt[n_shared:].strip()
 
     def _accepts(self, chat: Chat) -> bool:
-        """True when the template renders the chat at all."""
+        """Return True if the template renders the chat at all."""
         try:
-            self._finder.text_of(chat)
+            self._finder.render_chat(chat)
         except DataError:
             return False
         return True
@@ -131,14 +131,14 @@ class _Trial:
         found = []
         for chat in chats:
             with suppress(DataError):
-                found.append(self._writer.typed_specials.guarded(chat)[0])
+                found.append(self._writer.escaper.guarded(chat)[0])
         return [chat for chat in found if isinstance(chat, Chat)]
 
     def _learn_ends(self, chats: Sequence[Chat]) -> None:
         called = [part for chat in chats if uses_tools(chat) for part in chat.turns_apart()]
         self._finder.learn_ends([*chats, *called])
         special = self._writer.vocabulary.special_tokens
-        if self._finder.ends or not any(closings := closings_of(self._template, chats, special=special)):
+        if self._finder.ends or not any(closings := find_closings(self._template, chats, special=special)):
             return
         self._template = self._template.with_traits(replace(self._template.traits, closings=closings))
         self._finder = TurnFinder(self._template, special)
@@ -158,21 +158,21 @@ class _Trial:
         return None, faults
 
     def _fault(self, method: Method, probes: Sequence[Chat], *, samples: Sequence[Chat], rewrites: bool) -> str:
-        """Why `method` is not proven, or nothing: probes it must mark by itself, samples with what `place` adds."""
+        """Return why `method` is not proven, or nothing. It must mark probes alone, samples by `place`."""
         for probe in probes:
             parts = probe.turns_apart() if rewrites else [probe]
-            for fault in (self._fault_of(part, method, rewrites=None) for part in parts):
+            for fault in (self._find_fault(part, method, rewrites=None) for part in parts):
                 if fault:
                     return fault
         faults = []
         for sample in samples:
-            faults.append(self._fault_of(sample, method, rewrites=rewrites))
+            faults.append(self._find_fault(sample, method, rewrites=rewrites))
             if not faults[-1]:
                 return ""
         return faults[0] if faults else ("" if probes else "the template refuses every probe chat")
 
-    def _fault_of(self, chat: Chat, method: Method, *, rewrites: bool | None) -> str:
-        """Why the chat cannot be marked, or nothing; `rewrites` None asks for `method` alone."""
+    def _find_fault(self, chat: Chat, method: Method, *, rewrites: bool | None) -> str:
+        """Return why the chat cannot be marked, or nothing; `rewrites` None asks for `method` alone."""
         try:
             if rewrites is None:
                 found = [(chat, self._finder.find(chat, method))]
@@ -180,15 +180,15 @@ class _Trial:
                 found = self._finder.place(chat, method, rewrites=rewrites)
             for part, marked in found:
                 self._finder.check_prompts(part, marked)
-                whose = Placed(0, "", is_spelled=self._writer.needs_spelling(marked.text.count(GUARD)))
-                self._check_tokens(part, self._writer.place_part(self._finder, part, marked=marked, placed=whose))
+                unplaced = PlacedText(0, "", is_spelled=self._writer.needs_spelling(marked.text.count(GUARD)))
+                self._check_tokens(part, self._writer.place_part(self._finder, part, marked=marked, placed=unplaced))
         except DataError as error:
             return error.what
         except Unproven as error:
             return str(error)
         return ""
 
-    def _check_tokens(self, part: Chat, placed: Placed) -> None:
+    def _check_tokens(self, part: Chat, placed: PlacedText) -> None:
         """Raise Unproven unless the labels, decoded, are the spans as this tokenizer reads them back, and the tokens
         before each are those of the inference prompt.
 
@@ -203,10 +203,10 @@ class _Trial:
         decode = self._writer.vocabulary.decode
         learned = squeezed(decode([label for label in rendered.labels if label != IGNORE_INDEX]))
         answers = [placed.found.text[start:end] for start, end in placed.found.spans]
-        ids = [self._writer.ids_of(answer, is_spelled=placed.is_spelled) for answer in answers]
+        ids = [self._writer.encode_ids(answer, is_spelled=placed.is_spelled) for answer in answers]
         expected = squeezed("".join(map(decode, ids)))
         if learned != expected:
-            raise Unproven(f"the labels read {learned[:80]!r} where the assistant says {expected[:80]!r}")
+            raise Unproven(f"the labels read {learned[:80]!r} where the assistant's text is {expected[:80]!r}")
         plain = unguarded(part)
         for turn, answer in zip(part.learned_turns(), answers, strict=True):
             prompt = self._writer.prompt_ids(self._finder, plain.messages[:turn], tools=plain.tools)

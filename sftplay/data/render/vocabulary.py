@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 from sftplay.data.render.escape_special_tokens import GUARD
 
 PART_CHARACTERS = 1 << 18
-"""A part ends at the first seam behind so many characters."""
+"""A part ends at the first seam after this many characters."""
 
 AROUND = 1_000
-"""So many characters on each side of a seam are tokenised together and apart, and must give the same."""
+"""This many characters on each side of a seam are tokenised together and apart, and must give the same."""
 
 SEAM = re.compile(r"(?<=\S\n)[A-Za-z0-9]")
 """The first letter of a line behind one line break. Splitters of byte-level vocabularies never join the two."""
@@ -27,7 +27,7 @@ LOCAL = ("Sequence", "Split", "ByteLevel", "Digits")
 
 
 def can_be_cut(tokenizer_json: str) -> bool:
-    """Whether a tokenizer works on each word alone and finds words by the text around them.
+    """Return whether a tokenizer works on each word alone and finds words by the text around them.
 
     Then two parts are tokenised like the whole if no word goes over the seam. A normaliser that puts something before a
     text, or that joins characters other than a letter with its accents, forbids it.
@@ -44,11 +44,11 @@ def can_be_cut(tokenizer_json: str) -> bool:
     return state["pre_tokenizer"] is not None and _is_local(state["pre_tokenizer"])
 
 
-def parts_of(text: str, ids_of: Callable[[str], list[int]], *, size: int = PART_CHARACTERS) -> list[str]:
-    """The text in parts of about `size` characters; in larger ones where no seam is found."""
+def split_at_seams(text: str, encode: Callable[[str], list[int]], *, size: int = PART_CHARACTERS) -> list[str]:
+    """Split the text into parts of about `size` characters; into larger ones where no seam is found."""
     parts, start = [], 0
     while len(text) - start > size:
-        end = _seam_behind(text, start + size, ids_of=ids_of)
+        end = _seam_behind(text, start + size, encode=encode)
         if end is None:
             break
         parts.append(text[start:end])
@@ -56,11 +56,11 @@ def parts_of(text: str, ids_of: Callable[[str], list[int]], *, size: int = PART_
     return [*parts, text[start:]]
 
 
-def _seam_behind(text: str, place: int, *, ids_of: Callable[[str], list[int]]) -> int | None:
+def _seam_behind(text: str, place: int, *, encode: Callable[[str], list[int]]) -> int | None:
     for found in SEAM.finditer(text, place):
         seam = found.start()
         before, behind = text[max(0, seam - AROUND) : seam], text[seam : seam + AROUND]
-        if ids_of(before) + ids_of(behind) == ids_of(before + behind):
+        if encode(before) + encode(behind) == encode(before + behind):
             return seam
     return None
 
@@ -80,14 +80,14 @@ UNSEEN = ("\x01", "\u0301", "\u200b")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What is known of a tokenizer beside its JSON."""
+    """Facts about a tokenizer that its JSON lacks."""
 
     named: Mapping[str, Any]
     """Special tokens that a template may name, such as `eos_token`."""
 
     eos: str | None
     prefix_ids: tuple[int, ...]
-    """What the tokenizer itself puts before a text: a BOS, or nothing."""
+    """Ids that the tokenizer puts before a text: a BOS, or nothing."""
 
 
 class Encoded(NamedTuple):
@@ -95,7 +95,7 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     encoding: Any
-    """The `tokenizers.Encoding`, for places only: its ids may be the twin's. None where nobody asks for places."""
+    """The `tokenizers.Encoding`, for places only: its ids may be the twin's. None where no places are needed."""
 
     lost: str = ""
     """A typed special token that this tokenizer can only encode as control."""
@@ -116,7 +116,7 @@ class Vocabulary:
         self._control: dict[int, str] = control
 
     @classmethod
-    def of(cls, tokenizer: Any) -> Vocabulary:
+    def from_tokenizer(cls, tokenizer: Any) -> Vocabulary:
         """The vocabulary of a transformers tokenizer that is fast."""
         backend = tokenizer.backend_tokenizer
         named = {key: _plain(value) for key, value in tokenizer.special_tokens_map.items()}
@@ -134,7 +134,7 @@ class Vocabulary:
 
     @cached_property
     def folds_text(self) -> bool:
-        """True when the normaliser turns a text that is no control token into one, such as `</S>` or `＜/s＞`.
+        """Return True if the normaliser turns a text that is no control token into one, such as `</S>` or `＜/s＞`.
 
         A search for control tokens would miss such a text, so every text has to be spelled.
         """
@@ -154,7 +154,7 @@ class Vocabulary:
         return self._backend.to_str()
 
     def encode(self, texts: Sequence[str]) -> list[Any]:
-        """The `tokenizers.Encoding` of each text, in one call whose threads use all cores.
+        """The `tokenizers.Encoding` of each text, in one call that uses all cores.
 
         A template writes the special tokens already, so none is added and no BOS is doubled; nothing is cut or padded.
         """
@@ -162,21 +162,21 @@ class Vocabulary:
 
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, as those of `encode`; of a long text too, in little memory."""
-        short = [text for text in texts if len(text) <= PART_CHARACTERS]
-        found = dict(zip(short, self._ids(short), strict=True))
+        short_texts = [text for text in texts if len(text) <= PART_CHARACTERS]
+        found = dict(zip(short_texts, self._ids(short_texts), strict=True))
         for text in texts:
             if text not in found:
                 found[text] = [id for part in self._parts(text) for id in self._ids([part])[0]]
         return [found[text] for text in texts]
 
     def encode_spelled(self, text: str) -> Encoded:
-        """A text spelled by `typed_specials`.
+        """A text spelled by `escape_special_tokens`.
 
         What it types is lost where the vocabulary has no pieces to write it with, as where unknown words are one token.
         """
-        twin, ids_of = self._twin
+        twin, original_ids = self._twin
         encoding = twin.encode(text, add_special_tokens=False)
-        ids = [ids_of.get(token, token) for token in encoding.ids]
+        ids = [original_ids.get(token, token) for token in encoding.ids]
         for token, (start, end) in zip(ids, encoding.offsets, strict=True):
             if token in self._control and self._control[token] == text[start:end].strip():
                 return Encoded(ids, encoding, self._control[token])
@@ -191,14 +191,14 @@ class Vocabulary:
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _parts(self, text: str) -> list[str]:
-        return parts_of(text, lambda part: self._ids([part])[0]) if self._can_be_cut else [text]
+        return split_at_seams(text, lambda part: self._ids([part])[0]) if self._can_be_cut else [text]
 
     @cached_property
     def _can_be_cut(self) -> bool:
         return can_be_cut(self.to_json())
 
     def _is_read_after_folding(self, id: int, token: str) -> bool:
-        """True when a control token is found in normalised text, by the model or as an added token."""
+        """Return True if a control token is found in normalised text, by the model or as an added token."""
         added = self._backend.get_added_tokens_decoder()[id]
         return added.normalized or any(piece.id == id for piece in self._backend.model.tokenize(token))
 
@@ -208,17 +208,17 @@ class Vocabulary:
         names = set(self.control_tokens)
         twin = Tokenizer.from_str(_guarded_json(self.to_json(), names))
         others = {}
-        for own, token in self._backend.get_added_tokens_decoder().items():
+        for id, token in self._backend.get_added_tokens_decoder().items():
             found = twin.token_to_id(GUARD + token.content if token.content in names else token.content)
-            if found is not None and found != own:
-                others[found] = own
+            if found is not None and found != id:
+                others[found] = id
         return twin, others
 
 
 def _is_folded_to(backend: Tokenizer, token: str) -> bool:
     if backend.normalizer is None:
         return False
-    wide = "".join(chr(ord(each) + WIDE) if "!" <= each <= "~" else each for each in token)
+    wide = "".join(chr(ord(letter) + WIDE) if "!" <= letter <= "~" else letter for letter in token)
     hidden = [token[:1] + mark + token[1:] for mark in UNSEEN]
     others = {token.upper(), token.lower(), wide, *hidden} - {token}
     return any(token in backend.normalizer.normalize_str(other) for other in others)
@@ -255,6 +255,6 @@ def _guarded_json(text: str, names: Set[str]) -> str:
 
 
 def _pieces(merge: str | list[str]) -> tuple[str, str, str]:
-    """What a merge is made of, and what it makes."""
+    """Return the two parts of a merge, and its result."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right, left + right

@@ -1,6 +1,6 @@
 """Records -> marked texts and prompts -> ids: where guards, template and tokenizer meet.
 
-`proof` tries a template with it, and `render` uses it once the template is proven.
+`verify_masks` tries a template with it, and `render` uses it afterwards.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sftplay.data.records import Chat, Message, Source, Text
-from sftplay.data.render.escape_special_tokens import TypedSpecials, unguarded, without_guards
-from sftplay.data.render.labels import Placed
+from sftplay.data.render.escape_special_tokens import SpecialTokenEscaper, unguarded, without_guards
+from sftplay.data.render.labels import PlacedText
 from sftplay.data.render.masks import Marked, TurnFinder, Unproven
 from sftplay.data.render.vocabulary import Vocabulary
 
@@ -21,13 +21,13 @@ class Writer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.typed_specials = TypedSpecials(vocabulary.control_tokens)
+        self.escaper = SpecialTokenEscaper(vocabulary.control_tokens)
 
     def needs_spelling(self, n_typed: int) -> bool:
-        """Whether a text must be spelled that types so many special tokens: control could come of it otherwise."""
+        """Return whether a text with `n_typed` special tokens must be spelled: they could become control otherwise."""
         return n_typed > 0 or self.vocabulary.folds_text
 
-    def place_text(self, of: int, record: Text) -> Placed:
+    def place_text(self, record_index: int, record: Text) -> PlacedText:
         """A plain text, all of it to be learned.
 
         Raises:
@@ -36,24 +36,24 @@ class Writer:
         """
         if self.vocabulary.eos_id is None:
             raise Unproven("the tokenizer has no EOS token, so a text could not end")
-        guarded, typed = self.typed_specials.guarded(record)
+        guarded, typed = self.escaper.guarded(record)
         if not self.needs_spelling(typed):
-            return Placed(of, Marked(record.text, ()), is_whole_text=True)
-        spelled, _ = self.typed_specials.spelled(guarded.text, [])  # type: ignore[union-attr]
-        return Placed(of, Marked(spelled, ()), typed, is_spelled=True, is_whole_text=True)
+            return PlacedText(record_index, Marked(record.text, ()), is_whole_text=True)
+        spelled, _ = self.escaper.spelled(guarded.text, [])  # type: ignore[union-attr]
+        return PlacedText(record_index, Marked(spelled, ()), typed, is_spelled=True, is_whole_text=True)
 
-    def place_part(self, finder: TurnFinder, part: Chat, *, marked: Marked, placed: Placed) -> Placed:
-        """The marked text of a guarded chat, ready to be encoded; `placed` says whose it is and what it types.
+    def place_part(self, finder: TurnFinder, part: Chat, *, marked: Marked, placed: PlacedText) -> PlacedText:
+        """Return the marked text of a guarded chat, ready to be encoded; `placed` has its record and count.
 
         Raises:
             Unproven: the template writes the chat otherwise when what it types is guarded.
         """
         if not placed.is_spelled:
-            return Placed(placed.of, marked)
-        if finder.text_of(unguarded(part)) != without_guards(marked.text):
+            return PlacedText(placed.record_index, marked)
+        if finder.render_chat(unguarded(part)) != without_guards(marked.text):
             raise Unproven("types a special token at a place where the template looks at the text itself")
-        text, spans = self.typed_specials.spelled(marked.text, marked.spans)
-        return Placed(placed.of, Marked(text, tuple(spans)), placed.typed_specials, is_spelled=True)
+        text, spans = self.escaper.spelled(marked.text, marked.spans)
+        return PlacedText(placed.record_index, Marked(text, tuple(spans)), placed.n_escaped, is_spelled=True)
 
     def prompt_ids(self, finder: TurnFinder, messages: Sequence[Message], *, tools: str) -> list[int]:
         """The tokens that ask for an answer to `messages`.
@@ -63,15 +63,15 @@ class Writer:
             DataError: the template refuses them, or they hold a noncharacter.
         """
         whole = Chat(tuple(messages), NOWHERE, tools=tools)
-        guarded, typed = self.typed_specials.guarded(whole)
+        guarded, typed = self.escaper.guarded(whole)
         if not isinstance(guarded, Chat) or not self.needs_spelling(typed):
-            return list(self.vocabulary.encode([finder.prompt_of(whole, len(messages))])[0].ids)
-        text = finder.prompt_of(guarded, len(messages))
-        if without_guards(text) != finder.prompt_of(unguarded(guarded), len(messages)):
+            return list(self.vocabulary.encode([finder.render_prompt(whole, len(messages))])[0].ids)
+        text = finder.render_prompt(guarded, len(messages))
+        if without_guards(text) != finder.render_prompt(unguarded(guarded), len(messages)):
             raise Unproven("types a special token at a place where the template looks at the text itself")
-        return self.ids_of(self.typed_specials.spelled(text, [])[0], is_spelled=True)
+        return self.encode_ids(self.escaper.spelled(text, [])[0], is_spelled=True)
 
-    def ids_of(self, text: str, *, is_spelled: bool) -> list[int]:
+    def encode_ids(self, text: str, *, is_spelled: bool) -> list[int]:
         """The ids of a text.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What one process does with one batch of raw rows: parse, convert, render, fit. It decides nothing across rows.
+"""Process one batch of raw rows: parse, convert, render, cut. Nothing is decided across rows.
 
 It may run in several processes (`workers`): all input and output can be pickled, and neither transformers nor torch is
 imported.
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sftplay.data.layouts.convert import Reading, to_record, unused_columns
+from sftplay.data.layouts.convert import LayoutOptions, to_record, unused_columns
 from sftplay.data.order import is_held_out
 from sftplay.data.problems.problem import published_test_id
-from sftplay.data.read.json_rows import Row, parsed
-from sftplay.data.records import IGNORE_INDEX, Chat, Record, Refused, Source, Text, keys_of
+from sftplay.data.read.json_rows import JsonRow, parsed
+from sftplay.data.records import IGNORE_INDEX, Chat, Record, Refused, Source, Text, compute_keys
 from sftplay.data.render.labels import Rendered
 from sftplay.data.render.render import Renderer
 from sftplay.errors import DataError
@@ -24,7 +24,7 @@ from sftplay.errors import DataError
 TooLong = Literal["truncate", "drop", "error"]
 
 CUT_AWAY = "no_trainable_token_after_cut"
-"""Why a row is dropped of which only the prompt is left."""
+"""Why a row is dropped if only its prompt is left after the cut."""
 
 FIX_TYPE = "give the source type: cpt, or remove the row"
 
@@ -40,7 +40,7 @@ class RawRow:
     """Number in its source in reading order, from 0; refused rows count, blank lines do not."""
 
     source: Source
-    raw: bytes | str | Row | Refused
+    raw: bytes | str | JsonRow | Refused
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Example:
 
 @dataclass(slots=True)
 class RowOutcome:
-    """What became of one raw row."""
+    """The outcome of one raw row."""
 
     row: int
     source: Source
@@ -72,7 +72,7 @@ class RowOutcome:
     """Why it cannot be read or rendered."""
 
     fix: str = ""
-    """What to do about that, where it is known."""
+    """The remedy, where it is known."""
 
     held_out: bool = False
     is_chat: bool = True
@@ -95,7 +95,7 @@ class RowOutcome:
     n_bytes: int = 0
     """Bytes of a plain text, as UTF-8."""
 
-    typed_specials: int = 0
+    n_escaped: int = 0
     has_system: str = ""
     """The text of its system turn; empty where there is none."""
 
@@ -108,22 +108,22 @@ class RowOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
-    """What the config says about single rows."""
+    """The settings for single rows."""
 
-    reading: Reading
+    reading: LayoutOptions
     max_tokens: int | None
     """Longest example; None where nothing is too long."""
 
     too_long: TooLong
     only_held_out: bool = False
-    """Rows to train on are read, to tell on which side they are, but not rendered."""
+    """Rows to train on are read, to find their side, but not rendered."""
 
     only_chats: bool = False
     """Plain texts are refused."""
 
 
 class RowProcessor:
-    """Turns batches of raw rows into outcomes, in order."""
+    """Turn batches of raw rows into outcomes, in order."""
 
     def __init__(self, renderer: Renderer, options: RowOptions) -> None:
         self._renderer, self._options = renderer, options
@@ -143,7 +143,7 @@ class RowProcessor:
                     records.append(record)
         groups: list[list[Rendered]] = [[] for _ in records]
         for example in self._renderer.render(records, self._options.max_tokens):
-            groups[example.of].append(example)
+            groups[example.record_index].append(example)
         for outcome, group in zip(waiting, groups, strict=True):
             self._fill(outcome, group)
         return outcomes
@@ -166,8 +166,8 @@ class RowProcessor:
         return record
 
     def _describe(self, record: Record, outcome: RowOutcome, *, share: float) -> None:
-        keys = keys_of(record)
-        outcome.keys = short(keys.content), short(keys.normal), short(keys.prompt)
+        keys = compute_keys(record)
+        outcome.keys = hash64(keys.content), hash64(keys.normal), hash64(keys.prompt)
         outcome.held_out = is_held_out(keys, share)
         outcome.is_chat = isinstance(record, Chat)
         if isinstance(record, Chat):
@@ -183,7 +183,7 @@ class RowProcessor:
             outcome.refused = problem
             return
         for example in group:
-            outcome.typed_specials += example.typed_specials
+            outcome.n_escaped += example.n_escaped
             outcome.lengths.append(len(example.input_ids))
             outcome.learnable += _n_learned(example.labels)
             fitted = self._fitted(example)
@@ -214,6 +214,6 @@ def _n_learned(labels: Sequence[int]) -> int:
     return len(labels) - labels.count(IGNORE_INDEX)
 
 
-def short(key: bytes) -> int:
+def hash64(key: bytes) -> int:
     """A record's key as a number that takes little memory."""
     return int.from_bytes(key[:KEY_BYTES], "big")

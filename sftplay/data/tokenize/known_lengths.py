@@ -1,6 +1,6 @@
-"""Keeps how long the rows of a data set are, so that a plan can ask before a tokenizer is opened.
+"""Keep the lengths of the rows of a data set, so that a plan can read them before a tokenizer is opened.
 
-A note lies beside the prepared rows. It is found by the files' sizes and times and by the settings that decide lengths;
+A note lies next to the prepared rows. Its key is the files' sizes and times and the settings that decide lengths;
 where one of them has changed nothing is known.
 """
 
@@ -16,14 +16,14 @@ from sftplay.atomic import read_object, write_text
 from sftplay.config.rules.data import row_paths
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.cache import fingerprint
-from sftplay.data.read.files import files_of
+from sftplay.data.read.files import list_files
 from sftplay.errors import DataError
 
 FOLDER = "lengths"
 
 
 def note_lengths(cfg: RunConfig, report: Mapping[str, Any]) -> None:
-    """Keep what a data report says of lengths. A note that cannot be written is left out."""
+    """Keep the lengths of a data report. A note that cannot be written is left out."""
     trained = report["sources"].get("train", report)
     if trained["examples"]:
         longest = min(report["longest_tokens"], cfg.model.max_seq_len)
@@ -64,4 +64,4 @@ def _path(cfg: RunConfig) -> Path | None:
 
 
 def _stamp(path: str) -> list[list[Any]]:
-    return [[str(file), (status := file.stat()).st_size, status.st_mtime_ns] for file in files_of(path)]
+    return [[str(file), (status := file.stat()).st_size, status.st_mtime_ns] for file in list_files(path)]

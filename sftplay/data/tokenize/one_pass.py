@@ -15,13 +15,13 @@ import pyarrow as pa
 
 from sftplay import log
 from sftplay.config.schema.run import DataConfig
-from sftplay.data.layouts.convert import reading_of, to_record
+from sftplay.data.layouts.convert import read_layout_options, to_record
 from sftplay.data.read.count import count_rows
 from sftplay.data.read.files import other_files
-from sftplay.data.read.sources import dialect_of, read_raw, read_rows
-from sftplay.data.records import Refused, Source, keys_of
+from sftplay.data.read.sources import read_dialect, read_raw, read_rows
+from sftplay.data.records import Refused, Source, compute_keys
 from sftplay.data.render.render import Renderer
-from sftplay.data.tokenize.batch import CUT_AWAY, Example, RawRow, RowOptions, RowOutcome, short
+from sftplay.data.tokenize.batch import CUT_AWAY, Example, RawRow, RowOptions, RowOutcome, hash64
 from sftplay.data.tokenize.policies import SIDES, RowPolicies, Side
 from sftplay.data.tokenize.report import total
 from sftplay.data.tokenize.workers import Work, n_workers, process_all
@@ -30,11 +30,11 @@ from sftplay.units import format_seconds
 
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int64())), ("labels", pa.list_(pa.int64())), ("row", pa.int64())])
 PLACES = pa.schema([("path", pa.string()), ("line", pa.int64()), ("record", pa.int64())])
-"""A second stream beside each row stream: where its examples came from."""
+"""The second stream of each row stream: where its examples came from."""
 
 
 class RowWriter:
-    """Writes examples and, in a second file, their places; closes both at the end of a `with`."""
+    """Write examples and, in a second file, their places; close both at the end of a `with`."""
 
     def __init__(self, rows: Path, places: Path) -> None:
         self._rows = pa.ipc.new_stream(str(rows), SCHEMA)
@@ -61,7 +61,7 @@ class RowWriter:
 def _column(lists: Sequence[bytes]) -> pa.ListArray:
     """A column of int64 lists from int32 bytes."""
     flat = np.frombuffer(b"".join(lists), np.int32).astype(np.int64)
-    ends = np.cumsum([0, *(len(each) // 4 for each in lists)], dtype=np.int32)
+    ends = np.cumsum([0, *(len(ids) // 4 for ids in lists)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(flat))
 
 
@@ -69,13 +69,13 @@ CHATS, REFUSED, REPORT = "held_out_chats.jsonl", "refused_rows.jsonl", "report.j
 
 
 class Output(Protocol):
-    """Takes what a pass keeps, batch by batch."""
+    """The receiver of what a pass keeps, batch by batch."""
 
     def begin(self, policies: RowPolicies) -> int:
-        """How many rows an earlier pass has done; `policies` then know what they knew there."""
+        """Return how many rows an earlier pass has done, and restore `policies` to that point."""
 
     def write(self, side: Side, kept: Sequence[tuple[RowOutcome, Example]]) -> None:
-        """Take the kept examples of a batch, each with what became of its row."""
+        """Take the kept examples of a batch, each with the outcome of its row."""
 
     def write_chat(self, chat: str) -> None:
         """Take a held-out chat, as JSON."""
@@ -127,7 +127,7 @@ class RowFiles:
         self._refused.write(refused_line(place, reason))
 
     def end_batch(self, outcomes: Sequence[RowOutcome], policies: RowPolicies) -> None:
-        """As `Output.end_batch`: nobody reads the files before they are whole."""
+        """As `Output.end_batch`: nothing to do, since the files are read only when they are whole."""
 
     def finish(self, report: dict[str, Any]) -> None:
         """As `Output.finish`."""
@@ -155,7 +155,7 @@ class Input:
 
 
 class Preparation:
-    """Makes token rows of the rows of files, and judges and counts each of them."""
+    """Make token rows of the rows of files, and judge and count each of them."""
 
     def __init__(
         self,
@@ -170,10 +170,10 @@ class Preparation:
 
         With `only_held_out` rows to train on are neither rendered nor judged nor counted.
         """
-        self._renderer, self._max_tokens, self._dialect = renderer, max_tokens, dialect_of(data)
-        self._options = RowOptions(reading_of(data), max_tokens, data.too_long, only_held_out, only_chats)
+        self._renderer, self._max_tokens, self._dialect = renderer, max_tokens, read_dialect(data)
+        self._options = RowOptions(read_layout_options(data), max_tokens, data.too_long, only_held_out, only_chats)
         self._policies = RowPolicies(data, max_tokens)
-        self._began = self._said = time.monotonic()
+        self._began = self._shown_at = time.monotonic()
         self._n_rows: int | None = None
 
     def run(self, inputs: Sequence[Input], output: Output, *, guarded: Sequence[str] = ()) -> None:
@@ -187,7 +187,7 @@ class Preparation:
         """
         for path in guarded:
             self._guard(path)
-        self._began = self._said = time.monotonic()
+        self._began = self._shown_at = time.monotonic()
         self._n_rows = count_rows([given.path for given in inputs])
         n_read = n_done = output.begin(self._policies)
         for given in inputs:
@@ -216,7 +216,7 @@ class Preparation:
                 continue
             try:
                 self._policies.guard(
-                    short(keys_of(to_record(row, source, reading=self._options.reading)).normal), source
+                    hash64(compute_keys(to_record(row, source, reading=self._options.reading)).normal), source
                 )
             except DataError:  # this row is counted when the file itself is measured on
                 continue
@@ -281,7 +281,7 @@ class Preparation:
         }
 
     def _warnings(self, inputs: Sequence[Input]) -> list[str]:
-        """One line for each source of which more is cut than a few rows."""
+        """Return one line for each source with more than a few cut rows."""
         paths: dict[Side, str] = {"train": inputs[0].path, "held_out": inputs[-1].path}
         found = []
         for side, path in paths.items():
@@ -312,8 +312,8 @@ class Preparation:
 
     def _show_progress(self, n_read: int) -> None:
         now = time.monotonic()
-        if now - self._said >= SECONDS_BETWEEN_LINES:
-            self._said = now
+        if now - self._shown_at >= SECONDS_BETWEEN_LINES:
+            self._shown_at = now
             log.progress(n_read, self._n_rows, what="rows", text=self._rate(n_read, now), tag="data")
 
     def _rate(self, n_read: int, now: float) -> str:
@@ -321,7 +321,7 @@ class Preparation:
 
 
 def _size(value: Any) -> int:
-    """About how many characters a raw row has."""
+    """Return about how many characters a raw row has."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):

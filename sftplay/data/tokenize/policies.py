@@ -1,4 +1,4 @@
-"""The policies across rows: bad rows, duplicates, leaks; and the count of what became of each record.
+"""The policies across rows: bad rows, duplicates, leaks; and the counts of their outcomes.
 
 It sees outcomes, never tokens. What it remembers of each record takes about 250 bytes.
 """
@@ -27,11 +27,11 @@ FIX_CUT = f"{ROOM}, or leave such rows out with data.too_long: drop"
 FIX_LEAK = "take the row out of one of the two files, or leave it out of training with data.contamination: drop"
 FIX_TESTED = "leave them out of training with data.contamination: drop; what models are tested by must not be learned"
 NAMED_COLUMNS, OTHERS = 100, "(others)"
-"""Every row may have other keys; the report names only so many columns."""
+"""Every row may have other keys; the report names only this many columns."""
 
 
 class RowPolicies:
-    """Decides for each outcome what is kept, and counts it once."""
+    """Decide for each outcome what is kept, and count it once."""
 
     def __init__(
         self, data: DataConfig, max_tokens: int | None, *, limit: str = "max_seq_len", fix_long: str = FIX_LONG
@@ -124,13 +124,13 @@ class RowPolicies:
         for column in outcome.unused:
             is_named = column in counts.unused_columns or len(counts.unused_columns) < NAMED_COLUMNS
             counts.unused_columns[column if is_named else OTHERS] += 1
-        counts.typed_specials += outcome.typed_specials > 0
+        counts.typed_specials += outcome.n_escaped > 0
         if self._data.system is not None and outcome.is_chat:
             counts.with_system += outcome.has_system == self._data.system
         return is_seen
 
     def _reason_to_leave(self, outcome: RowOutcome, side: Side, *, is_seen: bool) -> str:
-        """Why the record is dropped, or nothing. Where the config says error, the record is also noted as bad."""
+        """Return why the record is dropped, or nothing. Where the config says error, also note the record as bad."""
         if outcome.tested and side == "train":
             if self._data.contamination == "error":
                 self._add_bad(f"{outcome.source} is problem {outcome.tested} of a published test split", fix=FIX_TESTED)

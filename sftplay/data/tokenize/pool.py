@@ -1,4 +1,4 @@
-"""Processes beside the caller that work through a list and hand the outcomes back in order.
+"""Worker processes that work through a list and return the outcomes in order.
 
 They are spawned, not forked, so they hold neither torch nor the caller's memory. They end with the caller.
 """
@@ -34,12 +34,12 @@ def work_through(
     *,
     processes: int,
     killed: MachineError,
-    begin: Callable[..., None] | None = None,
-    given: tuple[Any, ...] = (),
+    initializer: Callable[..., None] | None = None,
+    initargs: tuple[Any, ...] = (),
 ) -> Generator[T]:
     """`function` of each piece, in order; pieces are read only a little ahead. Close it to end its processes.
 
-    Each process calls `begin(*given)` first.
+    Each process calls `initializer(*initargs)` first.
 
     Raises:
         MachineError: `killed`, when one of the processes was.
@@ -48,7 +48,7 @@ def work_through(
         processes,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin,
-        initargs=(os.getpid(), begin, given),
+        initargs=(os.getpid(), initializer, initargs),
     )
     try:
         yield from _in_order(pool, pieces, function=function, most=AHEAD * processes)
@@ -79,9 +79,9 @@ def _signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin(parent: int, begin: Callable[..., None] | None, given: tuple[Any, ...]) -> None:
+def _begin(parent: int, initializer: Callable[..., None] | None, initargs: tuple[Any, ...]) -> None:
     die_with_parent(parent)
     for stop in SHARED_SIGNALS:  # the parent decides when to stop, and ends this process by SIGTERM
         signal.signal(stop, signal.SIG_IGN)
-    if begin is not None:
-        begin(*given)
+    if initializer is not None:
+        initializer(*initargs)

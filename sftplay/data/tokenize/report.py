@@ -1,4 +1,4 @@
-"""The data report: what became of every record that was read, as `data_report.json` and as a table for people.
+"""The data report: the outcome of every record that was read, as `data_report.json` and as a table for people.
 
 Every record is counted in exactly one of kept, cut, dropped and refused.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from sftplay.data.tokenize.batch import RowOutcome
 
 STEP = 8
-"""Lengths are counted in steps of so many tokens."""
+"""Lengths are counted in steps of this many tokens."""
 
 BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 """Upper edges of the length histogram, in tokens."""
@@ -36,7 +36,7 @@ class RowCounts:
 
     refused: int = 0
     duplicates: int = 0
-    """Records whose content was read before on the same side. `data.duplicates` decides what becomes of them."""
+    """Records with content that was read before on the same side. `data.duplicates` decides whether they are kept."""
 
     near_duplicates: int = 0
     """As `duplicates`, for content that differs only in white space, case or Unicode normalisation."""
@@ -61,7 +61,7 @@ class RowCounts:
     tokens: int = 0
     trainable_tokens: int = 0
     ends_learned: int = 0
-    """Examples whose last learned token ends a turn."""
+    """Examples with a last learned token that ends a turn."""
 
     longest: int = 0
     """Tokens of the longest example before cutting."""
@@ -153,7 +153,7 @@ class RowCounts:
 
 
 def where_rows_went(source: Mapping[str, Any], *, refused_rows: str = "") -> str:
-    """What became of the rows of a source of which none is left: "5 read, 3 too long, 2 refused, see FILE"."""
+    """Describe where the rows of an empty source went: "5 read, 3 too long, 2 refused, see FILE"."""
     words = [f"{source.get('read', 0):,} read"]
     words += [f"{count:,} {reason.replace('_', ' ')}" for reason, count in source.get("dropped", {}).items()]
     words += [f"{source['refused']:,} refused, see {refused_rows}"] if refused_rows and source["refused"] else []
@@ -182,7 +182,7 @@ def report_table(report: Mapping[str, Any]) -> str:
         lines.append(f"  refused        reasons with file and line in {report['refused_rows']}")
     lines += _content_lines(report)
     lines += [
-        f"  tokens         {report['tokens']:,}, of which {report['trainable_token_share']:.1%} are learned;"
+        f"  tokens         {report['tokens']:,}, {report['trainable_token_share']:.1%} learned;"
         f" the end of turn is learned in {report['eos_in_loss_share']:.1%}",
         f"  mask           by {report['mask_method']}, template {report['template_hash'][:12]}",
         f"  length         longest {report['longest_tokens']:,} tokens, limit {report['max_seq_len']:,}",
@@ -195,16 +195,16 @@ def report_table(report: Mapping[str, Any]) -> str:
 
 
 def _content_lines(report: Mapping[str, Any]) -> list[str]:
-    """Remarks about the records' content, only those whose count is not 0."""
-    fate = "left out" if "duplicate" in report["dropped"] else "kept"
+    """Return remarks about the records' content, only those with a count above 0."""
+    action = "left out" if "duplicate" in report["dropped"] else "kept"
     near = report["near_duplicates"]
     repeated = report["duplicates"] + near
     several, split = report["prompts_with_several_answers"], report["split_records"]
     typed, opened = report["typed_specials"], report["with_system"]
     columns = ", ".join(f"{name[:40]!r} ({count:,})" for name, count in report["unused_columns"].items())
     lines = {
-        f"duplicates     {repeated:,} records repeat an earlier one, {near:,} of them but for white space or case;"
-        f" {fate}": repeated,
+        f"duplicates     {repeated:,} records repeat an earlier one, {near:,} of them up to white space or case;"
+        f" {action}": repeated,
         f"answers        {several:,} prompts have several": several,
         f"split          {split:,} records into one example a turn": split,
         f"special        {typed:,} records spell a special token; it is read as text": typed,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Generator, Iterable
 from pathlib import Path
 
-from sftplay.data.read.files import files_of
+from sftplay.data.read.files import list_files
 from sftplay.data.read.sources import is_hub_name
 from sftplay.data.render.render import Recipe, Renderer
 from sftplay.data.tokenize.batch import RawRow, RowOptions, RowOutcome, RowProcessor
@@ -21,21 +21,21 @@ MOST_WORKERS = 6
 """More workers would only wait for the one process that reads and writes."""
 
 UNPACKED = {".gz": 5, ".parquet": 4}
-"""About how much larger the rows are than a file of that kind."""
+"""Approximate size of the rows relative to a file of that kind."""
 
 Work = tuple[list[RawRow], float]
 """A batch and the share of its prompts that is held out."""
 
 _processor: list[RowProcessor] = []
-"""What a started process works with; empty in every other process."""
+"""The processor of a started process; empty in every other process."""
 
 
 def n_workers(paths: Iterable[str]) -> int:
-    """How many processes are worth starting for these inputs; 1 means none beside the caller."""
+    """Return how many processes are worth starting for these inputs; 1 means only the caller."""
     named = list(paths)
     if any(is_hub_name(path) for path in named):
         return min(usable_cores(), MOST_WORKERS)
-    n_bytes = sum(_unpacked_bytes(file) for path in named for file in files_of(path))
+    n_bytes = sum(_unpacked_bytes(file) for path in named for file in list_files(path))
     return 1 if n_bytes < WORTH_WORKERS_BYTES else min(usable_cores(), MOST_WORKERS)
 
 
@@ -57,8 +57,8 @@ def process_all(
         _process,
         processes=processes,
         killed=MachineError("a process that tokenises was killed from outside", where="data", fix=fix),
-        begin=_begin,
-        given=(renderer.recipe(), options),
+        initializer=_begin,
+        initargs=(renderer.recipe(), options),
     )
 
 

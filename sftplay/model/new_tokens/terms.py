@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.layouts.convert import reading_of, to_record
+from sftplay.data.layouts.convert import read_layout_options, to_record
 from sftplay.data.order import is_held_out
-from sftplay.data.read.sources import dialect_of, read_rows
-from sftplay.data.records import Refused, Text, keys_of
+from sftplay.data.read.sources import read_dialect, read_rows
+from sftplay.data.records import Refused, Text, compute_keys
 from sftplay.errors import ConfigError, DataError
 
 WORD = re.compile(r"[^\W\d_]\w*(?:['’-]\w+)*")
@@ -73,15 +73,15 @@ def training_texts(cfg: RunConfig) -> list[str]:
     """The first `READ_CHARACTERS` of the texts that are trained on; held-out rows and rows that cannot be read are
     left out."""
     path, held_out = source_of(cfg)
-    reading, texts, left = reading_of(cfg.data), [], READ_CHARACTERS
-    for source, row in read_rows(path, dialect_of(cfg.data)):
+    reading, texts, left = read_layout_options(cfg.data), [], READ_CHARACTERS
+    for source, row in read_rows(path, read_dialect(cfg.data)):
         if isinstance(row, Refused):
             continue
         try:
             record = to_record(row, source, reading=reading)
         except DataError:  # the pass over all rows reports it
             continue
-        if is_held_out(keys_of(record), held_out):
+        if is_held_out(compute_keys(record), held_out):
             continue
         for text in [record.text] if isinstance(record, Text) else [turn.content for turn in record.messages]:
             texts.append(text[:left])

@@ -106,7 +106,7 @@ def solve_text(cfg: RunConfig, folder: RunFolder, *, text: str, where: str) -> S
     puzzles, _ = open_puzzles(cfg)
     model = load_model(folder.path / "model")
     expect_its_kind(model, puzzles)
-    writing = GridText.of(puzzles.facts)
+    writing = GridText.from_facts(puzzles.facts)
     question = read_question(text, puzzles, writing=writing, where=where)
     inputs, identifiers = torch.from_numpy(question.tokens)[None], torch.tensor([question.identifier])
     halts, chance, tokens = 0, 0.0, question.tokens

@@ -14,17 +14,17 @@ from sftplay import log
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.data.puzzles.arc import ALPHABET, LARGEST
 from sftplay.data.puzzles.arc_votes import (
-    Answer,
+    CopyAnswer,
     Tally,
-    ranks_of,
+    assign_share,
+    compute_ranks,
     read_asked,
     read_names,
-    share_of,
     share_of_inputs_solved,
     share_solved,
 )
 from sftplay.data.puzzles.folder import PuzzleFolder
-from sftplay.data.puzzles.sampler import Rows, TestRows
+from sftplay.data.puzzles.sampler import PuzzleBatch, TestBatches
 from sftplay.data.puzzles.written_grid import GridText
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.tasks.hrm.act import wants_to_halt
@@ -72,11 +72,11 @@ class Voting:
         self.names, self.tasks = read_names(puzzles.path), read_asked(puzzles.path)
         self.tally = Tally()
 
-    def add(self, rows: Rows, predicted: NDArray[Any], *, q_halt: NDArray[Any]) -> None:
+    def add(self, rows: PuzzleBatch, predicted: NDArray[Any], *, q_halt: NDArray[Any]) -> None:
         """Count the answers to a batch, rows of padding left out: uint8 [batch, cells], and fp32 [batch]."""
         for place in np.flatnonzero(rows.mask):
             name = self.names[rows.puzzle_identifiers[place]]
-            self.tally.add(Answer(name, rows.inputs[place], predicted[place], float(q_halt[place])))
+            self.tally.add(CopyAnswer(name, rows.inputs[place], predicted[place], float(q_halt[place])))
 
     def figures(self) -> dict[str, Any]:
         """pass@k of whole tasks and of test inputs by the votes of all ranks; nothing on ranks other than the main one.
@@ -89,7 +89,7 @@ class Voting:
             for each in objects_on(owner, share):
                 mine.merge(each)
         ballots = mine.ballots()
-        ranks = [ranks_of(task, ballots) for name, task in self.tasks.items() if share_of(name, world) == rank]
+        ranks = [compute_ranks(task, ballots) for name, task in self.tasks.items() if assign_share(name, world) == rank]
         of_all = [each for of_rank in objects_on(0, ranks) for each in of_rank]
         if not log.is_main():
             return {}
@@ -148,13 +148,13 @@ def measure(
     device = model.start_high.device
     sums = torch.zeros(model.hrm.n_supervision + 1, 6, dtype=torch.float64, device=device)
     total = min(len(puzzles), limit or len(puzzles))
-    stride, writing = max(1, total // SHOWN), GridText.of(puzzles.facts)
+    stride, writing = max(1, total // SHOWN), GridText.from_facts(puzzles.facts)
     lines: list[dict[str, Any]] = []
     # The votes of some of the copies would be others.
     voting = Voting(puzzles) if limit is None and is_arc(puzzles) else None
     was_training, done, batch = model.training, 0, at_once * log.world_size()
     model.eval()
-    for rows in TestRows(puzzles, global_batch=batch, rank=log.rank(), world=log.world_size()):
+    for rows in TestBatches(puzzles, global_batch=batch, rank=log.rank(), world=log.world_size()):
         if done >= total:
             break
         solved = solve_rows(model, rows, eval_halt=hrm.eval_halt)
@@ -176,7 +176,7 @@ def measure(
 
 
 @torch.no_grad()
-def solve_rows(model: PuzzleModel, rows: Rows, *, eval_halt: str) -> Solved:
+def solve_rows(model: PuzzleModel, rows: PuzzleBatch, *, eval_halt: str) -> Solved:
     """Refine the rows segment by segment."""
     device = model.start_high.device
     inputs, labels, identifiers, mask = (
@@ -210,7 +210,7 @@ def solve_rows(model: PuzzleModel, rows: Rows, *, eval_halt: str) -> Solved:
     return Solved(torch.stack([*lines, (at_halt * mask).sum(dim=-1)]), predicted, halted, q_halt)
 
 
-def _lines(rows: Rows, solved: Solved, *, writing: GridText, stride: int) -> list[dict[str, Any]]:
+def _lines(rows: PuzzleBatch, solved: Solved, *, writing: GridText, stride: int) -> list[dict[str, Any]]:
     """Some of the puzzles for people, as eval/*.jsonl has them."""
     lines = []
     for place, row in enumerate(rows.rows.tolist()):

@@ -20,7 +20,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.puzzles.find import open_splits
 from sftplay.data.puzzles.folder import ARRAYS, FACTS, PuzzleFolder, array_file
-from sftplay.data.puzzles.sampler import TrainRows
+from sftplay.data.puzzles.sampler import TrainBatches
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.libraries import recomputation_arguments
 from sftplay.model.adapter import describe_parameters
@@ -177,7 +177,7 @@ def build_trainer(parts: TrainerParts, *, train: PuzzleFolder, held_out: PuzzleF
         parts.step,
         cfg=cfg,
         model=parts.model,
-        train_rows=TrainRows(
+        train_rows=TrainBatches(
             train, seed=cfg.seed, global_batch=cfg.train.effective_batch_size, rank=log.rank(), world=world
         ),
         args=on_one_gpu(TrainingArguments(**given)),

@@ -18,7 +18,7 @@ from transformers import Trainer
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.puzzles.sampler import Rows, TrainRows
+from sftplay.data.puzzles.sampler import PuzzleBatch, TrainBatches
 from sftplay.tasks.hrm.act import FIGURES, Carry, Puzzles, all_halted, begun, least_segments, run_segment, together
 from sftplay.tasks.hrm.network import PuzzleModel
 from sftplay.tasks.hrm.optimizer import AdamATan2, MovingAverage
@@ -30,7 +30,7 @@ from sftplay.train.observer import Observer
 from sftplay.train.random_numbers import random_numbers_kept
 
 
-def as_puzzles(rows: Rows, device: torch.device) -> Puzzles:
+def as_puzzles(rows: PuzzleBatch, device: torch.device) -> Puzzles:
     """A sampler's rows as tensors on `device`."""
     arrays = (rows.inputs, rows.labels, rows.puzzle_identifiers)
     return Puzzles(*(torch.from_numpy(each).long().to(device) for each in arrays))
@@ -39,7 +39,7 @@ def as_puzzles(rows: Rows, device: torch.device) -> Puzzles:
 class PuzzleTrainer(Trainer):
     """Gives each row of the batch a segment, and learns from all of them."""
 
-    def __init__(self, step: StepSetup, *, cfg: RunConfig, model: PuzzleModel, train_rows: TrainRows, **named: Any):
+    def __init__(self, step: StepSetup, *, cfg: RunConfig, model: PuzzleModel, train_rows: TrainBatches, **named: Any):
         super().__init__(model=model, **named)
         self.cfg, self.train_rows = cfg, train_rows
         self.heartbeat, self.micro_batcher, self.replay = step.heartbeat, step.micro_batcher, None
@@ -96,7 +96,7 @@ class PuzzleTrainer(Trainer):
             loss.backward()
         self.heartbeat.enter("forward")
 
-    def _count(self, rows: Rows, halted: Tensor) -> None:
+    def _count(self, rows: PuzzleBatch, halted: Tensor) -> None:
         """Count the tokens of all rows, which are computed whether their puzzle is fresh or not."""
         cells = int(rows.inputs.size)
         self._last_window = rows.rows, halted

@@ -188,7 +188,7 @@ def check_problems(questions: PromptFile, renderer: Any, *, cfg: RunConfig) -> N
         DataError: a row has no room, or has more than a question.
     """
     for question in questions:
-        if more := question.beside_question(cfg.data.system):
+        if more := question.extra_content(cfg.data.system):
             raise DataError(not_asked(more), where=str(question.source), fix="put what matters into the last turn")
         n_tokens = len(question.prompt(renderer))
         if n_tokens > cfg.prompt_tokens:

@@ -47,7 +47,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
 
 def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
     """Show the table of the data report, and keep one row with its mask."""
-    write_masked_sample(folder, tokenizer, example=rows.train[0], source=rows.source.source_of("train", 0))
+    write_masked_sample(folder, tokenizer, example=rows.train[0], source=rows.source.find_source("train", 0))
     log.show(report_table(rows.report))
 
 

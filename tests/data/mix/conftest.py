@@ -40,8 +40,8 @@ def mixed(tmp_path: Path) -> Callable[..., RunConfig]:
 @pytest.fixture
 def domain(write_rows: Write) -> dict[str, Any]:
     """Documents of a few tokens and of many."""
-    draw = random.Random(0)
-    rows = [document(n, draw.choice([0, 1, 5, 30, 200])) for n in range(120)]
+    generator = random.Random(0)
+    rows = [document(n, generator.choice([0, 1, 5, 30, 200])) for n in range(120)]
     return {"name": "domain", "path": write_rows(rows, "domain.jsonl"), "type": "cpt", "weight": 0.9}
 
 

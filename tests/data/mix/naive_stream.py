@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sftplay.data.mixture.blocks import Row
+from sftplay.data.mixture.blocks import BlockTokens
 from sftplay.data.mixture.documents import ENTRY, Documents
 
 M0, M1, W0, W1 = 0xD2E7470EE14C6C93, 0xCA5A826395121157, 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
@@ -34,7 +34,7 @@ class Token(NamedTuple):
     """In its document."""
 
 
-def documents_of(texts: Sequence[Naive], *, group: int, is_chat: bool = False) -> Documents:
+def make_documents(texts: Sequence[Naive], *, group: int, is_chat: bool = False) -> Documents:
     """The documents as the mixture keeps them, in groups of `group`."""
     table = np.zeros(len(texts), ENTRY)
     table["end"] = np.cumsum([len(text.ids) for text in texts])
@@ -65,12 +65,14 @@ def naive_order(n: int, *, group: int, seed: int, source: int) -> Iterator[int]:
                 hashlib.blake2b(f"{seed} {source} {number}".encode(), digest_size=16).digest(), "little"
             )
             # numpy's generator counts up before it draws
-            drawn = [philox(key, epoch * -(-size // 4) + place + 1) for place in range(-(-size // 4))]
-            keys = list(chain.from_iterable(drawn))[:size]
+            numbers = [philox(key, epoch * -(-size // 4) + place + 1) for place in range(-(-size // 4))]
+            keys = list(chain.from_iterable(numbers))[:size]
             yield from (first + place for place in sorted(range(size), key=keys.__getitem__))
 
 
-def naive_text_row(texts: Sequence[Naive], order: Iterator[int], *, block: int, size: int, crosses: bool) -> Row:
+def naive_text_row(
+    texts: Sequence[Naive], order: Iterator[int], *, block: int, size: int, crosses: bool
+) -> BlockTokens:
     """One block of joined documents; the whole stream up to it is laid out."""
     stream = islice(_tokens(texts, order), (block + 1) * (size - 1))
     tokens = list(stream)
@@ -83,10 +85,10 @@ def naive_text_row(texts: Sequence[Naive], order: Iterator[int], *, block: int, 
             row.append((before.id, -100, 0))
         position = row[-1][2] + 1 if row and has_context else 0
         row.append((token.id, token.id if has_context else -100, position))
-    return Row(*(np.array(column, np.int64) for column in zip(*row, strict=True)))
+    return BlockTokens(*(np.array(column, np.int64) for column in zip(*row, strict=True)))
 
 
-def naive_chat_rows(chats: Sequence[Naive], order: Iterator[int], *, size: int, n_rows: int) -> list[Row]:
+def naive_chat_rows(chats: Sequence[Naive], order: Iterator[int], *, size: int, n_rows: int) -> list[BlockTokens]:
     """The first blocks of whole chats; a chat that does not fit begins the next one."""
     rows: list[list[tuple[int, int, int]]] = [[]]
     for number in order:
@@ -97,7 +99,7 @@ def naive_chat_rows(chats: Sequence[Naive], order: Iterator[int], *, size: int, 
             rows.append([])
         labels = [id if learned and at else -100 for at, (id, learned) in enumerate(zip(*chat, strict=True))]
         rows[-1] += zip(chat.ids, labels, range(len(chat.ids)), strict=True)
-    return [Row(*(np.array(column, np.int64) for column in zip(*row, strict=True))) for row in rows]
+    return [BlockTokens(*(np.array(column, np.int64) for column in zip(*row, strict=True))) for row in rows]
 
 
 def _tokens(texts: Sequence[Naive], order: Iterator[int]) -> Iterator[Token]:

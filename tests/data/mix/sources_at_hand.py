@@ -13,16 +13,19 @@ from tests.data.conftest import WORDS
 
 
 def document(n: int, words: int) -> dict[str, str]:
-    draw = random.Random(n)
-    return {"text": f"Number {n}. " + " ".join(draw.choices(WORDS, k=words))}
+    generator = random.Random(n)
+    return {"text": f"Number {n}. " + " ".join(generator.choices(WORDS, k=words))}
 
 
 def chat(n: int) -> dict[str, str]:
-    draw = random.Random(n)
-    return {"prompt": f"Which stone is number {n}?", "completion": " ".join(draw.choices(WORDS, k=draw.randint(1, 9)))}
+    generator = random.Random(n)
+    return {
+        "prompt": f"Which stone is number {n}?",
+        "completion": " ".join(generator.choices(WORDS, k=generator.randint(1, 9))),
+    }
 
 
-def rows_of(rows: MixtureRows, n: int | None = None) -> list[dict[str, Any]]:
+def read_rows(rows: MixtureRows, n: int | None = None) -> list[dict[str, Any]]:
     return [rows.train[number] for number in range(len(rows.train) if n is None else n)]
 
 

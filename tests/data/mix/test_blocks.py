@@ -7,23 +7,23 @@ from hypothesis import strategies as st
 
 from sftplay.data.mixture.blocks import ChatBlocks, TextBlocks
 from sftplay.data.mixture.order import ReadingOrder
-from tests.data.mix.naive_stream import Naive, documents_of, naive_chat_rows, naive_order, naive_text_row
+from tests.data.mix.naive_stream import Naive, make_documents, naive_chat_rows, naive_order, naive_text_row
 
 LENGTHS = st.lists(st.integers(1, 8) | st.integers(1, 60), min_size=1, max_size=25)
 
 
-def texts_of(lengths: list[int]) -> list[Naive]:
-    """Documents whose ids tell them apart."""
+def make_texts(lengths: list[int]) -> list[Naive]:
+    """Documents with distinct ids."""
     return [
         Naive([1000 * number + at for at in range(n)], [at > 0 for at in range(n)]) for number, n in enumerate(lengths)
     ]
 
 
-def chats_of(drawn: list[list[bool]]) -> list[Naive]:
-    """Chats of which some tokens are learned."""
+def make_chats(learned_flags: list[list[bool]]) -> list[Naive]:
+    """Chats with some learned tokens."""
     return [
         Naive([1000 * number + at for at in range(len(flags))], [flag and at > 0 for at, flag in enumerate(flags)])
-        for number, flags in enumerate(drawn)
+        for number, flags in enumerate(learned_flags)
     ]
 
 
@@ -45,8 +45,8 @@ def assert_same(row, naive):
     lengths=LENGTHS, size=st.integers(2, 40), group=st.integers(1, 9), block=st.integers(0, 30), crosses=st.booleans()
 )
 def test_any_block_of_texts_equals_that_of_the_whole_stream_laid_out(lengths, size, group, block, crosses):
-    texts = texts_of(lengths)
-    order = ReadingOrder(documents_of(texts, group=group), seed=3)
+    texts = make_texts(lengths)
+    order = ReadingOrder(make_documents(texts, group=group), seed=3)
     blocks = TextBlocks(order, size, crosses_documents=crosses)
     sizes = grow_to(blocks, block + 1)
     row = blocks.row(block)
@@ -57,9 +57,9 @@ def test_any_block_of_texts_equals_that_of_the_whole_stream_laid_out(lengths, si
 
 @given(lengths=LENGTHS, size=st.integers(2, 40), group=st.integers(1, 9), epochs=st.integers(1, 4))
 def test_an_epoch_of_texts_gives_each_token_once_and_each_label_but_a_first_token(lengths, size, group, epochs):
-    texts = texts_of(lengths)
+    texts = make_texts(lengths)
     total = sum(lengths)
-    blocks = TextBlocks(ReadingOrder(documents_of(texts, group=group), seed=5), size)
+    blocks = TextBlocks(ReadingOrder(make_documents(texts, group=group), seed=5), size)
     n_blocks = -(-epochs * total // (size - 1))
     grow_to(blocks, n_blocks)
     labels: list[int] = []
@@ -76,8 +76,8 @@ def test_an_epoch_of_texts_gives_each_token_once_and_each_label_but_a_first_toke
 
 @given(lengths=LENGTHS, size=st.integers(2, 40), group=st.integers(1, 9), crosses=st.booleans())
 def test_texts_read_once_end_in_a_shorter_block_and_lose_nothing(lengths, size, group, crosses):
-    texts = texts_of(lengths)
-    blocks = TextBlocks(ReadingOrder(documents_of(texts, group=group), seed=None), size, crosses_documents=crosses)
+    texts = make_texts(lengths)
+    blocks = TextBlocks(ReadingOrder(make_documents(texts, group=group), seed=None), size, crosses_documents=crosses)
     sizes = grow_to(blocks, 10**6)
     labels = np.concatenate([blocks.row(block).labels for block in range(len(sizes))])
     learned = [id for text in texts for id in text.ids]
@@ -88,13 +88,13 @@ def test_texts_read_once_end_in_a_shorter_block_and_lose_nothing(lengths, size, 
 
 
 @given(
-    drawn=st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=20),
+    learned_flags=st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=20),
     room=st.integers(0, 30), group=st.integers(1, 9), n=st.integers(1, 25),
 )  # fmt: skip
-def test_blocks_of_chats_equal_those_filled_one_chat_after_the_other(drawn, room, group, n):
-    chats = chats_of(drawn)
-    size = max(map(len, drawn)) + room
-    blocks = ChatBlocks(ReadingOrder(documents_of(chats, group=group, is_chat=True), seed=4, source=1), size)
+def test_blocks_of_chats_equal_those_filled_one_chat_after_the_other(learned_flags, room, group, n):
+    chats = make_chats(learned_flags)
+    size = max(map(len, learned_flags)) + room
+    blocks = ChatBlocks(ReadingOrder(make_documents(chats, group=group, is_chat=True), seed=4, source=1), size)
     sizes = grow_to(blocks, n)
     read = naive_order(len(chats), group=group, seed=4, source=1)
     for block, naive in enumerate(naive_chat_rows(chats, read, size=size, n_rows=n)):
@@ -104,11 +104,12 @@ def test_blocks_of_chats_equal_those_filled_one_chat_after_the_other(drawn, room
 
 
 @given(
-    drawn=st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=20), group=st.integers(1, 9)
+    learned_flags=st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=20),
+    group=st.integers(1, 9),
 )
-def test_chats_read_once_are_all_there(drawn, group):
-    chats = chats_of(drawn)
-    blocks = ChatBlocks(ReadingOrder(documents_of(chats, group=group, is_chat=True), seed=None), 20)
+def test_chats_read_once_are_all_there(learned_flags, group):
+    chats = make_chats(learned_flags)
+    blocks = ChatBlocks(ReadingOrder(make_documents(chats, group=group, is_chat=True), seed=None), 20)
     sizes = grow_to(blocks, 10**6)
     rows = [blocks.row(block) for block in range(len(sizes))]
     assert np.concatenate([row.input_ids for row in rows]).tolist() == [id for chat in chats for id in chat.ids]
@@ -118,9 +119,9 @@ def test_chats_read_once_are_all_there(drawn, group):
 @settings(max_examples=10, deadline=None)
 @given(lengths=st.permutations([1, 1_000_000, 17, 1, 40_000, 2]), size=st.sampled_from([2048, 4096, 65_536]))
 def test_a_document_of_a_million_tokens_goes_on_over_blocks(lengths, size):
-    texts = texts_of([])
+    texts = make_texts([])
     texts = [Naive(list(range(n)), [at > 0 for at in range(n)]) for n in lengths]
-    blocks = TextBlocks(ReadingOrder(documents_of(texts, group=2), seed=1), size)
+    blocks = TextBlocks(ReadingOrder(make_documents(texts, group=2), seed=1), size)
     n_blocks = -(-sum(lengths) // (size - 1))
     grow_to(blocks, n_blocks)
     n_labels = 0
@@ -136,7 +137,7 @@ def test_a_document_of_a_million_tokens_goes_on_over_blocks(lengths, size):
 
 @pytest.mark.parametrize("unit", ["trainable_tokens", "examples"])
 def test_examples_are_counted_in_the_block_in_which_they_begin(unit):
-    texts = texts_of([3, 1, 1, 9, 2])
-    blocks = TextBlocks(ReadingOrder(documents_of(texts, group=5), seed=None), 5, unit=unit)
+    texts = make_texts([3, 1, 1, 9, 2])
+    blocks = TextBlocks(ReadingOrder(make_documents(texts, group=5), seed=None), 5, unit=unit)
     # stream: aaab cddd dddd ddee; first tokens at 0, 3, 4, 5, 14
     assert grow_to(blocks, 9) == ([2, 2, 4, 3] if unit == "trainable_tokens" else [2, 2, 0, 1])

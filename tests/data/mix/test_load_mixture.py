@@ -15,7 +15,7 @@ from sftplay.data.mixture.load import MixtureRows, load_mixture
 from sftplay.data.mixture.mixture import source_and_block
 from sftplay.data.pipeline import load_examples
 from sftplay.errors import DataError
-from tests.data.mix.sources_at_hand import rows_of, same
+from tests.data.mix.sources_at_hand import read_rows, same
 
 Mixed = Callable[..., RunConfig]
 Write = Callable[..., Path]
@@ -28,10 +28,10 @@ def test_documents_are_those_that_plain_training_on_texts_renders(
     plain = load_examples(config(domain["path"], max_seq_len=100_000, split=0.2), tokenizer)
     for side, examples in (("train", plain.train), ("held_out", plain.held_out)):
         documents = list(rows.documents("domain", side))
-        assert [each.ids.tolist() for each in documents] == list(examples["input_ids"])
-        assert [str(each.place) for each in documents] == [plain.source_of(side, n) for n in range(len(documents))]
-        assert [each.labels.tolist() for each in documents] == [[-100, *ids[1:]] for ids in examples["input_ids"]]
-    assert all(each.n_bytes == len(tokenizer.decode(each.ids, skip_special_tokens=True).encode()) for each in documents)
+        assert [doc.ids.tolist() for doc in documents] == list(examples["input_ids"])
+        assert [str(doc.place) for doc in documents] == [plain.find_source(side, n) for n in range(len(documents))]
+        assert [doc.labels.tolist() for doc in documents] == [[-100, *ids[1:]] for ids in examples["input_ids"]]
+    assert all(doc.n_bytes == len(tokenizer.decode(doc.ids, skip_special_tokens=True).encode()) for doc in documents)
 
 
 def test_chats_are_masked_as_plain_training_masks_them(
@@ -40,8 +40,8 @@ def test_chats_are_masked_as_plain_training_masks_them(
     rows = load_mixture(mixed([domain, chats], size=64, split=0.2), tokenizer)
     plain = load_examples(config(chats["path"], max_seq_len=64, split=0.2), tokenizer)
     documents = list(rows.documents("chat", "train"))
-    assert [each.ids.tolist() for each in documents] == list(plain.train["input_ids"])
-    assert [each.labels.tolist() for each in documents] == list(plain.train["labels"])
+    assert [doc.ids.tolist() for doc in documents] == list(plain.train["input_ids"])
+    assert [doc.labels.tolist() for doc in documents] == list(plain.train["labels"])
     assert rows.held_out_chats("chat") == plain.held_out_chats
     assert rows.renderer.template_hash == plain.renderer.template_hash
 
@@ -56,7 +56,7 @@ def test_every_token_is_learned_or_counted_as_the_first_of_a_document_or_dropped
     labels, ids = Counter[str](), {"domain": Counter[int](), "chat": Counter[int]()}
     documents = {name: list(rows.documents(name, "train")) for name in ids}
     epochs = {entry["name"]: 0 for entry in (domain, chats)}
-    for row in rows_of(rows):
+    for row in read_rows(rows):
         source, _ = source_and_block(row["row"])
         name = rows.sources[source].name
         assert source == row["source"]
@@ -64,7 +64,7 @@ def test_every_token_is_learned_or_counted_as_the_first_of_a_document_or_dropped
         epochs[name] += 1
     report = rows.report["sources"]
     for name, entry in report.items():
-        assert entry["tokens"] == sum(len(each.ids) for each in documents[name])
+        assert entry["tokens"] == sum(len(doc.ids) for doc in documents[name])
         assert entry["documents"] == len(documents[name])
         assert entry["tokens"] == entry["label_tokens"] + entry["first_of_document"] + entry["masked_tokens"]
         assert entry["tokens_read"] == entry["tokens"] + sum(entry["dropped_tokens"].values()) + entry["cut_tokens"]
@@ -88,7 +88,7 @@ def test_one_epoch_hands_out_each_label_exactly_once(
     entry = rows.report["sources"]["domain"]
     assert len(rows.train) == rows.steps == -(-entry["tokens"] // 39)
     handed = Counter[int]()
-    for row in rows_of(rows)[:-1]:
+    for row in read_rows(rows)[:-1]:
         handed.update(row["labels"][row["labels"] != -100].tolist())
     last = rows.train[len(rows.train) - 1]
     n_new = entry["tokens"] - (len(rows.train) - 1) * 39
@@ -96,8 +96,8 @@ def test_one_epoch_hands_out_each_label_exactly_once(
     of_epoch = last["labels"][begin : begin + n_new]
     handed.update(of_epoch[of_epoch != -100].tolist())
     expected = Counter[int]()
-    for each in rows.documents("domain", "train"):
-        expected.update(each.ids[0 if crosses else 1 :].tolist())
+    for doc in rows.documents("domain", "train"):
+        expected.update(doc.ids[0 if crosses else 1 :].tolist())
     if crosses:
         expected.subtract([int(rows.train[0]["input_ids"][0])])
     assert +expected == handed
@@ -111,7 +111,7 @@ def test_shares_are_those_of_the_weights_in_every_window_of_rows(
     rows = load_mixture(cfg, tokenizer)
     window = 50 * 16
     taught = np.zeros((len(rows.train) + 1, 2))
-    for number, row in enumerate(rows_of(rows)):
+    for number, row in enumerate(read_rows(rows)):
         source, _ = source_and_block(rows.train.row_id(number))
         taught[number + 1, source] = (row["labels"] != -100).sum()
     totals = np.cumsum(taught, axis=0)
@@ -124,7 +124,7 @@ def test_any_row_alone_is_the_row_that_comes_in_its_turn(
     tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
 ):
     cfg = mixed([domain, chats], split=0.1, train={"epochs": 3})
-    in_turn = rows_of(load_mixture(cfg, tokenizer))
+    in_turn = read_rows(load_mixture(cfg, tokenizer))
     for number in (len(in_turn) - 1, len(in_turn) // 2, 7):
         assert same([load_mixture(cfg, tokenizer).train[number]], [in_turn[number]])
 
@@ -133,7 +133,7 @@ def test_a_source_of_weight_0_gives_no_row_and_is_measured(
     tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
 ):
     rows = load_mixture(mixed([domain, {**chats, "weight": 0}], split=0.2), tokenizer)
-    assert {row["source"] for row in rows_of(rows)} == {0}
+    assert {row["source"] for row in read_rows(rows)} == {0}
     assert set(rows.held_out) == {"domain", "chat"}
     assert sum(rows.held_out["chat"].sizes) == rows.report["sources"]["chat"]["held_out"]["label_tokens"] > 0
     assert rows.held_out["chat"][0]["source"] == 1
@@ -143,10 +143,10 @@ def test_held_out_rows_hold_every_token_of_the_held_out_documents(tokenizer: Any
     rows = load_mixture(mixed([domain], split=0.2), tokenizer)
     held_out = [rows.held_out["domain"][number] for number in range(len(rows.held_out["domain"]))]
     labels = np.concatenate([row["labels"] for row in held_out])
-    expected = np.concatenate([each.labels for each in rows.documents("domain")])
+    expected = np.concatenate([doc.labels for doc in rows.documents("domain")])
     assert labels[labels != -100].tolist() == expected[expected != -100].tolist()
-    trained = {each.ids.tobytes() for each in rows.documents("domain", "train")}
-    assert trained.isdisjoint(each.ids.tobytes() for each in rows.documents("domain"))
+    trained = {doc.ids.tobytes() for doc in rows.documents("domain", "train")}
+    assert trained.isdisjoint(doc.ids.tobytes() for doc in rows.documents("domain"))
 
 
 def test_the_length_of_a_run_follows_from_steps_tokens_epochs_or_the_end_of_a_source(
@@ -164,7 +164,7 @@ def test_the_length_of_a_run_follows_from_steps_tokens_epochs_or_the_end_of_a_so
     assert once.report["sources"]["chat"]["planned_epochs"] > 1.5
     stopped = rows(cpt={"on_source_end": "stop"})
     assert stopped.report["sources"]["chat"]["planned_epochs"] == pytest.approx(1, rel=0.1)
-    assert same(rows_of(stopped), rows_of(once)[: len(stopped.train)])
+    assert same(read_rows(stopped), read_rows(once)[: len(stopped.train)])
 
 
 def test_weights_of_examples_count_documents_that_begin(
@@ -172,13 +172,13 @@ def test_weights_of_examples_count_documents_that_begin(
 ):
     cfg = mixed([domain, {**chats, "weight": 0.9}], split=0, cpt={"weights_of": "examples"}, train={"epochs": 4})
     rows = load_mixture(cfg, tokenizer)
-    begun = Counter[int]()
-    for row in rows_of(rows):
+    n_begun = Counter[int]()
+    for row in read_rows(rows):
         # a document ends with EOS, and a chat begins at position 0
         is_one = row["position_ids"] == 0 if row["source"] else row["input_ids"] == tokenizer.eos_token_id
-        begun[row["source"]] += int(is_one.sum())
-    assert begun[0] == pytest.approx(4 * 120, rel=0.02)
-    assert begun[1] == pytest.approx(4 * 120, rel=0.02)
+        n_begun[row["source"]] += int(is_one.sum())
+    assert n_begun[0] == pytest.approx(4 * 120, rel=0.02)
+    assert n_begun[1] == pytest.approx(4 * 120, rel=0.02)
 
 
 def test_a_second_run_uses_the_stores_of_the_first(
@@ -187,7 +187,7 @@ def test_a_second_run_uses_the_stores_of_the_first(
     first = load_mixture(mixed([domain, chats]), tokenizer)
     monkeypatch.setattr("sftplay.data.tokenize.one_pass.Preparation.run", lambda *_, **__: pytest.fail("read again"))
     second = load_mixture(mixed([domain, chats]), tokenizer)
-    assert same(rows_of(first), rows_of(second))
+    assert same(read_rows(first), read_rows(second))
     assert first.fingerprint == second.fingerprint
     assert first.report == second.report
     third = load_mixture(mixed([domain, {**chats, "weight": 0.2}], seed=2), tokenizer)

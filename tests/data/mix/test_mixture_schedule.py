@@ -11,7 +11,7 @@ from sftplay.data.mixture.mixture import Schedule
 
 
 class Sized:
-    """Blocks that teach given amounts, told in lots; they begin again behind the last."""
+    """Blocks of given sizes, measured in lots; they begin again after the last."""
 
     def __init__(self, sizes: list[int], *, lot: int = 3, ends: bool = False) -> None:
         self._sizes, self._lot, self._ends, self._told = sizes, lot, ends, 0
@@ -27,14 +27,16 @@ class Sized:
 
 
 def naive_schedule(sizes: list[list[int]], weights: list[float], n_rows: int) -> list[tuple[int, int]]:
-    """Row by row, with fractions: the source whose next block's middle is due first."""
+    """Row by row, with fractions: the source with the next block middle that is due first."""
     taught, blocks, rows = [0] * len(sizes), [0] * len(sizes), []
     for _ in range(n_rows):
-        following = [each[block % len(each)] for each, block in zip(sizes, blocks, strict=True)]
-        due = [(2 * so_far + size) / weight for so_far, size, weight in zip(taught, following, weights, strict=True)]
+        next_sizes = [
+            source_sizes[block % len(source_sizes)] for source_sizes, block in zip(sizes, blocks, strict=True)
+        ]
+        due = [(2 * so_far + size) / weight for so_far, size, weight in zip(taught, next_sizes, weights, strict=True)]
         source = due.index(min(due))
         rows.append((source, blocks[source]))
-        taught[source] += following[source]
+        taught[source] += next_sizes[source]
         blocks[source] += 1
     return rows
 
@@ -45,10 +47,10 @@ SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any)
 @given(data=st.data(), sizes=st.lists(SIZES, min_size=1, max_size=4), lots=st.tuples(*[st.integers(1, 7)] * 4))
 def test_rows_are_those_found_one_by_one_however_much_is_measured_at_once(data, sizes, lots):
     weights = [data.draw(st.sampled_from([0.1, 0.25, 0.5, 0.9, 1.0, 3.0])) for _ in sizes]
-    schedule = Schedule([Sized(each, lot=lot) for each, lot in zip(sizes, lots, strict=False)], weights)
+    schedule = Schedule([Sized(source_sizes, lot=lot) for source_sizes, lot in zip(sizes, lots, strict=False)], weights)
     expected = naive_schedule(sizes, weights, 60)
     assert [schedule.at(row) for row in range(60)] == expected
-    assert [schedule.row_of(*place) for place in expected] == list(range(60))
+    assert [schedule.find_row(*place) for place in expected] == list(range(60))
 
 
 @settings(max_examples=40)
@@ -58,10 +60,10 @@ def test_rows_are_those_found_one_by_one_however_much_is_measured_at_once(data, 
     data=st.data(),
 )
 def test_every_window_of_50_steps_holds_the_asked_shares_within_1_percent_or_one_block(weights, effective_batch, data):
-    # full blocks of text, and chats of which between a twentieth and all tokens are learned
+    # full blocks of text, and chats with between a twentieth and all tokens learned
     kinds = [st.integers(2040, 2047)] + [st.integers(100, 2047) for _ in weights[1:]]
     sizes = [data.draw(st.lists(kind, min_size=1, max_size=20)) for kind in kinds]
-    schedule = Schedule([Sized(each, lot=50) for each in sizes], weights)
+    schedule = Schedule([Sized(source_sizes, lot=50) for source_sizes in sizes], weights)
     window = 50 * effective_batch
     taught = np.zeros((2 * window + 1, len(weights)))
     for row in range(2 * window):
@@ -82,8 +84,8 @@ def test_at_every_row_each_source_is_within_a_block_of_its_share():
     for row in range(1000):
         source, _ = schedule.at(row)
         taught[source] += sizes[source]
-        for own, weight in zip(taught, weights, strict=True):
-            assert abs(own - Fraction(str(weight)) * sum(taught)) <= 10
+        for n_taught, weight in zip(taught, weights, strict=True):
+            assert abs(n_taught - Fraction(str(weight)) * sum(taught)) <= 10
 
 
 def test_sources_of_equal_weight_and_size_take_turns_in_the_order_in_which_they_are_listed():

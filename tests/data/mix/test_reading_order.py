@@ -1,4 +1,4 @@
-"""The order of documents: shuffled in groups, anew in each epoch, the same everywhere, found at once."""
+"""The order of documents: shuffled in groups, differently in each epoch, the same everywhere, found at once."""
 
 from itertools import islice
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sftplay.data.mixture.order import ReadingOrder, shuffled
-from tests.data.mix.naive_stream import Naive, documents_of, naive_order, philox
+from tests.data.mix.naive_stream import Naive, make_documents, naive_order, philox
 
 
 def test_the_reference_generator_gives_the_numbers_of_its_authors():
@@ -21,7 +21,7 @@ def test_the_reference_generator_gives_the_numbers_of_its_authors():
     wanted=st.integers(1, 50),
 )  # fmt: skip
 def test_documents_are_read_in_the_order_of_a_generator_written_out_by_hand(n, group, seed, source, wanted):
-    order = ReadingOrder(documents_of([Naive([1], [False])] * n, group=group), seed=seed, source=source)
+    order = ReadingOrder(make_documents([Naive([1], [False])] * n, group=group), seed=seed, source=source)
     read, number = [], 0
     while len(read) < wanted:
         chunk = order.chunk(number)
@@ -48,6 +48,6 @@ def test_epochs_sources_groups_and_seeds_have_orders_of_their_own():
 
 
 def test_without_a_seed_documents_are_read_once_in_the_order_of_their_files():
-    order = ReadingOrder(documents_of([Naive([1], [False])] * 7, group=3), seed=None)
+    order = ReadingOrder(make_documents([Naive([1], [False])] * 7, group=3), seed=None)
     assert [order.chunk(number).documents.tolist() for number in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
     assert order.chunk(3) is None

@@ -1,4 +1,4 @@
-"""A store is read while it is filled: equal rows, an equal folder, the filler's error, and no loss after a kill."""
+"""A store is read while it is filled: equal rows, an equal folder, the writer's error, and no loss after a kill."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import pytest
 from processes import HANG_S
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.mixture import filler, filling, following, load
-from sftplay.data.mixture.filling import StoreFiles
-from sftplay.data.mixture.following import FollowedStore, failure_of
+from sftplay.data.mixture import load, store_writer, streamed_store, tokenize_process
 from sftplay.data.mixture.load import load_mixture
-from sftplay.data.mixture.sources import Renderers, SourceJob, jobs_of
+from sftplay.data.mixture.sources import Renderers, SourceJob, list_source_jobs
 from sftplay.data.mixture.store import INDEX, Index, Store
+from sftplay.data.mixture.store_writer import StoreWriter
+from sftplay.data.mixture.streamed_store import StreamedStore, get_failure_path
 from sftplay.data.tokenize import one_pass
 from sftplay.errors import DataError, RunError
-from tests.data.mix.sources_at_hand import chat, content, document, rows_of, same
+from tests.data.mix.sources_at_hand import chat, content, document, read_rows, same
 
 Mixed = Callable[..., RunConfig]
 Write = Callable[..., Path]
@@ -34,32 +34,32 @@ STREAMED = {"streaming": True}
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of 20 documents, and batches of 7 rows."""
-    monkeypatch.setattr(filling, "GROUP_DOCUMENTS", 20)
+    monkeypatch.setattr(store_writer, "GROUP_DOCUMENTS", 20)
     monkeypatch.setattr(one_pass, "BATCH_ROWS", 7)
 
 
 @pytest.fixture
 def in_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[threading.Thread]]:
-    """Fillers are threads of this process, so that what a test changes holds for them too."""
+    """Tokenizing processes are threads of this process, so that what a test changes holds for them too."""
     threads: list[threading.Thread] = []
 
     def start(job: SourceJob) -> None:
-        failure_of(job.folder).unlink(missing_ok=True)
+        get_failure_path(job.folder).unlink(missing_ok=True)
         path = job.folder.with_name(f"{job.folder.name}.job")
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(pickle.dumps(job))
-        threads.append(threading.Thread(target=filler.fill, args=(path,)))
+        threads.append(threading.Thread(target=tokenize_process.fill, args=(path,)))
         threads[-1].start()
 
-    monkeypatch.setattr(filler, "NICENESS", 0)
-    monkeypatch.setattr(load, "start_filler", start)
+    monkeypatch.setattr(tokenize_process, "NICENESS", 0)
+    monkeypatch.setattr(load, "start_tokenize_process", start)
     yield threads
     for thread in threads:
         thread.join(timeout=HANG_S)
 
 
 def jobs(cfg: RunConfig, tokenizer: Any) -> list[SourceJob]:
-    return jobs_of(cfg, tokenizer, renderers=Renderers.prove(cfg, tokenizer, template=None))
+    return list_source_jobs(cfg, tokenizer, renderers=Renderers.prove(cfg, tokenizer, template=None))
 
 
 @pytest.mark.usefixtures("small_groups")
@@ -79,9 +79,9 @@ def test_streamed_rows_and_stores_are_those_of_memory_bit_for_bit(
     in_memory = load_mixture(cfg("memory"), tokenizer)
     assert streamed.steps_per_epoch is None
     assert streamed.fingerprint == in_memory.fingerprint
-    assert same(rows_of(streamed), rows_of(in_memory))
-    ours, theirs = (rows.held_out["domain"] for rows in (streamed, in_memory))
-    assert same([ours[n] for n in range(len(ours))], [theirs[n] for n in range(len(theirs))])
+    assert same(read_rows(streamed), read_rows(in_memory))
+    ours, expected = (rows.held_out["domain"] for rows in (streamed, in_memory))
+    assert same([ours[n] for n in range(len(ours))], [expected[n] for n in range(len(expected))])
     for thread in in_thread:
         thread.join()
     assert streamed.held_out_chats("chat") == in_memory.held_out_chats("chat")
@@ -95,7 +95,7 @@ def test_streamed_rows_and_stores_are_those_of_memory_bit_for_bit(
 def test_a_reader_gets_rows_of_the_groups_that_are_there_while_the_rest_is_not_tokenised(
     tokenizer: Any, mixed: Mixed, domain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    may_go_on, end_batch, n_batches = threading.Event(), StoreFiles.end_batch, []
+    may_go_on, end_batch, n_batches = threading.Event(), StoreWriter.end_batch, []
 
     def held_up(*given: Any) -> None:
         end_batch(*given)
@@ -103,16 +103,16 @@ def test_a_reader_gets_rows_of_the_groups_that_are_there_while_the_rest_is_not_t
         if len(n_batches) == 5:  # 35 rows: one group
             assert may_go_on.wait(HANG_S)
 
-    monkeypatch.setattr(StoreFiles, "end_batch", held_up)
+    monkeypatch.setattr(StoreWriter, "end_batch", held_up)
     rows = load_mixture(mixed([domain], split=0, train={"max_steps": 400}, cpt=STREAMED), tokenizer)
-    first = rows_of(rows, 3)
+    first = read_rows(rows, 3)
     store = rows.sources[0].store
     assert not store.index.is_whole
     assert len(store.sides["train"].table) == 20
     threading.Timer(0.2, may_go_on.set).start()
-    assert len(rows_of(rows)) == 1600  # several epochs
+    assert len(read_rows(rows)) == 1600  # several epochs
     assert store.index.is_whole
-    assert same(first, rows_of(rows, 3))
+    assert same(first, read_rows(rows, 3))
 
 
 @pytest.mark.usefixtures("small_groups", "in_thread")
@@ -120,26 +120,26 @@ def test_a_bad_row_ends_the_stream_with_the_error_that_names_it(tokenizer: Any, 
     path = Path(domain["path"])
     path.write_text(path.read_text() + '{"text": 7}\n')
     with pytest.raises(DataError, match=rf"1 row cannot be trained on\n  {path}:121 ") as failure:
-        rows_of(load_mixture(mixed([domain], split=0, train={"max_steps": 400}, cpt=STREAMED), tokenizer))
+        read_rows(load_mixture(mixed([domain], split=0, train={"max_steps": 400}, cpt=STREAMED), tokenizer))
     assert "data.on_bad_row: skip" in failure.value.fix
 
 
 def begin_store(job: SourceJob) -> None:
-    """Leave a store as a filler does that is killed at its beginning."""
+    """Leave a store as a tokenizing process leaves it that is killed at its beginning."""
     unfinished = job.folder.with_name(f".{job.folder.name}.part")
     unfinished.mkdir(parents=True)
-    with StoreFiles(unfinished, Index(2, False)) as files:
+    with StoreWriter(unfinished, Index(2, False)) as files:
         files.begin(None)
 
 
 def test_a_store_whose_filler_was_killed_is_an_error_and_no_endless_wait(
     tokenizer: Any, mixed: Mixed, domain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(following, "ABANDONED_S", 0.2)
+    monkeypatch.setattr(streamed_store, "ABANDONED_S", 0.2)
     (job,) = jobs(mixed([domain], split=0), tokenizer)
     begin_store(job)
     killed = SimpleNamespace(poll=lambda: -signal.SIGKILL)
-    store = FollowedStore(job.folder, path="domain.jsonl", filler=killed)
+    store = StreamedStore(job.folder, path="domain.jsonl", process=killed)
     with pytest.raises(RunError, match="has ended before it was done") as failure:
         store.sides["train"].has_group(0)
     assert failure.value.where == "domain.jsonl"
@@ -148,12 +148,12 @@ def test_a_store_whose_filler_was_killed_is_an_error_and_no_endless_wait(
 def test_a_filler_that_is_slow_to_start_is_waited_for_where_an_earlier_one_has_left_a_store(
     tokenizer: Any, mixed: Mixed, domain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(following, "ABANDONED_S", -1.0)
+    monkeypatch.setattr(streamed_store, "ABANDONED_S", -1.0)
     (job,) = jobs(mixed([domain], split=0), tokenizer)
     begin_store(job)
-    store = FollowedStore(job.folder, path="domain.jsonl", filler=SimpleNamespace(poll=lambda: None))
-    fills = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: job.ensure(is_followed=True))
-    monkeypatch.setattr(following, "time", fills)  # it begins after the reader has looked once
+    store = StreamedStore(job.folder, path="domain.jsonl", process=SimpleNamespace(poll=lambda: None))
+    fills = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: job.ensure(is_streamed=True))
+    monkeypatch.setattr(streamed_store, "time", fills)  # it begins after the reader has looked once
     assert store.sides["train"].has_group(0)
     assert store.index.is_whole
 
@@ -179,7 +179,7 @@ def test_a_pass_that_was_killed_goes_on_and_makes_the_same_store(
         )[0]
 
     whole = job("whole").ensure()
-    counted, end_batch = [], StoreFiles.end_batch
+    counted, end_batch = [], StoreWriter.end_batch
 
     def killed(*given: Any) -> None:
         if len(counted) == n_batches:
@@ -188,12 +188,12 @@ def test_a_pass_that_was_killed_goes_on_and_makes_the_same_store(
         counted.append(1)
 
     with monkeypatch.context() as patched:
-        patched.setattr(StoreFiles, "end_batch", killed)
+        patched.setattr(StoreWriter, "end_batch", killed)
         with pytest.raises(KeyboardInterrupt):
             job("killed").ensure()
     first_row = []
-    begin = StoreFiles.begin
-    monkeypatch.setattr(StoreFiles, "begin", lambda *given: first_row.append(begin(*given)) or first_row[0])
+    begin = StoreWriter.begin
+    monkeypatch.setattr(StoreWriter, "begin", lambda *given: first_row.append(begin(*given)) or first_row[0])
     assert content(job("killed").ensure()) == content(whole)
     assert first_row[0] <= 7 * n_batches
     assert first_row[0] > 7 * (n_batches - 4)
@@ -239,38 +239,38 @@ def test_opening_a_row_in_the_middle_reads_that_row_and_no_other_token(
 
 
 @pytest.mark.slow
-def test_a_killed_filler_process_is_told_and_the_next_run_goes_on_where_it_stood(
+def test_a_killed_tokenize_process_is_reported_and_the_next_run_goes_on_where_it_stood(
     tokenizer: Any, mixed: Mixed, write_rows: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     path = write_rows([document(n, n % 8) for n in range(50_000)], "many.jsonl")
     source = {"name": "many", "path": path, "type": "cpt"}
     cfg = mixed([source], split=0, train={"max_steps": 4500, "effective_batch_size": 1}, cpt=STREAMED)
-    started, start_filler = [], filler.start_filler
+    started, start_tokenize_process = [], tokenize_process.start_tokenize_process
 
     def kept(job: SourceJob) -> Any:
-        started.append(start_filler(job))
+        started.append(start_tokenize_process(job))
         return started[-1]
 
-    monkeypatch.setattr(load, "start_filler", kept)
+    monkeypatch.setattr(load, "start_tokenize_process", kept)
     rows = load_mixture(cfg, tokenizer)
-    first = rows_of(rows, 50)  # of the first group
+    first = read_rows(rows, 50)  # of the first group
     (job,) = jobs(cfg, tokenizer)
     os.kill(started[0].pid, signal.SIGKILL)
     started[0].wait()
     assert not job.folder.exists()
     with pytest.raises(RunError, match="has ended before it was done"):
-        rows_of(rows)
+        read_rows(rows)
     n_done = Index.read(job.folder.with_name(f".{job.folder.name}.part")).resume["rows"]
     assert n_done >= 16_384
     again = load_mixture(cfg, tokenizer)
-    assert same(rows_of(again, 50), first)
-    all_rows = rows_of(again)
+    assert same(read_rows(again, 50), first)
+    all_rows = read_rows(again)
     started[1].wait()
     while not again.sources[0].store.index.is_whole:
         again.sources[0].store.sides["train"].has_group(10**6)
     in_memory = mixed(
         [source], split=0, train={"max_steps": 4500, "effective_batch_size": 1}, processed_dir=str(tmp_path / "other")
     )
-    assert same(all_rows, rows_of(load_mixture(in_memory, tokenizer)))
+    assert same(all_rows, read_rows(load_mixture(in_memory, tokenizer)))
     (other,) = jobs(in_memory, tokenizer)
     assert content(other.folder) == content(job.folder)

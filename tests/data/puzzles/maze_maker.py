@@ -10,9 +10,9 @@ SIZE = 30
 def make_maze(seed: int) -> tuple[str, str]:
     """A question and its answer: random walls, and the shortest way from S to G."""
     for attempt in range(1000):
-        draw = Random(seed * 1000 + attempt)
-        grid = [["#" if draw.random() < 0.3 else " " for _ in range(SIZE)] for _ in range(SIZE)]
-        start, goal = ((draw.randrange(SIZE), draw.randrange(SIZE)) for _ in range(2))
+        generator = Random(seed * 1000 + attempt)
+        grid = [["#" if generator.random() < 0.3 else " " for _ in range(SIZE)] for _ in range(SIZE)]
+        start, goal = ((generator.randrange(SIZE), generator.randrange(SIZE)) for _ in range(2))
         grid[start[0]][start[1]], grid[goal[0]][goal[1]] = "S", "G"
         if start != goal and (way := shortest_way(grid, start, goal)) is not None:
             question = "".join(map("".join, grid))

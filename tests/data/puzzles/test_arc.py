@@ -15,29 +15,29 @@ from hypothesis.extra.numpy import arrays
 from sftplay.data.puzzles.arc import (
     ALPHABET,
     INVERSE,
+    ArcTask,
     Change,
-    Pair,
-    Task,
+    GridPair,
     as_json,
     canonical,
     cropped,
-    draw_changes,
     on_canvas,
     parse_name,
+    parse_task,
     read_tasks,
-    task_of,
+    sample_changes,
     turned,
 )
 from sftplay.data.puzzles.arc_votes import (
-    Answer,
     Ballots,
+    CopyAnswer,
     Tally,
-    ranks_of,
+    compute_ranks,
     share_of_inputs_solved,
     share_solved,
     solved_at,
 )
-from sftplay.data.puzzles.sampler import stream_of
+from sftplay.data.puzzles.sampler import make_generator
 from sftplay.errors import DataError, SeveralErrors
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data" / "arc"
@@ -51,10 +51,10 @@ def grid(*rows: str) -> np.ndarray:
     return np.array([[int(cell) for cell in row] for row in rows], np.uint8)
 
 
-def task(name: str = "t", *, n_test: int = 1) -> Task:
-    pair = Pair(grid("120", "003"), grid("12", "34"))
-    tests = (Pair(grid("11", "22"), grid("21")), Pair(grid("55"), grid("5", "5")))
-    return Task(name, (pair,), tests[:n_test])
+def task(name: str = "t", *, n_test: int = 1) -> ArcTask:
+    pair = GridPair(grid("120", "003"), grid("12", "34"))
+    tests = (GridPair(grid("11", "22"), grid("21")), GridPair(grid("55"), grid("5", "5")))
+    return ArcTask(name, (pair,), tests[:n_test])
 
 
 @given(grids, changes)
@@ -65,8 +65,8 @@ def test_a_change_is_undone_exactly_and_its_name_says_how(cells: np.ndarray, cha
 
 def test_the_eight_ways_are_those_of_a_hand_drawn_grid():
     corner = grid("12", "34")
-    drawn = ["12/34", "24/13", "43/21", "31/42", "21/43", "34/12", "13/24", "42/31"]
-    assert ["/".join("".join(map(str, row)) for row in turned(corner, way)) for way in range(8)] == drawn
+    expected = ["12/34", "24/13", "43/21", "31/42", "21/43", "34/12", "13/24", "42/31"]
+    assert ["/".join("".join(map(str, row)) for row in turned(corner, way)) for way in range(8)] == expected
     for way in range(8):
         assert np.array_equal(turned(turned(corner, way), INVERSE[way]), corner)
 
@@ -98,34 +98,36 @@ def test_a_crop_is_the_largest_rectangle_of_colours_in_the_corner():
 
 
 def test_copies_all_differ_and_the_first_is_the_original():
-    found = draw_changes(task(), 50, stream=stream_of(b"t", 3))
+    found = sample_changes(task(), 50, stream=make_generator(b"t", 3))
     assert found[0] == Change()
     looks = {json.dumps(as_json(changed(task(), change))) for change in found}
     assert len(looks) == len(found) == 51
-    assert draw_changes(task(), 50, stream=stream_of(b"t", 3)) == found
-    assert draw_changes(task(), 50, stream=stream_of(b"t", 4)) != found
+    assert sample_changes(task(), 50, stream=make_generator(b"t", 3)) == found
+    assert sample_changes(task(), 50, stream=make_generator(b"t", 4)) != found
 
 
-def changed(one: Task, change: Change) -> Task:
-    parts = [tuple(Pair(change.apply(p.input), change.apply(p.output)) for p in part) for part in (one.train, one.test)]
-    return Task(one.id, *parts)
+def changed(one: ArcTask, change: Change) -> ArcTask:
+    parts = [
+        tuple(GridPair(change.apply(p.input), change.apply(p.output)) for p in part) for part in (one.train, one.test)
+    ]
+    return ArcTask(one.id, *parts)
 
 
 def test_a_task_with_few_colours_has_as_many_copies_as_there_are():
-    plain = Task("p", (Pair(grid("1"), grid("1")),), (Pair(grid("0"), grid("1")),))
+    plain = ArcTask("p", (GridPair(grid("1"), grid("1")),), (GridPair(grid("0"), grid("1")),))
     # One colour on a single cell: no way to turn it shows, nine colours it can become.
-    assert len(draw_changes(plain, 1000, stream=stream_of(b"p", 0))) == 9
+    assert len(sample_changes(plain, 1000, stream=make_generator(b"p", 0))) == 9
 
 
 @given(grids, grids, changes)
 def test_the_canonical_form_is_one_for_all_copies_of_a_pair(first: np.ndarray, second: np.ndarray, change: Change):
-    pair = Pair(first, second)
-    copy = Pair(change.apply(first), change.apply(second))
+    pair = GridPair(first, second)
+    copy = GridPair(change.apply(first), change.apply(second))
     assert canonical(pair) == canonical(copy)
     recoloured = np.where(second == second[0, 0], (second[0, 0] + 1) % 10, second)  # a colour more, or one less
     if len(np.unique(recoloured)) != len(np.unique(second)) and not np.isin(first, second).any():
-        assert canonical(pair) != canonical(Pair(first, recoloured))
-    assert canonical(pair) != canonical(Pair(first, np.pad(second, 1)))
+        assert canonical(pair) != canonical(GridPair(first, recoloured))
+    assert canonical(pair) != canonical(GridPair(first, np.pad(second, 1)))
 
 
 HOSTILE = {
@@ -160,7 +162,7 @@ def test_a_file_that_holds_no_task_is_refused_with_its_place(tmp_path: Path, kin
 
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path):
     (tmp_path / "t.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(as_json(task())).encode())
-    assert [as_json(each) for each in read_tasks(tmp_path)] == [as_json(task())]
+    assert [as_json(one_task) for one_task in read_tasks(tmp_path)] == [as_json(task())]
 
 
 def test_a_folder_without_tasks_is_refused(tmp_path: Path):
@@ -170,26 +172,26 @@ def test_a_folder_without_tasks_is_refused(tmp_path: Path):
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data/arc")
 def test_the_published_tasks_load():
-    tasks = [each for part in ("training", "evaluation") for each in read_tasks(SHARED / part)]
+    tasks = [one_task for part in ("training", "evaluation") for one_task in read_tasks(SHARED / part)]
     assert len(tasks) == 45
-    for each in tasks:
-        published = json.loads(next(SHARED.rglob(f"{each.id}.json")).read_text())
-        assert as_json(each) == {part: published[part] for part in ("train", "test")}
+    for one_task in tasks:
+        published = json.loads(next(SHARED.rglob(f"{one_task.id}.json")).read_text())
+        assert as_json(one_task) == {part: published[part] for part in ("train", "test")}
 
 
-def answer(change: Change, question: np.ndarray, says: np.ndarray, *, q_halt: float, name: str = "t") -> Answer:
+def answer(change: Change, question: np.ndarray, says: np.ndarray, *, q_halt: float, name: str = "t") -> CopyAnswer:
     """What a model says to a copy, as tokens."""
-    return Answer(change.name(name), on_canvas(change.apply(question)), on_canvas(change.apply(says)), q_halt)
+    return CopyAnswer(change.name(name), on_canvas(change.apply(question)), on_canvas(change.apply(says)), q_halt)
 
 
 TURN, COLOURS = Change(1), Change(0, (0, 2, 1, *range(3, 10)))
 BOTH = Change(6, (0, 9, 8, 7, 6, 5, 4, 3, 2, 1))
 
 
-def count_votes(answers: list[Answer]) -> Ballots:
+def count_votes(answers: list[CopyAnswer]) -> Ballots:
     tally = Tally()
-    for each in answers:
-        tally.add(each)
+    for copy_answer in answers:
+        tally.add(copy_answer)
     return tally.ballots()
 
 
@@ -204,9 +206,9 @@ def test_votes_count_first_and_the_mean_confidence_decides_between_equals():
         answer(Change(2), question, np.zeros((0, 0), np.uint8), q_halt=9.0),  # says nothing
     ]
     (ranked,) = count_votes(answers).values()
-    assert [each.grid.tolist() for each in ranked] == [[[1, 2]], [[2, 1]], [[7]]]
-    assert [each.votes for each in ranked] == [2, 2, 1]
-    assert [each.confidence for each in ranked] == pytest.approx([0.7, 0.625, 1.0])
+    assert [candidate.grid.tolist() for candidate in ranked] == [[[1, 2]], [[2, 1]], [[7]]]
+    assert [candidate.votes for candidate in ranked] == [2, 2, 1]
+    assert [candidate.confidence for candidate in ranked] == pytest.approx([0.7, 0.625, 1.0])
     assert solved_at(task(), count_votes(answers)) == 2
     assert share_solved([2.0]) == {1: 0.0, 2: 1.0, 10: 1.0, 100: 1.0, 1000: 1.0}
 
@@ -226,14 +228,14 @@ def test_a_task_is_solved_when_all_its_test_inputs_are():
     )
     assert solved_at(two, ballots) == 2
     # Four tasks: solved at 1, at 2, never (no answer), never (a wrong answer).
-    tasks = {"one": Task("one", (), two.test[:1]), "t": two, "none": Task("none", (), two.test)}
-    tasks["bad"] = Task("bad", (), two.test[:1])
+    tasks = {"one": ArcTask("one", (), two.test[:1]), "t": two, "none": ArcTask("none", (), two.test)}
+    tasks["bad"] = ArcTask("bad", (), two.test[:1])
     ballots |= count_votes([answer(BOTH, first.input, first.output, q_halt=1.0, name="one")])
     ballots |= count_votes([answer(BOTH, first.input, grid("4"), q_halt=1.0, name="bad")])
-    tries = [solved_at(each, ballots) for each in tasks.values()]
+    tries = [solved_at(one_task, ballots) for one_task in tasks.values()]
     assert share_solved(tries, ks=(1, 2, 1000)) == {1: 0.25, 2: 0.5, 1000: 0.5}
     # TRM counts the share of a task's test inputs (evaluators/arc.py): of `t` the first is right with one try.
-    ranks = [ranks_of(each, ballots) for each in tasks.values()]
+    ranks = [compute_ranks(one_task, ballots) for one_task in tasks.values()]
     assert share_of_inputs_solved(ranks, ks=(1, 2, 1000)) == {1: (1 + 0.5) / 4, 2: 0.5, 1000: 0.5}
 
 
@@ -242,7 +244,7 @@ def test_votes_do_not_depend_on_the_order_of_the_answers():
     answers = [answer(Change(way), question, grid(str(way % 3)), q_halt=0.5) for way in range(8)]
     (one,) = count_votes(answers).values()
     (other,) = count_votes(answers[::-1]).values()
-    assert [each.grid.tolist() for each in one] == [each.grid.tolist() for each in other]
+    assert [candidate.grid.tolist() for candidate in one] == [candidate.grid.tolist() for candidate in other]
 
 
 def test_the_highest_and_lowest_scores_are_no_overflow():
@@ -253,5 +255,5 @@ def test_the_highest_and_lowest_scores_are_no_overflow():
 
 def test_a_task_from_json_names_the_place():
     with pytest.raises(DataError) as raised:
-        task_of({"train": [{"input": [[1], [2, 3]], "output": [[1]]}], "test": []}, "t", where="t.json")
+        parse_task({"train": [{"input": [[1], [2, 3]], "output": [[1]]}], "test": []}, "t", where="t.json")
     assert raised.value.where == "t.json train 1 input"

@@ -17,11 +17,11 @@ from maze_maker import make_maze
 
 from sftplay.cli import main
 from sftplay.data.puzzles.arc import WAYS, cropped, parse_name, read_tasks, turned
-from sftplay.data.puzzles.arc_votes import Answer, Tally, read_asked, read_names, solved_at
+from sftplay.data.puzzles.arc_votes import CopyAnswer, Tally, read_asked, read_names, solved_at
 from sftplay.data.puzzles.find import open_split
 from sftplay.data.puzzles.folder import PuzzleFolder
-from sftplay.data.puzzles.sampler import TestRows
-from sftplay.data.puzzles.sudoku import draw_changes, find_solutions, keys_of
+from sftplay.data.puzzles.sampler import TestBatches
+from sftplay.data.puzzles.sudoku import compute_grid_keys, find_solutions, sample_changes
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 
@@ -30,7 +30,7 @@ ANSWER = "4839216579673458212518764935481329767295641381367982453726895148142537
 
 
 def make_puzzles(n: int, seed: int = 0) -> list[tuple[str, str]]:
-    """Puzzles of which none is a copy of another: solutions of half-filled grids, with 40 clues while unique."""
+    """Puzzles that are no copies of each other: solutions of half-filled grids, with 40 clues while unique."""
     stream = np.random.Generator(np.random.Philox(seed))
     found: list[tuple[str, str]] = []
     while len(found) < n:
@@ -103,7 +103,7 @@ def test_sudoku_from_train_and_test_has_each_original_with_its_copies(
     questions, answers = only.inputs[:] - 1, only.labels[:] - 1
     assert len({row.tobytes() for row in questions}) == 40 * 26
     assert ((questions == 0) | (questions == answers)).all()
-    assert np.array_equal(keys_of(answers), np.repeat(keys_of(answers[::26]), 26))
+    assert np.array_equal(compute_grid_keys(answers), np.repeat(compute_grid_keys(answers[::26]), 26))
     test = open_split(str(tmp_path / "out"), "test", key="data.val_path").sets[0]
     assert [as_text(row, facts.symbols) for row in test.labels] == [answer for _, answer in puzzles[40:]]
 
@@ -116,7 +116,7 @@ def test_a_single_file_is_split_by_solution(
     pairs = []
     for question, answer in puzzles[:30]:
         pairs.append((question, answer))
-        for change in (draw_changes(1, stream), draw_changes(1, stream)):
+        for change in (sample_changes(1, stream), sample_changes(1, stream)):
             grids = [np.array([[int(cell) for cell in text]], np.uint8) for text in (question, answer)]
             pairs.append(tuple("".join(map(str, change.apply(grid)[0])) for grid in grids))
     source = write_csv(tmp_path / "all.csv", pairs)
@@ -126,7 +126,7 @@ def test_a_single_file_is_split_by_solution(
     assert 3 <= report["test"]["groups"] <= 54
     assert report["test_puzzles_with_a_training_solution"] == 0
     keys = {
-        split: keys_of(PuzzleFolder.open(tmp_path / "out" / split).sets[0].labels[:] - 1)
+        split: compute_grid_keys(PuzzleFolder.open(tmp_path / "out" / split).sets[0].labels[:] - 1)
         for split in report
         if split in ("train", "test")
     }
@@ -148,14 +148,14 @@ def test_a_subsample_is_drawn_by_the_seed(
 ):
     write_csv(tmp_path / "in" / "train.csv", puzzles[:40])
     write_csv(tmp_path / "in" / "test.csv", puzzles[40:])
-    drawn = []
+    inputs_by_seed = []
     for seed in (0, 0, 1):
-        out = tmp_path / str(len(drawn))
+        out = tmp_path / str(len(inputs_by_seed))
         words = ("--kind=sudoku", f"--in={tmp_path / 'in'}", f"--out={out}", "--aug=3", "--subsample=10")
         report = run(capsys, *words, f"--seed={seed}")
         assert (report["train"]["groups"], report["train"]["examples"], report["test"]["groups"]) == (10, 40, 20)
-        drawn.append(PuzzleFolder.open(out / "train").sets[0].inputs[:].tobytes())
-    assert drawn[0] == drawn[1] != drawn[2]
+        inputs_by_seed.append(PuzzleFolder.open(out / "train").sets[0].inputs[:].tobytes())
+    assert inputs_by_seed[0] == inputs_by_seed[1] != inputs_by_seed[2]
     for n in (0, 41):
         words = ("--kind=sudoku", f"--in={tmp_path / 'in'}", f"--out={tmp_path / 'x'}", f"--subsample={n}")
         code, error = refusal(capsys, *words)
@@ -166,7 +166,7 @@ def test_a_copy_of_a_training_puzzle_in_the_test_is_refused_with_both_lines(
     puzzles: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     grids = [np.array([[int(cell) for cell in text]], np.uint8) for text in puzzles[7]]
-    change = draw_changes(1, np.random.Generator(np.random.Philox(5)))
+    change = sample_changes(1, np.random.Generator(np.random.Philox(5)))
     copy = tuple("".join(map(str, change.apply(grid)[0])) for grid in grids)
     train = write_csv(tmp_path / "in" / "train.csv", puzzles[:40])
     test = write_csv(tmp_path / "in" / "test.csv", [*puzzles[40:45], copy])  # type: ignore[list-item]
@@ -276,7 +276,7 @@ def test_a_maze_has_as_many_copies_as_there_are_ways_to_turn_it(
     only = folder.sets[0]
     for number, texts in enumerate(mazes[:8]):
         for rows, text in ((only.inputs, texts[0]), (only.labels, texts[1])):
-            grid = np.array([folder.facts.symbols.index(each) for each in text]).reshape(30, 30)
+            grid = np.array([folder.facts.symbols.index(symbol) for symbol in text]).reshape(30, 30)
             expected = {turned(grid, way).astype(np.uint8).tobytes() for way in WAYS}
             assert as_text(rows[8 * number], folder.facts.symbols) == text
             assert {row.tobytes() for row in rows[8 * number : 8 * number + 8]} == expected
@@ -298,7 +298,7 @@ def test_a_turned_maze_in_the_test_is_refused_with_both_lines(
 def spoilt_mazes(question: str, answer: str) -> dict[str, tuple[str, str, str]]:
     wall, way = question.index("#"), answer.index("o")
     walled = question.replace(" ", "#")
-    beside = next(place for place in range(900) if question[place] == " " and answer[place] == " ")
+    detour = next(place for place in range(900) if question[place] == " " and answer[place] == " ")
     return {
         "two starts": (question[:wall] + "S" + question[wall + 1 :], answer, "has 2 cells S, not one"),
         "no goal": (question.replace("G", " "), answer, "has 0 cells G, not one"),
@@ -306,7 +306,7 @@ def spoilt_mazes(question: str, answer: str) -> dict[str, tuple[str, str, str]]:
         "another wall": (question, answer[:wall] + " " + answer[wall + 1 :], "the answer changes the maze in row"),
         "no way": (walled, walled, "the question has no way from S to G"),
         "a gap": (question, answer[:way] + " " + answer[way + 1 :], "do not lead from S to G"),
-        "a longer way": (question, answer[:beside] + "o" + answer[beside + 1 :], "the shortest one"),
+        "a longer way": (question, answer[:detour] + "o" + answer[detour + 1 :], "the shortest one"),
         "letters": (question.replace("S", "A"), answer, "the question holds 'A'"),
         "short": (question[:-30], answer, "has 870 characters, not 900"),
     }
@@ -397,10 +397,10 @@ def test_every_arc_row_leads_back_to_its_pair(arc: Path):
 def test_right_answers_to_all_copies_win_the_votes(arc: Path):
     folder = PuzzleFolder.open(arc / "out" / "test")
     names, tally = read_names(folder.path), Tally()
-    for batch in TestRows(folder, global_batch=16, rank=0, world=1):
+    for batch in TestBatches(folder, global_batch=16, rank=0, world=1):
         for row in np.flatnonzero(batch.mask):
             labels = np.maximum(batch.labels[row], 0)
-            tally.add(Answer(names[batch.puzzle_identifiers[row]], batch.inputs[row], labels, 1.0))
+            tally.add(CopyAnswer(names[batch.puzzle_identifiers[row]], batch.inputs[row], labels, 1.0))
     ballots = tally.ballots()
     assert [ranked[0].votes for ranked in ballots.values()] == [41, 41]
     assert [solved_at(task, ballots) for task in read_asked(folder.path).values()] == [1]  # of one task

@@ -31,7 +31,7 @@ def test_what_was_written_is_read_again_with_its_counts(tmp_path: Path):
     assert facts.mean_puzzle_examples == pytest.approx(4 / 3)
     assert only.inputs.tolist()[1] == [1, 1, 3, 4]
     assert (only.puzzle_indices.tolist(), only.group_indices.tolist()) == ([0, 1, 3, 4], [0, 2, 3])
-    assert only.puzzles_of(np.arange(4)).tolist() == [0, 1, 1, 2]
+    assert only.find_puzzles(np.arange(4)).tolist() == [0, 1, 1, 2]
     assert isinstance(only.inputs, np.memmap)
     # floor(epochs * total_groups * mean_puzzle_examples / global_batch): 10 * 2 * 4/3 / 4 = 6.67
     assert folder.total_steps(10, global_batch=4) == 6

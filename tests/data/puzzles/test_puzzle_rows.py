@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.data.puzzles.folder import Alphabet, Group, PuzzleFolder, write_folder
-from sftplay.data.puzzles.sampler import IGNORED, Rows, TestRows, TrainRows
+from sftplay.data.puzzles.sampler import IGNORED, PuzzleBatch, TestBatches, TrainBatches
 from sftplay.errors import ConfigError
 
 ALPHABET = Alphabet(kind="maze", symbols="?# SGo", shape=(1, 2))
@@ -36,15 +36,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> PuzzleFolder:
     return make(tmp_path_factory.mktemp("rows") / "train", [[1, 2], [3], [1], [4, 1, 2], [2], [1, 1]] * 4)
 
 
-def draw(folder: PuzzleFolder, n: int, *, rank: int = 0, world: int = 1, seed: int = 5) -> list[Rows]:
-    rows = TrainRows(folder, seed=seed, global_batch=6, rank=rank, world=world, epochs_per_pass=2)
+def sample_batches(folder: PuzzleFolder, n: int, *, rank: int = 0, world: int = 1, seed: int = 5) -> list[PuzzleBatch]:
+    rows = TrainBatches(folder, seed=seed, global_batch=6, rank=rank, world=world, epochs_per_pass=2)
     return [next(rows) for _ in range(n)]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_together_have_exactly_the_rows_of_one(folder: PuzzleFolder, world: int):
-    alone = draw(folder, 40)
-    parts = [draw(folder, 40, rank=rank, world=world) for rank in range(world)]
+    alone = sample_batches(folder, 40)
+    parts = [sample_batches(folder, 40, rank=rank, world=world) for rank in range(world)]
     for step, whole in enumerate(alone):
         together = [parts[rank][step] for rank in range(world)]
         for name in ("rows", "inputs", "labels", "puzzle_identifiers", "mask"):
@@ -58,7 +58,7 @@ def test_a_pass_visits_each_group_once_and_takes_no_example_twice(
 ):
     split = make(tmp_path_factory.mktemp("any") / "train", shapes)
     only = split.sets[0]
-    rows = TrainRows(split, seed=seed, global_batch=3, rank=0, world=1, epochs_per_pass=1)
+    rows = TrainBatches(split, seed=seed, global_batch=3, rank=0, world=1, epochs_per_pass=1)
     visits: Counter[int] = Counter()
     open_puzzle: dict[int, set[int]] = {}
     while True:
@@ -66,7 +66,7 @@ def test_a_pass_visits_each_group_once_and_takes_no_example_twice(
         if rows.passes:
             break
         assert len(batch.rows) == 3
-        for row, puzzle in zip(batch.rows.tolist(), only.puzzles_of(batch.rows).tolist(), strict=True):
+        for row, puzzle in zip(batch.rows.tolist(), only.find_puzzles(batch.rows).tolist(), strict=True):
             group = int(np.searchsorted(only.group_indices, puzzle, side="right")) - 1
             assert open_puzzle.setdefault(group, {puzzle}) == {puzzle}  # one puzzle of a group
             visits[row] += 1
@@ -76,7 +76,7 @@ def test_a_pass_visits_each_group_once_and_takes_no_example_twice(
 
 
 def test_every_puzzle_of_a_group_and_every_example_is_drawn_as_often(folder: PuzzleFolder):
-    counts = Counter(int(row) for batch in draw(folder, 4000) for row in batch.rows)
+    counts = Counter(int(row) for batch in sample_batches(folder, 4000) for row in batch.rows)
     only = folder.sets[0]
     assert set(counts) == set(range(len(only)))
     # 24 groups. A visit to group 0 takes example 0, or examples 1 and 2, each in half of the visits.
@@ -85,29 +85,29 @@ def test_every_puzzle_of_a_group_and_every_example_is_drawn_as_often(folder: Puz
 
 
 def test_a_restored_sampler_goes_on_as_if_nothing_had_happened(folder: PuzzleFolder):
-    whole = draw(folder, 60)
+    whole = sample_batches(folder, 60)
     for at in (0, 1, 7, 8, 23, 41):
-        first = TrainRows(folder, seed=5, global_batch=6, rank=0, world=1, epochs_per_pass=2)
+        first = TrainBatches(folder, seed=5, global_batch=6, rank=0, world=1, epochs_per_pass=2)
         for _ in range(at):
             next(first)
         state = json.loads(json.dumps(first.state()))
-        second = TrainRows(folder, seed=5, global_batch=6, rank=0, world=1, epochs_per_pass=2)
+        second = TrainBatches(folder, seed=5, global_batch=6, rank=0, world=1, epochs_per_pass=2)
         second.restore(state)
         for expected in whole[at:]:
             assert np.array_equal(next(second).rows, expected.rows)
 
 
 def test_a_state_of_other_settings_is_refused(folder: PuzzleFolder):
-    state = TrainRows(folder, seed=5, global_batch=6, rank=0, world=1).state()
-    with pytest.raises(ConfigError, match="drawn with seed 5, not 6"):
-        TrainRows(folder, seed=6, global_batch=6, rank=0, world=1).restore(state)
+    state = TrainBatches(folder, seed=5, global_batch=6, rank=0, world=1).state()
+    with pytest.raises(ConfigError, match="sampled with seed 5, not 6"):
+        TrainBatches(folder, seed=6, global_batch=6, rank=0, world=1).restore(state)
     with pytest.raises(ConfigError, match="global_batch 6, not 8"):
-        TrainRows(folder, seed=5, global_batch=8, rank=0, world=1).restore(state)
+        TrainBatches(folder, seed=5, global_batch=8, rank=0, world=1).restore(state)
 
 
 def test_seeds_and_passes_have_orders_of_their_own(folder: PuzzleFolder):
-    assert not np.array_equal(draw(folder, 1)[0].rows, draw(folder, 1, seed=6)[0].rows)
-    rows = TrainRows(folder, seed=5, global_batch=6, rank=0, world=1, epochs_per_pass=1)
+    assert not np.array_equal(sample_batches(folder, 1)[0].rows, sample_batches(folder, 1, seed=6)[0].rows)
+    rows = TrainBatches(folder, seed=5, global_batch=6, rank=0, world=1, epochs_per_pass=1)
     firsts = {}
     while len(firsts) < 3:
         batch = next(rows)
@@ -116,15 +116,15 @@ def test_seeds_and_passes_have_orders_of_their_own(folder: PuzzleFolder):
 
 
 def test_numpys_own_stream_changes_nothing(folder: PuzzleFolder):
-    expected = draw(folder, 3)
+    expected = sample_batches(folder, 3)
     np.random.seed(1)
     np.random.rand(3)
-    assert all(np.array_equal(a.rows, b.rows) for a, b in zip(expected, draw(folder, 3), strict=True))
+    assert all(np.array_equal(a.rows, b.rows) for a, b in zip(expected, sample_batches(folder, 3), strict=True))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_measurement_has_each_row_once_and_says_what_is_padding(folder: PuzzleFolder, world: int):
-    shares = [TestRows(folder, global_batch=12, rank=rank, world=world) for rank in range(world)]
+    shares = [TestBatches(folder, global_batch=12, rank=rank, world=world) for rank in range(world)]
     lists = [list(share) for share in shares]
     assert {len(batches) for batches in lists} == {len(shares[0])} == {-(-len(folder) // 12)}
     seen: list[int] = []
@@ -146,20 +146,20 @@ def test_labels_of_padding_cells_are_ignored(tmp_path: Path):
     folder.mkdir()
     rows = np.array([[1, 2]], np.uint8)
     write_folder(folder, [Group(rows, np.array([[0, 5]], np.uint8))], alphabet=ALPHABET)
-    batch = next(iter(TestRows(PuzzleFolder.open(folder), global_batch=1, rank=0, world=1)))
+    batch = next(iter(TestBatches(PuzzleFolder.open(folder), global_batch=1, rank=0, world=1)))
     assert batch.labels.tolist() == [[IGNORED, 5]]
 
 
 def test_a_batch_that_cannot_be_split_or_filled_is_refused(folder: PuzzleFolder):
     with pytest.raises(ConfigError, match="cannot be split evenly over 4 processes"):
-        TrainRows(folder, seed=0, global_batch=6, rank=0, world=4)
+        TrainBatches(folder, seed=0, global_batch=6, rank=0, world=4)
     # The smallest puzzles of the six shapes have 1 + 3 + 1 + 1 + 2 + 1 = 9 examples, four times 36.
     with pytest.raises(ConfigError, match="37 rows are more than the 36 that a pass"):
-        TrainRows(folder, seed=0, global_batch=37, rank=0, world=1, epochs_per_pass=1)
+        TrainBatches(folder, seed=0, global_batch=37, rank=0, world=1, epochs_per_pass=1)
 
 
 def test_a_batch_may_be_larger_than_an_epoch_and_little_is_dropped(folder: PuzzleFolder):
-    rows = TrainRows(folder, seed=0, global_batch=500, rank=0, world=1)
+    rows = TrainBatches(folder, seed=0, global_batch=500, rank=0, world=1)
     counts: Counter[int] = Counter()
     n_batches = 0
     while not rows.passes:

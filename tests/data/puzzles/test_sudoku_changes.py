@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftplay.data.puzzles.sudoku import Changes, draw_changes, find_solutions, is_copy, keys_of, units_of
+from sftplay.data.puzzles.sudoku import Changes, compute_grid_keys, find_solutions, is_copy, list_units, sample_changes
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data" / "sudoku" / "puzzles.jsonl"
 
@@ -29,37 +29,37 @@ def stream(seed: int = 0) -> np.random.Generator:
 def test_ten_thousand_puzzles_are_changed_and_changed_back():
     originals = np.tile(np.stack([cells(QUESTION), cells(ANSWER)]), (10_000, 1))
     # Question and answer of a pair have one change.
-    drawn = draw_changes(10_000, stream())
-    changes = Changes(np.repeat(drawn.digits, 2, axis=0), np.repeat(drawn.cells, 2, axis=0))
+    sampled = sample_changes(10_000, stream())
+    changes = Changes(np.repeat(sampled.digits, 2, axis=0), np.repeat(sampled.cells, 2, axis=0))
     changed = changes.apply(originals)
     assert np.array_equal(changes.undo().apply(changed), originals)
     # Nothing but a permutation of cells and of digits: as many clues, and the answer solves its question.
     questions, answers = changed[::2], changed[1::2]
     assert ((questions > 0).sum(axis=1) == 32).all()
     assert ((questions == 0) | (questions == answers)).all()
-    assert (np.sort(answers[:, units_of(9)], axis=2) == np.arange(1, 10)).all()
+    assert (np.sort(answers[:, list_units(9)], axis=2) == np.arange(1, 10)).all()
     assert len({row.tobytes() for row in answers}) == 10_000
 
 
 def test_each_kind_of_change_is_drawn_as_often_as_it_should_be():
-    drawn = draw_changes(20_000, stream(1))
-    assert (drawn.digits[:, 0] == 0).all()
-    assert (np.sort(drawn.digits, axis=1) == np.arange(10)).all()
-    assert (np.sort(drawn.cells, axis=1) == np.arange(81)).all()
+    changes = sample_changes(20_000, stream(1))
+    assert (changes.digits[:, 0] == 0).all()
+    assert (np.sort(changes.digits, axis=1) == np.arange(10)).all()
+    assert (np.sort(changes.cells, axis=1) == np.arange(81)).all()
     # Where the first cell comes from: each of 81 cells alike, and in half of the draws along a row.
-    counts = np.bincount(drawn.cells[:, 0], minlength=81) / 20_000
+    counts = np.bincount(changes.cells[:, 0], minlength=81) / 20_000
     assert counts == pytest.approx(np.full(81, 1 / 81), abs=0.005)
-    along_row = drawn.cells[:, 1] // 9 == drawn.cells[:, 0] // 9
+    along_row = changes.cells[:, 1] // 9 == changes.cells[:, 0] // 9
     assert along_row.mean() == pytest.approx(0.5, abs=0.02)
-    assert np.bincount(drawn.digits[:, 1])[1:] / 20_000 == pytest.approx(np.full(9, 1 / 9), abs=0.01)
+    assert np.bincount(changes.digits[:, 1])[1:] / 20_000 == pytest.approx(np.full(9, 1 / 9), abs=0.01)
 
 
 @given(st.integers(0, 2**32))
 def test_all_copies_of_a_grid_have_its_key_and_are_known_as_copies(seed: int):
     pair = np.stack([cells(QUESTION), cells(ANSWER)])
-    drawn = draw_changes(1, stream(seed))
-    copies = Changes(drawn.digits.repeat(2, axis=0), drawn.cells.repeat(2, axis=0)).apply(pair)
-    assert np.array_equal(keys_of(copies), keys_of(pair))
+    changes = sample_changes(1, stream(seed))
+    copies = Changes(changes.digits.repeat(2, axis=0), changes.cells.repeat(2, axis=0)).apply(pair)
+    assert np.array_equal(compute_grid_keys(copies), compute_grid_keys(pair))
     assert is_copy(pair[0], copies[0])
     assert is_copy(copies[0], pair[0])
     other = copies[0].copy()
@@ -92,4 +92,4 @@ def test_the_real_puzzles_have_their_published_solutions_and_are_no_copies_of_ea
     found = find_solutions(questions)
     assert (found.counts == 1).all()
     assert np.array_equal(found.grids[np.argsort(found.owners)], answers)
-    assert len(set(keys_of(questions).tolist())) == len(set(keys_of(answers).tolist())) == 147
+    assert len(set(compute_grid_keys(questions).tolist())) == len(set(compute_grid_keys(answers).tolist())) == 147

@@ -126,7 +126,7 @@ def test_both_ranks_measure_their_shares_and_together_what_one_process_measures(
     sums = torch.zeros(SEGMENTS + 1, 6, dtype=torch.float64)
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
-        rows = measuring.TestRows(puzzles, global_batch=50, rank=rank, world=2)
+        rows = measuring.TestBatches(puzzles, global_batch=50, rank=rank, world=2)
         sums += sum(measuring.solve_rows(model, each, eval_halt="max").sums for each in rows)
     together = described(sums, "max")
     assert together["n"] == alone.figures["n"] == 264

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, heading
-from sftplay.data.read.encodings import BOM, SAMPLE_BYTES, UNDECODABLE, Charset, likely_encoding, likely_encoding_of
+from sftplay.data.read.encodings import BOM, SAMPLE_BYTES, UNDECODABLE, Charset, detect_encoding, detect_file_encoding
 from sftplay.errors import DataError
 
 MOST_BYTES = 64 << 20
@@ -61,7 +61,7 @@ def open_charset(path: Path, encoding: str) -> tuple[Charset, str]:
         return charset, ""
     with path.open("rb") as stream:
         _check_text(stream.read(SAMPLE_BYTES))
-    guessed = likely_encoding(path) or WESTERN
+    guessed = detect_file_encoding(path) or WESTERN
     return Charset(path, guessed), guessed
 
 
@@ -72,7 +72,7 @@ def guess_encoding(data: bytes) -> str:
         Unreadable: they are no text.
     """
     _check_text(data[:SAMPLE_BYTES])
-    return likely_encoding_of(data) or WESTERN
+    return detect_encoding(data) or WESTERN
 
 
 def check_characters(text: str, charset: Charset) -> None:

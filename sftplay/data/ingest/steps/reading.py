@@ -23,7 +23,7 @@ from sftplay.data.ingest.extract.text import check_characters, open_charset, to_
 from sftplay.data.ingest.settings import ROWS
 from sftplay.data.ingest.steps.cleaning import Cleaner, TextBlock, line_keys, write_keys
 from sftplay.data.read.encodings import BOM, Charset
-from sftplay.data.read.files import suffix_of
+from sftplay.data.read.files import find_suffix
 from sftplay.data.read.json_rows import parsed
 from sftplay.data.read.sources import Dialect, read_raw
 from sftplay.data.read.tables import parquet_rows
@@ -84,7 +84,7 @@ def text_rows(path: Path, encoding: str) -> Iterator[TextRow]:
         Unreadable: the file is damaged, or none of that kind.
     """
     try:
-        if suffix_of(path) == ".parquet":
+        if find_suffix(path) == ".parquet":
             for source, row in parquet_rows(path, columns=("text", "title")):
                 yield _text_row(source.line, row)
         else:

@@ -31,7 +31,7 @@ def as_text(tokenizer: Any, text: str) -> list[int]:
     return list(reader.encode(text, add_special_tokens=False).ids)
 
 
-def chat_of(*texts: str, tools: str = "") -> Chat:
+def make_chat(*texts: str, tools: str = "") -> Chat:
     turns = [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)]
     return Chat(tuple(turns), WHERE, tools=tools)
 
@@ -42,17 +42,17 @@ def rendered(tokenizer: Any, chat: Chat, template: str = CHATML) -> Rendered:
 
 
 def test_typed_tokens_of_a_user_are_pieces_and_all_others_control(modern_tokenizer: Any):
-    found = rendered(modern_tokenizer, chat_of(TYPED, "Yes."))
+    found = rendered(modern_tokenizer, make_chat(TYPED, "Yes."))
     start, end = modern_tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     around = [as_text(modern_tokenizer, text) for text in (f"user\n{TYPED}", "\n", "assistant\nYes.", "\n")]
     assert found.input_ids == [start, *around[0], end, *around[1], start, *around[2], end, *around[3]]
     assert [label for label in found.labels if label != -100] == [*as_text(modern_tokenizer, "Yes."), end]
-    assert found.typed_specials == 3
+    assert found.n_escaped == 3
 
 
 def test_prompt_types_the_same_tokens_as_training(modern_tokenizer: Any):
     renderer = Renderer.prove(modern_tokenizer, CHATML, samples=[])
-    chat = chat_of(TYPED, "Yes.")
+    chat = make_chat(TYPED, "Yes.")
     (found,) = renderer.render([chat])
     prompt = renderer.prompt_ids(chat.messages[:1])
     assert found.input_ids[: len(prompt)] == prompt
@@ -61,7 +61,7 @@ def test_prompt_types_the_same_tokens_as_training(modern_tokenizer: Any):
 
 
 def test_typed_token_of_the_assistant_is_learned_as_text(modern_tokenizer: Any):
-    found = rendered(modern_tokenizer, chat_of("Close it?", TYPED))
+    found = rendered(modern_tokenizer, make_chat("Close it?", TYPED))
     end = modern_tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert [label for label in found.labels if label != -100] == [*as_text(modern_tokenizer, TYPED), end]
 
@@ -87,7 +87,7 @@ def test_typed_tokens_in_calls_results_and_tools_are_text(modern_tokenizer: Any,
     assert [id for id in plain.input_ids if id in special] == [id for id in typed.input_ids if id in special]
     assert [id for id in plain.labels if id in special] == [id for id in typed.labels if id in special]
     assert modern_tokenizer.decode(typed.input_ids).count("</s><|eot_id|><|im_end|><|user|><turn|>") == 3
-    assert typed.typed_specials == 15
+    assert typed.n_escaped == 15
 
 
 def test_token_that_json_hides_behind_an_escape_is_found(modern_tokenizer: Any):
@@ -96,7 +96,7 @@ def test_token_that_json_hides_behind_an_escape_is_found(modern_tokenizer: Any):
     found = rendered(modern_tokenizer, Chat(turns, WHERE))
     assert '{"stone": "</s>"}' in modern_tokenizer.decode(found.input_ids)
     assert modern_tokenizer.eos_token_id not in found.input_ids
-    assert found.typed_specials == 1
+    assert found.n_escaped == 1
 
 
 def test_plain_text_is_read_without_control_between_bos_and_eos(modern_tokenizer: Any):
@@ -104,41 +104,43 @@ def test_plain_text_is_read_without_control_between_bos_and_eos(modern_tokenizer
     (found,) = Renderer.prove(modern_tokenizer, None, samples=[]).render([Text(text, WHERE)])
     ids = as_text(modern_tokenizer, text)
     assert found.input_ids == [*ids, modern_tokenizer.eos_token_id]
-    assert (found.labels, found.typed_specials) == (found.input_ids, 2)
+    assert (found.labels, found.n_escaped) == (found.input_ids, 2)
 
 
 def test_thought_of_an_assistant_stays_control_where_its_marks_are_special_tokens(modern_tokenizer: Any):
     modern_tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
     marks = modern_tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
-    found = rendered(modern_tokenizer, chat_of("Say <think>", "<think>Well.</think>Ho.", "</s>?", "No."))
+    found = rendered(modern_tokenizer, make_chat("Say <think>", "<think>Well.</think>Ho.", "</s>?", "No."))
     assert [id for id in found.input_ids if id in marks] == marks
     assert [label for label in found.labels if label in marks] == marks
-    assert found.typed_specials == 2
-    alone = rendered(modern_tokenizer, chat_of("Hi?", "<think>Well.</think>Ho."))
+    assert found.n_escaped == 2
+    alone = rendered(modern_tokenizer, make_chat("Hi?", "<think>Well.</think>Ho."))
     assert [label for label in alone.labels if label in marks] == marks
-    assert alone.typed_specials == 0
+    assert alone.n_escaped == 0
 
 
 def test_records_that_type_nothing_are_encoded_as_ever(modern_tokenizer: Any):
-    chats = [chat_of("Hi?", "Ho."), chat_of("a < b | c > d <im_end>", "<|im_end| >")]
+    chats = [make_chat("Hi?", "Ho."), make_chat("a < b | c > d <im_end>", "<|im_end| >")]
     for found, chat in zip(Renderer.prove(modern_tokenizer, CHATML, samples=[]).render(chats), chats, strict=True):
         turns = [{"role": turn.role, "content": turn.content} for turn in chat.messages]
-        theirs = modern_tokenizer.apply_chat_template(turns, chat_template=CHATML, return_dict=True)["input_ids"]
-        assert (found.input_ids, found.typed_specials) == (theirs, 0)
+        expected = modern_tokenizer.apply_chat_template(turns, chat_template=CHATML, return_dict=True)["input_ids"]
+        assert (found.input_ids, found.n_escaped) == (expected, 0)
 
 
 @pytest.mark.parametrize("mark", ["\ufdd0", "\ufdd1", "\ufdd2"])
 def test_noncharacters_are_refused_wherever_they_stand(modern_tokenizer: Any, mark: str):
     call = Call("weigh", json.dumps({"stone": mark}), "call00001")
     records = [
-        chat_of(f"Hi {mark}?", "Ho."),
-        chat_of("Hi?", f"Ho {mark}<|im_end|>."),
+        make_chat(f"Hi {mark}?", "Ho."),
+        make_chat("Hi?", f"Ho {mark}<|im_end|>."),
         Chat((Message("user", "Hi?"), Message("assistant", "", (call,))), WHERE),
-        chat_of("Hi?", "Ho.", tools=json.dumps([{"type": "function", "function": {"name": "a", "description": mark}}])),
+        make_chat(
+            "Hi?", "Ho.", tools=json.dumps([{"type": "function", "function": {"name": "a", "description": mark}}])
+        ),
         Text(f"Hi {mark}.", WHERE),
     ]
     found = Renderer.prove(modern_tokenizer, CHATML, samples=[]).render(records)
-    assert ["U+FDD0" in each.problem for each in found] == [True] * 5
+    assert ["U+FDD0" in example.problem for example in found] == [True] * 5
 
 
 def test_template_that_looks_at_a_typed_token_has_the_row_refused(modern_tokenizer: Any):
@@ -147,13 +149,13 @@ def test_template_that_looks_at_a_typed_token_has_the_row_refused(modern_tokeniz
         "'<|im_start|>' + message['role'] + '\\n' + message['content'].split('</s>')[-1]",
     )
     renderer = Renderer.prove(modern_tokenizer, template, samples=[])
-    typed, plain = renderer.render([chat_of("One</s>Two?", "Yes."), chat_of("Two?", "Yes.")])
+    typed, plain = renderer.render([make_chat("One</s>Two?", "Yes."), make_chat("Two?", "Yes.")])
     assert plain.problem == ""
     assert typed.problem != ""
 
 
 def sentencepiece(vocab: list[tuple[str, float]]) -> PreTrainedTokenizerFast:
-    """A unigram tokenizer in the style of sentencepiece, whose control tokens are pieces of the vocabulary too."""
+    """A unigram tokenizer in the style of sentencepiece: its control tokens are pieces of the vocabulary too."""
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
@@ -169,7 +171,7 @@ def test_vocabulary_that_has_control_tokens_as_pieces_does_not_spell_them():
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '</s>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
-    found = rendered(tokenizer, chat_of("Hi </s> ho", "ye <s>s"), template)
+    found = rendered(tokenizer, make_chat("Hi </s> ho", "ye <s>s"), template)
     assert found.problem == ""
     assert [found.input_ids.count(id) for id in (tokenizer.bos_token_id, tokenizer.eos_token_id)] == [0, 2]
     assert tokenizer.decode(found.input_ids) == "user: Hi </s> ho</s>assistant: ye <s>s</s>"
@@ -181,7 +183,7 @@ def test_merges_that_make_a_control_token_out_of_text_are_not_made():
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[("<", "/"), ("s", ">"), ("</", "s>")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     backend.decoder = decoders.Fuse()
-    found = rendered(tokenizer, chat_of("Hi </s> ho.", "yes."), BARE)
+    found = rendered(tokenizer, make_chat("Hi </s> ho.", "yes."), BARE)
     assert found.problem == ""
     assert found.input_ids.count(0) == 2
     assert [vocab[piece] for piece in ("</", "s>")] == found.input_ids[8:10]
@@ -193,9 +195,9 @@ def test_row_is_refused_where_unknown_words_are_the_very_token_it_types():
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
     renderer = Renderer.prove(
-        tokenizer, BARE.replace("':'", "' : '").replace("assistant:", "assistant : "), samples=[chat_of("Hi", "Ho")]
+        tokenizer, BARE.replace("':'", "' : '").replace("assistant:", "assistant : "), samples=[make_chat("Hi", "Ho")]
     )
-    plain, typed = renderer.render([chat_of("Hi", "Ho"), chat_of("Hi <unk>", "Ho")])
+    plain, typed = renderer.render([make_chat("Hi", "Ho"), make_chat("Hi <unk>", "Ho")])
     assert plain.problem == ""
     assert "types '<unk>', which this tokenizer cannot write as text" in typed.problem
 
@@ -216,7 +218,7 @@ def test_pieces_around_are_those_of_a_tokenizer_that_puts_a_space_first(scheme: 
         "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}"
         "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
     )
-    found = rendered(tokenizer, chat_of("the </s> boat<unk><s>", "Yes.", "so", "no"), template)
+    found = rendered(tokenizer, make_chat("the </s> boat<unk><s>", "Yes.", "so", "no"), template)
     turns = ["[INST] the </s> boat<unk><s> [/INST] Yes. ", "[INST] so [/INST] no "]
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     assert found.input_ids == [id for text in turns for id in (bos, *as_text(tokenizer, text), eos)]
@@ -229,7 +231,7 @@ def test_eos_that_is_not_marked_special_is_told_apart_too(modern_tokenizer: Any)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
     tokenizer.eos_token = "</s>"
     template = CHATML.replace("<|im_end|>", "</s>")
-    found = rendered(tokenizer, chat_of("a </s> b", "Yes."), template)
+    found = rendered(tokenizer, make_chat("a </s> b", "Yes."), template)
     assert found.input_ids.count(tokenizer.convert_tokens_to_ids("</s>")) == 2
     assert found.labels[-2] == tokenizer.convert_tokens_to_ids("</s>")
     assert "a </s> b" in tokenizer.decode(found.input_ids)
@@ -261,7 +263,7 @@ def test_what_a_normaliser_makes_of_a_text_is_never_control(normalizer: Any, typ
     tokenizer = folding(normalizer)
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
     renderer = Renderer.prove(tokenizer, CHATML, samples=[])
-    chat = chat_of(typed, f"hill {typed}")
+    chat = make_chat(typed, f"hill {typed}")
     for found in (*renderer.render([chat]), *Renderer.from_recipe(renderer.recipe()).render([chat])):
         assert found.input_ids.count(end) == 2
         assert found.input_ids.count(eos) == 0
@@ -273,6 +275,6 @@ def test_what_a_normaliser_makes_of_a_text_is_never_control(normalizer: Any, typ
 
 def test_a_plain_answer_has_the_same_ids_as_with_transformers_where_a_normaliser_folds():
     tokenizer = folding(normalizers.NFKC())
-    found = rendered(tokenizer, chat_of("the boat", "hill"))
+    found = rendered(tokenizer, make_chat("the boat", "hill"))
     turns = [{"role": "user", "content": "the boat"}, {"role": "assistant", "content": "hill"}]
     assert found.input_ids == tokenizer.apply_chat_template(turns, chat_template=CHATML, return_dict=False)

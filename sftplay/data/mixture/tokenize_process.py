@@ -1,4 +1,4 @@
-"""The process that fills a store while training reads it: `python -m sftplay.data.mixture.filler JOB`."""
+"""Process that tokenises into a store while training reads: `python -m sftplay.data.mixture.tokenize_process JOB`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from sftplay import log
 from sftplay.atomic import write_bytes, write_text
-from sftplay.data.mixture.following import failure_of
 from sftplay.data.mixture.sources import SourceJob
+from sftplay.data.mixture.streamed_store import get_failure_path
 from sftplay.errors import SftplayError
 from sftplay.signals import popen_tied
 
@@ -21,30 +21,30 @@ NICENESS = 10
 """Training goes first where both want a core."""
 
 
-def start_filler(job: SourceJob) -> subprocess.Popen[bytes]:
-    """Start the process; it ends with this one. Its lines go to this rank's log.
+def start_tokenize_process(job: SourceJob) -> subprocess.Popen[bytes]:
+    """Start the process; it ends together with this one. Its lines go to this rank's log.
 
     Several may be started for one store, also by other runs: one fills it, the others wait and then have nothing to do.
     """
     folder = job.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    failure_of(folder).unlink(missing_ok=True)
+    get_failure_path(folder).unlink(missing_ok=True)
     path = folder.with_name(f"{folder.name}.job.{os.getpid()}")
     write_bytes(path, pickle.dumps(job))
-    command = [sys.executable, "-m", "sftplay.data.mixture.filler", str(path)]
+    command = [sys.executable, "-m", "sftplay.data.mixture.tokenize_process", str(path)]
     return popen_tied(command, output=STANDARD_OUTPUT, env={log.FOLLOWED: "", "TOKENIZERS_PARALLELISM": "false"})
 
 
 def fill(path: Path) -> int:
-    """Fill the store of the job in the file `path`, and remove that file; the exit code."""
+    """Fill the store of the job in the file `path`, and remove that file; return the exit code."""
     job: SourceJob = pickle.loads(path.read_bytes())
     path.unlink()
     os.nice(NICENESS)
     try:
-        job.ensure(is_followed=True)
+        job.ensure(is_streamed=True)
     except SftplayError as error:
         failure = {"kind": type(error).__name__, "what": error.what, "where": error.where, "fix": error.fix}
-        write_text(failure_of(job.folder), json.dumps(failure))
+        write_text(get_failure_path(job.folder), json.dumps(failure))
         return error.exit_code
     return 0
 

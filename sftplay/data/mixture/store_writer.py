@@ -1,7 +1,7 @@
 """Fills a store from the pass over a source's rows. Readers can follow it, and another process can take over.
 
 Every file only grows. The index is written last, whenever a group is complete, with the lengths of all files and what
-the pass knows then. Whoever takes over cuts the files to these lengths and goes on with the next row.
+the pass knows then. A process that takes over cuts the files to these lengths and continues with the next row.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ SEEN = "seen_records"
 SEEN_ENTRY = np.dtype([("keys", "<u8", 3), ("is_held_out", "u1"), ("is_chat", "u1")])
 
 
-class StoreFiles:
-    """Fills the store in `folder`, from where an earlier process has left it: an `Output` of the pass over rows."""
+class StoreWriter:
+    """Write the store in `folder`, from where an earlier process has left it: an `Output` of the pass over rows."""
 
-    def __init__(self, folder: Path, index: Index, *, held_out_first: bool = True, is_followed: bool = False) -> None:
+    def __init__(self, folder: Path, index: Index, *, held_out_first: bool = True, is_streamed: bool = False) -> None:
         """`index` is that of a new store. With `held_out_first` no row is held out after the first to train on.
 
-        With `is_followed` a bad row ends the pass before the next group is shown, not at the end of all rows.
+        With `is_streamed` a bad row ends the pass before the next group is shown, not at the end of all rows.
         """
-        self._folder, self._held_out_first, self._is_followed = folder, held_out_first, is_followed
+        self._folder, self._held_out_first, self._is_followed = folder, held_out_first, is_streamed
         with suppress(OSError, ValueError, TypeError, KeyError):
             index = Index.read(folder)
         self.index = index
@@ -48,7 +48,7 @@ class StoreFiles:
         self._n_rows = int(index.resume.get("rows", 0))
         self._has_news = False
 
-    def __enter__(self) -> StoreFiles:
+    def __enter__(self) -> StoreWriter:
         kinds = ["tokens", "documents", *(["learned"] if self.index.has_mask else [])]
         lengths = self.index.resume.get("lengths", {})
         for name in [CHATS, REFUSED, SEEN, *(f"{side}.{kind}" for side in SIDES for kind in kinds)]:
@@ -97,7 +97,7 @@ class StoreFiles:
         table["row"] = [outcome.row for outcome, _ in kept]
         table["line"] = [outcome.source.line for outcome, _ in kept]
         table["record"] = [outcome.source.record for outcome, _ in kept]
-        table["path"] = [self._number_of(outcome.source.path) for outcome, _ in kept]
+        table["path"] = [self._number_path(outcome.source.path) for outcome, _ in kept]
         self._files[f"{side}.tokens"].write(ids.astype(f"<u{self.index.id_bytes}").tobytes())
         self._files[f"{side}.documents"].write(table.tobytes())
         self._add_groups(side, filled.add(table))
@@ -162,7 +162,7 @@ class StoreFiles:
         self.index.groups[side] += ends
         self._has_news |= bool(ends)
 
-    def _number_of(self, path: str) -> int:
+    def _number_path(self, path: str) -> int:
         if path not in self._path_numbers:
             self._path_numbers[path] = len(self.index.paths)
             self.index.paths.append(path)
@@ -171,7 +171,7 @@ class StoreFiles:
 
 @dataclass
 class _Side:
-    """How far one side is filled."""
+    """The progress of one side."""
 
     n_documents: int = 0
     n_tokens: int = 0
@@ -183,7 +183,7 @@ class _Side:
     """Tokens before it."""
 
     def add(self, table: Any) -> list[int]:
-        """Count new documents; where groups end among them."""
+        """Count new documents; return where groups end among them."""
         before, ends = self.n_documents, table["end"]
         found: list[int] = []
         self.n_documents += len(table)
@@ -197,5 +197,5 @@ class _Side:
             self.group_documents, self.group_tokens = end, int(ends[end - 1 - before])
 
     def rest(self) -> list[int]:
-        """Where the last group ends, if it is not full."""
+        """Return the end of the last group, if it is not full."""
         return [self.n_documents] if self.n_documents > self.group_documents else []

@@ -1,4 +1,4 @@
-"""Reads a store while another process fills it. A reader waits for what it needs, or gets the filler's error."""
+"""Read a store while another process writes it. A reader waits for what it needs, or gets the writer's error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.atomic import examine_object, is_locked, unfinished_folder
-from sftplay.data.cache import SEAL, lock_of
+from sftplay.data.cache import SEAL, get_lock_path
 from sftplay.data.mixture.documents import Documents
 from sftplay.data.mixture.store import Index, Store
 from sftplay.data.tokenize.policies import SIDES
@@ -20,50 +20,50 @@ from sftplay.errors import ConfigError, DataError, MachineError, RunError, Sftpl
 POLL_S = 0.05
 LOOKS = 20
 ABANDONED_S, STARTS_S = 5.0, 300.0
-"""A store that nobody holds for so long, and that is not whole, has lost its filler; or it has none, at the start.
-Before the filler of this run has begun there may be rows of an earlier run."""
+"""An unfinished store without a lock for this long has lost its writer, or at the start never had one.
+Before the writer of this run starts there may be rows of an earlier run."""
 
 KINDS: dict[str, type[SftplayError]] = {
     kind.__name__: kind for kind in (ConfigError, DataError, MachineError, RunError)
 }
 
 
-def failure_of(folder: Path) -> Path:
-    """The file in which a filler leaves its error."""
+def get_failure_path(folder: Path) -> Path:
+    """Return the path of the file in which the writer leaves its error."""
     return folder.with_name(f"{folder.name}.failed.json")
 
 
 @dataclass
 class GrowingDocuments(Documents):
-    """One side of a store that is being filled."""
+    """One side of a store that is being written."""
 
-    more: Callable[[], None] = lambda: None
-    """Waits until the store shows more."""
+    wait_for_more: Callable[[], None] = lambda: None
+    """Wait until the store shows more."""
 
     def has_group(self, number: int) -> bool:
         """As `Documents.has_group`."""
         while number >= len(self.group_ends) and not self.is_whole:
-            self.more()
+            self.wait_for_more()
         return number < len(self.group_ends)
 
 
-class FollowedStore(Store):
-    """A store that another process fills."""
+class StreamedStore(Store):
+    """A store that another process writes."""
 
-    def __init__(self, folder: Path, *, path: str, filler: subprocess.Popen[bytes] | None = None) -> None:
-        """Waits until there is something to follow. `path` is that of the source's rows, for messages.
+    def __init__(self, folder: Path, *, path: str, process: subprocess.Popen[bytes] | None = None) -> None:
+        """Wait until the store shows something. `path` is that of the source's rows, for messages.
 
-        `filler` is the process that fills it, where this process has started it.
+        `process` is the one that fills it, if this process started it.
 
         Raises:
-            SftplayError: the filler's error.
+            SftplayError: the error of the writer.
         """
-        self._final, self._path, self._filler = folder, path, filler
+        self._final, self._path, self._process = folder, path, process
         self._was_held = False
         seen = self._wait_for(None)
         super().__init__(seen.folder, seen.index, {})
         for side in SIDES:
-            self.sides[side] = GrowingDocuments(**vars(seen.sides[side]), more=self._follow)
+            self.sides[side] = GrowingDocuments(**vars(seen.sides[side]), wait_for_more=self._follow)
 
     def chats(self) -> list[str]:
         """As `Store.chats`: its folder may just have got its final name."""
@@ -74,7 +74,7 @@ class FollowedStore(Store):
             return super().chats()
 
     def refresh(self) -> None:
-        """As `Store.refresh`: the filler may be further than what has been read."""
+        """As `Store.refresh`: the writer may be further than what has been read."""
         if seen := self._opened(self.index):
             self._show(seen)
 
@@ -108,7 +108,7 @@ class FollowedStore(Store):
                 return seen
             self._raise_failure()
             now = time.monotonic()
-            if is_locked(lock_of(self._final)):
+            if is_locked(get_lock_path(self._final)):
                 held_at, self._was_held = now, True
             elif now - held_at > (ABANDONED_S if self._was_held or self._has_ended() else STARTS_S):
                 raise RunError(
@@ -119,7 +119,7 @@ class FollowedStore(Store):
             time.sleep(POLL_S)
 
     def _has_ended(self) -> bool:
-        return self._filler is not None and self._filler.poll() is not None
+        return self._process is not None and self._process.poll() is not None
 
     def _opened(self, known: Index | None) -> Store | None:
         """The store where it shows more than the known index."""
@@ -136,7 +136,7 @@ class FollowedStore(Store):
         return None
 
     def _raise_failure(self) -> None:
-        failure, _ = examine_object(failure_of(self._final))
+        failure, _ = examine_object(get_failure_path(self._final))
         if failure:
             kind = KINDS.get(str(failure["kind"]), RunError)
             raise kind(str(failure["what"]), where=str(failure["where"]), fix=str(failure["fix"]))
