@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sftplay.export.gate import Refused
+from sftplay.export.gate import RefusedRequest
 
 LEAST_TEMPERATURE = 0.001
 """Scores are divided by it in half precision; a smaller one gives infinities."""
@@ -22,7 +22,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class Part(Strict):
+class ContentPart(Strict):
     """A piece of a message. Pictures and sound are refused: they would be fetched from wherever a client says."""
 
     type: Literal["text"]
@@ -57,7 +57,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -179,7 +179,7 @@ def read_request(body: bytes) -> ChatRequest:
     """The request in a body.
 
     Raises:
-        Refused: with 400, naming the first parameter that is wrong.
+        RefusedRequest: with 400, naming the first parameter that is wrong.
     """
     try:
         return ChatRequest.model_validate_json(body)
@@ -187,4 +187,4 @@ def read_request(body: bytes) -> ChatRequest:
         first = error.errors(include_url=False, include_input=False)[0]
         param = ".".join(map(str, first["loc"])) or None
         what = "not a parameter of this server" if first["type"] == "extra_forbidden" else first["msg"]
-        raise Refused(400, f"{param}: {what}" if param else what, param=param) from None
+        raise RefusedRequest(400, f"{param}: {what}" if param else what, param=param) from None

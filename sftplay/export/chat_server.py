@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from sftplay.export.chat_request import ChatRequest, read_request
-from sftplay.export.gate import App, Gate, Message, Receive, Refused, Send, replay, send_json
+from sftplay.export.gate import App, Gate, Message, Receive, RefusedRequest, Send, replay, send_json
 
 ANSWER_TOKENS = 1024
 """Longest answer where the client names none, as transformers' server has it (5.17)."""
@@ -43,10 +43,10 @@ class ChatApp:
         elif path == "/v1/chat/completions":
             try:
                 request, body = await asyncio.to_thread(self.read, (await receive())["body"])
-            except Refused as refusal:
+            except RefusedRequest as refusal:
                 await refusal.answer(send)
             else:
-                await self.app(scope, replay(body, receive), Ending(send, request))
+                await self.app(scope, replay(body, receive), StopTextSend(send, request))
         else:
             await self.app(scope, receive, send)
 
@@ -54,11 +54,11 @@ class ChatApp:
         """The request, and the body for transformers' server.
 
         Raises:
-            Refused: a parameter is wrong, or prompt and answer do not fit the model's context.
+            RefusedRequest: a parameter is wrong, or prompt and answer do not fit the model's context.
         """
         request = read_request(body)
         if request.model != self.name:
-            raise Refused(400, f"model: this server has {self.name!r} only", param="model")
+            raise RefusedRequest(400, f"model: this server has {self.name!r} only", param="model")
         n_prompt = self._count(request)
         answer = request.answer_tokens
         if self.context_tokens is not None:
@@ -68,7 +68,7 @@ class ChatApp:
                 what = (
                     f"a prompt of {n_prompt} tokens{wish} is more than the {self.context_tokens} that the model reads"
                 )
-                raise Refused(400, what, param="messages" if room < 1 else "max_tokens")
+                raise RefusedRequest(400, what, param="messages" if room < 1 else "max_tokens")
             answer = answer or min(ANSWER_TOKENS, room)
         forwarded = request.forwarded() | {"max_tokens": answer or ANSWER_TOKENS}
         return request, json.dumps(forwarded).encode()
@@ -83,7 +83,7 @@ class ChatApp:
         except TEMPLATE_ERRORS as error:
             first = next(iter(str(error).splitlines()), type(error).__name__)
             what = f"messages: the chat template refuses them ({first})"
-            raise Refused(400, what, param="messages") from error
+            raise RefusedRequest(400, what, param="messages") from error
         return len(ids)
 
 
@@ -97,7 +97,7 @@ def _flat(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-class Ending:
+class StopTextSend:
     """A `send` that ends an answer before the text at which it was to stop, and a stream with `[DONE]`."""
 
     def __init__(self, send: Send, request: ChatRequest) -> None:

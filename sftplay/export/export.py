@@ -24,7 +24,7 @@ from sftplay.export.merge import (
     Dtype,
     check_target,
     copy_processor,
-    file_of_base,
+    find_base_file,
     merged_model,
     save_whole,
     set_end_tokens,
@@ -104,12 +104,12 @@ def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
     # step-N.json measures the weights at a step of the training, not the result.
     measured = sorted(path for path in folder.eval.glob("*.json") if not path.stem.startswith("step-"))
     figures = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in measured}
-    clean = Cleaner([*_strings(cfg.model_dump()), str(folder.path.resolve())])
+    clean = Redactor([*_strings(cfg.model_dump()), str(folder.path.resolve())])
     public_cfg = RunConfig.model_validate(clean(cfg.model_dump()))
     public_cfg.origins.update(clean(cfg.origins))
     is_named = not (is_local(cfg.model.name) or PurePosixPath(cfg.model.name).is_absolute())
     is_builtin = cfg.model.name.startswith(BUILTIN)
-    card = None if is_builtin else file_of_base(cfg, folder, name="README.md")
+    card = None if is_builtin else find_base_file(cfg, folder, name="README.md")
     return PublicRun(
         name=folder.path.resolve().name,
         cfg=public_cfg,
@@ -135,7 +135,7 @@ def _add_adapter(folder: RunFolder, target: Path, *, run: PublicRun) -> None:
     target.mkdir()
     settings = json.loads((folder.path / "adapter" / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
     settings["base_model_name_or_path"] = run.cfg.model.name
-    _write_json(target / ADAPTER_FILES[0], Cleaner()(settings))
+    _write_json(target / ADAPTER_FILES[0], Redactor()(settings))
     shutil.copyfile(folder.path / "adapter" / ADAPTER_FILES[1], target / ADAPTER_FILES[1])
 
 
@@ -151,7 +151,7 @@ def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-class Cleaner:
+class Redactor:
     """Removes paths of this machine and secrets from JSON values. Some of the strings in `known` are such paths."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:

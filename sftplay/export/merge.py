@@ -76,18 +76,18 @@ def merged_model(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None) -> t
         MachineError: the base cannot be read.
         RunError: a value is not finite, before or after rounding.
     """
-    tokenizer = load_tokenizer(cfg.model, str(adapter_of(cfg, folder)))
+    tokenizer = load_tokenizer(cfg.model, str(find_adapter(cfg, folder)))
     base = load_unquantised(cfg, folder)
     log.status("merging layer by layer", "merge")
     fix = "merge with the base's own dtype, or in bf16"
-    whole, is_untied = merge_adapter(base, adapter_of(cfg, folder), dtype=DTYPES[dtype] if dtype else None, fix=fix)
+    whole, is_untied = merge_adapter(base, find_adapter(cfg, folder), dtype=DTYPES[dtype] if dtype else None, fix=fix)
     if is_untied:
         log.say("note: head and input embedding were one weight and are two now; the merged model holds both", "merge")
     set_end_tokens(whole.generation_config, tokenizer)
     return whole.eval(), tokenizer
 
 
-def adapter_of(cfg: RunConfig, folder: RunFolder) -> Path:
+def find_adapter(cfg: RunConfig, folder: RunFolder) -> Path:
     """The run's adapter folder.
 
     Raises:
@@ -108,7 +108,7 @@ def load_unquantised(cfg: RunConfig, folder: RunFolder, *, dtype: torch.dtype | 
     Raises:
         MachineError: it cannot be read whole, or is stored quantised.
     """
-    name, revision = base_of(cfg, folder)
+    name, revision = find_base(cfg, folder)
     where = f"{cfg.origins.get('model.name', 'model')} model.name {name}"
     log.status(f"opening {name} unquantised", "merge")
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": cfg.model.trust_remote_code}
@@ -137,7 +137,7 @@ def _check_not_quantised(config: Any, where: str) -> None:
         raise MachineError(what, where=where, fix=fix)
 
 
-def base_of(cfg: RunConfig, folder: RunFolder) -> tuple[str, str | None]:
+def find_base(cfg: RunConfig, folder: RunFolder) -> tuple[str, str | None]:
     """Name or folder of the base, and its revision. A run that starts from merged weights keeps its own copy."""
     own = folder.path / "base"
     if own.is_dir():
@@ -176,13 +176,13 @@ def save_whole(model: Any, tokenizer: Any, *, target: Path, shard_bytes: int = S
 def copy_processor(cfg: RunConfig, folder: RunFolder, *, target: Path) -> None:
     """Copy the base's files for reading pictures, where it has any."""
     for name in PROCESSOR_FILES:
-        if file := file_of_base(cfg, folder, name=name):
+        if file := find_base_file(cfg, folder, name=name):
             shutil.copyfile(file, target / name)
 
 
-def file_of_base(cfg: RunConfig, folder: RunFolder, *, name: str) -> Path | None:
+def find_base_file(cfg: RunConfig, folder: RunFolder, *, name: str) -> Path | None:
     """A file beside the base's weights, None when it is not there or cannot be fetched."""
-    base, revision = base_of(cfg, folder)
+    base, revision = find_base(cfg, folder)
     try:
         file = cached_file(
             base, name, revision=revision, _raise_exceptions_for_missing_entries=False,

@@ -25,7 +25,7 @@ from sftplay.data.pipeline import load_examples
 from sftplay.data.records import IGNORE_INDEX, Message
 from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, DataError, RunError
-from sftplay.export.merge import adapter_of, end_token_ids, load_unquantised, size_bytes
+from sftplay.export.merge import end_token_ids, find_adapter, load_unquantised, size_bytes
 from sftplay.generate.generate import Generator
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_result
@@ -79,26 +79,26 @@ def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, 
         MachineError: the base cannot be read.
         RunError: the merged model disagrees, with the figures and the tensors that differ.
     """
-    adapter = adapter_of(cfg, folder)
+    adapter = find_adapter(cfg, folder)
     if not merged.is_dir():
         raise ConfigError("no merged model here", where=str(merged), fix="make merge")
     tokenizer = load_tokenizer(cfg.model, str(adapter))
     prompts, origin = _choose_prompts(cfg, folder, tokenizer=tokenizer)
     log.say(f"comparing on {len(prompts)} {origin} prompts, in fp32", "merge")
     reference = attach_for_merging(load_unquantised(cfg, folder, dtype=torch.float32), adapter)
-    expected = _outputs_of(Generator(reference, tokenizer, end_token_ids(tokenizer), ANSWER_TOKENS), prompts)
+    expected = _compute_outputs(Generator(reference, tokenizer, end_token_ids(tokenizer), ANSWER_TOKENS), prompts)
     whole = _open_merged(cfg, merged)
     problems = _find_altered(_merged_by_peft(reference), whole)
     del reference
     gc.collect()
     dtype = whole.dtype
-    actual = _outputs_of(Generator(whole.float(), tokenizer, [], ANSWER_TOKENS), prompts, given=expected.answers)
+    actual = _compute_outputs(Generator(whole.float(), tokenizer, [], ANSWER_TOKENS), prompts, given=expected.answers)
     figures = _compare(expected, actual, dtype=dtype) | {"prompts": origin, "altered": problems}
     if AutoTokenizer.from_pretrained(merged).chat_template != tokenizer.chat_template:
         problems.append("the chat template is not the one of the run")
     if cfg.tuning.mode == "qlora":
         figures["quantised"] = _quantisation(cfg, folder, prompts=prompts, expected=expected, merged=actual)
-    _judge(figures, problems, merged=merged)
+    _check_figures(figures, problems, merged=merged)
     return figures
 
 
@@ -111,11 +111,11 @@ def _choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tup
         held_out = None
     if not held_out:
         return _built_in(tokenizer), "built-in"
-    rows = [held_out[n] for n in _spread(len(held_out))]
-    return [_prompt_of(list(row["input_ids"]), list(row["labels"]))[-PROMPT_TOKENS:] for row in rows], "held-out"
+    rows = [held_out[n] for n in _evenly_spaced(len(held_out))]
+    return [_take_prompt(list(row["input_ids"]), list(row["labels"]))[-PROMPT_TOKENS:] for row in rows], "held-out"
 
 
-def _spread(count: int) -> list[int]:
+def _evenly_spaced(count: int) -> list[int]:
     """PROMPTS of so many rows, evenly spread, or all of them."""
     return sorted({n * count // PROMPTS for n in range(PROMPTS)}) if count else []
 
@@ -124,7 +124,7 @@ def _held_out_rows(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> Any:
     """The held-out rows, or some held-out blocks of each source; empty or None where there are none."""
     if cfg.learns_documents:
         mixture = load_mixture(cfg, tokenizer, renderer_template=tokenizer.chat_template)
-        return [blocks[n] for blocks in mixture.held_out.values() for n in _spread(len(blocks))]
+        return [blocks[n] for blocks in mixture.held_out.values() for n in _evenly_spaced(len(blocks))]
     checked = folder.read_json("data_report.json").get("files")
     return load_examples(cfg, tokenizer, renderer_template=tokenizer.chat_template, checked=checked).held_out
 
@@ -136,13 +136,13 @@ def _built_in(tokenizer: Any) -> list[list[int]]:
     return [renderer.prompt_ids([Message("user", question)]) for question in QUESTIONS]
 
 
-def _prompt_of(ids: list[int], labels: list[int]) -> list[int]:
+def _take_prompt(ids: list[int], labels: list[int]) -> list[int]:
     first = next((place for place, label in enumerate(labels) if label != IGNORE_INDEX), len(ids))
     return ids[:first] if first > 1 else ids[: max(1, len(ids) // 2)]  # plain text is learned as a whole: half of it
 
 
 @torch.no_grad()
-def _outputs_of(
+def _compute_outputs(
     generator: Generator, prompts: Sequence[list[int]], *, given: Sequence[list[int]] | None = None
 ) -> Outputs:
     """The model's answers, and its scores for them, or for the `given` answers."""
@@ -249,7 +249,7 @@ def _quantisation(
     }
 
 
-def _judge(figures: dict[str, Any], problems: list[str], *, merged: Path) -> None:
+def _check_figures(figures: dict[str, Any], problems: list[str], *, merged: Path) -> None:
     diff, tolerance = figures["max_abs_logit_diff"], figures["tolerance"]
     faults = [f"altered: {', '.join(problems[:5])}"] if problems else []
     if not diff <= tolerance:

@@ -50,7 +50,7 @@ def write_card(run: PublicRun, path: Path) -> None:
     text = _template("model_card.md").render(
         run=run,
         cfg=run.cfg,
-        method=_method_of(run.cfg),
+        method=_describe_method(run.cfg),
         has_chat_template=(path.parent / "chat_template.jinja").is_file(),
         base=repr(run.hub_base or f"path/to/{run.cfg.model.name}"),
         sources=_sources(run.data_report),
@@ -112,7 +112,7 @@ def _front_matter(run: PublicRun) -> ModelCardData:
     )
 
 
-def _method_of(cfg: RunConfig) -> str:
+def _describe_method(cfg: RunConfig) -> str:
     method = {
         "full": "every weight was trained",
         "lora": "an adapter was trained and merged into the base",

@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
-from sftplay.export.merge import RECORD, adapter_digest, adapter_of, merge, set_end_tokens
-from sftplay.export.server import Server, build_server, choose_port, run_server
+from sftplay.export.merge import RECORD, adapter_digest, find_adapter, merge, set_end_tokens
+from sftplay.export.server import ServerKind, build_server, choose_port, run_server
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.tokenizer import load_tokenizer
 
@@ -26,7 +26,7 @@ REVISION = "0" * 40
 GENERATION = "generation_config.json"
 
 
-def serve(cfg: RunConfig, folder: RunFolder, *, server: Server, port: int) -> int:
+def serve(cfg: RunConfig, folder: RunFolder, *, server: ServerKind, port: int) -> int:
     """Serve the run until a signal stops it; the exit code. An adapter is merged first, once, into `merged/`.
 
     Clients ask for the model by the run's name. As with OpenAI's own service, an answer is sampled at the
@@ -56,7 +56,7 @@ def whole_model(cfg: RunConfig, folder: RunFolder) -> Path:
     """
     if (folder.path / "model").is_dir():
         return folder.path / "model"
-    adapter_of(cfg, folder)
+    find_adapter(cfg, folder)
     merged = folder.path / "merged"
     if not merged.exists():
         log.say(f"a server needs one whole model: merging the adapter into {merged}", "serve")

@@ -26,9 +26,9 @@ from sftplay.machine.ports import HOST, free_port
 from sftplay.places import ROOT
 from sftplay.signals import popen_tied
 
-Server = Literal["transformers", "vllm"]
+ServerKind = Literal["transformers", "vllm"]
 
-NEEDS: dict[Server, tuple[str, ...]] = {"transformers": ("fastapi", "uvicorn", "openai"), "vllm": ("vllm",)}
+NEEDS: dict[ServerKind, tuple[str, ...]] = {"transformers": ("fastapi", "uvicorn", "openai"), "vllm": ("vllm",)}
 """What each server imports beside the kit's own libraries (transformers 5.17: `is_serve_available`)."""
 
 START_S = 600.0
@@ -41,7 +41,7 @@ POLL_S = 0.1
 LAST_LINES = 15
 
 
-def choose_server(choice: Server | Literal["auto"], *, has_gpu: bool) -> tuple[Server, str]:
+def choose_server(choice: ServerKind | Literal["auto"], *, has_gpu: bool) -> tuple[ServerKind, str]:
     """Which server to use and why; auto takes vLLM where it is installed and there is a GPU.
 
     Raises:
@@ -86,7 +86,7 @@ def check_token() -> None:
         raise ConfigError(what, where=gate.TOKEN, fix="set it to letters, digits and signs, or unset it")
 
 
-def build_server(server: Server, folder: Path, *, name: str, port: int, trusts_code: bool) -> Launch:
+def build_server(server: ServerKind, folder: Path, *, name: str, port: int, trusts_code: bool) -> Launch:
     """The command of a server for the model `name` in `folder`.
 
     `folder` is the model's own for vLLM; for transformers a hub cache (see `serve`), since its server lists hub names.

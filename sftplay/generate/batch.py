@@ -17,9 +17,9 @@ from sftplay.generate.partial_answers import FIX_SPACE, PartialAnswers
 from sftplay.generate.prompts import PromptFile
 from sftplay.units import format_seconds
 
-Batch = list[tuple[Prompt, list[int]]]
+PromptBatch = list[tuple[Prompt, list[int]]]
 
-Answer = str | dict[str, str]
+RowAnswer = str | dict[str, str]
 """What a row gets: its `response`, or several columns by name."""
 
 
@@ -38,17 +38,17 @@ def check_lengths(questions: PromptFile, renderer: Any, *, generator: Generator)
             raise DataError(what, where=str(question.source), fix=fix)
 
 
-def answerer(generator: Generator) -> Callable[[Batch], list[Answer]]:
+def make_answerer(generator: Generator) -> Callable[[PromptBatch], list[RowAnswer]]:
     """A function that answers the rows of a batch."""
 
-    def answer(batch: Batch) -> list[Answer]:
+    def answer(batch: PromptBatch) -> list[RowAnswer]:
         return [*answer_batch(generator, [prompt for _, prompt in batch], rows=[row.number for row, _ in batch])]
 
     return answer
 
 
 def answer_rest(
-    answer: Callable[[Batch], list[Answer]],
+    answer: Callable[[PromptBatch], list[RowAnswer]],
     renderer: Any,
     *,
     questions: PromptFile,
@@ -69,7 +69,7 @@ def answer_rest(
         skipped = max(0, skipped - n_batches)
 
 
-def _by_length(window: list[Prompt], renderer: Any, *, batch_size: int) -> list[Batch]:
+def _by_length(window: list[Prompt], renderer: Any, *, batch_size: int) -> list[PromptBatch]:
     """The longest first, so that a batch too large for the memory fails at once."""
     pairs = [(question, question.prompt(renderer)) for question in window]
     pairs.sort(key=lambda pair: -len(pair[1]))

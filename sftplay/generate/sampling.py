@@ -29,7 +29,7 @@ class Sampling:
         steps: list[Any] = [TemperatureLogitsWarper(self.temperature)]
         if self.top_p < 1:
             steps.append(TopPLogitsWarper(self.top_p))
-        return LogitsProcessorList([*steps, DrawByRow(self.seed, rows)])
+        return LogitsProcessorList([*steps, SampleByRow(self.seed, rows)])
 
 
 GREEDY = Sampling()
@@ -38,7 +38,7 @@ AHEAD = 32
 """Random numbers of a row that are drawn at first: a call for each token costs as much as a small model's layer."""
 
 
-class DrawByRow(LogitsProcessor):
+class SampleByRow(LogitsProcessor):
     """Leaves one token per row, drawn by the scores. Seed, row number and position alone decide which one.
 
     One random number a token is looked up in the summed probabilities (inverse transform sampling), so the greedy
@@ -46,7 +46,7 @@ class DrawByRow(LogitsProcessor):
     """
 
     def __init__(self, seed: int, rows: Sequence[int]) -> None:
-        self._seeds = [seed_of(seed, row) for row in rows]
+        self._seeds = [derive_seed(seed, row) for row in rows]
         self._n_drawn = 0
         self._ahead: list[torch.Tensor] = []
 
@@ -82,6 +82,6 @@ def only(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
 
-def seed_of(seed: int, row: int) -> int:
+def derive_seed(seed: int, row: int) -> int:
     """A seed for one row, independent of the seeds of its neighbours and of neighbouring seeds."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{row}".encode(), digest_size=8).digest()) >> 1

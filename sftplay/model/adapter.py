@@ -18,8 +18,8 @@ from torch import nn
 
 from sftplay.config.schema.run import LoraConfig
 from sftplay.errors import ConfigError, MachineError, nearest_names
-from sftplay.model.failures import reason_of, refusing
-from sftplay.model.new_tokens.rows import rows_that_train
+from sftplay.model.failures import describe_error, refusing
+from sftplay.model.new_tokens.embedding_rows import rows_that_train
 from sftplay.model.source import SAFE_COPY, describe_pickle
 
 
@@ -108,7 +108,7 @@ def _explain(error: Exception, adapter: Path) -> MachineError:
     if isinstance(error, pickle.UnpicklingError):
         return MachineError(f"the adapter's pickle {describe_pickle(error)}", where=str(adapter), fix=SAFE_COPY)
     fix = "correct the files there, or copy the adapter again"
-    return MachineError(f"the adapter cannot be used ({reason_of(error)})", where=str(adapter), fix=fix)
+    return MachineError(f"the adapter cannot be used ({describe_error(error)})", where=str(adapter), fix=fix)
 
 
 def _attached(model: Any, adapter: Path, *, dropout: float | None) -> Any:
@@ -148,7 +148,7 @@ def trained_weights_kept(model: nn.Module) -> Iterator[None]:
             parameter.data = kept[name].float()
 
 
-def freeze_beside_text(model: Any) -> int:
+def freeze_outside_text(model: Any) -> int:
     """Stop training weights that no row of text reaches, such as a vision tower; the number of these weights.
 
     A weight that trains and never gets a gradient ends a run of several processes.

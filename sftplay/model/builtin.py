@@ -211,7 +211,7 @@ def _token_streams(files: list[Path], tokenizer: PreTrainedTokenizerFast) -> Str
     return {path.name: torch.tensor(encode(path.read_text(encoding="utf-8")).ids) for path in files}
 
 
-def _draw(streams: Streams, recipe: Recipe, *, generator: torch.Generator) -> torch.Tensor:
+def _sample_windows(streams: Streams, recipe: Recipe, *, generator: torch.Generator) -> torch.Tensor:
     """Windows at random places of the texts: int64 [rows, tokens]."""
     others = [stream for file, stream in streams.items() if file != PRACTICE]
     windows = []
@@ -241,7 +241,7 @@ def _train_base(model: LlamaForCausalLM, streams: Streams, *, recipe: Recipe, sa
     model.train()
     last_line_at = time.monotonic()
     for step in range(recipe.steps):
-        input_ids = _draw(streams, recipe, generator=generator)
+        input_ids = _sample_windows(streams, recipe, generator=generator)
         loss = model(input_ids=input_ids, labels=input_ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -43,7 +43,7 @@ def refusing(explain: Callable[[Exception], SftplayError]) -> Iterator[None]:
         raise (machine_refusal(error) or explain(error)) from error
 
 
-def reason_of(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """What a library's error says, in a line; for one that says little by itself also what kind of error it is."""
     lines = [line.strip() for line in without_secrets(str(error)).splitlines() if line.strip()]
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
@@ -62,7 +62,7 @@ def explain_failure(error: Exception, model: ModelConfig, *, where: str) -> Sftp
         fix = f"correct its files, or copy the model again{_guilty(model.name, error)}; the run's log says more"
     elif "safetensors" in str(error):
         fix = f"if it has pickled weights only: {PICKLE_FIX}"
-    return MachineError(f"the model cannot be loaded ({reason_of(error)})", where=where, fix=fix)
+    return MachineError(f"the model cannot be loaded ({describe_error(error)})", where=where, fix=fix)
 
 
 def _guilty(folder: str, error: Exception) -> str:

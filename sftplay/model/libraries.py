@@ -13,7 +13,7 @@ from sftplay.launch.command.strategy import ZERO_STAGES
 from sftplay.model.source import BUILTIN, is_quantised
 from sftplay.places import cache_root
 
-CHANGED_BY_IT = ("transformers", "trl", "peft")
+PATCHED_LIBRARIES = ("transformers", "trl", "peft")
 """Libraries that must not be in memory before it: classes imported from them earlier would be the unchanged ones."""
 
 SETTINGS = {"UNSLOTH_DISABLE_STATISTICS": "1"}
@@ -29,7 +29,7 @@ def import_unsloth() -> Any:
     Raises:
         MachineError: it does not import here. Nothing takes its place.
     """
-    early = [name for name in CHANGED_BY_IT if name in sys.modules]
+    early = [name for name in PATCHED_LIBRARIES if name in sys.modules]
     assert not early, f"unsloth must come before {', '.join(early)}"
     for key, value in {**SETTINGS, "UNSLOTH_COMPILE_LOCATION": str(COMPILED.resolve())}.items():
         os.environ.setdefault(key, value)

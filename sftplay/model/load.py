@@ -16,7 +16,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.log import local_rank, status, world_size
 from sftplay.model.adapter import add_adapter, attach_adapter, continue_adapter
 from sftplay.model.merged_start import keep_base, merged_start
-from sftplay.model.new_tokens.rows import add_rows
+from sftplay.model.new_tokens.embedding_rows import add_rows
 from sftplay.model.new_tokens.tokens import NewToken, kept_tokens
 from sftplay.model.source import locate
 from sftplay.model.start_point import resolve_names

@@ -17,10 +17,10 @@ from sftplay.atomic import locked, whole_folder
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import MachineError, RunError
 from sftplay.model.adapter import attach_adapter
-from sftplay.model.new_tokens.rows import add_rows
+from sftplay.model.new_tokens.embedding_rows import add_rows
 from sftplay.model.new_tokens.tokens import NewToken, add_to
 from sftplay.model.source import locate
-from sftplay.model.start_point import origin_of
+from sftplay.model.start_point import describe_origin
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.weights import open_model
 from sftplay.units import format_bytes
@@ -87,7 +87,7 @@ def _plain_base(cfg: RunConfig, dtype: torch.dtype | None) -> Any:
         if not cfg.model.merge_adapter:
             key, change = "tuning.new_tokens", "it cannot be stored again with rows for new tokens"
         fix = f"leave {key} out, or start from the same model in full precision"
-        raise MachineError(f"{name} is stored quantised; {change}", where=origin_of(cfg, key), fix=fix)
+        raise MachineError(f"{name} is stored quantised; {change}", where=describe_origin(cfg, key), fix=fix)
     return base
 
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from sftplay.config.schema.run import ModelConfig, RunConfig
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
-from sftplay.model.failures import announce_trust, reason_of, refused_code, refusing
+from sftplay.model.failures import announce_trust, describe_error, refused_code, refusing
 from sftplay.model.new_tokens.tokens import NewToken, extend
 from sftplay.model.source import ADAPTER_CONFIG, FOLDER_FIX, check_reachable, locate
 
@@ -57,7 +57,7 @@ def _explain(error: Exception, model: ModelConfig, *, where: str) -> SftplayErro
     fix = f"check the name and the connection, {FOLDER_FIX}"
     if Path(where.removeprefix("model.name ")).is_dir():
         fix = "correct the files of the tokenizer and config.json there, or copy the model again"
-    return MachineError(f"no tokenizer could be opened ({reason_of(error)})", where=where, fix=fix)
+    return MachineError(f"no tokenizer could be opened ({describe_error(error)})", where=where, fix=fix)
 
 
 def _kept_by_adapter(model: ModelConfig) -> str | None:

@@ -13,9 +13,9 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import DataError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.adapter import describe_parameters, freeze_beside_text
+from sftplay.model.adapter import describe_parameters, freeze_outside_text
 from sftplay.model.load import load_result, load_start, start_adapter, stored_base
-from sftplay.model.new_tokens.tokens import NewToken, extend_as_begun
+from sftplay.model.new_tokens.tokens import NewToken, extend_for_run
 from sftplay.model.source import fetch_weights, locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
@@ -101,7 +101,7 @@ def keep_final_report(rows: Rows, folder: RunFolder) -> None:
 def open_tokenizer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, list[NewToken]]:
     """The run's tokenizer with its new tokens, and these."""
     tokenizer = load_tokenizer(cfg.model)
-    return tokenizer, extend_as_begun(tokenizer, cfg, folder=folder)
+    return tokenizer, extend_for_run(tokenizer, cfg, folder=folder)
 
 
 def check_held_out(cfg: RunConfig, rows: Rows) -> None:
@@ -141,7 +141,7 @@ def make_trainable(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) -
     """
     if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # otherwise it continues with the one it has
         model = start_adapter(model, cfg, new_ids=new_ids)
-    if frozen := freeze_beside_text(model):
+    if frozen := freeze_outside_text(model):
         log.say(f"note: {format_count(frozen)} weights beside the text model stay as they are: rows are text only")
     return model
 

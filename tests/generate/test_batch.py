@@ -28,7 +28,7 @@ from sftplay.generate import prompts as questions
 from sftplay.generate.generate import Generator, answer_all, answer_batch
 from sftplay.generate.partial_answers import PartialAnswers
 from sftplay.generate.prompts import PromptFile
-from sftplay.generate.sampling import DrawByRow, Sampling
+from sftplay.generate.sampling import SampleByRow, Sampling
 
 pytestmark = pytest.mark.usefixtures("verbs_environment")
 
@@ -132,7 +132,7 @@ def test_no_token_that_was_cut_off_is_drawn_at_either_end(monkeypatch: pytest.Mo
     # Of the numbers that torch draws, 0 lies at the end of the first token's part, which is empty here.
     monkeypatch.setattr(torch.Tensor, "uniform_", lambda numbers, **_: numbers.zero_())
     scores = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
-    drawn = DrawByRow(seed=1, rows=[0])(torch.zeros(1, 1, dtype=torch.long), scores)
+    drawn = SampleByRow(seed=1, rows=[0])(torch.zeros(1, 1, dtype=torch.long), scores)
     assert drawn.argmax(-1).tolist() == [1]
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sftplay.config.schema.run import DataConfig, LoraConfig, ModelConfig, NewTokensConfig, RunConfig, TuningConfig
 from sftplay.errors import ConfigError, DataError
 from sftplay.model.adapter import add_adapter
-from sftplay.model.new_tokens.rows import add_rows
+from sftplay.model.new_tokens.embedding_rows import add_rows
 from sftplay.model.new_tokens.terms import find_terms, read_terms
 from sftplay.model.new_tokens.tokens import HAS_NO_FORM, IS_ONE_TOKEN, Form, NewToken, add_to, choose_forms
 from sftplay.model.tokenizer import load_extended

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Hashes = NDArray[np.uint64]
 Signature = NDArray[np.uint32]
 
-WORDS = 5
+SHINGLE_WORDS = 5
 """Words of a shingle, as the pipelines of large web corpora take them."""
 
 PERMUTATIONS = 128
@@ -24,7 +24,7 @@ CHUNK = 1 << 10
 LONGEST_WORD = 256
 """Characters after which the positions of a word's characters are counted from 0 again."""
 
-PIECE = 1 << 18
+PIECE_CHARS = 1 << 18
 
 CODES = 0x110000
 
@@ -34,7 +34,7 @@ def shingles(text: str) -> Hashes:
     words = _word_hashes(text)
     if not len(words):
         return np.zeros(0, np.uint64)
-    width = min(WORDS, len(words))
+    width = min(SHINGLE_WORDS, len(words))
     n = len(words) - width + 1
     mixed = np.zeros(n, np.uint64)
     for place in range(width):
@@ -74,22 +74,22 @@ def _word_hashes(text: str) -> Hashes:
     """A hash of each word of the text, in order."""
     found, begin = [], 0
     while begin < len(text):
-        end = _end_of_piece(text, begin)
-        found.append(_hashes_of_piece(text[begin:end].lower()))
+        end = _find_piece_end(text, begin)
+        found.append(_hash_piece(text[begin:end].lower()))
         begin = end
     return np.concatenate(found) if found else np.zeros(0, np.uint64)
 
 
-def _end_of_piece(text: str, begin: int) -> int:
+def _find_piece_end(text: str, begin: int) -> int:
     """Behind a space, where there is one soon: a text is hashed in pieces, which take 50 bytes a character."""
-    end = begin + PIECE
+    end = begin + PIECE_CHARS
     if end >= len(text):
         return len(text)
-    place = text.find(" ", end, end + PIECE)
+    place = text.find(" ", end, end + PIECE_CHARS)
     return place + 1 if place >= 0 else end
 
 
-def _hashes_of_piece(text: str) -> Hashes:
+def _hash_piece(text: str) -> Hashes:
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     kinds = _kinds()[codes]
     places = np.flatnonzero(kinds)
@@ -147,7 +147,7 @@ EARLIEST, LATEST = 2, 6
 
 
 @dataclass(frozen=True)
-class Pair:
+class DuplicatePair:
     """A dropped text and the kept one that it repeats."""
 
     kept: int
@@ -155,7 +155,7 @@ class Pair:
     similarity: float
 
 
-def rows_of_a_band(near: float) -> int:
+def count_band_rows(near: float) -> int:
     """Values in a band: the most with which a pair of the least similarity is found almost surely."""
     fitting = [rows for rows in range(1, 17) if 1 - (1 - near**rows) ** (PERMUTATIONS // rows) >= SURELY]
     return max(fitting, default=1)
@@ -163,7 +163,7 @@ def rows_of_a_band(near: float) -> int:
 
 def band_keys(signatures: Signature, near: float) -> Hashes:
     """A hash of each band of each signature: uint64 [bands, texts]."""
-    rows = rows_of_a_band(near)
+    rows = count_band_rows(near)
     bands = PERMUTATIONS // rows
     values = signatures.reshape(-1, PERMUTATIONS)[:, : bands * rows].reshape(-1, bands, rows)
     keys = np.zeros((len(values), bands), np.uint64)
@@ -198,24 +198,24 @@ def candidates(bands: Iterator[Hashes], wanted: NDArray[np.bool_]) -> Iterator[t
 
 
 def find_near(
-    candidates: Iterator[tuple[int, list[int]]], *, near: float, text_of: Callable[[int], str],
-    signature_of: Callable[[int], Signature],
-) -> Iterator[Pair]:  # fmt: skip
+    candidates: Iterator[tuple[int, list[int]]], *, near: float, read_text: Callable[[int], str],
+    read_signature: Callable[[int], Signature],
+) -> Iterator[DuplicatePair]:  # fmt: skip
     """Each text that is at least `near` to an earlier one that is kept, with the first such one."""
     kept_for: dict[int, int] = {}
-    shingles_of = lru_cache(maxsize=32)(lambda place: shingles(text_of(place)))
+    get_shingles = lru_cache(maxsize=32)(lambda place: shingles(read_text(place)))
     for later, earlier in candidates:
         for first in sorted({kept_for.get(place, place) for place in earlier}):
-            if (signature_of(first) == signature_of(later)).mean() < near - DOUBT:
+            if (read_signature(first) == read_signature(later)).mean() < near - DOUBT:
                 continue
-            share = similarity(shingles_of(first), shingles_of(later))
+            share = similarity(get_shingles(first), get_shingles(later))
             if share >= near:
                 kept_for[later] = first
-                yield Pair(first, later, share)
+                yield DuplicatePair(first, later, share)
                 break
 
 
-def first_of_equal(keys: Sequence[NDArray[np.uint64]]) -> NDArray[np.int64]:
+def find_first_equal(keys: Sequence[NDArray[np.uint64]]) -> NDArray[np.int64]:
     """For each text the first one with the same keys: itself, or the one that it repeats to the character."""
     n = len(keys[0])
     if not n:

@@ -58,7 +58,7 @@ def read_terms(path: str) -> list[str]:
     return terms
 
 
-def source_of(cfg: RunConfig) -> tuple[str, float]:
+def find_text_source(cfg: RunConfig) -> tuple[str, float]:
     """The path of the rows in which terms are looked for, and the share of them that is held out."""
     if cfg.learns_documents:
         trained = [source for source in cfg.sources if source.weight > 0] or cfg.sources
@@ -72,7 +72,7 @@ def source_of(cfg: RunConfig) -> tuple[str, float]:
 def training_texts(cfg: RunConfig) -> list[str]:
     """The first `READ_CHARACTERS` of the texts that are trained on; held-out rows and rows that cannot be read are
     left out."""
-    path, held_out = source_of(cfg)
+    path, held_out = find_text_source(cfg)
     reading, texts, left = reading_of(cfg.data), [], READ_CHARACTERS
     for source, row in read_rows(path, dialect_of(cfg.data)):
         if isinstance(row, Refused):
@@ -91,7 +91,7 @@ def training_texts(cfg: RunConfig) -> list[str]:
     return texts
 
 
-def words_of(texts: Sequence[str]) -> list[str]:
+def list_words(texts: Sequence[str]) -> list[str]:
     """All words of the texts, sorted, each once."""
     return sorted({match[0] for text in texts for match in WORD.finditer(text)})
 

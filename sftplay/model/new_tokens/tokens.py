@@ -21,7 +21,7 @@ from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.data.read.sources import content_digest
 from sftplay.errors import ConfigError, DataError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.new_tokens.terms import find_terms, read_terms, source_of, training_texts, words_of
+from sftplay.model.new_tokens.terms import find_terms, find_text_source, list_words, read_terms, training_texts
 
 SPACES = ("Ġ", "▁")
 """How vocabularies write a space."""
@@ -50,10 +50,10 @@ def choose_forms(
     Args:
         words: sorted; those among them that begin with a term must not get longer either.
     """
-    open_forms = {term: list(_forms_of(term)) for term in terms}
+    open_forms = {term: list(_list_forms(term)) for term in terms}
     pieces, refused = _sorted_pieces(backend), {}
     for term in terms:
-        if backend.token_to_id(term) is not None or len(ids_of(backend, term)) < 2:
+        if backend.token_to_id(term) is not None or len(find_term_ids(backend, term)) < 2:
             refused[term] = IS_ONE_TOKEN
             del open_forms[term]
             continue
@@ -76,13 +76,13 @@ def choose_forms(
             open_forms[term].pop(0)
 
 
-def ids_of(backend: Tokenizer, term: str) -> list[int]:
+def find_term_ids(backend: Tokenizer, term: str) -> list[int]:
     """The tokens of a term behind a word and a space."""
     encoding = backend.encode(f"a {term}", add_special_tokens=False)
     return [id for id, (_, end) in zip(encoding.ids, encoding.offsets, strict=True) if end > 1]
 
 
-def _forms_of(term: str) -> Iterator[Form]:
+def _list_forms(term: str) -> Iterator[Form]:
     """With the space before it, as vocabularies hold words; else the bare word, which leaves that space a token."""
     if _is_word(term[0]) and _is_word(term[-1]):
         yield Form(f" {term}")
@@ -117,7 +117,7 @@ def _longer(term: str, words: Sequence[str]) -> Iterator[str]:
 
 
 def _works(term: str, texts: Sequence[str], *, backend: Tokenizer, trial: Tokenizer) -> bool:
-    saves = len(ids_of(trial, term)) < len(ids_of(backend, term))
+    saves = len(find_term_ids(trial, term)) < len(find_term_ids(backend, term))
     return saves and all(_is_kept(text, backend, trial=trial) for text in texts)
 
 
@@ -181,7 +181,7 @@ def extend(tokenizer: Any, cfg: RunConfig) -> list[NewToken]:
     wanted = cfg.tuning.new_tokens
     if not wanted.is_on:
         return []
-    path, held_out = source_of(cfg)
+    path, held_out = find_text_source(cfg)
     data = cfg.data
     parts = {
         "code": CODE_VERSION,
@@ -201,7 +201,7 @@ def extend(tokenizer: Any, cfg: RunConfig) -> list[NewToken]:
     return tokens
 
 
-def extend_as_begun(tokenizer: Any, cfg: RunConfig, *, folder: RunFolder) -> list[NewToken]:
+def extend_for_run(tokenizer: Any, cfg: RunConfig, *, folder: RunFolder) -> list[NewToken]:
     """The same for a run: its folder keeps the list, and a continued run has the one that it began with.
 
     Raises:
@@ -252,19 +252,19 @@ def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
     wanted, backend = cfg.tuning.new_tokens, tokenizer.backend_tokenizer
     texts = training_texts(cfg)
     if wanted.path:
-        forms, refused = choose_forms(backend, read_terms(wanted.path), words=words_of(texts))
+        forms, refused = choose_forms(backend, read_terms(wanted.path), words=list_words(texts))
         if refused:
             term, reason = next(iter(refused.items()))
             what = f"{len(refused)} of the terms cannot be new tokens, such as {term!r}: {reason}"
             raise ConfigError(what, where=f"{KEY}.path {wanted.path}", fix="take them out of the file")
     else:
         forms = _found_forms(cfg, texts, backend=backend)
-    replaced = {term: tuple(ids_of(backend, term)) for term in forms}
+    replaced = {term: tuple(find_term_ids(backend, term)) for term in forms}
     before = _count_ids(backend, texts)
     tokenizer.add_tokens([form.as_token() for form in forms.values()])
     after = _count_ids(backend, texts)
     log.say(
-        f"{len(forms)} new tokens: the texts of {source_of(cfg)[0]} have {after.total():,} tokens with them, "
+        f"{len(forms)} new tokens: the texts of {find_text_source(cfg)[0]} have {after.total():,} tokens with them, "
         f"{before.total():,} without ({1 - after.total() / max(1, before.total()):.1%} less)",
         "data",
     )
@@ -277,21 +277,21 @@ def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
 
 def _found_forms(cfg: RunConfig, texts: Sequence[str], *, backend: Any) -> dict[str, Form]:
     wanted = cfg.tuning.new_tokens
-    log.status(f"looking for {wanted.count} terms in {source_of(cfg)[0]}", "data")
+    log.status(f"looking for {wanted.count} terms in {find_text_source(cfg)[0]}", "data")
     # Some will have no form in this tokenizer.
     terms = find_terms(
         texts,
-        lambda candidates: [len(ids_of(backend, term)) for term in candidates],
+        lambda candidates: [len(find_term_ids(backend, term)) for term in candidates],
         wanted=2 * wanted.count,
         min_count=wanted.min_count,
     )
-    forms, refused = choose_forms(backend, terms, words=words_of(texts))
+    forms, refused = choose_forms(backend, terms, words=list_words(texts))
     forms = dict(list(forms.items())[: wanted.count])
     if not forms:
         what = f"no term occurs {wanted.min_count} times and would save tokens"
         reason = f"; {len(refused)} would, but {next(iter(refused.values()))}" if refused else ""
         fix = f"lower {KEY}.min_count, or leave {KEY} out"
-        raise DataError(what + reason, where=source_of(cfg)[0], fix=fix)
+        raise DataError(what + reason, where=find_text_source(cfg)[0], fix=fix)
     if len(forms) < wanted.count:
         log.say(f"note: only {len(forms)} terms occur {wanted.min_count} times and save tokens", "data")
     return forms

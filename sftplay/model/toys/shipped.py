@@ -70,7 +70,7 @@ def read_shipped(folder: Path) -> ShippedModel | None:
 
 def write_manifest(folder: Path, *, fingerprint: str, recipe: dict[str, Any], made_with: dict[str, str]) -> None:
     """List the files of `folder` with their hashes and what made them."""
-    hashes = {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
+    hashes = {path.name: compute_sha256(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
     content = {"fingerprint": fingerprint, "sha256": hashes, "made_with": made_with, "recipe": recipe}
     write_text(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
 
@@ -85,12 +85,12 @@ def check_files(folder: Path, hashes: dict[str, str], *, fix: str) -> None:
         path = folder / name
         if not path.is_file():
             raise MachineError("this file of the built-in model is missing", where=str(path), fix=fix)
-        if (found := sha256_of(path)) != expected:
+        if (found := compute_sha256(path)) != expected:
             what = f"not the file that was shipped: sha256 {found[:12]}..., expected {expected[:12]}..."
             raise MachineError(what, where=str(path), fix=fix)
 
 
-def sha256_of(path: Path) -> str:
+def compute_sha256(path: Path) -> str:
     """Hex sha256 of a file's content."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -21,8 +21,8 @@ from hostile_documents import HOSTILE, LARGE, Hostile
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.data.ingest.by_kind import SUFFIXES
-from sftplay.data.ingest.children.pool import ChildPool, Task
-from sftplay.data.ingest.children.server import NO_ROOM_CODE
+from sftplay.data.ingest.children.fork_server import NO_ROOM_CODE
+from sftplay.data.ingest.children.pool import ChildPool, ChildTask
 from sftplay.data.ingest.settings import ROWS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -227,9 +227,9 @@ def pool(tmp_path, monkeypatch):
         yield pool
 
 
-def fault(function: str, answer: Path, **bounds: Any) -> Task:
+def fault(function: str, answer: Path, **bounds: Any) -> ChildTask:
     arguments = bounds.pop("arguments", {})
-    return Task(function=f"faults.{function}", answer=str(answer), arguments=arguments, **bounds)
+    return ChildTask(function=f"faults.{function}", answer=str(answer), arguments=arguments, **bounds)
 
 
 def test_a_reader_that_hangs_dies_or_fills_memory_or_disk_ends_alone(pool, tmp_path):

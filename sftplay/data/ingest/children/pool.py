@@ -33,7 +33,7 @@ ONE_THREAD = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class ChildTask:
     """What one child does."""
 
     function: str
@@ -49,10 +49,10 @@ class Task:
 
 
 @dataclass(frozen=True)
-class End:
+class ChildEnd:
     """How a task's child ended."""
 
-    task: Task
+    task: ChildTask
     exit_code: int
     killed_for: str
     """`timeout`, `memory`, or nothing."""
@@ -78,7 +78,7 @@ class ChildPool:
         self._size, self._errors = size, errors
         with errors.open("ab") as stream:
             self._server = TiedPopen(
-                [sys.executable, "-m", f"{__package__}.server", *warmed], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                [sys.executable, "-m", f"{__package__}.fork_server", *warmed], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=stream, env={**os.environ, **ONE_THREAD, "PYTHONPATH": path}, start_new_session=True,
             )  # fmt: skip
 
@@ -92,13 +92,13 @@ class ChildPool:
                     stream.close()
         self._server.wait()
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[End]:
+    def run(self, tasks: Iterable[ChildTask]) -> Iterator[ChildEnd]:
         """The end of each task, in the order in which they end. Tasks are drawn only as children get free.
 
         Raises:
             MachineError: the server was killed.
         """
-        running: dict[int, Task] = {}
+        running: dict[int, ChildTask] = {}
         for number, task in enumerate(tasks):
             running[number] = task
             self._ask({"number": number, **asdict(task)})
@@ -115,13 +115,13 @@ class ChildPool:
         except BrokenPipeError:
             raise self._lost() from None
 
-    def _next(self, running: dict[int, Task]) -> End:
+    def _next(self, running: dict[int, ChildTask]) -> ChildEnd:
         assert self._server.stdout is not None
         line = self._server.stdout.readline()
         if not line:
             raise self._lost()
         answer = json.loads(line)
-        return End(task=running.pop(answer.pop("number")), **answer)
+        return ChildEnd(task=running.pop(answer.pop("number")), **answer)
 
     def _lost(self) -> MachineError:
         code = self._server.wait()

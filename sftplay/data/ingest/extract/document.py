@@ -8,7 +8,7 @@ from typing import Literal
 
 from sftplay.errors import MachineError
 
-Kind = Literal["heading", "paragraph", "list", "table", "code"]
+BlockKind = Literal["heading", "paragraph", "list", "table", "code"]
 
 Reason = Literal["empty", "encrypted", "scanned", "broken", "wrong_format", "too_large", "encoding", "unsafe"]
 """`unsafe`: reading it would take memory or reach files and hosts without need, as zip bombs and XML entities do."""
@@ -21,7 +21,7 @@ class Block:
     text: str
     """Markdown, without blank lines around it. Only `|` in the cells of a table is escaped."""
 
-    kind: Kind = "paragraph"
+    kind: BlockKind = "paragraph"
 
     level: int = 0
     """Of a heading, 1 to 6; 0 for all else."""

@@ -17,10 +17,10 @@ from sftplay import log
 from sftplay.atomic import read_object, whole_file, write_text
 from sftplay.data.cache import fingerprint
 from sftplay.data.ingest.children.pool import ChildPool
+from sftplay.data.ingest.run.ingest_report import build_report
 from sftplay.data.ingest.run.records import KEPT, Records, compare
-from sftplay.data.ingest.run.report import report_of
-from sftplay.data.ingest.run.stages import FINISH, READ, Document, finish_all, read_all, repeated_lines
-from sftplay.data.ingest.run.walk import ERRORS, Found, Work, shown, walk
+from sftplay.data.ingest.run.stages import FINISH, READ, IngestedFile, finish_all, read_all, repeated_lines
+from sftplay.data.ingest.run.walk import ERRORS, WalkEntry, WorkFolder, shown, walk
 from sftplay.data.ingest.settings import CLEANING, Settings
 from sftplay.data.ingest.steps import cleaning, language
 from sftplay.errors import ConfigError, DataError
@@ -32,10 +32,10 @@ NAMED_FILES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outside:
+class IngestCallbacks:
     """What is given by those who may import more than this folder."""
 
-    page_of: Callable[[dict[str, Any]], str]
+    render_page: Callable[[dict[str, Any]], str]
     """The report as an HTML page."""
 
     count_tokens: Callable[[Sequence[str]], int] | None = None
@@ -47,7 +47,7 @@ def report_paths(out: Path) -> tuple[Path, Path]:
     return out.with_suffix(".report.json"), out.with_suffix(".report.html")
 
 
-def ingest(settings: Settings, outside: Outside, *, replaces: bool = False) -> dict[str, Any]:
+def ingest(settings: Settings, callbacks: IngestCallbacks, *, replaces: bool = False) -> dict[str, Any]:
     """Write the rows of all documents to `settings.out`, and the report, which is returned.
 
     An OUT that these files and settings have made already stays as it is. Where nothing is kept, none is written.
@@ -67,9 +67,9 @@ def ingest(settings: Settings, outside: Outside, *, replaces: bool = False) -> d
     if old := _made_already(settings, mark, replaces=replaces):
         log.say(f"{settings.out} is up to date: files and settings are those it was made of", "ingest")
         return old
-    work = Work(settings.out)
+    work = WorkFolder(settings.out)
     with work.opened():
-        report = _make(settings, found, work=work, outside=outside, mark=mark, began=began)
+        report = _make(settings, found, work=work, callbacks=callbacks, mark=mark, began=began)
         work.remove()
     return report
 
@@ -98,14 +98,14 @@ def _check(settings: Settings) -> None:
         language.check_installed()
 
 
-def _nothing(found: Sequence[Found]) -> str:
+def _nothing(found: Sequence[WalkEntry]) -> str:
     others = f", only {len(found):,} other files or folders, such as {shown(found[0].name)!r}" if found else ""
     if len(found) == 1 and found[0].is_fault:
         return f"cannot be read: {found[0].reason}, {found[0].detail}"
     return f"holds no document{others}"
 
 
-def _mark(settings: Settings, found: Sequence[Found]) -> str:
+def _mark(settings: Settings, found: Sequence[WalkEntry]) -> str:
     """What changes when OUT would."""
     files = [[each.name, each.size, each.mtime_ns, each.reason] for each in found]
     return fingerprint({"files": files, "settings": settings.deciding(), "tokenizer": settings.tokenizer})
@@ -128,7 +128,13 @@ def _made_already(settings: Settings, mark: str, *, replaces: bool) -> dict[str,
 
 
 def _make(
-    settings: Settings, found: Sequence[Found], *, work: Work, outside: Outside, mark: str, began: float
+    settings: Settings,
+    found: Sequence[WalkEntry],
+    *,
+    work: WorkFolder,
+    callbacks: IngestCallbacks,
+    mark: str,
+    began: float,
 ) -> dict[str, Any]:
     files = [each for each in found if not each.reason]
     errors = work.folder / ERRORS
@@ -140,23 +146,25 @@ def _make(
         chunks = finish_all(documents, settings, lines=lines, work=work, pool=pool)
     log.status("comparing texts", "ingest")
     records = Records(chunks)
-    verdict = compare(records, settings)
+    duplicates = compare(records, settings)
     passed_over = [each for each in found if each.reason]
-    report = report_of(documents, chunks, passed_over=passed_over, records=records, verdict=verdict, settings=settings)
+    report = build_report(
+        documents, chunks, passed_over=passed_over, records=records, duplicates=duplicates, settings=settings
+    )
     report = {"in": str(settings.source), "out": str(settings.out), "mark": mark, **report}
     report |= {"tokens": None, "tokenizer": settings.tokenizer or None, "out_bytes": 0}
     report["tracebacks"] = _keep_errors(documents, errors, log_file=settings.out.with_suffix(".errors.log"))
     if report["kept"]:
         with whole_file(settings.out) as scratch:
-            report["tokens"] = _write(records, verdict.reasons() == KEPT, path=scratch, outside=outside)
+            report["tokens"] = _write(records, duplicates.reasons() == KEPT, path=scratch, callbacks=callbacks)
             report["out_bytes"] = scratch.stat().st_size
-            _write_report(report, settings, outside=outside, began=began)  # OUT never stands there without it
+            _write_report(report, settings, callbacks=callbacks, began=began)  # OUT never stands there without it
     else:
-        _write_report(report, settings, outside=outside, began=began)
+        _write_report(report, settings, callbacks=callbacks, began=began)
     return report
 
 
-def _keep_errors(documents: Sequence[Document], errors: Path, *, log_file: Path) -> str | None:
+def _keep_errors(documents: Sequence[IngestedFile], errors: Path, *, log_file: Path) -> str | None:
     """Write what readers died of, each with its traceback; the file's name, None where none did."""
     parts = [f"{shown(each.found.name)}\n{trace}" for each in documents if (trace := each.answer.get("traceback"))]
     parts += [errors.read_text(encoding="utf-8", errors="replace")] if errors.exists() else []
@@ -167,14 +175,14 @@ def _keep_errors(documents: Sequence[Document], errors: Path, *, log_file: Path)
     return str(log_file)
 
 
-def _write_report(report: dict[str, Any], settings: Settings, *, outside: Outside, began: float) -> None:
+def _write_report(report: dict[str, Any], settings: Settings, *, callbacks: IngestCallbacks, began: float) -> None:
     report["seconds"] = round(time.monotonic() - began, 1)
     as_json, as_page = report_paths(settings.out)
     write_text(as_json, json.dumps(report, ensure_ascii=False, indent=1) + "\n")
-    write_text(as_page, outside.page_of(report))
+    write_text(as_page, callbacks.render_page(report))
 
 
-def _write(records: Records, is_kept: Any, *, path: Path, outside: Outside) -> int | None:
+def _write(records: Records, is_kept: Any, *, path: Path, callbacks: IngestCallbacks) -> int | None:
     """Write the kept records; their tokens, where they are counted."""
     kept = (line for line, stays in zip(records.lines(), is_kept, strict=True) if stays)
     n_tokens, n_done, total = 0, 0, int(is_kept.sum())
@@ -182,10 +190,10 @@ def _write(records: Records, is_kept: Any, *, path: Path, outside: Outside) -> i
         for lines in _batches(kept):
             stream.writelines(lines)
             n_done += len(lines)
-            if outside.count_tokens is not None:
-                n_tokens += outside.count_tokens([json.loads(line)["text"] for line in lines])
+            if callbacks.count_tokens is not None:
+                n_tokens += callbacks.count_tokens([json.loads(line)["text"] for line in lines])
                 log.progress(n_done, total, what="texts counted", tag="ingest")
-    return None if outside.count_tokens is None else n_tokens
+    return None if callbacks.count_tokens is None else n_tokens
 
 
 def _batches(lines: Iterator[bytes]) -> Iterator[list[bytes]]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from sftplay import log
 from sftplay.atomic import write_text
-from sftplay.data.ingest.children.pool import ChildPool, End, Task
-from sftplay.data.ingest.children.server import NO_ROOM_CODE
-from sftplay.data.ingest.run.walk import ERRORS, Found, Work, answer_path, forget, read_answer, shown
+from sftplay.data.ingest.children.fork_server import NO_ROOM_CODE
+from sftplay.data.ingest.children.pool import ChildEnd, ChildPool, ChildTask
+from sftplay.data.ingest.run.walk import ERRORS, WalkEntry, WorkFolder, answer_path, forget, read_answer, shown
 from sftplay.data.ingest.settings import Settings
 from sftplay.data.ingest.steps.cleaning import repeated
 from sftplay.data.ingest.steps.finishing import Shard
@@ -33,10 +33,10 @@ CHUNK_BYTES, CHUNK_SHARDS = 16 << 20, 500
 
 
 @dataclass(frozen=True)
-class Document:
+class IngestedFile:
     """A file, where its text lies, and what was found in it."""
 
-    found: Found
+    found: WalkEntry
     stem: str
     answer: dict[str, Any]
 
@@ -46,14 +46,16 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RecordChunk:
     """Finished records, where they lie."""
 
     stem: str
     answer: dict[str, Any]
 
 
-def read_all(files: Sequence[Found], settings: Settings, *, work: Work, pool: ChildPool) -> list[Document]:
+def read_all(
+    files: Sequence[WalkEntry], settings: Settings, *, work: WorkFolder, pool: ChildPool
+) -> list[IngestedFile]:
     """Every file, read or with the reason why not; those that an earlier command has read are taken as they are.
 
     Raises:
@@ -69,13 +71,13 @@ def read_all(files: Sequence[Found], settings: Settings, *, work: Work, pool: Ch
         log.say(f"{done:,} of {len(files):,} files were read before; going on", "ingest")
     for end in pool.run(tasks):
         place = places[end.task.answer]
-        answers[place] = answer = _answer_of(end, stems[place])
+        answers[place] = answer = _collect_answer(end, stems[place])
         done, bad = done + 1, bad + (answer["status"] != "read")
         log.progress(done, len(files), what="files", text=f"{bad:,} unreadable" if bad else "", tag="ingest")
-    return [Document(found, stem, answer or {}) for found, stem, answer in zip(files, stems, answers, strict=True)]
+    return [IngestedFile(found, stem, answer or {}) for found, stem, answer in zip(files, stems, answers, strict=True)]
 
 
-def repeated_lines(documents: Sequence[Document], settings: Settings) -> list[int]:
+def repeated_lines(documents: Sequence[IngestedFile], settings: Settings) -> list[int]:
     """The keys of lines that stand in too many of the documents. Files of rows do not count: they stay as they are."""
     if not settings.does("boilerplate"):
         return []
@@ -83,8 +85,8 @@ def repeated_lines(documents: Sequence[Document], settings: Settings) -> list[in
 
 
 def finish_all(
-    documents: Sequence[Document], settings: Settings, *, lines: list[int], work: Work, pool: ChildPool
-) -> list[Chunk]:
+    documents: Sequence[IngestedFile], settings: Settings, *, lines: list[int], work: WorkFolder, pool: ChildPool
+) -> list[RecordChunk]:
     """The records of all documents, in order, in chunks of bounded size.
 
     Raises:
@@ -96,7 +98,7 @@ def finish_all(
     stems = [work.stem({"shards": shards, "lines": lines, "settings": settings.finishing()}) for shards in planned]
     known = [read_answer(stem) for stem in stems]
     tasks = (
-        Task(
+        ChildTask(
             function=f"{FINISH}.finish", answer=answer_path(stem),
             arguments={"shards": shards, "stem": stem, "lines": listed, **settings.finishing()},
         )
@@ -111,20 +113,20 @@ def finish_all(
             raise RunError(f"a process that finishes records has ended ({_cause(end)})", where="ingest", fix=fix)
         done += 1
         log.progress(done, len(planned), what="parts finished", tag="ingest")
-    return [Chunk(stem, read_answer(stem) or {}) for stem in stems]
+    return [RecordChunk(stem, read_answer(stem) or {}) for stem in stems]
 
 
-def _stem(found: Found, settings: Settings, *, work: Work) -> str:
+def _stem(found: WalkEntry, settings: Settings, *, work: WorkFolder) -> str:
     facts = {"name": found.name, "size": found.size, "mtime": found.mtime_ns}
     return work.stem({**facts, "path": str(found.path.absolute()), "settings": settings.reading()})
 
 
-def _task(found: Found, settings: Settings, *, stem: str) -> Task:
+def _task(found: WalkEntry, settings: Settings, *, stem: str) -> ChildTask:
     try:
         extra = found.size / STREAMED_BYTES_A_S if is_streamed(found.path, found.size) else 0.0
     except OSError:  # the child says what is wrong with it
         extra = 0.0
-    return Task(
+    return ChildTask(
         function=f"{READ}.read_file", answer=answer_path(stem), limit_s=settings.limit_s + extra,
         memory_bytes=settings.memory_bytes, most_file_bytes=MOST_FILE_BYTES,
         arguments={
@@ -134,7 +136,7 @@ def _task(found: Found, settings: Settings, *, stem: str) -> Task:
     )  # fmt: skip
 
 
-def _answer_of(end: End, stem: str) -> dict[str, Any]:
+def _collect_answer(end: ChildEnd, stem: str) -> dict[str, Any]:
     """What the child has found, or how it died, which is written down as its answer."""
     _check_room(end)
     answer = read_answer(stem) if end.is_done else None
@@ -150,7 +152,7 @@ def _answer_of(end: End, stem: str) -> dict[str, Any]:
     return answer
 
 
-def _check_room(end: End) -> None:
+def _check_room(end: ChildEnd) -> None:
     if end.exit_code == NO_ROOM_CODE:
         where = str(Path(end.task.answer).parent)
         raise RunError(
@@ -158,7 +160,7 @@ def _check_room(end: End) -> None:
         )
 
 
-def _death(end: End) -> tuple[str, str]:
+def _death(end: ChildEnd) -> tuple[str, str]:
     if end.killed_for == "timeout":
         return "timeout", f"took longer than {end.task.limit_s:.0f} s"
     if end.killed_for == "memory":
@@ -166,14 +168,14 @@ def _death(end: End) -> tuple[str, str]:
     return "crashed", f"its reader ended with {_cause(end)}"
 
 
-def _cause(end: End) -> str:
+def _cause(end: ChildEnd) -> str:
     if end.exit_code >= 0:
         return f"code {end.exit_code}"
     name = signal.Signals(-end.exit_code).name
     return f"signal {name}" + (", as where the machine's memory is used up" if name == "SIGKILL" else "")
 
 
-def _planned(documents: Sequence[Document]) -> Iterator[list[dict[str, Any]]]:
+def _planned(documents: Sequence[IngestedFile]) -> Iterator[list[dict[str, Any]]]:
     """The shards in order, in groups for one chunk each."""
     group: list[dict[str, Any]] = []
     n_bytes = 0

@@ -22,7 +22,7 @@ ERRORS = "errors.txt"
 """In the folder: what libraries print, and the tracebacks of children that died."""
 
 
-class Work:
+class WorkFolder:
     """The folder, and the names in it."""
 
     def __init__(self, out: Path) -> None:
@@ -72,7 +72,7 @@ def forget(stem: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class WalkEntry:
     """A file or folder of the walk; a document to be read where it has no reason."""
 
     name: str
@@ -87,7 +87,7 @@ class Found:
     """It may hold text that cannot be had, so that it counts as unreadable. Else it is only passed over."""
 
 
-def walk(source: Path, own: Collection[Path]) -> list[Found]:
+def walk(source: Path, own: Collection[Path]) -> list[WalkEntry]:
     """Everything below a folder, sorted by name, or the one file. `own` are files of the kit's, which are left out.
 
     Raises:
@@ -112,7 +112,7 @@ def shown(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _below(source: Path) -> Iterator[Found]:
+def _below(source: Path) -> Iterator[WalkEntry]:
     errors: list[OSError] = []
     for place, folders, names in os.walk(source, onerror=errors.append):
         for name in sorted(folders):
@@ -131,27 +131,27 @@ def _below(source: Path) -> Iterator[Found]:
     for error in errors:
         path = Path(os.fsdecode(error.filename))
         name, why = _name(path, source), error.strerror or str(error)
-        yield Found(name=name, path=path, reason="not_readable", detail=f"a folder: {why}", is_fault=True)
+        yield WalkEntry(name=name, path=path, reason="not_readable", detail=f"a folder: {why}", is_fault=True)
 
 
-def _file(path: Path, name: str, *, is_named: bool = False) -> Found:
+def _file(path: Path, name: str, *, is_named: bool = False) -> WalkEntry:
     try:
         facts = path.stat()
     except OSError as error:
         is_loop = path.is_symlink() and "symbolic links" in (error.strerror or "")
         reason = "link_loop" if is_loop else "broken_link" if path.is_symlink() else "not_readable"
-        return Found(name=name, path=path, reason=reason, detail=error.strerror or str(error), is_fault=True)
+        return WalkEntry(name=name, path=path, reason=reason, detail=error.strerror or str(error), is_fault=True)
     if not stat.S_ISREG(facts.st_mode):
-        return Found(name=name, path=path, reason="special_file", detail=_kind(facts.st_mode), is_fault=True)
+        return WalkEntry(name=name, path=path, reason="special_file", detail=_kind(facts.st_mode), is_fault=True)
     suffix = path.suffix.lower()
     if not is_named and suffix not in SUFFIXES and not path.name.lower().endswith(ROWS):
         detail = f"no document by its name, which ends in {suffix!r}" if suffix else "a name without an ending"
-        return Found(name=name, path=path, reason="other_kind", detail=detail)
-    return Found(name=name, path=path, size=facts.st_size, mtime_ns=facts.st_mtime_ns)
+        return WalkEntry(name=name, path=path, reason="other_kind", detail=detail)
+    return WalkEntry(name=name, path=path, size=facts.st_size, mtime_ns=facts.st_mtime_ns)
 
 
-def _passed_over(path: Path, source: Path, *, reason: str, detail: str) -> Found:
-    return Found(name=_name(path, source), path=path, reason=reason, detail=detail)
+def _passed_over(path: Path, source: Path, *, reason: str, detail: str) -> WalkEntry:
+    return WalkEntry(name=_name(path, source), path=path, reason=reason, detail=detail)
 
 
 def _name(path: Path, source: Path) -> str:

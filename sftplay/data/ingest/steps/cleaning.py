@@ -30,11 +30,11 @@ SAMPLE = 256
 
 def line_keys(blocks: Iterable[TextBlock]) -> set[int]:
     """The different lines of a document that could be boilerplate, as 63-bit hashes."""
-    keys = [key_of(line) for line in _lines(blocks)]
+    keys = [hash_line(line) for line in _lines(blocks)]
     return {*keys[:MOST_LINES], *keys[-MOST_LINES:]}
 
 
-def key_of(line: str) -> int:
+def hash_line(line: str) -> int:
     """The hash of a line without the spaces around it."""
     return int.from_bytes(hashlib.blake2b(line.strip().encode(), digest_size=8).digest(), "big") >> 1
 
@@ -70,9 +70,9 @@ def without_lines(blocks: Sequence[TextBlock], keys: set[int], *, taken: Counter
     for text, kind, level, page in blocks:
         if kind in ("paragraph", "list"):
             lines = text.split("\n")
-            stays = [line for line in lines if not (_is_candidate(line) and key_of(line) in keys)]
+            stays = [line for line in lines if not (_is_candidate(line) and hash_line(line) in keys)]
             if len(stays) < len(lines):
-                taken.update(line.strip() for line in lines if _is_candidate(line) and key_of(line) in keys)
+                taken.update(line.strip() for line in lines if _is_candidate(line) and hash_line(line) in keys)
                 text = "\n".join(stays).strip("\n")
         if text:
             kept.append((text, kind, level, page))
@@ -111,7 +111,7 @@ def check_installed(steps: Collection[str]) -> None:
         raise MachineError("the step `encoding` needs ftfy, which is not installed", where="ingest", fix=fix)
 
 
-class Cleaner:
+class TextCleaner:
     """Cleans blocks; counts the blocks that each step changed."""
 
     def __init__(self, steps: Collection[str]) -> None:

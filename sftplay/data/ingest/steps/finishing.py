@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from sftplay.data.ingest.duplicates import band_keys, shingles, signature, warm_tables
 from sftplay.data.ingest.steps.cleaning import TextBlock, without_lines
-from sftplay.data.ingest.steps.language import SURE, identifier, language_of
+from sftplay.data.ingest.steps.language import SURE, detect_language, identifier
 
 EXAMPLES, EXAMPLE_CHARS = 3, 300
 """Dropped records shown for each reason, and characters of each."""
@@ -54,10 +54,10 @@ class Counts:
         """Count a record that a filter leaves out."""
         self.dropped.setdefault(file, Counter())[reason] += 1
         if sum(example["reason"] == reason for example in self.examples) < EXAMPLES:
-            self.examples.append({"reason": reason, "detail": detail, **example_of(record)})
+            self.examples.append({"reason": reason, "detail": detail, **format_example(record)})
 
 
-def example_of(record: dict[str, Any]) -> dict[str, Any]:
+def format_example(record: dict[str, Any]) -> dict[str, Any]:
     """A record as the report shows it."""
     place = {key: record[key] for key in ("source", "section", "row", "n_chars")}
     return {**place, "text": record["text"][:EXAMPLE_CHARS]}
@@ -81,7 +81,7 @@ def finish(
     end = 0
     with Path(f"{stem}.jsonl").open("wb") as texts, Path(f"{stem}.signatures").open("wb") as compared:
         for shard in (Shard(**each) for each in shards):
-            for record in records_of(shard, keys, by=by, counts=counts):
+            for record in read_records(shard, keys, by=by, counts=counts):
                 counts.documents[shard.file] += 1
                 reason, detail = filters.refuse(record["text"])
                 if reason:
@@ -121,13 +121,13 @@ class Filters:
             return "short", f"{len(text)} characters; --min-chars is {self.min_chars}"
         if self.max_chars is not None and len(text) > self.max_chars:
             return "long", f"{len(text):,} characters; --max-chars is {self.max_chars:,}"
-        code, share = language_of(text) if self.languages else ("", 0.0)
+        code, share = detect_language(text) if self.languages else ("", 0.0)
         if share >= SURE and code not in self.languages:
             return "language", f"looks like {code}, {share:.0%} sure"
         return "", ""
 
 
-def records_of(shard: Shard, keys: set[int], *, by: str, counts: Counts) -> Iterator[dict[str, Any]]:
+def read_records(shard: Shard, keys: set[int], *, by: str, counts: Counts) -> Iterator[dict[str, Any]]:
     """The records of a shard's documents, in order."""
     with Path(shard.path).open(encoding="utf-8", newline="\n") as stream:
         for line in stream:
@@ -136,13 +136,13 @@ def records_of(shard: Shard, keys: set[int], *, by: str, counts: Counts) -> Iter
                 yield _record(shard, document, text=document["text"], section="", pages=[])
                 continue
             blocks = without_lines(document["blocks"], keys, taken=counts.taken)
-            sections = list(sections_of(blocks)) if by == "section" else []
+            sections = list(split_sections(blocks)) if by == "section" else []
             for section, part in sections or [("", blocks)]:
                 text, pages = joined(part)
                 yield _record(shard, document, text=text, section=section, pages=pages)
 
 
-def sections_of(blocks: list[TextBlock]) -> Iterator[tuple[str, list[TextBlock]]]:
+def split_sections(blocks: list[TextBlock]) -> Iterator[tuple[str, list[TextBlock]]]:
     """The document cut before each heading, each part with its path of headings. A heading alone goes with the next."""
     trail: list[tuple[int, str]] = []
     part: list[TextBlock] = []

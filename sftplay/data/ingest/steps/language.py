@@ -8,7 +8,7 @@ from typing import Any
 
 from sftplay.errors import MachineError
 
-PIECE = 1000
+SAMPLE_CHARS = 1000
 """Characters looked at in each of three places."""
 
 SURE = 0.7
@@ -22,10 +22,14 @@ def check_installed() -> None:
         raise MachineError("--language needs py3langid, which is not installed", where="ingest", fix=fix)
 
 
-def language_of(text: str) -> tuple[str, float]:
+def detect_language(text: str) -> tuple[str, float]:
     """Its ISO 639-1 code, and how sure that is, 0 to 1."""
     middle = len(text) // 2
-    sample = text if len(text) <= 3 * PIECE else f"{text[:PIECE]} {text[middle : middle + PIECE]} {text[-PIECE:]}"
+    sample = (
+        text
+        if len(text) <= 3 * SAMPLE_CHARS
+        else f"{text[:SAMPLE_CHARS]} {text[middle : middle + SAMPLE_CHARS]} {text[-SAMPLE_CHARS:]}"
+    )
     code, share = identifier().classify(sample.lower())  # the model knows few words in capitals
     return str(code), float(share)
 

@@ -16,12 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sftplay.data.ingest.by_kind import HEAD_BYTES, extract, kind_of
-from sftplay.data.ingest.children.server import FULL
+from sftplay.data.ingest.by_kind import HEAD_BYTES, detect_kind, extract
+from sftplay.data.ingest.children.fork_server import FULL
 from sftplay.data.ingest.extract.document import Block, Unreadable
 from sftplay.data.ingest.extract.text import check_characters, open_charset, to_block, wrap_width
 from sftplay.data.ingest.settings import ROWS
-from sftplay.data.ingest.steps.cleaning import Cleaner, TextBlock, line_keys, write_keys
+from sftplay.data.ingest.steps.cleaning import TextBlock, TextCleaner, line_keys, write_keys
 from sftplay.data.read.encodings import BOM, Charset
 from sftplay.data.read.files import suffix_of
 from sftplay.data.read.json_rows import parsed
@@ -37,7 +37,7 @@ READ_CHARS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TextPart:
     """A document cut from a long text."""
 
     text: str
@@ -58,7 +58,7 @@ class TextRow:
     detail: str = ""
 
 
-def long_text(charset: Charset) -> Iterator[Part]:
+def long_text(charset: Charset) -> Iterator[TextPart]:
     """A text in parts, cut between paragraphs where there is such a place, else between lines, else between words.
 
     Raises:
@@ -71,10 +71,10 @@ def long_text(charset: Charset) -> Iterator[Part]:
             buffer += piece if begin or buffer else piece.removeprefix(BOM)
             while len(buffer) > PART_CHARS:
                 end = _place_to_cut(buffer)
-                yield Part(buffer[:end], begin)
+                yield TextPart(buffer[:end], begin)
                 buffer, begin = buffer[end:], begin + end
     if buffer:
-        yield Part(buffer, begin)
+        yield TextPart(buffer, begin)
 
 
 def text_rows(path: Path, encoding: str) -> Iterator[TextRow]:
@@ -200,7 +200,7 @@ def warm_up(*suffixes: str) -> None:
 
 def read_file(*, path: str, stem: str, size: int, mtime_ns: int, encoding: str, cleaning: list[str]) -> dict[str, Any]:
     """Write the file's documents into shards, the keys of its lines beside them; what there is to report of it."""
-    began, reader = time.monotonic(), _Reader(Path(path), stem, size=size, encoding=encoding, cleaning=cleaning)
+    began, reader = time.monotonic(), _FileReader(Path(path), stem, size=size, encoding=encoding, cleaning=cleaning)
     try:
         found = reader.read()
     except Unreadable as error:
@@ -228,12 +228,12 @@ def _trace(error: BaseException) -> str:
     return "".join(traceback.format_exception(error, limit=-MOST_FRAMES))[-MOST_TRACE:]
 
 
-class _Reader:
+class _FileReader:
     """One file on its way into shards."""
 
     def __init__(self, path: Path, stem: str, *, size: int, encoding: str, cleaning: list[str]) -> None:
         self._path, self._stem, self._size, self._encoding = path, stem, size, encoding
-        self._cleaner = Cleaner(cleaning)
+        self._cleaner = TextCleaner(cleaning)
         self._shards = Shards(stem, max(ALWAYS_BYTES, MOST_GROWTH * size))
         self._keys: set[int] = set()
         self._notes: list[str] = []
@@ -310,7 +310,7 @@ def _is_text(path: Path) -> bool:
     with path.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
     try:
-        return kind_of(path, head) in ("txt", "md")
+        return detect_kind(path, head) in ("txt", "md")
     except Unreadable:
         return False
 

@@ -82,7 +82,7 @@ def as_markdown(rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + " --- |" * len(used), *lines[1:]])
 
 
-def own_rows(table: Any) -> list[Any]:
+def list_rows(table: Any) -> list[Any]:
     """The rows of a table without those of tables in its cells."""
     rows = []
     for child in table:
@@ -93,29 +93,29 @@ def own_rows(table: Any) -> list[Any]:
     return rows
 
 
-def cells_of(row: Any) -> list[Any]:
+def list_cells(row: Any) -> list[Any]:
     """The cells of one row."""
     return [cell for cell in row if cell.tag in ("td", "th")]
 
 
 def is_layout(table: Any) -> bool:
     """Whether a table only places things on a page: it has one column, is marked so, or holds headings."""
-    widths = [sum(_span(cell, "colspan", most=MOST_COLUMNS) for cell in cells_of(row)) for row in own_rows(table)]
+    widths = [sum(_span(cell, "colspan", most=MOST_COLUMNS) for cell in list_cells(row)) for row in list_rows(table)]
     if max(widths, default=0) <= 1 or table.get("role") in ("presentation", "none"):
         return True
     return any(element.tag in HEADINGS for element in table.iter())
 
 
-def grid_of(table: Any, text_of: Callable[[Any], str]) -> list[list[str]]:
+def build_grid(table: Any, read_cell: Callable[[Any], str]) -> list[list[str]]:
     """The table's texts by row and column, with merged cells spread over their places."""
     grid: list[list[str]] = []
     hanging: dict[int, tuple[int, str]] = {}  # column -> rows still to fill, text
     n_cells = 0
-    for row in own_rows(table):
+    for row in list_rows(table):
         line: list[str] = []
-        for cell in cells_of(row):
+        for cell in list_cells(row):
             _fill(line, hanging)
-            text = text_of(cell)
+            text = read_cell(cell)
             rows, columns = _span(cell, "rowspan", most=MOST_ROWS_SPANNED), _span(cell, "colspan", most=MOST_COLUMNS)
             for place in range(columns):
                 shown = "" if place else text
@@ -162,7 +162,7 @@ CODE_SIGNS = re.compile(r"[{}=<>$#\\|@]|\(\)|\w[_/]\w")
 PARAGRAPHS = re.compile(rf"(?:{BREAK}[ \t\r\n\f]*){{2,}}")
 
 
-def blocks_of(element: Any) -> list[Block]:
+def find_blocks(element: Any) -> list[Block]:
     """The blocks of an element, without its tail."""
     out: list[Block] = []
     _walk(element, out)
@@ -202,7 +202,7 @@ def _add(element: Any, out: list[Block]) -> None:
     elif tag == "dl":
         _add_definitions(element, out)
     elif tag == "blockquote":
-        inner = blocks_of(element)
+        inner = find_blocks(element)
         out += [
             Block(_prefix(block.text, "> ", others="> "), "paragraph") if not block.level else block for block in inner
         ]
@@ -230,7 +230,7 @@ def _list_text(element: Any) -> str:
             inner = _list_text(item)
             lines += [_prefix(inner, "  ", others="  ")] if inner else []
         elif isinstance(item.tag, str) and item.tag not in DROPPED:
-            inner = _joined(blocks_of(item))
+            inner = _joined(find_blocks(item))
             if inner:
                 marker = f"{number}. " if element.tag == "ol" else "- "
                 lines.append(_prefix(inner, marker, others=" " * len(marker)))
@@ -254,7 +254,7 @@ def _prefix(text: str, first: str, *, others: str) -> str:
 def _add_definitions(element: Any, out: list[Block]) -> None:
     """Terms and what they mean: a list where all are short, else paragraphs."""
     parts = [part for part in element.iter("dt", "dd") if next(part.iterancestors("dl")) is element]
-    inner = [(part.tag, blocks_of(part)) for part in parts]
+    inner = [(part.tag, find_blocks(part)) for part in parts]
     if any(len(blocks) > 1 or any(block.kind != "paragraph" for block in blocks) for _, blocks in inner):
         for _, blocks in inner:
             out += blocks
@@ -276,11 +276,11 @@ def _add_table(element: Any, out: list[Block]) -> None:
         if next(caption.iterancestors("table")) is element:
             _walk(caption, out)
     if is_layout(element):
-        for row in own_rows(element):
-            for cell in cells_of(row):
+        for row in list_rows(element):
+            for cell in list_cells(row):
                 _walk(cell, out)
         return
-    text = as_markdown(grid_of(element, _cell_text))
+    text = as_markdown(build_grid(element, _cell_text))
     if text:
         out.append(Block(text, "table"))
 
@@ -288,7 +288,7 @@ def _add_table(element: Any, out: list[Block]) -> None:
 def _cell_text(cell: Any) -> str:
     """A cell in one line: its blocks after each other, items of lists and rows of inner tables divided by `;`."""
     parts = []
-    for block in blocks_of(cell):
+    for block in find_blocks(cell):
         lines = block.text.split("\n")
         if block.kind == "table":
             rows = [line.strip("| ").replace(" | ", ", ") for line in [lines[0], *lines[2:]]]

@@ -9,8 +9,8 @@ from email.message import EmailMessage
 from pathlib import Path
 from typing import Any
 
-from sftplay.data.ingest.extract.document import Block, Extracted, Kind, Unreadable, heading
-from sftplay.data.ingest.extract.markup.blocks import HEADINGS, blocks_of, inline_text, tidy
+from sftplay.data.ingest.extract.document import Block, BlockKind, Extracted, Unreadable, heading
+from sftplay.data.ingest.extract.markup.blocks import HEADINGS, find_blocks, inline_text, tidy
 from sftplay.data.ingest.extract.text import cut_blocks, guess_encoding, read_characters, split_plain
 from sftplay.data.read.encodings import MARKS
 
@@ -35,10 +35,22 @@ NAVIGATION_WORDS = """
 
 NAVIGATION = frozenset(NAVIGATION_WORDS.split())
 
-ROLES = ("navigation", "banner", "contentinfo", "search", "menu", "menubar", "toolbar", "dialog", "doc-toc")
-TAGS = ("nav", "footer", "form", "dialog", "script", "style", "noscript", "template", "svg", "button", "select")
+NAVIGATION_ROLES = ("navigation", "banner", "contentinfo", "search", "menu", "menubar", "toolbar", "dialog", "doc-toc")
+NAVIGATION_TAGS = (
+    "nav",
+    "footer",
+    "form",
+    "dialog",
+    "script",
+    "style",
+    "noscript",
+    "template",
+    "svg",
+    "button",
+    "select",
+)
 HIDDEN = re.compile(r"(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.I)
-CONTENT = ("main", "role=main", "id=mw-content-text", "itemprop=articleBody", "article")
+CONTENT_MARKS = ("main", "role=main", "id=mw-content-text", "itemprop=articleBody", "article")
 LEAST_SHARE = 0.3
 """Of a page's text, navigation aside, that its marked content must hold to be believed."""
 
@@ -110,8 +122,8 @@ def parse_page(text: str, is_whole: bool = False) -> tuple[str, list[Block]]:
     headline = " ".join(tidy(inline_text(first)).split()) if first is not None else ""
     if not is_whole:
         drop_navigation(body)
-    content = body if is_whole else content_of(body)
-    blocks = without_empty_contents(cut_blocks(blocks_of(content)))
+    content = body if is_whole else find_content(body)
+    blocks = without_empty_contents(cut_blocks(find_blocks(content)))
     levels = [block.level for block in blocks if block.level]
     if headline and content is not body and 1 not in levels:
         blocks.insert(0, heading(headline, 1))
@@ -131,7 +143,7 @@ def drop_navigation(body: Any) -> None:
 def is_navigation(element: Any) -> bool:
     """Whether an element is marked as something other than content."""
     tag = element.tag
-    if tag in TAGS or element.get("role") in ROLES or element.get("hidden") is not None:
+    if tag in NAVIGATION_TAGS or element.get("role") in NAVIGATION_ROLES or element.get("hidden") is not None:
         return True
     if HIDDEN.search(element.get("style") or "") and element.find(".//math") is None:
         return True
@@ -172,10 +184,10 @@ def without_empty_contents(blocks: list[Block]) -> list[Block]:
     ]
 
 
-def content_of(body: Any) -> Any:
+def find_content(body: Any) -> Any:
     """The element that the page marks as its content, where that is a fair part of it; else all."""
     whole = max(len(body.text_content()), 1)
-    for mark in CONTENT:
+    for mark in CONTENT_MARKS:
         name, _, value = mark.partition("=")
         found = body.xpath(f"//*[@{name}=$value]", value=value) if value else body.findall(f".//{name}")
         if found and (mark != "article" or len(found) == 1):
@@ -222,7 +234,7 @@ def _blocks(part: EmailMessage) -> list[Block]:
     return split_plain(text.replace("\r\n", "\n"))
 
 
-KINDS: dict[str, Kind] = {
+MARKDOWN_KINDS: dict[str, BlockKind] = {
     "bullet_list_open": "list",
     "ordered_list_open": "list",
     "table_open": "table",
@@ -268,7 +280,7 @@ def split_markdown(text: str) -> list[Block]:
         elif token.type == "html_block":
             blocks += parse_page(f"<body>{body}</body>", is_whole=True)[1] if COMMENT.sub("", body).strip() else []
         else:
-            kind = KINDS.get(token.type, "paragraph")
+            kind = MARKDOWN_KINDS.get(token.type, "paragraph")
             body = body if kind == "code" else PICTURE.sub("", body).strip()
             blocks += [Block(body, kind)] if body else []
     return blocks

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable
-from sftplay.data.ingest.extract.markup.blocks import BREAK, blocks_of
+from sftplay.data.ingest.extract.markup.blocks import BREAK, find_blocks
 from sftplay.data.ingest.extract.office.archive import Archive, attribute, local
 
 SKIPPED = (
@@ -32,7 +32,7 @@ def read_opendocument(path: Path, encoding: str) -> Extracted:
     body = next((each for each in content if local(each) == "body"), None) if content is not None else None
     if body is None or len(body) == 0:
         raise Unreadable("broken", "the archive holds no OpenDocument")
-    reader = _Reader(content)
+    reader = _Converter(content)
     named = next((each.text or "" for each in meta.iter() if local(each) == "title"), "") if meta is not None else ""
     blocks: list[Block] = []
     pages = [each for each in body[0] if local(each) in ("page", "table")] if local(body[0]) != "text" else []
@@ -42,18 +42,18 @@ def read_opendocument(path: Path, encoding: str) -> Extracted:
         if local(page) == "table":
             etree.SubElement(root, "h2").text = name
         reader.add(page, root)
-        made = blocks_of(root)
+        made = find_blocks(root)
         keeps = len(made) > 1 or (made and not made[0].level)
         blocks += [Block(each.text, each.kind, each.level, number) for each in made if keeps]
     if not pages:
         root = etree.Element("body")
         reader.add_children(body[0], root)
-        blocks = blocks_of(root)
+        blocks = find_blocks(root)
     title = named.strip() or reader.title or next((b.text.lstrip("# ") for b in blocks if b.level), path.stem)
     return Extracted(title, tuple(blocks))
 
 
-class _Reader:
+class _Converter:
     """Makes HTML of OpenDocument's elements."""
 
     def __init__(self, content: Any) -> None:
@@ -162,7 +162,7 @@ class _Reader:
         from lxml import etree
 
         for row in table.iter():
-            if local(row) != "table-row" or _table_of(row) is not table:
+            if local(row) != "table-row" or _find_table(row) is not table:
                 continue
             cells = [each for each in row if local(each) in ("table-cell", "covered-table-cell")]
             while cells and len(cells[-1]) == 0:  # a sheet's empty cells up to its edge
@@ -178,7 +178,7 @@ class _Reader:
                         self.add_children(cell, etree.SubElement(line, "td", colspan=str(columns), rowspan=str(rows)))
 
 
-def _table_of(row: Any) -> Any:
+def _find_table(row: Any) -> Any:
     return next(each for each in row.iterancestors() if local(each) == "table")
 
 

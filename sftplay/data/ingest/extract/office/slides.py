@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, heading, need
-from sftplay.data.ingest.extract.markup.blocks import as_markdown, blocks_of
+from sftplay.data.ingest.extract.markup.blocks import as_markdown, find_blocks
 from sftplay.data.ingest.extract.office.archive import NO_DTD, Archive, attribute, local
 from sftplay.data.ingest.extract.office.word import core_title
 
@@ -43,7 +43,7 @@ def read_sheets(path: Path, encoding: str) -> Extracted:
                     notes.append(f"the hidden sheet {sheet.title!r} is left out")
                     continue
                 sheet.reset_dimensions()  # what a sheet says of its own size may be wrong, in both directions
-                rows, n_cells = _rows_of(sheet.iter_rows(values_only=True))
+                rows, n_cells = _read_rows(sheet.iter_rows(values_only=True))
                 left -= n_cells
                 if left < 0:
                     raise Unreadable("too_large", f"more than {MOST_CELLS:,} cells: split the workbook")
@@ -55,7 +55,7 @@ def read_sheets(path: Path, encoding: str) -> Extracted:
     return Extracted(named or path.stem, tuple(blocks), tuple(notes))
 
 
-def _rows_of(rows: Iterable[tuple[Any, ...]]) -> tuple[list[list[str]], int]:
+def _read_rows(rows: Iterable[tuple[Any, ...]]) -> tuple[list[list[str]], int]:
     """The rows with text, and how many cells have been looked at."""
     found: list[list[str]] = []
     n_cells = n_empty = 0
@@ -87,7 +87,7 @@ def cell_text(value: Any) -> str:
 
 
 TITLES = ("title", "ctrTitle")
-FURNITURE = ("dt", "ftr", "sldNum", "hdr")
+HEADERS_FOOTERS = ("dt", "ftr", "sldNum", "hdr")
 """Placeholders for date, footer, number and header."""
 
 
@@ -104,7 +104,7 @@ def read_slides(path: Path, encoding: str) -> Extracted:
         for number, name in enumerate(names, 1):
             slide = archive.tree(name) if name else None
             if slide is not None and slide.get("show") != "0":
-                made = blocks_of(_slide_tree(slide, archive, name=name))
+                made = find_blocks(_slide_tree(slide, archive, name=name))
                 blocks += [Block(each.text, each.kind, each.level, number) for each in made]
         title = core_title(archive)
     title = title or next((block.text.lstrip("# ") for block in blocks if block.level), path.stem)
@@ -159,7 +159,7 @@ def _add_shapes(tree: Any, root: Any) -> None:
             place = next((each for each in shape.iter() if local(each) == "ph"), None)
             kind = attribute(place, "type") or ("body" if place is not None else "")
             body = next((each for each in shape if local(each) == "txBody"), None)
-            if body is not None and kind not in FURNITURE:
+            if body is not None and kind not in HEADERS_FOOTERS:
                 _add_text(body, root, kind=kind)
         elif name == "graphicFrame":
             for table in shape.iter():

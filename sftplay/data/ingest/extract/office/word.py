@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sftplay.data.ingest.extract.document import Extracted, Unreadable
-from sftplay.data.ingest.extract.markup.blocks import blocks_of
+from sftplay.data.ingest.extract.markup.blocks import find_blocks
 from sftplay.data.ingest.extract.office.archive import Archive, attribute, local
 
 W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
@@ -132,7 +132,7 @@ def _resolve(style_id: str, raw: dict[str, tuple[str, str, Any]]) -> Style:
             break
         name, above, properties = raw[style_id]
         if not kind:
-            kind, level = _kind_of(name, properties)
+            kind, level = _classify_style(name, properties)
         place = numbered_by(properties)
         if place is not None:
             number = number or place.number
@@ -141,7 +141,7 @@ def _resolve(style_id: str, raw: dict[str, tuple[str, str, Any]]) -> Style:
     return Style(kind, level, Numbered(number, depth or 0) if number not in ("", "0") else None)
 
 
-def _kind_of(name: str, properties: Any) -> tuple[str, int]:
+def _classify_style(name: str, properties: Any) -> tuple[str, int]:
     """What one style says by itself."""
     name = name.strip()
     found = HEADING.fullmatch(name)
@@ -199,7 +199,7 @@ class Cites(Protocol):
     def cite(self, kind: str, note_id: str) -> str: ...
 
 
-def runs_of(paragraph: Any, notes: Cites) -> tuple[str, list[Any]]:
+def read_paragraph(paragraph: Any, notes: Cites) -> tuple[str, list[Any]]:
     """A paragraph's text, with line breaks as they stand in it, and the contents of its text boxes."""
     boxes: list[Any] = []
     return "".join(_texts(paragraph, notes, boxes=boxes)), boxes
@@ -281,7 +281,7 @@ def read_word(path: Path, encoding: str) -> Extracted:
         converter = Converter(archive)
         tree = converter.convert(found)
         title = converter.title or core_title(archive)
-    blocks = tuple(blocks_of(tree))
+    blocks = tuple(find_blocks(tree))
     title = title or next((block.text.lstrip("# ") for block in blocks if block.kind == "heading"), path.stem)
     return Extracted(title, blocks)
 
@@ -299,7 +299,7 @@ class Converter:
 
     def __init__(self, archive: Archive) -> None:
         self.styles, self.numbering = read_styles(archive), read_numbering(archive)
-        self.notes = {kind: _notes_of(archive.tree(f"word/{kind}s.xml")) for kind in ("footnote", "endnote")}
+        self.notes = {kind: _read_notes(archive.tree(f"word/{kind}s.xml")) for kind in ("footnote", "endnote")}
         self.title = ""
         self._cited: list[tuple[str, str]] = []
 
@@ -344,7 +344,7 @@ class Converter:
         style_id = attribute(properties.find(f"{W}pStyle"), "val") if properties is not None else None
         style = self.styles.get(style_id or "", Style())
         place = self._place(numbered_by(properties), style)
-        text, boxes = runs_of(paragraph, self)
+        text, boxes = read_paragraph(paragraph, self)
         if style.kind == "contents":
             return
         if text.strip():
@@ -401,7 +401,7 @@ class Converter:
                 column += width
 
 
-def _notes_of(root: Any) -> dict[str, Any]:
+def _read_notes(root: Any) -> dict[str, Any]:
     """The notes of one kind by their ids."""
     return {attribute(note, "id") or "": note for note in root} if root is not None else {}
 

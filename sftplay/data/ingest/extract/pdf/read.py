@@ -11,10 +11,10 @@ from sftplay.data.ingest.extract.pdf.rules import read_rules, with_tables
 from sftplay.data.ingest.extract.pdf.structure import (
     CAPTION,
     ENDS,
-    Piece,
+    PdfPiece,
     Vocabulary,
-    fonts_of,
-    running_words,
+    find_fonts,
+    find_headers_footers,
     to_pieces,
 )
 from sftplay.data.ingest.extract.pdf.words import Page, read_words, to_columns
@@ -94,12 +94,12 @@ def _read_pages(document: Any, error_type: type[Exception]) -> tuple[list[Page],
 
 def to_blocks(pages: list[Page]) -> list[Block]:
     """The blocks of a document's pages."""
-    running = running_words(pages)
+    running = find_headers_footers(pages)
     for page in pages:
         page.words[:] = [word for word in page.words if id(word) not in running]
-    fonts = fonts_of(pages)
+    fonts = find_fonts(pages)
     vocabulary = Vocabulary(word.text for page in pages for word in page.words)
-    pieces: list[Piece] = []
+    pieces: list[PdfPiece] = []
     for page in pages:
         for rows in to_columns(with_tables(page.words, page.rules, vocabulary=vocabulary)):
             for piece in to_pieces(rows, fonts, page=page.number):
@@ -111,7 +111,7 @@ def to_blocks(pages: list[Page]) -> list[Block]:
     return without_empty_contents([block for group in _grouped(pieces) for block in _block(group, vocabulary)])
 
 
-def _open_half(pieces: list[Piece], piece: Piece) -> Piece | None:
+def _open_half(pieces: list[PdfPiece], piece: PdfPiece) -> PdfPiece | None:
     """The paragraph that a column's first piece continues: it has no end, and the piece begins in the middle."""
     if piece.kind != "paragraph" or not piece.lines[0][:1].islower():
         return None
@@ -125,9 +125,9 @@ def _open_half(pieces: list[Piece], piece: Piece) -> Piece | None:
     return None
 
 
-def _grouped(pieces: list[Piece]) -> list[list[Piece]]:
+def _grouped(pieces: list[PdfPiece]) -> list[list[PdfPiece]]:
     """The pieces, with the items of one list together."""
-    groups: list[list[Piece]] = []
+    groups: list[list[PdfPiece]] = []
     for piece in pieces:
         if groups and piece.marker and groups[-1][-1].marker:
             groups[-1].append(piece)
@@ -136,7 +136,7 @@ def _grouped(pieces: list[Piece]) -> list[list[Piece]]:
     return groups
 
 
-def _block(group: list[Piece], vocabulary: Vocabulary) -> list[Block]:
+def _block(group: list[PdfPiece], vocabulary: Vocabulary) -> list[Block]:
     """The block of a piece, or of a list's items."""
     first = group[0]
     if first.marker:
@@ -153,7 +153,7 @@ def _block(group: list[Piece], vocabulary: Vocabulary) -> list[Block]:
     return [Block(text, page=first.page)]
 
 
-def _list_text(items: list[Piece], vocabulary: Vocabulary) -> str:
+def _list_text(items: list[PdfPiece], vocabulary: Vocabulary) -> str:
     """A list's items, each as deep as it is indented."""
     depths: list[float] = []
     lines = []

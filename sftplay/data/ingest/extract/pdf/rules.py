@@ -31,7 +31,7 @@ def read_rules(page: Any) -> Rules:
         n_parts += raw.FPDFPath_CountSegments(path)
         if n_parts > MOST_PARTS or len(rules.across) + len(rules.down) > MOST_LINES:
             return Rules()
-        for (x0, y0), (x1, y1) in _lines_of(path, raw):
+        for (x0, y0), (x1, y1) in _read_lines(path, raw):
             if abs(x1 - x0) < STRAIGHT and abs(y1 - y0) >= SHORTEST:
                 rules.down.append((x0 - left, top - max(y0, y1), top - min(y0, y1)))
             elif abs(y1 - y0) < STRAIGHT and abs(x1 - x0) >= SHORTEST:
@@ -39,7 +39,7 @@ def read_rules(page: Any) -> Rules:
     return rules
 
 
-def _lines_of(path: Any, raw: Any) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
+def _read_lines(path: Any, raw: Any) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
     """The straight parts of one drawn path, on the page."""
     import ctypes
 
@@ -103,7 +103,7 @@ def _table_text(words: list[Word], xs: list[float], *, ys: list[float], rules: R
     """The Markdown of a grid; cells without a line between them are one, and have their text in the first of them."""
 
     @cache
-    def first_of(row: int, column: int) -> tuple[int, int]:
+    def find_first_cell(row: int, column: int) -> tuple[int, int]:
         while column > 0 and not _has(rules.down, xs[column], between=(ys[row], ys[row + 1])):
             column -= 1
         while row > 0 and not _has(rules.across, ys[row], between=(xs[column], xs[column + 1])):
@@ -113,7 +113,7 @@ def _table_text(words: list[Word], xs: list[float], *, ys: list[float], rules: R
     cells: dict[tuple[int, int], list[Word]] = {}
     for word in words:
         row, column = sum(y <= word.middle for y in ys) - 1, sum(x <= (word.x0 + word.x1) / 2 for x in xs) - 1
-        cells.setdefault(first_of(row, column), []).append(word)
+        cells.setdefault(find_first_cell(row, column), []).append(word)
     if len({column for _, column in cells}) < 2:
         return ""
     grid = [["" for _ in xs[1:]] for _ in ys[1:]]

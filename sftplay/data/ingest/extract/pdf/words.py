@@ -95,7 +95,7 @@ def read_words(page: Any, number: int, *, rules: Rules) -> Page:
         handle = text_page.raw
         codes = [raw.FPDFText_GetUnicode(handle, place) for place in range(text_page.count_chars())]
         spans = list(_spans(codes))
-        reader = _Reader(handle)
+        reader = _WordReader(handle)
         found = [reader.word(codes, begin, end=end, turned=turned) for begin, end in spans]
         left, bottom, right, top = page.get_cropbox()
     finally:
@@ -107,7 +107,7 @@ def read_words(page: Any, number: int, *, rules: Rules) -> Page:
     return Page(number, width, height, words, n_unknown, has_pictures, rules)
 
 
-class _Reader:
+class _WordReader:
     """Asks pdfium for boxes and fonts; fonts are described once each."""
 
     def __init__(self, handle: Any) -> None:
@@ -208,7 +208,7 @@ on a page of any width."""
 
 
 @dataclass(slots=True)
-class Row:
+class PdfRow:
     """Words side by side, from left to right, or from right to left in scripts that are written so."""
 
     words: list[Word]
@@ -227,7 +227,7 @@ class Row:
         return " ".join(word.text for word in self.words)
 
 
-def to_rows(words: list[Word]) -> list[Row]:
+def to_rows(words: list[Word]) -> list[PdfRow]:
     """The rows of some words, from top to bottom."""
     groups: list[list[Word]] = []
     for word in sorted(words, key=lambda word: (word.middle, word.x0)):
@@ -241,7 +241,7 @@ def to_rows(words: list[Word]) -> list[Row]:
     return sorted((_row(group) for group in groups), key=lambda row: row.middle)
 
 
-def _row(words: list[Word]) -> Row:
+def _row(words: list[Word]) -> PdfRow:
     words = sorted(words, key=lambda word: word.x0)
     right_to_left = sum(is_right_to_left(word.text) for word in words)
     if 2 * right_to_left > len(words):
@@ -251,7 +251,7 @@ def _row(words: list[Word]) -> Row:
         sizes[word.size] += len(word.text)
     size = max(sizes, key=lambda each: sizes[each])
     longest = max((word for word in words if word.size == size), key=lambda word: len(word.text))
-    return Row(
+    return PdfRow(
         words,
         min(word.top for word in words),
         max(word.bottom for word in words),
@@ -267,13 +267,13 @@ def is_right_to_left(text: str) -> bool:
     return any("\u0590" <= sign <= "\u08ff" or "\ufb1d" <= sign <= "\ufefc" for sign in text)
 
 
-def to_columns(words: list[Word], depth: int = 0) -> list[list[Row]]:
+def to_columns(words: list[Word], depth: int = 0) -> list[list[PdfRow]]:
     """The words' rows by column, in the order in which they are read."""
     rows = to_rows(words)
     place = find_gutter(rows) if depth < DEEPEST else None
     if place is None:
         return [rows] if rows else []
-    columns: list[list[Row]] = []
+    columns: list[list[PdfRow]] = []
     for band, is_divided in _bands(rows, place, half=half_gutter(rows)):
         if not is_divided:
             columns.append(band)
@@ -284,7 +284,7 @@ def to_columns(words: list[Word], depth: int = 0) -> list[list[Row]]:
     return columns
 
 
-def find_gutter(rows: list[Row]) -> float | None:
+def find_gutter(rows: list[PdfRow]) -> float | None:
     """The x of the gutter that divides most text; None where the rows are one column."""
     if len(rows) < LEAST_ROWS:
         return None
@@ -307,7 +307,7 @@ def find_gutter(rows: list[Row]) -> float | None:
     return median(x for x in scores if scores[x] == best) if best else None
 
 
-def half_gutter(rows: list[Row]) -> float:
+def half_gutter(rows: list[PdfRow]) -> float:
     """Half the least width of a gutter among these rows."""
     return GUTTER * median(row.size for row in rows) / 2
 
@@ -323,9 +323,9 @@ def segments(words: list[Word], gap: float) -> list[tuple[float, float]]:
     return found
 
 
-def _bands(rows: list[Row], x: float, *, half: float) -> list[tuple[list[Row], bool]]:
+def _bands(rows: list[PdfRow], x: float, *, half: float) -> list[tuple[list[PdfRow], bool]]:
     """The rows in runs, each with whether its rows leave the strip at x free; free runs that are short are not."""
-    bands: list[tuple[list[Row], bool]] = []
+    bands: list[tuple[list[PdfRow], bool]] = []
     for row in rows:
         is_free = all(word.x1 <= x - half or word.x0 >= x + half for word in row.words)
         if bands and bands[-1][1] == is_free:
@@ -335,14 +335,14 @@ def _bands(rows: list[Row], x: float, *, half: float) -> list[tuple[list[Row], b
     return [(band, is_free and _has_sides(band, x)) for band, is_free in bands]
 
 
-def _has_sides(band: list[Row], x: float) -> bool:
+def _has_sides(band: list[PdfRow], x: float) -> bool:
     """Whether enough rows have words on the left of x, and enough on the right."""
     n_left = sum(any(word.x1 <= x for word in row.words) for row in band)
     n_right = sum(any(word.x1 > x for word in row.words) for row in band)
     return min(n_left, n_right) >= LEAST_ROWS
 
 
-def _score(band: list[Row], x: float, *, edges: tuple[float, float]) -> int:
+def _score(band: list[PdfRow], x: float, *, edges: tuple[float, float]) -> int:
     """Characters on the side that has fewer; 0 where a side is no running text."""
     scores = []
     for is_left in (True, False):

@@ -29,7 +29,7 @@ from sftplay.signals import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 
-LOOK_EVERY_S = 0.05
+WATCH_EVERY_S = 0.05
 """Between two looks at the children's memory."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -51,7 +51,7 @@ class Child:
     killed_for: str = ""
 
 
-class Server:
+class ForkServer:
     """All children of this process."""
 
     def __init__(self, requests: int, answers: int) -> None:
@@ -70,7 +70,7 @@ class Server:
     def serve(self) -> None:
         """Start what is asked for until nobody can ask any more."""
         while True:
-            timeout = LOOK_EVERY_S if self._children else None
+            timeout = WATCH_EVERY_S if self._children else None
             ready, _, _ = select.select([self._requests, self._woken], [], [], timeout)
             if self._woken in ready:
                 os.read(self._woken, 1 << 12)
@@ -104,11 +104,11 @@ class Server:
                 break
             child = self._children.pop(pid, None)
             if child is not None:
-                self._tell(child, os.waitstatus_to_exitcode(status), peak_bytes=used.ru_maxrss * 1024)
-            for stray in set(_children_of(os.getpid())) - set(self._children):
+                self._report_end(child, os.waitstatus_to_exitcode(status), peak_bytes=used.ru_maxrss * 1024)
+            for stray in set(_list_children(os.getpid())) - set(self._children):
                 _kill(stray)
 
-    def _tell(self, child: Child, exit_code: int, *, peak_bytes: int) -> None:
+    def _report_end(self, child: Child, exit_code: int, *, peak_bytes: int) -> None:
         answer = {
             "number": child.number, "exit_code": exit_code, "killed_for": child.killed_for,
             "seconds": time.monotonic() - child.began, "peak_bytes": max(peak_bytes, child.peak_bytes),
@@ -178,7 +178,7 @@ def _kill(pid: int) -> None:
             pass
 
 
-def _children_of(pid: int) -> list[int]:
+def _list_children(pid: int) -> list[int]:
     try:
         return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
@@ -191,7 +191,7 @@ def _held_bytes(pid: int) -> int:
         own = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
     except (OSError, IndexError):
         return 0
-    return own + sum(map(_held_bytes, _children_of(pid)))
+    return own + sum(map(_held_bytes, _list_children(pid)))
 
 
 def main() -> None:
@@ -203,7 +203,7 @@ def main() -> None:
         import_module(module).warm_up(*words)
     gc.collect()
     gc.freeze()
-    Server(requests, answers).serve()
+    ForkServer(requests, answers).serve()
 
 
 if __name__ == "__main__":

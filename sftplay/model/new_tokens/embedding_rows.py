@@ -29,12 +29,12 @@ def add_rows(model: Any, tokens: Sequence[NewToken]) -> None:
         model.resize_token_embeddings(needed, mean_resizing=False)
     ids = [token.id for token in tokens]
     with torch.no_grad():
-        for values in _ends_of(model):
+        for values in _list_end_weights(model):
             means = [values[list(token.pieces)].float().mean(dim=0) for token in tokens]
             values[ids] = torch.stack(means).to(values.dtype)
 
 
-def _ends_of(model: Any) -> list[torch.Tensor]:
+def _list_end_weights(model: Any) -> list[torch.Tensor]:
     head = model.get_output_embeddings()
     ends = [model.get_input_embeddings().weight]
     if head is not None and head.weight is not ends[0]:
@@ -54,7 +54,7 @@ def rows_that_train(model: Any, lora: LoraConfig, *, ids: Sequence[int]) -> dict
         return None
     first, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head.weight is first.weight
-    names = [_name_of(model, end) for end in (first, head)]
+    names = [_find_name(model, end) for end in (first, head)]
     in_full = [name for name in names if name in lora.modules_to_save]
     if is_tied and len(in_full) == 1:
         what = f"{in_full[0]} trains in full, but new tokens are added, and it is one weight with the other of {names}"
@@ -71,6 +71,6 @@ def rows_that_train(model: Any, lora: LoraConfig, *, ids: Sequence[int]) -> dict
     return {name: list(ids) for name in (left[:1] if is_tied else left)} or None
 
 
-def _name_of(model: Any, wanted: Any) -> str:
+def _find_name(model: Any, wanted: Any) -> str:
     """The last part of a module's name, as configs name it."""
     return next(name for name, module in model.named_modules() if module is wanted).rpartition(".")[2]
