@@ -92,7 +92,7 @@ def _next_line() -> str:
 def _answer(conversation: Any, question: str) -> None:
     with _interruptible() as stop:
         try:
-            for piece in conversation.ask(question, stop, note=lambda text: log.say(f"note: {text}", "infer")):
+            for piece in conversation.ask(question, stop, notify=lambda text: log.say(f"note: {text}", "infer")):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         except DataError as error:

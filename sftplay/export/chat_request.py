@@ -1,4 +1,4 @@
-"""What a client of chat may ask for, as OpenAI's API names it; whatever the server would not do is refused.
+"""Parse and check chat requests of OpenAI's API; what the server would not do is refused.
 
 Reference: https://platform.openai.com/docs/api-reference/chat/create.
 """
@@ -17,13 +17,13 @@ LEAST_TEMPERATURE = 0.001
 
 
 class Strict(BaseModel):
-    """Neither unknown keys nor values of another type."""
+    """A model that refuses unknown keys and values of another type."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class ContentPart(Strict):
-    """A piece of a message. Pictures and sound are refused: they would be fetched from wherever a client says."""
+    """A part of a message. Pictures and sound are refused: they would be fetched from any address a client names."""
 
     type: Literal["text"]
     text: str
@@ -52,7 +52,7 @@ class ToolCall(Strict):
 
 
 class ChatMessage(BaseModel):
-    """One message. What a server adds to an answer that is sent back may stand in it where it is empty."""
+    """One message. Empty fields that a server adds to its answers are allowed when the client sends them back."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -159,13 +159,13 @@ class ChatRequest(Strict):
         return self.max_tokens or self.max_completion_tokens
 
     def template_values(self) -> dict[str, Any]:
-        """What the chat template gets beside the messages."""
+        """Return the values for the chat template, in addition to the messages."""
         settings = self.chat_template_kwargs.model_dump(exclude_none=True) if self.chat_template_kwargs else {}
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
         return settings | ({"tools": tools} if tools and self.tool_choice != "none" else {})
 
     def forwarded(self) -> dict[str, Any]:
-        """The body for transformers' server, without what says nothing to it; the length of the answer is missing."""
+        """Return the body for transformers' server, without keys that it ignores and without the answer's length."""
         values = self.template_values()
         body = self.model_dump(
             include={"model", "messages", "temperature", "top_p", "seed", "stream"}, exclude_none=True
@@ -176,10 +176,10 @@ class ChatRequest(Strict):
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """The request in a body.
+    """Return the request in a body.
 
     Raises:
-        RefusedRequest: with 400, naming the first parameter that is wrong.
+        RefusedRequest: with 400 and the name of the first wrong parameter.
     """
     try:
         return ChatRequest.model_validate_json(body)

@@ -1,6 +1,6 @@
-"""The program that `serve` starts: transformers' own server behind the gate, with requests read and answers tidied.
+"""The program that `serve` starts: transformers' own server behind the gate, with checked requests and tidied answers.
 
-Run as `python -m sftplay.export.chat_server NAME --host HOST --port PORT`. The model lies in the hub's cache.
+Run as `python -m sftplay.export.chat_server NAME --host HOST --port PORT`. The model is in the hub's cache.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sftplay.export.chat_request import ChatRequest, read_request
 from sftplay.export.gate import App, Gate, Message, Receive, RefusedRequest, Send, replay, send_json
 
 ANSWER_TOKENS = 1024
-"""Longest answer where the client names none, as transformers' server has it (5.17)."""
+"""Longest answer if the client names none, the default of transformers' server (5.17)."""
 
 DONE = b"data: [DONE]\n\n"
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What a chat template ends with when a dialogue is not of the kind that it knows."""
+"""Errors of a chat template for a dialogue that it does not support."""
 
 
 class ChatApp:
@@ -33,7 +33,7 @@ class ChatApp:
     def __init__(self, app: App, name: str, *, tokenizer: Any, context_tokens: int | None) -> None:
         self.app, self.name, self.tokenizer, self.context_tokens = app, name, tokenizer, context_tokens
         self.started = int(time.time())
-        self._lock = threading.Lock()  # a tokenizer is not made for several threads
+        self._lock = threading.Lock()  # a tokenizer is not thread-safe
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         path = scope.get("path")
@@ -51,7 +51,7 @@ class ChatApp:
             await self.app(scope, receive, send)
 
     def read(self, body: bytes) -> tuple[ChatRequest, bytes]:
-        """The request, and the body for transformers' server.
+        """Return the request, and the body for transformers' server.
 
         Raises:
             RefusedRequest: a parameter is wrong, or prompt and answer do not fit the model's context.
@@ -88,7 +88,7 @@ class ChatApp:
 
 
 def _flat(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as transformers' server gives it to the template."""
+    """Return a message as transformers' server passes it to the template."""
     content = message.setdefault("content", "")
     if isinstance(content, list):
         message["content"] = " ".join(part["text"] for part in content)
@@ -98,7 +98,7 @@ def _flat(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class StopTextSend:
-    """A `send` that ends an answer before the text at which it was to stop, and a stream with `[DONE]`."""
+    """A `send` that cuts an answer before its stop text, and ends a stream with `[DONE]`."""
 
     def __init__(self, send: Send, request: ChatRequest) -> None:
         self.send, self.stops, self.is_stream = send, request.stops, bool(request.stream)
@@ -135,7 +135,7 @@ class StopTextSend:
         return self.status == 200 and (self.is_stream or bool(self.stops))
 
     def _event(self, event: bytes) -> bytes:
-        """An event of a stream, with the text in it up to a stop; nothing where no text is left."""
+        """Return an event of a stream, with its text cut at a stop text; empty where no text is left."""
         try:
             part = json.loads(event.removeprefix(b"data: "))
             choice = part["choices"][0]
@@ -150,7 +150,7 @@ class StopTextSend:
         return b"data: %s\n\n" % json.dumps(part).encode() if is_last or choice["delta"] else b""
 
     def _cut(self, text: str, *, is_last: bool) -> str:
-        """What may be shown of the text so far; an end that may begin a stop is held back."""
+        """Return the text that can be sent so far; an end that may begin a stop text is held back."""
         text = "" if self.is_cut else self.held + text
         found = [place for stop in self.stops if (place := text.find(stop)) >= 0]
         if found:
@@ -163,7 +163,7 @@ class StopTextSend:
 
 
 def _events(body: bytes) -> list[bytes]:
-    """The events in one message; transformers' server sends them whole."""
+    """Return the events in one message; transformers' server sends them whole."""
     return [event for event in body.split(b"\n\n") if event]
 
 
@@ -180,7 +180,7 @@ def main() -> None:
     from transformers.cli.serve import Serve
 
     class Prepared(Serve):
-        """transformers' server with its model, which does not listen yet."""
+        """transformers' server with its model, before it listens."""
 
         def start_server(self) -> None:
             """Leave it to `main`."""

@@ -1,4 +1,4 @@
-"""A finished run as a folder that stands alone: weights, tokenizer, card, config and figures, for plain libraries.
+"""Export a finished run as a self-contained folder for plain libraries: weights, tokenizer, card, config, figures.
 
 The folder holds no path of this machine, no secret and no row of the data. Nothing is uploaded.
 """
@@ -52,7 +52,7 @@ _SECRET = re.compile(r"hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|AKIA[0-9A-Z]{1
 def export(
     cfg: RunConfig, folder: RunFolder, *, out: Path, dtype: Dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """Write the run's model to `out`, for plain transformers. An adapter run's adapter lies in it too.
+    """Write the run's model to `out`, for plain transformers. An adapter run's adapter is included.
 
     Weights in safetensors shards of at most `shard_bytes` (with an index where there are several), tokenizer with the
     trained chat template, generation config with the end tokens of training, README.md (the model card),
@@ -67,7 +67,7 @@ def export(
     check_target(out)
     model, tokenizer = _whole_model(cfg, folder, dtype=dtype)
     run = public_run(cfg, folder)
-    beside = [folder.path / "adapter" / name for name in ADAPTER_FILES if run.has_adapter]
+    adapter_files = [folder.path / "adapter" / name for name in ADAPTER_FILES if run.has_adapter]
 
     def fill(scratch: Path) -> None:
         log.status("writing", "export")
@@ -78,7 +78,7 @@ def export(
         _add_figures(run, scratch)
         write_card(run, scratch / "README.md")
 
-    write_folder(out, size_bytes(model) + sum(path.stat().st_size for path in beside), fill=fill)
+    write_folder(out, size_bytes(model) + sum(path.stat().st_size for path in adapter_files), fill=fill)
     log.say(f"{out}: read README.md in it before you publish", "export")
     return out
 
@@ -100,7 +100,7 @@ def _whole_model(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None) -> t
 
 
 def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
-    """The part of the run that may be published: its files without paths of this machine and without secrets."""
+    """Return the part of the run that may be published: its files without paths of this machine and without secrets."""
     # step-N.json measures the weights at a step of the training, not the result.
     measured = sorted(path for path in folder.eval.glob("*.json") if not path.stem.startswith("step-"))
     figures = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in measured}
@@ -125,7 +125,7 @@ def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
 
 
 def read_licence(card: str) -> str | None:
-    """The licence that a model card's front matter names, None where it names none."""
+    """Return the licence in a model card's front matter, None if there is none."""
     front = re.match(r"---\n(.*?)\n---", card, re.DOTALL)
     licence = re.search(r"^license:\s*[\"']?([\w.-]+)[\"']?\s*$", front[1], re.MULTILINE) if front else None
     return licence[1] if licence and licence[1] != "unknown" else None
@@ -156,10 +156,10 @@ class Redactor:
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         paths = {path for path in known if _is_path(path) and path.strip("/")}
-        self.known = sorted(paths, key=len, reverse=True)  # the longer of two with the same beginning goes first
+        self.known = sorted(paths, key=len, reverse=True)  # the longer of two with the same beginning comes first
 
     def __call__(self, value: Any) -> Any:
-        """A copy in which absolute paths are cut to their last part, and secrets are gone."""
+        """Return a copy with absolute paths cut to their last part, and without secrets."""
         if isinstance(value, Mapping):
             return {
                 self(key): REMOVED if isinstance(inner, str) and _SECRET_NAME.search(str(key)) else self(inner)

@@ -1,4 +1,4 @@
-"""Lets through to a model's server only what a client of chat on this machine needs: an ASGI middleware.
+"""An ASGI middleware that passes to a model's server only what a chat client on this machine needs.
 
 It knows nothing of models. vLLM finds it by its name; `chat_server` puts it before transformers' own server.
 """
@@ -19,7 +19,7 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 """The names of the ASGI specification, 3.0."""
 
 TOKEN = "SFTPLAY_SERVE_TOKEN"
-"""The environment variable with the token that clients must send; without it no token is asked for."""
+"""The environment variable with the token that clients must send; without it no token is needed."""
 
 HOSTS = ("127.0.0.1", "localhost")
 """Names under which a client on this machine asks. A page of another name that resolves to here is refused."""
@@ -43,7 +43,7 @@ class RefusedRequest(Exception):
 
 
 class Gate:
-    """Checks host, origin, token, endpoint and length of each request before `app` hears of it."""
+    """Checks host, origin, token, endpoint and length of each request before `app` gets it."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -94,7 +94,7 @@ def is_local_host(text: str) -> bool:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that hands out the whole body first, and then what still comes."""
+    """Return a `receive` that gives the whole body first, and then the further messages."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_message() -> Message:

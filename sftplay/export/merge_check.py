@@ -1,4 +1,4 @@
-"""Compares a merged model with the adapter it came from: weights, scores and greedy texts.
+"""Compare a merged model with the adapter it was made from: weights, scores and greedy texts.
 
 The reference is PEFT with the adapter on the unquantised base, all in fp32. The rounding of the merged weights explains
 a small difference; a larger one is an error. It repairs nothing.
@@ -60,7 +60,7 @@ WEIGHT_NOISE = 1e-5
 
 @dataclass
 class Outputs:
-    """What a model gives for the prompts: greedy answers (token ids), and its scores along some answers."""
+    """The outputs of a model for the prompts: greedy answers (token ids), and its scores along some answers."""
 
     answers: list[list[int]] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)
@@ -68,11 +68,11 @@ class Outputs:
 
 
 def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, Any]:
-    """The figures of the comparison: `max_abs_logit_diff`, `texts_equal`, `n` and others.
+    """Compare the models, and return the figures: `max_abs_logit_diff`, `texts_equal`, `n` and others.
 
     Two texts also count as equal when, at the first difference, the reference scores both tokens the same within the
     tolerance (`parted_at_ties`). For a qlora run, `quantised` is the distance of the 4-bit base with the adapter from
-    the merged model; that is information, not an error.
+    the merged model, for information only.
 
     Raises:
         ConfigError: there is no adapter, or nothing at `merged`.
@@ -103,7 +103,7 @@ def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, 
 
 
 def _choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tuple[list[list[int]], str]:
-    """Token ids of held-out prompts, or of the built-in questions, and which of the two they are."""
+    """Return token ids of held-out prompts, or of the built-in questions, and which of the two they are."""
     try:
         held_out = _held_out_rows(cfg, folder, tokenizer=tokenizer)
     except DataError as error:
@@ -116,12 +116,12 @@ def _choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tup
 
 
 def _evenly_spaced(count: int) -> list[int]:
-    """PROMPTS of so many rows, evenly spread, or all of them."""
+    """Return PROMPTS evenly spaced numbers below `count`, or all of them."""
     return sorted({n * count // PROMPTS for n in range(PROMPTS)}) if count else []
 
 
 def _held_out_rows(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> Any:
-    """The held-out rows, or some held-out blocks of each source; empty or None where there are none."""
+    """Return the held-out rows, or some held-out blocks of each source; empty or None if there are none."""
     if cfg.learns_documents:
         mixture = load_mixture(cfg, tokenizer, renderer_template=tokenizer.chat_template)
         return [blocks[n] for blocks in mixture.held_out.values() for n in _evenly_spaced(len(blocks))]
@@ -145,7 +145,7 @@ def _take_prompt(ids: list[int], labels: list[int]) -> list[int]:
 def _compute_outputs(
     generator: Generator, prompts: Sequence[list[int]], *, given: Sequence[list[int]] | None = None
 ) -> Outputs:
-    """The model's answers, and its scores for them, or for the `given` answers."""
+    """Return the model's answers, and its scores for them, or for the `given` answers."""
     model, outputs = generator.model, Outputs()
     if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > 1.3 * size_bytes(model):
         model.to("cuda")
@@ -182,7 +182,7 @@ def _merged_by_peft(reference: Any) -> nn.Module:
 
 
 def _find_altered(expected: nn.Module, whole: nn.Module) -> list[str]:
-    """Names of the tensors that differ from PEFT's own fp32 merge by more than one rounding of each value."""
+    """Return the names of tensors that differ from PEFT's own fp32 merge by more than one rounding of each value."""
     altered = []
     left = dict(expected.named_parameters(remove_duplicate=False))
     for name, parameter in whole.named_parameters(remove_duplicate=False):
@@ -213,7 +213,7 @@ def _compare(expected: Outputs, actual: Outputs, *, dtype: torch.dtype) -> dict[
 
 
 def compare_answers(expected: Outputs, actual: Outputs, *, n: int, tolerance: float) -> str:
-    """`same`, `tie` (the reference scores both tokens the same where the answers first differ) or `different`."""
+    """Return `same`, `tie` (the reference scores both tokens the same at the first difference) or `different`."""
     wanted, answer = expected.answers[n], actual.answers[n]
     place = next((k for k, (a, b) in enumerate(zip(wanted, answer)) if a != b), None)
     if place is None:
@@ -225,7 +225,7 @@ def compare_answers(expected: Outputs, actual: Outputs, *, n: int, tolerance: fl
 def _quantisation(
     cfg: RunConfig, folder: RunFolder, *, prompts: Sequence[list[int]], expected: Outputs, merged: Outputs
 ) -> dict[str, float]:
-    """How far the merged model is from the trained one (the adapter on the 4-bit base), at the same places."""
+    """Return the distance of the merged model from the trained one (the adapter on the 4-bit base)."""
     four_bit = load_result(cfg, folder.path)
     device = next(four_bit.parameters()).device
     gaps, same = [], []

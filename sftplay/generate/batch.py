@@ -1,4 +1,4 @@
-"""Answers every row of a file in batches. A batch is on the disk as soon as it is answered."""
+"""Answer every row of a file in batches. A batch is on the disk as soon as it is answered."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from sftplay.units import format_seconds
 PromptBatch = list[tuple[Prompt, list[int]]]
 
 RowAnswer = str | dict[str, str]
-"""What a row gets: its `response`, or several columns by name."""
+"""The answer of a row: its `response`, or several columns by name."""
 
 
 def check_lengths(questions: PromptFile, renderer: Any, *, generator: Generator) -> None:
-    """Make sure that every row can be asked and has room for its answer, before any is answered.
+    """Check that every row can be asked and has room for its answer, before any is answered.
 
     Raises:
-        DataError: one cannot, with its place.
+        DataError: one cannot; the error names its place.
     """
     context, answer = generator.context_tokens, generator.max_new_tokens
     for question in questions:
@@ -39,7 +39,7 @@ def check_lengths(questions: PromptFile, renderer: Any, *, generator: Generator)
 
 
 def make_answerer(generator: Generator) -> Callable[[PromptBatch], list[RowAnswer]]:
-    """A function that answers the rows of a batch."""
+    """Return a function that answers the rows of a batch."""
 
     def answer(batch: PromptBatch) -> list[RowAnswer]:
         return [*answer_batch(generator, [prompt for _, prompt in batch], rows=[row.number for row, _ in batch])]
@@ -48,7 +48,7 @@ def make_answerer(generator: Generator) -> Callable[[PromptBatch], list[RowAnswe
 
 
 def answer_rest(
-    answer: Callable[[PromptBatch], list[RowAnswer]],
+    answer_rows: Callable[[PromptBatch], list[RowAnswer]],
     renderer: Any,
     *,
     questions: PromptFile,
@@ -64,13 +64,13 @@ def answer_rest(
     for window in questions.windows(batch_size):
         n_batches = -(-len(window) // batch_size)
         for batch in _by_length(window, renderer, batch_size=batch_size)[skipped:] if skipped < n_batches else ():
-            partial.append(list(zip([question.number for question, _ in batch], answer(batch), strict=True)))
+            partial.append(list(zip([question.number for question, _ in batch], answer_rows(batch), strict=True)))
             meter.count(len(batch))
         skipped = max(0, skipped - n_batches)
 
 
 def _by_length(window: list[Prompt], renderer: Any, *, batch_size: int) -> list[PromptBatch]:
-    """The longest first, so that a batch too large for the memory fails at once."""
+    """Return the batches of a window, longest first, so that a batch too large for the memory fails at once."""
     pairs = [(question, question.prompt(renderer)) for question in window]
     pairs.sort(key=lambda pair: -len(pair[1]))
     return [pairs[start : start + batch_size] for start in range(0, len(pairs), batch_size)]
@@ -112,13 +112,13 @@ class ProgressMeter:
 
     def __init__(self, n: int, done: int, *, show: Callable[[str], None]) -> None:
         self._n, self._done, self._show = n, done, show
-        self._fresh = 0
+        self._n_new = 0
         self._began = time.monotonic()
 
     def count(self, n: int) -> None:
-        """`n` more are answered."""
-        self._fresh += n
+        """Count `n` more answered rows."""
+        self._n_new += n
         self._done += n
-        per_s = self._fresh / max(time.monotonic() - self._began, 1e-9)
+        per_s = self._n_new / max(time.monotonic() - self._began, 1e-9)
         left = format_seconds((self._n - self._done) / per_s)
         self._show(f"answered {self._done}/{self._n}, {per_s:.1f} rows/s, {left} left")

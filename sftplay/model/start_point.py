@@ -1,4 +1,4 @@
-"""Turns names of earlier runs and of adapters into the folders and bases that a run starts from.
+"""Resolve names of earlier runs and of adapters to the folders and bases that a run starts from.
 
 It loads no weights and imports no heavy library, so that a wrong name is refused before anything starts.
 """
@@ -23,13 +23,13 @@ ADAPTER_KEYS: dict[str, tuple[tuple[type, ...], str]] = {
     "modules_to_save": ((list, type(None)), "a list of names"),
     "revision": ((str, type(None)), "a name"),
 }
-"""Key of adapter_config.json -> what it must hold where it is given."""
+"""Key of adapter_config.json -> its types, and their name for an error."""
 
 NAME, ADAPTER, MERGE = "model.name", "model.adapter", "model.merge_adapter"
 
 
 def resolve_names(cfg: RunConfig) -> RunConfig:
-    """`cfg` with names of runs replaced: model.name by the base or model, model.adapter by the adapter's folder.
+    """Return `cfg` with names of runs replaced: model.name by the base or model, model.adapter by the adapter's folder.
 
     A finished run as model.name means its `model/`, or its base and its adapter. Resolving twice changes nothing.
 
@@ -57,23 +57,23 @@ def resolve_names(cfg: RunConfig) -> RunConfig:
 
 
 def describe_origin(cfg: RunConfig, key: str) -> str:
-    """Where a key was written, for an error."""
+    """Describe where a key was written, for an error."""
     return f"{cfg.origins.get(key, 'default')} {key}"
 
 
 def find_adapter_base(adapter: Path) -> tuple[str, str | None]:
-    """Name or folder of the base that an adapter belongs to, and its revision."""
+    """Return the name or folder of the base that an adapter belongs to, and its revision."""
     stored = read_adapter(adapter)
-    own = adapter.parent / "base"
-    if (adapter.parent / RESOLVED).is_file() and own.is_dir():
+    kept_base = adapter.parent / "base"
+    if (adapter.parent / RESOLVED).is_file() and kept_base.is_dir():
         model = load_config(adapter.parent / RESOLVED).model
         is_builtin = model.name.startswith(BUILTIN) and not model.merge_adapter
-        return (model.name if is_builtin else str(own.resolve())), None
+        return (model.name if is_builtin else str(kept_base.resolve())), None
     return str(stored.get("base_model_name_or_path")), stored.get("revision")
 
 
 def read_adapter(folder: Path) -> dict[str, Any]:
-    """The settings of an adapter.
+    """Return the settings of an adapter.
 
     Raises:
         ConfigError: the file holds something else.
@@ -145,7 +145,7 @@ def _resolve_adapter(cfg: RunConfig) -> RunConfig:
 
 
 def _find(cfg: RunConfig, key: str, *, name: str) -> Path | None:
-    """The folder a name means: one at that path, or the run of that name below output_dir."""
+    """Return the folder that a name means: one at that path, or the run of that name below output_dir."""
     here, run = Path(name), Path(cfg.output_dir) / name
     found = [here] if here.is_dir() else []
     # A run may be called like the model it starts from; it does not start from itself.
@@ -186,7 +186,7 @@ def _check_base(cfg: RunConfig, adapter: Path) -> None:
 
 
 def _check_shape(cfg: RunConfig, adapter: Path) -> None:
-    """Compare what can be compared without the model; `adapter.continue_adapter` looks at the layers."""
+    """Compare what can be compared without the model; `adapter.continue_adapter` checks the layers."""
     stored, lora = read_adapter(adapter), cfg.tuning.lora
     if stored.get("peft_type") != "LORA":
         what = f"{adapter} is an adapter of the kind {stored.get('peft_type')}"
@@ -198,10 +198,11 @@ def _check_shape(cfg: RunConfig, adapter: Path) -> None:
         "rslora": (lora.rslora, bool(stored.get("use_rslora"))),
         "modules_to_save": (sorted(lora.modules_to_save), sorted(stored.get("modules_to_save") or [])),
     }
-    for key, (mine, its) in wanted.items():
-        if mine != its:
-            what = f"{_as_json(mine)} here, but the adapter {adapter} that is continued has {_as_json(its)}"
-            fix = f"write tuning.lora.{key}: {_as_json(its)}, or {MERGE}: true, which trains a new adapter of any shape"
+    for key, (configured, found) in wanted.items():
+        if configured != found:
+            what = f"{_as_json(configured)} here, but the adapter {adapter} that is continued has {_as_json(found)}"
+            change = f"write tuning.lora.{key}: {_as_json(found)}"
+            fix = f"{change}, or {MERGE}: true, which trains a new adapter of any shape"
             raise ConfigError(what, where=describe_origin(cfg, f"tuning.lora.{key}"), fix=fix)
     for key in ("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"):
         if stored.get(key):

@@ -1,4 +1,4 @@
-"""Opens a model's tokenizer as the kit needs it: fast, padded on the right, with a pad token of its own."""
+"""Open a model's tokenizer as the kit needs it: fast, padded on the right, with a pad token."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sftplay.model.source import ADAPTER_CONFIG, FOLDER_FIX, check_reachable, lo
 
 
 def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
-    """The tokenizer of the resolved `model`, or the one stored in `folder`.
+    """Return the tokenizer of the resolved `model`, or the one stored in `folder`.
 
-    An adapter that is started from brings its own, whose chat template it was trained with.
+    An adapter to start from brings its own tokenizer, with the chat template of its training.
 
     Raises:
         ConfigError: it needs code that ships with it, which is not trusted.
-        MachineError: hub or folder did not give one.
+        MachineError: the hub or the folder has none.
         DataError: it has neither a pad nor an end-of-text token.
     """
     kept = folder or _kept_by_adapter(model)
@@ -43,7 +43,7 @@ def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
 
 
 def load_extended(cfg: RunConfig) -> tuple[Any, list[NewToken]]:
-    """The tokenizer of the resolved `cfg` with the new tokens that it asks for, and these.
+    """Return the tokenizer of the resolved `cfg` with the new tokens that it asks for, and these tokens.
 
     Raises what `load_tokenizer` and `new_tokens.tokens.extend` raise.
     """

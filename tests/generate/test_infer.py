@@ -69,7 +69,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> list[str]:
 def say(conversation: Conversation, text: str) -> tuple[str, list[str]]:
     """The answer, and what was noted."""
     notes: list[str] = []
-    return "".join(conversation.ask(text, Event(), note=notes.append)), notes
+    return "".join(conversation.ask(text, Event(), notify=notes.append)), notes
 
 
 def rendered(tokenizer: Any, turns: list[tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""Finds out what kind of document a file is, by its content first, and gives it to that kind's reader.
+"""Detect what kind of document a file is, by its content first, and call the reader of that kind.
 
 No library is imported before a file of its kind is read.
 """
@@ -44,7 +44,7 @@ READERS = {
 """Kind -> the module below `extract` and its function; it is imported when a file of the kind is read."""
 
 TEXT_KINDS = ("txt", "md", "rst", "eml", "html")
-"""Kinds that nothing in the content tells from each other for certain: the name decides."""
+"""Kinds that cannot be told apart by content with certainty: the file name decides."""
 
 FOREIGN_BEGINNINGS = (
     (b"\x89PNG", "a PNG image"),
@@ -83,7 +83,7 @@ DIRECTORY_BYTES = 1 << 16
 
 
 def extract(path: Path, encoding: str = "auto") -> Extracted:
-    """The document's title and blocks.
+    """Return the document's title and blocks.
 
     `encoding` is that of text files without a byte order mark; "auto" takes UTF-8, UTF-16 where it shows, else the
     likeliest one, with a note.
@@ -91,7 +91,7 @@ def extract(path: Path, encoding: str = "auto") -> Extracted:
     Raises:
         Unreadable: it gives no text, with the reason.
         MachineError: the library for this kind is not installed.
-        MemoryError: it does not fit into the memory that one document is given.
+        MemoryError: it does not fit into the memory limit of one document.
     """
     try:
         with path.open("rb") as stream:
@@ -119,10 +119,10 @@ def extract(path: Path, encoding: str = "auto") -> Extracted:
 
 
 def detect_kind(path: Path, head: bytes) -> str:
-    """The kind of a document with these first bytes.
+    """Return the kind of a document with these first bytes.
 
     Raises:
-        Unreadable: it is no kind that is read.
+        Unreadable: this kind is not supported.
     """
     named = SUFFIXES.get(path.suffix.lower(), "")
     foreign = next((name for magic, name in FOREIGN_BEGINNINGS if head.startswith(magic)), "")
@@ -143,7 +143,7 @@ def detect_kind(path: Path, head: bytes) -> str:
 
 
 def _zip_kind(path: Path) -> str:
-    """The kind of an office document by the parts in its archive."""
+    """Return the kind of an office document by the parts in its archive."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = {name.lstrip("/") for name in archive.namelist()}
@@ -156,7 +156,7 @@ def _zip_kind(path: Path) -> str:
 
 
 def _old_office(path: Path) -> Unreadable:
-    """Why a file in the old container of Office is not read."""
+    """Return the error for a file in the old container of Office."""
     with path.open("rb") as stream:
         size = path.stat().st_size
         ends = stream.read(DIRECTORY_BYTES)
@@ -168,7 +168,7 @@ def _old_office(path: Path) -> Unreadable:
 
 
 def find_reader(kind: str) -> Callable[[Path, str], Extracted]:
-    """The function that reads a kind."""
+    """Return the function that reads a kind."""
     module, name = READERS[kind]
     reader: Callable[[Path, str], Extracted] = getattr(import_module(f"sftplay.data.ingest.extract.{module}"), name)
     return reader

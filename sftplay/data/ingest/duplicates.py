@@ -30,7 +30,7 @@ CODES = 0x110000
 
 
 def shingles(text: str) -> Hashes:
-    """The different shingles as 64-bit hashes, sorted. A text of fewer than five words is one shingle."""
+    """Return the distinct shingles as 64-bit hashes, sorted. A text of fewer than five words is one shingle."""
     words = _word_hashes(text)
     if not len(words):
         return np.zeros(0, np.uint64)
@@ -44,7 +44,7 @@ def shingles(text: str) -> Hashes:
 
 
 def similarity(one: Hashes, other: Hashes) -> float:
-    """The Jaccard similarity of two sets of shingles: those in both by those in either."""
+    """The Jaccard similarity of two sets of shingles: the size of the intersection by that of the union."""
     both = len(np.intersect1d(one, other, assume_unique=True))
     either = len(one) + len(other) - both
     return both / either if either else 1.0
@@ -71,7 +71,7 @@ def warm_tables() -> None:
 
 
 def _word_hashes(text: str) -> Hashes:
-    """A hash of each word of the text, in order."""
+    """Return a hash of each word of the text, in order."""
     found, begin = [], 0
     while begin < len(text):
         end = _find_piece_end(text, begin)
@@ -81,7 +81,7 @@ def _word_hashes(text: str) -> Hashes:
 
 
 def _find_piece_end(text: str, begin: int) -> int:
-    """Behind a space, where there is one soon: a text is hashed in pieces, which take 50 bytes a character."""
+    """Return the end of a piece, behind a space if one follows soon. Hashing takes 50 bytes a character of a piece."""
     end = begin + PIECE_CHARS
     if end >= len(text):
         return len(text)
@@ -131,8 +131,8 @@ def _powers() -> Hashes:
 @cache
 def _permutations() -> tuple[Signature, Signature]:
     """Factors (odd) and summands. They come from fixed hashes, so that they are the same on every machine."""
-    drawn = _finish(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    values: Signature = (drawn >> np.uint64(32)).astype(np.uint32)
+    mixed = _finish(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    values: Signature = (mixed >> np.uint64(32)).astype(np.uint32)
     return np.bitwise_or(values[:PERMUTATIONS], np.uint32(1)), values[PERMUTATIONS:]
 
 
@@ -140,7 +140,7 @@ SURELY = 0.999
 """With this probability at least, two texts of exactly the least similarity agree in a band."""
 
 DOUBT = 0.15
-"""A pair whose signatures put it so far below the least similarity is not compared: four standard deviations."""
+"""A pair is not compared if its signatures put it so far below the least similarity: four standard deviations."""
 
 EARLIEST, LATEST = 2, 6
 """Earlier texts of the same band that a text is compared with: the first ones, and those just before it."""
@@ -174,7 +174,7 @@ def band_keys(signatures: Signature, near: float) -> Hashes:
 
 
 def candidates(bands: Iterator[Hashes], wanted: NDArray[np.bool_]) -> Iterator[tuple[int, list[int]]]:
-    """For each wanted text, in order, those before it with which it shares a band. `bands`: keys of all texts, each."""
+    """Yield each wanted text, in order, with the earlier ones that share a band. A band holds the keys of all texts."""
     pairs = np.zeros(0, np.uint64)
     places = np.flatnonzero(wanted)
     for keys in bands:
@@ -201,7 +201,7 @@ def find_near(
     candidates: Iterator[tuple[int, list[int]]], *, near: float, read_text: Callable[[int], str],
     read_signature: Callable[[int], Signature],
 ) -> Iterator[DuplicatePair]:  # fmt: skip
-    """Each text that is at least `near` to an earlier one that is kept, with the first such one."""
+    """Yield each text that is at least `near` to an earlier kept one, with the first such one."""
     kept_for: dict[int, int] = {}
     get_shingles = lru_cache(maxsize=32)(lambda place: shingles(read_text(place)))
     for later, earlier in candidates:
@@ -216,7 +216,7 @@ def find_near(
 
 
 def find_first_equal(keys: Sequence[NDArray[np.uint64]]) -> NDArray[np.int64]:
-    """For each text the first one with the same keys: itself, or the one that it repeats to the character."""
+    """Return for each text the first one with the same keys: itself, or the one that it repeats exactly."""
     n = len(keys[0])
     if not n:
         return np.zeros(0, np.int64)

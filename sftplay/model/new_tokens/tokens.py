@@ -32,20 +32,20 @@ IS_ONE_TOKEN = "it is one token already"
 
 @dataclass(frozen=True)
 class Form:
-    """A term as the tokenizer will look for it."""
+    """A term as the tokenizer searches for it."""
 
     content: str
     single_word: bool = False
 
     def as_token(self) -> AddedToken:
-        """The token to add. It takes no space beside it, and is looked for in the text as it stands."""
+        """Return the token to add. It absorbs no spaces around it, and is searched for in the unchanged text."""
         return AddedToken(self.content, single_word=self.single_word, lstrip=False, rstrip=False, normalized=False)
 
 
 def choose_forms(
     backend: Tokenizer, terms: Sequence[str], *, words: Sequence[str] = ()
 ) -> tuple[dict[str, Form], dict[str, str]]:
-    """The form of each term, and the reason for each term that cannot be a token.
+    """Return the form of each term, and the reason for each term that cannot be a token.
 
     Args:
         words: sorted; those among them that begin with a term must not get longer either.
@@ -77,13 +77,13 @@ def choose_forms(
 
 
 def find_term_ids(backend: Tokenizer, term: str) -> list[int]:
-    """The tokens of a term behind a word and a space."""
+    """Return the tokens of a term behind a word and a space."""
     encoding = backend.encode(f"a {term}", add_special_tokens=False)
     return [id for id, (_, end) in zip(encoding.ids, encoding.offsets, strict=True) if end > 1]
 
 
 def _list_forms(term: str) -> Iterator[Form]:
-    """With the space before it, as vocabularies hold words; else the bare word, which leaves that space a token."""
+    """Yield the term with the space before it, as in vocabularies; then the bare word, which keeps the space apart."""
     if _is_word(term[0]) and _is_word(term[-1]):
         yield Form(f" {term}")
         yield Form(term, single_word=True)
@@ -92,7 +92,7 @@ def _list_forms(term: str) -> Iterator[Form]:
 
 
 def _is_word(character: str) -> bool:
-    """Whether it belongs to a word that has spaces around it."""
+    """Whether the character belongs to a script that puts spaces between words."""
     return character.isalnum() and unicodedata.east_asian_width(character) not in "WF"
 
 
@@ -122,14 +122,14 @@ def _works(term: str, texts: Sequence[str], *, backend: Tokenizer, trial: Tokeni
 
 
 def _is_kept(text: str, backend: Tokenizer, *, trial: Tokenizer) -> bool:
-    """Whether the text comes back as before, or as it is, and has no more tokens than before."""
-    before, after = (each.encode(text, add_special_tokens=False).ids for each in (backend, trial))
+    """Whether the text decodes as before or unchanged, and has no more tokens than before."""
+    before, after = (tokenizer.encode(text, add_special_tokens=False).ids for tokenizer in (backend, trial))
     kept = (text, backend.decode(before, skip_special_tokens=False))
     return trial.decode(after, skip_special_tokens=False) in kept and len(after) <= len(before)
 
 
 def _probes(term: str) -> Iterator[str]:
-    """Texts with the term between all kinds of neighbours."""
+    """Yield texts with the term between all kinds of neighbours."""
     yield from (term, f" {term}", f"{term} moves", f"the {term} moves", f"a  {term}  b", f"a\t{term}\nb", f"\n\n{term}")
     yield from (f"({term})", f"the {term}.", f"the {term}, too", f"{term} {term}", f"{term}{term}", f"x{term}")
     yield from (f"the {term}s", f"the {term}ing x", f"the {term}'s", f"the {term}2", f"the {term}-{term}", f"ä{term}ö")
@@ -139,7 +139,7 @@ def _probes(term: str) -> Iterator[str]:
 
 
 CODE_VERSION = 1
-"""To be raised when the same texts give another list."""
+"""Raised when the same texts give another list."""
 
 LIST = "new_tokens.json"
 """The file with the list, in the cache and in the run folder."""
@@ -151,7 +151,7 @@ ENCODED_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class NewToken:
-    """A term that is a token of its own."""
+    """A term that is one new token."""
 
     term: str
     content: str
@@ -163,16 +163,16 @@ class NewToken:
     """The tokens that it replaces."""
 
     count: int
-    """How often it occurs in the training texts that were read."""
+    """Its occurrences in the training texts that were read."""
 
     @property
     def tokens_saved(self) -> int:
-        """Tokens that the training texts lose by it."""
+        """The tokens that it saves in the training texts."""
         return self.count * (len(self.pieces) - 1)
 
 
 def extend(tokenizer: Any, cfg: RunConfig) -> list[NewToken]:
-    """Give the tokenizer of the resolved `cfg` its new tokens, and return these; none where the config asks for none.
+    """Add the new tokens of the resolved `cfg` to the tokenizer, and return them; none if the config asks for none.
 
     Raises:
         ConfigError: the file of terms cannot be used, or holds a term that cannot be a token.
@@ -192,17 +192,17 @@ def extend(tokenizer: Any, cfg: RunConfig) -> list[NewToken]:
     }
     folder = Path(data.processed_dir) / f"terms-{fingerprint(parts)}"
 
-    def make(unfinished: Path) -> None:
+    def write_list(unfinished: Path) -> None:
         (unfinished / LIST).write_text(_as_text(_choose(cfg, tokenizer)), encoding="utf-8")
 
-    ensure_folder(folder, make)
+    ensure_folder(folder, write_list)
     tokens = _from_entries(json.loads((folder / LIST).read_text(encoding="utf-8")))
     add_to(tokenizer, tokens)
     return tokens
 
 
 def extend_for_run(tokenizer: Any, cfg: RunConfig, *, folder: RunFolder) -> list[NewToken]:
-    """The same for a run: its folder keeps the list, and a continued run has the one that it began with.
+    """Extend the tokenizer for a run: its folder keeps the list, and a continued run uses its first list.
 
     Raises:
         ConfigError: the file of terms or the tokenizer has changed since the run began; and what `extend` raises.
@@ -218,10 +218,10 @@ def extend_for_run(tokenizer: Any, cfg: RunConfig, *, folder: RunFolder) -> list
 
 
 def add_to(tokenizer: Any, tokens: Sequence[NewToken]) -> None:
-    """Give `tokenizer` the tokens, under their ids.
+    """Add the tokens to `tokenizer`, under their ids.
 
     Raises:
-        ConfigError: they get other ids, because the list was made for another tokenizer.
+        ConfigError: they would get other ids, because the list was made for another tokenizer.
     """
     tokenizer.add_tokens([Form(token.content, token.single_word).as_token() for token in tokens])
     for token in tokens:
@@ -232,7 +232,7 @@ def add_to(tokenizer: Any, tokens: Sequence[NewToken]) -> None:
 
 def _check_terms(tokens: Sequence[NewToken], cfg: RunConfig) -> None:
     if (source := cfg.tuning.new_tokens.path) is None:
-        return  # the data have digests of their own
+        return  # the data have their own digests
     before, now = [token.term for token in tokens], read_terms(source)
     if before == now:
         return
@@ -243,7 +243,7 @@ def _check_terms(tokens: Sequence[NewToken], cfg: RunConfig) -> None:
 
 
 def kept_tokens(run: Path) -> list[NewToken]:
-    """The new tokens that the run in the folder `run` began with; none where it has none."""
+    """Return the new tokens that the run in the folder `run` started with; none where it has none."""
     path = run / LIST
     return _from_entries(json.loads(path.read_text(encoding="utf-8"))["tokens"]) if path.is_file() else []
 
@@ -319,5 +319,5 @@ def _as_text(tokens: Sequence[NewToken]) -> str:
 
 def _from_entries(entries: Sequence[dict[str, Any]]) -> list[NewToken]:
     names = [field.name for field in fields(NewToken)]
-    own = ({name: entry[name] for name in names} for entry in entries)
-    return [NewToken(**{**entry, "pieces": tuple(entry["pieces"])}) for entry in own]
+    known = ({name: entry[name] for name in names} for entry in entries)
+    return [NewToken(**{**entry, "pieces": tuple(entry["pieces"])}) for entry in known]

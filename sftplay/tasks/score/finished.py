@@ -219,7 +219,7 @@ class EpisodeChat:
             "/help": lambda chat, rest: HELP,
         }
 
-    def ask(self, text: str, stop: Event, *, note: Callable[[str], None]) -> Iterator[str]:
+    def ask(self, text: str, stop: Event, *, notify: Callable[[str], None]) -> Iterator[str]:
         """Stream the three texts, with a heading before each, until `stop` is set.
 
         Raises:

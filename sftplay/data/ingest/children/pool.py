@@ -1,4 +1,4 @@
-"""Hands tasks to the process that forks children, a few at a time, and gives their ends in the order they come.
+"""Send tasks to the process that forks children, a few at a time, and yield their results as they end.
 
 A task is a function of a module and its arguments, all of them JSON. Nothing that a task does can end this process.
 """
@@ -34,7 +34,7 @@ ONE_THREAD = {
 
 @dataclass(frozen=True, kw_only=True)
 class ChildTask:
-    """What one child does."""
+    """The work of one child."""
 
     function: str
     """`package.module.function`; it returns what JSON can hold."""
@@ -50,7 +50,7 @@ class ChildTask:
 
 @dataclass(frozen=True)
 class ChildEnd:
-    """How a task's child ended."""
+    """The exit of a task's child."""
 
     task: ChildTask
     exit_code: int
@@ -70,7 +70,7 @@ class ChildPool:
     """Runs tasks in `size` children side by side."""
 
     def __init__(self, size: int, *, warmed: Iterable[str], errors: Path) -> None:
-        """`warmed` are `module:word:...`, whose `warm_up(word, ...)` is called once for all children.
+        """`warmed` holds `module:word:...`; `module.warm_up(word, ...)` is called once for all children.
 
         `errors` gets what libraries print.
         """
@@ -78,8 +78,9 @@ class ChildPool:
         self._size, self._errors = size, errors
         with errors.open("ab") as stream:
             self._server = TiedPopen(
-                [sys.executable, "-m", f"{__package__}.fork_server", *warmed], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=stream, env={**os.environ, **ONE_THREAD, "PYTHONPATH": path}, start_new_session=True,
+                [sys.executable, "-m", f"{__package__}.fork_server", *warmed], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=stream, env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
+                start_new_session=True,
             )  # fmt: skip
 
     def __enter__(self) -> ChildPool:
@@ -93,7 +94,7 @@ class ChildPool:
         self._server.wait()
 
     def run(self, tasks: Iterable[ChildTask]) -> Iterator[ChildEnd]:
-        """The end of each task, in the order in which they end. Tasks are drawn only as children get free.
+        """Yield the end of each task, in the order in which they end. A task is taken only when a child is free.
 
         Raises:
             MachineError: the server was killed.
@@ -125,6 +126,6 @@ class ChildPool:
 
     def _lost(self) -> MachineError:
         code = self._server.wait()
-        said = self._errors.read_text(errors="replace").strip().splitlines()[-1:]
-        what = f"the process that starts readers has ended (code {code}{': ' + said[0] if said else ''})"
+        last_line = self._errors.read_text(errors="replace").strip().splitlines()[-1:]
+        what = f"the process that starts readers has ended (code {code}{': ' + last_line[0] if last_line else ''})"
         return MachineError(what, where="ingest", fix="free memory; the same command goes on where this one stopped")

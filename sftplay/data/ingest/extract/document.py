@@ -1,4 +1,4 @@
-"""What a document becomes, whatever its kind was: a title and Markdown blocks; or the reason why it cannot be read."""
+"""A document of any kind as a title and Markdown blocks, or the reason why it cannot be read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Extracted:
     title: str
     blocks: tuple[Block, ...]
     notes: tuple[str, ...] = ()
-    """What the reader of a report should know, such as "2 of 7 pages have no text"."""
+    """Remarks for the report, such as "2 of 7 pages have no text"."""
 
     guessed_encoding: str = ""
     """The encoding that was taken for a text that is not UTF-8 and names none."""

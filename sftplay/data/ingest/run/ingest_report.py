@@ -1,4 +1,4 @@
-"""What became of every file and document, as FILE.report.json has it: documents = kept + dropped + unreadable."""
+"""The outcome of every file and document, for FILE.report.json: documents = kept + dropped + unreadable."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ KEPT_EXAMPLES = 5
 
 
 def build_report(
-    documents: Sequence[IngestedFile], chunks: Sequence[RecordChunk], *, passed_over: Sequence[WalkEntry], records: Records,
-    duplicates: Duplicates, settings: Settings,
+    documents: Sequence[IngestedFile], chunks: Sequence[RecordChunk], *, skipped: Sequence[WalkEntry],
+    records: Records, duplicates: Duplicates, settings: Settings,
 ) -> dict[str, Any]:  # fmt: skip
-    """The report, without tokens."""
+    """Return the report, without tokens."""
     reasons = duplicates.reasons()
     files = _files(documents, chunks, records=records, reasons=reasons)
-    rest = [_passed(found) for found in passed_over]
+    rest = [_skipped(entry) for entry in skipped]
     unreadable = Counter(file["reason"] for file in [*files, *rest] if file["status"] == "unreadable")
     dropped = sum((Counter(file["dropped"]) for file in files), Counter())
     kept = int(np.count_nonzero(reasons == KEPT))
@@ -41,7 +41,7 @@ def build_report(
         "characters": int(records.column("chars")[reasons == KEPT].sum()),
         "by": settings.by,
         "steps": {step: "on" if settings.does(step) else "off" for step in STEPS},
-        "cleaned_blocks": dict(sum((Counter(each.answer.get("cleaned", {})) for each in documents), Counter())),
+        "cleaned_blocks": dict(sum((Counter(document.answer.get("cleaned", {})) for document in documents), Counter())),
         "boilerplate": dict(sum((Counter(chunk.answer["taken"]) for chunk in chunks), Counter()).most_common(100)),
         "near_duplicate_pairs": _pairs(records, duplicates),
         "near_duplicate_pairs_in_all": len(duplicates.pairs),
@@ -56,7 +56,7 @@ def build_report(
 def _files(
     documents: Sequence[IngestedFile], chunks: Sequence[RecordChunk], *, records: Records, reasons: Any
 ) -> list[Any]:
-    dropped: list[Counter[str]] = [Counter(each.answer.get("dropped", {})) for each in documents]
+    dropped: list[Counter[str]] = [Counter(document.answer.get("dropped", {})) for document in documents]
     for chunk in chunks:
         for place, counts in chunk.answer["dropped"].items():
             dropped[int(place)].update(counts)
@@ -74,23 +74,23 @@ def _files(
 
 
 def _guessed(documents: Sequence[IngestedFile]) -> Counter[str]:
-    """Encoding -> files that were read in it by a guess."""
-    return Counter(name for each in documents if (name := each.answer.get("guessed_encoding")))
+    """Return encoding -> files that were read in it by a guess."""
+    return Counter(name for document in documents if (name := document.answer.get("guessed_encoding")))
 
 
 def _file(document: IngestedFile, dropped: Counter[str], *, kept: int, characters: int) -> dict[str, Any]:
     answer, found = document.answer, document.found
-    told = {key: answer[key] for key in ("reason", "detail", "notes", "sha256") if answer.get(key)}
+    details = {key: answer[key] for key in ("reason", "detail", "notes", "sha256") if answer.get(key)}
     return {
-        "path": shown(found.name), "status": answer["status"], **told, "bytes": found.size, "kept": kept,
+        "path": shown(found.name), "status": answer["status"], **details, "bytes": found.size, "kept": kept,
         "dropped": dict(dropped), "characters": characters, "seconds": round(answer["seconds"], 3),
         "peak_mb": round(answer["peak_bytes"] / 1e6),
     }  # fmt: skip
 
 
-def _passed(found: WalkEntry) -> dict[str, Any]:
-    status = "unreadable" if found.is_fault else "skipped"
-    return {"path": shown(found.name), "status": status, "reason": found.reason, "detail": shown(found.detail)}
+def _skipped(entry: WalkEntry) -> dict[str, Any]:
+    status = "unreadable" if entry.is_fault else "skipped"
+    return {"path": shown(entry.name), "status": status, "reason": entry.reason, "detail": shown(entry.detail)}
 
 
 def _pairs(records: Records, duplicates: Duplicates) -> list[dict[str, Any]]:
@@ -106,14 +106,14 @@ def _pairs(records: Records, duplicates: Duplicates) -> list[dict[str, Any]]:
 
 def _kept(records: Records, reasons: Any) -> list[dict[str, Any]]:
     kept = np.flatnonzero(reasons == KEPT)
-    spread = kept[:: max(1, len(kept) // KEPT_EXAMPLES)][:KEPT_EXAMPLES]
-    return [format_example(records.record(int(number))) for number in spread]
+    evenly_spaced = kept[:: max(1, len(kept) // KEPT_EXAMPLES)][:KEPT_EXAMPLES]
+    return [format_example(records.record(int(number))) for number in evenly_spaced]
 
 
 def _dropped(
     documents: Sequence[IngestedFile], chunks: Sequence[RecordChunk], *, records: Records, duplicates: Duplicates
 ) -> list[Any]:
-    """A few of each reason."""
+    """Return a few examples of each reason."""
     found = [
         {"source": shown(document.found.name), **example}
         for document in documents

@@ -1,4 +1,4 @@
-"""All finished records of an ingestion, by number: which of them repeat others, and those that are kept, as lines."""
+"""All finished records of an ingestion, by number: find those that repeat others, and read the kept ones as lines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEPT, DUPLICATE, NEAR_DUPLICATE = range(len(REASONS))
 
 
 class Records:
-    """The records of chunks, numbered through from 0."""
+    """The records of all chunks, numbered from 0."""
 
     def __init__(self, chunks: Sequence[RecordChunk]) -> None:
         self._chunks = chunks
@@ -45,17 +45,17 @@ class Records:
         return len(self.table)
 
     def column(self, name: str) -> NDArray[np.uint64]:
-        """One column of the table of all records."""
+        """Return one column of the table of all records."""
         return self.table[:, COLUMNS.index(name)]
 
     def lines(self) -> Iterator[bytes]:
-        """Every record as its line, in order."""
+        """Yield every record as its line, in order."""
         for chunk in self._chunks:
             with Path(f"{chunk.stem}.jsonl").open("rb") as stream:
                 yield from stream
 
     def record(self, number: int) -> dict[str, Any]:
-        """One record."""
+        """Return one record."""
         chunk, place = self._find(number)
         with Path(f"{chunk.stem}.jsonl").open("rb") as stream:
             stream.seek(int(self.column("end")[number - 1]) if place else 0)
@@ -63,12 +63,12 @@ class Records:
         return found
 
     def text(self, number: int) -> str:
-        """One record's text."""
+        """Return one record's text."""
         text: str = self.record(number)["text"]
         return text
 
     def bands(self, near: float) -> Iterator[Hashes]:
-        """For each band of the signatures the keys of all records: uint64 [records]."""
+        """Yield for each band of the signatures the keys of all records: uint64 [records]."""
         sizes = [chunk.answer["records"] for chunk in self._chunks]
         for band in range(PERMUTATIONS // count_band_rows(near)):
             parts = [
@@ -83,29 +83,29 @@ class Records:
         return np.fromfile(f"{chunk.stem}.signatures", np.uint32, PERMUTATIONS, offset=4 * PERMUTATIONS * place)
 
     def _find(self, number: int) -> tuple[RecordChunk, int]:
-        """The chunk of a record, and its number in it."""
+        """Return the chunk of a record, and its number in the chunk."""
         at = int(np.searchsorted(self._starts, number, side="right")) - 1
         return self._chunks[at], number - self._starts[at]
 
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Which records are dropped because they repeat others."""
+    """The records that are dropped because they repeat others."""
 
     repeats: NDArray[np.int64]
-    """For each record the one that it repeats to the character, or itself."""
+    """For each record the one that it repeats exactly, or itself."""
 
     pairs: list[DuplicatePair] = field(default_factory=list)
 
     def reasons(self) -> NDArray[np.uint8]:
-        """For each record the place in REASONS of why it is dropped."""
+        """Return for each record the index in REASONS of the reason why it is dropped."""
         reasons = (self.repeats != np.arange(len(self.repeats))).astype(np.uint8) * np.uint8(DUPLICATE)
         reasons[[pair.dropped for pair in self.pairs]] = NEAR_DUPLICATE
         return reasons
 
 
 def compare(records: Records, settings: Settings) -> Duplicates:
-    """Find what repeats an earlier record, as far as the settings ask for it."""
+    """Find the records that repeat an earlier one, as far as the settings ask for it."""
     repeats = np.arange(len(records))
     if settings.does("duplicates"):
         repeats = find_first_equal([records.column("key"), records.column("key2")])

@@ -1,4 +1,4 @@
-"""The two stages that run in children: files are read into shards, shards become records."""
+"""Run the two stages in children: read files into shards, convert shards to records."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from sftplay.errors import RunError, error_from_json
 READ, FINISH = "sftplay.data.ingest.steps.reading", "sftplay.data.ingest.steps.finishing"
 
 STREAMED_BYTES_A_S = 4_000_000
-"""A file that is streamed gets a second for so many bytes, beside the limit of all files."""
+"""A streamed file gets one second for so many bytes, in addition to the limit of all files."""
 
 MOST_FILE_BYTES = 2 << 30
-"""Of any file that a reader writes, a library's too."""
+"""Of any file that a reader or its library writes."""
 
 CHUNK_BYTES, CHUNK_SHARDS = 16 << 20, 500
 """Shards that are finished together."""
@@ -34,7 +34,7 @@ CHUNK_BYTES, CHUNK_SHARDS = 16 << 20, 500
 
 @dataclass(frozen=True)
 class IngestedFile:
-    """A file, where its text lies, and what was found in it."""
+    """A file, the stem of its result files, and the answer of its reader."""
 
     found: WalkEntry
     stem: str
@@ -47,7 +47,7 @@ class IngestedFile:
 
 @dataclass(frozen=True)
 class RecordChunk:
-    """Finished records, where they lie."""
+    """Finished records: the stem of their files, and the answer of the stage."""
 
     stem: str
     answer: dict[str, Any]
@@ -56,7 +56,7 @@ class RecordChunk:
 def read_all(
     files: Sequence[WalkEntry], settings: Settings, *, work: WorkFolder, pool: ChildPool
 ) -> list[IngestedFile]:
-    """Every file, read or with the reason why not; those that an earlier command has read are taken as they are.
+    """Read every file, or find the reason why not; results of an earlier command are used.
 
     Raises:
         MachineError: a library is missing.
@@ -78,16 +78,17 @@ def read_all(
 
 
 def repeated_lines(documents: Sequence[IngestedFile], settings: Settings) -> list[int]:
-    """The keys of lines that stand in too many of the documents. Files of rows do not count: they stay as they are."""
+    """Return the keys of lines that occur in too many documents. Files of rows do not count: they stay unchanged."""
     if not settings.does("boilerplate"):
         return []
-    return repeated([Path(f"{each.stem}.lines") for each in documents if each.is_read and not each.answer["is_table"]])
+    counted = [document for document in documents if document.is_read and not document.answer["is_table"]]
+    return repeated([Path(f"{document.stem}.lines") for document in counted])
 
 
 def finish_all(
     documents: Sequence[IngestedFile], settings: Settings, *, lines: list[int], work: WorkFolder, pool: ChildPool
 ) -> list[RecordChunk]:
-    """The records of all documents, in order, in chunks of bounded size.
+    """Make the records of all documents, in order, in chunks of bounded size.
 
     Raises:
         RunError: a chunk could not be made.
@@ -124,7 +125,7 @@ def _stem(found: WalkEntry, settings: Settings, *, work: WorkFolder) -> str:
 def _task(found: WalkEntry, settings: Settings, *, stem: str) -> ChildTask:
     try:
         extra = found.size / STREAMED_BYTES_A_S if is_streamed(found.path, found.size) else 0.0
-    except OSError:  # the child says what is wrong with it
+    except OSError:  # the child reports what is wrong with it
         extra = 0.0
     return ChildTask(
         function=f"{READ}.read_file", answer=answer_path(stem), limit_s=settings.limit_s + extra,
@@ -137,7 +138,7 @@ def _task(found: WalkEntry, settings: Settings, *, stem: str) -> ChildTask:
 
 
 def _collect_answer(end: ChildEnd, stem: str) -> dict[str, Any]:
-    """What the child has found, or how it died, which is written down as its answer."""
+    """Return the child's answer. If the child died, write its cause of death as the answer."""
     _check_room(end)
     answer = read_answer(stem) if end.is_done else None
     if answer is None:
@@ -176,7 +177,7 @@ def _cause(end: ChildEnd) -> str:
 
 
 def _planned(documents: Sequence[IngestedFile]) -> Iterator[list[dict[str, Any]]]:
-    """The shards in order, in groups for one chunk each."""
+    """Yield the shards in order, in groups for one chunk each."""
     group: list[dict[str, Any]] = []
     n_bytes = 0
     for place, document in enumerate(documents):

@@ -31,7 +31,7 @@ NAVIGATION_WORDS = """
     copybtn linenos lineno line-numbers gutter permalink anchor-link anchorjs-link back-to-top site-header site-footer
     mw-cite-backlink mw-redirectedfrom
 """
-"""Whole words of `class` by which widely used templates mark what is not content."""
+"""Words of `class` with which widely used templates mark navigation."""
 
 NAVIGATION = frozenset(NAVIGATION_WORDS.split())
 
@@ -52,7 +52,7 @@ NAVIGATION_TAGS = (
 HIDDEN = re.compile(r"(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.I)
 CONTENT_MARKS = ("main", "role=main", "id=mw-content-text", "itemprop=articleBody", "article")
 LEAST_SHARE = 0.3
-"""Of a page's text, navigation aside, that its marked content must hold to be believed."""
+"""Least share of a page's text, without navigation, that its marked content must hold."""
 
 LEAST_LINKS, LINKED_SHARE, LONGEST_ENTRY = 3, 0.8, 100
 """A table or list where so many entries, and such a share of them, link into the page itself is a table of contents;
@@ -74,9 +74,9 @@ def read_page(path: Path, encoding: str) -> Extracted:
 
 
 def decode(data: bytes, encoding: str = "auto") -> tuple[str, tuple[str, ...], str]:
-    """A page's characters, in the encoding that its mark, the caller or the page itself names, else UTF-8.
+    """Decode a page by its byte order mark, the encoding of the caller or of the page itself, else as UTF-8.
 
-    Notes come with it, and the encoding that was guessed where none of these is right.
+    Return the text, notes, and the encoding that was guessed where none of these is right.
 
     Raises:
         Unreadable: it is not in the encoding that the caller names, or no text.
@@ -101,7 +101,7 @@ def decode(data: bytes, encoding: str = "auto") -> tuple[str, tuple[str, ...], s
 
 
 def parse_page(text: str, is_whole: bool = False) -> tuple[str, list[Block]]:
-    """The title and blocks of a page; with `is_whole` nothing is taken for navigation.
+    """Return the title and blocks of a page; with `is_whole` nothing is treated as navigation.
 
     Raises:
         Unreadable: it cannot be parsed, or it is nested too deeply.
@@ -131,7 +131,7 @@ def parse_page(text: str, is_whole: bool = False) -> tuple[str, list[Block]]:
 
 
 def drop_navigation(body: Any) -> None:
-    """Take out what the page marks as navigation, keeping the text that follows it."""
+    """Remove what the page marks as navigation; keep the text that follows it."""
     for element in list(body.iter()):
         if element is not body and isinstance(element.tag, str) and is_navigation(element):
             element.drop_tree()
@@ -141,7 +141,7 @@ def drop_navigation(body: Any) -> None:
 
 
 def is_navigation(element: Any) -> bool:
-    """Whether an element is marked as something other than content."""
+    """Whether an element is marked as navigation."""
     tag = element.tag
     if tag in NAVIGATION_TAGS or element.get("role") in NAVIGATION_ROLES or element.get("hidden") is not None:
         return True
@@ -150,7 +150,7 @@ def is_navigation(element: Any) -> bool:
     words = (element.get("class") or "").lower().split()
     if tag in ("header", "aside") and element.find(".//h1") is None:
         return not any(
-            each.tag in ("main", "article") or each.get("role") == "main" for each in element.iterancestors()
+            outer.tag in ("main", "article") or outer.get("role") == "main" for outer in element.iterancestors()
         )
     if tag == "sup":
         return "reference" in words  # a wiki's note; the same word stands at every link that Sphinx makes
@@ -164,7 +164,7 @@ def _begins_with_heading(element: Any) -> bool:
 
 
 def is_contents(element: Any) -> bool:
-    """Whether a table or list is a table of contents: hardly more than links into its own page."""
+    """Whether a table or list is a table of contents: nearly all of it links into the same page."""
     entries = [" ".join(entry.text_content().split()) for entry in element.iter("tr", "li", "p", "dt")]
     entries = [entry for entry in entries if entry]
     links = [link for link in element.iter("a") if (link.get("href") or "").startswith("#")]
@@ -175,7 +175,7 @@ def is_contents(element: Any) -> bool:
 
 
 def without_empty_contents(blocks: list[Block]) -> list[Block]:
-    """The blocks without headings of a table of contents that has been taken out."""
+    """Return the blocks without the headings of removed tables of contents."""
     after = [*blocks[1:], Block("", "heading")]
     return [
         block
@@ -185,7 +185,7 @@ def without_empty_contents(blocks: list[Block]) -> list[Block]:
 
 
 def find_content(body: Any) -> Any:
-    """The element that the page marks as its content, where that is a fair part of it; else all."""
+    """Return the element that the page marks as its content if it is a fair part of the page, else all."""
     whole = max(len(body.text_content()), 1)
     for mark in CONTENT_MARKS:
         name, _, value = mark.partition("=")
@@ -265,7 +265,7 @@ def read_markdown(path: Path, encoding: str) -> Extracted:
 
 
 def split_markdown(text: str) -> list[Block]:
-    """The text's outermost blocks, each with its lines as they stand in the text."""
+    """Return the outermost blocks of the text, each with its lines unchanged."""
     from markdown_it import MarkdownIt
 
     lines = text.split("\n")

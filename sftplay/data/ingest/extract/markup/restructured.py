@@ -1,4 +1,4 @@
-"""reStructuredText -> blocks: docutils makes HTML of it; no directive may read a file of the machine.
+"""Convert reStructuredText to blocks through the HTML of docutils; no directive may read a file of the machine.
 
 Roles and directives of Sphinx, which docutils does not know, keep their text.
 """
@@ -15,7 +15,7 @@ from sftplay.data.ingest.extract.markup.page import parse_page
 from sftplay.data.ingest.extract.text import read_characters
 
 LONGEST_LINE = 100_000
-"""Characters; above it docutils, whose rules look far ahead, gets slow."""
+"""Characters; docutils gets slow on longer lines, because its rules look far ahead."""
 
 SETTINGS = {
     "file_insertion_enabled": False,
@@ -36,7 +36,7 @@ SETTINGS = {
 """https://docutils.sourceforge.io/docs/user/config.html"""
 
 HEADER = re.compile(r"\A\s*(?:[A-Z][\w-]*:.*\n(?:[ \t]+.*\n)*){2,}\s*\n")
-"""Lines as of a mail's head: what PEPs and other proposals begin with."""
+"""Lines like the header of a mail, with which PEPs and other proposals begin."""
 
 HEADER_TITLE = re.compile(r"^Title:[ \t]*(\S.*)$", re.M)
 ROLE = re.compile(r":((?:[a-z]+:)?[a-z]+):`~?!?([^`<]+?)(?:\s*<[^`>]*>)?`")
@@ -54,7 +54,7 @@ DOCUTILS_ROLES = (
     "rfc",
 )
 PLAIN_ROLES = ("ref", "doc", "term", "abbr", "numref", "guilabel", "menuselection", "dfn", "title", "any")
-"""Roles whose text is words; that of all others is code."""
+"""Roles that mark words; all others mark code."""
 
 KEPT_DIRECTIVES = (
     *("versionadded", "versionchanged", "deprecated", "versionremoved", "seealso", "centered", "glossary", "only"),
@@ -106,7 +106,7 @@ def read_restructured(path: Path, encoding: str) -> Extracted:
 
 
 def _role_text(found: re.Match[str]) -> str:
-    """What stands for a role that docutils does not know."""
+    """Return the text for a role that docutils does not know."""
     role, text = found[1].rpartition(":")[2], " ".join(found[2].split())
     if role in DOCUTILS_ROLES:
         return found[0]
@@ -114,7 +114,7 @@ def _role_text(found: re.Match[str]) -> str:
 
 
 def _register_directives() -> None:
-    """Register Sphinx's directives with docutils: their arguments and content are kept, or nothing is."""
+    """Register Sphinx's directives with docutils: they keep their arguments and content, or add nothing."""
     from docutils import nodes
     from docutils.parsers.rst import Directive, directives
 

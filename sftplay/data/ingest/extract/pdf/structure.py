@@ -1,4 +1,4 @@
-"""The structure of PDF pages: headings, lists, headers and footers, hyphens at line ends."""
+"""Find the structure of PDF pages: headings, lists, headers and footers, hyphens at line ends."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sftplay.data.ingest.extract.pdf.tables import find_tables
 from sftplay.data.ingest.extract.pdf.words import BOLD, ITALIC, MONO, SOFT_HYPHEN, Page, PdfRow, Word, segments, to_rows
 
 MARGIN = 0.13
-"""Share of a page's height at the top and at the bottom in which running rows stand."""
+"""Share of a page's height, at the top and at the bottom, that may hold headers and footers."""
 
 NUMBER_MARGIN = 0.1
 MOST_ROWS = 3
-"""Rows at each edge that may be running ones."""
+"""Rows at each edge that may be headers or footers."""
 
 LEAST_PAGES, LEAST_SHARE = 3, 0.25
-"""On so many pages, or on such a share of a short document's, a row returns before it counts as running. A chapter's
-header returns on its pages only, so many pages are enough in a long document."""
+"""Pages, or share of a short document's pages, on which a header or footer recurs. A chapter's header recurs in its
+chapter only, so this number of pages is enough in a long document."""
 
 HEIGHT_POINTS = 6.0
-"""Running rows stand at the same height, within rounding."""
+"""Headers and footers have the same height on all pages, within rounding."""
 
 NUMBER_AT_END, NUMBER_AT_BEGIN = re.compile(r"(?<!\d)(\d{1,4})\W*$"), re.compile(r"\W*(\d{1,4})\b")
 PAGE_NUMBER = re.compile(
@@ -37,7 +37,7 @@ PAGE_NUMBER = re.compile(
 
 
 def find_headers_footers(pages: list[Page]) -> set[int]:
-    """The ids of the Word objects that are furniture."""
+    """Return the ids of the Word objects in headers and footers."""
     edges = [(page, edge, row) for page in pages for edge, row in _edge_rows(page)]
     seen: Counter[tuple[str, str, int]] = Counter()
     counted: Counter[tuple[str, int, int]] = Counter()
@@ -56,7 +56,7 @@ def find_headers_footers(pages: list[Page]) -> set[int]:
 
 
 def _edge_rows(page: Page) -> list[tuple[str, PdfRow]]:
-    """The outermost rows of a page that lie in its margins."""
+    """Return the outermost rows in the margins of a page."""
     words: dict[str, list[Word]] = {"top": [], "bottom": []}
     for word in page.words:
         if word.middle < MARGIN * page.height:
@@ -68,23 +68,23 @@ def _edge_rows(page: Page) -> list[tuple[str, PdfRow]]:
 
 
 def _pattern(row: PdfRow) -> str:
-    """A row's text with what changes from page to page made equal: numbers."""
+    """Return a row's text with its numbers, which change from page to page, replaced by `#`."""
     return re.sub(r"\d+", "#", row.text.lower())
 
 
 def _offsets(page: Page, row: PdfRow) -> set[int]:
-    """How far the numbers at a row's ends are from the page's own: the same on all pages for a page number."""
+    """Return the numbers at a row's ends less the page's number: the same on all pages for a page number."""
     ends = [NUMBER_AT_END.search(row.text), NUMBER_AT_BEGIN.match(row.text)]
     return {int(found[1]) - page.number for found in ends if found}
 
 
 def _height(page: Page, row: PdfRow) -> int:
-    """Where a row stands, from the nearer edge, in steps."""
+    """Return the distance of a row from the nearer edge, in steps."""
     return int(min(row.middle, page.height - row.middle) / HEIGHT_POINTS)
 
 
 def _is_page_number(page: Page, row: PdfRow) -> bool:
-    """Whether a row at the very edge is a page's number alone."""
+    """Whether a row at the edge holds a page number only."""
     at_edge = min(row.middle, page.height - row.middle) < NUMBER_MARGIN * page.height
     return at_edge and PAGE_NUMBER.fullmatch(row.text.strip()) is not None
 
@@ -123,7 +123,7 @@ class Vocabulary:
             (self.compounds if "-" in lowered else self.words).add(lowered)
 
     def join(self, lines: list[str]) -> str:
-        """The lines as one text."""
+        """Return the lines as one text."""
         text = ""
         for line in lines:
             line = line.strip()
@@ -149,18 +149,18 @@ class Vocabulary:
 
 
 LARGER = 1.12
-"""Times the size of the body's text from which a line is a heading."""
+"""A line is a heading from this multiple of the body text's size."""
 
 MOST_LEVELS = 4
 LONGEST_HEADING, MOST_HEADING_ROWS = 200, 3
 LONGEST_STYLED = 100
-"""Characters of a heading that only its style marks."""
+"""Most characters of a heading that only its style marks."""
 
 APART, PITCH_LIMIT = 1.3, 2.5
-"""Times the usual distance of rows from which a paragraph ends; sizes of the font above which none is usual."""
+"""A paragraph ends at this multiple of the usual distance of rows; the usual distance is below so many font sizes."""
 
 LABEL_GAP = 2.0
-"""Sizes of the font between words of one height that do not belong together, such as labels in a picture."""
+"""Gap in font sizes between words of one height that do not belong together, such as labels in a picture."""
 
 CAPTION = re.compile(r"(?:figure|fig\.?|table|listing|chart|plate|abbildung|tabelle)\s*\w*\d", re.I)
 LEADERS = re.compile(r"(?:\.\s?){4,}\s*\w{1,6}$")
@@ -186,26 +186,26 @@ class PdfPiece:
 
 @dataclass(frozen=True)
 class Fonts:
-    """What a document's ordinary text looks like, and which sizes above it are headings."""
+    """Size and style of a document's body text, and the larger sizes, which are headings."""
 
     size: float
     style: int
     levels: dict[float, int]
 
     def find_level(self, row: PdfRow) -> int:
-        """The heading level that a row's size says; 0 for none."""
+        """Return the heading level for a row's size; 0 for none."""
         return self.levels.get(_rounded(row.size), 0)
 
     def styled_level(self, rows: list[PdfRow]) -> int:
-        """The heading level that bold or italic letters say; 0 for none."""
-        own = _find_common_style(rows) & ~self.style & (BOLD | ITALIC)
-        if not own or rows[0].size < 0.95 * self.size:
+        """Return the heading level for bold or italic letters; 0 for none."""
+        extra = _find_common_style(rows) & ~self.style & (BOLD | ITALIC)
+        if not extra or rows[0].size < 0.95 * self.size:
             return 0
-        return len(self.levels) + (1 if own & BOLD else 2)
+        return len(self.levels) + (1 if extra & BOLD else 2)
 
 
 def find_fonts(pages: Iterable[Page]) -> Fonts:
-    """The fonts of a document."""
+    """Return the fonts of a document."""
     sizes: Counter[float] = Counter()
     styles: Counter[int] = Counter()
     for page in pages:
@@ -219,7 +219,7 @@ def find_fonts(pages: Iterable[Page]) -> Fonts:
 
 
 def to_pieces(rows: list[PdfRow], fonts: Fonts, *, page: int) -> list[PdfPiece]:
-    """The pieces of one column."""
+    """Return the pieces of one column."""
     rows = [row for row in rows if not LEADERS.search(row.text)]
     pieces: list[PdfPiece] = []
     for is_ruled, part in groupby(rows, key=lambda row: any(word.table for word in row.words)):
@@ -237,7 +237,7 @@ def to_pieces(rows: list[PdfRow], fonts: Fonts, *, page: int) -> list[PdfPiece]:
 
 
 def _aligned_pieces(rows: list[PdfRow], fonts: Fonts, *, page: int) -> list[PdfPiece]:
-    """Pieces of rows among which tables without lines may stand."""
+    """Return the pieces of rows that may hold tables without lines."""
     pieces: list[PdfPiece] = []
     place = 0
     for table in find_tables(rows):
@@ -248,7 +248,7 @@ def _aligned_pieces(rows: list[PdfRow], fonts: Fonts, *, page: int) -> list[PdfP
 
 
 def _text_pieces(rows: list[PdfRow], fonts: Fonts, *, page: int) -> list[PdfPiece]:
-    """Pieces of rows without tables."""
+    """Return the pieces of rows without tables."""
     rows = [part for row in rows for part in _labels(row)]
     groups = _groups(rows)
     pieces = []
@@ -259,16 +259,16 @@ def _text_pieces(rows: list[PdfRow], fonts: Fonts, *, page: int) -> list[PdfPiec
 
 
 def _labels(row: PdfRow) -> list[PdfRow]:
-    """The row, or its parts where they are far apart and the first is no number of a heading or sign of an item."""
+    """Return the row, or its parts if they are far apart and the first is no heading number or list marker."""
     places = segments(row.words, LABEL_GAP * row.size)
     if len(places) == 1 or _is_code(row) or len(row.words[0].text) <= 4:
         return [row]
     parts = [[word for word in row.words if x0 <= word.x0 <= x1] for x0, x1 in places]
-    return [each for part in parts if part for each in to_rows(part)]
+    return [row for part in parts if part for row in to_rows(part)]
 
 
 def _groups(rows: list[PdfRow]) -> list[list[PdfRow]]:
-    """Rows that follow each other without a sign that something new begins."""
+    """Group the rows; a group ends where something new begins."""
     if not rows:
         return []
     steps = [after.middle - row.middle for row, after in pairwise(rows)]
@@ -306,7 +306,7 @@ def _begins(row: PdfRow, group: list[PdfRow], *, pitch: float, edges: tuple[floa
 
 
 def _continues_item(row: PdfRow, group: list[PdfRow], *, right: float) -> bool:
-    """Whether a row is a further line of an item: it stands under the item's text, or goes on in the middle."""
+    """Whether a row continues an item: it is below the item's text, or continues a sentence."""
     first, above = group[0], group[-1]
     text_x = first.words[1].x0 if len(first.words) > 1 else first.x0
     is_full = above.x1 > right - 0.15 * (right - first.x0)
@@ -315,7 +315,7 @@ def _continues_item(row: PdfRow, group: list[PdfRow], *, right: float) -> bool:
 
 
 def _piece(group: list[PdfRow], following: list[PdfRow] | None, *, fonts: Fonts, page: int) -> PdfPiece:
-    """The piece that a group of rows is."""
+    """Return the piece of a group of rows."""
     text = " ".join(row.text for row in group)
     if _is_code(group[0]):
         return PdfPiece("code", _code_lines(group), page)
@@ -331,7 +331,7 @@ def _piece(group: list[PdfRow], following: list[PdfRow] | None, *, fonts: Fonts,
 
 
 def _heading_level(group: list[PdfRow], following: list[PdfRow] | None, *, fonts: Fonts, text: str) -> int:
-    """The level where the group is a heading; 0 where it is not."""
+    """Return the level if the group is a heading, else 0."""
     if len(group) > MOST_HEADING_ROWS or len(text) > LONGEST_HEADING or CAPTION.match(text):
         return 0
     if sum(map(str.isalpha, text)) < max(2, 0.4 * len(text)):
@@ -343,12 +343,12 @@ def _heading_level(group: list[PdfRow], following: list[PdfRow] | None, *, fonts
     ends = not text.endswith((*ENDS, ","))
     if len(text) > LONGEST_STYLED or len(group) > 2 or not begins or not ends or following is None:
         return 0
-    own = fonts.styled_level(group)
-    return own if own and _find_common_style(following) != _find_common_style(group) else 0
+    level = fonts.styled_level(group)
+    return level if level and _find_common_style(following) != _find_common_style(group) else 0
 
 
 def _find_common_style(rows: list[PdfRow]) -> int:
-    """What all words of some rows have in common."""
+    """Return the style that all words of some rows have."""
     common = BOLD | ITALIC
     for row in rows:
         for word in row.words:
@@ -365,7 +365,7 @@ def _is_code(row: PdfRow) -> bool:
 
 
 def _code_lines(rows: list[PdfRow]) -> list[str]:
-    """The rows with their white space: a column is a character of the font."""
+    """Return the rows with their white space: a column is a character of the font."""
     left = min(row.x0 for row in rows)
     wide = [(word.x1 - word.x0) / len(word.text) for row in rows for word in row.words]
     width = max(median(wide), 0.1)

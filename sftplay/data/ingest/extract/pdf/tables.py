@@ -1,4 +1,4 @@
-"""Finds tables among rows by what stands in one line below another; rules drawn on the page are not looked at."""
+"""Find tables among rows by the alignment of their cells, without the rules on the page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAR = 2.6
 
 @dataclass(frozen=True)
 class PdfTable:
-    """Where a table stands among the rows, and its Markdown."""
+    """The place of a table among the rows, and its Markdown."""
 
     begin: int
     end: int
@@ -26,7 +26,7 @@ class PdfTable:
 
 
 def find_tables(rows: list[PdfRow]) -> list[PdfTable]:
-    """The tables among a column's rows."""
+    """Return the tables among a column's rows."""
     found, place = [], 0
     while place < len(rows):
         end = _find_end(rows, place)
@@ -40,7 +40,7 @@ def find_tables(rows: list[PdfRow]) -> list[PdfTable]:
 
 
 def find_cells(row: PdfRow) -> list[tuple[float, float]]:
-    """Where the cells of a row stand; a list's sign belongs to its item."""
+    """Return the begin and end of each cell of a row; a list's sign belongs to its item."""
     found = segments(row.words, CELL_GAP * row.size)
     if len(found) > 1 and MARKER.fullmatch(f"{row.words[0].text} ") and found[0][1] <= row.words[0].x1 + 0.1:
         found[:2] = [(found[0][0], found[1][1])]
@@ -48,7 +48,7 @@ def find_cells(row: PdfRow) -> list[tuple[float, float]]:
 
 
 def _find_end(rows: list[PdfRow], begin: int) -> int:
-    """Behind the last row of several cells that follows the first without a gap or a full row of text."""
+    """Return the place after the last row of several cells that follows without a gap or a full row of text."""
     if len(find_cells(rows[begin])) < 2 or _is_code(rows[begin]):
         return begin
     last, single = begin, 0
@@ -70,7 +70,7 @@ def _is_code(row: PdfRow) -> bool:
 
 
 def _build(rows: list[PdfRow], begin: int, *, end: int) -> PdfTable | None:
-    """The table of some rows; None where their cells do not stand below each other."""
+    """Return the table of some rows; None where their cells are not aligned."""
     body = rows[begin:end]
     columns = _columns([find_cells(row) for row in body if len(find_cells(row)) >= 2])
     several = [row for row in body if len(find_cells(row)) >= 2]
@@ -93,7 +93,7 @@ def _build(rows: list[PdfRow], begin: int, *, end: int) -> PdfTable | None:
 
 
 def _columns(cells: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """Where columns stand: cells that overlap are of one column; what spans several columns is set aside."""
+    """Return the begin and end of each column: cells that overlap share a column; wider cells are left out."""
     most = max(map(len, cells), default=0)
     columns: list[tuple[float, float]] = []
     for x0, x1 in sorted(cell for line in cells if len(line) >= max(2, most - 1) for cell in line):
