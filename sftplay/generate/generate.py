@@ -56,7 +56,7 @@ class Generator:
     def generate(
         self, ids: torch.Tensor, mask: torch.Tensor, *, rows: Sequence[int] = (), streamer: TextStreamer | None = None
     ) -> Any:
-        """Generate a continuation of `ids`, int64 [prompts, tokens], padded on the left; `rows` are the prompts' numbers.
+        """Generate a continuation of `ids`, int64 [prompts, tokens], padded on the left; `rows` number the prompts.
 
         transformers fills what a generation config leaves open with the settings shipped with the model (a repetition
         penalty, forbidden tokens). These are set aside meanwhile: they must not change the measurement.

@@ -1,4 +1,4 @@
-"""An exported folder stands alone: plain transformers and PEFT load it, and it tells nothing of the machine."""
+"""An exported folder is self-contained: plain transformers and PEFT load it, and it says nothing of the machine."""
 
 from __future__ import annotations
 
@@ -275,13 +275,13 @@ def test_places_are_cut_to_their_last_part_and_the_rest_stays(text: str, expecte
 
 def test_values_of_keys_that_name_a_secret_are_gone():
     given = {"hub_token": "x", "api_key": "y", "eos_token": "</s>", "max_new_tokens": 4, "inner": {"password": "z"}}
-    gone = "(removed)"
+    removed = "(removed)"
     expected = {
-        "hub_token": gone,
-        "api_key": gone,
+        "hub_token": removed,
+        "api_key": removed,
         "eos_token": "</s>",
         "max_new_tokens": 4,
-        "inner": {"password": gone},
+        "inner": {"password": removed},
     }
     assert Redactor()(given) == expected
 

@@ -315,8 +315,11 @@ def test_pickles_beside_safetensors_are_no_reason_to_refuse(broken: Path):
 def test_model_that_needs_its_own_code_is_refused_with_reason_and_key(broken: Path, open_base: Any):
     (broken / "modeling_own.py").write_text("raise SystemExit('foreign code has run')\n")
     path = broken / "config.json"
-    own = {"model_type": "own", "auto_map": {"AutoConfig": "modeling_own.C", "AutoModelForCausalLM": "modeling_own.M"}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    custom = {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "modeling_own.C", "AutoModelForCausalLM": "modeling_own.M"},
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | custom))
     with pytest.raises(ConfigError, match="runs only with Python code that ships with it") as caught:
         open_base(broken)
     assert str(broken) in caught.value.what

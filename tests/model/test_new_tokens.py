@@ -49,7 +49,7 @@ def test_a_sequence_is_no_term_where_its_rarest_word_mostly_stands_elsewhere():
 
 
 def test_what_a_longer_term_saves_beside_a_chosen_one_is_only_the_rest():
-    # `flight deck` alone would save 9 a time. Beside `deck`, which is chosen for its 45, it saves 9 - 3 = 6 five times.
+    # `flight deck` alone would save 9 a time. After `deck`, which is chosen for its 45, it saves 9 - 3 = 6 five times.
     # `rudders` saves 6 four times. `flight` has no occurrence left.
     texts = [", flight deck" * 5 + ", deck" * 40 + ", rudders" * 4]
     assert find_terms(texts, letters, wanted=3, min_count=4) == ["deck", "flight deck", "rudders"]
@@ -68,7 +68,7 @@ def byte_level(*more: str) -> Tokenizer:
 
 
 def metaspace(scheme: str) -> Tokenizer:
-    """As SentencePiece models are read: a space is a letter of its own."""
+    """As SentencePiece models are read: a space is a separate letter."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -198,7 +198,7 @@ def test_fifty_terms_of_the_data_are_found_and_shorten_it(tiny_llama: Path, tmp_
     tokenizer, tokens = load_extended(cfg)
     plain = AutoTokenizer.from_pretrained(tiny_llama)
     texts = domain_texts(160, seed=1)
-    before, after = (sum(len(each(text)["input_ids"]) for text in texts) for each in (plain, tokenizer))
+    before, after = (sum(len(encode(text)["input_ids"]) for text in texts) for encode in (plain, tokenizer))
     assert len(tokens) == 50
     assert len(tokenizer) == len(plain) + 50
     assert after < 0.65 * before

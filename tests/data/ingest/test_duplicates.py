@@ -1,4 +1,4 @@
-"""Near-duplicates: shingles beside sets of words, signatures beside exact shares, and what is dropped for what."""
+"""Near-duplicates: shingles against sets of words, signatures against exact shares, and the dropped texts."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def word_sets(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[place : place + width]) for place in range(len(words) - width + 1)} if words else set()
 
 
-def drawn(number: int, n_words: int = 300) -> list[str]:
-    draw = random.Random(number)
-    return ["".join(draw.choices("abcdefghij", k=draw.randint(1, 9))) for _ in range(n_words)]
+def random_words(number: int, n_words: int = 300) -> list[str]:
+    random_source = random.Random(number)
+    return ["".join(random_source.choices("abcdefghij", k=random_source.randint(1, 9))) for _ in range(n_words)]
 
 
 @given(st.text(alphabet="ab c\nÄß-,7_é", max_size=300), st.text(alphabet="ab c\nÄß-,7_é", max_size=300))
@@ -47,7 +47,7 @@ def test_shingles_are_as_many_and_as_alike_as_sets_of_runs_of_five_words(one, ot
 
 
 def test_a_long_text_has_the_shingles_of_its_pieces():
-    text = " ".join(drawn(1, n_words=PIECE_CHARS // 4))
+    text = " ".join(random_words(1, n_words=PIECE_CHARS // 4))
     assert len(text) > PIECE_CHARS
     assert len(shingles(text)) == len(word_sets(text))
 
@@ -60,8 +60,8 @@ def test_writing_without_spaces_counts_characters_as_words():
 def test_signatures_estimate_the_exact_share():
     errors = []
     for number in range(60):
-        words = drawn(number)
-        other = words[: 300 - number] + drawn(number + 1000, n_words=number)
+        words = random_words(number)
+        other = words[: 300 - number] + random_words(number + 1000, n_words=number)
         pair = [" ".join(words), " ".join(other)]
         exact = similarity(*map(shingles, pair))
         one, two = (signature(shingles(text)) for text in pair)
@@ -88,15 +88,15 @@ def dropped(texts: list[str], near: float = 0.8) -> dict[int, tuple[int, float]]
 
 
 def test_what_is_dropped_is_what_comparing_every_pair_would_drop():
-    draw, texts = random.Random(3), []
+    random_source, texts = random.Random(3), []
     for family in range(12):
-        words = drawn(family, n_words=200)
+        words = random_words(family, n_words=200)
         for _ in range(6):
             changed = list(words)
-            for place in draw.sample(range(200), draw.choice([0, 1, 2, 5, 9, 20])):
-                changed[place] = f"new{draw.random()}"
+            for place in random_source.sample(range(200), random_source.choice([0, 1, 2, 5, 9, 20])):
+                changed[place] = f"new{random_source.random()}"
             texts.append(" ".join(changed))
-    draw.shuffle(texts)
+    random_source.shuffle(texts)
     sets = [word_sets(text) for text in texts]
     expected: dict[int, int] = {}
     for later in range(len(texts)):
@@ -109,9 +109,9 @@ def test_what_is_dropped_is_what_comparing_every_pair_would_drop():
 
 
 def test_a_chain_of_small_changes_does_not_drop_what_is_far_from_all_that_is_kept():
-    words, texts = drawn(5), []
+    words, texts = random_words(5), []
     for step in range(8):
-        texts.append(" ".join(words[step * 14 :] + drawn(99, n_words=step * 14)))
+        texts.append(" ".join(words[step * 14 :] + random_words(99, n_words=step * 14)))
     found = dropped(texts)
     kept = [number for number in range(len(texts)) if number not in found]
     assert len(kept) > 2

@@ -138,7 +138,7 @@ def test_documents_are_kept_dropped_or_unreadable_and_each_is_counted_once(folde
     assert report["skipped"] == {"hidden": 1, "other_kind": 1}
     assert report["documents"] == 3 + 6 + 2 == 11
     assert report["characters"] == sum(row["n_chars"] for row in rows)
-    assert {reason for each in report["examples"]["dropped"] for reason in [each["reason"]]} == set(report["dropped"])
+    assert {example["reason"] for example in report["examples"]["dropped"]} == set(report["dropped"])
     by_file = sum((Counter(file.get("dropped", {})) for file in report["files"]), Counter())
     assert by_file == Counter(report["dropped"])
     assert len(report["files"]) == 10
