@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from sftplay.export.chat_request import ChatRequest, read_request
-from sftplay.export.gate import App, Gate, Message, Receive, RefusedRequest, Send, replay, send_json
+from sftplay.export.gate import App, AsgiMessage, Gate, Receive, RefusedRequest, Send, replay, send_json
 
 ANSWER_TOKENS = 1024
 """Longest answer if the client names none, the default of transformers' server (5.17)."""
@@ -103,12 +103,12 @@ class StopTextSend:
     def __init__(self, send: Send, request: ChatRequest) -> None:
         self.send, self.stops, self.is_stream = send, request.stops, bool(request.stream)
         self.status = 200
-        self.start: Message = {}
+        self.start: AsgiMessage = {}
         self.body = b""
         self.held = ""
         self.is_cut = False
 
-    async def __call__(self, message: Message) -> None:
+    async def __call__(self, message: AsgiMessage) -> None:
         if message["type"] == "http.response.start":
             self.status, self.start = message["status"], message
             if self.is_stream or not self._changes:

@@ -12,9 +12,9 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 """The names of the ASGI specification, 3.0."""
 
@@ -95,9 +95,9 @@ def is_local_host(text: str) -> bool:
 
 def replay(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that gives the whole body first, and then the further messages."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    messages: list[AsgiMessage] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def next_message() -> Message:
+    async def next_message() -> AsgiMessage:
         return messages.pop() if messages else await receive()
 
     return next_message

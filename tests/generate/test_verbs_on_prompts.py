@@ -28,7 +28,7 @@ def run(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.fixture
 def run_verb(run: Finished, verbs_environment: None, capsys: pytest.CaptureFixture[str]) -> Verb:
-    """What a verb says as JSON of the run."""
+    """Return a function that runs a verb on the run and returns its JSON."""
 
     def call(verb: str, *words: str) -> Any:
         capsys.readouterr()

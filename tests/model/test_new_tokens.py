@@ -17,7 +17,7 @@ from sftplay.errors import ConfigError, DataError
 from sftplay.model.adapter import add_adapter
 from sftplay.model.new_tokens.embedding_rows import add_rows
 from sftplay.model.new_tokens.terms import find_terms, read_terms
-from sftplay.model.new_tokens.tokens import HAS_NO_FORM, IS_ONE_TOKEN, Form, NewToken, add_to, choose_forms
+from sftplay.model.new_tokens.tokens import HAS_NO_FORM, IS_ONE_TOKEN, NewToken, TermForm, add_to, choose_forms
 from sftplay.model.tokenizer import load_extended
 
 PLAIN_TEXT = "the old light walks under green hills and asks why seven quiet boats carry salt"
@@ -94,7 +94,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def with_terms(tokenizer: Tokenizer, forms: dict[str, Form]) -> Tokenizer:
+def with_terms(tokenizer: Tokenizer, forms: dict[str, TermForm]) -> Tokenizer:
     extended = Tokenizer.from_str(tokenizer.to_str())
     extended.add_tokens([form.as_token() for form in forms.values()])
     return extended
@@ -108,8 +108,8 @@ def test_extended_tokenizers_are_lossless_and_shorter(make: Callable[[], Tokeniz
     plain = make()
     forms, refused = choose_forms(plain, WANTED)
     assert refused == {}
-    assert forms["aileron"] == Form(" aileron")
-    assert (forms["<tool>"], forms["空气动力学"]) == (Form("<tool>"), Form("空气动力学"))
+    assert forms["aileron"] == TermForm(" aileron")
+    assert (forms["<tool>"], forms["空气动力学"]) == (TermForm("<tool>"), TermForm("空气动力学"))
     extended = with_terms(plain, forms)
     for text in (f"the {term} and {term}s, ({term}).\n{term}  {term} x{term}2" for term in WANTED):
         assert extended.decode(ids(extended, text), skip_special_tokens=False) == text
@@ -130,7 +130,7 @@ def test_a_term_that_begins_a_longer_token_leaves_that_token_whole():
     assert len(before) == 3
     begins = next(part for part in ("quie", "qui", "qu") if len(ids(plain, f" {part}")) > 2)
     forms, _ = choose_forms(plain, [begins])
-    assert forms[begins] == Form(begins, single_word=True)
+    assert forms[begins] == TermForm(begins, single_word=True)
     assert ids(with_terms(plain, forms), "the quiet hills") == before
     assert choose_forms(plain, ["quiet"])[1] == {"quiet": IS_ONE_TOKEN}
 

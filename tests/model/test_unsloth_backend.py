@@ -1,4 +1,4 @@
-"""What the kit asks of unsloth, and what it does when unsloth answers otherwise than asked."""
+"""The kit passes its settings to unsloth, and refuses a model when unsloth did something else."""
 
 from __future__ import annotations
 
@@ -201,6 +201,7 @@ def test_training_process_imports_unsloth_before_the_task_and_only_for_its_runs(
     from sftplay.launch.run_folder import RunFolder
     from sftplay.signals import StopAtOnce
     from sftplay.tasks import worker
+    from sftplay.train import run_task  # noqa: F401 - its lazy imports must not meet the patched import_module
 
     steps: list[str] = []
 

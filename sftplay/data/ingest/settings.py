@@ -53,18 +53,18 @@ class Settings:
         """Whether a step is on."""
         return step not in self.without
 
-    def reading(self) -> dict[str, Any]:
+    def reading_options(self) -> dict[str, Any]:
         """Return all settings that decide what is read from a file."""
         cleaned = [step for step in CLEANING if self.does(step)]
         lines = self.does("boilerplate")
         return {"kit": __version__, "encoding": self.encoding, "cleaning": cleaned, "lines": lines}
 
-    def finishing(self) -> dict[str, Any]:
+    def finishing_options(self) -> dict[str, Any]:
         """Return all settings that decide which records are made of what was read."""
         filters = {"min_chars": self.min_chars, "max_chars": self.max_chars, "languages": self.languages}
         return {"by": self.by, "signatures": self.does("near_duplicates"), "near": self.near, **filters}
 
-    def deciding(self) -> dict[str, Any]:
+    def all_options(self) -> dict[str, Any]:
         """Return all settings that OUT depends on."""
         compared = [step for step in ("duplicates", "near_duplicates") if self.does(step)]
-        return {"reading": self.reading(), "finishing": self.finishing(), "compared": compared}
+        return {"reading": self.reading_options(), "finishing": self.finishing_options(), "compared": compared}

@@ -31,7 +31,7 @@ IS_ONE_TOKEN = "it is one token already"
 
 
 @dataclass(frozen=True)
-class Form:
+class TermForm:
     """A term as the tokenizer searches for it."""
 
     content: str
@@ -44,7 +44,7 @@ class Form:
 
 def choose_forms(
     backend: Tokenizer, terms: Sequence[str], *, words: Sequence[str] = ()
-) -> tuple[dict[str, Form], dict[str, str]]:
+) -> tuple[dict[str, TermForm], dict[str, str]]:
     """Return the form of each term, and the reason for each term that cannot be a token.
 
     Args:
@@ -82,13 +82,13 @@ def find_term_ids(backend: Tokenizer, term: str) -> list[int]:
     return [id for id, (_, end) in zip(encoding.ids, encoding.offsets, strict=True) if end > 1]
 
 
-def _list_forms(term: str) -> Iterator[Form]:
+def _list_forms(term: str) -> Iterator[TermForm]:
     """Yield the term with the space before it, as in vocabularies; then the bare word, which keeps the space apart."""
     if _is_word(term[0]) and _is_word(term[-1]):
-        yield Form(f" {term}")
-        yield Form(term, single_word=True)
+        yield TermForm(f" {term}")
+        yield TermForm(term, single_word=True)
     else:
-        yield Form(term)
+        yield TermForm(term)
 
 
 def _is_word(character: str) -> bool:
@@ -223,7 +223,7 @@ def add_to(tokenizer: Any, tokens: Sequence[NewToken]) -> None:
     Raises:
         ConfigError: they would get other ids, because the list was made for another tokenizer.
     """
-    tokenizer.add_tokens([Form(token.content, token.single_word).as_token() for token in tokens])
+    tokenizer.add_tokens([TermForm(token.content, token.single_word).as_token() for token in tokens])
     for token in tokens:
         if (found := tokenizer.convert_tokens_to_ids(token.content)) != token.id:
             what = f"the tokenizer is another one than when {token.term!r} became token {token.id}: it is {found} now"
@@ -275,7 +275,7 @@ def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
     ]
 
 
-def _found_forms(cfg: RunConfig, texts: Sequence[str], *, backend: Any) -> dict[str, Form]:
+def _found_forms(cfg: RunConfig, texts: Sequence[str], *, backend: Any) -> dict[str, TermForm]:
     wanted = cfg.tuning.new_tokens
     log.status(f"looking for {wanted.count} terms in {find_text_source(cfg)[0]}", "data")
     # Some will have no form in this tokenizer.

@@ -1,4 +1,4 @@
-"""What cleaning changes in a text, and what it leaves."""
+"""Cleaning changes only what it should in a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gives no text says why: empty, locked, damaged, too large, unsafe, of another kind. Finding out costs little."""
+"""A file without text is reported with the reason: empty, locked, damaged, too large, unsafe, of another kind."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _nothing(found: Sequence[WalkEntry]) -> str:
 def _mark(settings: Settings, found: Sequence[WalkEntry]) -> str:
     """Return a digest that changes when OUT would."""
     files = [[entry.name, entry.size, entry.mtime_ns, entry.reason] for entry in found]
-    return fingerprint({"files": files, "settings": settings.deciding(), "tokenizer": settings.tokenizer})
+    return fingerprint({"files": files, "settings": settings.all_options(), "tokenizer": settings.tokenizer})
 
 
 def _made_already(settings: Settings, mark: str, *, replaces: bool) -> dict[str, Any]:

@@ -96,12 +96,13 @@ def finish_all(
     listed = work.stem({"lines": lines})
     write_text(Path(listed), json.dumps(lines))
     planned = list(_planned(documents))
-    stems = [work.stem({"shards": shards, "lines": lines, "settings": settings.finishing()}) for shards in planned]
+    options = settings.finishing_options()
+    stems = [work.stem({"shards": shards, "lines": lines, "settings": options}) for shards in planned]
     known = [read_answer(stem) for stem in stems]
     tasks = (
         ChildTask(
             function=f"{FINISH}.finish", answer=answer_path(stem),
-            arguments={"shards": shards, "stem": stem, "lines": listed, **settings.finishing()},
+            arguments={"shards": shards, "stem": stem, "lines": listed, **options},
         )
         for shards, stem, answer in zip(planned, stems, known, strict=True)
         if not answer
@@ -119,7 +120,7 @@ def finish_all(
 
 def _stem(found: WalkEntry, settings: Settings, *, work: WorkFolder) -> str:
     facts = {"name": found.name, "size": found.size, "mtime": found.mtime_ns}
-    return work.stem({**facts, "path": str(found.path.absolute()), "settings": settings.reading()})
+    return work.stem({**facts, "path": str(found.path.absolute()), "settings": settings.reading_options()})
 
 
 def _task(found: WalkEntry, settings: Settings, *, stem: str) -> ChildTask:
@@ -132,7 +133,7 @@ def _task(found: WalkEntry, settings: Settings, *, stem: str) -> ChildTask:
         memory_bytes=settings.memory_bytes, most_file_bytes=MOST_FILE_BYTES,
         arguments={
             "path": str(found.path), "stem": stem, "size": found.size, "mtime_ns": found.mtime_ns,
-            "encoding": settings.encoding, "cleaning": settings.reading()["cleaning"],
+            "encoding": settings.encoding, "cleaning": settings.reading_options()["cleaning"],
         },
     )  # fmt: skip
 

@@ -42,7 +42,7 @@ class Shard:
 
 
 @dataclass
-class Counts:
+class ChunkCounts:
     """Counts of the documents of a chunk; the outer keys are files."""
 
     documents: Counter[int] = field(default_factory=Counter)
@@ -75,7 +75,7 @@ def finish(
     languages: list[str], signatures: bool, near: float,
 ) -> dict[str, Any]:  # fmt: skip
     """Write the chunk `stem` from shards; return its counts."""
-    keys, counts = set(json.loads(Path(lines).read_text())), Counts()
+    keys, counts = set(json.loads(Path(lines).read_text())), ChunkCounts()
     filters = Filters(min_chars, max_chars, languages)
     rows: list[tuple[int, ...]] = []
     end = 0
@@ -127,7 +127,7 @@ class Filters:
         return "", ""
 
 
-def read_records(shard: Shard, keys: set[int], *, by: str, counts: Counts) -> Iterator[dict[str, Any]]:
+def read_records(shard: Shard, keys: set[int], *, by: str, counts: ChunkCounts) -> Iterator[dict[str, Any]]:
     """Yield the records of a shard's documents, in order."""
     with Path(shard.path).open(encoding="utf-8", newline="\n") as stream:
         for line in stream:

@@ -135,7 +135,7 @@ EXAMPLES = 3
 PARAGRAPHS = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
 
 
-class Shards:
+class ShardWriter:
     """Writes documents into numbered files of bounded size."""
 
     def __init__(self, stem: str, most_bytes: int) -> None:
@@ -234,7 +234,7 @@ class _FileReader:
     def __init__(self, path: Path, stem: str, *, size: int, encoding: str, cleaning: list[str]) -> None:
         self._path, self._stem, self._size, self._encoding = path, stem, size, encoding
         self._cleaner = TextCleaner(cleaning)
-        self._shards = Shards(stem, max(ALWAYS_BYTES, MOST_GROWTH * size))
+        self._shards = ShardWriter(stem, max(ALWAYS_BYTES, MOST_GROWTH * size))
         self._keys: set[int] = set()
         self._notes: list[str] = []
         self._guessed = ""

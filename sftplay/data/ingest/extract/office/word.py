@@ -193,19 +193,19 @@ SIGNS = {"tab": "\t", "cr": "\n", "noBreakHyphen": "-", "softHyphen": ""}
 SUPERSCRIPT = "superscript"
 
 
-class Cites(Protocol):
+class NoteNumbering(Protocol):
     """Numbers the notes of a document."""
 
     def cite(self, kind: str, note_id: str) -> str: ...
 
 
-def read_paragraph(paragraph: Any, notes: Cites) -> tuple[str, list[Any]]:
+def read_paragraph(paragraph: Any, notes: NoteNumbering) -> tuple[str, list[Any]]:
     """Return a paragraph's text with its line breaks, and the contents of its text boxes."""
     boxes: list[Any] = []
     return "".join(_texts(paragraph, notes, boxes=boxes)), boxes
 
 
-def _texts(element: Any, notes: Cites, *, boxes: list[Any]) -> list[str]:
+def _texts(element: Any, notes: NoteNumbering, *, boxes: list[Any]) -> list[str]:
     """Return the texts below an element, in order."""
     out: list[str] = []
     for child in element:
@@ -229,7 +229,7 @@ def _texts(element: Any, notes: Cites, *, boxes: list[Any]) -> list[str]:
     return out
 
 
-def _run(run: Any, notes: Cites, *, boxes: list[Any]) -> list[str]:
+def _run(run: Any, notes: NoteNumbering, *, boxes: list[Any]) -> list[str]:
     """Return the texts of a run: none of a hidden run, `^` before a power."""
     properties = run.find(f"{W}rPr")
     if properties is not None and properties.find(f"{W}vanish") is not None:
