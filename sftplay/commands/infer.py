@@ -92,7 +92,7 @@ def _next_line() -> str:
 def _answer(conversation: Any, question: str) -> None:
     with _interruptible() as stop:
         try:
-            for piece in conversation.ask(question, stop, note=lambda text: log.say(f"note: {text}", "infer")):
+            for piece in conversation.ask(question, stop, notify=lambda text: log.say(f"note: {text}", "infer")):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         except DataError as error:
@@ -172,11 +172,11 @@ def _open_answers(
             cfg.task.finished.check_problems(questions, renderer, cfg=cfg)
         return row_sampler.sample_answers, renderer
     generator, renderer = open_generator(cfg, folder, args=args)
-    from sftplay.generate.batch import answerer, check_lengths
+    from sftplay.generate.batch import check_lengths, make_answerer
 
     if questions:
         check_lengths(questions, renderer, generator=generator)
-    return answerer(generator), renderer
+    return make_answerer(generator), renderer
 
 
 def _progress_line() -> Callable[[str], None]:

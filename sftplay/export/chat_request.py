@@ -1,4 +1,4 @@
-"""What a client of chat may ask for, as OpenAI's API names it; whatever the server would not do is refused.
+"""Parse and check chat requests of OpenAI's API; what the server would not do is refused.
 
 Reference: https://platform.openai.com/docs/api-reference/chat/create.
 """
@@ -10,20 +10,20 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sftplay.export.gate import Refused
+from sftplay.export.gate import RefusedRequest
 
 LEAST_TEMPERATURE = 0.001
 """Scores are divided by it in half precision; a smaller one gives infinities."""
 
 
 class Strict(BaseModel):
-    """Neither unknown keys nor values of another type."""
+    """A model that refuses unknown keys and values of another type."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class Part(Strict):
-    """A piece of a message. Pictures and sound are refused: they would be fetched from wherever a client says."""
+class ContentPart(Strict):
+    """A part of a message. Pictures and sound are refused: they would be fetched from any address a client names."""
 
     type: Literal["text"]
     text: str
@@ -52,12 +52,12 @@ class ToolCall(Strict):
 
 
 class ChatMessage(BaseModel):
-    """One message. What a server adds to an answer that is sent back may stand in it where it is empty."""
+    """One message. Empty fields that a server adds to its answers are allowed when the client sends them back."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -159,13 +159,13 @@ class ChatRequest(Strict):
         return self.max_tokens or self.max_completion_tokens
 
     def template_values(self) -> dict[str, Any]:
-        """What the chat template gets beside the messages."""
+        """Return the values for the chat template, in addition to the messages."""
         settings = self.chat_template_kwargs.model_dump(exclude_none=True) if self.chat_template_kwargs else {}
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
         return settings | ({"tools": tools} if tools and self.tool_choice != "none" else {})
 
     def forwarded(self) -> dict[str, Any]:
-        """The body for transformers' server, without what says nothing to it; the length of the answer is missing."""
+        """Return the body for transformers' server, without keys that it ignores and without the answer's length."""
         values = self.template_values()
         body = self.model_dump(
             include={"model", "messages", "temperature", "top_p", "seed", "stream"}, exclude_none=True
@@ -176,10 +176,10 @@ class ChatRequest(Strict):
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """The request in a body.
+    """Return the request in a body.
 
     Raises:
-        Refused: with 400, naming the first parameter that is wrong.
+        RefusedRequest: with 400 and the name of the first wrong parameter.
     """
     try:
         return ChatRequest.model_validate_json(body)
@@ -187,4 +187,4 @@ def read_request(body: bytes) -> ChatRequest:
         first = error.errors(include_url=False, include_input=False)[0]
         param = ".".join(map(str, first["loc"])) or None
         what = "not a parameter of this server" if first["type"] == "extra_forbidden" else first["msg"]
-        raise Refused(400, f"{param}: {what}" if param else what, param=param) from None
+        raise RefusedRequest(400, f"{param}: {what}" if param else what, param=param) from None

@@ -1,6 +1,6 @@
-"""The program that `serve` starts: transformers' own server behind the gate, with requests read and answers tidied.
+"""The program that `serve` starts: transformers' own server behind the gate, with checked requests and tidied answers.
 
-Run as `python -m sftplay.export.chat_server NAME --host HOST --port PORT`. The model lies in the hub's cache.
+Run as `python -m sftplay.export.chat_server NAME --host HOST --port PORT`. The model is in the hub's cache.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 from jinja2 import TemplateError
 
 from sftplay.export.chat_request import ChatRequest, read_request
-from sftplay.export.gate import App, Gate, Message, Receive, Refused, Send, replay, send_json
+from sftplay.export.gate import App, AsgiMessage, Gate, Receive, RefusedRequest, Send, replay, send_json
 
 ANSWER_TOKENS = 1024
-"""Longest answer where the client names none, as transformers' server has it (5.17)."""
+"""Longest answer if the client names none, the default of transformers' server (5.17)."""
 
 DONE = b"data: [DONE]\n\n"
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What a chat template ends with when a dialogue is not of the kind that it knows."""
+"""Errors of a chat template for a dialogue that it does not support."""
 
 
 class ChatApp:
@@ -33,7 +33,7 @@ class ChatApp:
     def __init__(self, app: App, name: str, *, tokenizer: Any, context_tokens: int | None) -> None:
         self.app, self.name, self.tokenizer, self.context_tokens = app, name, tokenizer, context_tokens
         self.started = int(time.time())
-        self._lock = threading.Lock()  # a tokenizer is not made for several threads
+        self._lock = threading.Lock()  # a tokenizer is not thread-safe
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         path = scope.get("path")
@@ -43,22 +43,22 @@ class ChatApp:
         elif path == "/v1/chat/completions":
             try:
                 request, body = await asyncio.to_thread(self.read, (await receive())["body"])
-            except Refused as refusal:
+            except RefusedRequest as refusal:
                 await refusal.answer(send)
             else:
-                await self.app(scope, replay(body, receive), Ending(send, request))
+                await self.app(scope, replay(body, receive), StopTextSend(send, request))
         else:
             await self.app(scope, receive, send)
 
     def read(self, body: bytes) -> tuple[ChatRequest, bytes]:
-        """The request, and the body for transformers' server.
+        """Return the request, and the body for transformers' server.
 
         Raises:
-            Refused: a parameter is wrong, or prompt and answer do not fit the model's context.
+            RefusedRequest: a parameter is wrong, or prompt and answer do not fit the model's context.
         """
         request = read_request(body)
         if request.model != self.name:
-            raise Refused(400, f"model: this server has {self.name!r} only", param="model")
+            raise RefusedRequest(400, f"model: this server has {self.name!r} only", param="model")
         n_prompt = self._count(request)
         answer = request.answer_tokens
         if self.context_tokens is not None:
@@ -68,7 +68,7 @@ class ChatApp:
                 what = (
                     f"a prompt of {n_prompt} tokens{wish} is more than the {self.context_tokens} that the model reads"
                 )
-                raise Refused(400, what, param="messages" if room < 1 else "max_tokens")
+                raise RefusedRequest(400, what, param="messages" if room < 1 else "max_tokens")
             answer = answer or min(ANSWER_TOKENS, room)
         forwarded = request.forwarded() | {"max_tokens": answer or ANSWER_TOKENS}
         return request, json.dumps(forwarded).encode()
@@ -83,12 +83,12 @@ class ChatApp:
         except TEMPLATE_ERRORS as error:
             first = next(iter(str(error).splitlines()), type(error).__name__)
             what = f"messages: the chat template refuses them ({first})"
-            raise Refused(400, what, param="messages") from error
+            raise RefusedRequest(400, what, param="messages") from error
         return len(ids)
 
 
 def _flat(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as transformers' server gives it to the template."""
+    """Return a message as transformers' server passes it to the template."""
     content = message.setdefault("content", "")
     if isinstance(content, list):
         message["content"] = " ".join(part["text"] for part in content)
@@ -97,18 +97,18 @@ def _flat(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-class Ending:
-    """A `send` that ends an answer before the text at which it was to stop, and a stream with `[DONE]`."""
+class StopTextSend:
+    """A `send` that cuts an answer before its stop text, and ends a stream with `[DONE]`."""
 
     def __init__(self, send: Send, request: ChatRequest) -> None:
         self.send, self.stops, self.is_stream = send, request.stops, bool(request.stream)
         self.status = 200
-        self.start: Message = {}
+        self.start: AsgiMessage = {}
         self.body = b""
         self.held = ""
         self.is_cut = False
 
-    async def __call__(self, message: Message) -> None:
+    async def __call__(self, message: AsgiMessage) -> None:
         if message["type"] == "http.response.start":
             self.status, self.start = message["status"], message
             if self.is_stream or not self._changes:
@@ -135,7 +135,7 @@ class Ending:
         return self.status == 200 and (self.is_stream or bool(self.stops))
 
     def _event(self, event: bytes) -> bytes:
-        """An event of a stream, with the text in it up to a stop; nothing where no text is left."""
+        """Return an event of a stream, with its text cut at a stop text; empty where no text is left."""
         try:
             part = json.loads(event.removeprefix(b"data: "))
             choice = part["choices"][0]
@@ -150,7 +150,7 @@ class Ending:
         return b"data: %s\n\n" % json.dumps(part).encode() if is_last or choice["delta"] else b""
 
     def _cut(self, text: str, *, is_last: bool) -> str:
-        """What may be shown of the text so far; an end that may begin a stop is held back."""
+        """Return the text that can be sent so far; an end that may begin a stop text is held back."""
         text = "" if self.is_cut else self.held + text
         found = [place for stop in self.stops if (place := text.find(stop)) >= 0]
         if found:
@@ -163,7 +163,7 @@ class Ending:
 
 
 def _events(body: bytes) -> list[bytes]:
-    """The events in one message; transformers' server sends them whole."""
+    """Return the events in one message; transformers' server sends them whole."""
     return [event for event in body.split(b"\n\n") if event]
 
 
@@ -180,7 +180,7 @@ def main() -> None:
     from transformers.cli.serve import Serve
 
     class Prepared(Serve):
-        """transformers' server with its model, which does not listen yet."""
+        """transformers' server with its model, before it listens."""
 
         def start_server(self) -> None:
             """Leave it to `main`."""

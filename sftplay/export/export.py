@@ -1,4 +1,4 @@
-"""A finished run as a folder that stands alone: weights, tokenizer, card, config and figures, for plain libraries.
+"""Export a finished run as a self-contained folder for plain libraries: weights, tokenizer, card, config, figures.
 
 The folder holds no path of this machine, no secret and no row of the data. Nothing is uploaded.
 """
@@ -24,7 +24,7 @@ from sftplay.export.merge import (
     Dtype,
     check_target,
     copy_processor,
-    file_of_base,
+    find_base_file,
     merged_model,
     save_whole,
     size_bytes,
@@ -51,7 +51,7 @@ _SECRET = re.compile(r"hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|AKIA[0-9A-Z]{1
 def export(
     cfg: RunConfig, folder: RunFolder, *, out: Path, dtype: Dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """Write the run's model to `out`, for plain transformers. An adapter run's adapter lies in it too.
+    """Write the run's model to `out`, for plain transformers. An adapter run's adapter is included.
 
     Weights in safetensors shards of at most `shard_bytes` (with an index where there are several), tokenizer with the
     trained chat template, generation config with the end tokens of training, README.md (the model card),
@@ -66,7 +66,7 @@ def export(
     check_target(out)
     model, tokenizer = _whole_model(cfg, folder, dtype=dtype)
     run = public_run(cfg, folder)
-    beside = [folder.path / "adapter" / name for name in ADAPTER_FILES if run.has_adapter]
+    adapter_files = [folder.path / "adapter" / name for name in ADAPTER_FILES if run.has_adapter]
 
     def fill(scratch: Path) -> None:
         log.status("writing", "export")
@@ -77,7 +77,7 @@ def export(
         _add_figures(run, scratch)
         write_card(run, scratch / "README.md")
 
-    write_folder(out, size_bytes(model) + sum(path.stat().st_size for path in beside), fill=fill)
+    write_folder(out, size_bytes(model) + sum(path.stat().st_size for path in adapter_files), fill=fill)
     log.say(f"{out}: read README.md in it before you publish", "export")
     return out
 
@@ -99,16 +99,16 @@ def _whole_model(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None) -> t
 
 
 def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
-    """The part of the run that may be published: its files without paths of this machine and without secrets."""
+    """Return the part of the run that may be published: its files without paths of this machine and without secrets."""
     # step-N.json measures the weights at a step of the training, not the result.
     measured = sorted(path for path in folder.eval.glob("*.json") if not path.stem.startswith("step-"))
     figures = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in measured}
-    clean = Cleaner([*_strings(cfg.model_dump()), str(folder.path.resolve())])
+    clean = Redactor([*_strings(cfg.model_dump()), str(folder.path.resolve())])
     public_cfg = RunConfig.model_validate(clean(cfg.model_dump()))
     public_cfg.origins.update(clean(cfg.origins))
     is_named = not (is_local(cfg.model.name) or PurePosixPath(cfg.model.name).is_absolute())
     is_builtin = cfg.model.name.startswith(BUILTIN)
-    card = None if is_builtin else file_of_base(cfg, folder, name="README.md")
+    card = None if is_builtin else find_base_file(cfg, folder, name="README.md")
     return PublicRun(
         name=folder.path.resolve().name,
         cfg=public_cfg,
@@ -124,7 +124,7 @@ def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
 
 
 def read_licence(card: str) -> str | None:
-    """The licence that a model card's front matter names, None where it names none."""
+    """Return the licence in a model card's front matter, None if there is none."""
     front = re.match(r"---\n(.*?)\n---", card, re.DOTALL)
     licence = re.search(r"^license:\s*[\"']?([\w.-]+)[\"']?\s*$", front[1], re.MULTILINE) if front else None
     return licence[1] if licence and licence[1] != "unknown" else None
@@ -134,7 +134,7 @@ def _add_adapter(folder: RunFolder, target: Path, *, run: PublicRun) -> None:
     target.mkdir()
     settings = json.loads((folder.path / "adapter" / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
     settings["base_model_name_or_path"] = run.cfg.model.name
-    _write_json(target / ADAPTER_FILES[0], Cleaner()(settings))
+    _write_json(target / ADAPTER_FILES[0], Redactor()(settings))
     shutil.copyfile(folder.path / "adapter" / ADAPTER_FILES[1], target / ADAPTER_FILES[1])
 
 
@@ -150,15 +150,15 @@ def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-class Cleaner:
+class Redactor:
     """Removes paths of this machine and secrets from JSON values. Some of the strings in `known` are such paths."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         paths = {path for path in known if _is_path(path) and path.strip("/")}
-        self.known = sorted(paths, key=len, reverse=True)  # the longer of two with the same beginning goes first
+        self.known = sorted(paths, key=len, reverse=True)  # the longer of two with the same beginning comes first
 
     def __call__(self, value: Any) -> Any:
-        """A copy in which absolute paths are cut to their last part, and secrets are gone."""
+        """Return a copy with absolute paths cut to their last part, and without secrets."""
         if isinstance(value, Mapping):
             return {
                 self(key): REMOVED if isinstance(inner, str) and _SECRET_NAME.search(str(key)) else self(inner)

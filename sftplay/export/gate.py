@@ -1,4 +1,4 @@
-"""Lets through to a model's server only what a client of chat on this machine needs: an ASGI middleware.
+"""An ASGI middleware that passes to a model's server only what a chat client on this machine needs.
 
 It knows nothing of models. vLLM finds it by its name; `chat_server` puts it before transformers' own server.
 """
@@ -12,14 +12,14 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 """The names of the ASGI specification, 3.0."""
 
 TOKEN = "SFTPLAY_SERVE_TOKEN"
-"""The environment variable with the token that clients must send; without it no token is asked for."""
+"""The environment variable with the token that clients must send; without it no token is needed."""
 
 HOSTS = ("127.0.0.1", "localhost")
 """Names under which a client on this machine asks. A page of another name that resolves to here is refused."""
@@ -30,7 +30,7 @@ BODY_BYTES = 8 * 2**20
 """Longest request: a million tokens are about half of it."""
 
 
-class Refused(Exception):
+class RefusedRequest(Exception):
     """A request that is answered with an HTTP status of 4xx and a message in the shape of OpenAI's errors."""
 
     def __init__(self, status: int, what: str, *, param: str | None = None) -> None:
@@ -43,7 +43,7 @@ class Refused(Exception):
 
 
 class Gate:
-    """Checks host, origin, token, endpoint and length of each request before `app` hears of it."""
+    """Checks host, origin, token, endpoint and length of each request before `app` gets it."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -59,7 +59,7 @@ class Gate:
         try:
             self._check(scope)
             body = await _read_body(receive, _headers(scope))
-        except Refused as refusal:
+        except RefusedRequest as refusal:
             await refusal.answer(send)
         else:
             await self.app(scope, replay(body, receive), send)
@@ -68,24 +68,24 @@ class Gate:
         headers = _headers(scope)
         hosts = headers.get("host", [])
         if len(hosts) != 1 or not is_local_host(hosts[0]):
-            raise Refused(403, f"this server answers to {' and '.join(HOSTS)} only")
+            raise RefusedRequest(403, f"this server answers to {' and '.join(HOSTS)} only")
         for origin in headers.get("origin", []):
             if not is_local_host(origin.partition("://")[2]):
-                raise Refused(403, "this server does not answer pages of other origins")
+                raise RefusedRequest(403, "this server does not answer pages of other origins")
         path = scope["path"]
         if path not in ENDPOINTS:
-            raise Refused(404, f"there are {', '.join(ENDPOINTS)}")
+            raise RefusedRequest(404, f"there are {', '.join(ENDPOINTS)}")
         if scope["method"] != ENDPOINTS[path]:
-            raise Refused(405, f"{path} takes {ENDPOINTS[path]}")
+            raise RefusedRequest(405, f"{path} takes {ENDPOINTS[path]}")
         if self.token and path != "/health":
             given = " ".join(headers.get("authorization", []))
             if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
-                raise Refused(401, f"send the token in {TOKEN} as the API key")
+                raise RefusedRequest(401, f"send the token in {TOKEN} as the API key")
         kinds = headers.get("content-type", [])
         if scope["method"] == "POST" and [kind.partition(";")[0].strip().lower() for kind in kinds] != [
             "application/json"
         ]:
-            raise Refused(415, "the body must be application/json")
+            raise RefusedRequest(415, "the body must be application/json")
 
 
 def is_local_host(text: str) -> bool:
@@ -94,10 +94,10 @@ def is_local_host(text: str) -> bool:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that hands out the whole body first, and then what still comes."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    """Return a `receive` that gives the whole body first, and then the further messages."""
+    messages: list[AsgiMessage] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def next_message() -> Message:
+    async def next_message() -> AsgiMessage:
         return messages.pop() if messages else await receive()
 
     return next_message
@@ -121,14 +121,14 @@ def _headers(scope: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 async def _read_body(receive: Receive, headers: Mapping[str, list[str]]) -> bytes:
-    too_long = Refused(413, f"the body is longer than {BODY_BYTES} bytes")
+    too_long = RefusedRequest(413, f"the body is longer than {BODY_BYTES} bytes")
     if any(text.isdecimal() and int(text) > BODY_BYTES for text in headers.get("content-length", [])):
         raise too_long
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Refused(400, "the body ended early")
+            raise RefusedRequest(400, "the body ended early")
         body += message.get("body", b"")
         if len(body) > BODY_BYTES:
             raise too_long

@@ -1,6 +1,6 @@
-"""Merges a run's adapter into its full-precision base, and writes the whole model as plain libraries read it.
+"""Merge a run's adapter into its full-precision base, and write the whole model for plain libraries.
 
-It never merges into 4-bit weights: the base of a qlora run is opened unquantised. `merge_check` judges the result.
+It never merges into 4-bit weights: the base of a qlora run is opened unquantised. `merge_check` checks the result.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from sftplay.units import format_bytes
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 RECORD = "merge.json"
-"""The file beside merged weights that says which adapter is in them."""
+"""The file next to merged weights that names their adapter."""
 
 SHARD_BYTES = 5 * 10**9
 """Most bytes of one weight file, unless a single tensor is larger; the hub refuses files of 50 GB."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""What a vision model needs beside its tokenizer. The merged model gets the base's files unchanged."""
+"""Files that a vision model needs in addition to its tokenizer; the base's are copied unchanged."""
 
 
 def merge(cfg: RunConfig, folder: RunFolder, *, out: Path, dtype: Dtype | None = None) -> Path:
@@ -66,7 +66,7 @@ def merge(cfg: RunConfig, folder: RunFolder, *, out: Path, dtype: Dtype | None =
 
 
 def merged_model(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None) -> tuple[Any, Any]:
-    """The merged model on the CPU in evaluation mode, with the run's tokenizer.
+    """Return the merged model on the CPU in evaluation mode, with the run's tokenizer.
 
     Each layer is merged in fp32 and rounded once, to the base's dtype or to `dtype`.
 
@@ -75,22 +75,22 @@ def merged_model(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None) -> t
         MachineError: the base cannot be read.
         RunError: a value is not finite, before or after rounding.
     """
-    tokenizer = load_tokenizer(cfg.model, str(adapter_of(cfg, folder)))
+    tokenizer = load_tokenizer(cfg.model, str(find_adapter(cfg, folder)))
     base = load_unquantised(cfg, folder)
     log.status("merging layer by layer", "merge")
     fix = "merge with the base's own dtype, or in bf16"
-    whole, is_untied = merge_adapter(base, adapter_of(cfg, folder), dtype=DTYPES[dtype] if dtype else None, fix=fix)
+    whole, is_untied = merge_adapter(base, find_adapter(cfg, folder), dtype=DTYPES[dtype] if dtype else None, fix=fix)
     if is_untied:
         log.say("note: head and input embedding were one weight and are two now; the merged model holds both", "merge")
     set_end_tokens(whole.generation_config, tokenizer)
     return whole.eval(), tokenizer
 
 
-def adapter_of(cfg: RunConfig, folder: RunFolder) -> Path:
-    """The run's adapter folder.
+def find_adapter(cfg: RunConfig, folder: RunFolder) -> Path:
+    """Return the run's adapter folder.
 
     Raises:
-        ConfigError: it has none; the message says what to do.
+        ConfigError: the run has none; the message says what to do.
     """
     adapter = folder.path / "adapter"
     if adapter.is_dir():
@@ -102,12 +102,12 @@ def adapter_of(cfg: RunConfig, folder: RunFolder) -> Path:
 
 
 def load_unquantised(cfg: RunConfig, folder: RunFolder, *, dtype: torch.dtype | None = None) -> Any:
-    """The base of the run's adapter, on the CPU, never in 4 bits; in `dtype`, or in the one it is stored in.
+    """Load the base of the run's adapter, on the CPU, never in 4 bits; in `dtype`, or in the one it is stored in.
 
     Raises:
         MachineError: it cannot be read whole, or is stored quantised.
     """
-    name, revision = base_of(cfg, folder)
+    name, revision = find_base(cfg, folder)
     where = f"{cfg.origins.get('model.name', 'model')} model.name {name}"
     log.status(f"opening {name} unquantised", "merge")
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": cfg.model.trust_remote_code}
@@ -136,17 +136,17 @@ def _check_not_quantised(config: Any, where: str) -> None:
         raise MachineError(what, where=where, fix=fix)
 
 
-def base_of(cfg: RunConfig, folder: RunFolder) -> tuple[str, str | None]:
-    """Name or folder of the base, and its revision. A run that starts from merged weights keeps its own copy."""
-    own = folder.path / "base"
-    if own.is_dir():
-        return str(own), None
+def find_base(cfg: RunConfig, folder: RunFolder) -> tuple[str, str | None]:
+    """Return the name or folder of the base, and its revision. A run that starts from merged weights keeps a copy."""
+    kept_base = folder.path / "base"
+    if kept_base.is_dir():
+        return str(kept_base), None
     model = resolve_names(cfg).model
     return locate(model.name), model.revision
 
 
 def save_whole(model: Any, tokenizer: Any, *, target: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Weights in safetensors shards of at most `shard_bytes`, configs, tokenizer and chat template."""
+    """Save weights in safetensors shards of at most `shard_bytes`, configs, tokenizer and chat template."""
     model.config.use_cache = True
     model.save_pretrained(target, max_shard_size=shard_bytes)
     tokenizer.save_pretrained(target)
@@ -155,30 +155,30 @@ def save_whole(model: Any, tokenizer: Any, *, target: Path, shard_bytes: int = S
 def copy_processor(cfg: RunConfig, folder: RunFolder, *, target: Path) -> None:
     """Copy the base's files for reading pictures, where it has any."""
     for name in PROCESSOR_FILES:
-        if file := file_of_base(cfg, folder, name=name):
+        if file := find_base_file(cfg, folder, name=name):
             shutil.copyfile(file, target / name)
 
 
-def file_of_base(cfg: RunConfig, folder: RunFolder, *, name: str) -> Path | None:
-    """A file beside the base's weights, None when it is not there or cannot be fetched."""
-    base, revision = base_of(cfg, folder)
+def find_base_file(cfg: RunConfig, folder: RunFolder, *, name: str) -> Path | None:
+    """Return a file next to the base's weights, None when it is missing or cannot be fetched."""
+    base, revision = find_base(cfg, folder)
     try:
         file = cached_file(
             base, name, revision=revision, _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
         )  # fmt: skip
-    except OSError:  # a folder that is gone
+    except OSError:  # a folder that no longer exists
         return None
     return Path(file) if file else None
 
 
 def size_bytes(model: nn.Module) -> int:
-    """Bytes of the weights in a file, each counted once."""
+    """Return the bytes of the weights in a file, each counted once."""
     return sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
 
 
 def adapter_digest(folder: RunFolder) -> str:
-    """sha256 of the run's adapter weights."""
+    """Return the sha256 of the run's adapter weights."""
     with (folder.path / "adapter" / "adapter_model.safetensors").open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

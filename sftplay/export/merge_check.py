@@ -1,4 +1,4 @@
-"""Compares a merged model with the adapter it came from: weights, scores and greedy texts.
+"""Compare a merged model with the adapter it was made from: weights, scores and greedy texts.
 
 The reference is PEFT with the adapter on the unquantised base, all in fp32. The rounding of the merged weights explains
 a small difference; a larger one is an error. It repairs nothing.
@@ -25,7 +25,7 @@ from sftplay.data.pipeline import load_examples
 from sftplay.data.records import IGNORE_INDEX, Message
 from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, DataError, RunError
-from sftplay.export.merge import adapter_of, load_unquantised, size_bytes
+from sftplay.export.merge import find_adapter, load_unquantised, size_bytes
 from sftplay.generate.generate import Generator
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_result
@@ -60,7 +60,7 @@ WEIGHT_NOISE = 1e-5
 
 @dataclass
 class Outputs:
-    """What a model gives for the prompts: greedy answers (token ids), and its scores along some answers."""
+    """The outputs of a model for the prompts: greedy answers (token ids), and its scores along some answers."""
 
     answers: list[list[int]] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)
@@ -68,42 +68,42 @@ class Outputs:
 
 
 def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, Any]:
-    """The figures of the comparison: `max_abs_logit_diff`, `texts_equal`, `n` and others.
+    """Compare the models, and return the figures: `max_abs_logit_diff`, `texts_equal`, `n` and others.
 
     Two texts also count as equal when, at the first difference, the reference scores both tokens the same within the
     tolerance (`parted_at_ties`). For a qlora run, `quantised` is the distance of the 4-bit base with the adapter from
-    the merged model; that is information, not an error.
+    the merged model, for information only.
 
     Raises:
         ConfigError: there is no adapter, or nothing at `merged`.
         MachineError: the base cannot be read.
         RunError: the merged model disagrees, with the figures and the tensors that differ.
     """
-    adapter = adapter_of(cfg, folder)
+    adapter = find_adapter(cfg, folder)
     if not merged.is_dir():
         raise ConfigError("no merged model here", where=str(merged), fix="make merge")
     tokenizer = load_tokenizer(cfg.model, str(adapter))
     prompts, origin = _choose_prompts(cfg, folder, tokenizer=tokenizer)
     log.say(f"comparing on {len(prompts)} {origin} prompts, in fp32", "merge")
     reference = attach_for_merging(load_unquantised(cfg, folder, dtype=torch.float32), adapter)
-    expected = _outputs_of(Generator(reference, tokenizer, end_token_ids(tokenizer), ANSWER_TOKENS), prompts)
+    expected = _compute_outputs(Generator(reference, tokenizer, end_token_ids(tokenizer), ANSWER_TOKENS), prompts)
     whole = _open_merged(cfg, merged)
     problems = _find_altered(_merged_by_peft(reference), whole)
     del reference
     gc.collect()
     dtype = whole.dtype
-    actual = _outputs_of(Generator(whole.float(), tokenizer, [], ANSWER_TOKENS), prompts, given=expected.answers)
+    actual = _compute_outputs(Generator(whole.float(), tokenizer, [], ANSWER_TOKENS), prompts, given=expected.answers)
     figures = _compare(expected, actual, dtype=dtype) | {"prompts": origin, "altered": problems}
     if AutoTokenizer.from_pretrained(merged).chat_template != tokenizer.chat_template:
         problems.append("the chat template is not the one of the run")
     if cfg.tuning.mode == "qlora":
         figures["quantised"] = _quantisation(cfg, folder, prompts=prompts, expected=expected, merged=actual)
-    _judge(figures, problems, merged=merged)
+    _check_figures(figures, problems, merged=merged)
     return figures
 
 
 def _choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tuple[list[list[int]], str]:
-    """Token ids of held-out prompts, or of the built-in questions, and which of the two they are."""
+    """Return token ids of held-out prompts, or of the built-in questions, and which of the two they are."""
     try:
         held_out = _held_out_rows(cfg, folder, tokenizer=tokenizer)
     except DataError as error:
@@ -111,20 +111,20 @@ def _choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tup
         held_out = None
     if not held_out:
         return _built_in(tokenizer), "built-in"
-    rows = [held_out[n] for n in _spread(len(held_out))]
-    return [_prompt_of(list(row["input_ids"]), list(row["labels"]))[-PROMPT_TOKENS:] for row in rows], "held-out"
+    rows = [held_out[n] for n in _evenly_spaced(len(held_out))]
+    return [_take_prompt(list(row["input_ids"]), list(row["labels"]))[-PROMPT_TOKENS:] for row in rows], "held-out"
 
 
-def _spread(count: int) -> list[int]:
-    """PROMPTS of so many rows, evenly spread, or all of them."""
+def _evenly_spaced(count: int) -> list[int]:
+    """Return PROMPTS evenly spaced numbers below `count`, or all of them."""
     return sorted({n * count // PROMPTS for n in range(PROMPTS)}) if count else []
 
 
 def _held_out_rows(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> Any:
-    """The held-out rows, or some held-out blocks of each source; empty or None where there are none."""
+    """Return the held-out rows, or some held-out blocks of each source; empty or None if there are none."""
     if cfg.learns_documents:
         mixture = load_mixture(cfg, tokenizer, renderer_template=tokenizer.chat_template)
-        return [blocks[n] for blocks in mixture.held_out.values() for n in _spread(len(blocks))]
+        return [blocks[n] for blocks in mixture.held_out.values() for n in _evenly_spaced(len(blocks))]
     checked = folder.read_json("data_report.json").get("files")
     return load_examples(cfg, tokenizer, renderer_template=tokenizer.chat_template, checked=checked).held_out
 
@@ -136,16 +136,16 @@ def _built_in(tokenizer: Any) -> list[list[int]]:
     return [renderer.prompt_ids([Message("user", question)]) for question in QUESTIONS]
 
 
-def _prompt_of(ids: list[int], labels: list[int]) -> list[int]:
+def _take_prompt(ids: list[int], labels: list[int]) -> list[int]:
     first = next((place for place, label in enumerate(labels) if label != IGNORE_INDEX), len(ids))
     return ids[:first] if first > 1 else ids[: max(1, len(ids) // 2)]  # plain text is learned as a whole: half of it
 
 
 @torch.no_grad()
-def _outputs_of(
+def _compute_outputs(
     generator: Generator, prompts: Sequence[list[int]], *, given: Sequence[list[int]] | None = None
 ) -> Outputs:
-    """The model's answers, and its scores for them, or for the `given` answers."""
+    """Return the model's answers, and its scores for them, or for the `given` answers."""
     model, outputs = generator.model, Outputs()
     if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > 1.3 * size_bytes(model):
         model.to("cuda")
@@ -182,7 +182,7 @@ def _merged_by_peft(reference: Any) -> nn.Module:
 
 
 def _find_altered(expected: nn.Module, whole: nn.Module) -> list[str]:
-    """Names of the tensors that differ from PEFT's own fp32 merge by more than one rounding of each value."""
+    """Return the names of tensors that differ from PEFT's own fp32 merge by more than one rounding of each value."""
     altered = []
     left = dict(expected.named_parameters(remove_duplicate=False))
     for name, parameter in whole.named_parameters(remove_duplicate=False):
@@ -213,7 +213,7 @@ def _compare(expected: Outputs, actual: Outputs, *, dtype: torch.dtype) -> dict[
 
 
 def compare_answers(expected: Outputs, actual: Outputs, *, n: int, tolerance: float) -> str:
-    """`same`, `tie` (the reference scores both tokens the same where the answers first differ) or `different`."""
+    """Return `same`, `tie` (the reference scores both tokens the same at the first difference) or `different`."""
     wanted, answer = expected.answers[n], actual.answers[n]
     place = next((k for k, (a, b) in enumerate(zip(wanted, answer)) if a != b), None)
     if place is None:
@@ -225,7 +225,7 @@ def compare_answers(expected: Outputs, actual: Outputs, *, n: int, tolerance: fl
 def _quantisation(
     cfg: RunConfig, folder: RunFolder, *, prompts: Sequence[list[int]], expected: Outputs, merged: Outputs
 ) -> dict[str, float]:
-    """How far the merged model is from the trained one (the adapter on the 4-bit base), at the same places."""
+    """Return the distance of the merged model from the trained one (the adapter on the 4-bit base)."""
     four_bit = load_result(cfg, folder.path)
     device = next(four_bit.parameters()).device
     gaps, same = [], []
@@ -249,7 +249,7 @@ def _quantisation(
     }
 
 
-def _judge(figures: dict[str, Any], problems: list[str], *, merged: Path) -> None:
+def _check_figures(figures: dict[str, Any], problems: list[str], *, merged: Path) -> None:
     diff, tolerance = figures["max_abs_logit_diff"], figures["tolerance"]
     faults = [f"altered: {', '.join(problems[:5])}"] if problems else []
     if not diff <= tolerance:

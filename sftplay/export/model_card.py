@@ -1,6 +1,6 @@
-"""The model card, README.md of an exported model: what it was made from, how, what was measured, how to load it.
+"""Write the model card, README.md of an exported model: its base, training, measurements, and how to load it.
 
-It states what the run's own files say. Everything else is stated as not known.
+It states what the run's files say. Everything else is stated as unknown.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class PublicRun:
     """Evaluation, by the name of its file."""
 
     has_adapter: bool
-    """The adapter lies beside the merged weights."""
+    """The adapter is next to the merged weights."""
 
 
 def write_card(run: PublicRun, path: Path) -> None:
-    """Write the card for the model in the folder of `path`, whose chat template decides how it is asked."""
+    """Write the card for the model in the folder of `path`; its chat template decides the usage example."""
     measurements = sorted(run.figures, key=lambda name: (name.removesuffix("before") == name, name))
     text = _template("model_card.md").render(
         run=run,
         cfg=run.cfg,
-        method=_method_of(run.cfg),
+        method=_describe_method(run.cfg),
         has_chat_template=(path.parent / "chat_template.jinja").is_file(),
         base=repr(run.hub_base or f"path/to/{run.cfg.model.name}"),
         sources=_sources(run.data_report),
@@ -63,7 +63,7 @@ def write_card(run: PublicRun, path: Path) -> None:
 
 
 def write_adapter_card(path: Path, *, name: str, base: str | None) -> None:
-    """Write the card of a run's own adapter in place of PEFT's, which names folders of this machine.
+    """Write the card of a run's own adapter over PEFT's, which names folders of this machine.
 
     `base` is the base's name on the hub, None for a local one.
     """
@@ -82,12 +82,12 @@ def _template(name: str) -> Template:
 
 
 def as_text(value: Any) -> str:
-    """A value as one line of Markdown that shows it and is nothing else: no tag, link, table cell or heading."""
+    """Return a value as one line of plain Markdown text, without any tag, link, table cell or heading."""
     return html.escape(_MARKDOWN.sub(r"\\\1", _one_line(value)), quote=False)
 
 
 def as_code(value: Any) -> str:
-    """A value as a span of code, between more backquotes than stand together in it (CommonMark 0.31, 6.1)."""
+    """Return a value as a code span, with more backquotes than its longest run of them (CommonMark 0.31, 6.1)."""
     text = _one_line(value)
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
@@ -98,7 +98,7 @@ def _one_line(value: Any) -> str:
 
 
 def _front_matter(run: PublicRun) -> ModelCardData:
-    """What the hub reads (https://huggingface.co/docs/hub/model-cards), where `unknown` is a licence too."""
+    """Return the metadata for the hub (https://huggingface.co/docs/hub/model-cards); `unknown` is a valid licence."""
     cfg = run.cfg
     paths = [source.path for source in cfg.datasets] or [cfg.rows_path]
     relation: dict[str, Any] = {"base_model": run.hub_base, "base_model_relation": "finetune"} if run.hub_base else {}
@@ -112,7 +112,7 @@ def _front_matter(run: PublicRun) -> ModelCardData:
     )
 
 
-def _method_of(cfg: RunConfig) -> str:
+def _describe_method(cfg: RunConfig) -> str:
     method = {
         "full": "every weight was trained",
         "lora": "an adapter was trained and merged into the base",

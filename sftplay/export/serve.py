@@ -1,6 +1,6 @@
-"""Serves a finished run to OpenAI clients on this machine: a whole model, asked through the trained chat template.
+"""Serve a finished run to OpenAI clients on this machine: a whole model, with the trained chat template.
 
-The server is transformers' own, or vLLM; this module gives it the model in the form it needs.
+The server is transformers' own, or vLLM; this module prepares the model for it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
-from sftplay.export.merge import RECORD, adapter_digest, adapter_of, merge
-from sftplay.export.server import Server, build_server, choose_port, run_server
+from sftplay.export.merge import RECORD, adapter_digest, find_adapter, merge
+from sftplay.export.server import ServerKind, build_server, choose_port, run_server
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 
@@ -26,8 +26,8 @@ REVISION = "0" * 40
 GENERATION = "generation_config.json"
 
 
-def serve(cfg: RunConfig, folder: RunFolder, *, server: Server, port: int) -> int:
-    """Serve the run until a signal stops it; the exit code. An adapter is merged first, once, into `merged/`.
+def serve(cfg: RunConfig, folder: RunFolder, *, server: ServerKind, port: int) -> int:
+    """Serve the run until a signal stops it; return the exit code. An adapter is merged once, into `merged/`.
 
     Clients ask for the model by the run's name. As with OpenAI's own service, an answer is sampled at the
     temperature the client asks for, 1 if it asks for none; `temperature: 0` gives the greedy answer.
@@ -49,14 +49,14 @@ def serve(cfg: RunConfig, folder: RunFolder, *, server: Server, port: int) -> in
 
 
 def whole_model(cfg: RunConfig, folder: RunFolder) -> Path:
-    """The folder of the run's whole model: `model/`, or `merged/`, which is made where it is missing.
+    """Return the folder of the run's whole model: `model/`, or `merged/`, which is made if it is missing.
 
     Raises:
         ConfigError: the run has no result, or `merged/` does not belong to its adapter.
     """
     if (folder.path / "model").is_dir():
         return folder.path / "model"
-    adapter_of(cfg, folder)
+    find_adapter(cfg, folder)
     merged = folder.path / "merged"
     if not merged.exists():
         log.say(f"a server needs one whole model: merging the adapter into {merged}", "serve")
@@ -66,12 +66,13 @@ def whole_model(cfg: RunConfig, folder: RunFolder) -> Path:
     except (OSError, ValueError, KeyError):
         digest = None
     if digest != adapter_digest(folder):
-        raise ConfigError("was not merged from this run's adapter", where=str(merged), fix="remove it; it is made anew")
+        fix = "remove it; `make serve` makes it again"
+        raise ConfigError("was not merged from this run's adapter", where=str(merged), fix=fix)
     return merged
 
 
 def served_name(folder: RunFolder) -> str:
-    """The run's name as a name on the hub may be: letters, digits, and single `.`, `-` or `_` between them."""
+    """Return the run's name as a valid hub name: letters, digits, and single `.`, `-` or `_` between them."""
     full = folder.path.resolve().name
     name = re.sub(r"-{2,}|\.{2,}", "-", re.sub(r"[^A-Za-z0-9._-]", "-", full))[:96].strip("-._").removesuffix(".git")
     if name != full:
@@ -80,9 +81,9 @@ def served_name(folder: RunFolder) -> str:
 
 
 def server_config(cfg: RunConfig, model: Path) -> GenerationConfig:
-    """The model's generation config for a server: training's end tokens, and sampling unless a client says 0.
+    """Return the model's generation config for a server: training's end tokens, and sampling unless a client sends 0.
 
-    A model that ships its own way of sampling keeps it. transformers' server changes the temperature of a config but
+    A model with its own sampling settings keeps them. transformers' server changes the temperature of a config but
     never switches sampling on (5.17, `BaseHandler._build_generation_config`).
     """
     config = GenerationConfig.from_pretrained(model) if (model / GENERATION).is_file() else GenerationConfig()
@@ -93,7 +94,7 @@ def server_config(cfg: RunConfig, model: Path) -> GenerationConfig:
 
 
 def make_hub_cache(cache: Path, model: Path, *, config: GenerationConfig, name: str) -> Path:
-    """Make a hub cache at `cache` that holds only `model`, as links, under `name`; the model's folder in it.
+    """Make a hub cache at `cache` that holds only `model`, as links, under `name`; return the model's folder in it.
 
     The server's list of models is then this one name: transformers' server lists what the cache holds, and fails
     without a cache.

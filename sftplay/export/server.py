@@ -1,6 +1,6 @@
-"""The command and environment of an OpenAI-compatible server on this machine, and its life from start to stop.
+"""Build the command of an OpenAI-compatible server on this machine, and run it from start to stop.
 
-It knows nothing of runs and loads no model; what is served lies in a folder that is given.
+It knows nothing of runs and loads no model; it serves a given folder.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from sftplay.machine.ports import HOST, free_port
 from sftplay.places import ROOT
 from sftplay.signals import popen_tied
 
-Server = Literal["transformers", "vllm"]
+ServerKind = Literal["transformers", "vllm"]
 
-NEEDS: dict[Server, tuple[str, ...]] = {"transformers": ("fastapi", "uvicorn", "openai"), "vllm": ("vllm",)}
-"""What each server imports beside the kit's own libraries (transformers 5.17: `is_serve_available`)."""
+NEEDS: dict[ServerKind, tuple[str, ...]] = {"transformers": ("fastapi", "uvicorn", "openai"), "vllm": ("vllm",)}
+"""Packages that each server needs in addition to the kit's (transformers 5.17: `is_serve_available`)."""
 
 START_S = 600.0
-"""A large model takes minutes to read. A server that fails ends by itself, which is noticed at once."""
+"""Reading a large model takes minutes. A failing server ends by itself, which is noticed at once."""
 
 STOP_S = 10.0
-"""How long an answer that is still being written keeps the server alive."""
+"""Seconds for which an unfinished answer keeps the server alive."""
 
 POLL_S = 0.1
 LAST_LINES = 15
 
 
-def choose_server(choice: Server | Literal["auto"], *, has_gpu: bool) -> tuple[Server, str]:
-    """Which server to use and why; auto takes vLLM where it is installed and there is a GPU.
+def choose_server(choice: ServerKind | Literal["auto"], *, has_gpu: bool) -> tuple[ServerKind, str]:
+    """Return the server to use and the reason; auto takes vLLM if it is installed and there is a GPU.
 
     Raises:
         MachineError: a package it needs is not installed.
@@ -63,7 +63,7 @@ def choose_server(choice: Server | Literal["auto"], *, has_gpu: bool) -> tuple[S
 
 
 def choose_port(port: int) -> int:
-    """`port`, or any free one for 0. Clients know the port, so another one never takes its place.
+    """Return `port`, or any free one for 0. Clients know the port, so it is never replaced by another.
 
     Raises:
         MachineError: something listens on it.
@@ -86,31 +86,31 @@ def check_token() -> None:
         raise ConfigError(what, where=gate.TOKEN, fix="set it to letters, digits and signs, or unset it")
 
 
-def build_server(server: Server, folder: Path, *, name: str, port: int, trusts_code: bool) -> Launch:
-    """The command of a server for the model `name` in `folder`.
+def build_server(server: ServerKind, folder: Path, *, name: str, port: int, trusts_code: bool) -> Launch:
+    """Return the command of a server for the model `name` in `folder`.
 
     `folder` is the model's own for vLLM; for transformers a hub cache (see `serve`), since its server lists hub names.
     """
     env = quiet_environment() | offline_environment() | {"HF_HUB_DISABLE_UPDATE_CHECK": "1", "VLLM_NO_USAGE_STATS": "1"}
-    # The server's working folder is another one; the kit need not be installed.
+    # The server has another working folder, and the kit may not be installed.
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
     flags = ["--host", HOST, "--port", str(port), *(["--trust-remote-code"] if trusts_code else [])]
     if server == "vllm":
         module = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", name]
         return Launch((sys.executable, "-P", *module, *flags, "--middleware", f"{gate.__name__}.Gate"), env)
-    # -P: the working folder is no place to import from.
+    # -P: do not import from the working folder.
     module = ["-m", "sftplay.export.chat_server", name]
     return Launch((sys.executable, "-P", *module, *flags), env | {"HF_HUB_CACHE": str(folder)})
 
 
 def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Path) -> int:
-    """Start the server, say when it answers, and stay until it is stopped: 128 + the signal's number.
+    """Start the server, report when it answers, and wait until it is stopped; return 128 + the signal's number.
 
     The first SIGTERM or SIGINT lets answers finish for `STOP_S` seconds, the second ends at once; the server does not
     outlive this process.
 
     Raises:
-        RunError: it ended by itself, with its last lines.
+        RunError: it ended by itself; the error holds its last lines.
     """
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("wb") as handle, _StopSignals().installed() as stopper:
@@ -132,7 +132,7 @@ def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Pat
 
 
 class _StopSignals:
-    """Remembers the first stop signal and when it came, and whether there was a second one."""
+    """Records the first stop signal and its time, and whether there was a second one."""
 
     def __init__(self) -> None:
         self.received, self.again, self.at = 0, False, 0.0

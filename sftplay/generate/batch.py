@@ -1,4 +1,4 @@
-"""Answers every row of a file in batches. A batch is on the disk as soon as it is answered."""
+"""Answer every row of a file in batches. A batch is on the disk as soon as it is answered."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from sftplay.generate.partial_answers import FIX_SPACE, PartialAnswers
 from sftplay.generate.prompts import PromptFile
 from sftplay.units import format_seconds
 
-Batch = list[tuple[Prompt, list[int]]]
+PromptBatch = list[tuple[Prompt, list[int]]]
 
-Answer = str | dict[str, str]
-"""What a row gets: its `response`, or several columns by name."""
+RowAnswer = str | dict[str, str]
+"""The answer of a row: its `response`, or several columns by name."""
 
 
 def check_lengths(questions: PromptFile, renderer: Any, *, generator: Generator) -> None:
-    """Make sure that every row can be asked and has room for its answer, before any is answered.
+    """Check that every row can be asked and has room for its answer, before any is answered.
 
     Raises:
-        DataError: one cannot, with its place.
+        DataError: one cannot; the error names its place.
     """
     context, answer = generator.context_tokens, generator.max_new_tokens
     for question in questions:
@@ -38,17 +38,17 @@ def check_lengths(questions: PromptFile, renderer: Any, *, generator: Generator)
             raise DataError(what, where=str(question.source), fix=fix)
 
 
-def answerer(generator: Generator) -> Callable[[Batch], list[Answer]]:
-    """A function that answers the rows of a batch."""
+def make_answerer(generator: Generator) -> Callable[[PromptBatch], list[RowAnswer]]:
+    """Return a function that answers the rows of a batch."""
 
-    def answer(batch: Batch) -> list[Answer]:
+    def answer(batch: PromptBatch) -> list[RowAnswer]:
         return [*answer_batch(generator, [prompt for _, prompt in batch], rows=[row.number for row, _ in batch])]
 
     return answer
 
 
 def answer_rest(
-    answer: Callable[[Batch], list[Answer]],
+    answer_rows: Callable[[PromptBatch], list[RowAnswer]],
     renderer: Any,
     *,
     questions: PromptFile,
@@ -64,13 +64,13 @@ def answer_rest(
     for window in questions.windows(batch_size):
         n_batches = -(-len(window) // batch_size)
         for batch in _by_length(window, renderer, batch_size=batch_size)[skipped:] if skipped < n_batches else ():
-            partial.append(list(zip([question.number for question, _ in batch], answer(batch), strict=True)))
+            partial.append(list(zip([question.number for question, _ in batch], answer_rows(batch), strict=True)))
             meter.count(len(batch))
         skipped = max(0, skipped - n_batches)
 
 
-def _by_length(window: list[Prompt], renderer: Any, *, batch_size: int) -> list[Batch]:
-    """The longest first, so that a batch too large for the memory fails at once."""
+def _by_length(window: list[Prompt], renderer: Any, *, batch_size: int) -> list[PromptBatch]:
+    """Return the batches of a window, longest first, so that a batch too large for the memory fails at once."""
     pairs = [(question, question.prompt(renderer)) for question in window]
     pairs.sort(key=lambda pair: -len(pair[1]))
     return [pairs[start : start + batch_size] for start in range(0, len(pairs), batch_size)]
@@ -112,13 +112,13 @@ class ProgressMeter:
 
     def __init__(self, n: int, done: int, *, show: Callable[[str], None]) -> None:
         self._n, self._done, self._show = n, done, show
-        self._fresh = 0
+        self._n_new = 0
         self._began = time.monotonic()
 
     def count(self, n: int) -> None:
-        """`n` more are answered."""
-        self._fresh += n
+        """Count `n` more answered rows."""
+        self._n_new += n
         self._done += n
-        per_s = self._fresh / max(time.monotonic() - self._began, 1e-9)
+        per_s = self._n_new / max(time.monotonic() - self._began, 1e-9)
         left = format_seconds((self._n - self._done) / per_s)
         self._show(f"answered {self._done}/{self._n}, {per_s:.1f} rows/s, {left} left")

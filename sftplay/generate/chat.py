@@ -1,4 +1,4 @@
-"""A conversation with a model: what was said, how it is asked, and the commands that change either.
+"""A conversation with a model: its turns, its settings, and the commands that change either.
 
 It reads no keyboard and prints nothing; `commands/use/infer` does.
 """
@@ -18,9 +18,9 @@ from sftplay.generate.generate import Generator, stream_answer
 NO_SYSTEM = "-"
 
 HELP = f"""\
-/reset            forget what was said; the system prompt stays
+/reset            forget the turns; the system prompt stays
 /system TEXT      set the system prompt; {NO_SYSTEM} removes it, without TEXT it is shown
-/temperature X    0 takes the likeliest words, 1 draws them as the model weighs them; without X it is shown
+/temperature X    0 takes the likeliest words, 1 samples from the model's probabilities; without X it is shown
 /max N            longest answer in tokens; without N it is shown
 /help             this list
 /quit             end, as an empty line or the end of input does
@@ -29,7 +29,7 @@ A line that begins with a space is said as it is. Ctrl-C ends an answer; at the 
 
 @dataclass
 class Conversation:
-    """One conversation and its settings. The nth answer always draws the same random numbers."""
+    """One conversation and its settings. The nth answer always uses the same random numbers."""
 
     generator: Generator
     renderer: Any
@@ -37,19 +37,19 @@ class Conversation:
     turns: list[Message] = field(default_factory=list)
     n_asked: int = 0
 
-    def ask(self, text: str, stop: Event, *, note: Callable[[str], None]) -> Iterator[str]:
-        """Parts of the answer to `text`, until `stop` is set; both are remembered, unless nothing was answered.
+    def ask(self, text: str, stop: Event, *, notify: Callable[[str], None]) -> Iterator[str]:
+        """Yield parts of the answer to `text`, until `stop` is set; both are kept, unless nothing was answered.
 
-        When the conversation no longer fits the context, its oldest turns are forgotten and `note` gets a message.
+        When the conversation no longer fits the context, its oldest turns are forgotten and `notify` gets a message.
 
         Raises:
-            DataError: the template refuses the conversation, or `text` alone does not fit; it is not remembered.
+            DataError: the template refuses the conversation, or `text` alone does not fit; it is not kept.
         """
         before = list(self.turns)
         self.turns.append(Message("user", text))
         parts: list[str] = []
         try:
-            prompt, generator = self._fitted(note)
+            prompt, generator = self._fitted(notify)
             self.n_asked += 1
             for part in stream_answer(generator, prompt, row=self.n_asked, stop=stop):
                 parts.append(part)
@@ -62,8 +62,8 @@ class Conversation:
         else:
             self.turns.pop()
 
-    def _fitted(self, note: Callable[[str], None]) -> tuple[list[int], Generator]:
-        """The prompt, and the generator with as long an answer as has room."""
+    def _fitted(self, notify: Callable[[str], None]) -> tuple[list[int], Generator]:
+        """Return the prompt, and the generator with the longest answer that has room."""
         context, answer = self.generator.context_tokens, self.generator.max_new_tokens
         n_forgotten = 0
         prompt = self._prompt()
@@ -73,13 +73,13 @@ class Conversation:
             prompt = self._prompt()
         if n_forgotten:
             room = f"the model reads {context} tokens, {answer} of them kept for the answer"
-            note(f"{room}: the oldest {n_forgotten} turns are forgotten")
+            notify(f"{room}: the oldest {n_forgotten} turns are forgotten")
         if context is None or len(prompt) + answer <= context:
             return prompt, self.generator
         if len(prompt) >= context:
             what = f"this has {len(prompt)} tokens, and the model reads {context}"
             raise DataError(what, fix="say it in fewer words")
-        note(f"the model reads {context} tokens: there is room for an answer of {context - len(prompt)}")
+        notify(f"the model reads {context} tokens: there is room for an answer of {context - len(prompt)}")
         return prompt, replace(self.generator, max_new_tokens=context - len(prompt))
 
     def _prompt(self) -> list[int]:
@@ -89,9 +89,9 @@ class Conversation:
 
 
 def run_command(conversation: Any, line: str) -> str | None:
-    """Do what a line that begins with / says, and answer it; None when the conversation is to end.
+    """Run the command of a line that begins with /, and return its reply; None ends the conversation.
 
-    The conversation may have `commands` of its own.
+    The conversation may have its own `commands`.
     """
     word, _, rest = line.strip().partition(" ")
     if word == "/quit":
@@ -102,8 +102,8 @@ def run_command(conversation: Any, line: str) -> str | None:
         near = nearest_names(word, [*commands, "/quit"])
         hint = f"did you mean {near[0]}?" if near else "/help lists what there is"
         return f"no command {word!r}: {hint} (a line that begins with a space is said as it is)"
-    said: str = action(conversation, rest.strip())
-    return said
+    reply: str = action(conversation, rest.strip())
+    return reply
 
 
 def _reset(conversation: Conversation, rest: str) -> str:

@@ -1,4 +1,4 @@
-"""Answers of a model: batches for measuring and for files, a stream for a chat; greedy unless sampling is set."""
+"""Generate answers of a model: batches for measuring and for files, a stream for a chat; greedy by default."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Generator:
 
     @property
     def context_tokens(self) -> int | None:
-        """Most tokens of prompt and answer together, None where the model has no such limit."""
+        """Most tokens of prompt and answer together, None if the model has no such limit."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return limit if isinstance(limit, int) and limit > 0 else None
 
@@ -43,7 +43,7 @@ class Generator:
         return sorted({*self.end_token_ids, *([shipped] if isinstance(shipped, int) else shipped)})
 
     def greedy(self) -> GenerationConfig:
-        """The config for the likeliest token each time, up to an end token of the template or of the model."""
+        """Return the config for greedy decoding up to an end token of the template or of the model."""
         return GenerationConfig(
             do_sample=False,
             max_new_tokens=self.max_new_tokens,
@@ -56,10 +56,10 @@ class Generator:
     def generate(
         self, ids: torch.Tensor, mask: torch.Tensor, *, rows: Sequence[int] = (), streamer: TextStreamer | None = None
     ) -> Any:
-        """Continuation of `ids`, int64 [prompts, tokens], padded on the left; `rows` are the numbers of the prompts.
+        """Generate a continuation of `ids`, int64 [prompts, tokens], padded on the left; `rows` number the prompts.
 
         transformers fills what a generation config leaves open with the settings shipped with the model (a repetition
-        penalty, forbidden tokens). These are put aside meanwhile: they must not change what is measured.
+        penalty, forbidden tokens). These are set aside meanwhile: they must not change the measurement.
         """
         greedy = self.greedy()
         inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
@@ -84,7 +84,7 @@ class Generator:
 
 
 def answer_batch(generator: Generator, prompts: Sequence[list[int]], *, rows: Sequence[int] = ()) -> list[str]:
-    """The answer to each prompt (token ids), without special tokens, in order; `rows` are their numbers.
+    """Return the answer to each prompt (token ids), without special tokens, in order; `rows` are their numbers.
 
     Prompts are padded on the left, so that all answers start at the same place.
     """
@@ -95,8 +95,8 @@ def answer_batch(generator: Generator, prompts: Sequence[list[int]], *, rows: Se
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and attention mask, int64 [prompts, tokens], with the padding before the tokens."""
-    # All rows at once, by way of numpy: to fill tensors row by row takes longer than a small model does.
+    """Return ids and attention mask, int64 [prompts, tokens], with the padding before the tokens."""
+    # All rows at once, with numpy: filling tensors row by row takes longer than a small model.
     lengths = np.array([len(prompt) for prompt in prompts])
     mask = np.arange(lengths.max()) >= lengths.max() - lengths[:, None]
     ids = np.full(mask.shape, pad)
@@ -112,10 +112,10 @@ def answer_all(
     rows: Sequence[int] | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[str]:
-    """Answers to all prompts, in order; prompts of similar length share a batch.
+    """Return the answers to all prompts, in order; prompts of similar length share a batch.
 
-    `rows` are the numbers by which random numbers are drawn, None for the places in `prompts`. `progress` is called
-    with the number of answers so far.
+    `rows` are the numbers that seed the random numbers, None for the places in `prompts`. `progress` is called with
+    the number of answers so far.
     """
     numbers = range(len(prompts)) if rows is None else rows
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -124,8 +124,8 @@ def answer_all(
 
     def answer(part: slice) -> int:
         places = order[part]
-        batch, own = [prompts[i] for i in places], [numbers[i] for i in places]
-        for i, text in zip(places, answer_batch(generator, batch, rows=own), strict=True):
+        batch, batch_numbers = [prompts[i] for i in places], [numbers[i] for i in places]
+        for i, text in zip(places, answer_batch(generator, batch, rows=batch_numbers), strict=True):
             answers[i] = text
         return part.stop
 
@@ -137,19 +137,19 @@ def answer_all(
 def stream_answer(
     generator: Generator, prompt: list[int], *, row: int = 0, stop: Event | None = None
 ) -> Pieces[str, None, list[int]]:
-    """Parts of the answer to one prompt as they are made, until `stop` is set; together they are the answer.
+    """Yield parts of the answer to one prompt as they are made, until `stop` is set; together they are the answer.
 
-    What the generator returns at its end are the answer's tokens, an end token among them.
+    The generator returns the answer's tokens, with an end token.
     """
     streamer = TextStreamer(generator.tokenizer, stop or Event())
     ids = torch.tensor([prompt])
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(generator.generate, ids, torch.ones_like(ids), rows=[row], streamer=streamer)
-        work.add_done_callback(lambda _: streamer.end())  # else a failure would leave the reader waiting
+        work.add_done_callback(lambda _: streamer.end())  # else the reader would wait forever after a failure
         try:
             yield from iter(streamer.queue.get, None)
         finally:
-            streamer.left.set()  # a reader that left early waits for one token, not for the whole answer
+            streamer.left.set()  # if the reader left early, wait for one token, not for the whole answer
         work.result()
     return streamer.ids
 
@@ -180,7 +180,7 @@ class TextStreamer(BaseStreamer):
             self._put_new(text)
 
     def end(self) -> None:
-        """Hand out what is left, and the end."""
+        """Put the rest of the text, and the end mark."""
         self._put_new(self._text())
         self.queue.put(None)
 
@@ -202,7 +202,7 @@ class TextStreamer(BaseStreamer):
 
 
 class _StopOnEvent(StoppingCriteria):
-    """Ends an answer once somebody asks for it."""
+    """Ends an answer when an event is set."""
 
     def __init__(self, stop: Event) -> None:
         self._stop = stop

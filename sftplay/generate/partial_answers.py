@@ -1,6 +1,6 @@
-"""Answers so far, in a file beside the final one. A killed `infer-batch` continues from it.
+"""Keep the answers so far in a file next to the final one. A killed `infer-batch` continues from it.
 
-Its first line says which run, rows and settings the answers belong to; each further line holds one batch. It knows
+Its first line names the run, rows and settings of the answers; each further line holds one batch. This module knows
 nothing of models.
 """
 
@@ -19,7 +19,7 @@ from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.launch.run_folder import RunFolder
 
 HEADER = '{"answers of": '
-"""The beginning of the file. A file with another beginning is not ours and is left alone."""
+"""The beginning of the file. A file with another beginning is left alone."""
 
 FIX_SPACE = "make room, and start the same command again: it continues where it stopped"
 
@@ -28,7 +28,7 @@ Fingerprint = dict[str, Any]
 
 
 def fingerprint_run(folder: RunFolder) -> str:
-    """Hex digest of a run's config and of the names, sizes and times of its weights' files."""
+    """Return the hex digest of a run's config and of the names, sizes and times of its weights' files."""
     digest = hashlib.blake2b(folder.resolved.read_bytes(), digest_size=16)
     for part in (folder.result, folder.path / "base"):
         for file in sorted(part.rglob("*")) if part and part.is_dir() else ():
@@ -49,7 +49,7 @@ class PartialAnswers:
 
     @contextmanager
     def held(self) -> Iterator[PartialAnswers]:
-        """Keep the file for this process, with what an earlier one left in it; a torn last line is cut off.
+        """Lock the file for this process and read the answers of an earlier one; a torn last line is cut off.
 
         Raises:
             ConfigError: another process holds it, it is another kind of file, or its answers belong to something else.
@@ -73,7 +73,7 @@ class PartialAnswers:
                     self.path.unlink()
 
     def append(self, answers: list[tuple[int, Any]]) -> None:
-        """Add one batch, (row number, answer as JSON has it) each; it is on the disk when this returns.
+        """Append one batch of (row number, answer as JSON); it is on the disk when this returns.
 
         Raises:
             RunError: it cannot be written.
@@ -92,7 +92,7 @@ class PartialAnswers:
         self.n_answers += len(answers)
 
     def answers(self) -> Iterator[list[tuple[int, Any]]]:
-        """Every batch, one after another."""
+        """Yield every batch, one after another."""
         with self.path.open("rb") as lines:
             next(lines, None)
             for line in lines:
@@ -104,7 +104,7 @@ class PartialAnswers:
 
     def _lock(self, handle: BinaryIO) -> None:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with this process
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this process ends
             if os.path.samestat(os.fstat(handle.fileno()), self.path.stat()):
                 return
         except (BlockingIOError, FileNotFoundError):
@@ -148,7 +148,7 @@ class PartialAnswers:
         ]
         if different:
             what = f"its answers belong to something else: {'; '.join(different)}"
-            fix = "ask as before, or remove that file to begin anew"
+            fix = "ask as before, or remove that file to start again"
             raise ConfigError(what, where=str(self.path), fix=fix)
 
     def _not_ours(self) -> ConfigError:
@@ -157,7 +157,7 @@ class PartialAnswers:
 
 
 def _count(line: bytes) -> int | None:
-    """Answers in a line, None for one that was not written to its end."""
+    """Return the number of answers in a line, None for an incomplete line."""
     try:
         return len(json.loads(line)) if line.endswith(b"\n") else None
     except ValueError:

@@ -1,4 +1,4 @@
-"""The rows of a file that is to be answered: read one after another, as often as needed, never all at once."""
+"""Read the rows of a file to answer: one after another, as often as needed, never all at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PromptFile:
     dialect: Dialect = field(default_factory=Dialect)
 
     def __iter__(self) -> Iterator[Prompt]:
-        """Every row, in order.
+        """Yield every row, in order.
 
         Raises:
             DataError: one of them cannot be read or asked.
@@ -54,11 +54,11 @@ class PromptFile:
         return self.path.lower().endswith(TEXT) and Path(self.path).is_file()
 
     def digest(self) -> str:
-        """Hex digest of the rows' bytes."""
+        """Return the hex digest of the rows' bytes."""
         return file_digest(Path(self.path)).hex() if self._is_text else content_digest(self.path)
 
     def windows(self, batch_size: int) -> Iterator[list[Prompt]]:
-        """All rows, in order, in windows; the rows of one window are sorted by length together."""
+        """Yield all rows, in order, in windows; the rows of one window are sorted by length together."""
         rows = iter(self)
         while window := list(islice(rows, BATCHES_IN_WINDOW * batch_size)):
             yield window

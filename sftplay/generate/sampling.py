@@ -1,6 +1,6 @@
-"""How the next token is chosen: the likeliest one, or one drawn at random. Each row has its own random numbers.
+"""Choose the next token: the likeliest one, or a random sample. Each row has its own random numbers.
 
-transformers draws for a whole batch from one generator: there an answer depends on its neighbours.
+transformers samples a whole batch with one generator, so there an answer depends on its neighbours.
 """
 
 from __future__ import annotations
@@ -23,65 +23,65 @@ class Sampling:
     seed: int = 42
 
     def processors(self, rows: Sequence[int]) -> LogitsProcessorList:
-        """What transformers puts between scores and choice, for a batch of the rows with these numbers."""
+        """Return the logits processors of transformers, for a batch of the rows with these numbers."""
         if self.temperature == 0:
             return LogitsProcessorList()
         steps: list[Any] = [TemperatureLogitsWarper(self.temperature)]
         if self.top_p < 1:
             steps.append(TopPLogitsWarper(self.top_p))
-        return LogitsProcessorList([*steps, DrawByRow(self.seed, rows)])
+        return LogitsProcessorList([*steps, SampleByRow(self.seed, rows)])
 
 
 GREEDY = Sampling()
 
 AHEAD = 32
-"""Random numbers of a row that are drawn at first: a call for each token costs as much as a small model's layer."""
+"""Random numbers of a row in the first batch: a call for each token costs as much as a small model's layer."""
 
 
-class DrawByRow(LogitsProcessor):
-    """Leaves one token per row, drawn by the scores. Seed, row number and position alone decide which one.
+class SampleByRow(LogitsProcessor):
+    """Leaves one token per row, sampled by the scores. Seed, row number and position alone decide which one.
 
     One random number a token is looked up in the summed probabilities (inverse transform sampling), so the greedy
-    choice after it takes what was drawn. Numbers are drawn ahead, many of a row at once: they are the same.
+    choice after it takes the sampled token. Numbers are generated ahead, many of a row at once: they are the same.
     """
 
     def __init__(self, seed: int, rows: Sequence[int]) -> None:
-        self._seeds = [seed_of(seed, row) for row in rows]
-        self._n_drawn = 0
+        self._seeds = [derive_seed(seed, row) for row in rows]
+        self._n_generated = 0
         self._ahead: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """`scores`, float [rows, vocabulary], with all but the drawn token at minus infinity."""
+        """Return `scores`, float [rows, vocabulary], with all but the sampled token at minus infinity."""
         return only(self.tokens(scores), scores)
 
     def tokens(self, scores: torch.Tensor) -> torch.Tensor:
-        """The next token of each row, int64 [rows, 1]."""
+        """Return the next token of each row, int64 [rows, 1]."""
         sums = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
         if not self._ahead:
-            self._draw_ahead(sums.device)
+            self._generate_ahead(sums.device)
         # Each number is below the last sum, however that is rounded. The first sum above it is never a cut-off token's.
         places = self._ahead.pop() * sums[:, -1:]
         return torch.searchsorted(sums, places, right=True).clamp(max=scores.shape[-1] - 1)
 
-    def _draw_ahead(self, device: torch.device) -> None:
-        """Twice as many numbers as there were.
+    def _generate_ahead(self, device: torch.device) -> None:
+        """Generate twice as many numbers as before.
 
-        All rows share one source. It begins anew for each of them: that is faster than a source for each row, although
-        the numbers of before are drawn once more.
+        All rows share one source, which is seeded again for each of them. That is faster than a source for each row,
+        although the earlier numbers are generated once more.
         """
-        source, done = torch.Generator(), self._n_drawn
-        self._n_drawn = 2 * done or AHEAD
-        numbers = torch.empty(len(self._seeds), self._n_drawn, dtype=torch.float64)
+        source, done = torch.Generator(), self._n_generated
+        self._n_generated = 2 * done or AHEAD
+        numbers = torch.empty(len(self._seeds), self._n_generated, dtype=torch.float64)
         for row, seed in zip(numbers.unbind(), self._seeds, strict=True):
             row.uniform_(generator=source.manual_seed(seed))
         self._ahead = list(numbers[:, done:, None].to(device).unbind(1))[::-1]
 
 
 def only(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Scores like `scores` of which only these tokens, int64 [rows, 1], can be chosen."""
+    """Return scores like `scores` that allow only these tokens, int64 [rows, 1]."""
     return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
 
-def seed_of(seed: int, row: int) -> int:
-    """A seed for one row, independent of the seeds of its neighbours and of neighbouring seeds."""
+def derive_seed(seed: int, row: int) -> int:
+    """Return a seed for one row, independent of the seeds of its neighbours and of neighbouring seeds."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{row}".encode(), digest_size=8).digest()) >> 1

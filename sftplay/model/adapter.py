@@ -1,4 +1,4 @@
-"""Puts a LoRA adapter on a model, a new one or one that is there already, and describes what trains."""
+"""Put a new or stored LoRA adapter on a model, and describe the weights that train."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch import nn
 
 from sftplay.config.schema.run import LoraConfig
 from sftplay.errors import ConfigError, MachineError, nearest_names
-from sftplay.model.failures import reason_of, refusing
+from sftplay.model.failures import describe_error, refusing
 from sftplay.model.source import SAFE_COPY, describe_pickle
 
 
 def add_adapter(model: Any, lora: LoraConfig, *, new_ids: Sequence[int] = ()) -> Any:
-    """`model` as a PeftModel with a fresh adapter whose weights are fp32; the rows of the tokens `new_ids` train too.
+    """Return `model` as a PeftModel with a new fp32 adapter; the rows of the tokens `new_ids` train too.
 
     fp32 adapters make a 4-bit run resume bit for bit; TRL would turn them into bf16
     (https://github.com/huggingface/trl/blob/v1.14.0/trl/trainer/sft_trainer.py, "When using QLoRA").
@@ -34,9 +34,9 @@ def add_adapter(model: Any, lora: LoraConfig, *, new_ids: Sequence[int] = ()) ->
     targets, token_rows = lora.target_modules, None
     check_names(model, lora)
     if new_ids:
-        from sftplay.model.new_tokens.rows import rows_that_train
+        from sftplay.model.new_tokens.embedding_rows import find_trainable_rows
 
-        token_rows = rows_that_train(model, lora, ids=new_ids)
+        token_rows = find_trainable_rows(model, lora, ids=new_ids)
     config = PeftLora(
         r=lora.r,
         lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.r,
@@ -49,7 +49,7 @@ def add_adapter(model: Any, lora: LoraConfig, *, new_ids: Sequence[int] = ()) ->
         bias="none",
         task_type="CAUSAL_LM",
     )
-    with _nothing_said():
+    with _no_peft_warnings():
         try:
             adapted = get_peft_model(model, config)
         except ValueError as error:
@@ -63,18 +63,18 @@ def add_adapter(model: Any, lora: LoraConfig, *, new_ids: Sequence[int] = ()) ->
 
 
 @contextmanager
-def _nothing_said() -> Iterator[None]:
-    """PEFT without the warnings that nobody can act on."""
+def _no_peft_warnings() -> Iterator[None]:
+    """Silence PEFT's warnings that nobody can act on."""
     with warnings.catch_warnings():
-        # Says that a tied head is trained apart from its embedding, which is what modules_to_save asks for.
+        # It warns that a tied head trains apart from its embedding, which modules_to_save asks for.
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-        # PEFT 0.21 asks transformers by the word of before (machine/libraries.py).
+        # PEFT 0.21 uses an attribute name that transformers has renamed (machine/libraries.py).
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
         yield
 
 
 def continue_adapter(model: Any, lora: LoraConfig, *, adapter: Path) -> Any:
-    """`model` as a PeftModel whose adapter has the weights stored in `adapter`, ready to train on.
+    """Return `model` as a PeftModel with the adapter stored in `adapter`, ready to train.
 
     Dropout is the config's; everything that shapes the weights is the adapter's.
 
@@ -86,19 +86,19 @@ def continue_adapter(model: Any, lora: LoraConfig, *, adapter: Path) -> Any:
     continued = attach_adapter(model, adapter, dropout=lora.dropout)
     adapted = {name for name, module in continued.get_base_model().named_modules() if hasattr(module, "lora_A")}
     if adapted != wanted:
-        its, mine = (sorted({path.rpartition(".")[2] for path in paths}) for paths in (adapted, wanted))
-        count = f"{len(wanted)} layers ({', '.join(mine)})"
+        stored, named = (sorted({path.rpartition(".")[2] for path in paths}) for paths in (adapted, wanted))
+        count = f"{len(wanted)} layers ({', '.join(named)})"
         raise ConfigError(
-            f"{count} here, but the adapter {adapter} that is continued has {len(adapted)} ({', '.join(its)})",
+            f"{count} here, but the adapter {adapter} that is continued has {len(adapted)} ({', '.join(stored)})",
             where="tuning.lora.target_modules",
-            fix=f"write [{', '.join(its)}], or model.merge_adapter: true, which trains a new adapter of any shape",
+            fix=f"write [{', '.join(stored)}], or model.merge_adapter: true, which trains a new adapter of any shape",
         )
     make_trainable_fp32(continued)
     return continued
 
 
 def attach_adapter(model: Any, adapter: Path, *, dropout: float | None = None) -> Any:
-    """`model` as a PeftModel with the adapter stored in `adapter`, in fp32; one that trains when `dropout` is given.
+    """Return `model` as a PeftModel with the adapter stored in `adapter`, in fp32; it trains when `dropout` is given.
 
     Raises:
         MachineError: its files cannot be read, or hold what PEFT cannot use, or are a pickle that torch refuses.
@@ -111,18 +111,18 @@ def _explain(error: Exception, adapter: Path) -> MachineError:
     if isinstance(error, pickle.UnpicklingError):
         return MachineError(f"the adapter's pickle {describe_pickle(error)}", where=str(adapter), fix=SAFE_COPY)
     fix = "correct the files there, or copy the adapter again"
-    return MachineError(f"the adapter cannot be used ({reason_of(error)})", where=str(adapter), fix=fix)
+    return MachineError(f"the adapter cannot be used ({describe_error(error)})", where=str(adapter), fix=fix)
 
 
 def _attached(model: Any, adapter: Path, *, dropout: float | None) -> Any:
     config = PeftConfig.from_pretrained(str(adapter))
     if dropout is not None:
         config.lora_dropout = dropout
-    with _nothing_said():
+    with _no_peft_warnings():
         attached = PeftModel.from_pretrained(
             model, str(adapter), config=config, is_trainable=dropout is not None, torch_device=str(model.device)
         )
-    rounded = [_stored_beside_pairs(module) for module in attached.modules()]
+    rounded = [_find_full_module(module) for module in attached.modules()]
     if any(rounded):
         # PEFT rounds them to the base's dtype, https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py
         for module in filter(None, rounded):
@@ -131,8 +131,8 @@ def _attached(model: Any, adapter: Path, *, dropout: float | None) -> Any:
     return attached
 
 
-def _stored_beside_pairs(module: nn.Module) -> nn.Module | None:
-    """What an adapter stores of a module that trains in full, or of one some of whose rows train."""
+def _find_full_module(module: nn.Module) -> nn.Module | None:
+    """Return the part that an adapter stores of a module that trains in full, or in some of its rows."""
     if isinstance(module, ModulesToSaveWrapper):
         return module.modules_to_save
     return module.token_adapter.trainable_tokens_delta if isinstance(module, TrainableTokensWrapper) else None
@@ -140,7 +140,7 @@ def _stored_beside_pairs(module: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def trained_weights_kept(model: nn.Module) -> Iterator[None]:
-    """Weights that train have the same fp32 values after the block as before it, whatever a library does inside.
+    """Keep the fp32 values of trainable weights over the block, whatever a library does inside.
 
     TRL rounds a 4-bit base's adapter to bf16 (its "When using QLoRA"), which a continued adapter would show at once.
     """
@@ -151,17 +151,17 @@ def trained_weights_kept(model: nn.Module) -> Iterator[None]:
             parameter.data = kept[name].float()
 
 
-def freeze_beside_text(model: Any) -> int:
-    """Stop training weights that no row of text reaches, such as a vision tower; the number of these weights.
+def freeze_outside_text(model: Any) -> int:
+    """Freeze weights that no row of text reaches, such as a vision tower; return the number of these weights.
 
     A weight that trains and never gets a gradient ends a run of several processes.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     reached = {id(p) for part in (base.get_decoder(), base.get_output_embeddings()) for p in part.parameters()}
-    beside = [p for p in model.parameters() if p.requires_grad and id(p) not in reached]
-    for parameter in beside:
+    unreached = [p for p in model.parameters() if p.requires_grad and id(p) not in reached]
+    for parameter in unreached:
         parameter.requires_grad_(False)
-    return sum(p.numel() for p in beside)
+    return sum(p.numel() for p in unreached)
 
 
 def _every_linear_of_text(model: Any) -> str:
@@ -177,7 +177,7 @@ def _every_linear_of_text(model: Any) -> str:
 
 
 def target_paths(model: Any, lora: LoraConfig) -> set[str]:
-    """Full names of the layers that `add_adapter` would put a pair on."""
+    """Return the full names of the layers that `add_adapter` would adapt."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if lora.target_modules != "auto":
         ends = list(lora.target_modules)
@@ -189,14 +189,14 @@ def target_paths(model: Any, lora: LoraConfig) -> set[str]:
 
 
 def make_trainable_fp32(model: nn.Module) -> None:
-    """Hold every weight that trains in fp32, whatever a library made of it."""
+    """Convert every trainable weight to fp32."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             parameter.data = parameter.data.float()
 
 
 def describe_parameters(model: nn.Module) -> dict[str, Any]:
-    """Counts for the manifest: parameters, those that train, their dtypes, and real 4-bit layers."""
+    """Return the manifest's counts: parameters, trainable parameters, their dtypes, and real 4-bit layers."""
     parameters = list(model.parameters())
     trainable = [p for p in parameters if p.requires_grad]
     return {

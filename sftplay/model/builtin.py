@@ -1,7 +1,7 @@
-"""The tiny models that need no download: `tiny` is shipped in data/base, the toys are made in seconds, once.
+"""Tiny models that need no download: `tiny` is shipped in data/base, the toys are made in seconds, once.
 
 A built-in model is an ordinary folder for `from_pretrained`. It knows a little English and how to copy, recase and
-answer inside chat markers; it is there to show and test the kit, not to be useful by itself.
+answer inside chat markers; it serves to show and test the kit, not to be useful by itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides the weights of a built-in model besides the shipped text."""
+    """Everything that decides the weights of a built-in model, except the shipped text."""
 
     vocab_size: int = 768
     hidden_size: int = 128
@@ -59,11 +59,11 @@ class Recipe:
     """Peak of AdamW, for embeddings and norms."""
 
     practice_share: float = 0.8
-    """Part of the windows drawn from practice.txt; the other texts share the rest."""
+    """Share of the windows sampled from practice.txt; the other texts share the rest."""
 
     seed: int = 7
     version: int = 2
-    """Raised when this file's way of training changes, so that older caches are not taken for new ones."""
+    """Raised when the training in this file changes, so that older caches are not taken for new ones."""
 
 
 RECIPES: dict[str, Recipe | DigitsRecipe] = {
@@ -75,7 +75,7 @@ RECIPES: dict[str, Recipe | DigitsRecipe] = {
 
 
 def builtin_names() -> list[str]:
-    """The names that may follow `builtin:` in `model.name`."""
+    """Return the names that may follow `builtin:` in `model.name`."""
     return sorted(RECIPES)
 
 
@@ -87,7 +87,7 @@ def ensure_builtin(
     recipe: Recipe | DigitsRecipe | None = None,
     text_dir: Path = TEXT_DIR,
 ) -> Path:
-    """Return the folder of the built-in model `name`, making it under `cache_dir` if it is not there.
+    """Return the folder of the built-in model `name`, made under `cache_dir` if it is missing.
 
     The shipped weights are copied. Another recipe or text is trained, about a minute on two cores. Neither needs a
     network. The folder appears under its final name only when it is complete; of several processes one makes it and
@@ -125,7 +125,7 @@ def ensure_builtin(
 
 
 def fingerprint(recipe: Recipe | DigitsRecipe, text_dir: Path = TEXT_DIR) -> str:
-    """Twelve hex digits that change when the shipped text, the chat template or the recipe changes."""
+    """Return twelve hex digits that change with the shipped text, the chat template or the recipe."""
     parts = [json.dumps(asdict(recipe), sort_keys=True), CHATML]
     if isinstance(recipe, Recipe):
         parts += [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in text_files(text_dir)]
@@ -133,7 +133,7 @@ def fingerprint(recipe: Recipe | DigitsRecipe, text_dir: Path = TEXT_DIR) -> str
 
 
 def text_files(text_dir: Path) -> list[Path]:
-    """The shipped texts in the order of their names."""
+    """Return the shipped texts in the order of their names."""
     if files := sorted(text_dir.glob("*.txt")):
         return files
     fix = "run from a full checkout, or name a model folder instead of builtin:tiny"
@@ -141,7 +141,7 @@ def text_files(text_dir: Path) -> list[Path]:
 
 
 def train_tokenizer(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `vocab_size` ids, trained on `files`; every text survives the round trip.
+    """Train a byte-level BPE tokenizer of `vocab_size` ids on `files`; every text survives the round trip.
 
     A word's tokens never hold the space before it and digits go in pairs from the left, so a name or a number has the
     same ids wherever it occurs: a model of a million weights can then copy one it has never seen.
@@ -165,7 +165,7 @@ def train_tokenizer(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFa
 
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """An untrained Llama of the recipe's shape in fp32 whose heads already look back; the caller seeds torch."""
+    """Return an untrained fp32 Llama of the recipe's shape, with induction heads; the caller seeds torch."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size,
@@ -206,13 +206,13 @@ def make_base(folder: Path, *, recipe: Recipe, text_dir: Path, say: Callable[[st
 
 
 def _token_streams(files: list[Path], tokenizer: PreTrainedTokenizerFast) -> Streams:
-    """Each text as one int64 [tokens] tensor; chat markers in the text become their special ids."""
+    """Return each text as one int64 [tokens] tensor; chat markers in the text become their special ids."""
     encode = tokenizer.backend_tokenizer.encode
     return {path.name: torch.tensor(encode(path.read_text(encoding="utf-8")).ids) for path in files}
 
 
-def _draw(streams: Streams, recipe: Recipe, *, generator: torch.Generator) -> torch.Tensor:
-    """Windows at random places of the texts: int64 [rows, tokens]."""
+def _sample_windows(streams: Streams, recipe: Recipe, *, generator: torch.Generator) -> torch.Tensor:
+    """Sample windows at random places of the texts: int64 [rows, tokens]."""
     others = [stream for file, stream in streams.items() if file != PRACTICE]
     windows = []
     for _ in range(recipe.rows):
@@ -224,7 +224,7 @@ def _draw(streams: Streams, recipe: Recipe, *, generator: torch.Generator) -> to
 
 
 def _train_base(model: LlamaForCausalLM, streams: Streams, *, recipe: Recipe, say: Callable[[str], None]) -> None:
-    """Plain language modelling on the shipped text, in place: every token is predicted from those before it."""
+    """Train the model in place by plain language modelling on the shipped text."""
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     rest = [weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)]
     # Muon ends at a lower loss than AdamW in the same minute.
@@ -241,7 +241,7 @@ def _train_base(model: LlamaForCausalLM, streams: Streams, *, recipe: Recipe, sa
     model.train()
     last_line_at = time.monotonic()
     for step in range(recipe.steps):
-        input_ids = _draw(streams, recipe, generator=generator)
+        input_ids = _sample_windows(streams, recipe, generator=generator)
         loss = model(input_ids=input_ids, labels=input_ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -257,7 +257,7 @@ def _train_base(model: LlamaForCausalLM, streams: Streams, *, recipe: Recipe, sa
 
 @contextmanager
 def _two_threads() -> Iterator[None]:
-    """Two torch threads inside: the order of sums, and so the weights, do not follow the machine's core count."""
+    """Use two torch threads inside, so that the order of sums, and so the weights, do not depend on the core count."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -1,4 +1,4 @@
-"""Says why a model's files cannot be opened, and what to do. Imports no torch: tokenizers are opened without it."""
+"""Explain why a model's files cannot be opened, and what to do. Imports no torch, which tokenizers do not need."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from sftplay.model.source import (
 
 
 @contextmanager
-def refusing(explain: Callable[[Exception], SftplayError]) -> Iterator[None]:
-    """Around a library that opens foreign files: what `explain` makes of its error, whose traceback goes to the log.
+def refusing(to_refusal: Callable[[Exception], SftplayError]) -> Iterator[None]:
+    """Raise `to_refusal(error)` for any error of a library that opens foreign files. Its traceback goes to the log.
 
-    Such a file can hold anything, and a library raises whatever it stumbles over: a KeyError, a TypeError.
+    Such a file can hold anything, and a library may raise anything: a KeyError, a TypeError.
     """
     try:
         yield
     except SftplayError:
         raise
     except Exception as error:
-        # What torch says of a pickle advises to switch its check off: nobody shall read that.
+        # torch's message about a pickle advises to switch its check off: users must not see that.
         advises = isinstance(error, pickle.UnpicklingError) or REFUSED_PICKLE in str(error)
         if os.environ.get(log.FOLLOWED) == log.REDIRECTED and not advises:
             traceback.print_exc()
-        raise (machine_refusal(error) or explain(error)) from error
+        raise (machine_refusal(error) or to_refusal(error)) from error
 
 
-def reason_of(error: Exception) -> str:
-    """What a library's error says, in a line; for one that says little by itself also what kind of error it is."""
+def describe_error(error: Exception) -> str:
+    """Return a library's error in one line; with the type of the error where the message alone says little."""
     lines = [line.strip() for line in without_secrets(str(error)).splitlines() if line.strip()]
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     speaks = isinstance(error, OSError | ValueError | RuntimeError | SafetensorError) and text
@@ -52,7 +52,7 @@ def reason_of(error: Exception) -> str:
 
 
 def explain_failure(error: Exception, model: ModelConfig, *, where: str) -> SftplayError:
-    """The refusal for a library's `error` while it opened `model`, with what to do."""
+    """Return the refusal for a library's `error` while it opened `model`, with what to do."""
     if refusal := refused_code(error, model):
         return refusal
     if isinstance(error, pickle.UnpicklingError) or REFUSED_PICKLE in str(error):
@@ -62,11 +62,11 @@ def explain_failure(error: Exception, model: ModelConfig, *, where: str) -> Sftp
         fix = f"correct its files, or copy the model again{_guilty(model.name, error)}; the run's log says more"
     elif "safetensors" in str(error):
         fix = f"if it has pickled weights only: {PICKLE_FIX}"
-    return MachineError(f"the model cannot be loaded ({reason_of(error)})", where=where, fix=fix)
+    return MachineError(f"the model cannot be loaded ({describe_error(error)})", where=where, fix=fix)
 
 
 def _guilty(folder: str, error: Exception) -> str:
-    """The setting of config.json whose value a library did not find in a table of its own."""
+    """Return the setting of config.json with a value that a library does not know."""
     if not isinstance(error, KeyError | AttributeError):
         return ""
     words = {str(value): key for key, value in _settings(read_shape(folder)) if isinstance(value, str)}
@@ -82,7 +82,7 @@ def _settings(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def refused_code(error: Exception, model: ModelConfig) -> ConfigError | None:
-    """The refusal of a model that runs only with its own code, None for any other error."""
+    """Return the refusal of a model that runs only with its own code, None for any other error."""
     if model.trust_remote_code or "trust_remote_code" not in str(error):
         return None
     return ConfigError(
@@ -93,6 +93,6 @@ def refused_code(error: Exception, model: ModelConfig) -> ConfigError | None:
 
 
 def announce_trust(model: ModelConfig, what: str) -> None:
-    """Say aloud that foreign code may run, where it was allowed."""
+    """Warn that foreign code may run, where it is allowed."""
     if model.trust_remote_code:
         log.say(f"warning: model.trust_remote_code is true: Python code that ships with {what} may run here", "model")

@@ -1,4 +1,4 @@
-"""Which libraries come into a run's process first, and which not at all. Nothing heavy is imported with this module."""
+"""Choose the libraries that a run's process imports first, and those that it never needs. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from sftplay.errors import MachineError
 from sftplay.model.source import BUILTIN, is_quantised
 from sftplay.places import cache_root
 
-CHANGED_BY_IT = ("transformers", "trl", "peft")
-"""Libraries that must not be in memory before it: classes imported from them earlier would be the unchanged ones."""
+PATCHED_LIBRARIES = ("transformers", "trl", "peft")
+"""Libraries that unsloth patches: they must not be imported before it, or their classes stay unpatched."""
 
 SETTINGS = {"UNSLOTH_DISABLE_STATISTICS": "1"}
-"""It counts its users by a download otherwise."""
+"""Without it, unsloth counts its users by a download."""
 
-COMPILED = cache_root() / "unsloth"
-"""Where it writes the code that it generates; left alone it uses a folder in the current directory."""
+COMPILED_CODE = cache_root() / "unsloth"
+"""Folder for the code that unsloth generates; by default it uses one in the current directory."""
 
 
 def import_unsloth() -> Any:
-    """The package unsloth, imported in a process that has none of the libraries it changes yet.
+    """Import the package unsloth, in a process without the libraries that it patches.
 
     Raises:
-        MachineError: it does not import here. Nothing takes its place.
+        MachineError: it does not import here. There is no fallback.
     """
-    early = [name for name in CHANGED_BY_IT if name in sys.modules]
+    early = [name for name in PATCHED_LIBRARIES if name in sys.modules]
     assert not early, f"unsloth must come before {', '.join(early)}"
-    for key, value in {**SETTINGS, "UNSLOTH_COMPILE_LOCATION": str(COMPILED.resolve())}.items():
+    for key, value in {**SETTINGS, "UNSLOTH_COMPILE_LOCATION": str(COMPILED_CODE.resolve())}.items():
         os.environ.setdefault(key, value)
     try:
         return importlib.import_module("unsloth")
@@ -45,7 +45,7 @@ def import_unsloth() -> Any:
 
 
 def unneeded(cfg: RunConfig) -> list[str]:
-    """The libraries that others import wherever they are installed, and that this run cannot need.
+    """Return the libraries that others import wherever they are installed, and that this run cannot need.
 
     PEFT imports bitsandbytes, which imports torch's inductor: a second of a core in every start (bitsandbytes 0.50,
     `backends/default/ops.py`). Accelerate imports DeepSpeed at the first step, which imports torch's export: half a
@@ -60,7 +60,7 @@ def unneeded(cfg: RunConfig) -> list[str]:
 
 
 def unneeded_for_rows(model: ModelConfig) -> list[str]:
-    """The libraries that opening the tokenizer of `model` and preparing rows cannot need.
+    """Return the libraries that opening the tokenizer of `model` and preparing rows cannot need.
 
     transformers imports torch wherever it is installed. A builtin model may have to be made first, and foreign code may
     use anything.

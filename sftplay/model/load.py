@@ -1,6 +1,6 @@
-"""From a resolved config to a model ready to train, or a finished run's model ready to answer.
+"""Load a model to train from a resolved config, or a finished run's model to answer with.
 
-Never falls back in silence: what cannot be loaded as asked is an error.
+It never falls back silently: a model that cannot be loaded as asked is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def load_start(cfg: RunConfig, *, source: str | None = None, is_on_host: bool = False) -> Any:
-    """`load_base` by the backend that the run of `cfg` trains with; what answers or measures uses the plain one.
+    """Load the base with the backend that the run of `cfg` trains with. Inference uses `load_base` directly.
 
     `is_on_host` leaves a model that will be split in the host's memory. Several processes of DeepSpeed open it in 16
     bits, to which DeepSpeed rounds it anyway (`DeepSpeedEngine._configure_distributed_model`).
@@ -42,7 +42,7 @@ def load_start(cfg: RunConfig, *, source: str | None = None, is_on_host: bool = 
 
 
 def start_adapter(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) -> Any:
-    """`model`, as `load_start` gave it, with a fresh adapter by the same backend; the rows of `new_ids` train too.
+    """Return `model` from `load_start` with a new adapter by the same backend; the rows of `new_ids` train too.
 
     Raises:
         ConfigError: a name in tuning.lora fits no module, or one that cannot have a pair.
@@ -55,12 +55,12 @@ def start_adapter(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) ->
 
 
 def load_base(cfg: RunConfig, *, source: str | None = None, is_on_host: bool = False, is_rounded: bool = False) -> Any:
-    """What the run of `cfg` starts from, on this process's device, in 4 bits when `tuning.mode` is qlora.
+    """Load the model that the run of `cfg` starts from, on this process's device, in 4 bits for qlora.
 
     That is the base; with model.adapter a PeftModel of the base with that adapter, ready to train, or the base with
     the adapter merged into it. Weights are fp32 when everything trains (a 16-bit copy would lose small updates), else
-    the run's precision; with `is_rounded` always that. `source` is a folder of the run to read instead, such as what
-    `stored_base` gives. `is_on_host` keeps weights that are not in 4 bits off the device.
+    the run's precision; with `is_rounded` always that. `source` is a folder of the run to read instead, such as the
+    one from `stored_base`. `is_on_host` keeps weights that are not in 4 bits off the device.
 
     Raises:
         ConfigError: model.name or model.adapter cannot be what the run starts from.
@@ -83,7 +83,7 @@ def load_base(cfg: RunConfig, *, source: str | None = None, is_on_host: bool = F
 
 
 def stored_base(cfg: RunConfig, folder: Path, *, new_tokens: Sequence[NewToken] = ()) -> str | None:
-    """The base that a run keeps in its own folder, made if it is not there; None when it needs none to begin with.
+    """Return the base that a run keeps in its own folder, made if it is missing; None when it needs none.
 
     A merged base is kept, and one with rows for new tokens, so that the adapter trained on it has one that plain PEFT
     can load.
@@ -98,25 +98,26 @@ def stored_base(cfg: RunConfig, folder: Path, *, new_tokens: Sequence[NewToken] 
 
 
 def load_result(cfg: RunConfig, folder: Path) -> Any:
-    """The tuned model of a finished run, in evaluation mode: `folder/model`, or the base with `folder/adapter`."""
+    """Load the tuned model of a finished run, in evaluation mode: `folder/model`, or the base with `folder/adapter`."""
     if (folder / "model").is_dir():
         return open_model(cfg, str(folder / "model"), dtype=frozen_dtype(cfg)).eval()
-    own = folder / "base"
-    base = load_base(cfg, source=str(own)) if own.is_dir() else _open_named(resolve_names(cfg), _start_dtype(cfg))
+    kept_base = folder / "base"
+    is_kept = kept_base.is_dir()
+    base = load_base(cfg, source=str(kept_base)) if is_kept else _open_named(resolve_names(cfg), _start_dtype(cfg))
     return attach_adapter(base, folder / "adapter").eval()
 
 
 def load_untrained(cfg: RunConfig, folder: Path) -> Any:
-    """What a finished run started from, in evaluation mode, with rows for the tokens of the run's tokenizer."""
-    own = folder / "base"
-    if not cfg.tuning.new_tokens.is_on or not own.is_dir():
-        from sftplay.model.new_tokens.rows import add_rows
+    """Load the model that a finished run started from, in evaluation mode, with rows for its tokenizer's tokens."""
+    kept_base = folder / "base"
+    if not cfg.tuning.new_tokens.is_on or not kept_base.is_dir():
+        from sftplay.model.new_tokens.embedding_rows import add_rows
         from sftplay.model.new_tokens.tokens import kept_tokens
 
         base = load_base(cfg)
         add_rows(base, kept_tokens(folder))
         return base.eval()
-    return load_base(cfg, source=str(own)).eval()
+    return load_base(cfg, source=str(kept_base)).eval()
 
 
 def _open_named(cfg: RunConfig, dtype: torch.dtype, *, is_on_host: bool = False) -> Any:

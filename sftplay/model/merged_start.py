@@ -1,4 +1,4 @@
-"""Merges an adapter into its full-precision base, never into 4-bit weights: to start a run from it, or to export it."""
+"""Merge an adapter into its full-precision base, never into 4-bit weights: to start a run from it, or to export it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from sftplay.atomic import locked, whole_folder
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import MachineError, RunError
 from sftplay.model.adapter import attach_adapter
-from sftplay.model.new_tokens.rows import add_rows
+from sftplay.model.new_tokens.embedding_rows import add_rows
 from sftplay.model.new_tokens.tokens import NewToken, add_to
 from sftplay.model.source import locate
-from sftplay.model.start_point import origin_of
+from sftplay.model.start_point import describe_origin
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.weights import open_model
 from sftplay.units import format_bytes
 
 
 def keep_base(cfg: RunConfig, folder: Path, *, dtype: torch.dtype, new_tokens: Sequence[NewToken] = ()) -> Path:
-    """The folder `folder/base` with what the resolved `cfg` starts from, made if it is not there.
+    """Return the folder `folder/base` with the model that the resolved `cfg` starts from, made if it is missing.
 
     That is the merged start in `dtype`, or the base as it is stored; either with rows for `new_tokens`.
 
@@ -63,7 +63,7 @@ def _check_room(model: Any, folder: Path) -> None:
 
 
 def merged_start(cfg: RunConfig, dtype: torch.dtype) -> Any:
-    """The base of the resolved `cfg` with model.adapter merged into it, on the CPU in `dtype`.
+    """Return the base of the resolved `cfg` with model.adapter merged into it, on the CPU in `dtype`.
 
     Each layer is merged in fp32 and rounded once.
 
@@ -87,12 +87,12 @@ def _plain_base(cfg: RunConfig, dtype: torch.dtype | None) -> Any:
         if not cfg.model.merge_adapter:
             key, change = "tuning.new_tokens", "it cannot be stored again with rows for new tokens"
         fix = f"leave {key} out, or start from the same model in full precision"
-        raise MachineError(f"{name} is stored quantised; {change}", where=origin_of(cfg, key), fix=fix)
+        raise MachineError(f"{name} is stored quantised; {change}", where=describe_origin(cfg, key), fix=fix)
     return base
 
 
 def merge_adapter(base: Any, adapter: Path, *, dtype: torch.dtype | None, fix: str) -> tuple[Any, bool]:
-    """`base` with the adapter merged into it, in `dtype`, or each weight in its own when that is None.
+    """Merge the adapter into `base`; return it in `dtype`, or with the dtype of each weight when that is None.
 
     Each layer is merged in fp32 and rounded once. The second value is True when head and input embedding were one
     weight before and are two now. `fix` is the advice where `dtype` is too narrow.
@@ -106,7 +106,7 @@ def merge_adapter(base: Any, adapter: Path, *, dtype: torch.dtype | None, fix: s
             _merge_layer(module, dtype, adapter=adapter)
         elif isinstance(module, ModulesToSaveWrapper):
             module.modules_to_save.to(dtype or next(module.original_module.parameters()).dtype)
-    whole = attached.unload()  # every layer is merged already; modules that trained in full take their place
+    whole = attached.unload()  # every layer is merged already; modules that trained in full replace the originals
     if dtype:
         whole.to(dtype)
     is_untied = _resolve_tie(whole)
@@ -119,7 +119,7 @@ def merge_adapter(base: Any, adapter: Path, *, dtype: torch.dtype | None, fix: s
 
 
 def attach_for_merging(base: Any, adapter: Path) -> Any:
-    """PEFT's model of `base` with the adapter, whose weights are fp32 as they were trained.
+    """Return PEFT's model of `base` with the adapter in fp32, as it was trained.
 
     An input embedding and a head that share one weight are separated when the adapter changes either: merging into the
     one would change the other (https://github.com/huggingface/peft/issues/2777).
@@ -134,9 +134,9 @@ def attach_for_merging(base: Any, adapter: Path) -> Any:
 
 
 def _resolve_tie(model: Any) -> bool:
-    """Tie head and input embedding again where they are still equal, else say in the config that they are two.
+    """Tie head and input embedding again if they are still equal, else mark them as untied in the config.
 
-    True when they were one and are two now.
+    Return True when they were one and are two now.
     """
     head = model.get_output_embeddings()
     if head is None or not model.config.get_text_config().tie_word_embeddings:

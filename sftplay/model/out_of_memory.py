@@ -1,4 +1,4 @@
-"""Running out of memory: how all ranks learn of it, how it is undone and explained.
+"""Handle running out of memory: inform all ranks, free memory, and explain the failure.
 
 `ExactBatchMixin` runs the rows again (`train.exact_batch`).
 """
@@ -39,7 +39,7 @@ class OutOfMemory(MachineError):
 
 @dataclass(frozen=True)
 class Shortage:
-    """Where memory ran out. It holds no tensor, because the failed attempt's memory must be free for the next one."""
+    """The place where memory ran out. It holds no tensor, so that the failed attempt's memory can be freed."""
 
     rows: int
     tokens: int
@@ -54,28 +54,28 @@ class Shortage:
 
 
 class Agreement:
-    """Lets all ranks know that one of them ran out of memory. Its few bytes are allocated in advance."""
+    """Informs all ranks that one of them ran out of memory. Its few bytes are allocated in advance."""
 
     def __init__(self, device: Any) -> None:
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def all_shortages(self, own: Shortage | None, heartbeat: Heartbeat) -> list[Shortage | None]:
-        """The shortage of every rank, in rank order; empty when no rank has one. Every rank must call it."""
+    def all_shortages(self, shortage: Shortage | None, heartbeat: Heartbeat) -> list[Shortage | None]:
+        """Return the shortage of every rank, in rank order; empty when no rank has one. Every rank must call it."""
         if log.world_size() == 1:
-            return [own] if own else []
+            return [shortage] if shortage else []
         with heartbeat.within("communication"):
-            self._flag.fill_(own is not None)
+            self._flag.fill_(shortage is not None)
             torch.distributed.all_reduce(self._flag, torch.distributed.ReduceOp.MAX)
             if not int(self._flag):
                 return []
         free_memory()
-        return gather_objects(own, heartbeat)
+        return gather_objects(shortage, heartbeat)
 
 
 def gather_objects(item: Any, heartbeat: Heartbeat | None = None) -> list[Any]:
-    """The `item` of every rank, in rank order. Every rank must call it. The time counts as communication.
+    """Return the `item` of every rank, in rank order. Every rank must call it. The time counts as communication.
 
-    The main rank alone has its own item when the others have ended (`train.save.leave_process_group`).
+    The main rank gets only its own item when the others have ended (`train.save.leave_process_group`).
     """
     if log.world_size() == 1 or not torch.distributed.is_initialized():
         return [item]
@@ -86,7 +86,7 @@ def gather_objects(item: Any, heartbeat: Heartbeat | None = None) -> list[Any]:
 
 
 def memory_fields() -> dict[str, int]:
-    """Bytes that this process holds: on a GPU allocated, reserved and peak, otherwise the peak resident set."""
+    """Return the bytes that this process holds: on a GPU allocated, reserved and peak, else the peak resident set."""
     if torch.cuda.is_available():
         return {
             "allocated_bytes": torch.cuda.memory_allocated(),
@@ -97,13 +97,13 @@ def memory_fields() -> dict[str, int]:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that was resident in this process. The kernel counts bytes on macOS, KiB on other systems."""
+    """Return the peak resident memory of this process. The kernel counts bytes on macOS, KiB on other systems."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def held_bytes() -> int:
-    """The most memory that this process has held so far."""
+    """Return the peak memory of this process so far."""
     memory = memory_fields()
     return memory["peak_bytes"] if "peak_bytes" in memory else memory["peak_rss_bytes"]
 
@@ -116,7 +116,7 @@ def free_memory() -> None:
 
 
 def describe_shortages(shortages: list[Shortage | None], planned_bytes: int | None) -> str:
-    """Which ranks ran out of memory and where, beside the plan's figure."""
+    """Describe which ranks ran out of memory and where, with the plan's figure."""
     first = next(shortage for shortage in shortages if shortage)
     failed = ", ".join(str(rank) for rank, shortage in enumerate(shortages) if shortage)
     ranks = f" on rank {failed}" if len(shortages) > 1 else ""
@@ -128,10 +128,10 @@ def describe_shortages(shortages: list[Shortage | None], planned_bytes: int | No
 
 
 class AdaptiveBatches:
-    """Works on rows in batches. Each time memory does not suffice for a batch, the size is halved for good.
+    """Processes rows in batches. Each time memory does not suffice for a batch, the size is halved for good.
 
-    For evaluation and drawing, where the size of a batch changes only the speed. With `fix` ranks compute together:
-    none may take smaller batches than the others, and `fix` says what the user can do.
+    For evaluation and sampling, where the size of a batch changes only the speed. With `fix` ranks compute together:
+    none may take smaller batches than the others, and `fix` is the advice to the user.
     """
 
     def __init__(self, batch_size: int, activity: str, *, fix: str = "") -> None:
@@ -139,7 +139,7 @@ class AdaptiveBatches:
         self._activity, self._fix = activity, fix
 
     def each(self, rows: int, work: Callable[[slice], T]) -> Iterator[T]:
-        """The result of `work` for each batch of range(`rows`), in order.
+        """Yield the result of `work` for each batch of range(`rows`), in order.
 
         Raises:
             OutOfMemory: a batch of several ranks together is too much.
@@ -160,7 +160,7 @@ class AdaptiveBatches:
             start = batch.stop
 
     def _attempt(self, work: Callable[[slice], T], batch: slice) -> list[T]:
-        """A list of the one result; empty when memory ran out. The error and the tensors it refers to are gone then."""
+        """Return a list of the one result; empty when memory ran out. The error and its tensors are released then."""
         try:
             return [work(batch)]
         except RuntimeError as error:

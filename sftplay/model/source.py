@@ -1,4 +1,4 @@
-"""Where a model comes from: a folder, the hub's cache, a built-in one."""
+"""Find a model: a folder, the hub's cache, or a built-in one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {
     "builtin:copier": DIGITS,
     "builtin:steps": DIGITS,
 }
-"""What the config.json of a built-in model says of its shape, for those who ask before it is made."""
+"""The shape in the config.json of a built-in model, for use before the model is made."""
 
 _HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|[.-]/))\w[\w.-]*(?:/\w[\w.-]*)?(?<![.-])(?<!\.git)", re.ASCII)
 LONGEST_HUB_NAME = 96
@@ -61,8 +61,8 @@ WHOLE_BYTES = 2**31
 """Up to here a file of weights is read to its end, in a second or two; of a larger one only chunks are."""
 
 CHUNKS, CHUNK_BYTES = 512, 2**20
-"""Evenly spaced over a large file, its two ends among them. Training changes every matrix, so no chunk stays as it was;
-weights changed by hand in a few places can go unseen."""
+"""Evenly spaced over a large file, with its two ends. Training changes every matrix, and so every chunk; weights
+changed by hand in a few places can go unnoticed."""
 
 
 def is_local(name: str) -> bool:
@@ -86,7 +86,7 @@ def check_source(name: str, where: str, *, allow_pickle: bool = False) -> None:
     """Refuse a name that can be neither a folder, nor a builtin, nor on a hub, and a folder that cannot be opened.
 
     Raises:
-        ConfigError: with what was looked for.
+        ConfigError: the name or the folder cannot be used.
     """
     if name.startswith(BUILTIN) or (is_hub_shaped(name) and not Path(name).exists()):
         return
@@ -96,7 +96,7 @@ def check_source(name: str, where: str, *, allow_pickle: bool = False) -> None:
             f"no model folder {name!r}", where=where, fix="check the path, or give a hub name (org/model)"
         )
     if (folder / ADAPTER_CONFIG).is_file():
-        # transformers would open the adapter's base in its place.
+        # transformers would open the adapter's base instead.
         fix = f"write model.adapter: {name}, and the adapter's base as model.name"
         raise ConfigError(f"{name!r} holds an adapter, not a model", where=where, fix=fix)
     if not (folder / "config.json").is_file():
@@ -107,7 +107,7 @@ def check_source(name: str, where: str, *, allow_pickle: bool = False) -> None:
 
 
 def describe_pickle(error: Exception) -> str:
-    """Why torch could not open a pickle, in the kit's words: torch's advise to switch its check off."""
+    """Return why torch could not open a pickle, in the kit's words: torch's own advise to switch its check off."""
     if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
         return f"holds more than numbers: opening it would run {found[1]}"
     return "holds more than numbers" if REFUSED_PICKLE in str(error) else "cannot be read"
@@ -117,7 +117,7 @@ def check_pickles(folder: Path, where: str, *, allow_pickle: bool) -> None:
     """Refuse weights that are only there as pickles, which can run code when they are opened.
 
     Raises:
-        ConfigError: with the name of such a file.
+        ConfigError: the folder has only pickles; the message names one.
     """
     pickled = sorted(path.name for path in folder.glob("*.bin") if "model" in path.name)
     if pickled and not allow_pickle and not any(folder.glob("*.safetensors")):
@@ -132,11 +132,11 @@ PICKLE_FIX = (
 SAFE_COPY = "take a copy in safetensors from its maker; the kit never opens such a pickle"
 
 REFUSED_PICKLE = "Weights only load failed"
-"""How torch begins its advice to switch `weights_only` off (torch 2.13, `serialization.py`)."""
+"""The beginning of torch's advice to switch `weights_only` off (torch 2.13, `serialization.py`)."""
 
 
 def read_shape(name: str) -> dict[str, Any]:
-    """The model's config.json when it lies on this machine, else an empty dict."""
+    """Return the model's config.json if it is on this machine, else an empty dict."""
     path = Path(name) / "config.json"
     if not path.is_file():
         return {}
@@ -163,7 +163,7 @@ BUILTIN_CACHE = cache_root() / "builtin"
 
 
 def locate(name: str) -> str:
-    """What the libraries can open: a folder for `builtin:` names, built the first time; any other name unchanged."""
+    """Return what the libraries can open: a folder for `builtin:` names, built at first use; other names unchanged."""
     if not name.startswith(BUILTIN):
         return name
     from sftplay.model.builtin import ensure_builtin
@@ -174,7 +174,7 @@ def locate(name: str) -> str:
 
 
 def weights_digests(folder: str | None, *, whole_bytes: int = WHOLE_BYTES, chunks: int = CHUNKS) -> dict[str, str]:
-    """Path -> hex sha256 of each file of weights in a folder; empty for a name on a hub, or None."""
+    """Return path -> hex sha256 of each weight file in a folder; empty for a name on a hub, or None."""
     if folder is None or not Path(folder).is_dir():
         return {}
     files = {path for pattern in WEIGHT_PATTERNS for path in Path(folder).glob(pattern)}
@@ -182,7 +182,7 @@ def weights_digests(folder: str | None, *, whole_bytes: int = WHOLE_BYTES, chunk
 
 
 def weights_digest(path: Path, *, whole_bytes: int = WHOLE_BYTES, chunks: int = CHUNKS) -> str:
-    """Hex sha256 of the file's size and of its bytes; of one above `whole_bytes`, of `chunks` of them."""
+    """Return the hex sha256 of the file's size and bytes; above `whole_bytes`, of `chunks` chunks of them."""
     size_bytes = path.stat().st_size
     digest = hashlib.sha256(str(size_bytes).encode())
     with path.open("rb") as handle:
@@ -204,14 +204,14 @@ CONNECT_S = 9.0
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-"""Names under which transformers looks for weights: the one file, or the list of its parts."""
+"""File names in which transformers looks for weights: the one file, or the list of its parts."""
 
 
 def check_reachable(name: str, revision: str | None, *, where: str) -> bool:
-    """True when the hub has the model `name`, False when it does not answer but the model lies in its cache here.
+    """Return True when the hub has the model `name`, False when it does not answer but the model is in the local cache.
 
-    It asks one short question before a library starts its own retries. Once that is answered, a slow connection has all
-    the time it needs. Folders are always reachable.
+    It makes one short request before a library starts its own retries. After an answer, a slow connection has all the
+    time it needs. Folders are always reachable.
 
     Raises:
         MachineError: the hub does not answer, or has no such model for this user.
@@ -241,7 +241,7 @@ def check_reachable(name: str, revision: str | None, *, where: str) -> bool:
             return False
         raise unreachable(name, error, where=where) from error
     except EntryNotFoundError:
-        return True  # the library that opens it says what is missing
+        return True  # the library that opens it reports what is missing
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise _refused(name, error, where=where) from error
     except (HfHubHTTPError, OSError, ValueError):
@@ -274,7 +274,7 @@ def fetch_weights(name: str, revision: str | None) -> None:
 
 
 def unreachable(name: str, error: BaseException, *, where: str) -> MachineError:
-    """The hub does not answer: what to do about the model `name`."""
+    """Return the error for a hub that does not answer, with what to do about the model `name`."""
     fix = (
         f"download it where there is a connection (make download-model MODEL={name}) and point model.name to the folder"
     )
@@ -297,7 +297,7 @@ FOLDER_FIX = "or point model.name to a folder with its files"
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line, without tokens and passwords."""
+    """Return an error's message in one line, without tokens and passwords."""
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return without_secrets(text)
 

@@ -1,4 +1,4 @@
-"""Turns names of earlier runs and of adapters into the folders and bases that a run starts from.
+"""Resolve names of earlier runs and of adapters to the folders and bases that a run starts from.
 
 It loads no weights and imports no heavy library, so that a wrong name is refused before anything starts.
 """
@@ -23,13 +23,13 @@ ADAPTER_KEYS: dict[str, tuple[tuple[type, ...], str]] = {
     "modules_to_save": ((list, type(None)), "a list of names"),
     "revision": ((str, type(None)), "a name"),
 }
-"""Key of adapter_config.json -> what it must hold where it is given."""
+"""Key of adapter_config.json -> its types, and their name for an error."""
 
 NAME, ADAPTER, MERGE = "model.name", "model.adapter", "model.merge_adapter"
 
 
 def resolve_names(cfg: RunConfig) -> RunConfig:
-    """`cfg` with names of runs replaced: model.name by the base or model, model.adapter by the adapter's folder.
+    """Return `cfg` with names of runs replaced: model.name by the base or model, model.adapter by the adapter's folder.
 
     A finished run as model.name means its `model/`, or its base and its adapter. Resolving twice changes nothing.
 
@@ -42,38 +42,38 @@ def resolve_names(cfg: RunConfig) -> RunConfig:
     if model.adapter is None:
         if model.merge_adapter:
             fix = f"name one with {ADAPTER}, or leave {MERGE} out"
-            raise ConfigError("there is no adapter to merge", where=origin_of(cfg, MERGE), fix=fix)
+            raise ConfigError("there is no adapter to merge", where=describe_origin(cfg, MERGE), fix=fix)
         return cfg
     folder = Path(model.adapter)
-    check_pickles(folder, origin_of(cfg, ADAPTER), allow_pickle=model.allow_pickle)
+    check_pickles(folder, describe_origin(cfg, ADAPTER), allow_pickle=model.allow_pickle)
     if not model.merge_adapter:
         if mode == "full":
             what = "tuning.mode full trains every weight, not an adapter"
             raise ConfigError(
-                what, where=origin_of(cfg, ADAPTER), fix=f"set {MERGE}: true, which merges it first, or lora"
+                what, where=describe_origin(cfg, ADAPTER), fix=f"set {MERGE}: true, which merges it first, or lora"
             )
         _check_shape(cfg, folder)
     return cfg
 
 
-def origin_of(cfg: RunConfig, key: str) -> str:
-    """Where a key was written, for an error."""
+def describe_origin(cfg: RunConfig, key: str) -> str:
+    """Describe where a key was written, for an error."""
     return f"{cfg.origins.get(key, 'default')} {key}"
 
 
-def base_of(adapter: Path) -> tuple[str, str | None]:
-    """Name or folder of the base that an adapter belongs to, and its revision."""
+def find_adapter_base(adapter: Path) -> tuple[str, str | None]:
+    """Return the name or folder of the base that an adapter belongs to, and its revision."""
     stored = read_adapter(adapter)
-    own = adapter.parent / "base"
-    if (adapter.parent / RESOLVED).is_file() and own.is_dir():
+    kept_base = adapter.parent / "base"
+    if (adapter.parent / RESOLVED).is_file() and kept_base.is_dir():
         model = load_config(adapter.parent / RESOLVED).model
         is_builtin = model.name.startswith(BUILTIN) and not model.merge_adapter
-        return (model.name if is_builtin else str(own.resolve())), None
+        return (model.name if is_builtin else str(kept_base.resolve())), None
     return str(stored.get("base_model_name_or_path")), stored.get("revision")
 
 
 def read_adapter(folder: Path) -> dict[str, Any]:
-    """The settings of an adapter.
+    """Return the settings of an adapter.
 
     Raises:
         ConfigError: the file holds something else.
@@ -100,17 +100,21 @@ def _resolve_model(cfg: RunConfig) -> RunConfig:
     found = None if name.startswith(BUILTIN) else _find(cfg, NAME, name=name)
     if found is None or not (found / RESOLVED).is_file():
         return cfg
-    result = _result_of(found, cfg, key=NAME)
+    result = _find_result(found, cfg, key=NAME)
     if cfg.model.revision is not None:
         fix = "leave model.revision out; the run knows its base's"
-        raise ConfigError(f"model.name {name} is a run, which has no revision", where=origin_of(cfg, NAME), fix=fix)
+        raise ConfigError(
+            f"model.name {name} is a run, which has no revision", where=describe_origin(cfg, NAME), fix=fix
+        )
     origin = f"{cfg.origins.get(NAME, 'default')} (the run {found})"
     if result.name == "model":
         return cfg.with_values({NAME: str(result.resolve())}, origin)
     if cfg.model.adapter is not None:
         what = f"{name} is a run with an adapter, and model.adapter names a second one"
-        raise ConfigError(what, where=origin_of(cfg, NAME), fix=f"leave {ADAPTER} out, or name the base as {NAME}")
-    base, revision = base_of(result)
+        raise ConfigError(
+            what, where=describe_origin(cfg, NAME), fix=f"leave {ADAPTER} out, or name the base as {NAME}"
+        )
+    base, revision = find_adapter_base(result)
     return cfg.with_values({NAME: base, "model.revision": revision, ADAPTER: str(result.resolve())}, origin)
 
 
@@ -121,18 +125,18 @@ def _resolve_adapter(cfg: RunConfig) -> RunConfig:
     found = _find(cfg, ADAPTER, name=name)
     if found is None:
         fix = "name a finished run, its folder, or a folder with adapter_config.json"
-        raise ConfigError(f"there is no run or adapter {name!r}", where=origin_of(cfg, ADAPTER), fix=fix)
+        raise ConfigError(f"there is no run or adapter {name!r}", where=describe_origin(cfg, ADAPTER), fix=fix)
     if (found / RESOLVED).is_file():
-        found = _result_of(found, cfg, key=ADAPTER)
+        found = _find_result(found, cfg, key=ADAPTER)
         if found.name == "model":
             what = f"{name} trained every weight, so it has a model and no adapter"
-            raise ConfigError(what, where=origin_of(cfg, ADAPTER), fix=f"start from it with {NAME}: {name}")
+            raise ConfigError(what, where=describe_origin(cfg, ADAPTER), fix=f"start from it with {NAME}: {name}")
     if not (found / ADAPTER_CONFIG).is_file():
         fix = "name a finished run, its folder, or a folder with adapter_config.json"
-        raise ConfigError(f"{found} holds no adapter", where=origin_of(cfg, ADAPTER), fix=fix)
+        raise ConfigError(f"{found} holds no adapter", where=describe_origin(cfg, ADAPTER), fix=fix)
     if not any(found.glob("adapter_model*")):
         fix = "name a finished run, its folder, or a folder with adapter_model.safetensors"
-        raise ConfigError(f"{found} holds no weights of an adapter", where=origin_of(cfg, ADAPTER), fix=fix)
+        raise ConfigError(f"{found} holds no weights of an adapter", where=describe_origin(cfg, ADAPTER), fix=fix)
     _check_base(cfg, found)
     absolute = str(found.resolve())
     if absolute == name:
@@ -141,7 +145,7 @@ def _resolve_adapter(cfg: RunConfig) -> RunConfig:
 
 
 def _find(cfg: RunConfig, key: str, *, name: str) -> Path | None:
-    """The folder a name means: one at that path, or the run of that name below output_dir."""
+    """Return the folder that a name means: one at that path, or the run of that name below output_dir."""
     here, run = Path(name), Path(cfg.output_dir) / name
     found = [here] if here.is_dir() else []
     # A run may be called like the model it starts from; it does not start from itself.
@@ -152,43 +156,43 @@ def _find(cfg: RunConfig, key: str, *, name: str) -> Path | None:
         meanings.append(f"the hub's model {name}, which was downloaded")
     if len(meanings) > 1:
         fix = f"write ./{found[0]} for that folder, or rename it" if not found[0].is_absolute() else "write its path"
-        raise ConfigError(f"{name!r} could be {' or '.join(meanings)}", where=origin_of(cfg, key), fix=fix)
+        raise ConfigError(f"{name!r} could be {' or '.join(meanings)}", where=describe_origin(cfg, key), fix=fix)
     if found and (found[0] / RESOLVED).is_file() and (found[0] / "config.json").is_file():
         fix = f"write {found[0]}/model or {found[0]}/adapter, or move config.json away"
-        raise ConfigError(f"{found[0]} holds both a run and a model", where=origin_of(cfg, key), fix=fix)
+        raise ConfigError(f"{found[0]} holds both a run and a model", where=describe_origin(cfg, key), fix=fix)
     return found[0] if found else None
 
 
-def _result_of(run: Path, cfg: RunConfig, *, key: str) -> Path:
+def _find_result(run: Path, cfg: RunConfig, *, key: str) -> Path:
     from sftplay.launch.run_folder import RunFolder
 
     result = RunFolder(run).result
     if result is None:
         fix = "finish it with `make resume`, or name a run that is finished"
-        raise ConfigError(f"the run {run} has no result yet", where=origin_of(cfg, key), fix=fix)
+        raise ConfigError(f"the run {run} has no result yet", where=describe_origin(cfg, key), fix=fix)
     return result
 
 
 def _check_base(cfg: RunConfig, adapter: Path) -> None:
-    base, revision = base_of(adapter)
+    base, revision = find_adapter_base(adapter)
     name = cfg.model.name
     if name == base or (Path(name).is_dir() and Path(base).is_dir() and Path(name).samefile(base)):
         if revision == cfg.model.revision or Path(base).is_dir():
             return
         what = f"the adapter {adapter} belongs to revision {revision} of {base}, not to {cfg.model.revision}"
         fix = f"write model.revision: {revision or 'null'}"
-        raise ConfigError(what, where=origin_of(cfg, "model.revision"), fix=fix)
+        raise ConfigError(what, where=describe_origin(cfg, "model.revision"), fix=fix)
     what = f"the adapter {adapter} belongs to {base}, not to {name}"
     fix = f"write model.name: {base}; if that model only moved, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
-    raise ConfigError(what, where=origin_of(cfg, NAME), fix=fix)
+    raise ConfigError(what, where=describe_origin(cfg, NAME), fix=fix)
 
 
 def _check_shape(cfg: RunConfig, adapter: Path) -> None:
-    """Compare what can be compared without the model; `adapter.continue_adapter` looks at the layers."""
+    """Compare what can be compared without the model; `adapter.continue_adapter` checks the layers."""
     stored, lora = read_adapter(adapter), cfg.tuning.lora
     if stored.get("peft_type") != "LORA":
         what = f"{adapter} is an adapter of the kind {stored.get('peft_type')}"
-        raise ConfigError(what, where=origin_of(cfg, ADAPTER), fix=f"only LoRA is continued; set {MERGE}: true")
+        raise ConfigError(what, where=describe_origin(cfg, ADAPTER), fix=f"only LoRA is continued; set {MERGE}: true")
     wanted = {
         "r": (lora.r, stored.get("r")),
         "alpha": (float(lora.alpha or 2 * lora.r), float(stored.get("lora_alpha") or 0)),
@@ -196,15 +200,16 @@ def _check_shape(cfg: RunConfig, adapter: Path) -> None:
         "rslora": (lora.rslora, bool(stored.get("use_rslora"))),
         "modules_to_save": (sorted(lora.modules_to_save), sorted(stored.get("modules_to_save") or [])),
     }
-    for key, (mine, its) in wanted.items():
-        if mine != its:
-            what = f"{_as_json(mine)} here, but the adapter {adapter} that is continued has {_as_json(its)}"
-            fix = f"write tuning.lora.{key}: {_as_json(its)}, or {MERGE}: true, which trains a new adapter of any shape"
-            raise ConfigError(what, where=origin_of(cfg, f"tuning.lora.{key}"), fix=fix)
+    for key, (configured, found) in wanted.items():
+        if configured != found:
+            what = f"{_as_json(configured)} here, but the adapter {adapter} that is continued has {_as_json(found)}"
+            change = f"write tuning.lora.{key}: {_as_json(found)}"
+            fix = f"{change}, or {MERGE}: true, which trains a new adapter of any shape"
+            raise ConfigError(what, where=describe_origin(cfg, f"tuning.lora.{key}"), fix=fix)
     for key in ("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"):
         if stored.get(key):
             what = f"the adapter {adapter} has a {key}, which the config cannot say"
-            raise ConfigError(what, where=origin_of(cfg, ADAPTER), fix=f"set {MERGE}: true")
+            raise ConfigError(what, where=describe_origin(cfg, ADAPTER), fix=f"set {MERGE}: true")
 
 
 def _as_json(value: Any) -> str:

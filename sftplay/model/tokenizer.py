@@ -1,4 +1,4 @@
-"""Opens a model's tokenizer as the kit needs it: fast, padded on the right, with a pad token of its own."""
+"""Open a model's tokenizer as the kit needs it: fast, padded on the right, with a pad token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from sftplay.config.schema.run import ModelConfig, RunConfig
 from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
-from sftplay.model.failures import announce_trust, reason_of, refused_code, refusing
+from sftplay.model.failures import announce_trust, describe_error, refused_code, refusing
 from sftplay.model.source import ADAPTER_CONFIG, FOLDER_FIX, check_reachable, locate
 
 if TYPE_CHECKING:
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
-    """The tokenizer of the resolved `model`, or the one stored in `folder`.
+    """Return the tokenizer of the resolved `model`, or the one stored in `folder`.
 
-    An adapter that is started from brings its own, whose chat template it was trained with.
+    An adapter to start from brings its own tokenizer, with the chat template of its training.
 
     Raises:
         ConfigError: it needs code that ships with it, which is not trusted.
-        MachineError: hub or folder did not give one.
+        MachineError: the hub or the folder has none.
         DataError: it has neither a pad nor an end-of-text token.
     """
     kept = folder or _kept_by_adapter(model)
@@ -46,7 +46,7 @@ def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
 
 
 def load_extended(cfg: RunConfig) -> tuple[Any, list[NewToken]]:
-    """The tokenizer of the resolved `cfg` with the new tokens that it asks for, and these.
+    """Return the tokenizer of the resolved `cfg` with the new tokens that it asks for, and these tokens.
 
     Raises what `load_tokenizer` and `new_tokens.tokens.extend` raise.
     """
@@ -84,7 +84,7 @@ def _explain(error: Exception, model: ModelConfig, *, where: str) -> SftplayErro
     fix = f"check the name and the connection, {FOLDER_FIX}"
     if Path(where.removeprefix("model.name ")).is_dir():
         fix = "correct the files of the tokenizer and config.json there, or copy the model again"
-    return MachineError(f"no tokenizer could be opened ({reason_of(error)})", where=where, fix=fix)
+    return MachineError(f"no tokenizer could be opened ({describe_error(error)})", where=where, fix=fix)
 
 
 def _kept_by_adapter(model: ModelConfig) -> str | None:

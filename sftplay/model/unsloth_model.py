@@ -1,4 +1,4 @@
-"""Opens a base and puts an adapter on it by unsloth, as `weights` and `adapter` do by the plain libraries.
+"""Open a base and put an adapter on it with unsloth, as `weights` and `adapter` do with the plain libraries.
 
 It checks afterwards that unsloth did what was asked, and refuses the model when it did not.
 """
@@ -23,16 +23,16 @@ from sftplay.model.source import check_reachable, first_line, quieten_hub
 from sftplay.model.weights import frozen_dtype, keep_four_bit_exact
 
 REPORTER = "transformers.modeling_utils"
-"""The logger that says which weights were not in the files; unsloth hands on no loading information."""
+"""The logger that lists weights missing from the files; unsloth returns no loading information."""
 
 WATCHED = ("bf16", "fp16", "optim", "dataloader_pin_memory")
 """Arguments of TRL's config that the kit decides and unsloth rewrites on a CPU."""
 
 
 def open_by_unsloth(cfg: RunConfig, name: str, *, revision: str | None = None) -> Any:
-    """The base in the folder or of the hub name `name`, in the run's precision, in 4 bits for qlora.
+    """Open the base in the folder or of the hub name `name`, in the run's precision, in 4 bits for qlora.
 
-    `libraries.import_unsloth` must have been called. The tokenizer that unsloth opens too is not used.
+    `libraries.import_unsloth` must have been called. Unsloth also opens the tokenizer, which is not used.
 
     Raises:
         MachineError: the weights cannot be read, some are missing, or they are not held as asked.
@@ -57,7 +57,7 @@ def open_by_unsloth(cfg: RunConfig, name: str, *, revision: str | None = None) -
             trust_remote_code=cfg.model.trust_remote_code,
             attn_implementation=cfg.model.attn,
             random_state=cfg.seed,
-            use_exact_model_name=True,  # else it opens a copy of its own under another name
+            use_exact_model_name=True,  # else it opens its own copy under another name
             fix_tokenizer=False,
             **options,
         )
@@ -67,7 +67,7 @@ def open_by_unsloth(cfg: RunConfig, name: str, *, revision: str | None = None) -
 
 
 def adapt_by_unsloth(model: Any, cfg: RunConfig) -> Any:
-    """`model` as a PeftModel with a fresh adapter on the layers the config means, its weights fp32.
+    """Return `model` as a PeftModel with a new fp32 adapter on the layers that the config means.
 
     Raises:
         ConfigError: unsloth would not adapt exactly these layers, or a name fits no module.
@@ -106,7 +106,7 @@ def adapt_by_unsloth(model: Any, cfg: RunConfig) -> Any:
 
 
 def _checkpointing(cfg: RunConfig) -> str | bool:
-    # Its own word keeps activations in the machine's memory while a GPU computes; on a CPU it is plain recomputation.
+    # "unsloth" keeps activations in the machine's memory while a GPU computes; on a CPU it is plain recomputation.
     return "unsloth" if cfg.train.gradient_checkpointing else False
 
 
@@ -127,7 +127,7 @@ def _check_held_as_asked(model: nn.Module, cfg: RunConfig, *, where: str, missin
 
 @contextmanager
 def _missing_weights() -> Iterator[list[str]]:
-    """A line for each weight that is in no file; transformers fills such weights with random numbers."""
+    """Yield a list that gets a line for each weight in no file; transformers fills these with random numbers."""
     seen: list[str] = []
 
     class Listener(logging.Handler):

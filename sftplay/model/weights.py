@@ -1,4 +1,4 @@
-"""Opens a model's weights exactly as asked, or says why not: whole, from safetensors, without code of their own."""
+"""Open a model's weights exactly as asked, or raise the reason: whole, from safetensors, without foreign code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_model(
     is_plain: bool = False,
     is_on_host: bool = False,
 ) -> Any:
-    """The model in the folder or of the hub name `name`, in `dtype`, None for the one it is stored in.
+    """Open the model in the folder or of the hub name `name`, in `dtype`, None for the one it is stored in.
 
     On this process's device and, for qlora, in 4 bits; `is_plain` leaves it on the CPU and never quantises it, and
     `is_on_host` leaves it there unless it is in 4 bits, which a device makes.
@@ -55,14 +55,14 @@ def open_model(
     if not cfg.model.allow_pickle:
         options["use_safetensors"] = True
     if not check_reachable(name, revision, where=where):
-        log.say(f"note: the hub does not answer; {name} is opened as it lies in the cache", "model")
+        log.say(f"note: the hub does not answer; {name} is opened from the cache", "model")
         options["local_files_only"] = True
     announce_trust(cfg.model, f"the model {name}")
     quieten_hub()
     with refusing(lambda error: explain_failure(error, cfg.model, where=where)):
         model, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
     missing = sorted(found["missing_keys"])
-    if missing:  # transformers fills them with random numbers and goes on
+    if missing:  # transformers fills them with random numbers without an error
         lack = f"{len(missing)} weights are missing, {missing[0]} for one"
         raise MachineError(f"the model cannot be loaded ({lack})", where=where, fix="check its files")
     keep_four_bit_exact(model)
@@ -81,7 +81,7 @@ def keep_four_bit_exact(model: Any) -> None:
 
 
 def repeat_shared_keys() -> None:
-    """Have transformers repeat keys and values that heads share wherever no fused kernel takes them as they are.
+    """Have transformers repeat shared keys and values wherever no fused kernel supports grouped heads.
 
     Without a mask it leaves that to torch (`enable_gqa`). On a GPU only kernels for 16 bits from capability 8.0 on can
     do it (torch, transformers/cuda/sdp_utils.cpp: the memory-efficient one has `supports_grouped_query_attention`
@@ -106,7 +106,7 @@ def _has_grouped_kernel(key: torch.Tensor) -> bool:
 
 
 def quantization(cfg: RunConfig) -> BitsAndBytesConfig:
-    """How a qlora base is held: 4-bit codes, computed in the run's precision.
+    """Return the quantization of a qlora base: 4-bit codes, computed in the run's precision.
 
     A strategy that splits weights over processes needs them stored in the type it computes in: the 4-bit codes are then
     packed into numbers of that type.
@@ -122,7 +122,7 @@ def quantization(cfg: RunConfig) -> BitsAndBytesConfig:
 
 
 def frozen_dtype(cfg: RunConfig) -> torch.dtype:
-    """The dtype of a base that does not train: the run's precision."""
+    """Return the dtype of a base that does not train: the run's precision."""
     # fp16 bases overflow in the norm layers of several families; with autocast the weights can stay fp16 only if
     # nothing but the adapter trains, which is the only case that reaches here.
     return DTYPES[str(cfg.train.precision)]

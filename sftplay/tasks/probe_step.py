@@ -23,7 +23,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ran_out_of_memory
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_base
-from sftplay.model.new_tokens.rows import add_rows
+from sftplay.model.new_tokens.embedding_rows import add_rows
 from sftplay.model.tokenizer import load_extended
 from sftplay.plan.memory.probe_fit import Point, Refusal, fit
 from sftplay.signals import die_with_parent

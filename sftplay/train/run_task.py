@@ -13,7 +13,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import DataError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.adapter import describe_parameters, freeze_beside_text
+from sftplay.model.adapter import describe_parameters, freeze_outside_text
 from sftplay.model.load import load_result, load_start, start_adapter, stored_base
 from sftplay.model.source import fetch_weights, locate
 from sftplay.model.start_point import resolve_names
@@ -105,9 +105,9 @@ def open_tokenizer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, list[NewToke
     tokenizer = load_tokenizer(cfg.model)
     if not cfg.tuning.new_tokens.is_on:
         return tokenizer, []
-    from sftplay.model.new_tokens.tokens import extend_as_begun
+    from sftplay.model.new_tokens.tokens import extend_for_run
 
-    return tokenizer, extend_as_begun(tokenizer, cfg, folder=folder)
+    return tokenizer, extend_for_run(tokenizer, cfg, folder=folder)
 
 
 def check_held_out(cfg: RunConfig, rows: Rows) -> None:
@@ -147,7 +147,7 @@ def make_trainable(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) -
     """
     if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # otherwise it continues with the one it has
         model = start_adapter(model, cfg, new_ids=new_ids)
-    if frozen := freeze_beside_text(model):
+    if frozen := freeze_outside_text(model):
         log.say(f"note: {format_count(frozen)} weights beside the text model stay as they are: rows are text only")
     return model
 

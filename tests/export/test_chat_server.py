@@ -26,7 +26,7 @@ CONTEXT = 100
 
 
 class Behind:
-    """Stands for transformers' server: keeps what it was asked, and answers what it is told to."""
+    """Replaces transformers' server: keeps its requests, and gives the answers that a test sets."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []

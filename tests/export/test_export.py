@@ -1,4 +1,4 @@
-"""An exported folder stands alone: plain transformers and PEFT load it, and it tells nothing of the machine."""
+"""An exported folder is self-contained: plain transformers and PEFT load it, and it says nothing of the machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError
-from sftplay.export.export import Cleaner, export, public_run, read_licence
+from sftplay.export.export import Redactor, export, public_run, read_licence
 from sftplay.export.model_card import write_adapter_card, write_card
 from sftplay.launch.run_folder import RunFolder
 
@@ -269,21 +269,21 @@ def test_existing_folder_and_a_run_without_a_result_are_refused(run: Finished, e
     ],
 )
 def test_places_are_cut_to_their_last_part_and_the_rest_stays(text: str, expected: str | None):
-    clean = Cleaner(["/data of ann/rows.jsonl", "sft", "/"])
+    clean = Redactor(["/data of ann/rows.jsonl", "sft", "/"])
     assert clean({"a": [text]}) == {"a": [text if expected is None else expected]}
 
 
 def test_values_of_keys_that_name_a_secret_are_gone():
     given = {"hub_token": "x", "api_key": "y", "eos_token": "</s>", "max_new_tokens": 4, "inner": {"password": "z"}}
-    gone = "(removed)"
+    removed = "(removed)"
     expected = {
-        "hub_token": gone,
-        "api_key": gone,
+        "hub_token": removed,
+        "api_key": removed,
         "eos_token": "</s>",
         "max_new_tokens": 4,
-        "inner": {"password": gone},
+        "inner": {"password": removed},
     }
-    assert Cleaner()(given) == expected
+    assert Redactor()(given) == expected
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def quiet() -> Iterator[None]:
 
 
 def finished(home: Path, inputs: Inputs, **changes: Any) -> tuple[RunConfig, RunFolder]:
-    """A run as it ends, with an adapter of random values far from zero in place of a trained one."""
+    """A run as it ends, with an adapter of random values far from zero instead of a trained one."""
     cfg, folder = new_run(home, inputs, **changes)
     torch.manual_seed(3)
     with quiet(), torch.no_grad():
@@ -80,7 +80,7 @@ def scores(model: Any) -> torch.Tensor:
 
 
 def peft_scores(base: Path, folder: RunFolder, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What PEFT itself computes with the adapter beside the base."""
+    """The scores of PEFT with the adapter on the base."""
     with quiet():
         loaded = PeftModel.from_pretrained(
             AutoModelForCausalLM.from_pretrained(base, dtype=dtype), folder.path / "adapter"
@@ -125,7 +125,7 @@ def test_merged_model_computes_what_peft_computes(
 
 @pytest.fixture(scope="module", params=["lora", "qlora"])
 def run(request: pytest.FixtureRequest, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run trained by the kit on a base whose answers are long and depend on every token of the prompt."""
+    """A run trained by the kit on a base with long answers that depend on every token of the prompt."""
     home = tmp_path_factory.mktemp("merge")
     base = Path(shutil.copytree(inputs.model, home / "base"))
     lively_model(base).save_pretrained(base)
@@ -158,8 +158,8 @@ def greedy(model: Any, folder: Path, text: str) -> str:
 
 def test_merged_model_says_in_plain_transformers_what_the_adapter_says_in_plain_peft(run: Finished, merged: Path):
     adapter = run.folder.path / "adapter"
-    beside, whole = AutoPeftModelForCausalLM.from_pretrained(adapter), AutoModelForCausalLM.from_pretrained(merged)
-    answers = {text: greedy(beside, adapter, text) for text in ("why", "seven old boats", "the river asks")}
+    adapted, whole = AutoPeftModelForCausalLM.from_pretrained(adapter), AutoModelForCausalLM.from_pretrained(merged)
+    answers = {text: greedy(adapted, adapter, text) for text in ("why", "seven old boats", "the river asks")}
     assert len(set(answers.values())) == 3
     assert {text: greedy(whole, merged, text) for text in answers} == answers
 
@@ -202,10 +202,10 @@ def test_run_that_began_with_an_adapter_is_merged_into_the_base_it_was_trained_o
     expected = scores(AutoPeftModelForCausalLM.from_pretrained(second.folder.path / "adapter"))
     out = merge(second.cfg, second.folder, out=tmp_path / "merged")
     assert float((scores(AutoModelForCausalLM.from_pretrained(out)) - expected).abs().max()) < 1e-5
-    # At so low a rate, most of what it knows is the earlier adapter's, whose weights are far from zero.
-    begun = peft_scores(inputs.model, earlier)
+    # At so low a rate, most of what it knows is the earlier adapter's, with weights far from zero.
+    at_start = peft_scores(inputs.model, earlier)
     untuned = scores(AutoModelForCausalLM.from_pretrained(inputs.model))
-    assert float((expected - begun).abs().mean()) < 0.1 * float((expected - untuned).abs().mean())
+    assert float((expected - at_start).abs().mean()) < 0.1 * float((expected - untuned).abs().mean())
     assert merge_check.test_merge(second.cfg, second.folder, merged=out)["texts_equal"]
     exported = export(second.cfg, second.folder, out=tmp_path / "exported")
     assert (exported / "adapter").is_dir() != merges  # on a base nobody else has it would be of no use
@@ -254,7 +254,7 @@ def test_merge_test_allows_the_rounding_of_16_bit_weights(
         (None, "model.layers.1.mlp.up_proj.weight", torch.neg),
         (None, "model.layers.0.input_layernorm.weight", lambda value: value * 1.1),
         ("bf16", "model.layers.0.self_attn.q_proj.weight", torch.zeros_like),
-        ("bf16", "model.embed_tokens.weight", raise_one),  # a token that no prompt holds: only the weights tell
+        ("bf16", "model.embed_tokens.weight", raise_one),  # a token that no prompt holds: only the weights show it
         ("bf16", "lm_head.weight", lambda value: value * float("nan")),
     ],
 )

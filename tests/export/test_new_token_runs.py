@@ -37,7 +37,7 @@ def quiet() -> Iterator[None]:
 
 
 def domain_inputs(home: Path, inputs: Inputs, *, tied: bool) -> Inputs:
-    """A base whose answers depend on every token, and rows of domain texts."""
+    """A base with answers that depend on every token, and rows of domain texts."""
     base = Path(shutil.copytree(inputs.model, home / "tied" if tied else home / "base"))
     model = lively_model(base)
     model.resize_token_embeddings(BASE_ROWS)
@@ -114,7 +114,7 @@ def test_the_run_keeps_its_list_and_a_tokenizer_that_shortens_domain_text(run: F
     assert kept["count"] == len(kept["tokens"]) == NEW
     plain, extended = (AutoTokenizer.from_pretrained(path) for path in (run.cfg.model.name, result(run)))
     texts = domain_texts(20, seed=9)
-    before, after = (sum(len(each(text)["input_ids"]) for text in texts) for each in (plain, extended))
+    before, after = (sum(len(tokenizer(text)["input_ids"]) for text in texts) for tokenizer in (plain, extended))
     assert after < 0.65 * before
     assert [extended.decode(extended(text)["input_ids"]) for text in texts] == texts
     for entry in kept["tokens"]:

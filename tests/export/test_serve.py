@@ -1,4 +1,4 @@
-"""A run served on this machine answers the real OpenAI client, through the trained template, and stops when told."""
+"""A run served on this machine answers the real OpenAI client, through the trained template, and stops on a signal."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ sys.exit(serve(load_config(folder.resolved), folder, server="transformers", port
 
 @pytest.fixture(scope="module")
 def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A LoRA run on a base whose answers are long and depend on every token of the prompt."""
+    """A LoRA run on a base with long answers that depend on every token of the prompt."""
     home = tmp_path_factory.mktemp("serve place")
     base = Path(shutil.copytree(inputs.model, home / "base"))
     lively_model(base).save_pretrained(base)
@@ -229,13 +229,13 @@ class Healthy(BaseHTTPRequestHandler):
         self.end_headers()
 
 if "deaf" in sys.argv:
-    signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
+    signal.signal(signal.SIGTERM, lambda *_: print("stopping", flush=True))
 print("pid", __import__("os").getpid(), flush=True)
 if "broken" in sys.argv:
     sys.exit("no room for the model")
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 """
-"""Stands for a server where only its life is looked at."""
+"""Replaces a server where only its start and stop matter."""
 
 
 def live(tmp_path: Path, signals: list[int], *words: str) -> int:
@@ -248,7 +248,7 @@ def live(tmp_path: Path, signals: list[int], *words: str) -> int:
     def send() -> None:
         wait_until(lambda: not signals or any("answers, model 'x'" in line for line in output))
         for sent, number in enumerate(signals):
-            wait_until(lambda sent=sent: log_file.read_text().count("told") == sent)
+            wait_until(lambda sent=sent: log_file.read_text().count("stopping") == sent)
             os.kill(os.getpid(), number)
 
     sender = threading.Thread(target=send)
@@ -274,9 +274,9 @@ def test_a_signal_stops_the_server_and_gives_its_code(number: int, tmp_path: Pat
 
 def test_a_second_signal_ends_a_server_that_does_not_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(serving, "STOP_S", 600.0)
-    begun = time.monotonic()
+    began = time.monotonic()
     assert live(tmp_path, [signal.SIGTERM, signal.SIGINT], "deaf") == 128 + signal.SIGTERM
-    assert time.monotonic() - begun < serving.STOP_S
+    assert time.monotonic() - began < serving.STOP_S
     assert not is_alive(fake_pid(tmp_path))
 
 

@@ -28,7 +28,7 @@ from sftplay.generate import prompts as questions
 from sftplay.generate.generate import Generator, answer_all, answer_batch
 from sftplay.generate.partial_answers import PartialAnswers
 from sftplay.generate.prompts import PromptFile
-from sftplay.generate.sampling import DrawByRow, Sampling
+from sftplay.generate.sampling import SampleByRow, Sampling
 
 pytestmark = pytest.mark.usefixtures("verbs_environment")
 
@@ -120,20 +120,20 @@ def test_tokens_are_drawn_as_often_as_temperature_and_top_p_say(
 ):
     n = 20_000
     scores = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(n, 4)
-    drawn = Sampling(temperature, top_p, seed=3).processors(range(n))(torch.zeros(n, 1, dtype=torch.long), scores)
-    assert bool((drawn.isfinite().sum(-1) == 1).all())
-    shares = torch.bincount(drawn.argmax(-1), minlength=4) / n
+    sampled = Sampling(temperature, top_p, seed=3).processors(range(n))(torch.zeros(n, 1, dtype=torch.long), scores)
+    assert bool((sampled.isfinite().sum(-1) == 1).all())
+    shares = torch.bincount(sampled.argmax(-1), minlength=4) / n
     # Five standard errors of a share of 0.5.
     assert shares.tolist() == pytest.approx(expected, abs=5 * 0.5 / n**0.5)
     assert [share for share, wanted in zip(shares.tolist(), expected, strict=True) if not wanted and share] == []
 
 
 def test_no_token_that_was_cut_off_is_drawn_at_either_end(monkeypatch: pytest.MonkeyPatch):
-    # Of the numbers that torch draws, 0 lies at the end of the first token's part, which is empty here.
+    # Of torch's random numbers, 0 is at the end of the first token's part, which is empty here.
     monkeypatch.setattr(torch.Tensor, "uniform_", lambda numbers, **_: numbers.zero_())
     scores = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
-    drawn = DrawByRow(seed=1, rows=[0])(torch.zeros(1, 1, dtype=torch.long), scores)
-    assert drawn.argmax(-1).tolist() == [1]
+    sampled = SampleByRow(seed=1, rows=[0])(torch.zeros(1, 1, dtype=torch.long), scores)
+    assert sampled.argmax(-1).tolist() == [1]
 
 
 FINGERPRINT = {"input": "abc", "temperature": 0.5}
@@ -264,7 +264,7 @@ def infer_batch(run: Finished, rows: Path, out: Path, *arguments: str) -> int:
     return cli.main(["infer-batch", "--config", str(config), "--in", str(rows), "--out", str(out), *arguments])
 
 
-@pytest.mark.parametrize("arguments", [(), ("--temperature", "1.5")], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("arguments", [(), ("--temperature", "1.5")], ids=["greedy", "sampled"])
 def test_a_second_start_asks_only_the_rest_and_gives_the_same_answers(
     run: Finished, rows: Path, asked: list[int], tmp_path: Path, arguments: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -422,7 +422,7 @@ def test_a_killed_batch_continues_where_it_was(run: Finished, tmp_path: Path):
 def test_a_text_file_has_a_question_in_each_line(tmp_path: Path):
     (tmp_path / "in.TXT").write_bytes("\ufeffWhy?\r\n\n  How much is é?\nlast".encode())
     found = list(PromptFile(str(tmp_path / "in.TXT")))
-    assert [(each.source.line, each.messages[-1].content) for each in found] == [
+    assert [(prompt.source.line, prompt.messages[-1].content) for prompt in found] == [
         (1, "Why?"), (3, "  How much is é?"), (4, "last"),
     ]  # fmt: skip
     assert found[0].row == {"prompt": "Why?"}

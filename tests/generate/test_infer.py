@@ -31,7 +31,7 @@ END = 2
 
 @pytest.fixture(scope="module")
 def model(tiny_llama: Path) -> Any:
-    """A model whose answers depend on every token of the prompt, and that reads 120 tokens."""
+    """A model that reads 120 tokens, with answers that depend on every token of the prompt."""
     made = lively_model(tiny_llama)
     made.config.max_position_embeddings = 120
     return made
@@ -69,7 +69,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> list[str]:
 def say(conversation: Conversation, text: str) -> tuple[str, list[str]]:
     """The answer, and what was noted."""
     notes: list[str] = []
-    return "".join(conversation.ask(text, Event(), note=notes.append)), notes
+    return "".join(conversation.ask(text, Event(), notify=notes.append)), notes
 
 
 def rendered(tokenizer: Any, turns: list[tuple[str, str]]) -> str:

@@ -27,8 +27,8 @@ def run(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 @pytest.fixture
-def tell(run: Finished, verbs_environment: None, capsys: pytest.CaptureFixture[str]) -> Verb:
-    """What a verb says as JSON of the run."""
+def run_verb(run: Finished, verbs_environment: None, capsys: pytest.CaptureFixture[str]) -> Verb:
+    """Return a function that runs a verb on the run and returns its JSON."""
 
     def call(verb: str, *words: str) -> Any:
         capsys.readouterr()
@@ -43,23 +43,23 @@ def read(run: Finished, name: str) -> dict[str, Any]:
     return figures
 
 
-def test_what_is_measured_in_the_run_after_it_and_by_eval_is_the_same(run: Finished, tell: Verb):
-    figures = tell("eval")
+def test_what_is_measured_in_the_run_after_it_and_by_eval_is_the_same(run: Finished, run_verb: Verb):
+    figures = run_verb("eval")
     last, after = read(run, "step-2"), read(run, "after")
     same = ("n", "reward", "reward/variety")
     assert [figures["after"][key] for key in same] == [after[key] for key in same] == [last[key] for key in same]
     assert [figures["before"][key] for key in same] == [read(run, "step-0")[key] for key in same]
     assert figures["before"]["reward"] != figures["after"]["reward"]
-    assert tell("eval-test")["after"]["n"] == 6
+    assert run_verb("eval-test")["after"]["n"] == 6
 
 
-def test_the_report_of_process_is_that_of_the_run(run: Finished, tell: Verb):
-    assert tell("process") == run.folder.read_json("data_report.json")
+def test_the_report_of_process_is_that_of_the_run(run: Finished, run_verb: Verb):
+    assert run_verb("process") == run.folder.read_json("data_report.json")
 
 
 @pytest.mark.parametrize("verb", ["inspect", "render"])
-def test_prompts_are_shown_as_they_are_asked(verb: str, run: Finished, tell: Verb):
-    rows = tell(verb, "--n", "3")["rows"]
+def test_prompts_are_shown_as_they_are_asked(verb: str, run: Finished, run_verb: Verb):
+    rows = run_verb(verb, "--n", "3")["rows"]
     assert [row["row"] for row in rows] == [0, 4, 8]
     for row in rows:
         assert row["text"].startswith("<|im_start|>user\n")

@@ -217,7 +217,7 @@ def test_a_damaged_file_of_the_shipped_base_is_named_and_nothing_is_made(tiny_co
         ensure_shipped(tmp_path / "cache", tiny_copy)
     assert refused.value.where == str(path)
     assert "git checkout" in refused.value.fix
-    assert not [each for each in (tmp_path / "cache").iterdir() if each.is_dir()]
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "made.json"])

@@ -1,4 +1,4 @@
-"""What tells one set of starting weights from another, when a file is read whole and when only in chunks."""
+"""Digests of starting weights differ where the weights do, for a file read whole and for one read in chunks."""
 
 from __future__ import annotations
 

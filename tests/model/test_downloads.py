@@ -101,16 +101,16 @@ def test_download_fetches_what_is_needed_to_where_libraries_find_it_offline(
     env = hub_environment(address, tmp_path / "hf")
     done = sftplay("download-model", "--model", "org/tiny", "--json", env=env)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["model"], told["revision"]) == ("org/tiny", COMMIT)
+    report = json.loads(done.stdout)
+    assert (report["model"], report["revision"]) == ("org/tiny", COMMIT)
     kept = sorted(path.name for path in tiny_llama.iterdir())
-    assert told["files"] == kept
-    assert told["bytes"] == sum(path.stat().st_size for path in tiny_llama.iterdir())
-    assert sorted(path.name for path in Path(told["folder"]).iterdir()) == kept
-    assert all((Path(told["folder"]) / name).read_bytes() == (tiny_llama / name).read_bytes() for name in kept)
+    assert report["files"] == kept
+    assert report["bytes"] == sum(path.stat().st_size for path in tiny_llama.iterdir())
+    assert sorted(path.name for path in Path(report["folder"]).iterdir()) == kept
+    assert all((Path(report["folder"]) / name).read_bytes() == (tiny_llama / name).read_bytes() for name in kept)
     assert not any(name in path for _, path in handler.asked for name in NOT_NEEDED)
     found = snapshot_download("org/tiny", cache_dir=tmp_path / "hf" / "hub", local_files_only=True)
-    assert Path(found).samefile(told["folder"])
+    assert Path(found).samefile(report["folder"])
 
 
 @pytest.mark.contract
@@ -176,13 +176,13 @@ def test_model_in_the_cache_is_opened_when_the_hub_does_not_answer(tiny_llama: P
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(tiny_llama / "config.json"))
     assert check_reachable("org/cached", None, where="here") is False
-    told: list[Any] = []
+    report: list[Any] = []
     monkeypatch.setattr(
-        "transformers.AutoTokenizer.from_pretrained", lambda *_, **options: told.append(options) or 1 / 0
+        "transformers.AutoTokenizer.from_pretrained", lambda *_, **options: report.append(options) or 1 / 0
     )
     with pytest.raises(MachineError, match="ZeroDivisionError"):
         load_tokenizer(ModelConfig(name="org/cached"))
-    assert told[0]["local_files_only"] is True
+    assert report[0]["local_files_only"] is True
 
 
 def test_model_that_the_hub_does_not_have_is_refused(served: tuple[str, type[Hub]], monkeypatch: pytest.MonkeyPatch):
@@ -210,12 +210,12 @@ def test_reason_is_quoted_in_one_line_without_secrets(text: str, shown: str):
 
 
 def test_path_of_a_folder_that_has_gone_is_no_name_of_the_hub(tmp_path: Path, chat_rows: Path):
-    gone = tmp_path / "base that was here"
-    cfg = sized(written_config(tmp_path, Inputs(gone, chat_rows, chat_rows)))
+    missing = tmp_path / "base that was here"
+    cfg = sized(written_config(tmp_path, Inputs(missing, chat_rows, chat_rows)))
     for opens in (load_base, lambda cfg: load_tokenizer(cfg.model)):
         with pytest.raises(ConfigError, match="no model folder") as caught:
             opens(cfg)
-        assert str(gone) in caught.value.what
+        assert str(missing) in caught.value.what
 
 
 def test_folders_and_builtins_are_never_asked_for(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""A model, tokenizer or adapter whose files lie is refused with a remedy, whatever a library makes of it."""
+"""A model, tokenizer or adapter with wrong files is refused with a remedy, whatever error a library raises."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from sftplay.config.schema.run import LoraConfig, ModelConfig
 from sftplay.errors import ConfigError, DataError, MachineError
-from sftplay.model.adapter import add_adapter, attach_adapter, describe_parameters, freeze_beside_text
+from sftplay.model.adapter import add_adapter, attach_adapter, describe_parameters, freeze_outside_text
 from sftplay.model.load import load_base
 from sftplay.model.source import check_source, is_local, is_quantised, read_shape
 from sftplay.model.tokenizer import load_tokenizer
@@ -241,7 +241,7 @@ def seeing_gemma():
 @pytest.mark.parametrize("targets", ["auto", ["q_proj", "out_proj"]])
 def test_on_a_model_that_sees_only_the_text_part_trains_and_all_of_it_gets_gradients(seeing_gemma, targets):
     model = add_adapter(seeing_gemma(), LoraConfig(r=2, target_modules=targets))
-    assert (freeze_beside_text(model) == 0) == (targets == "auto")
+    assert (freeze_outside_text(model) == 0) == (targets == "auto")
     ids = torch.arange(8)[None]
     model(input_ids=ids, labels=ids).loss.backward()
     trains = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -252,13 +252,13 @@ def test_on_a_model_that_sees_only_the_text_part_trains_and_all_of_it_gets_gradi
 
 def test_full_tuning_of_a_model_that_sees_leaves_its_vision_alone(seeing_gemma):
     model = seeing_gemma()
-    frozen = freeze_beside_text(model)
+    frozen = freeze_outside_text(model)
     tower = [p for name, p in model.named_parameters() if "vision" in name or "projector" in name]
     assert frozen == sum(p.numel() for p in tower) > 0
 
 
 def test_nothing_of_a_model_that_only_reads_is_frozen(tiny_llama):
-    assert freeze_beside_text(AutoModelForCausalLM.from_pretrained(tiny_llama)) == 0
+    assert freeze_outside_text(AutoModelForCausalLM.from_pretrained(tiny_llama)) == 0
 
 
 def only_pickled(folder: Path) -> Path:
@@ -315,8 +315,11 @@ def test_pickles_beside_safetensors_are_no_reason_to_refuse(broken: Path):
 def test_model_that_needs_its_own_code_is_refused_with_reason_and_key(broken: Path, open_base: Any):
     (broken / "modeling_own.py").write_text("raise SystemExit('foreign code has run')\n")
     path = broken / "config.json"
-    own = {"model_type": "own", "auto_map": {"AutoConfig": "modeling_own.C", "AutoModelForCausalLM": "modeling_own.M"}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    custom = {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "modeling_own.C", "AutoModelForCausalLM": "modeling_own.M"},
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | custom))
     with pytest.raises(ConfigError, match="runs only with Python code that ships with it") as caught:
         open_base(broken)
     assert str(broken) in caught.value.what

@@ -14,14 +14,14 @@ from sftplay.model.toys.tasks import Muon, orthogonal
 def test_it_steps_as_torch_s_muon_does_up_to_the_rounding_of_bf16(shape):
     torch.manual_seed(0)
     start, gradients = torch.randn(shape), torch.randn(4, *shape)
-    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    pairs = [(ours, Muon([ours], lr=0.1)), (theirs, torch.optim.Muon([theirs], lr=0.1, weight_decay=0.0))]
+    ours, reference = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    pairs = [(ours, Muon([ours], lr=0.1)), (reference, torch.optim.Muon([reference], lr=0.1, weight_decay=0.0))]
     for gradient in gradients:
         for weight, optimizer in pairs:
             weight.grad = gradient.clone()
             optimizer.step()
-    moved = (theirs - start).norm()
-    assert (ours - theirs).norm() < 0.02 * moved
+    moved = (reference - start).norm()
+    assert (ours - reference).norm() < 0.02 * moved
 
 
 def test_its_directions_are_nearly_orthogonal():

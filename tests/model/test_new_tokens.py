@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sftplay.config.schema.run import DataConfig, LoraConfig, ModelConfig, NewTokensConfig, RunConfig, TuningConfig
 from sftplay.errors import ConfigError, DataError
 from sftplay.model.adapter import add_adapter
-from sftplay.model.new_tokens.rows import add_rows
+from sftplay.model.new_tokens.embedding_rows import add_rows
 from sftplay.model.new_tokens.terms import find_terms, read_terms
-from sftplay.model.new_tokens.tokens import HAS_NO_FORM, IS_ONE_TOKEN, Form, NewToken, add_to, choose_forms
+from sftplay.model.new_tokens.tokens import HAS_NO_FORM, IS_ONE_TOKEN, NewToken, TermForm, add_to, choose_forms
 from sftplay.model.tokenizer import load_extended
 
 PLAIN_TEXT = "the old light walks under green hills and asks why seven quiet boats carry salt"
@@ -49,7 +49,7 @@ def test_a_sequence_is_no_term_where_its_rarest_word_mostly_stands_elsewhere():
 
 
 def test_what_a_longer_term_saves_beside_a_chosen_one_is_only_the_rest():
-    # `flight deck` alone would save 9 a time. Beside `deck`, which is chosen for its 45, it saves 9 - 3 = 6 five times.
+    # `flight deck` alone would save 9 a time. After `deck`, which is chosen for its 45, it saves 9 - 3 = 6 five times.
     # `rudders` saves 6 four times. `flight` has no occurrence left.
     texts = [", flight deck" * 5 + ", deck" * 40 + ", rudders" * 4]
     assert find_terms(texts, letters, wanted=3, min_count=4) == ["deck", "flight deck", "rudders"]
@@ -68,7 +68,7 @@ def byte_level(*more: str) -> Tokenizer:
 
 
 def metaspace(scheme: str) -> Tokenizer:
-    """As SentencePiece models are read: a space is a letter of its own."""
+    """As SentencePiece models are read: a space is a separate letter."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -94,7 +94,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def with_terms(tokenizer: Tokenizer, forms: dict[str, Form]) -> Tokenizer:
+def with_terms(tokenizer: Tokenizer, forms: dict[str, TermForm]) -> Tokenizer:
     extended = Tokenizer.from_str(tokenizer.to_str())
     extended.add_tokens([form.as_token() for form in forms.values()])
     return extended
@@ -108,8 +108,8 @@ def test_extended_tokenizers_are_lossless_and_shorter(make: Callable[[], Tokeniz
     plain = make()
     forms, refused = choose_forms(plain, WANTED)
     assert refused == {}
-    assert forms["aileron"] == Form(" aileron")
-    assert (forms["<tool>"], forms["空气动力学"]) == (Form("<tool>"), Form("空气动力学"))
+    assert forms["aileron"] == TermForm(" aileron")
+    assert (forms["<tool>"], forms["空气动力学"]) == (TermForm("<tool>"), TermForm("空气动力学"))
     extended = with_terms(plain, forms)
     for text in (f"the {term} and {term}s, ({term}).\n{term}  {term} x{term}2" for term in WANTED):
         assert extended.decode(ids(extended, text), skip_special_tokens=False) == text
@@ -130,7 +130,7 @@ def test_a_term_that_begins_a_longer_token_leaves_that_token_whole():
     assert len(before) == 3
     begins = next(part for part in ("quie", "qui", "qu") if len(ids(plain, f" {part}")) > 2)
     forms, _ = choose_forms(plain, [begins])
-    assert forms[begins] == Form(begins, single_word=True)
+    assert forms[begins] == TermForm(begins, single_word=True)
     assert ids(with_terms(plain, forms), "the quiet hills") == before
     assert choose_forms(plain, ["quiet"])[1] == {"quiet": IS_ONE_TOKEN}
 
@@ -198,7 +198,7 @@ def test_fifty_terms_of_the_data_are_found_and_shorten_it(tiny_llama: Path, tmp_
     tokenizer, tokens = load_extended(cfg)
     plain = AutoTokenizer.from_pretrained(tiny_llama)
     texts = domain_texts(160, seed=1)
-    before, after = (sum(len(each(text)["input_ids"]) for text in texts) for each in (plain, tokenizer))
+    before, after = (sum(len(encode(text)["input_ids"]) for text in texts) for encode in (plain, tokenizer))
     assert len(tokens) == 50
     assert len(tokenizer) == len(plain) + 50
     assert after < 0.65 * before

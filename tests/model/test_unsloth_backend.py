@@ -1,4 +1,4 @@
-"""What the kit asks of unsloth, and what it does when unsloth answers otherwise than asked."""
+"""The kit passes its settings to unsloth, and refuses a model when unsloth did something else."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_unsloth_is_told_what_the_config_says_and_to_open_no_other_model(config: Any, opened: Any, tiny_llama: Path):
     cfg = config(model__max_seq_len=96, train__gradient_checkpointing=True, seed=7)
     _, stand_in = opened(cfg)
-    told = stand_in.opened
-    assert told["model_name"] == str(tiny_llama)
-    assert told["use_exact_model_name"] is True
-    assert (told["max_seq_length"], told["dtype"], told["random_state"]) == (96, torch.float32, 7)
-    assert (told["load_in_4bit"], told["trust_remote_code"], told["use_safetensors"]) == (False, False, True)
-    assert told["use_gradient_checkpointing"] == "unsloth"
+    given = stand_in.opened
+    assert given["model_name"] == str(tiny_llama)
+    assert given["use_exact_model_name"] is True
+    assert (given["max_seq_length"], given["dtype"], given["random_state"]) == (96, torch.float32, 7)
+    assert (given["load_in_4bit"], given["trust_remote_code"], given["use_safetensors"]) == (False, False, True)
+    assert given["use_gradient_checkpointing"] == "unsloth"
     _, stand_in = opened(config())
     assert stand_in.opened["use_gradient_checkpointing"] is False
 
@@ -67,10 +67,10 @@ def test_adapter_has_the_configs_shape_on_every_linear_layer_but_the_head_and_fp
     cfg = config(train__precision="bf16", seed=9, **lora)
     model, stand_in = opened(cfg)
     adapted = start_adapter(model, cfg)
-    told = stand_in.adapted
-    assert told["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert (told["r"], told["lora_alpha"], told["lora_dropout"], told["random_state"]) == (3, 12.0, 0.25, 9)
-    assert (told["use_rslora"], told["use_dora"], told["modules_to_save"]) == (True, False, ["lm_head"])
+    given = stand_in.adapted
+    assert given["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert (given["r"], given["lora_alpha"], given["lora_dropout"], given["random_state"]) == (3, 12.0, 0.25, 9)
+    assert (given["use_rslora"], given["use_dora"], given["modules_to_save"]) == (True, False, ["lm_head"])
     trainable = {p.dtype for p in adapted.parameters() if p.requires_grad}
     frozen = {p.dtype for p in adapted.parameters() if not p.requires_grad}
     assert (trainable, frozen) == ({torch.float32}, {torch.bfloat16})
@@ -201,6 +201,7 @@ def test_training_process_imports_unsloth_before_the_task_and_only_for_its_runs(
     from sftplay.launch.run_folder import RunFolder
     from sftplay.signals import StopAtOnce
     from sftplay.tasks import worker
+    from sftplay.train import run_task  # noqa: F401 - its lazy imports must not meet the patched import_module
 
     steps: list[str] = []
 

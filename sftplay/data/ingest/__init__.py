@@ -1,1 +1,1 @@
-"""From a folder of documents to rows of text whose every character can be traced to its page."""
+"""Turn a folder of documents into rows of text, in which every character can be traced to its page."""

@@ -1,4 +1,4 @@
-"""Finds out what kind of document a file is, by its content first, and gives it to that kind's reader.
+"""Detect what kind of document a file is, by its content first, and call the reader of that kind.
 
 No library is imported before a file of its kind is read.
 """
@@ -43,10 +43,10 @@ READERS = {
 }
 """Kind -> the module below `extract` and its function; it is imported when a file of the kind is read."""
 
-OF_TEXT = ("txt", "md", "rst", "eml", "html")
-"""Kinds that nothing in the content tells from each other for certain: the name decides."""
+TEXT_KINDS = ("txt", "md", "rst", "eml", "html")
+"""Kinds that cannot be told apart by content with certainty: the file name decides."""
 
-FOREIGN = (
+FOREIGN_BEGINNINGS = (
     (b"\x89PNG", "a PNG image"),
     (b"\xff\xd8\xff", "a JPEG image"),
     (b"GIF8", "a GIF image"),
@@ -63,14 +63,19 @@ FOREIGN = (
 )
 """First bytes of kinds that are sometimes given a document's name."""
 
-PARTS = {"word/document.xml": "docx", "ppt/presentation.xml": "pptx", "xl/workbook.xml": "xlsx", "content.xml": "odf"}
+KIND_BY_PART = {
+    "word/document.xml": "docx",
+    "ppt/presentation.xml": "pptx",
+    "xl/workbook.xml": "xlsx",
+    "content.xml": "odf",
+}
 """A part of a zip archive -> the kind of document that has it."""
 
 OLD_OFFICE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
-LOCKED = "EncryptedPackage".encode("utf-16-le")
+LOCKED_STREAM = "EncryptedPackage".encode("utf-16-le")
 """The name of a stream in a locked docx, pptx or xlsx, which is packed as an old Office file is ([MS-OFFCRYPTO])."""
 
-PAGE = re.compile(
+HTML_BEGINNING = re.compile(
     rb"(?:\xef\xbb\xbf)?\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*<(?:!doctype html|html[\s>])", re.I | re.S
 )
 HEAD_BYTES = 4096
@@ -78,7 +83,7 @@ DIRECTORY_BYTES = 1 << 16
 
 
 def extract(path: Path, encoding: str = "auto") -> Extracted:
-    """The document's title and blocks.
+    """Return the document's title and blocks.
 
     `encoding` is that of text files without a byte order mark; "auto" takes UTF-8, UTF-16 where it shows, else the
     likeliest one, with a note.
@@ -86,7 +91,7 @@ def extract(path: Path, encoding: str = "auto") -> Extracted:
     Raises:
         Unreadable: it gives no text, with the reason.
         MachineError: the library for this kind is not installed.
-        MemoryError: it does not fit into the memory that one document is given.
+        MemoryError: it does not fit into the memory limit of one document.
     """
     try:
         with path.open("rb") as stream:
@@ -95,9 +100,9 @@ def extract(path: Path, encoding: str = "auto") -> Extracted:
         raise Unreadable("broken", f"the file cannot be opened: {error.strerror}") from None
     if not head.strip():
         raise Unreadable("empty", "the file is empty" if not head else "the file begins with nothing but white space")
-    kind = kind_of(path, head)
+    kind = detect_kind(path, head)
     try:
-        found = reader_of(kind)(path, encoding)
+        found = find_reader(kind)(path, encoding)
     except (Unreadable, MachineError, MemoryError):
         raise
     except Exception as error:  # the border to foreign parsers: whatever they raise is a counted record
@@ -113,57 +118,57 @@ def extract(path: Path, encoding: str = "auto") -> Extracted:
     return found
 
 
-def kind_of(path: Path, head: bytes) -> str:
-    """The kind of a document with these first bytes.
+def detect_kind(path: Path, head: bytes) -> str:
+    """Return the kind of a document with these first bytes.
 
     Raises:
-        Unreadable: it is no kind that is read.
+        Unreadable: this kind is not supported.
     """
     named = SUFFIXES.get(path.suffix.lower(), "")
-    foreign = next((name for magic, name in FOREIGN if head.startswith(magic)), "")
+    foreign = next((name for magic, name in FOREIGN_BEGINNINGS if head.startswith(magic)), "")
     if foreign:
         raise Unreadable("wrong_format", f"the content is {foreign}; the name ends in {path.suffix!r}")
-    if b"%PDF-" in head[:1024] and (named not in OF_TEXT or head.startswith(b"%PDF-")):
+    if b"%PDF-" in head[:1024] and (named not in TEXT_KINDS or head.startswith(b"%PDF-")):
         return "pdf"
     if head.startswith(OLD_OFFICE):
         raise _old_office(path)
     if head.startswith(b"PK\x03\x04"):
         return _zip_kind(path)
-    if PAGE.match(head):
+    if HTML_BEGINNING.match(head):
         return "html"
-    if named in OF_TEXT:
+    if named in TEXT_KINDS:
         return named
     what = "damaged from its first byte or" if named else "of an unknown kind,"
     raise Unreadable("wrong_format", f"the content is {what} something else than {path.suffix!r} says")
 
 
 def _zip_kind(path: Path) -> str:
-    """The kind of an office document by the parts in its archive."""
+    """Return the kind of an office document by the parts in its archive."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = {name.lstrip("/") for name in archive.namelist()}
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise Unreadable("broken", f"the archive cannot be opened: {error}") from None
-    kind = next((kind for part, kind in PARTS.items() if part in names), "")
+    kind = next((kind for part, kind in KIND_BY_PART.items() if part in names), "")
     if not kind:
         raise Unreadable("wrong_format", "the content is a zip archive without a document")
     return kind
 
 
 def _old_office(path: Path) -> Unreadable:
-    """Why a file in the old container of Office is not read."""
+    """Return the error for a file in the old container of Office."""
     with path.open("rb") as stream:
         size = path.stat().st_size
         ends = stream.read(DIRECTORY_BYTES)
         stream.seek(max(size - DIRECTORY_BYTES, 0))
         ends += stream.read(DIRECTORY_BYTES)
-    if LOCKED in ends:
+    if LOCKED_STREAM in ends:
         return Unreadable("encrypted", "the office document is locked by a password")
     return Unreadable("wrong_format", "an old Office document (doc, xls, ppt) or a mail of Outlook: save it as docx")
 
 
-def reader_of(kind: str) -> Callable[[Path, str], Extracted]:
-    """The function that reads a kind."""
+def find_reader(kind: str) -> Callable[[Path, str], Extracted]:
+    """Return the function that reads a kind."""
     module, name = READERS[kind]
     reader: Callable[[Path, str], Extracted] = getattr(import_module(f"sftplay.data.ingest.extract.{module}"), name)
     return reader

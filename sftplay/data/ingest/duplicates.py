@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Hashes = NDArray[np.uint64]
 Signature = NDArray[np.uint32]
 
-WORDS = 5
+SHINGLE_WORDS = 5
 """Words of a shingle, as the pipelines of large web corpora take them."""
 
 PERMUTATIONS = 128
@@ -24,17 +24,17 @@ CHUNK = 1 << 10
 LONGEST_WORD = 256
 """Characters after which the positions of a word's characters are counted from 0 again."""
 
-PIECE = 1 << 18
+PIECE_CHARS = 1 << 18
 
 CODES = 0x110000
 
 
 def shingles(text: str) -> Hashes:
-    """The different shingles as 64-bit hashes, sorted. A text of fewer than five words is one shingle."""
+    """Return the distinct shingles as 64-bit hashes, sorted. A text of fewer than five words is one shingle."""
     words = _word_hashes(text)
     if not len(words):
         return np.zeros(0, np.uint64)
-    width = min(WORDS, len(words))
+    width = min(SHINGLE_WORDS, len(words))
     n = len(words) - width + 1
     mixed = np.zeros(n, np.uint64)
     for place in range(width):
@@ -44,7 +44,7 @@ def shingles(text: str) -> Hashes:
 
 
 def similarity(one: Hashes, other: Hashes) -> float:
-    """The Jaccard similarity of two sets of shingles: those in both by those in either."""
+    """The Jaccard similarity of two sets of shingles: the size of the intersection by that of the union."""
     both = len(np.intersect1d(one, other, assume_unique=True))
     either = len(one) + len(other) - both
     return both / either if either else 1.0
@@ -71,25 +71,25 @@ def warm_tables() -> None:
 
 
 def _word_hashes(text: str) -> Hashes:
-    """A hash of each word of the text, in order."""
+    """Return a hash of each word of the text, in order."""
     found, begin = [], 0
     while begin < len(text):
-        end = _end_of_piece(text, begin)
-        found.append(_hashes_of_piece(text[begin:end].lower()))
+        end = _find_piece_end(text, begin)
+        found.append(_hash_piece(text[begin:end].lower()))
         begin = end
     return np.concatenate(found) if found else np.zeros(0, np.uint64)
 
 
-def _end_of_piece(text: str, begin: int) -> int:
-    """Behind a space, where there is one soon: a text is hashed in pieces, which take 50 bytes a character."""
-    end = begin + PIECE
+def _find_piece_end(text: str, begin: int) -> int:
+    """Return the end of a piece, behind a space if one follows soon. Hashing takes 50 bytes a character of a piece."""
+    end = begin + PIECE_CHARS
     if end >= len(text):
         return len(text)
-    place = text.find(" ", end, end + PIECE)
+    place = text.find(" ", end, end + PIECE_CHARS)
     return place + 1 if place >= 0 else end
 
 
-def _hashes_of_piece(text: str) -> Hashes:
+def _hash_piece(text: str) -> Hashes:
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     kinds = _kinds()[codes]
     places = np.flatnonzero(kinds)
@@ -131,8 +131,8 @@ def _powers() -> Hashes:
 @cache
 def _permutations() -> tuple[Signature, Signature]:
     """Factors (odd) and summands. They come from fixed hashes, so that they are the same on every machine."""
-    drawn = _finish(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    values: Signature = (drawn >> np.uint64(32)).astype(np.uint32)
+    mixed = _finish(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    values: Signature = (mixed >> np.uint64(32)).astype(np.uint32)
     return np.bitwise_or(values[:PERMUTATIONS], np.uint32(1)), values[PERMUTATIONS:]
 
 
@@ -140,14 +140,14 @@ SURELY = 0.999
 """With this probability at least, two texts of exactly the least similarity agree in a band."""
 
 DOUBT = 0.15
-"""A pair whose signatures put it so far below the least similarity is not compared: four standard deviations."""
+"""A pair is not compared if its signatures put it so far below the least similarity: four standard deviations."""
 
 EARLIEST, LATEST = 2, 6
 """Earlier texts of the same band that a text is compared with: the first ones, and those just before it."""
 
 
 @dataclass(frozen=True)
-class Pair:
+class DuplicatePair:
     """A dropped text and the kept one that it repeats."""
 
     kept: int
@@ -155,7 +155,7 @@ class Pair:
     similarity: float
 
 
-def rows_of_a_band(near: float) -> int:
+def count_band_rows(near: float) -> int:
     """Values in a band: the most with which a pair of the least similarity is found almost surely."""
     fitting = [rows for rows in range(1, 17) if 1 - (1 - near**rows) ** (PERMUTATIONS // rows) >= SURELY]
     return max(fitting, default=1)
@@ -163,7 +163,7 @@ def rows_of_a_band(near: float) -> int:
 
 def band_keys(signatures: Signature, near: float) -> Hashes:
     """A hash of each band of each signature: uint64 [bands, texts]."""
-    rows = rows_of_a_band(near)
+    rows = count_band_rows(near)
     bands = PERMUTATIONS // rows
     values = signatures.reshape(-1, PERMUTATIONS)[:, : bands * rows].reshape(-1, bands, rows)
     keys = np.zeros((len(values), bands), np.uint64)
@@ -174,7 +174,7 @@ def band_keys(signatures: Signature, near: float) -> Hashes:
 
 
 def candidates(bands: Iterator[Hashes], wanted: NDArray[np.bool_]) -> Iterator[tuple[int, list[int]]]:
-    """For each wanted text, in order, those before it with which it shares a band. `bands`: keys of all texts, each."""
+    """Yield each wanted text, in order, with the earlier ones that share a band. A band holds the keys of all texts."""
     pairs = np.zeros(0, np.uint64)
     places = np.flatnonzero(wanted)
     for keys in bands:
@@ -198,25 +198,25 @@ def candidates(bands: Iterator[Hashes], wanted: NDArray[np.bool_]) -> Iterator[t
 
 
 def find_near(
-    candidates: Iterator[tuple[int, list[int]]], *, near: float, text_of: Callable[[int], str],
-    signature_of: Callable[[int], Signature],
-) -> Iterator[Pair]:  # fmt: skip
-    """Each text that is at least `near` to an earlier one that is kept, with the first such one."""
+    candidates: Iterator[tuple[int, list[int]]], *, near: float, read_text: Callable[[int], str],
+    read_signature: Callable[[int], Signature],
+) -> Iterator[DuplicatePair]:  # fmt: skip
+    """Yield each text that is at least `near` to an earlier kept one, with the first such one."""
     kept_for: dict[int, int] = {}
-    shingles_of = lru_cache(maxsize=32)(lambda place: shingles(text_of(place)))
+    get_shingles = lru_cache(maxsize=32)(lambda place: shingles(read_text(place)))
     for later, earlier in candidates:
         for first in sorted({kept_for.get(place, place) for place in earlier}):
-            if (signature_of(first) == signature_of(later)).mean() < near - DOUBT:
+            if (read_signature(first) == read_signature(later)).mean() < near - DOUBT:
                 continue
-            share = similarity(shingles_of(first), shingles_of(later))
+            share = similarity(get_shingles(first), get_shingles(later))
             if share >= near:
                 kept_for[later] = first
-                yield Pair(first, later, share)
+                yield DuplicatePair(first, later, share)
                 break
 
 
-def first_of_equal(keys: Sequence[NDArray[np.uint64]]) -> NDArray[np.int64]:
-    """For each text the first one with the same keys: itself, or the one that it repeats to the character."""
+def find_first_equal(keys: Sequence[NDArray[np.uint64]]) -> NDArray[np.int64]:
+    """Return for each text the first one with the same keys: itself, or the one that it repeats exactly."""
     n = len(keys[0])
     if not n:
         return np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""What a user chooses for an ingestion, and which of it the kept results of each stage depend on."""
+"""The settings of an ingestion, and the part of them that the kept results of each stage depend on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = (*CLEANING, "boilerplate", "duplicates", "near_duplicates")
 """Every step that can be left out with `--without`."""
 
 ROWS = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".parquet")
-"""Files whose rows are documents already; only their column `text` is read, and it is not cleaned."""
+"""Files with one document in each row; only their column `text` is read, and it is not cleaned."""
 
 Unit = Literal["document", "section"]
 
@@ -40,7 +40,7 @@ class Settings:
     """Of text files without a byte order mark."""
 
     limit_s: float = 30.0
-    """For one file. A file that is streamed gets a second more for each 4 MB."""
+    """For one file. A streamed file gets one more second for each 4 MB."""
 
     memory_bytes: int = 10**9
     """For one file's reader."""
@@ -53,18 +53,18 @@ class Settings:
         """Whether a step is on."""
         return step not in self.without
 
-    def reading(self) -> dict[str, Any]:
-        """All that decides what is read from a file."""
+    def reading_options(self) -> dict[str, Any]:
+        """Return all settings that decide what is read from a file."""
         cleaned = [step for step in CLEANING if self.does(step)]
         lines = self.does("boilerplate")
         return {"kit": __version__, "encoding": self.encoding, "cleaning": cleaned, "lines": lines}
 
-    def finishing(self) -> dict[str, Any]:
-        """All that decides which records come of what was read."""
+    def finishing_options(self) -> dict[str, Any]:
+        """Return all settings that decide which records are made of what was read."""
         filters = {"min_chars": self.min_chars, "max_chars": self.max_chars, "languages": self.languages}
         return {"by": self.by, "signatures": self.does("near_duplicates"), "near": self.near, **filters}
 
-    def deciding(self) -> dict[str, Any]:
-        """All that OUT depends on, beside the files."""
+    def all_options(self) -> dict[str, Any]:
+        """Return all settings that OUT depends on."""
         compared = [step for step in ("duplicates", "near_duplicates") if self.does(step)]
-        return {"reading": self.reading(), "finishing": self.finishing(), "compared": compared}
+        return {"reading": self.reading_options(), "finishing": self.finishing_options(), "compared": compared}

@@ -1,1 +1,1 @@
-"""Terms of a domain as tokens of their own: found, put into the tokenizer, and given rows in the model."""
+"""New tokens for terms of a domain: find the terms, extend the tokenizer, and add rows to the model."""

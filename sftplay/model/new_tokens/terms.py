@@ -1,4 +1,4 @@
-"""Finds the words and word sequences of the training texts that would save most tokens as one token each.
+"""Find the words and word sequences of the training texts that would save most tokens as one token each.
 
 It splits words at white space and punctuation, so it finds nothing in scripts that put no space between words. A file
 of terms may hold any script.
@@ -35,7 +35,7 @@ Words = tuple[str, ...]
 
 
 def read_terms(path: str) -> list[str]:
-    """The terms of a file, each once, in its order.
+    """Return the terms of a file, each once, in its order.
 
     Raises:
         ConfigError: it cannot be read, holds no term, or one that is too long.
@@ -58,21 +58,21 @@ def read_terms(path: str) -> list[str]:
     return terms
 
 
-def source_of(cfg: RunConfig) -> tuple[str, float]:
-    """The path of the rows in which terms are looked for, and the share of them that is held out."""
+def find_text_source(cfg: RunConfig) -> tuple[str, float]:
+    """Return the path of the rows to search for terms, and the share of them that is held out."""
     if cfg.learns_documents:
         trained = [source for source in cfg.sources if source.weight > 0] or cfg.sources
-        source = next((each for each in trained if each.type == "cpt"), trained[0])
-        path, has_own, split = source.path, source.val_path, cfg.data.split if source.split is None else source.split
+        source = next((candidate for candidate in trained if candidate.type == "cpt"), trained[0])
+        path, has_held_out = source.path, source.val_path
+        split = cfg.data.split if source.split is None else source.split
     else:
-        path, has_own, split = cfg.rows_path, cfg.data.val_path, cfg.data.split
-    return path, 0.0 if has_own else DEFAULT_SPLIT if split is None else split
+        path, has_held_out, split = cfg.rows_path, cfg.data.val_path, cfg.data.split
+    return path, 0.0 if has_held_out else DEFAULT_SPLIT if split is None else split
 
 
 def training_texts(cfg: RunConfig) -> list[str]:
-    """The first `READ_CHARACTERS` of the texts that are trained on; held-out rows and rows that cannot be read are
-    left out."""
-    path, held_out = source_of(cfg)
+    """Return the first `READ_CHARACTERS` of the training texts, without held-out and unreadable rows."""
+    path, held_out = find_text_source(cfg)
     reading, texts, left = read_layout_options(cfg.data), [], READ_CHARACTERS
     for source, row in read_rows(path, read_dialect(cfg.data)):
         if isinstance(row, Refused):
@@ -91,21 +91,21 @@ def training_texts(cfg: RunConfig) -> list[str]:
     return texts
 
 
-def words_of(texts: Sequence[str]) -> list[str]:
-    """All words of the texts, sorted, each once."""
+def list_words(texts: Sequence[str]) -> list[str]:
+    """Return all words of the texts, sorted, each once."""
     return sorted({match[0] for text in texts for match in WORD.finditer(text)})
 
 
 def find_terms(
     texts: Sequence[str], count_pieces: Callable[[list[str]], list[int]], *, wanted: int, min_count: int
 ) -> list[str]:
-    """At most `wanted` terms that occur at least `min_count` times behind a space. Those that save most come first.
+    """Return at most `wanted` terms that occur at least `min_count` times behind a space, the largest savings first.
 
-    A sequence of words is a term where at least half of the occurrences of its rarest word stand in it. What a chosen
-    term saves is no longer counted for the terms that it contains, or that contain it.
+    A sequence of words is a term if it holds at least half of the occurrences of its rarest word. The saving of a
+    chosen term is no longer counted for the terms that it contains, or that contain it.
 
     Args:
-        count_pieces: the number of tokens of each term behind a space.
+        count_pieces: returns the number of tokens of each term behind a space.
     """
     counts = _count(texts, min_count)
     ordered = sorted(counts)
@@ -133,7 +133,7 @@ def _count(texts: Iterable[str], min_count: int) -> dict[Words, int]:
 
 
 def _runs(text: str) -> Iterator[list[str]]:
-    """Words that follow each other with one space between; the first follows a space too."""
+    """Yield runs of words with one space between; the first follows a space too."""
     run: list[str] = []
     end = -1
     for match in WORD.finditer(text):
@@ -154,7 +154,7 @@ def _select(counts: Mapping[Words, int], costs: Mapping[Words, int], *, wanted: 
     touching: dict[str, list[Words]] = {}
 
     def gain(words: Words) -> tuple[int, int]:
-        """Occurrences that are left, and tokens that each of them saves."""
+        """Return the occurrences that are left, and the tokens that each of them saves."""
         near = {other for word in words for other in touching.get(word, ())}
         count = counts[words] - sum(chosen[other] for other in near if _holds(other, words))
         cost = costs[words] - sum(costs[other] - 1 for other in near if _holds(words, other))

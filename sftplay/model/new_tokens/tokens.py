@@ -21,7 +21,7 @@ from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.data.read.sources import content_digest
 from sftplay.errors import ConfigError, DataError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.new_tokens.terms import find_terms, read_terms, source_of, training_texts, words_of
+from sftplay.model.new_tokens.terms import find_terms, find_text_source, list_words, read_terms, training_texts
 
 SPACES = ("Ġ", "▁")
 """How vocabularies write a space."""
@@ -31,29 +31,29 @@ IS_ONE_TOKEN = "it is one token already"
 
 
 @dataclass(frozen=True)
-class Form:
-    """A term as the tokenizer will look for it."""
+class TermForm:
+    """A term as the tokenizer searches for it."""
 
     content: str
     single_word: bool = False
 
     def as_token(self) -> AddedToken:
-        """The token to add. It takes no space beside it, and is looked for in the text as it stands."""
+        """Return the token to add. It absorbs no spaces around it, and is searched for in the unchanged text."""
         return AddedToken(self.content, single_word=self.single_word, lstrip=False, rstrip=False, normalized=False)
 
 
 def choose_forms(
     backend: Tokenizer, terms: Sequence[str], *, words: Sequence[str] = ()
-) -> tuple[dict[str, Form], dict[str, str]]:
-    """The form of each term, and the reason for each term that cannot be a token.
+) -> tuple[dict[str, TermForm], dict[str, str]]:
+    """Return the form of each term, and the reason for each term that cannot be a token.
 
     Args:
         words: sorted; those among them that begin with a term must not get longer either.
     """
-    open_forms = {term: list(_forms_of(term)) for term in terms}
+    open_forms = {term: list(_list_forms(term)) for term in terms}
     pieces, refused = _sorted_pieces(backend), {}
     for term in terms:
-        if backend.token_to_id(term) is not None or len(ids_of(backend, term)) < 2:
+        if backend.token_to_id(term) is not None or len(find_term_ids(backend, term)) < 2:
             refused[term] = IS_ONE_TOKEN
             del open_forms[term]
             continue
@@ -76,23 +76,23 @@ def choose_forms(
             open_forms[term].pop(0)
 
 
-def ids_of(backend: Tokenizer, term: str) -> list[int]:
-    """The tokens of a term behind a word and a space."""
+def find_term_ids(backend: Tokenizer, term: str) -> list[int]:
+    """Return the tokens of a term behind a word and a space."""
     encoding = backend.encode(f"a {term}", add_special_tokens=False)
     return [id for id, (_, end) in zip(encoding.ids, encoding.offsets, strict=True) if end > 1]
 
 
-def _forms_of(term: str) -> Iterator[Form]:
-    """With the space before it, as vocabularies hold words; else the bare word, which leaves that space a token."""
+def _list_forms(term: str) -> Iterator[TermForm]:
+    """Yield the term with the space before it, as in vocabularies; then the bare word, which keeps the space apart."""
     if _is_word(term[0]) and _is_word(term[-1]):
-        yield Form(f" {term}")
-        yield Form(term, single_word=True)
+        yield TermForm(f" {term}")
+        yield TermForm(term, single_word=True)
     else:
-        yield Form(term)
+        yield TermForm(term)
 
 
 def _is_word(character: str) -> bool:
-    """Whether it belongs to a word that has spaces around it."""
+    """Whether the character belongs to a script that puts spaces between words."""
     return character.isalnum() and unicodedata.east_asian_width(character) not in "WF"
 
 
@@ -117,19 +117,19 @@ def _longer(term: str, words: Sequence[str]) -> Iterator[str]:
 
 
 def _works(term: str, texts: Sequence[str], *, backend: Tokenizer, trial: Tokenizer) -> bool:
-    saves = len(ids_of(trial, term)) < len(ids_of(backend, term))
+    saves = len(find_term_ids(trial, term)) < len(find_term_ids(backend, term))
     return saves and all(_is_kept(text, backend, trial=trial) for text in texts)
 
 
 def _is_kept(text: str, backend: Tokenizer, *, trial: Tokenizer) -> bool:
-    """Whether the text comes back as before, or as it is, and has no more tokens than before."""
-    before, after = (each.encode(text, add_special_tokens=False).ids for each in (backend, trial))
+    """Whether the text decodes as before or unchanged, and has no more tokens than before."""
+    before, after = (tokenizer.encode(text, add_special_tokens=False).ids for tokenizer in (backend, trial))
     kept = (text, backend.decode(before, skip_special_tokens=False))
     return trial.decode(after, skip_special_tokens=False) in kept and len(after) <= len(before)
 
 
 def _probes(term: str) -> Iterator[str]:
-    """Texts with the term between all kinds of neighbours."""
+    """Yield texts with the term between all kinds of neighbours."""
     yield from (term, f" {term}", f"{term} moves", f"the {term} moves", f"a  {term}  b", f"a\t{term}\nb", f"\n\n{term}")
     yield from (f"({term})", f"the {term}.", f"the {term}, too", f"{term} {term}", f"{term}{term}", f"x{term}")
     yield from (f"the {term}s", f"the {term}ing x", f"the {term}'s", f"the {term}2", f"the {term}-{term}", f"ä{term}ö")
@@ -139,7 +139,7 @@ def _probes(term: str) -> Iterator[str]:
 
 
 CODE_VERSION = 1
-"""To be raised when the same texts give another list."""
+"""Raised when the same texts give another list."""
 
 LIST = "new_tokens.json"
 """The file with the list, in the cache and in the run folder."""
@@ -151,7 +151,7 @@ ENCODED_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class NewToken:
-    """A term that is a token of its own."""
+    """A term that is one new token."""
 
     term: str
     content: str
@@ -163,16 +163,16 @@ class NewToken:
     """The tokens that it replaces."""
 
     count: int
-    """How often it occurs in the training texts that were read."""
+    """Its occurrences in the training texts that were read."""
 
     @property
     def tokens_saved(self) -> int:
-        """Tokens that the training texts lose by it."""
+        """The tokens that it saves in the training texts."""
         return self.count * (len(self.pieces) - 1)
 
 
 def extend(tokenizer: Any, cfg: RunConfig) -> list[NewToken]:
-    """Give the tokenizer of the resolved `cfg` its new tokens, and return these; none where the config asks for none.
+    """Add the new tokens of the resolved `cfg` to the tokenizer, and return them; none if the config asks for none.
 
     Raises:
         ConfigError: the file of terms cannot be used, or holds a term that cannot be a token.
@@ -181,7 +181,7 @@ def extend(tokenizer: Any, cfg: RunConfig) -> list[NewToken]:
     wanted = cfg.tuning.new_tokens
     if not wanted.is_on:
         return []
-    path, held_out = source_of(cfg)
+    path, held_out = find_text_source(cfg)
     data = cfg.data
     parts = {
         "code": CODE_VERSION,
@@ -192,17 +192,17 @@ def extend(tokenizer: Any, cfg: RunConfig) -> list[NewToken]:
     }
     folder = Path(data.processed_dir) / f"terms-{fingerprint(parts)}"
 
-    def make(unfinished: Path) -> None:
+    def write_list(unfinished: Path) -> None:
         (unfinished / LIST).write_text(_as_text(_choose(cfg, tokenizer)), encoding="utf-8")
 
-    ensure_folder(folder, make)
+    ensure_folder(folder, write_list)
     tokens = _from_entries(json.loads((folder / LIST).read_text(encoding="utf-8")))
     add_to(tokenizer, tokens)
     return tokens
 
 
-def extend_as_begun(tokenizer: Any, cfg: RunConfig, *, folder: RunFolder) -> list[NewToken]:
-    """The same for a run: its folder keeps the list, and a continued run has the one that it began with.
+def extend_for_run(tokenizer: Any, cfg: RunConfig, *, folder: RunFolder) -> list[NewToken]:
+    """Extend the tokenizer for a run: its folder keeps the list, and a continued run uses its first list.
 
     Raises:
         ConfigError: the file of terms or the tokenizer has changed since the run began; and what `extend` raises.
@@ -218,12 +218,12 @@ def extend_as_begun(tokenizer: Any, cfg: RunConfig, *, folder: RunFolder) -> lis
 
 
 def add_to(tokenizer: Any, tokens: Sequence[NewToken]) -> None:
-    """Give `tokenizer` the tokens, under their ids.
+    """Add the tokens to `tokenizer`, under their ids.
 
     Raises:
-        ConfigError: they get other ids, because the list was made for another tokenizer.
+        ConfigError: they would get other ids, because the list was made for another tokenizer.
     """
-    tokenizer.add_tokens([Form(token.content, token.single_word).as_token() for token in tokens])
+    tokenizer.add_tokens([TermForm(token.content, token.single_word).as_token() for token in tokens])
     for token in tokens:
         if (found := tokenizer.convert_tokens_to_ids(token.content)) != token.id:
             what = f"the tokenizer is another one than when {token.term!r} became token {token.id}: it is {found} now"
@@ -232,7 +232,7 @@ def add_to(tokenizer: Any, tokens: Sequence[NewToken]) -> None:
 
 def _check_terms(tokens: Sequence[NewToken], cfg: RunConfig) -> None:
     if (source := cfg.tuning.new_tokens.path) is None:
-        return  # the data have digests of their own
+        return  # the data have their own digests
     before, now = [token.term for token in tokens], read_terms(source)
     if before == now:
         return
@@ -243,7 +243,7 @@ def _check_terms(tokens: Sequence[NewToken], cfg: RunConfig) -> None:
 
 
 def kept_tokens(run: Path) -> list[NewToken]:
-    """The new tokens that the run in the folder `run` began with; none where it has none."""
+    """Return the new tokens that the run in the folder `run` started with; none where it has none."""
     path = run / LIST
     return _from_entries(json.loads(path.read_text(encoding="utf-8"))["tokens"]) if path.is_file() else []
 
@@ -252,19 +252,19 @@ def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
     wanted, backend = cfg.tuning.new_tokens, tokenizer.backend_tokenizer
     texts = training_texts(cfg)
     if wanted.path:
-        forms, refused = choose_forms(backend, read_terms(wanted.path), words=words_of(texts))
+        forms, refused = choose_forms(backend, read_terms(wanted.path), words=list_words(texts))
         if refused:
             term, reason = next(iter(refused.items()))
             what = f"{len(refused)} of the terms cannot be new tokens, such as {term!r}: {reason}"
             raise ConfigError(what, where=f"{KEY}.path {wanted.path}", fix="take them out of the file")
     else:
         forms = _found_forms(cfg, texts, backend=backend)
-    replaced = {term: tuple(ids_of(backend, term)) for term in forms}
+    replaced = {term: tuple(find_term_ids(backend, term)) for term in forms}
     before = _count_ids(backend, texts)
     tokenizer.add_tokens([form.as_token() for form in forms.values()])
     after = _count_ids(backend, texts)
     log.say(
-        f"{len(forms)} new tokens: the texts of {source_of(cfg)[0]} have {after.total():,} tokens with them, "
+        f"{len(forms)} new tokens: the texts of {find_text_source(cfg)[0]} have {after.total():,} tokens with them, "
         f"{before.total():,} without ({1 - after.total() / max(1, before.total()):.1%} less)",
         "data",
     )
@@ -275,23 +275,23 @@ def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
     ]
 
 
-def _found_forms(cfg: RunConfig, texts: Sequence[str], *, backend: Any) -> dict[str, Form]:
+def _found_forms(cfg: RunConfig, texts: Sequence[str], *, backend: Any) -> dict[str, TermForm]:
     wanted = cfg.tuning.new_tokens
-    log.status(f"looking for {wanted.count} terms in {source_of(cfg)[0]}", "data")
+    log.status(f"looking for {wanted.count} terms in {find_text_source(cfg)[0]}", "data")
     # Some will have no form in this tokenizer.
     terms = find_terms(
         texts,
-        lambda candidates: [len(ids_of(backend, term)) for term in candidates],
+        lambda candidates: [len(find_term_ids(backend, term)) for term in candidates],
         wanted=2 * wanted.count,
         min_count=wanted.min_count,
     )
-    forms, refused = choose_forms(backend, terms, words=words_of(texts))
+    forms, refused = choose_forms(backend, terms, words=list_words(texts))
     forms = dict(list(forms.items())[: wanted.count])
     if not forms:
         what = f"no term occurs {wanted.min_count} times and would save tokens"
         reason = f"; {len(refused)} would, but {next(iter(refused.values()))}" if refused else ""
         fix = f"lower {KEY}.min_count, or leave {KEY} out"
-        raise DataError(what + reason, where=source_of(cfg)[0], fix=fix)
+        raise DataError(what + reason, where=find_text_source(cfg)[0], fix=fix)
     if len(forms) < wanted.count:
         log.say(f"note: only {len(forms)} terms occur {wanted.min_count} times and save tokens", "data")
     return forms
@@ -319,5 +319,5 @@ def _as_text(tokens: Sequence[NewToken]) -> str:
 
 def _from_entries(entries: Sequence[dict[str, Any]]) -> list[NewToken]:
     names = [field.name for field in fields(NewToken)]
-    own = ({name: entry[name] for name in names} for entry in entries)
-    return [NewToken(**{**entry, "pieces": tuple(entry["pieces"])}) for entry in own]
+    known = ({name: entry[name] for name in names} for entry in entries)
+    return [NewToken(**{**entry, "pieces": tuple(entry["pieces"])}) for entry in known]

@@ -13,7 +13,7 @@ from sftplay.atomic import whole_folder, write_text
 from sftplay.errors import MachineError
 
 MANIFEST = "made.json"
-"""What made the files of its folder, and the sha256 of each."""
+"""The origin of the files in its folder, and the sha256 of each."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ShippedModel:
         return hashlib.sha256(json.dumps([self.fingerprint, self.files]).encode()).hexdigest()[:12]
 
     def copy_to(self, folder: Path) -> None:
-        """Make `folder` a copy of it, whole or not at all.
+        """Copy it to `folder`, whole or not at all.
 
         Raises:
             MachineError: a shipped file is missing, or is not the one that was shipped.
@@ -51,7 +51,7 @@ class ShippedModel:
 
 
 def read_shipped(folder: Path) -> ShippedModel | None:
-    """The model that is shipped in `folder`; None where there is no such folder.
+    """Return the model that is shipped in `folder`; None where there is no such folder.
 
     Raises:
         MachineError: its manifest is missing or cannot be read.
@@ -69,8 +69,8 @@ def read_shipped(folder: Path) -> ShippedModel | None:
 
 
 def write_manifest(folder: Path, *, fingerprint: str, recipe: dict[str, Any], made_with: dict[str, str]) -> None:
-    """List the files of `folder` with their hashes and what made them."""
-    hashes = {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
+    """Write a list of the files of `folder` with their hashes and their origin."""
+    hashes = {path.name: compute_sha256(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
     content = {"fingerprint": fingerprint, "sha256": hashes, "made_with": made_with, "recipe": recipe}
     write_text(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
 
@@ -85,12 +85,12 @@ def check_files(folder: Path, hashes: dict[str, str], *, fix: str) -> None:
         path = folder / name
         if not path.is_file():
             raise MachineError("this file of the built-in model is missing", where=str(path), fix=fix)
-        if (found := sha256_of(path)) != expected:
+        if (found := compute_sha256(path)) != expected:
             what = f"not the file that was shipped: sha256 {found[:12]}..., expected {expected[:12]}..."
             raise MachineError(what, where=str(path), fix=fix)
 
 
-def sha256_of(path: Path) -> str:
-    """Hex sha256 of a file's content."""
+def compute_sha256(path: Path) -> str:
+    """Return the hex sha256 of a file's content."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()

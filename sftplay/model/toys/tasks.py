@@ -1,4 +1,4 @@
-"""Small tasks on which the shipped toy models were trained, and how."""
+"""The small tasks of the toy models, and their training."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from sftplay.atomic import whole_folder
 
 @torch.no_grad()
 def set_induction_heads(model: LlamaForCausalLM, *, rope_theta: float) -> None:
-    """Set the first three heads of two layers so that together they continue a text that has begun to repeat itself.
+    """Set the first three heads of two layers so that together they continue a text that repeats itself.
 
     This is the induction circuit of Olsson et al. 2022 (In-context Learning and Induction Heads): layer 0 writes down
     which token came one and two places before; layer 1 looks for earlier places that followed the present token, and
-    passes on what stood there. Models of this size find it only after some millions of tokens, more than a minute
-    holds; begun here, training shapes it to the text. The figures were found by trial, they are starting values only.
+    passes on their tokens. Models of this size find it only after some millions of tokens, more than fit in a minute;
+    from this start, training adapts it to the text. The figures were found by trial, they are starting values only.
     """
     size, width = model.config.hidden_size, model.config.hidden_size // model.config.num_attention_heads
     half, embedding_std = width // 2, 0.5
     embeddings = model.model.embed_tokens.weight.normal_(0, embedding_std)
-    embeddings[:, 0] = 4 * embedding_std  # a constant that a head can look by position with
+    embeddings[:, 0] = 4 * embedding_std  # a constant by which a head can attend by position
     model.model.norm.weight.fill_(0.1)  # keeps the first logits small although the embeddings are large
     rotated = torch.zeros(size, size)
     rotated[1:, 1:] = torch.linalg.qr(torch.randn(size - 1, size - 1))[0]
@@ -60,7 +60,7 @@ def _set_head(
     value: torch.Tensor,
     output: torch.Tensor,
 ) -> None:
-    """Give one head these weights: query, key and value [width, size], output [size, width]."""
+    """Set the weights of one head: query, key and value [width, size], output [size, width]."""
     attention = model.model.layers[layer].self_attn
     rows = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
     attention.q_proj.weight[rows] = query
@@ -87,7 +87,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Change each matrix that has a gradient."""
+        """Update each matrix that has a gradient."""
         loss = closure() if closure else None
         for group in self.param_groups:
             for matrix in group["params"]:
@@ -105,7 +105,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """About U V^T of the matrix's U S V^T: singular values between 0.7 and 1.2, by five Newton-Schulz steps."""
+    """Return about U V^T of the matrix's U S V^T, with singular values from 0.7 to 1.2, by five Newton-Schulz steps."""
     a, b, c = COEFFICIENTS
     is_tall = matrix.size(0) > matrix.size(1)
     found = matrix.T if is_tall else matrix
@@ -150,9 +150,9 @@ class DigitsRecipe:
     version: int = 1
 
     def traces(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Traces and what is to be said after each of their tokens, -100 where nothing is: int64 [rows, tokens].
+        """Return traces and the target after each of their tokens, -100 for none: int64 [rows, tokens].
 
-        One trace teaches all three actions: after y and h the target is the end, although the trace goes on.
+        One trace teaches all three actions: after y and h the target is the end, although the trace continues.
         """
         return _traces(self, generator)
 
@@ -223,14 +223,14 @@ def _traces(recipe: DigitsRecipe, generator: torch.Generator) -> tuple[Tensor, T
     second = mostly(first if recipe.copies else hint, recipe.follows)
     wild = mostly(first, recipe.follows) if recipe.copies else digits()
     first_digit, end, nothing = ID["0"], torch.full((rows,), ID[END]), torch.full((rows,), -100)
-    plus, equals, asks, tells, pad = (torch.full((rows,), ID[word]) for word in ("+", "=", "?", ">", PAD))
-    a, b, first, hint, second, wild = (each + first_digit for each in (a, b, first, hint, second, wild))
-    told = torch.stack([a, plus, b, equals, first, asks, hint, tells, second], 1)
-    said = torch.stack([nothing, nothing, nothing, first, end, hint, end, second, end], 1)
-    blank = torch.stack([a, plus, b, equals, first, asks, tells, wild, pad], 1)
-    unsaid = torch.stack([nothing, nothing, nothing, first, end, nothing, wild, end, nothing], 1)
+    plus, equals, asks, gives, pad = (torch.full((rows,), ID[word]) for word in ("+", "=", "?", ">", PAD))
+    a, b, first, hint, second, wild = (digit + first_digit for digit in (a, b, first, hint, second, wild))
+    hinted = torch.stack([a, plus, b, equals, first, asks, hint, gives, second], 1)
+    hinted_targets = torch.stack([nothing, nothing, nothing, first, end, hint, end, second, end], 1)
+    blank = torch.stack([a, plus, b, equals, first, asks, gives, wild, pad], 1)
+    blank_targets = torch.stack([nothing, nothing, nothing, first, end, nothing, wild, end, nothing], 1)
     is_blank = (torch.rand(rows, generator=generator) < recipe.blanks)[:, None]
-    return torch.where(is_blank, blank, told), torch.where(is_blank, unsaid, said)
+    return torch.where(is_blank, blank, hinted), torch.where(is_blank, blank_targets, hinted_targets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ class StepsRecipe(DigitsRecipe):
     """Share of the hints that are the first wrong step on purpose."""
 
     follows: float = 0.8
-    """Share of the second answers that keep what stands before the hinted step."""
+    """Share of the second answers that keep the steps before the hinted step."""
 
     def traces(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """As in DigitsRecipe."""
@@ -269,14 +269,14 @@ class StepsRecipe(DigitsRecipe):
         is_blank = torch.rand(rows, generator=generator) < self.blanks
         redone_from = torch.where(hint == 0, len(first) + 1, hint) * (keeps & ~is_blank)
         second, before = list[Tensor](), operands[0]
-        for step, (operand, said) in enumerate(zip(operands[1:], first, strict=True), 1):
-            before = torch.where(redone_from > step, said, mostly((before + operand) % BASE, self.solves))
+        for step, (operand, kept) in enumerate(zip(operands[1:], first, strict=True), 1):
+            before = torch.where(redone_from > step, kept, mostly((before + operand) % BASE, self.solves))
             second.append(before)
         return _rows(operands, first, hint=hint, second=second, is_blank=is_blank)
 
 
 def _problems(rows: int, generator: torch.Generator) -> list[Tensor]:
-    """The four digits of each problem, none of them held out; see data/step_sums/generate.py."""
+    """Return the four digits of each problem, none of them held out; see data/step_sums/generate.py."""
     digits = torch.randint(BASE, (4, rows), generator=generator)
     a, b, c, d = digits
     is_held_out = (a + 2 * b + 3 * c + 4 * d) % BASE == 0
@@ -286,23 +286,23 @@ def _problems(rows: int, generator: torch.Generator) -> list[Tensor]:
 def _rows(
     operands: list[Tensor], first: list[Tensor], *, hint: Tensor, second: list[Tensor], is_blank: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of traces, with the hint and, where `is_blank`, without it."""
+    """Return tokens and targets of traces, with the hint or, where `is_blank`, without it."""
     zero, like = ID["0"], operands[0]
 
     def same(number: int) -> Tensor:
         return torch.full_like(like, number)
 
     plus, end, nothing = same(ID["+"]), same(ID["<end>"]), same(-100)
-    asked = [each for operand in operands for each in (operand + zero, plus)]
+    asked = [token for operand in operands for token in (operand + zero, plus)]
     asked[-1] = same(ID["="])
-    y, z, h = [each + zero for each in first], [each + zero for each in second], hint + zero
-    unsaid = [nothing] * (len(asked) - 1)
-    told = [*asked, *y, same(ID["?"]), h, same(ID[">"]), *z]
-    said = [*unsaid, *y, end, h, end, *z, end]
+    y, z, h = [digit + zero for digit in first], [digit + zero for digit in second], hint + zero
+    untrained = [nothing] * (len(asked) - 1)
+    hinted = [*asked, *y, same(ID["?"]), h, same(ID[">"]), *z]
+    hinted_targets = [*untrained, *y, end, h, end, *z, end]
     blank = [*asked, *y, same(ID["?"]), same(ID[">"]), *z, same(ID["<pad>"])]
-    unhinted = [*unsaid, *y, end, nothing, *z, end, nothing]
+    blank_targets = [*untrained, *y, end, nothing, *z, end, nothing]
     choose = is_blank[:, None]
     return (
-        torch.where(choose, torch.stack(blank, 1), torch.stack(told, 1)),
-        torch.where(choose, torch.stack(unhinted, 1), torch.stack(said, 1)),
+        torch.where(choose, torch.stack(blank, 1), torch.stack(hinted, 1)),
+        torch.where(choose, torch.stack(blank_targets, 1), torch.stack(hinted_targets, 1)),
     )

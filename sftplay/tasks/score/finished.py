@@ -24,7 +24,7 @@ from sftplay.evaluate.rewarded import evenly_spaced
 from sftplay.generate.chat import COMMANDS
 from sftplay.generate.generate import Generator, stream_answer
 from sftplay.generate.prompts import PromptFile
-from sftplay.generate.sampling import Sampling, seed_of
+from sftplay.generate.sampling import Sampling, derive_seed
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_result, load_untrained
@@ -219,7 +219,7 @@ class EpisodeChat:
             "/help": lambda chat, rest: HELP,
         }
 
-    def ask(self, text: str, stop: Event, *, note: Callable[[str], None]) -> Iterator[str]:
+    def ask(self, text: str, stop: Event, *, notify: Callable[[str], None]) -> Iterator[str]:
         """Stream the three texts, with a heading before each, until `stop` is set.
 
         Raises:
@@ -263,7 +263,7 @@ class EpisodeChat:
             prompt = template.fill(known, max_tokens=self.cfg.model.max_seq_len - longest)
         except RunError as error:
             raise DataError(error.what, fix="say it in fewer words, or ask for shorter answers: /max N") from error
-        sampling = replace(self.generator.sampling, seed=seed_of(self.generator.sampling.seed, turn))
+        sampling = replace(self.generator.sampling, seed=derive_seed(self.generator.sampling.seed, turn))
         with self.role_models.use_role(role) as model:
             generator = replace(self.generator, model=model, max_new_tokens=longest, sampling=sampling)
             ids = yield from stream_answer(generator, prompt, row=self.n_asked, stop=stop)

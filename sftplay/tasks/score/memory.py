@@ -37,7 +37,7 @@ FP32, ADAM_COPIES = 4, 4
 
 DRAWN_BYTES = 32
 """Of a score of the newest token: the model's in fp32, transformers' copy, that over the temperature, what was left of
-the token before, and two rows of probabilities in fp64 (`generate.sampling.DrawByRow`)."""
+the token before, and two rows of probabilities in fp64 (`generate.sampling.SampleByRow`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

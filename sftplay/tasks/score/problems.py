@@ -20,7 +20,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.order import order_hash, training_order
 from sftplay.data.prompts.load import Prompts
-from sftplay.generate.sampling import seed_of
+from sftplay.generate.sampling import derive_seed
 from sftplay.train.task import RowOrder
 
 
@@ -82,7 +82,7 @@ class MinibatchSchedule:
         batch, step = divmod(step, self.steps)
         number, minibatch = divmod(step, self.minibatches)
         first = (batch * self.step_episodes + at) * self.minibatches
-        random = Random(seed_of(seed_of(self.seed, batch * self.passes + number), at)).random
+        random = Random(derive_seed(derive_seed(self.seed, batch * self.passes + number), at)).random
         keys = [random() for _ in range(self.minibatches)]
         return first + sorted(range(self.minibatches), key=keys.__getitem__)[minibatch]
 

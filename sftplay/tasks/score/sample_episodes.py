@@ -21,7 +21,7 @@ from sftplay.data.records import Message
 from sftplay.data.render.render import Renderer
 from sftplay.errors import RunError
 from sftplay.generate.generate import Generator, left_padded
-from sftplay.generate.sampling import DrawByRow, Sampling, only, seed_of
+from sftplay.generate.sampling import SampleByRow, Sampling, derive_seed, only
 from sftplay.model.out_of_memory import AdaptiveBatches
 from sftplay.reward.math_rewards import reference_answer
 from sftplay.tasks.score.hint_leak import states_answer, states_program
@@ -157,11 +157,11 @@ class RecordedSampling(Sampling):
     def processors(self, rows: Sequence[int]) -> LogitsProcessorList:
         if self.temperature == 0:
             return LogitsProcessorList()
-        return LogitsProcessorList([_SampleAndRecord(self, DrawByRow(self.seed, rows))])
+        return LogitsProcessorList([_SampleAndRecord(self, SampleByRow(self.seed, rows))])
 
 
 class _SampleAndRecord(LogitsProcessor):
-    def __init__(self, sampling: RecordedSampling, sampler: DrawByRow) -> None:
+    def __init__(self, sampling: RecordedSampling, sampler: SampleByRow) -> None:
         self._sampling, self._sampler = sampling, sampler
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -380,7 +380,7 @@ class EpisodeSampler:
         def answer(template: Template, ids: Sequence[dict[str, list[int]]], *, turn: int) -> list[Action]:
             prompts = [template.fill(filling, max_tokens=max_tokens) for filling in ids]
             return self._generate(
-                prompts, "solver", numbers=numbers, seed=seed_of(seed, turn), temperature=temperature,
+                prompts, "solver", numbers=numbers, seed=derive_seed(seed, turn), temperature=temperature,
                 longest=score.max_new_tokens,
             )  # fmt: skip
 
@@ -405,7 +405,7 @@ class EpisodeSampler:
         prompts = ([episode.first.prompt for episode in episodes], [episode.second.prompt for episode in episodes])
         first, second = (
             self._generate(
-                turn_prompts, "solver", numbers=numbers, seed=seed_of(seed, number), temperature=temperature,
+                turn_prompts, "solver", numbers=numbers, seed=derive_seed(seed, number), temperature=temperature,
                 longest=self.cfg.score.max_new_tokens,
             )
             for number, turn_prompts in enumerate(prompts, 4)
@@ -428,7 +428,7 @@ class EpisodeSampler:
         max_tokens = self.cfg.model.max_seq_len - score.max_hint_tokens
         prompts = [self.templates.guide.fill(filling, max_tokens=max_tokens) for filling in known]
         return self._generate(
-            prompts, "guide", numbers=numbers, seed=seed_of(seed, 2), temperature=temperature,
+            prompts, "guide", numbers=numbers, seed=derive_seed(seed, 2), temperature=temperature,
             longest=score.max_hint_tokens,
         )  # fmt: skip
 

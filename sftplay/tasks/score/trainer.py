@@ -21,7 +21,7 @@ from transformers import Trainer
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
-from sftplay.generate.sampling import seed_of
+from sftplay.generate.sampling import derive_seed
 from sftplay.launch.checkpoints import step_of
 from sftplay.tasks.score.advantages import Advantages
 from sftplay.tasks.score.checkpoint_weights import load_weights, save_weights
@@ -136,7 +136,7 @@ class EpisodeTrainer(Trainer):
         with self.heartbeat.within("generation"), torch.no_grad(), self.accelerator.autocast():
             settings: dict[str, Any] = {
                 "numbers": self.schedule.rank_places(number),
-                "seed": seed_of(self.cfg.seed, step),
+                "seed": derive_seed(self.cfg.seed, step),
                 "temperature": score.temperature,
             }
             episodes = self.episode_sampler.sample_episodes(questions, **settings)

@@ -28,7 +28,7 @@ class Hostile:
     name: str
     make: Callable[[Path], object]
     reasons: tuple[str, ...]
-    """Reasons of which one is given; empty where its text is read."""
+    """Reasons that are allowed; empty where its text is read."""
 
 
 def zipped(parts: dict[str, bytes]) -> bytes:
@@ -46,7 +46,7 @@ def word(body: bytes) -> bytes:
 
 
 def links(kind: str, target: str) -> bytes:
-    """The part that tells where another part lies."""
+    """The part that names the place of another part."""
     link = f'<Relationship Id="r1" Type="{TYPES}/{kind}" Target="{target}"/>'
     return f'<Relationships xmlns="{RELS}">{link}</Relationships>'.encode()
 
@@ -86,7 +86,7 @@ def huge_sheet() -> bytes:
 
 
 def looping_pdf() -> bytes:
-    """A PDF whose page tree contains itself and whose older cross-reference table is itself."""
+    """A PDF with a page tree that contains itself, and an older cross-reference table that is itself."""
     objects = [b"<</Type/Catalog/Pages 2 0 R>>", b"<</Type/Pages/Kids[2 0 R 2 0 R]/Count 2/Parent 2 0 R>>"]
     content, places = b"%PDF-1.4\n", []
     for number, body in enumerate(objects, 1):
@@ -124,7 +124,7 @@ def gz_bomb(path: Path) -> None:
 
 
 def zip_bomb(path: Path) -> None:
-    """A Word document whose text takes 512 MB."""
+    """A Word document with a text of 512 MB."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         archive.writestr("_rels/.rels", links("officeDocument", "word/document.xml"))
         with archive.open("word/document.xml", "w") as stream:
@@ -135,8 +135,8 @@ def zip_bomb(path: Path) -> None:
 
 def long_line(path: Path) -> None:
     """200 MB of random words in one line."""
-    draws = np.random.default_rng(0).integers(ord("a"), ord("z") + 5, 200_000_000, np.uint8)
-    path.write_bytes(np.where(draws > ord("z"), ord(" "), draws).astype(np.uint8).tobytes())
+    letters = np.random.default_rng(0).integers(ord("a"), ord("z") + 5, 200_000_000, np.uint8)
+    path.write_bytes(np.where(letters > ord("z"), ord(" "), letters).astype(np.uint8).tobytes())
 
 
 UNSAFE = ("unsafe", "too_large", "memory", "timeout", "broken", "crashed")

@@ -13,24 +13,24 @@ Line = tuple[float, float, str] | tuple[float, float, str, str, float]
 
 
 def write_pdf(path: Path, pages: Iterable[Iterable[Line]], *, title: str = "", extra: bytes = b"") -> Path:
-    """A PDF with pages of 595 x 842 points; `extra` is drawn on each."""
+    """A PDF with pages of 595 x 842 points; `extra` is painted on each."""
     pages = [list(page) for page in pages]
     n_fonts = len(FONTS)
     names = dict(zip(FONTS, range(n_fonts)))
     bodies = [
-        f"<< /Type /Font /Subtype /Type1 /BaseFont /{each} /Encoding /WinAnsiEncoding >>" for each in FONTS.values()
+        f"<< /Type /Font /Subtype /Type1 /BaseFont /{font} /Encoding /WinAnsiEncoding >>" for font in FONTS.values()
     ]
     fonts = " ".join(f"/F{place} {place + 1} 0 R" for place in range(n_fonts))
     first = n_fonts + 1
     tree = first + 2 * len(pages)
     objects = [body.encode() for body in bodies]
     for place, lines in enumerate(pages):
-        drawn = [extra]
+        content_parts = [extra]
         for x, y, text, *style in lines:
             font, size = style or ("plain", 10)
             escaped = text.replace("\\", "\\\\").replace("(", "\\(").replace(")", "\\)").encode("cp1252")
-            drawn.append(b"BT /F%d %g Tf %g %g Td (%s) Tj ET" % (names[str(font)], size, x, y, escaped))
-        content = b"\n".join(drawn)
+            content_parts.append(b"BT /F%d %g Tf %g %g Td (%s) Tj ET" % (names[str(font)], size, x, y, escaped))
+        content = b"\n".join(content_parts)
         objects.append(
             f"<< /Type /Page /Parent {tree} 0 R /MediaBox [0 0 595 842] /Contents {first + 2 * place + 1} 0 R "
             f"/Resources << /Font << {fonts} >> >> >>".encode()
@@ -44,7 +44,7 @@ def write_pdf(path: Path, pages: Iterable[Iterable[Line]], *, title: str = "", e
     for number, body in enumerate(objects, 1):
         places.append(len(data))
         data += b"%d 0 obj\n%s\nendobj\n" % (number, body)
-    table = b"".join(b"%010d 00000 n \n" % each for each in places)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
     size = len(objects) + 1
     trailer = f"trailer << /Size {size} /Root {size - 2} 0 R /Info {size - 1} 0 R >>\nstartxref\n{len(data)}\n%%EOF\n"
     path.write_bytes(data + f"xref\n0 {size}\n0000000000 65535 f \n".encode() + table + trailer.encode())
@@ -137,7 +137,7 @@ def shape(paragraphs: Iterable[str], place: str = "") -> str:
     """A slide's shape with paragraphs; a leading tab in one is a level of a list."""
     kind = f'<p:nvPr><p:ph type="{place}"/></p:nvPr>' if place else "<p:nvPr/>"
     body = "".join(
-        f'<a:p><a:pPr lvl="{len(each) - len(each.lstrip(chr(9)))}"/><a:r><a:t>{each.strip()}</a:t></a:r></a:p>'
-        for each in paragraphs
+        f'<a:p><a:pPr lvl="{len(text) - len(text.lstrip(chr(9)))}"/><a:r><a:t>{text.strip()}</a:t></a:r></a:p>'
+        for text in paragraphs
     )
     return f"<p:sp><p:nvSpPr>{kind}</p:nvSpPr><p:txBody>{body}</p:txBody></p:sp>"

@@ -1,4 +1,4 @@
-"""What cleaning changes in a text, and what it leaves."""
+"""Cleaning changes only what it should in a text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from sftplay.data.ingest.extract.document import Block
 from sftplay.data.ingest.settings import CLEANING
-from sftplay.data.ingest.steps.cleaning import SUSPECT, Cleaner, line_keys, repeated, without_lines, write_keys
-from sftplay.data.ingest.steps.language import SURE, language_of
+from sftplay.data.ingest.steps.cleaning import SUSPECT, TextCleaner, line_keys, repeated, without_lines, write_keys
+from sftplay.data.ingest.steps.language import SURE, detect_language
 
 WITHOUT_FTFY = [step for step in CLEANING if step != "encoding"]
 needs_ftfy = pytest.mark.skipif(find_spec("ftfy") is None, reason="needs ftfy, of the extra `ingest`")
@@ -18,7 +18,7 @@ needs_langid = pytest.mark.skipif(find_spec("py3langid") is None, reason="needs 
 
 
 def clean(text: str, kind: str = "paragraph", steps: list[str] = WITHOUT_FTFY) -> str:
-    return Cleaner(steps).clean(Block(text, kind))  # type: ignore[arg-type]
+    return TextCleaner(steps).clean(Block(text, kind))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_code_and_tables_keep_their_columns():
 
 
 def test_each_step_counts_the_blocks_that_it_changed():
-    cleaner = Cleaner(WITHOUT_FTFY)
+    cleaner = TextCleaner(WITHOUT_FTFY)
     for text in ("a  b", "plain", "e\u0301", "x\x00  y"):
         cleaner.clean(Block(text))
     assert cleaner.changed == {"spaces": 2, "unicode": 1, "control": 1}
@@ -106,11 +106,11 @@ def test_a_line_of_half_of_the_documents_goes_but_no_heading_table_or_code(tmp_p
     ],
 )
 def test_the_language_of_a_text_is_found(text, code):
-    found, share = language_of(text * 20)
+    found, share = detect_language(text * 20)
     assert (found, share > SURE) == (code, True)
 
 
 @needs_langid
 @pytest.mark.parametrize("text", ["# Test Document\n\n## 1. Section 1", "x = y(1)", "ALICE\n\nLewis Carroll"])
 def test_no_language_is_sure_where_there_is_no_sentence(text):
-    assert language_of(text)[1] < SURE
+    assert detect_language(text)[1] < SURE

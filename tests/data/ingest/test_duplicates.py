@@ -1,4 +1,4 @@
-"""Near-duplicates: shingles beside sets of words, signatures beside exact shares, and what is dropped for what."""
+"""Near-duplicates: shingles against sets of words, signatures against exact shares, and the dropped texts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from sftplay.data.ingest.duplicates import (
     PERMUTATIONS,
-    PIECE,
-    WORDS,
+    PIECE_CHARS,
+    SHINGLE_WORDS,
     band_keys,
     candidates,
+    count_band_rows,
+    find_first_equal,
     find_near,
-    first_of_equal,
-    rows_of_a_band,
     shingles,
     signature,
     similarity,
@@ -29,13 +29,13 @@ WORD = re.compile(r"[^\W_]+")
 
 def word_sets(text: str) -> set[tuple[str, ...]]:
     words = WORD.findall(text.lower())
-    width = min(WORDS, len(words))
+    width = min(SHINGLE_WORDS, len(words))
     return {tuple(words[place : place + width]) for place in range(len(words) - width + 1)} if words else set()
 
 
-def drawn(number: int, n_words: int = 300) -> list[str]:
-    draw = random.Random(number)
-    return ["".join(draw.choices("abcdefghij", k=draw.randint(1, 9))) for _ in range(n_words)]
+def random_words(number: int, n_words: int = 300) -> list[str]:
+    random_source = random.Random(number)
+    return ["".join(random_source.choices("abcdefghij", k=random_source.randint(1, 9))) for _ in range(n_words)]
 
 
 @given(st.text(alphabet="ab c\nÄß-,7_é", max_size=300), st.text(alphabet="ab c\nÄß-,7_é", max_size=300))
@@ -47,21 +47,21 @@ def test_shingles_are_as_many_and_as_alike_as_sets_of_runs_of_five_words(one, ot
 
 
 def test_a_long_text_has_the_shingles_of_its_pieces():
-    text = " ".join(drawn(1, n_words=PIECE // 4))
-    assert len(text) > PIECE
+    text = " ".join(random_words(1, n_words=PIECE_CHARS // 4))
+    assert len(text) > PIECE_CHARS
     assert len(shingles(text)) == len(word_sets(text))
 
 
 def test_writing_without_spaces_counts_characters_as_words():
-    assert len(shingles("天地玄黄宇宙洪荒")) == 8 - WORDS + 1
-    assert len(shingles("안녕하세요 여러분 오늘은 날씨가 참 좋습니다")) == 6 - WORDS + 1
+    assert len(shingles("天地玄黄宇宙洪荒")) == 8 - SHINGLE_WORDS + 1
+    assert len(shingles("안녕하세요 여러분 오늘은 날씨가 참 좋습니다")) == 6 - SHINGLE_WORDS + 1
 
 
 def test_signatures_estimate_the_exact_share():
     errors = []
     for number in range(60):
-        words = drawn(number)
-        other = words[: 300 - number] + drawn(number + 1000, n_words=number)
+        words = random_words(number)
+        other = words[: 300 - number] + random_words(number + 1000, n_words=number)
         pair = [" ".join(words), " ".join(other)]
         exact = similarity(*map(shingles, pair))
         one, two = (signature(shingles(text)) for text in pair)
@@ -72,7 +72,7 @@ def test_signatures_estimate_the_exact_share():
 
 @pytest.mark.parametrize("near", [0.5, 0.7, 0.8, 0.9, 1.0])
 def test_a_pair_at_the_least_similarity_shares_a_band_almost_surely(near):
-    rows = rows_of_a_band(near)
+    rows = count_band_rows(near)
     assert 1 - (1 - near**rows) ** (PERMUTATIONS // rows) >= 0.999
     assert rows == 16 or 1 - (1 - near ** (rows + 1)) ** (PERMUTATIONS // (rows + 1)) < 0.999
 
@@ -82,21 +82,21 @@ def dropped(texts: list[str], near: float = 0.8) -> dict[int, tuple[int, float]]
     bands = iter(band_keys(signatures, near))
     found = find_near(
         candidates(bands, np.ones(len(texts), bool)), near=near,
-        text_of=texts.__getitem__, signature_of=signatures.__getitem__,
+        read_text=texts.__getitem__, read_signature=signatures.__getitem__,
     )  # fmt: skip
     return {pair.dropped: (pair.kept, pair.similarity) for pair in found}
 
 
 def test_what_is_dropped_is_what_comparing_every_pair_would_drop():
-    draw, texts = random.Random(3), []
+    random_source, texts = random.Random(3), []
     for family in range(12):
-        words = drawn(family, n_words=200)
+        words = random_words(family, n_words=200)
         for _ in range(6):
             changed = list(words)
-            for place in draw.sample(range(200), draw.choice([0, 1, 2, 5, 9, 20])):
-                changed[place] = f"new{draw.random()}"
+            for place in random_source.sample(range(200), random_source.choice([0, 1, 2, 5, 9, 20])):
+                changed[place] = f"new{random_source.random()}"
             texts.append(" ".join(changed))
-    draw.shuffle(texts)
+    random_source.shuffle(texts)
     sets = [word_sets(text) for text in texts]
     expected: dict[int, int] = {}
     for later in range(len(texts)):
@@ -109,9 +109,9 @@ def test_what_is_dropped_is_what_comparing_every_pair_would_drop():
 
 
 def test_a_chain_of_small_changes_does_not_drop_what_is_far_from_all_that_is_kept():
-    words, texts = drawn(5), []
+    words, texts = random_words(5), []
     for step in range(8):
-        texts.append(" ".join(words[step * 14 :] + drawn(99, n_words=step * 14)))
+        texts.append(" ".join(words[step * 14 :] + random_words(99, n_words=step * 14)))
     found = dropped(texts)
     kept = [number for number in range(len(texts)) if number not in found]
     assert len(kept) > 2
@@ -121,5 +121,5 @@ def test_a_chain_of_small_changes_does_not_drop_what_is_far_from_all_that_is_kep
 
 def test_the_first_of_equal_texts_is_found_for_each():
     keys = [np.array([5, 7, 5, 5, 9, 7], np.uint64), np.array([1, 1, 1, 2, 1, 1], np.uint64)]
-    assert first_of_equal(keys).tolist() == [0, 1, 0, 3, 4, 1]
-    assert first_of_equal([np.zeros(0, np.uint64)] * 2).tolist() == []
+    assert find_first_equal(keys).tolist() == [0, 1, 0, 3, 4, 1]
+    assert find_first_equal([np.zeros(0, np.uint64)] * 2).tolist() == []

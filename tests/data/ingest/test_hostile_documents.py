@@ -21,8 +21,8 @@ from hostile_documents import HOSTILE, LARGE, Hostile
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.data.ingest.by_kind import SUFFIXES
-from sftplay.data.ingest.children.pool import ChildPool, Task
-from sftplay.data.ingest.children.server import NO_ROOM_CODE
+from sftplay.data.ingest.children.fork_server import NO_ROOM_CODE
+from sftplay.data.ingest.children.pool import ChildPool, ChildTask
 from sftplay.data.ingest.settings import ROWS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,7 +31,7 @@ LIMIT_S, LATE_S = 30.0, 15.0
 """The default limit of a file, and how much later a busy machine may end what is over it. A reader's time is counted
 on the processor: the clock goes on where the whole machine stands still."""
 
-GOOD = "A plain document beside the others, which is long enough to be kept as it is.\n"
+GOOD = "A plain document next to the others, which is long enough to be kept as it is.\n"
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 
 
@@ -87,8 +87,8 @@ def fill(home: Path, hostile: tuple[Hostile, ...]) -> Path:
     docs = home / "docs"
     docs.mkdir()
     (docs / "good.txt").write_text(GOOD)
-    for each in hostile:
-        each.make(docs / each.name)
+    for document in hostile:
+        document.make(docs / document.name)
     return docs
 
 
@@ -108,17 +108,17 @@ def ingest_watched(docs: Path, *flags: str, **environment: str) -> tuple[Watch, 
     return watch, json.loads(out.with_suffix(".report.json").read_text()), rows
 
 
-def is_known(each: Hostile) -> bool:
-    return Path(each.name).suffix in SUFFIXES or each.name.endswith(ROWS)
+def is_known(document: Hostile) -> bool:
+    return Path(document.name).suffix in SUFFIXES or document.name.endswith(ROWS)
 
 
 def check_named(report: dict[str, Any], hostile: tuple[Hostile, ...]) -> None:
-    """Each file is in the report with a reason that fits; where it is read, rows say what became of it."""
+    """Each file is in the report with a reason that fits; where it is read, its rows are in OUT."""
     files = {file["path"]: file for file in report["files"]}
-    for each in filter(is_known, hostile):
-        file = files[each.name.encode("utf-8", "backslashreplace").decode()]
+    for document in filter(is_known, hostile):
+        file = files[document.name.encode("utf-8", "backslashreplace").decode()]
         found = {file["reason"]} if "reason" in file else set(file["dropped"]) or {""}
-        assert found & set(each.reasons or [""]), (each.name, file)
+        assert found & set(document.reasons or [""]), (document.name, file)
     assert files["good.txt"]["kept"] == 1
     n_dropped = sum(report["dropped"].values()) + sum(report["unreadable"].values())
     assert report["documents"] == report["kept"] + n_dropped
@@ -190,7 +190,7 @@ def hang(): time.sleep(1000)
 def hang_in_c(): ctypes.CDLL(None).pause()
 def hang_deaf():
     import signal
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(each, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)
     time.sleep(1000)
 def eat():
     kept = []
@@ -227,9 +227,9 @@ def pool(tmp_path, monkeypatch):
         yield pool
 
 
-def fault(function: str, answer: Path, **bounds: Any) -> Task:
+def fault(function: str, answer: Path, **bounds: Any) -> ChildTask:
     arguments = bounds.pop("arguments", {})
-    return Task(function=f"faults.{function}", answer=str(answer), arguments=arguments, **bounds)
+    return ChildTask(function=f"faults.{function}", answer=str(answer), arguments=arguments, **bounds)
 
 
 def test_a_reader_that_hangs_dies_or_fills_memory_or_disk_ends_alone(pool, tmp_path):

@@ -20,10 +20,10 @@ from made_documents import write_pdf
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.cli import main
-from sftplay.data.ingest.children.pool import End
-from sftplay.data.ingest.children.server import NO_ROOM_CODE
+from sftplay.data.ingest.children.fork_server import NO_ROOM_CODE
+from sftplay.data.ingest.children.pool import ChildEnd
 from sftplay.data.ingest.steps import reading
-from sftplay.data.ingest.steps.finishing import joined, sections_of
+from sftplay.data.ingest.steps.finishing import joined, split_sections
 from sftplay.data.layouts.convert import to_record, unused_columns
 from sftplay.data.read.sources import read_rows
 
@@ -114,7 +114,7 @@ def test_every_character_of_a_text_has_the_page_of_its_block():
 def test_sections_lose_no_block():
     kinds = [("heading", 1), ("heading", 2), ("paragraph", 0), ("heading", 2), ("code", 0), ("heading", 1)]
     blocks = [(f"{place}", kind, level, None) for place, (kind, level) in enumerate(kinds)]
-    assert [block for _, part in sections_of(blocks) for block in part] == blocks
+    assert [block for _, part in split_sections(blocks) for block in part] == blocks
 
 
 @pytest.mark.contract
@@ -138,7 +138,7 @@ def test_documents_are_kept_dropped_or_unreadable_and_each_is_counted_once(folde
     assert report["skipped"] == {"hidden": 1, "other_kind": 1}
     assert report["documents"] == 3 + 6 + 2 == 11
     assert report["characters"] == sum(row["n_chars"] for row in rows)
-    assert {reason for each in report["examples"]["dropped"] for reason in [each["reason"]]} == set(report["dropped"])
+    assert {example["reason"] for example in report["examples"]["dropped"]} == set(report["dropped"])
     by_file = sum((Counter(file.get("dropped", {})) for file in report["files"]), Counter())
     assert by_file == Counter(report["dropped"])
     assert len(report["files"]) == 10
@@ -259,7 +259,7 @@ def test_a_full_disk_is_no_fault_of_the_files(folder, capsys, monkeypatch):
     folder.write("a.txt", prose(1))
 
     def run(pool: Any, tasks: Any) -> Any:
-        yield from (End(task, NO_ROOM_CODE, "", 0.1, 0) for task in tasks)
+        yield from (ChildEnd(task, NO_ROOM_CODE, "", 0.1, 0) for task in tasks)
 
     with monkeypatch.context() as patch:
         patch.setattr("sftplay.data.ingest.children.pool.ChildPool.run", run)
@@ -450,11 +450,11 @@ def test_what_a_reader_died_of_is_kept_with_its_traceback_and_said(folder, monke
     broken.mkdir()
     (broken / "sitecustomize.py").write_text(
         "import sftplay.data.ingest.by_kind as kinds\n"
-        "def reader_of(kind, real=kinds.reader_of):\n"
+        "def find_reader(kind, real=kinds.find_reader):\n"
         "    def of_a_bug(path, encoding):\n"
         "        return {}['a bug of the kit']\n"
         "    return of_a_bug if kind == 'docx' else real(kind)\n"
-        "kinds.reader_of = reader_of\n"
+        "kinds.find_reader = find_reader\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{broken}:{ROOT}")
     folder.ingest()

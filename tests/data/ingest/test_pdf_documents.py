@@ -100,9 +100,9 @@ def test_headings_lists_code_and_tables_are_told_by_size_sign_font_and_alignment
         (60, 780, "Materials", "bold", 18),
         (60, 750, "Their use is growing from year to year, as the table below shows for three of them."),
         (60, 720, "Measured values", "bold", 14),
-        *((60, 700 - 14 * n, each) for n, each in enumerate(["Material", "Aluminium", "Carbon fibre", "Titanium"])),
-        *((200, 700 - 14 * n, each) for n, each in enumerate(["Density", "2.78", "1.60", "4.43"])),
-        *((300, 700 - 14 * n, each) for n, each in enumerate(["Strength", "483 MPa", "1500 MPa", "950 MPa"])),
+        *((60, 700 - 14 * n, cell) for n, cell in enumerate(["Material", "Aluminium", "Carbon fibre", "Titanium"])),
+        *((200, 700 - 14 * n, cell) for n, cell in enumerate(["Density", "2.78", "1.60", "4.43"])),
+        *((300, 700 - 14 * n, cell) for n, cell in enumerate(["Strength", "483 MPa", "1500 MPa", "950 MPa"])),
         (60, 620, "What has to be done is always this, in the order that is given here and in no other:"),
         (60, 600, "\x95 check the surface"),
         (75, 588, "for scratches"),
@@ -162,9 +162,9 @@ def test_lines_of_a_table_of_contents_are_left_out(tmp_path):
 
 
 def test_a_page_turned_by_a_quarter_is_read_as_it_is_shown(tmp_path):
-    # 90 0 0 90 turned clockwise by the page's own entry: what is drawn upwards on the left is shown upright.
-    drawn = b"BT /F0 10 Tf 0 1 -1 0 100 100 Tm (A turned page is read too.) Tj 0 -14 Td (It has two lines.) Tj ET"
-    path = write_pdf(tmp_path / "a.pdf", [[]], extra=drawn)
+    # 90 0 0 90 turned clockwise by the page's own entry: what is written upwards on the left is shown upright.
+    content = b"BT /F0 10 Tf 0 1 -1 0 100 100 Tm (A turned page is read too.) Tj 0 -14 Td (It has two lines.) Tj ET"
+    path = write_pdf(tmp_path / "a.pdf", [[]], extra=content)
     path.write_bytes(path.read_bytes().replace(b"/Type /Page ", b"/Type/Page/Rotate 90 ", 1))
     assert texts(extract(path).blocks) == ["A turned page is read too. It has two lines."]
 

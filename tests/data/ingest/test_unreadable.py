@@ -1,4 +1,4 @@
-"""What gives no text says why: empty, locked, damaged, too large, unsafe, of another kind. Finding out costs little."""
+"""A file without text is reported with the reason: empty, locked, damaged, too large, unsafe, of another kind."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_parser_that_raises_anything_at_all_gives_a_reason(tmp_path, monkeypat
     def fail(path, encoding):
         raise RecursionError("too deep")
 
-    monkeypatch.setattr(by_kind, "reader_of", lambda kind: fail)
+    monkeypatch.setattr(by_kind, "find_reader", lambda kind: fail)
     (tmp_path / "a.txt").write_text("words")
     assert reason_of(tmp_path / "a.txt") == ("broken", "RecursionError: too deep")
 

@@ -18,7 +18,7 @@ from sftplay.data.prompts.questions import Question
 from sftplay.data.render.render import Renderer
 from sftplay.errors import RunError
 from sftplay.generate.generate import Generator
-from sftplay.generate.sampling import AHEAD, DrawByRow, seed_of
+from sftplay.generate.sampling import AHEAD, SampleByRow, derive_seed
 from sftplay.model.out_of_memory import OutOfMemory
 from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
 from sftplay.tasks import TASKS
@@ -223,8 +223,8 @@ def test_random_numbers_generated_ahead_are_those_of_one_call_a_token():
     single = [torch.rand(1, generator=by_token, dtype=torch.float64) for _ in range(AHEAD)]
     assert torch.equal(numbers, torch.cat(single))
     rows = [3, 0]
-    sampler, scores = DrawByRow(7, rows), torch.zeros(2, 1_000)
-    sources = [torch.Generator().manual_seed(seed_of(7, row)) for row in rows]
+    sampler, scores = SampleByRow(7, rows), torch.zeros(2, 1_000)
+    sources = [torch.Generator().manual_seed(derive_seed(7, row)) for row in rows]
     for _ in range(4 * AHEAD + 2):  # numbers are generated ahead three times
         places = [int(torch.rand(1, generator=source, dtype=torch.float64).item() * 1_000) for source in sources]
         tokens = sampler(torch.zeros(2, 1), scores).argmax(-1).tolist()

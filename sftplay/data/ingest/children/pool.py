@@ -1,4 +1,4 @@
-"""Hands tasks to the process that forks children, a few at a time, and gives their ends in the order they come.
+"""Send tasks to the process that forks children, a few at a time, and yield their results as they end.
 
 A task is a function of a module and its arguments, all of them JSON. Nothing that a task does can end this process.
 """
@@ -33,8 +33,8 @@ ONE_THREAD = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """What one child does."""
+class ChildTask:
+    """The work of one child."""
 
     function: str
     """`package.module.function`; it returns what JSON can hold."""
@@ -49,10 +49,10 @@ class Task:
 
 
 @dataclass(frozen=True)
-class End:
-    """How a task's child ended."""
+class ChildEnd:
+    """The exit of a task's child."""
 
-    task: Task
+    task: ChildTask
     exit_code: int
     killed_for: str
     """`timeout`, `memory`, or nothing."""
@@ -70,7 +70,7 @@ class ChildPool:
     """Runs tasks in `size` children side by side."""
 
     def __init__(self, size: int, *, warmed: Iterable[str], errors: Path) -> None:
-        """`warmed` are `module:word:...`, whose `warm_up(word, ...)` is called once for all children.
+        """`warmed` holds `module:word:...`; `module.warm_up(word, ...)` is called once for all children.
 
         `errors` gets what libraries print.
         """
@@ -78,8 +78,9 @@ class ChildPool:
         self._size, self._errors = size, errors
         with errors.open("ab") as stream:
             self._server = TiedPopen(
-                [sys.executable, "-m", f"{__package__}.server", *warmed], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=stream, env={**os.environ, **ONE_THREAD, "PYTHONPATH": path}, start_new_session=True,
+                [sys.executable, "-m", f"{__package__}.fork_server", *warmed], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=stream, env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
+                start_new_session=True,
             )  # fmt: skip
 
     def __enter__(self) -> ChildPool:
@@ -92,13 +93,13 @@ class ChildPool:
                     stream.close()
         self._server.wait()
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[End]:
-        """The end of each task, in the order in which they end. Tasks are drawn only as children get free.
+    def run(self, tasks: Iterable[ChildTask]) -> Iterator[ChildEnd]:
+        """Yield the end of each task, in the order in which they end. A task is taken only when a child is free.
 
         Raises:
             MachineError: the server was killed.
         """
-        running: dict[int, Task] = {}
+        running: dict[int, ChildTask] = {}
         for number, task in enumerate(tasks):
             running[number] = task
             self._ask({"number": number, **asdict(task)})
@@ -115,16 +116,16 @@ class ChildPool:
         except BrokenPipeError:
             raise self._lost() from None
 
-    def _next(self, running: dict[int, Task]) -> End:
+    def _next(self, running: dict[int, ChildTask]) -> ChildEnd:
         assert self._server.stdout is not None
         line = self._server.stdout.readline()
         if not line:
             raise self._lost()
         answer = json.loads(line)
-        return End(task=running.pop(answer.pop("number")), **answer)
+        return ChildEnd(task=running.pop(answer.pop("number")), **answer)
 
     def _lost(self) -> MachineError:
         code = self._server.wait()
-        said = self._errors.read_text(errors="replace").strip().splitlines()[-1:]
-        what = f"the process that starts readers has ended (code {code}{': ' + said[0] if said else ''})"
+        last_line = self._errors.read_text(errors="replace").strip().splitlines()[-1:]
+        what = f"the process that starts readers has ended (code {code}{': ' + last_line[0] if last_line else ''})"
         return MachineError(what, where="ingest", fix="free memory; the same command goes on where this one stopped")

@@ -1,4 +1,4 @@
-"""What a document becomes, whatever its kind was: a title and Markdown blocks; or the reason why it cannot be read."""
+"""A document of any kind as a title and Markdown blocks, or the reason why it cannot be read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from sftplay.errors import MachineError
 
-Kind = Literal["heading", "paragraph", "list", "table", "code"]
+BlockKind = Literal["heading", "paragraph", "list", "table", "code"]
 
 Reason = Literal["empty", "encrypted", "scanned", "broken", "wrong_format", "too_large", "encoding", "unsafe"]
 """`unsafe`: reading it would take memory or reach files and hosts without need, as zip bombs and XML entities do."""
@@ -21,7 +21,7 @@ class Block:
     text: str
     """Markdown, without blank lines around it. Only `|` in the cells of a table is escaped."""
 
-    kind: Kind = "paragraph"
+    kind: BlockKind = "paragraph"
 
     level: int = 0
     """Of a heading, 1 to 6; 0 for all else."""
@@ -37,7 +37,7 @@ class Extracted:
     title: str
     blocks: tuple[Block, ...]
     notes: tuple[str, ...] = ()
-    """What the reader of a report should know, such as "2 of 7 pages have no text"."""
+    """Remarks for the report, such as "2 of 7 pages have no text"."""
 
     guessed_encoding: str = ""
     """The encoding that was taken for a text that is not UTF-8 and names none."""

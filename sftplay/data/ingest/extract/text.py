@@ -1,4 +1,4 @@
-"""Read plain text: characters, encodings, Gutenberg's frame."""
+"""Read plain text: characters, encodings, the header and licence of Project Gutenberg."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sftplay.data.read.encodings import BOM, SAMPLE_BYTES, UNDECODABLE, Charset,
 from sftplay.errors import DataError
 
 MOST_BYTES = 64 << 20
-"""Of one text file. The text, its blocks and their row stand in memory together, at up to four bytes a character."""
+"""Of one text file. The text, its blocks and their row are in memory together, at up to four bytes a character."""
 
 READ_BYTES = 1 << 20
 WESTERN = "cp1252"
@@ -118,7 +118,7 @@ def cut_licence(text: str) -> tuple[str, str]:
 
 
 def cut_blocks(blocks: list[Block]) -> list[Block]:
-    """The same for a document in blocks."""
+    """Do the same for a document in blocks."""
     first = next((place for place, block in enumerate(blocks) if START.search(block.text)), None)
     if first is None:
         return blocks

@@ -1,1 +1,1 @@
-"""From a folder to OUT and its report: the walk, the stages one after another, what is kept for a resumed command."""
+"""Make OUT and its report from a folder: the walk, the stages one after another, the results kept for a resume."""

@@ -1,4 +1,4 @@
-"""All finished records of an ingestion, by number: which of them repeat others, and those that are kept, as lines."""
+"""All finished records of an ingestion, by number: find those that repeat others, and read the kept ones as lines."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from sftplay.data.ingest.duplicates import (
     PERMUTATIONS,
+    DuplicatePair,
     Hashes,
-    Pair,
     Signature,
     candidates,
+    count_band_rows,
+    find_first_equal,
     find_near,
-    first_of_equal,
-    rows_of_a_band,
 )
-from sftplay.data.ingest.run.stages import Chunk
+from sftplay.data.ingest.run.stages import RecordChunk
 from sftplay.data.ingest.settings import Settings
 from sftplay.data.ingest.steps.finishing import COLUMNS, read_table
 
@@ -32,9 +32,9 @@ KEPT, DUPLICATE, NEAR_DUPLICATE = range(len(REASONS))
 
 
 class Records:
-    """The records of chunks, numbered through from 0."""
+    """The records of all chunks, numbered from 0."""
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, chunks: Sequence[RecordChunk]) -> None:
         self._chunks = chunks
         self._starts = [0, *accumulate(chunk.answer["records"] for chunk in chunks)]
         tables = [read_table(chunk.stem) for chunk in chunks]
@@ -45,17 +45,17 @@ class Records:
         return len(self.table)
 
     def column(self, name: str) -> NDArray[np.uint64]:
-        """One column of the table of all records."""
+        """Return one column of the table of all records."""
         return self.table[:, COLUMNS.index(name)]
 
     def lines(self) -> Iterator[bytes]:
-        """Every record as its line, in order."""
+        """Yield every record as its line, in order."""
         for chunk in self._chunks:
             with Path(f"{chunk.stem}.jsonl").open("rb") as stream:
                 yield from stream
 
     def record(self, number: int) -> dict[str, Any]:
-        """One record."""
+        """Return one record."""
         chunk, place = self._find(number)
         with Path(f"{chunk.stem}.jsonl").open("rb") as stream:
             stream.seek(int(self.column("end")[number - 1]) if place else 0)
@@ -63,14 +63,14 @@ class Records:
         return found
 
     def text(self, number: int) -> str:
-        """One record's text."""
+        """Return one record's text."""
         text: str = self.record(number)["text"]
         return text
 
     def bands(self, near: float) -> Iterator[Hashes]:
-        """For each band of the signatures the keys of all records: uint64 [records]."""
+        """Yield for each band of the signatures the keys of all records: uint64 [records]."""
         sizes = [chunk.answer["records"] for chunk in self._chunks]
-        for band in range(PERMUTATIONS // rows_of_a_band(near)):
+        for band in range(PERMUTATIONS // count_band_rows(near)):
             parts = [
                 np.fromfile(f"{chunk.stem}.bands", np.uint64, size, offset=8 * band * size)
                 for chunk, size in zip(self._chunks, sizes, strict=True)
@@ -82,37 +82,37 @@ class Records:
         chunk, place = self._find(number)
         return np.fromfile(f"{chunk.stem}.signatures", np.uint32, PERMUTATIONS, offset=4 * PERMUTATIONS * place)
 
-    def _find(self, number: int) -> tuple[Chunk, int]:
-        """The chunk of a record, and its number in it."""
+    def _find(self, number: int) -> tuple[RecordChunk, int]:
+        """Return the chunk of a record, and its number in the chunk."""
         at = int(np.searchsorted(self._starts, number, side="right")) - 1
         return self._chunks[at], number - self._starts[at]
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Which records are dropped because they repeat others."""
+class Duplicates:
+    """The records that are dropped because they repeat others."""
 
     repeats: NDArray[np.int64]
-    """For each record the one that it repeats to the character, or itself."""
+    """For each record the one that it repeats exactly, or itself."""
 
-    pairs: list[Pair] = field(default_factory=list)
+    pairs: list[DuplicatePair] = field(default_factory=list)
 
     def reasons(self) -> NDArray[np.uint8]:
-        """For each record the place in REASONS of why it is dropped."""
+        """Return for each record the index in REASONS of the reason why it is dropped."""
         reasons = (self.repeats != np.arange(len(self.repeats))).astype(np.uint8) * np.uint8(DUPLICATE)
         reasons[[pair.dropped for pair in self.pairs]] = NEAR_DUPLICATE
         return reasons
 
 
-def compare(records: Records, settings: Settings) -> Verdict:
-    """Find what repeats an earlier record, as far as the settings ask for it."""
+def compare(records: Records, settings: Settings) -> Duplicates:
+    """Find the records that repeat an earlier one, as far as the settings ask for it."""
     repeats = np.arange(len(records))
     if settings.does("duplicates"):
-        repeats = first_of_equal([records.column("key"), records.column("key2")])
+        repeats = find_first_equal([records.column("key"), records.column("key2")])
     if not settings.does("near_duplicates"):
-        return Verdict(repeats)
+        return Duplicates(repeats)
     found = find_near(
         candidates(records.bands(settings.near), repeats == np.arange(len(records))),
-        near=settings.near, text_of=records.text, signature_of=records.signature,
+        near=settings.near, read_text=records.text, read_signature=records.signature,
     )  # fmt: skip
-    return Verdict(repeats, list(found))
+    return Duplicates(repeats, list(found))

@@ -1,4 +1,4 @@
-"""The two stages that run in children: files are read into shards, shards become records."""
+"""Run the two stages in children: read files into shards, convert shards to records."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 from sftplay import log
 from sftplay.atomic import write_text
-from sftplay.data.ingest.children.pool import ChildPool, End, Task
-from sftplay.data.ingest.children.server import NO_ROOM_CODE
-from sftplay.data.ingest.run.walk import ERRORS, Found, Work, answer_path, forget, read_answer, shown
+from sftplay.data.ingest.children.fork_server import NO_ROOM_CODE
+from sftplay.data.ingest.children.pool import ChildEnd, ChildPool, ChildTask
+from sftplay.data.ingest.run.walk import ERRORS, WalkEntry, WorkFolder, answer_path, forget, read_answer, shown
 from sftplay.data.ingest.settings import Settings
 from sftplay.data.ingest.steps.cleaning import repeated
 from sftplay.data.ingest.steps.finishing import Shard
@@ -23,20 +23,20 @@ from sftplay.errors import RunError, error_from_json
 READ, FINISH = "sftplay.data.ingest.steps.reading", "sftplay.data.ingest.steps.finishing"
 
 STREAMED_BYTES_A_S = 4_000_000
-"""A file that is streamed gets a second for so many bytes, beside the limit of all files."""
+"""A streamed file gets one second for so many bytes, in addition to the limit of all files."""
 
 MOST_FILE_BYTES = 2 << 30
-"""Of any file that a reader writes, a library's too."""
+"""Of any file that a reader or its library writes."""
 
 CHUNK_BYTES, CHUNK_SHARDS = 16 << 20, 500
 """Shards that are finished together."""
 
 
 @dataclass(frozen=True)
-class Document:
-    """A file, where its text lies, and what was found in it."""
+class IngestedFile:
+    """A file, the stem of its result files, and the answer of its reader."""
 
-    found: Found
+    found: WalkEntry
     stem: str
     answer: dict[str, Any]
 
@@ -46,15 +46,17 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Finished records, where they lie."""
+class RecordChunk:
+    """Finished records: the stem of their files, and the answer of the stage."""
 
     stem: str
     answer: dict[str, Any]
 
 
-def read_all(files: Sequence[Found], settings: Settings, *, work: Work, pool: ChildPool) -> list[Document]:
-    """Every file, read or with the reason why not; those that an earlier command has read are taken as they are.
+def read_all(
+    files: Sequence[WalkEntry], settings: Settings, *, work: WorkFolder, pool: ChildPool
+) -> list[IngestedFile]:
+    """Read every file, or find the reason why not; results of an earlier command are used.
 
     Raises:
         MachineError: a library is missing.
@@ -69,23 +71,24 @@ def read_all(files: Sequence[Found], settings: Settings, *, work: Work, pool: Ch
         log.say(f"{done:,} of {len(files):,} files were read before; going on", "ingest")
     for end in pool.run(tasks):
         place = places[end.task.answer]
-        answers[place] = answer = _answer_of(end, stems[place])
+        answers[place] = answer = _collect_answer(end, stems[place])
         done, bad = done + 1, bad + (answer["status"] != "read")
         log.progress(done, len(files), what="files", text=f"{bad:,} unreadable" if bad else "", tag="ingest")
-    return [Document(found, stem, answer or {}) for found, stem, answer in zip(files, stems, answers, strict=True)]
+    return [IngestedFile(found, stem, answer or {}) for found, stem, answer in zip(files, stems, answers, strict=True)]
 
 
-def repeated_lines(documents: Sequence[Document], settings: Settings) -> list[int]:
-    """The keys of lines that stand in too many of the documents. Files of rows do not count: they stay as they are."""
+def repeated_lines(documents: Sequence[IngestedFile], settings: Settings) -> list[int]:
+    """Return the keys of lines that occur in too many documents. Files of rows do not count: they stay unchanged."""
     if not settings.does("boilerplate"):
         return []
-    return repeated([Path(f"{each.stem}.lines") for each in documents if each.is_read and not each.answer["is_table"]])
+    counted = [document for document in documents if document.is_read and not document.answer["is_table"]]
+    return repeated([Path(f"{document.stem}.lines") for document in counted])
 
 
 def finish_all(
-    documents: Sequence[Document], settings: Settings, *, lines: list[int], work: Work, pool: ChildPool
-) -> list[Chunk]:
-    """The records of all documents, in order, in chunks of bounded size.
+    documents: Sequence[IngestedFile], settings: Settings, *, lines: list[int], work: WorkFolder, pool: ChildPool
+) -> list[RecordChunk]:
+    """Make the records of all documents, in order, in chunks of bounded size.
 
     Raises:
         RunError: a chunk could not be made.
@@ -93,12 +96,13 @@ def finish_all(
     listed = work.stem({"lines": lines})
     write_text(Path(listed), json.dumps(lines))
     planned = list(_planned(documents))
-    stems = [work.stem({"shards": shards, "lines": lines, "settings": settings.finishing()}) for shards in planned]
+    options = settings.finishing_options()
+    stems = [work.stem({"shards": shards, "lines": lines, "settings": options}) for shards in planned]
     known = [read_answer(stem) for stem in stems]
     tasks = (
-        Task(
+        ChildTask(
             function=f"{FINISH}.finish", answer=answer_path(stem),
-            arguments={"shards": shards, "stem": stem, "lines": listed, **settings.finishing()},
+            arguments={"shards": shards, "stem": stem, "lines": listed, **options},
         )
         for shards, stem, answer in zip(planned, stems, known, strict=True)
         if not answer
@@ -111,31 +115,31 @@ def finish_all(
             raise RunError(f"a process that finishes records has ended ({_cause(end)})", where="ingest", fix=fix)
         done += 1
         log.progress(done, len(planned), what="parts finished", tag="ingest")
-    return [Chunk(stem, read_answer(stem) or {}) for stem in stems]
+    return [RecordChunk(stem, read_answer(stem) or {}) for stem in stems]
 
 
-def _stem(found: Found, settings: Settings, *, work: Work) -> str:
+def _stem(found: WalkEntry, settings: Settings, *, work: WorkFolder) -> str:
     facts = {"name": found.name, "size": found.size, "mtime": found.mtime_ns}
-    return work.stem({**facts, "path": str(found.path.absolute()), "settings": settings.reading()})
+    return work.stem({**facts, "path": str(found.path.absolute()), "settings": settings.reading_options()})
 
 
-def _task(found: Found, settings: Settings, *, stem: str) -> Task:
+def _task(found: WalkEntry, settings: Settings, *, stem: str) -> ChildTask:
     try:
         extra = found.size / STREAMED_BYTES_A_S if is_streamed(found.path, found.size) else 0.0
-    except OSError:  # the child says what is wrong with it
+    except OSError:  # the child reports what is wrong with it
         extra = 0.0
-    return Task(
+    return ChildTask(
         function=f"{READ}.read_file", answer=answer_path(stem), limit_s=settings.limit_s + extra,
         memory_bytes=settings.memory_bytes, most_file_bytes=MOST_FILE_BYTES,
         arguments={
             "path": str(found.path), "stem": stem, "size": found.size, "mtime_ns": found.mtime_ns,
-            "encoding": settings.encoding, "cleaning": settings.reading()["cleaning"],
+            "encoding": settings.encoding, "cleaning": settings.reading_options()["cleaning"],
         },
     )  # fmt: skip
 
 
-def _answer_of(end: End, stem: str) -> dict[str, Any]:
-    """What the child has found, or how it died, which is written down as its answer."""
+def _collect_answer(end: ChildEnd, stem: str) -> dict[str, Any]:
+    """Return the child's answer. If the child died, write its cause of death as the answer."""
     _check_room(end)
     answer = read_answer(stem) if end.is_done else None
     if answer is None:
@@ -150,7 +154,7 @@ def _answer_of(end: End, stem: str) -> dict[str, Any]:
     return answer
 
 
-def _check_room(end: End) -> None:
+def _check_room(end: ChildEnd) -> None:
     if end.exit_code == NO_ROOM_CODE:
         where = str(Path(end.task.answer).parent)
         raise RunError(
@@ -158,7 +162,7 @@ def _check_room(end: End) -> None:
         )
 
 
-def _death(end: End) -> tuple[str, str]:
+def _death(end: ChildEnd) -> tuple[str, str]:
     if end.killed_for == "timeout":
         return "timeout", f"took longer than {end.task.limit_s:.0f} s"
     if end.killed_for == "memory":
@@ -166,15 +170,15 @@ def _death(end: End) -> tuple[str, str]:
     return "crashed", f"its reader ended with {_cause(end)}"
 
 
-def _cause(end: End) -> str:
+def _cause(end: ChildEnd) -> str:
     if end.exit_code >= 0:
         return f"code {end.exit_code}"
     name = signal.Signals(-end.exit_code).name
     return f"signal {name}" + (", as where the machine's memory is used up" if name == "SIGKILL" else "")
 
 
-def _planned(documents: Sequence[Document]) -> Iterator[list[dict[str, Any]]]:
-    """The shards in order, in groups for one chunk each."""
+def _planned(documents: Sequence[IngestedFile]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the shards in order, in groups for one chunk each."""
     group: list[dict[str, Any]] = []
     n_bytes = 0
     for place, document in enumerate(documents):

@@ -1,4 +1,4 @@
-"""Find the files of an ingestion, and the work that each of them is."""
+"""Find the files of an ingestion, and hold the folder of its intermediate results."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sftplay.data.ingest.settings import ROWS
 from sftplay.errors import ConfigError, DataError
 
 ERRORS = "errors.txt"
-"""In the folder: what libraries print, and the tracebacks of children that died."""
+"""In the work folder: the output of libraries, and the tracebacks of children that died."""
 
 
-class Work:
-    """The folder, and the names in it."""
+class WorkFolder:
+    """The folder of intermediate results, and the names in it."""
 
     def __init__(self, out: Path) -> None:
         self.folder = out.with_name(f".{out.name}.ingest")
@@ -47,33 +47,33 @@ class Work:
             raise ConfigError("another process makes this file now", where=str(self.folder), fix=fix) from None
 
     def stem(self, parts: dict[str, Any]) -> str:
-        """Where a stage puts its result, whose content depends on these parts."""
+        """Return the stem for the result of a stage; the result depends on these parts."""
         return str(self.folder / hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32])
 
     def remove(self) -> None:
-        """Nothing is left to go on from: OUT is there."""
+        """Remove the folder, after OUT was written."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def answer_path(stem: str) -> str:
-    """The file that says what a stage has found. It is written when all else of the stage is."""
+    """Return the file with the answer of a stage. It is written after all else of the stage."""
     return f"{stem}.json"
 
 
 def read_answer(stem: str) -> dict[str, Any] | None:
-    """What a stage has found; None where it has not ended."""
+    """Return the answer of a stage; None where it has not ended."""
     return read_object(Path(answer_path(stem))) or None
 
 
 def forget(stem: str) -> None:
-    """Remove what a stage has left."""
+    """Remove the files of a stage."""
     for path in Path(stem).parent.glob(f"{Path(stem).name}.*"):
         path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """A file or folder of the walk; a document to be read where it has no reason."""
+class WalkEntry:
+    """A file or folder of the walk; without a reason it is a document to read."""
 
     name: str
     """Below the folder, with `/` between the parts."""
@@ -84,11 +84,11 @@ class Found:
     reason: str = ""
     detail: str = ""
     is_fault: bool = False
-    """It may hold text that cannot be had, so that it counts as unreadable. Else it is only passed over."""
+    """It may hold text that cannot be read, so it counts as unreadable. Else it is skipped."""
 
 
-def walk(source: Path, own: Collection[Path]) -> list[Found]:
-    """Everything below a folder, sorted by name, or the one file. `own` are files of the kit's, which are left out.
+def walk(source: Path, left_out: Collection[Path]) -> list[WalkEntry]:
+    """Return everything below a folder, sorted by name, or the one file, without the files in `left_out`.
 
     Raises:
         DataError: there is no such folder or file.
@@ -102,60 +102,60 @@ def walk(source: Path, own: Collection[Path]) -> list[Found]:
         ) from None
     if not stat.S_ISDIR(mode):
         return [_file(source, source.name, is_named=True)]
-    mine = {os.path.realpath(path) for path in own}
-    found = [each for each in _below(source) if os.path.realpath(each.path) not in mine]
-    return sorted(found, key=lambda each: each.name.split("/"))
+    kit_files = {os.path.realpath(path) for path in left_out}
+    found = [entry for entry in _below(source) if os.path.realpath(entry.path) not in kit_files]
+    return sorted(found, key=lambda entry: entry.name.split("/"))
 
 
 def shown(name: str) -> str:
-    """A file's name as UTF-8 text: bytes that are none become escapes."""
+    """Return a file's name as UTF-8 text, with other bytes as escapes."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _below(source: Path) -> Iterator[Found]:
+def _below(source: Path) -> Iterator[WalkEntry]:
     errors: list[OSError] = []
     for place, folders, names in os.walk(source, onerror=errors.append):
         for name in sorted(folders):
             path = Path(place, name)
             if name.startswith("."):
-                yield _passed_over(path, source, reason="hidden", detail="a hidden folder")
+                yield _skipped(path, source, reason="hidden", detail="a hidden folder")
             elif path.is_symlink():
-                yield _passed_over(path, source, reason="link_to_folder", detail=f"to {path.readlink()}")
+                yield _skipped(path, source, reason="link_to_folder", detail=f"to {path.readlink()}")
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             path = Path(place, name)
             if name.startswith("."):
-                yield _passed_over(path, source, reason="hidden", detail="a hidden file")
+                yield _skipped(path, source, reason="hidden", detail="a hidden file")
             else:
                 yield _file(path, _name(path, source))
     for error in errors:
         path = Path(os.fsdecode(error.filename))
         name, why = _name(path, source), error.strerror or str(error)
-        yield Found(name=name, path=path, reason="not_readable", detail=f"a folder: {why}", is_fault=True)
+        yield WalkEntry(name=name, path=path, reason="not_readable", detail=f"a folder: {why}", is_fault=True)
 
 
-def _file(path: Path, name: str, *, is_named: bool = False) -> Found:
+def _file(path: Path, name: str, *, is_named: bool = False) -> WalkEntry:
     try:
         facts = path.stat()
     except OSError as error:
         is_loop = path.is_symlink() and "symbolic links" in (error.strerror or "")
         reason = "link_loop" if is_loop else "broken_link" if path.is_symlink() else "not_readable"
-        return Found(name=name, path=path, reason=reason, detail=error.strerror or str(error), is_fault=True)
+        return WalkEntry(name=name, path=path, reason=reason, detail=error.strerror or str(error), is_fault=True)
     if not stat.S_ISREG(facts.st_mode):
-        return Found(name=name, path=path, reason="special_file", detail=_kind(facts.st_mode), is_fault=True)
+        return WalkEntry(name=name, path=path, reason="special_file", detail=_kind(facts.st_mode), is_fault=True)
     suffix = path.suffix.lower()
     if not is_named and suffix not in SUFFIXES and not path.name.lower().endswith(ROWS):
         detail = f"no document by its name, which ends in {suffix!r}" if suffix else "a name without an ending"
-        return Found(name=name, path=path, reason="other_kind", detail=detail)
-    return Found(name=name, path=path, size=facts.st_size, mtime_ns=facts.st_mtime_ns)
+        return WalkEntry(name=name, path=path, reason="other_kind", detail=detail)
+    return WalkEntry(name=name, path=path, size=facts.st_size, mtime_ns=facts.st_mtime_ns)
 
 
-def _passed_over(path: Path, source: Path, *, reason: str, detail: str) -> Found:
-    return Found(name=_name(path, source), path=path, reason=reason, detail=detail)
+def _skipped(path: Path, source: Path, *, reason: str, detail: str) -> WalkEntry:
+    return WalkEntry(name=_name(path, source), path=path, reason=reason, detail=detail)
 
 
 def _name(path: Path, source: Path) -> str:
-    """A path below the folder as text, whatever bytes it is made of."""
+    """Return a path below the folder as text, whatever bytes it holds."""
     return path.relative_to(source).as_posix() if path != source else "."
 
 

@@ -1,1 +1,1 @@
-"""What is done to one file or to one part of the text, each in a child process of its own."""
+"""The steps on one file or one part of the text, each in its own child process."""

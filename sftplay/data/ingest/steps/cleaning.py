@@ -1,4 +1,4 @@
-"""Clean text: spaces, control characters, lines that stand everywhere."""
+"""Clean text: spaces, control characters, boilerplate lines."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ TextBlock = tuple[str, str, int, int | None]
 
 SHORTEST, LONGEST = 4, 300
 LEAST_DOCUMENTS, SHARE = 5, 0.5
-"""A line goes when it stands in at least so many documents, and in at least this share of them."""
+"""A line is removed if it occurs in at least so many documents, and in at least this share of them."""
 
 MOST_LINES = 2_000
-"""Lines noted at each end of one document."""
+"""Lines recorded at each end of one document."""
 
 SAMPLE = 256
-"""Documents in which candidates are looked for. A line of half of all documents is not missed there."""
+"""Documents that are searched for candidates. A line of half of all documents is not missed there."""
 
 
 def line_keys(blocks: Iterable[TextBlock]) -> set[int]:
-    """The different lines of a document that could be boilerplate, as 63-bit hashes."""
-    keys = [key_of(line) for line in _lines(blocks)]
+    """Return the distinct lines of a document that could be boilerplate, as 63-bit hashes."""
+    keys = [hash_line(line) for line in _lines(blocks)]
     return {*keys[:MOST_LINES], *keys[-MOST_LINES:]}
 
 
-def key_of(line: str) -> int:
-    """The hash of a line without the spaces around it."""
+def hash_line(line: str) -> int:
+    """Return the hash of a line without the spaces around it."""
     return int.from_bytes(hashlib.blake2b(line.strip().encode(), digest_size=8).digest(), "big") >> 1
 
 
 def write_keys(path: Path, keys: Iterable[int]) -> None:
-    """Keep the keys of a document's lines in a file."""
+    """Write the keys of a document's lines to a file."""
     path.write_bytes(array("q", sorted(keys)).tobytes())
 
 
 def repeated(documents: Sequence[Path]) -> list[int]:
-    """The keys of lines that stand in too many documents. For each document the file with its keys is given."""
+    """Return the keys of lines that occur in too many documents. `documents` are the files with their keys."""
     least = max(LEAST_DOCUMENTS, SHARE * len(documents))
     if len(documents) < least:
         return []
@@ -63,16 +63,16 @@ def _read_keys(path: Path) -> array[int]:
 
 
 def without_lines(blocks: Sequence[TextBlock], keys: set[int], *, taken: Counter[str]) -> list[TextBlock]:
-    """The blocks without such lines; `taken` counts each line that goes."""
+    """Return the blocks without these lines; `taken` counts each removed line."""
     if not keys:
         return list(blocks)
     kept = []
     for text, kind, level, page in blocks:
         if kind in ("paragraph", "list"):
             lines = text.split("\n")
-            stays = [line for line in lines if not (_is_candidate(line) and key_of(line) in keys)]
+            stays = [line for line in lines if not (_is_candidate(line) and hash_line(line) in keys)]
             if len(stays) < len(lines):
-                taken.update(line.strip() for line in lines if _is_candidate(line) and key_of(line) in keys)
+                taken.update(line.strip() for line in lines if _is_candidate(line) and hash_line(line) in keys)
                 text = "\n".join(stays).strip("\n")
         if text:
             kept.append((text, kind, level, page))
@@ -92,12 +92,12 @@ def _is_candidate(line: str) -> bool:
 UNWANTED = re.compile(
     "[\x00-\x08\x0b\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\u200b\u2060\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
 )
-"""Control characters, soft hyphens and others that show nothing. Joiners and marks of direction stay: some scripts need
+"""Control characters, soft hyphens and other invisible ones. Joiners and direction marks stay: some scripts need
 them."""
 
 SUSPECT = re.compile("[\x80-\u045f\u2010-\u25ff\ufb01\ufb02]{2}|[\xc2\xc3\xce\xd0\xd1\xe2] ")
-"""What a wrong decoding leaves at least: two characters of a single-byte encoding, the second perhaps a space by now.
-The real check takes far longer."""
+"""The least trace of a wrong decoding: two characters of a single-byte encoding, the second perhaps now a space. The
+real check takes far longer."""
 
 LINE_ENDS = re.compile("\r\n?|[\x0c\x1c-\x1e\x85\u2028\u2029]")
 SPACES = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]")
@@ -111,7 +111,7 @@ def check_installed(steps: Collection[str]) -> None:
         raise MachineError("the step `encoding` needs ftfy, which is not installed", where="ingest", fix=fix)
 
 
-class Cleaner:
+class TextCleaner:
     """Cleans blocks; counts the blocks that each step changed."""
 
     def __init__(self, steps: Collection[str]) -> None:
@@ -121,7 +121,7 @@ class Cleaner:
         """Step -> blocks."""
 
     def clean(self, block: Block) -> str:
-        """The block's text after all steps."""
+        """Return the block's text after all steps."""
         text = block.text
         for name, step in zip(self._names, self._steps, strict=True):
             new = step(text, block.kind)
@@ -131,7 +131,7 @@ class Cleaner:
         return text
 
     def _encoding(self, text: str, _kind: str) -> str:
-        """Undo a wrong decoding, such as `Ã©` for `é`, where the text shows it."""
+        """Repair a wrong decoding, such as `Ã©` for `é`, where the text shows it."""
         if text.isascii() or not SUSPECT.search(text):
             return text
         from ftfy import fix_encoding
@@ -140,7 +140,7 @@ class Cleaner:
         return str(fix_encoding(text)) if is_bad(text) else text
 
     def _unicode(self, text: str, _kind: str) -> str:
-        """Composed characters (NFC), so that the same word has the same code points everywhere."""
+        """Compose characters (NFC), so that the same word has the same code points everywhere."""
         return text if text.isascii() else unicodedata.normalize("NFC", text)
 
     def _control(self, text: str, _kind: str) -> str:
@@ -149,7 +149,7 @@ class Cleaner:
         return UNWANTED.sub("", LINE_ENDS.sub("\n", text))
 
     def _spaces(self, text: str, kind: str) -> str:
-        """One kind of space, none at the ends of lines; outside code and tables no runs of them either."""
+        """Use one kind of space, none at the ends of lines; outside code and tables, no runs of spaces either."""
         if not (text.isascii() or text.replace("\n", "").isprintable()):
             text = SPACES.sub(" ", text)
         if kind in ("code", "table"):
@@ -160,5 +160,5 @@ class Cleaner:
 
 
 def _even(line: str) -> str:
-    """The line with one space between words, none at its end, and its indentation."""
+    """Return the line with one space between words, none at its end, and its indentation."""
     return line[: len(line) - len(line.lstrip())] + " ".join(line.split())

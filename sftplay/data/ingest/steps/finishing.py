@@ -1,7 +1,7 @@
-"""Turns shards into the records of OUT: boilerplate goes, documents may be cut into sections, filters drop, texts get
-their provenance and the signature by which near-duplicates are found.
+"""Turn shards into the records of OUT: remove boilerplate, cut documents into sections, apply filters, add provenance
+and the signatures for near-duplicates.
 
-It runs in a child process. A record's line and what is compared of it lie in files of the same stem.
+It runs in a child process. A record's line, signature and band keys are in files of the same stem.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 
 from sftplay.data.ingest.duplicates import band_keys, shingles, signature, warm_tables
 from sftplay.data.ingest.steps.cleaning import TextBlock, without_lines
-from sftplay.data.ingest.steps.language import SURE, identifier, language_of
+from sftplay.data.ingest.steps.language import SURE, detect_language, identifier
 
 EXAMPLES, EXAMPLE_CHARS = 3, 300
 """Dropped records shown for each reason, and characters of each."""
 
 MOST_TAKEN = 100
-"""Different lines of boilerplate that are named."""
+"""Distinct lines of boilerplate that are listed."""
 
 COLUMNS = ("end", "file", "chars", "key", "key2")
-"""Of a chunk's table, one row for each record: where its line ends, its file's number, characters, hash of the text."""
+"""Of a chunk's table, one row for each record: end of its line, number of its file, characters, hash of the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class Shard:
 
 
 @dataclass
-class Counts:
-    """What became of the documents of a chunk; the outer keys are files."""
+class ChunkCounts:
+    """Counts of the documents of a chunk; the outer keys are files."""
 
     documents: Counter[int] = field(default_factory=Counter)
     dropped: dict[int, Counter[str]] = field(default_factory=dict)
@@ -51,20 +51,20 @@ class Counts:
     examples: list[dict[str, Any]] = field(default_factory=list)
 
     def drop(self, file: int, reason: str, *, record: dict[str, Any], detail: str) -> None:
-        """Count a record that a filter leaves out."""
+        """Count a record that a filter drops."""
         self.dropped.setdefault(file, Counter())[reason] += 1
         if sum(example["reason"] == reason for example in self.examples) < EXAMPLES:
-            self.examples.append({"reason": reason, "detail": detail, **example_of(record)})
+            self.examples.append({"reason": reason, "detail": detail, **format_example(record)})
 
 
-def example_of(record: dict[str, Any]) -> dict[str, Any]:
-    """A record as the report shows it."""
+def format_example(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record as the report shows it."""
     place = {key: record[key] for key in ("source", "section", "row", "n_chars")}
     return {**place, "text": record["text"][:EXAMPLE_CHARS]}
 
 
 def warm_up(*languages: str) -> None:
-    """Build the tables that every child needs, and load the model that tells languages, before the first is forked."""
+    """Build the tables that every child needs, and load the language model, before the first child is forked."""
     warm_tables()
     if languages:
         identifier()
@@ -74,14 +74,14 @@ def finish(
     *, shards: list[dict[str, Any]], stem: str, lines: str, by: str, min_chars: int, max_chars: int | None,
     languages: list[str], signatures: bool, near: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Write the chunk `stem` out of shards, and count."""
-    keys, counts = set(json.loads(Path(lines).read_text())), Counts()
+    """Write the chunk `stem` from shards; return its counts."""
+    keys, counts = set(json.loads(Path(lines).read_text())), ChunkCounts()
     filters = Filters(min_chars, max_chars, languages)
     rows: list[tuple[int, ...]] = []
     end = 0
     with Path(f"{stem}.jsonl").open("wb") as texts, Path(f"{stem}.signatures").open("wb") as compared:
-        for shard in (Shard(**each) for each in shards):
-            for record in records_of(shard, keys, by=by, counts=counts):
+        for shard in (Shard(**fields) for fields in shards):
+            for record in read_records(shard, keys, by=by, counts=counts):
                 counts.documents[shard.file] += 1
                 reason, detail = filters.refuse(record["text"])
                 if reason:
@@ -101,34 +101,34 @@ def finish(
 
 
 def read_table(stem: str) -> NDArray[np.uint64]:
-    """A chunk's table: uint64 [records, COLUMNS]."""
+    """Return a chunk's table: uint64 [records, COLUMNS]."""
     return np.fromfile(f"{stem}.table", np.uint64).reshape(-1, len(COLUMNS))
 
 
 @dataclass(frozen=True)
 class Filters:
-    """What a text must be to be kept."""
+    """The conditions for keeping a text."""
 
     min_chars: int
     max_chars: int | None
     languages: list[str]
 
     def refuse(self, text: str) -> tuple[str, str]:
-        """Why the text is dropped, and the detail; both empty where it is kept."""
+        """Return the reason why the text is dropped, and the detail; both empty if it is kept."""
         if not text.strip():
             return "empty", "no text is left"
         if len(text) < self.min_chars:
             return "short", f"{len(text)} characters; --min-chars is {self.min_chars}"
         if self.max_chars is not None and len(text) > self.max_chars:
             return "long", f"{len(text):,} characters; --max-chars is {self.max_chars:,}"
-        code, share = language_of(text) if self.languages else ("", 0.0)
+        code, share = detect_language(text) if self.languages else ("", 0.0)
         if share >= SURE and code not in self.languages:
             return "language", f"looks like {code}, {share:.0%} sure"
         return "", ""
 
 
-def records_of(shard: Shard, keys: set[int], *, by: str, counts: Counts) -> Iterator[dict[str, Any]]:
-    """The records of a shard's documents, in order."""
+def read_records(shard: Shard, keys: set[int], *, by: str, counts: ChunkCounts) -> Iterator[dict[str, Any]]:
+    """Yield the records of a shard's documents, in order."""
     with Path(shard.path).open(encoding="utf-8", newline="\n") as stream:
         for line in stream:
             document = json.loads(line)
@@ -136,21 +136,21 @@ def records_of(shard: Shard, keys: set[int], *, by: str, counts: Counts) -> Iter
                 yield _record(shard, document, text=document["text"], section="", pages=[])
                 continue
             blocks = without_lines(document["blocks"], keys, taken=counts.taken)
-            sections = list(sections_of(blocks)) if by == "section" else []
+            sections = list(split_sections(blocks)) if by == "section" else []
             for section, part in sections or [("", blocks)]:
                 text, pages = joined(part)
                 yield _record(shard, document, text=text, section=section, pages=pages)
 
 
-def sections_of(blocks: list[TextBlock]) -> Iterator[tuple[str, list[TextBlock]]]:
-    """The document cut before each heading, each part with its path of headings. A heading alone goes with the next."""
+def split_sections(blocks: list[TextBlock]) -> Iterator[tuple[str, list[TextBlock]]]:
+    """Cut the document before each heading; yield parts with their path of headings. A lone heading joins the next."""
     trail: list[tuple[int, str]] = []
     part: list[TextBlock] = []
     name = ""
     for block in blocks:
         text, kind, level, _ = block
         if kind == "heading":
-            if any(each[1] != "heading" for each in part):
+            if any(inner[1] != "heading" for inner in part):
                 yield name, part
                 part = []
             trail = [*((depth, title) for depth, title in trail if depth < level), (level, text.lstrip("# "))]
@@ -161,7 +161,7 @@ def sections_of(blocks: list[TextBlock]) -> Iterator[tuple[str, list[TextBlock]]
 
 
 def joined(blocks: list[TextBlock]) -> tuple[str, list[list[int]]]:
-    """The blocks as one text, and its pages: [page, first character, behind the last], without gaps between them."""
+    """Return the blocks as one text, and its pages: [page, first character, end], without gaps between them."""
     pages: list[list[int]] = []
     end = 0
     for place, (text, _, _, page) in enumerate(blocks):

@@ -1,4 +1,4 @@
-"""The language a text is written in, guessed by py3langid from pieces of its beginning, middle and end."""
+"""Guess the language of a text with py3langid, from samples of its beginning, middle and end."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from sftplay.errors import MachineError
 
-PIECE = 1000
-"""Characters looked at in each of three places."""
+SAMPLE_CHARS = 1000
+"""Characters of each of the three samples."""
 
 SURE = 0.7
-"""Of a guess that is less sure nothing follows: headings, names and code are guessed at random, below 0.5."""
+"""Less sure guesses are ignored: headings, names and code are guessed at random, below 0.5."""
 
 
 def check_installed() -> None:
@@ -22,17 +22,21 @@ def check_installed() -> None:
         raise MachineError("--language needs py3langid, which is not installed", where="ingest", fix=fix)
 
 
-def language_of(text: str) -> tuple[str, float]:
-    """Its ISO 639-1 code, and how sure that is, 0 to 1."""
+def detect_language(text: str) -> tuple[str, float]:
+    """Return the ISO 639-1 code of the text's language, and the confidence, 0 to 1."""
     middle = len(text) // 2
-    sample = text if len(text) <= 3 * PIECE else f"{text[:PIECE]} {text[middle : middle + PIECE]} {text[-PIECE:]}"
+    sample = (
+        text
+        if len(text) <= 3 * SAMPLE_CHARS
+        else f"{text[:SAMPLE_CHARS]} {text[middle : middle + SAMPLE_CHARS]} {text[-SAMPLE_CHARS:]}"
+    )
     code, share = identifier().classify(sample.lower())  # the model knows few words in capitals
     return str(code), float(share)
 
 
 @cache
 def identifier() -> Any:
-    """The model, which takes a second to load."""
+    """Return the model, which takes a second to load."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

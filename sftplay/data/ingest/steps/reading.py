@@ -1,4 +1,4 @@
-"""Clean the blocks of a document one by one, and write them down."""
+"""Read one file: clean its blocks, and write its documents into shards."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sftplay.data.ingest.by_kind import HEAD_BYTES, extract, kind_of
-from sftplay.data.ingest.children.server import FULL
+from sftplay.data.ingest.by_kind import HEAD_BYTES, detect_kind, extract
+from sftplay.data.ingest.children.fork_server import FULL
 from sftplay.data.ingest.extract.document import Block, Unreadable
 from sftplay.data.ingest.extract.text import check_characters, open_charset, to_block, wrap_width
 from sftplay.data.ingest.settings import ROWS
-from sftplay.data.ingest.steps.cleaning import Cleaner, TextBlock, line_keys, write_keys
+from sftplay.data.ingest.steps.cleaning import TextBlock, TextCleaner, line_keys, write_keys
 from sftplay.data.read.encodings import BOM, Charset
 from sftplay.data.read.files import find_suffix
 from sftplay.data.read.json_rows import parsed
@@ -37,20 +37,20 @@ READ_CHARS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TextPart:
     """A document cut from a long text."""
 
     text: str
     begin: int
-    """Its first character's place in the file's text, where each line ends in one character."""
+    """Offset of its first character in the file's text, with one character for each line end."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextRow:
-    """A row of a table, or why it is no document."""
+    """A row of a table, or the reason why it is no document."""
 
     number: int
-    """Its line, or its place in a parquet file, from 1."""
+    """Its line, or its number in a parquet file, from 1."""
 
     text: str = ""
     title: str = ""
@@ -58,8 +58,8 @@ class TextRow:
     detail: str = ""
 
 
-def long_text(charset: Charset) -> Iterator[Part]:
-    """A text in parts, cut between paragraphs where there is such a place, else between lines, else between words.
+def long_text(charset: Charset) -> Iterator[TextPart]:
+    """Yield a text in parts, cut between paragraphs if possible, else between lines, else between words.
 
     Raises:
         Unreadable: it is binary, or not in the encoding.
@@ -71,14 +71,14 @@ def long_text(charset: Charset) -> Iterator[Part]:
             buffer += piece if begin or buffer else piece.removeprefix(BOM)
             while len(buffer) > PART_CHARS:
                 end = _place_to_cut(buffer)
-                yield Part(buffer[:end], begin)
+                yield TextPart(buffer[:end], begin)
                 buffer, begin = buffer[end:], begin + end
     if buffer:
-        yield Part(buffer, begin)
+        yield TextPart(buffer, begin)
 
 
 def text_rows(path: Path, encoding: str) -> Iterator[TextRow]:
-    """The rows of a jsonl or parquet file, each with its column `text`.
+    """Yield the rows of a jsonl or parquet file, each with its column `text`.
 
     Raises:
         Unreadable: the file is damaged, or none of that kind.
@@ -110,7 +110,7 @@ def _text_row(number: int, row: dict[str, object] | Refused) -> TextRow:
 
 
 def _place_to_cut(text: str) -> int:
-    """Behind the last paragraph, line or word in the second half of the allowed length."""
+    """Return the end of the last paragraph, line or word in the second half of the allowed length."""
     for mark in ("\n\n", "\n", " "):
         place = text.rfind(mark, PART_CHARS // 2, PART_CHARS - len(mark))
         if place >= 0:
@@ -124,7 +124,7 @@ LONG_TEXT_BYTES = 16 << 20
 SHARD_BYTES = 32 << 20
 
 MOST_GROWTH, ALWAYS_BYTES = 50, 64 << 20
-"""A file's text may be so many times larger than the file, and always this large."""
+"""A file's text may be so many times larger than the file, and may always have this size."""
 
 MOST_FRAMES, MOST_TRACE = 30, 20_000
 """Frames and characters that are kept of a traceback."""
@@ -135,7 +135,7 @@ EXAMPLES = 3
 PARAGRAPHS = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
 
 
-class Shards:
+class ShardWriter:
     """Writes documents into numbered files of bounded size."""
 
     def __init__(self, stem: str, most_bytes: int) -> None:
@@ -148,7 +148,7 @@ class Shards:
         return Path(shard_path(self._stem, len(self.sizes))).open("wb")
 
     def write(self, document: dict[str, Any]) -> None:
-        """One more document.
+        """Write one more document.
 
         Raises:
             Unreadable: the file's text is far larger than the file.
@@ -171,7 +171,7 @@ class Shards:
 
 
 def shard_path(stem: str, number: int) -> str:
-    """The file of a shard."""
+    """Return the path of a shard."""
     return f"{stem}.{number:04}.jsonl"
 
 
@@ -188,24 +188,24 @@ LIBRARIES = {
     ".eml": ("email.parser", "email.policy"),
     ".parquet": ("pyarrow.parquet",),
 }
-"""File name ending -> what its reader imports. Imported before the first fork, it costs a file nothing."""
+"""File name ending -> modules that its reader imports. Imported before the first fork, they cost a file nothing."""
 
 
 def warm_up(*suffixes: str) -> None:
-    """Import what the readers of such files need and what is installed."""
+    """Import the installed modules that the readers of such files need."""
     for name in {"ftfy", *(name for suffix in suffixes for name in LIBRARIES.get(suffix, ()))}:
         if find_spec(name.split(".")[0]):
             import_module(name)
 
 
 def read_file(*, path: str, stem: str, size: int, mtime_ns: int, encoding: str, cleaning: list[str]) -> dict[str, Any]:
-    """Write the file's documents into shards, the keys of its lines beside them; what there is to report of it."""
-    began, reader = time.monotonic(), _Reader(Path(path), stem, size=size, encoding=encoding, cleaning=cleaning)
+    """Write the file's documents into shards, and the keys of its lines; return the report on the file."""
+    began, reader = time.monotonic(), _FileReader(Path(path), stem, size=size, encoding=encoding, cleaning=cleaning)
     try:
         found = reader.read()
     except Unreadable as error:
         found = {"status": "unreadable", "reason": error.reason, "detail": error.detail}
-        if error.__cause__ is not None:  # what a reader died of: the document's fault, or its own
+        if error.__cause__ is not None:  # the error of the reader: the fault of the document, or of the reader
             found["traceback"] = _trace(error.__cause__)
     except MemoryError:
         found = {"status": "unreadable", "reason": "memory", "detail": "its reader needs more memory than it may have"}
@@ -215,7 +215,7 @@ def read_file(*, path: str, stem: str, size: int, mtime_ns: int, encoding: str, 
         found = {"status": "unreadable", "reason": "not_readable", "detail": error.strerror or str(error)}
     except SftplayError as error:  # a library is missing: no file of this kind can be read here
         found = {"status": "stopped", "error": error.as_json()}
-    except Exception as error:  # noqa: BLE001 - a document's parser is foreign code; what it dies of is counted
+    except Exception as error:  # noqa: BLE001 - a document's parser is foreign code; its errors are counted
         detail = f"{type(error).__name__}: {error}"[:500]
         found = {"status": "unreadable", "reason": "broken", "detail": detail, "traceback": _trace(error)}
     if found["status"] != "stopped" and not _is_same(Path(path), size, mtime_ns=mtime_ns):
@@ -228,13 +228,13 @@ def _trace(error: BaseException) -> str:
     return "".join(traceback.format_exception(error, limit=-MOST_FRAMES))[-MOST_TRACE:]
 
 
-class _Reader:
-    """One file on its way into shards."""
+class _FileReader:
+    """Reads one file into shards."""
 
     def __init__(self, path: Path, stem: str, *, size: int, encoding: str, cleaning: list[str]) -> None:
         self._path, self._stem, self._size, self._encoding = path, stem, size, encoding
-        self._cleaner = Cleaner(cleaning)
-        self._shards = Shards(stem, max(ALWAYS_BYTES, MOST_GROWTH * size))
+        self._cleaner = TextCleaner(cleaning)
+        self._shards = ShardWriter(stem, max(ALWAYS_BYTES, MOST_GROWTH * size))
         self._keys: set[int] = set()
         self._notes: list[str] = []
         self._guessed = ""
@@ -242,7 +242,7 @@ class _Reader:
         self._examples: list[dict[str, Any]] = []
 
     def read(self) -> dict[str, Any]:
-        self._path.open("rb").close()  # whether this user may read it is no question of its kind
+        self._path.open("rb").close()  # a missing permission must not look like a wrong format
         n_documents = 0
         for document in self._documents():
             self._shards.write(document)
@@ -286,9 +286,9 @@ class _Reader:
         width = None
         charset, self._guessed = open_charset(self._path, self._encoding)
         for part in long_text(charset):
-            paragraphs = [each.strip("\n") for each in PARAGRAPHS.split(part.text) if each.strip()]
+            paragraphs = [paragraph.strip("\n") for paragraph in PARAGRAPHS.split(part.text) if paragraph.strip()]
             width = wrap_width(paragraphs) if width is None else width
-            blocks = self._cleaned(to_block(each, width) for each in paragraphs)
+            blocks = self._cleaned(to_block(paragraph, width) for paragraph in paragraphs)
             yield {"title": self._path.stem, "blocks": blocks, "place": [part.begin, part.begin + len(part.text)]}
 
     def _cleaned(self, blocks: Iterable[Block]) -> list[TextBlock]:
@@ -297,12 +297,12 @@ class _Reader:
 
 
 def is_rows(path: Path) -> bool:
-    """The file is a table whose rows are documents."""
+    """Whether the file is a table with one document in each row."""
     return path.name.lower().endswith(ROWS)
 
 
 def is_streamed(path: Path, size: int) -> bool:
-    """The file is read piece by piece, so that its size is no matter of memory."""
+    """Whether the file is read piece by piece, so that its size does not decide its memory."""
     return is_rows(path) or (size > LONG_TEXT_BYTES and _is_text(path))
 
 
@@ -310,13 +310,13 @@ def _is_text(path: Path) -> bool:
     with path.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
     try:
-        return kind_of(path, head) in ("txt", "md")
+        return detect_kind(path, head) in ("txt", "md")
     except Unreadable:
         return False
 
 
 def _is_same(path: Path, size: int, *, mtime_ns: int) -> bool:
-    """The file is still the one that the walk over the folder has seen."""
+    """Whether the file is still the one that the walk over the folder saw."""
     try:
         now = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""A toy task: rows of numbers, and the model learns to say the next one.
+"""A toy task: the model reads rows of numbers and learns to predict the next one.
 
 A row is `{"text": "3 1 4 1 5"}`. docs/extending.md copies this folder to sftplay/tasks/.
 """
@@ -24,7 +24,7 @@ FIRST_ID = 3
 
 
 def load_rows(cfg: RunConfig, _: Any) -> Rows:
-    """The numbers as token ids, each one the label of those before it; every tenth row is held out."""
+    """Return the numbers as token ids, each one the label of those before it; every tenth row is held out."""
     content = Path(cfg.data.train_path).read_bytes()
     rows = []
     for n, line in enumerate(content.splitlines()):
@@ -43,11 +43,11 @@ def report_rows(rows: Rows, _tokenizer: Any, **_: Any) -> None:
 
 
 def measure(model: Any, rows: Rows, *, path: Path, **_: Any) -> None:
-    """The mean loss of the next number over the held-out rows."""
+    """Write the mean loss of the next number over the held-out rows."""
     figures = {"n": len(rows.held_out or ()), "loss": held_out_loss(model, rows.held_out, pad_token_id=0)}
     write_text(path, json.dumps(figures) + "\n")
 
 
 def build_trainer(parts: TrainerParts) -> Any:
-    """The trainer of SFT: its loss of the next token is that of the next number."""
+    """Return the trainer of SFT: its loss of the next token is that of the next number."""
     return sft.build_trainer(parts)

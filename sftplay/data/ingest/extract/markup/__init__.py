@@ -1,1 +1,1 @@
-"""HTML, and what is made to HTML on the way -> Markdown blocks; web pages lose their navigation first."""
+"""Convert HTML, and formats that become HTML first, to Markdown blocks; navigation of web pages is removed."""

@@ -13,7 +13,7 @@ DROPPED_NAMES = """
     map area link meta rp rt
 """
 DROPPED = frozenset(DROPPED_NAMES.split())
-"""Elements without text of the document."""
+"""Elements that hold no text of the document."""
 
 BREAK = "\x00"
 """Stands for a line break until white space is made one; HTML cannot hold it."""
@@ -27,12 +27,12 @@ SPACES = re.compile(r"[ \t\r\n\f]+")
 
 
 def tidy(text: str) -> str:
-    """White space as a browser shows it, with line breaks where the document has them."""
+    """Return the text with white space as a browser shows it, and line breaks where the document has them."""
     return SPACES.sub(" ", EDGE.sub(BREAK, text)).strip(f" {BREAK}").replace(BREAK, "\n")
 
 
 def inline_text(element: Any) -> str:
-    """The text of an element with that of its inline children; not tidied, without the element's tail."""
+    """Return the text of an element and its inline children; not tidied, without the element's tail."""
     tag = element.tag
     if not isinstance(tag, str) or tag in DROPPED:  # comments and instructions have no name
         return ""
@@ -52,7 +52,7 @@ def inline_text(element: Any) -> str:
 
 
 def math_text(element: Any) -> str:
-    """A formula as TeX where the document carries it, else as its characters."""
+    """Return a formula as TeX where the document holds it, else as its characters."""
     tex = element.get("alttext") or ""
     for note in element.iter("annotation"):
         if "tex" in (note.get("encoding") or ""):
@@ -62,7 +62,7 @@ def math_text(element: Any) -> str:
 
 
 MOST_COLUMNS, MOST_ROWS_SPANNED, MOST_CELLS = 200, 1_000, 200_000
-"""A span is a number that anybody can write; what it may cost is bounded here."""
+"""A document may claim any span; these bound its cost."""
 
 LONGEST_REPEATED = 80
 """Characters of a cell over several rows that is repeated in each of them, so that every row can be read alone."""
@@ -71,7 +71,7 @@ HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 
 
 def as_markdown(rows: Iterable[Sequence[str]]) -> str:
-    """The rows as a Markdown table whose first row is the head; empty rows and columns are left out."""
+    """Return the rows as a Markdown table with the first row as the head; empty rows and columns are left out."""
     kept = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
     kept = [row for row in kept if any(row)]
     width = max(map(len, kept), default=0)
@@ -82,8 +82,8 @@ def as_markdown(rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + " --- |" * len(used), *lines[1:]])
 
 
-def own_rows(table: Any) -> list[Any]:
-    """The rows of a table without those of tables in its cells."""
+def list_rows(table: Any) -> list[Any]:
+    """Return the rows of a table without those of tables in its cells."""
     rows = []
     for child in table:
         if child.tag == "tr":
@@ -93,29 +93,29 @@ def own_rows(table: Any) -> list[Any]:
     return rows
 
 
-def cells_of(row: Any) -> list[Any]:
-    """The cells of one row."""
+def list_cells(row: Any) -> list[Any]:
+    """Return the cells of one row."""
     return [cell for cell in row if cell.tag in ("td", "th")]
 
 
 def is_layout(table: Any) -> bool:
     """Whether a table only places things on a page: it has one column, is marked so, or holds headings."""
-    widths = [sum(_span(cell, "colspan", most=MOST_COLUMNS) for cell in cells_of(row)) for row in own_rows(table)]
+    widths = [sum(_span(cell, "colspan", most=MOST_COLUMNS) for cell in list_cells(row)) for row in list_rows(table)]
     if max(widths, default=0) <= 1 or table.get("role") in ("presentation", "none"):
         return True
     return any(element.tag in HEADINGS for element in table.iter())
 
 
-def grid_of(table: Any, text_of: Callable[[Any], str]) -> list[list[str]]:
-    """The table's texts by row and column, with merged cells spread over their places."""
+def build_grid(table: Any, read_cell: Callable[[Any], str]) -> list[list[str]]:
+    """Return the table's texts by row and column; a merged cell fills all its places."""
     grid: list[list[str]] = []
     hanging: dict[int, tuple[int, str]] = {}  # column -> rows still to fill, text
     n_cells = 0
-    for row in own_rows(table):
+    for row in list_rows(table):
         line: list[str] = []
-        for cell in cells_of(row):
+        for cell in list_cells(row):
             _fill(line, hanging)
-            text = text_of(cell)
+            text = read_cell(cell)
             rows, columns = _span(cell, "rowspan", most=MOST_ROWS_SPANNED), _span(cell, "colspan", most=MOST_COLUMNS)
             for place in range(columns):
                 shown = "" if place else text
@@ -133,7 +133,7 @@ def grid_of(table: Any, text_of: Callable[[Any], str]) -> list[list[str]]:
 
 
 def _fill(line: list[str], hanging: dict[int, tuple[int, str]]) -> None:
-    """Put what hangs down from rows above at the end of a row."""
+    """Append the cells that span down from rows above."""
     while len(line) in hanging:
         left, text = hanging.pop(len(line))
         if left > 1:
@@ -162,8 +162,8 @@ CODE_SIGNS = re.compile(r"[{}=<>$#\\|@]|\(\)|\w[_/]\w")
 PARAGRAPHS = re.compile(rf"(?:{BREAK}[ \t\r\n\f]*){{2,}}")
 
 
-def blocks_of(element: Any) -> list[Block]:
-    """The blocks of an element, without its tail."""
+def find_blocks(element: Any) -> list[Block]:
+    """Return the blocks of an element, without its tail."""
     out: list[Block] = []
     _walk(element, out)
     return out
@@ -202,7 +202,7 @@ def _add(element: Any, out: list[Block]) -> None:
     elif tag == "dl":
         _add_definitions(element, out)
     elif tag == "blockquote":
-        inner = blocks_of(element)
+        inner = find_blocks(element)
         out += [
             Block(_prefix(block.text, "> ", others="> "), "paragraph") if not block.level else block for block in inner
         ]
@@ -213,15 +213,15 @@ def _add(element: Any, out: list[Block]) -> None:
 def _add_paragraphs(text: str, out: list[Block]) -> None:
     """Add running text; two line breaks in a row are the end of a paragraph."""
     if text.strip():
-        out += [Block(part) for each in PARAGRAPHS.split(text) if (part := tidy(each))]
+        out += [Block(part) for paragraph in PARAGRAPHS.split(text) if (part := tidy(paragraph))]
 
 
 def _holds_blocks(element: Any) -> bool:
-    return any(isinstance(each.tag, str) and each.tag in BLOCKS for each in element.iterdescendants())
+    return any(isinstance(inner.tag, str) and inner.tag in BLOCKS for inner in element.iterdescendants())
 
 
 def _list_text(element: Any) -> str:
-    """A list with the lists and other blocks of its items, indented below them."""
+    """Return a list as Markdown, with the blocks of each item indented below it."""
     lines = []
     first = element.get("start") or "1"
     number = int(first) if first.isdecimal() and len(first) < 10 else 1
@@ -230,7 +230,7 @@ def _list_text(element: Any) -> str:
             inner = _list_text(item)
             lines += [_prefix(inner, "  ", others="  ")] if inner else []
         elif isinstance(item.tag, str) and item.tag not in DROPPED:
-            inner = _joined(blocks_of(item))
+            inner = _joined(find_blocks(item))
             if inner:
                 marker = f"{number}. " if element.tag == "ol" else "- "
                 lines.append(_prefix(inner, marker, others=" " * len(marker)))
@@ -239,7 +239,7 @@ def _list_text(element: Any) -> str:
 
 
 def _joined(blocks: list[Block]) -> str:
-    """Blocks of a list's item as one text: lists stand tight below their paragraph, all else after an empty line."""
+    """Join the blocks of a list's item: a list follows its paragraph directly, all else after an empty line."""
     text = ""
     for block in blocks:
         text += ("" if not text else "\n" if block.kind == "list" else "\n\n") + block.text
@@ -252,9 +252,9 @@ def _prefix(text: str, first: str, *, others: str) -> str:
 
 
 def _add_definitions(element: Any, out: list[Block]) -> None:
-    """Terms and what they mean: a list where all are short, else paragraphs."""
+    """Add terms and their definitions: a list if all are short, else paragraphs."""
     parts = [part for part in element.iter("dt", "dd") if next(part.iterancestors("dl")) is element]
-    inner = [(part.tag, blocks_of(part)) for part in parts]
+    inner = [(part.tag, find_blocks(part)) for part in parts]
     if any(len(blocks) > 1 or any(block.kind != "paragraph" for block in blocks) for _, blocks in inner):
         for _, blocks in inner:
             out += blocks
@@ -271,24 +271,24 @@ def _add_definitions(element: Any, out: list[Block]) -> None:
 
 
 def _add_table(element: Any, out: list[Block]) -> None:
-    """A table with its caption before it; one that only lays a page out gives the blocks of its cells."""
+    """Add a table with its caption before it; of a layout table, add the blocks of its cells."""
     for caption in element.iter("caption"):
         if next(caption.iterancestors("table")) is element:
             _walk(caption, out)
     if is_layout(element):
-        for row in own_rows(element):
-            for cell in cells_of(row):
+        for row in list_rows(element):
+            for cell in list_cells(row):
                 _walk(cell, out)
         return
-    text = as_markdown(grid_of(element, _cell_text))
+    text = as_markdown(build_grid(element, _cell_text))
     if text:
         out.append(Block(text, "table"))
 
 
 def _cell_text(cell: Any) -> str:
-    """A cell in one line: its blocks after each other, items of lists and rows of inner tables divided by `;`."""
+    """Return a cell in one line: its blocks in order, items of lists and rows of inner tables divided by `;`."""
     parts = []
-    for block in blocks_of(cell):
+    for block in find_blocks(cell):
         lines = block.text.split("\n")
         if block.kind == "table":
             rows = [line.strip("| ").replace(" | ", ", ") for line in [lines[0], *lines[2:]]]
@@ -303,14 +303,14 @@ def _cell_text(cell: Any) -> str:
 
 
 def _add_pre(element: Any, out: list[Block]) -> None:
-    """Text whose white space counts: code in a fence, verse and letters as their lines."""
+    """Add preformatted text: code in a fence, verse and letters line by line."""
     text = inline_text(element).replace(BREAK, "\n") if element.find("br") is not None else "".join(element.itertext())
     lines = [line.rstrip() for line in text.expandtabs(4).replace("\r", "").strip("\n").split("\n")]
     text = "\n".join(lines)
     if not text.strip():
         return
     classes = " ".join([element.get("class") or "", *(e.get("class") or "" for e in element.iter("code"))])
-    above = " ".join(each.get("class") or "" for each in list(element.iterancestors())[:2])
+    above = " ".join(ancestor.get("class") or "" for ancestor in list(element.iterancestors())[:2])
     is_code = element.find(".//code") is not None or bool(classes.strip()) or CODE_SIGNS.search(text) is not None
     if not is_code:
         out += [

@@ -9,8 +9,8 @@ from email.message import EmailMessage
 from pathlib import Path
 from typing import Any
 
-from sftplay.data.ingest.extract.document import Block, Extracted, Kind, Unreadable, heading
-from sftplay.data.ingest.extract.markup.blocks import HEADINGS, blocks_of, inline_text, tidy
+from sftplay.data.ingest.extract.document import Block, BlockKind, Extracted, Unreadable, heading
+from sftplay.data.ingest.extract.markup.blocks import HEADINGS, find_blocks, inline_text, tidy
 from sftplay.data.ingest.extract.text import cut_blocks, guess_encoding, read_characters, split_plain
 from sftplay.data.read.encodings import MARKS
 
@@ -31,16 +31,28 @@ NAVIGATION_WORDS = """
     copybtn linenos lineno line-numbers gutter permalink anchor-link anchorjs-link back-to-top site-header site-footer
     mw-cite-backlink mw-redirectedfrom
 """
-"""Whole words of `class` by which widely used templates mark what is not content."""
+"""Words of `class` with which widely used templates mark navigation."""
 
 NAVIGATION = frozenset(NAVIGATION_WORDS.split())
 
-ROLES = ("navigation", "banner", "contentinfo", "search", "menu", "menubar", "toolbar", "dialog", "doc-toc")
-TAGS = ("nav", "footer", "form", "dialog", "script", "style", "noscript", "template", "svg", "button", "select")
+NAVIGATION_ROLES = ("navigation", "banner", "contentinfo", "search", "menu", "menubar", "toolbar", "dialog", "doc-toc")
+NAVIGATION_TAGS = (
+    "nav",
+    "footer",
+    "form",
+    "dialog",
+    "script",
+    "style",
+    "noscript",
+    "template",
+    "svg",
+    "button",
+    "select",
+)
 HIDDEN = re.compile(r"(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.I)
-CONTENT = ("main", "role=main", "id=mw-content-text", "itemprop=articleBody", "article")
+CONTENT_MARKS = ("main", "role=main", "id=mw-content-text", "itemprop=articleBody", "article")
 LEAST_SHARE = 0.3
-"""Of a page's text, navigation aside, that its marked content must hold to be believed."""
+"""Least share of a page's text, without navigation, that its marked content must hold."""
 
 LEAST_LINKS, LINKED_SHARE, LONGEST_ENTRY = 3, 0.8, 100
 """A table or list where so many entries, and such a share of them, link into the page itself is a table of contents;
@@ -62,9 +74,9 @@ def read_page(path: Path, encoding: str) -> Extracted:
 
 
 def decode(data: bytes, encoding: str = "auto") -> tuple[str, tuple[str, ...], str]:
-    """A page's characters, in the encoding that its mark, the caller or the page itself names, else UTF-8.
+    """Decode a page by its byte order mark, the encoding of the caller or of the page itself, else as UTF-8.
 
-    Notes come with it, and the encoding that was guessed where none of these is right.
+    Return the text, notes, and the encoding that was guessed where none of these is right.
 
     Raises:
         Unreadable: it is not in the encoding that the caller names, or no text.
@@ -89,7 +101,7 @@ def decode(data: bytes, encoding: str = "auto") -> tuple[str, tuple[str, ...], s
 
 
 def parse_page(text: str, is_whole: bool = False) -> tuple[str, list[Block]]:
-    """The title and blocks of a page; with `is_whole` nothing is taken for navigation.
+    """Return the title and blocks of a page; with `is_whole` nothing is treated as navigation.
 
     Raises:
         Unreadable: it cannot be parsed, or it is nested too deeply.
@@ -110,8 +122,8 @@ def parse_page(text: str, is_whole: bool = False) -> tuple[str, list[Block]]:
     headline = " ".join(tidy(inline_text(first)).split()) if first is not None else ""
     if not is_whole:
         drop_navigation(body)
-    content = body if is_whole else content_of(body)
-    blocks = without_empty_contents(cut_blocks(blocks_of(content)))
+    content = body if is_whole else find_content(body)
+    blocks = without_empty_contents(cut_blocks(find_blocks(content)))
     levels = [block.level for block in blocks if block.level]
     if headline and content is not body and 1 not in levels:
         blocks.insert(0, heading(headline, 1))
@@ -119,7 +131,7 @@ def parse_page(text: str, is_whole: bool = False) -> tuple[str, list[Block]]:
 
 
 def drop_navigation(body: Any) -> None:
-    """Take out what the page marks as navigation, keeping the text that follows it."""
+    """Remove what the page marks as navigation; keep the text that follows it."""
     for element in list(body.iter()):
         if element is not body and isinstance(element.tag, str) and is_navigation(element):
             element.drop_tree()
@@ -129,16 +141,16 @@ def drop_navigation(body: Any) -> None:
 
 
 def is_navigation(element: Any) -> bool:
-    """Whether an element is marked as something other than content."""
+    """Whether an element is marked as navigation."""
     tag = element.tag
-    if tag in TAGS or element.get("role") in ROLES or element.get("hidden") is not None:
+    if tag in NAVIGATION_TAGS or element.get("role") in NAVIGATION_ROLES or element.get("hidden") is not None:
         return True
     if HIDDEN.search(element.get("style") or "") and element.find(".//math") is None:
         return True
     words = (element.get("class") or "").lower().split()
     if tag in ("header", "aside") and element.find(".//h1") is None:
         return not any(
-            each.tag in ("main", "article") or each.get("role") == "main" for each in element.iterancestors()
+            outer.tag in ("main", "article") or outer.get("role") == "main" for outer in element.iterancestors()
         )
     if tag == "sup":
         return "reference" in words  # a wiki's note; the same word stands at every link that Sphinx makes
@@ -152,7 +164,7 @@ def _begins_with_heading(element: Any) -> bool:
 
 
 def is_contents(element: Any) -> bool:
-    """Whether a table or list is a table of contents: hardly more than links into its own page."""
+    """Whether a table or list is a table of contents: nearly all of it links into the same page."""
     entries = [" ".join(entry.text_content().split()) for entry in element.iter("tr", "li", "p", "dt")]
     entries = [entry for entry in entries if entry]
     links = [link for link in element.iter("a") if (link.get("href") or "").startswith("#")]
@@ -163,7 +175,7 @@ def is_contents(element: Any) -> bool:
 
 
 def without_empty_contents(blocks: list[Block]) -> list[Block]:
-    """The blocks without headings of a table of contents that has been taken out."""
+    """Return the blocks without the headings of removed tables of contents."""
     after = [*blocks[1:], Block("", "heading")]
     return [
         block
@@ -172,10 +184,10 @@ def without_empty_contents(blocks: list[Block]) -> list[Block]:
     ]
 
 
-def content_of(body: Any) -> Any:
-    """The element that the page marks as its content, where that is a fair part of it; else all."""
+def find_content(body: Any) -> Any:
+    """Return the element that the page marks as its content if it is a fair part of the page, else all."""
     whole = max(len(body.text_content()), 1)
-    for mark in CONTENT:
+    for mark in CONTENT_MARKS:
         name, _, value = mark.partition("=")
         found = body.xpath(f"//*[@{name}=$value]", value=value) if value else body.findall(f".//{name}")
         if found and (mark != "article" or len(found) == 1):
@@ -222,7 +234,7 @@ def _blocks(part: EmailMessage) -> list[Block]:
     return split_plain(text.replace("\r\n", "\n"))
 
 
-KINDS: dict[str, Kind] = {
+MARKDOWN_KINDS: dict[str, BlockKind] = {
     "bullet_list_open": "list",
     "ordered_list_open": "list",
     "table_open": "table",
@@ -253,7 +265,7 @@ def read_markdown(path: Path, encoding: str) -> Extracted:
 
 
 def split_markdown(text: str) -> list[Block]:
-    """The text's outermost blocks, each with its lines as they stand in the text."""
+    """Return the outermost blocks of the text, each with its lines unchanged."""
     from markdown_it import MarkdownIt
 
     lines = text.split("\n")
@@ -268,7 +280,7 @@ def split_markdown(text: str) -> list[Block]:
         elif token.type == "html_block":
             blocks += parse_page(f"<body>{body}</body>", is_whole=True)[1] if COMMENT.sub("", body).strip() else []
         else:
-            kind = KINDS.get(token.type, "paragraph")
+            kind = MARKDOWN_KINDS.get(token.type, "paragraph")
             body = body if kind == "code" else PICTURE.sub("", body).strip()
             blocks += [Block(body, kind)] if body else []
     return blocks

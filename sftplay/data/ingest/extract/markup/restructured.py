@@ -1,4 +1,4 @@
-"""reStructuredText -> blocks: docutils makes HTML of it; no directive may read a file of the machine.
+"""Convert reStructuredText to blocks through the HTML of docutils; no directive may read a file of the machine.
 
 Roles and directives of Sphinx, which docutils does not know, keep their text.
 """
@@ -15,7 +15,7 @@ from sftplay.data.ingest.extract.markup.page import parse_page
 from sftplay.data.ingest.extract.text import read_characters
 
 LONGEST_LINE = 100_000
-"""Characters; above it docutils, whose rules look far ahead, gets slow."""
+"""Characters; docutils gets slow on longer lines, because its rules look far ahead."""
 
 SETTINGS = {
     "file_insertion_enabled": False,
@@ -36,21 +36,33 @@ SETTINGS = {
 """https://docutils.sourceforge.io/docs/user/config.html"""
 
 HEADER = re.compile(r"\A\s*(?:[A-Z][\w-]*:.*\n(?:[ \t]+.*\n)*){2,}\s*\n")
-"""Lines as of a mail's head: what PEPs and other proposals begin with."""
+"""Lines like the header of a mail, with which PEPs and other proposals begin."""
 
 HEADER_TITLE = re.compile(r"^Title:[ \t]*(\S.*)$", re.M)
 ROLE = re.compile(r":((?:[a-z]+:)?[a-z]+):`~?!?([^`<]+?)(?:\s*<[^`>]*>)?`")
-OF_DOCUTILS = ("math", "sub", "sup", "subscript", "superscript", "code", "literal", "emphasis", "strong", "pep", "rfc")
+DOCUTILS_ROLES = (
+    "math",
+    "sub",
+    "sup",
+    "subscript",
+    "superscript",
+    "code",
+    "literal",
+    "emphasis",
+    "strong",
+    "pep",
+    "rfc",
+)
 PLAIN_ROLES = ("ref", "doc", "term", "abbr", "numref", "guilabel", "menuselection", "dfn", "title", "any")
-"""Roles whose text is words; that of all others is code."""
+"""Roles that mark words; all others mark code."""
 
-WITH_TEXT = (
+KEPT_DIRECTIVES = (
     *("versionadded", "versionchanged", "deprecated", "versionremoved", "seealso", "centered", "glossary", "only"),
     *("function", "class", "method", "attribute", "exception", "module", "data", "describe", "object", "option"),
     *("py:function", "py:class", "py:method", "py:attribute", "py:exception", "py:module", "py:data", "c:function"),
     *("confval", "cmdoption", "staticmethod", "classmethod", "decorator", "tab", "tabs", "dropdown", "details"),
 )
-WITHOUT_TEXT = (
+SKIPPED_DIRECTIVES = (
     *("toctree", "index", "currentmodule", "py:currentmodule", "highlight", "automodule", "autoclass", "autofunction"),
     *(
         "canonical-doc",
@@ -78,7 +90,7 @@ def read_restructured(path: Path, encoding: str) -> Extracted:
     header = HEADER.match(text)
     named = HEADER_TITLE.search(header[0]) if header else None
     text = ROLE.sub(_role_text, text[header.end() :] if header and named else text)
-    _teach_directives()
+    _register_directives()
     settings = SETTINGS | {"warning_stream": io.StringIO(), "doctitle_xform": named is None}
     settings["initial_header_level"] = 2 if named else 1
     try:
@@ -94,19 +106,19 @@ def read_restructured(path: Path, encoding: str) -> Extracted:
 
 
 def _role_text(found: re.Match[str]) -> str:
-    """What stands for a role that docutils does not know."""
+    """Return the text for a role that docutils does not know."""
     role, text = found[1].rpartition(":")[2], " ".join(found[2].split())
-    if role in OF_DOCUTILS:
+    if role in DOCUTILS_ROLES:
         return found[0]
     return text if role in PLAIN_ROLES else f"``{text}``"
 
 
-def _teach_directives() -> None:
-    """Register Sphinx's directives with docutils: their arguments and content are kept, or nothing is."""
+def _register_directives() -> None:
+    """Register Sphinx's directives with docutils: they keep their arguments and content, or add nothing."""
     from docutils import nodes
     from docutils.parsers.rst import Directive, directives
 
-    class Kept(Directive):
+    class KeptDirective(Directive):
         optional_arguments, final_argument_whitespace, has_content = 100, True, True
 
         def run(self) -> list[Any]:
@@ -116,10 +128,10 @@ def _teach_directives() -> None:
             self.state.nested_parse(self.content, self.content_offset, holder)
             return [*begins, *holder.children]
 
-    class Left(Kept):
+    class SkippedDirective(KeptDirective):
         def run(self) -> list[Any]:
             return []
 
-    for names, directive in ((WITH_TEXT, Kept), (WITHOUT_TEXT, Left)):
+    for names, directive in ((KEPT_DIRECTIVES, KeptDirective), (SKIPPED_DIRECTIVES, SkippedDirective)):
         for name in names:
             directives.register_directive(name, directive)

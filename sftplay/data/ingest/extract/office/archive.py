@@ -1,4 +1,4 @@
-"""Parts of an office document, read within bounds: sizes are checked before anything is unpacked, XML stays at home.
+"""Read parts of an office document within bounds: sizes are checked before unpacking, XML fetches nothing.
 
 Parts that are not asked for, such as pictures, are never unpacked, whatever size they claim.
 """
@@ -21,16 +21,16 @@ MOST_READ_BYTES = 128 << 20
 MOST_ENTRIES = 50_000
 
 BOMB_RATIO = 100
-"""Times its packed size from which a part that is too large is called a bomb. XML of real documents packs 10 to 30."""
+"""A too large part counts as a bomb above this ratio to its packed size. XML of real documents has 10 to 30."""
 
 WORD = b"http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 STRICT_WORD = b"http://purl.oclc.org/ooxml/wordprocessingml/main"
 """The same vocabulary in documents saved as Strict Open XML; ISO/IEC 29500-1."""
 
-NO_DTD = "{} declares a document type, by which XML entities come in; no office program writes one"
+NO_DTD = "{} declares a document type, through which XML entities come in; no office program writes one"
 
 DAMAGES = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
-"""What `zipfile` raises for damaged archives."""
+"""Errors that `zipfile` raises for damaged archives."""
 
 
 class Archive:
@@ -61,17 +61,17 @@ class Archive:
         self._zip.close()
 
     def check_all(self) -> None:
-        """Refuse an archive for libraries that unpack what they like: by all its sizes together.
+        """Refuse an archive by the sum of its sizes, for libraries that unpack parts themselves.
 
         Raises:
-            Unreadable: unpacked it is larger than what would be read.
+            Unreadable: unpacked it exceeds the limit.
         """
         total = sum(entry.file_size for entry in self.names.values())
         if total > MOST_READ_BYTES:
             raise Unreadable("unsafe", f"unpacked it takes {total >> 20} MiB; {MOST_READ_BYTES >> 20} MiB are read")
 
     def read(self, name: str) -> bytes:
-        """One part's bytes; empty where it is missing.
+        """Return one part's bytes; empty where it is missing.
 
         Raises:
             Unreadable: it is too large, or damaged.
@@ -92,13 +92,13 @@ class Archive:
             raise Unreadable("broken", f"{name} is damaged: {error}") from None
 
     def tree(self, name: str) -> Any:
-        """One part's XML tree; None where it is missing."""
+        """Return one part's XML tree; None where it is missing."""
         data = self.read(name).replace(STRICT_WORD, WORD)
         return parse_xml(data, name) if data else None
 
 
 def parse_xml(data: bytes, name: str) -> Any:
-    """XML without entities, without a network and with libxml2's bounds on depth and length.
+    """Parse XML without entities, without a network and with libxml2's bounds on depth and length.
 
     Raises:
         Unreadable: it is damaged, nested too deeply, or declares entities.
@@ -118,13 +118,13 @@ def parse_xml(data: bytes, name: str) -> Any:
 
 
 def local(element: Any) -> str:
-    """An element's name without its namespace; empty for comments and instructions."""
+    """Return an element's name without its namespace; empty for comments and instructions."""
     tag = element.tag
     return tag.rpartition("}")[2] if isinstance(tag, str) else ""
 
 
 def attribute(element: Any, name: str) -> str | None:
-    """An attribute's value by its name without the namespace."""
+    """Return an attribute's value by its name without the namespace."""
     if element is None:
         return None
     for key, value in element.attrib.items():

@@ -1,4 +1,4 @@
-"""odt, odp and ods -> blocks: texts, slides and sheets share one vocabulary of XML; it becomes a tree of HTML."""
+"""Convert odt, odp and ods to blocks: texts, slides and sheets share one XML vocabulary, which becomes HTML first."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable
-from sftplay.data.ingest.extract.markup.blocks import BREAK, blocks_of
+from sftplay.data.ingest.extract.markup.blocks import BREAK, find_blocks
 from sftplay.data.ingest.extract.office.archive import Archive, attribute, local
 
 SKIPPED = (
     *("tracked-changes", "annotation", "annotation-end", "sequence-decls", "forms", "table-of-content", "notes"),
     *("user-index", "alphabetical-index", "illustration-index", "table-index", "variable-decls", "shapes"),
 )
-"""Parts that are no text of the document: what was deleted, comments, indexes with page numbers, speaker's notes."""
+"""Parts without text of the document: deletions, comments, indexes with page numbers, speaker's notes."""
 
 MOST_REPEATED = 1_000
-"""Cells and rows that a sheet says are repeated; whole empty sheets are written so."""
+"""Limit for the repeat count of cells and rows; whole empty sheets are stored as repeats."""
 
 CODE = ("preformatted", "source", "code")
 
@@ -29,32 +29,32 @@ def read_opendocument(path: Path, encoding: str) -> Extracted:
         if b"encryption-data" in archive.read("META-INF/manifest.xml"):
             raise Unreadable("encrypted", "the document is locked by a password")
         content, meta = archive.tree("content.xml"), archive.tree("meta.xml")
-    body = next((each for each in content if local(each) == "body"), None) if content is not None else None
+    body = next((child for child in content if local(child) == "body"), None) if content is not None else None
     if body is None or len(body) == 0:
         raise Unreadable("broken", "the archive holds no OpenDocument")
-    reader = _Reader(content)
-    named = next((each.text or "" for each in meta.iter() if local(each) == "title"), "") if meta is not None else ""
+    reader = _Converter(content)
+    named = next((node.text or "" for node in meta.iter() if local(node) == "title"), "") if meta is not None else ""
     blocks: list[Block] = []
-    pages = [each for each in body[0] if local(each) in ("page", "table")] if local(body[0]) != "text" else []
+    pages = [child for child in body[0] if local(child) in ("page", "table")] if local(body[0]) != "text" else []
     for number, page in enumerate(pages, 1):
         root = etree.Element("body")
         name = attribute(page, "name") or ""
         if local(page) == "table":
             etree.SubElement(root, "h2").text = name
         reader.add(page, root)
-        made = blocks_of(root)
+        made = find_blocks(root)
         keeps = len(made) > 1 or (made and not made[0].level)
-        blocks += [Block(each.text, each.kind, each.level, number) for each in made if keeps]
+        blocks += [Block(block.text, block.kind, block.level, number) for block in made if keeps]
     if not pages:
         root = etree.Element("body")
         reader.add_children(body[0], root)
-        blocks = blocks_of(root)
+        blocks = find_blocks(root)
     title = named.strip() or reader.title or next((b.text.lstrip("# ") for b in blocks if b.level), path.stem)
     return Extracted(title, tuple(blocks))
 
 
-class _Reader:
-    """Makes HTML of OpenDocument's elements."""
+class _Converter:
+    """Converts OpenDocument's elements to HTML."""
 
     def __init__(self, content: Any) -> None:
         self.title = ""
@@ -70,12 +70,12 @@ class _Reader:
                 self._ordered[name, level] = is_numbered
 
     def add_children(self, element: Any, parent: Any) -> None:
-        """The elements below one, in order."""
+        """Add the children of an element, in order."""
         for child in element:
             self.add(child, parent)
 
     def add(self, element: Any, parent: Any) -> None:
-        """One element with all below it."""
+        """Add an element with all below it."""
         from lxml import etree
 
         name = local(element)
@@ -115,7 +115,7 @@ class _Reader:
             self.add_children(frame, parent)
 
     def _text(self, element: Any) -> tuple[str, list[Any]]:
-        """The text of a paragraph, and frames in it that hold paragraphs of their own."""
+        """Return the text of a paragraph, and the frames in it that hold further paragraphs."""
         out, frames = [element.text or ""], []
         for child in element:
             name = local(child)
@@ -136,7 +136,7 @@ class _Reader:
         return "".join(out), frames
 
     def _style(self, name: str) -> str:
-        """A paragraph's named style: automatic ones stand for what they are made from."""
+        """Return a paragraph's named style; an automatic style is replaced by its parent."""
         for _ in range(20):
             if name not in self._parents or not self._parents[name]:
                 break
@@ -162,9 +162,9 @@ class _Reader:
         from lxml import etree
 
         for row in table.iter():
-            if local(row) != "table-row" or _table_of(row) is not table:
+            if local(row) != "table-row" or _find_table(row) is not table:
                 continue
-            cells = [each for each in row if local(each) in ("table-cell", "covered-table-cell")]
+            cells = [child for child in row if local(child) in ("table-cell", "covered-table-cell")]
             while cells and len(cells[-1]) == 0:  # a sheet's empty cells up to its edge
                 cells.pop()
             for _ in range(_count(row, "number-rows-repeated", most=MOST_REPEATED) if cells else 0):
@@ -178,8 +178,8 @@ class _Reader:
                         self.add_children(cell, etree.SubElement(line, "td", colspan=str(columns), rowspan=str(rows)))
 
 
-def _table_of(row: Any) -> Any:
-    return next(each for each in row.iterancestors() if local(each) == "table")
+def _find_table(row: Any) -> Any:
+    return next(ancestor for ancestor in row.iterancestors() if local(ancestor) == "table")
 
 
 def _count(element: Any, name: str, *, most: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, heading, need
-from sftplay.data.ingest.extract.markup.blocks import as_markdown, blocks_of
+from sftplay.data.ingest.extract.markup.blocks import as_markdown, find_blocks
 from sftplay.data.ingest.extract.office.archive import NO_DTD, Archive, attribute, local
 from sftplay.data.ingest.extract.office.word import core_title
 
@@ -34,7 +34,7 @@ def read_sheets(path: Path, encoding: str) -> Extracted:
     blocks: list[Block] = []
     notes: list[str] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about what openpyxl does not keep when it writes; nothing is written here
+        warnings.simplefilter("ignore")  # they concern what openpyxl loses in writing; nothing is written here
         book = openpyxl.load_workbook(path, read_only=True, data_only=True, keep_links=False)
         try:
             left = MOST_CELLS
@@ -42,8 +42,8 @@ def read_sheets(path: Path, encoding: str) -> Extracted:
                 if sheet.sheet_state != "visible":
                     notes.append(f"the hidden sheet {sheet.title!r} is left out")
                     continue
-                sheet.reset_dimensions()  # what a sheet says of its own size may be wrong, in both directions
-                rows, n_cells = _rows_of(sheet.iter_rows(values_only=True))
+                sheet.reset_dimensions()  # the stored size of a sheet may be wrong, in both directions
+                rows, n_cells = _read_rows(sheet.iter_rows(values_only=True))
                 left -= n_cells
                 if left < 0:
                     raise Unreadable("too_large", f"more than {MOST_CELLS:,} cells: split the workbook")
@@ -55,8 +55,8 @@ def read_sheets(path: Path, encoding: str) -> Extracted:
     return Extracted(named or path.stem, tuple(blocks), tuple(notes))
 
 
-def _rows_of(rows: Iterable[tuple[Any, ...]]) -> tuple[list[list[str]], int]:
-    """The rows with text, and how many cells have been looked at."""
+def _read_rows(rows: Iterable[tuple[Any, ...]]) -> tuple[list[list[str]], int]:
+    """Return the rows with text, and the number of cells that were read."""
     found: list[list[str]] = []
     n_cells = n_empty = 0
     for row in rows:
@@ -73,7 +73,7 @@ def _rows_of(rows: Iterable[tuple[Any, ...]]) -> tuple[list[list[str]], int]:
 
 
 def cell_text(value: Any) -> str:
-    """A cell's value as a reader writes it."""
+    """Return a cell's value as people write it."""
     if isinstance(value, bool):
         return "TRUE" if value else "FALSE"
     if isinstance(value, float):
@@ -87,7 +87,7 @@ def cell_text(value: Any) -> str:
 
 
 TITLES = ("title", "ctrTitle")
-FURNITURE = ("dt", "ftr", "sldNum", "hdr")
+HEADERS_FOOTERS = ("dt", "ftr", "sldNum", "hdr")
 """Placeholders for date, footer, number and header."""
 
 
@@ -98,21 +98,21 @@ def read_slides(path: Path, encoding: str) -> Extracted:
         if show is None:
             raise Unreadable("broken", "the archive holds no presentation")
         targets = relations(archive, "ppt/presentation.xml")
-        order = next((each for each in show if local(each) == "sldIdLst"), ())
+        order = next((child for child in show if local(child) == "sldIdLst"), ())
         names = [targets.get(_relation_id(slide), "") for slide in order]
         blocks: list[Block] = []
         for number, name in enumerate(names, 1):
             slide = archive.tree(name) if name else None
             if slide is not None and slide.get("show") != "0":
-                made = blocks_of(_slide_tree(slide, archive, name=name))
-                blocks += [Block(each.text, each.kind, each.level, number) for each in made]
+                made = find_blocks(_slide_tree(slide, archive, name=name))
+                blocks += [Block(block.text, block.kind, block.level, number) for block in made]
         title = core_title(archive)
     title = title or next((block.text.lstrip("# ") for block in blocks if block.level), path.stem)
     return Extracted(title, tuple(blocks))
 
 
 def relations(archive: Archive, part: str) -> dict[str, str]:
-    """Relation id -> part of the archive, for one part; addresses outside the archive are left out."""
+    """Return relation id -> part of the archive, for one part; addresses outside the archive are left out."""
     folder, name = posixpath.split(part)
     root = archive.tree(f"{folder}/_rels/{name}.rels")
     found = {}
@@ -124,42 +124,42 @@ def relations(archive: Archive, part: str) -> dict[str, str]:
 
 
 def _relation_id(element: Any) -> str:
-    """The id of a relation, which stands beside an id of the element's own."""
+    """Return the id of a relation; the element also has an `id` without a namespace."""
     return next((str(value) for key, value in element.attrib.items() if key.endswith("}id")), "")
 
 
 def _slide_tree(slide: Any, archive: Archive, *, name: str) -> Any:
-    """A slide as HTML, its notes behind it."""
+    """Return a slide as HTML, followed by its notes."""
     from lxml import etree
 
     root = etree.Element("body")
-    _add_shapes(next((each for each in slide.iter() if local(each) == "spTree"), ()), root)
+    _add_shapes(next((node for node in slide.iter() if local(node) == "spTree"), ()), root)
     heads = [element for element in root if element.tag == "h2"]
-    for head in reversed(heads):  # a title is read first, wherever its shape stands in the file
+    for head in reversed(heads):  # a title comes first, wherever its shape is in the file
         root.insert(0, head)
     for target in relations(archive, name).values():
         if "notesSlide" in target:
             notes = archive.tree(target)
             spoken = etree.Element("body")
-            _add_shapes(next((each for each in notes.iter() if local(each) == "spTree"), ()), spoken)
+            _add_shapes(next((node for node in notes.iter() if local(node) == "spTree"), ()), spoken)
             for element in spoken:
                 root.append(element)
     return root
 
 
 def _add_shapes(tree: Any, root: Any) -> None:
-    """The text of shapes, of groups of shapes and of tables."""
+    """Add the text of shapes, of groups of shapes and of tables."""
     for shape in tree:
         name = local(shape)
         if name == "grpSp":
             _add_shapes(shape, root)
         elif name == "AlternateContent":
-            _add_shapes(next((each for each in shape if local(each) == "Choice"), ()), root)
+            _add_shapes(next((child for child in shape if local(child) == "Choice"), ()), root)
         elif name == "sp":
-            place = next((each for each in shape.iter() if local(each) == "ph"), None)
+            place = next((node for node in shape.iter() if local(node) == "ph"), None)
             kind = attribute(place, "type") or ("body" if place is not None else "")
-            body = next((each for each in shape if local(each) == "txBody"), None)
-            if body is not None and kind not in FURNITURE:
+            body = next((child for child in shape if local(child) == "txBody"), None)
+            if body is not None and kind not in HEADERS_FOOTERS:
                 _add_text(body, root, kind=kind)
         elif name == "graphicFrame":
             for table in shape.iter():
@@ -168,25 +168,26 @@ def _add_shapes(tree: Any, root: Any) -> None:
 
 
 def _add_text(body: Any, root: Any, *, kind: str) -> None:
-    """The paragraphs of one shape: a title, items of a list, or plain paragraphs."""
+    """Add the paragraphs of one shape: a title, items of a list, or plain paragraphs."""
     from lxml import etree
 
-    paragraphs = [(_level(each), paragraph_text(each), each) for each in body if local(each) == "p"]
-    paragraphs = [each for each in paragraphs if each[1].strip()]
+    paragraphs = [(_level(child), paragraph_text(child), child) for child in body if local(child) == "p"]
+    paragraphs = [paragraph for paragraph in paragraphs if paragraph[1].strip()]
     if kind in TITLES and paragraphs:
         etree.SubElement(root, "h2").text = " ".join(text for _, text, _ in paragraphs)
         return
-    if (kind in ("body", "obj") and len(paragraphs) > 1) or any(_has_bullet(each) for _, _, each in paragraphs):
+    is_list = kind in ("body", "obj") and len(paragraphs) > 1
+    if is_list or any(_has_bullet(paragraph) for _, _, paragraph in paragraphs):
         for level, text, _ in paragraphs:
             _add_item(root, text, level=level)
-        root.append(etree.Element("hr"))  # the next shape's list is another
+        root.append(etree.Element("hr"))  # the next shape begins another list
         return
     for _, text, _ in paragraphs:
         etree.SubElement(root, "p").text = text
 
 
 def paragraph_text(paragraph: Any) -> str:
-    """A paragraph's runs, fields and line breaks."""
+    """Return the text of a paragraph's runs, fields and line breaks."""
     out = []
     for element in paragraph.iter():
         name = local(element)
@@ -198,17 +199,17 @@ def paragraph_text(paragraph: Any) -> str:
 
 
 def _level(paragraph: Any) -> int:
-    properties = next((each for each in paragraph if local(each) == "pPr"), None)
+    properties = next((child for child in paragraph if local(child) == "pPr"), None)
     value = attribute(properties, "lvl") or "0"
     return min(int(value), 8) if value.isdecimal() else 0
 
 
 def _has_bullet(paragraph: Any) -> bool:
-    return any(local(each) in ("buChar", "buAutoNum") for each in paragraph.iter())
+    return any(local(node) in ("buChar", "buAutoNum") for node in paragraph.iter())
 
 
 def _add_item(root: Any, text: str, *, level: int) -> None:
-    """Add an item to the list at the end, as deep as lists are there."""
+    """Add an item to the last list, at most one level below the levels that exist."""
     from lxml import etree
 
     holder = root
@@ -224,7 +225,7 @@ def _add_item(root: Any, text: str, *, level: int) -> None:
 
 
 def _add_table(table: Any, root: Any) -> None:
-    """A table with its merged cells."""
+    """Add a table with its merged cells."""
     from lxml import etree
 
     made = etree.SubElement(root, "table")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sftplay.data.ingest.extract.document import Extracted, Unreadable
-from sftplay.data.ingest.extract.markup.blocks import blocks_of
+from sftplay.data.ingest.extract.markup.blocks import find_blocks
 from sftplay.data.ingest.extract.office.archive import Archive, attribute, local
 
 W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
@@ -21,12 +21,12 @@ ROMAN = (
     *((10, "X"), (9, "IX"), (5, "V"), (4, "IV"), (1, "I")),
 )
 DEEPEST = 20
-"""Styles that one style is based on, one after another; a circle ends there."""
+"""Longest chain of styles that are based on each other; it ends a cycle."""
 
 
 @dataclass(frozen=True)
 class Numbered:
-    """A paragraph's place in a numbering: which, and how deep."""
+    """A paragraph's place in a numbering: the numbering and the depth."""
 
     number: str
     level: int
@@ -34,7 +34,7 @@ class Numbered:
 
 @dataclass(frozen=True)
 class Style:
-    """What a paragraph style says, its own parents included."""
+    """The settings of a paragraph style, with those of its parents."""
 
     kind: str = ""
     """heading, title, code, contents, quote or empty."""
@@ -51,12 +51,12 @@ class Numbering:
     """Numbering -> level -> format, pattern of the text, first number."""
 
     shared: dict[str, str] = field(default_factory=dict)
-    """Numbering -> the definition by which it counts together with others."""
+    """Numbering -> the definition that it counts together with others."""
 
     counts: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def count(self, place: Numbered) -> int:
-        """The number of the next paragraph at this place."""
+        """Return the number of the next paragraph at this place."""
         counts = self.counts.setdefault(self.shared.get(place.number, place.number), {})
         first = self.formats.get(place.number, {}).get(place.level, ("", "", 1))[2]
         counts[place.level] = counts.get(place.level, first - 1) + 1
@@ -65,11 +65,11 @@ class Numbering:
         return counts[place.level]
 
     def is_ordered(self, place: Numbered) -> bool:
-        """Whether the place counts, rather than shows a sign."""
+        """Whether the list at this place is numbered, not bulleted."""
         return self.formats.get(place.number, {}).get(place.level, ("bullet", "", 1))[0] not in ("bullet", "none")
 
     def label(self, place: Numbered) -> str:
-        """What Word writes before the paragraph counted last, such as `2.1`; empty where it is a sign or other text."""
+        """Return the number that Word shows before the last paragraph, such as `2.1`; empty for bullets and text."""
         levels = self.formats.get(place.number, {})
         form, pattern, _ = levels.get(place.level, ("", "", 1))
         if form in ("", "bullet", "none"):
@@ -85,7 +85,7 @@ class Numbering:
 
 
 def as_number(value: int, form: str) -> str:
-    """A number in one of Word's formats; those of few documents are written as digits."""
+    """Return a number in one of Word's formats; rare formats are written as digits."""
     if form in ("lowerLetter", "upperLetter"):
         letter = chr(ord("a") + (value - 1) % 26) * ((value - 1) // 26 + 1)
         return letter.upper() if form == "upperLetter" else letter
@@ -98,7 +98,7 @@ def as_number(value: int, form: str) -> str:
 
 
 def read_styles(archive: Archive) -> dict[str, Style]:
-    """Style id -> what its paragraphs are."""
+    """Return style id -> style."""
     root = archive.tree("word/styles.xml")
     raw: dict[str, tuple[str, str, Any]] = {}
     for style in root.iter(f"{W}style") if root is not None else ():
@@ -106,11 +106,11 @@ def read_styles(archive: Archive) -> dict[str, Style]:
             name = attribute(style.find(f"{W}name"), "val") or ""
             above = attribute(style.find(f"{W}basedOn"), "val") or ""
             raw[attribute(style, "styleId") or ""] = (name, above, style.find(f"{W}pPr"))
-    return {each: _resolve(each, raw) for each in raw}
+    return {style_id: _resolve(style_id, raw) for style_id in raw}
 
 
 def numbered_by(properties: Any) -> Numbered | None:
-    """The place in a numbering that paragraph properties name; number "" where they name only a depth."""
+    """Return the place in a numbering from paragraph properties; number "" where they name only a depth."""
     found = properties.find(f"{W}numPr") if properties is not None else None
     if found is None:
         return None
@@ -119,20 +119,20 @@ def numbered_by(properties: Any) -> Numbered | None:
 
 
 def outline_level(properties: Any) -> int:
-    """The heading level that paragraph properties name, from 1; 0 where they name none."""
+    """Return the heading level from paragraph properties, from 1; 0 where they name none."""
     value = attribute(properties.find(f"{W}outlineLvl"), "val") if properties is not None else None
     return int(value) + 1 if value and value.isdecimal() and int(value) < 9 else 0
 
 
 def _resolve(style_id: str, raw: dict[str, tuple[str, str, Any]]) -> Style:
-    """A style with what it takes over from those that it is based on: the nearest that says something counts."""
+    """Return a style with what it inherits; the nearest style that sets something counts."""
     kind, level, number, depth = "", 0, "", None
     for _ in range(DEEPEST):
         if style_id not in raw:
             break
         name, above, properties = raw[style_id]
         if not kind:
-            kind, level = _kind_of(name, properties)
+            kind, level = _classify_style(name, properties)
         place = numbered_by(properties)
         if place is not None:
             number = number or place.number
@@ -141,8 +141,8 @@ def _resolve(style_id: str, raw: dict[str, tuple[str, str, Any]]) -> Style:
     return Style(kind, level, Numbered(number, depth or 0) if number not in ("", "0") else None)
 
 
-def _kind_of(name: str, properties: Any) -> tuple[str, int]:
-    """What one style says by itself."""
+def _classify_style(name: str, properties: Any) -> tuple[str, int]:
+    """Return kind and level of one style, without its parents."""
     name = name.strip()
     found = HEADING.fullmatch(name)
     if found or outline_level(properties):
@@ -154,7 +154,7 @@ def _kind_of(name: str, properties: Any) -> tuple[str, int]:
 
 
 def read_numbering(archive: Archive) -> Numbering:
-    """The numberings that a document defines."""
+    """Return the numberings that a document defines."""
     found = Numbering()
     root = archive.tree("word/numbering.xml")
     if root is None:
@@ -193,20 +193,20 @@ SIGNS = {"tab": "\t", "cr": "\n", "noBreakHyphen": "-", "softHyphen": ""}
 SUPERSCRIPT = "superscript"
 
 
-class Cites(Protocol):
+class NoteNumbering(Protocol):
     """Numbers the notes of a document."""
 
     def cite(self, kind: str, note_id: str) -> str: ...
 
 
-def runs_of(paragraph: Any, notes: Cites) -> tuple[str, list[Any]]:
-    """A paragraph's text, with line breaks as they stand in it, and the contents of its text boxes."""
+def read_paragraph(paragraph: Any, notes: NoteNumbering) -> tuple[str, list[Any]]:
+    """Return a paragraph's text with its line breaks, and the contents of its text boxes."""
     boxes: list[Any] = []
     return "".join(_texts(paragraph, notes, boxes=boxes)), boxes
 
 
-def _texts(element: Any, notes: Cites, *, boxes: list[Any]) -> list[str]:
-    """The texts below an element, in order."""
+def _texts(element: Any, notes: NoteNumbering, *, boxes: list[Any]) -> list[str]:
+    """Return the texts below an element, in order."""
     out: list[str] = []
     for child in element:
         name = local(child)
@@ -229,8 +229,8 @@ def _texts(element: Any, notes: Cites, *, boxes: list[Any]) -> list[str]:
     return out
 
 
-def _run(run: Any, notes: Cites, *, boxes: list[Any]) -> list[str]:
-    """The texts of a run: none where it is hidden, a power marked as one."""
+def _run(run: Any, notes: NoteNumbering, *, boxes: list[Any]) -> list[str]:
+    """Return the texts of a run: none of a hidden run, `^` before a power."""
     properties = run.find(f"{W}rPr")
     if properties is not None and properties.find(f"{W}vanish") is not None:
         return []
@@ -241,7 +241,7 @@ def _run(run: Any, notes: Cites, *, boxes: list[Any]) -> list[str]:
 
 
 def formula(element: Any) -> str:
-    """A formula in one line, with the structures that change its meaning: fractions, powers, indices, roots."""
+    """Return a formula in one line, with the structures that change its meaning: fractions, powers, indices, roots."""
     out = ""
     for child in element:
         name = local(child)
@@ -263,12 +263,12 @@ def formula(element: Any) -> str:
 
 
 def _part(element: Any, name: str) -> str:
-    """The formula in one part of a structure."""
+    """Return the formula in one part of a structure."""
     return "".join(formula(child) for child in element if local(child) == name)
 
 
 WRAPPERS = ("sdt", "sdtContent", "customXml", "ins", "moveTo", "smartTag")
-"""Elements around paragraphs and tables that add nothing to read."""
+"""Elements around paragraphs and tables that hold no text of their own."""
 
 
 def read_word(path: Path, encoding: str) -> Extracted:
@@ -281,30 +281,30 @@ def read_word(path: Path, encoding: str) -> Extracted:
         converter = Converter(archive)
         tree = converter.convert(found)
         title = converter.title or core_title(archive)
-    blocks = tuple(blocks_of(tree))
+    blocks = tuple(find_blocks(tree))
     title = title or next((block.text.lstrip("# ") for block in blocks if block.kind == "heading"), path.stem)
     return Extracted(title, blocks)
 
 
 def core_title(archive: Archive) -> str:
-    """The title in an office document's properties, where somebody has written one."""
+    """Return the title in an office document's properties, if a person has written one."""
     core = archive.tree("docProps/core.xml")
-    found = next((each.text or "" for each in core if local(each) == "title"), "") if core is not None else ""
+    found = next((child.text or "" for child in core if local(child) == "title"), "") if core is not None else ""
     title = " ".join(found.split())
     return "" if title.lower().startswith(("microsoft word", "microsoft powerpoint", "untitled")) else title
 
 
 class Converter:
-    """Makes HTML of a document's paragraphs and tables; it knows the document's styles and counts its lists."""
+    """Converts a document's paragraphs and tables to HTML; it holds the document's styles and counts its lists."""
 
     def __init__(self, archive: Archive) -> None:
         self.styles, self.numbering = read_styles(archive), read_numbering(archive)
-        self.notes = {kind: _notes_of(archive.tree(f"word/{kind}s.xml")) for kind in ("footnote", "endnote")}
+        self.notes = {kind: _read_notes(archive.tree(f"word/{kind}s.xml")) for kind in ("footnote", "endnote")}
         self.title = ""
         self._cited: list[tuple[str, str]] = []
 
     def convert(self, body: Any) -> Any:
-        """The whole document, with its notes at the end."""
+        """Return the whole document as HTML, with its notes at the end."""
         from lxml import etree
 
         root = etree.Element("body")
@@ -316,12 +316,13 @@ class Converter:
             if first is not None:
                 first.text = f"[^{number}]: {(first.text or '').lstrip()}"
         if self.title:  # the title is above the headings of the first level
-            for element in [each for each in root.iter("h1", "h2", "h3", "h4", "h5") if not each.get("title")]:
+            headings = list(root.iter("h1", "h2", "h3", "h4", "h5"))
+            for element in [element for element in headings if not element.get("title")]:
                 element.tag = f"h{int(element.tag[1]) + 1}"
         return root
 
     def cite(self, kind: str, note_id: str) -> str:
-        """The sign of a note in the text; the note itself follows at the document's end."""
+        """Return the mark of a note in the text; the note itself follows at the document's end."""
         if note_id not in self.notes[kind]:
             return ""
         self._cited.append((kind, note_id))
@@ -344,7 +345,7 @@ class Converter:
         style_id = attribute(properties.find(f"{W}pStyle"), "val") if properties is not None else None
         style = self.styles.get(style_id or "", Style())
         place = self._place(numbered_by(properties), style)
-        text, boxes = runs_of(paragraph, self)
+        text, boxes = read_paragraph(paragraph, self)
         if style.kind == "contents":
             return
         if text.strip():
@@ -368,24 +369,24 @@ class Converter:
         for box in boxes:
             self._add_children(box, parent)
 
-    def _place(self, own: Numbered | None, style: Style) -> Numbered | None:
-        """The paragraph's place in a numbering: its own before its style's; number 0 takes it out of all."""
-        if own is None:
+    def _place(self, direct: Numbered | None, style: Style) -> Numbered | None:
+        """Return the paragraph's place in a numbering: direct formatting before its style; number 0 means none."""
+        if direct is None:
             return style.numbered
-        if own.number == "" and style.numbered is not None:
-            return Numbered(style.numbered.number, own.level)
-        return own if own.number not in ("", "0") else None
+        if direct.number == "" and style.numbered is not None:
+            return Numbered(style.numbered.number, direct.level)
+        return direct if direct.number not in ("", "0") else None
 
     def _add_table(self, table: Any, parent: Any) -> None:
         from lxml import etree
 
         made = etree.SubElement(parent, "table")
-        above: dict[int, Any] = {}  # column -> the cell that hangs down in it
+        above: dict[int, Any] = {}  # column -> the cell that spans down in it
         for row in table.iter(f"{W}tr"):
             if next(row.iterancestors(f"{W}tbl")) is not table:
                 continue
             line, column = etree.SubElement(made, "tr"), 0
-            for cell in [each for each in row.iter(f"{W}tc") if next(each.iterancestors(f"{W}tr")) is row]:
+            for cell in [inner for inner in row.iter(f"{W}tc") if next(inner.iterancestors(f"{W}tr")) is row]:
                 properties = cell.find(f"{W}tcPr")
                 width = _number(properties, "gridSpan")
                 merge = properties.find(f"{W}vMerge") if properties is not None else None
@@ -401,8 +402,8 @@ class Converter:
                 column += width
 
 
-def _notes_of(root: Any) -> dict[str, Any]:
-    """The notes of one kind by their ids."""
+def _read_notes(root: Any) -> dict[str, Any]:
+    """Return the notes of one kind by their ids."""
     return {attribute(note, "id") or "": note for note in root} if root is not None else {}
 
 
@@ -412,7 +413,7 @@ def _number(properties: Any, name: str) -> int:
 
 
 def _gallery(element: Any) -> str:
-    """The kind of building block that a part of a document was made from."""
+    """Return the kind of building block behind a part of a document."""
     found = element.find(f"{W}sdtPr/{W}docPartObj/{W}docPartGallery")
     return attribute(found, "val") or ""
 
@@ -428,7 +429,7 @@ def _set_text(element: Any, text: str) -> None:
 
 
 def _add_code(parent: Any, text: str) -> None:
-    """Add a line of code to the code before it, or begin a new one."""
+    """Add a line of code to the code block before it, or begin a new block."""
     from lxml import etree
 
     last = parent[-1] if len(parent) else None
@@ -445,13 +446,13 @@ def _add_item(parent: Any, text: str, *, place: Numbered, tag: str, number: int)
     holder = parent
     for depth in range(place.level + 1):
         last = holder[-1] if len(holder) else None
-        is_own = depth == place.level
-        key = (place.number, tag) if is_own else None
+        is_target = depth == place.level
+        key = (place.number, tag) if is_target else None
         if last is None or last.tag not in ("ul", "ol") or (key and key != (last.get("number"), last.tag)):
-            start = str(number) if is_own else "1"
+            start = str(number) if is_target else "1"
             last = etree.SubElement(holder, tag, number=place.number, start=start)
         holder = last
-        if is_own or len(last) == 0:  # where a depth is left out, the item stands at the depth that there is
+        if is_target or len(last) == 0:  # where a depth is left out, the item takes the deepest one there is
             break
         holder = last[-1]
     _set_text(etree.SubElement(etree.SubElement(holder, "li"), "p"), text)

@@ -1,4 +1,4 @@
-"""Signs and numbers before the items of lists."""
+"""Parse the signs and numbers before the items of lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MARKER = re.compile(rf"(?:([{SIGNS}]|[-–—*](?=\s))|(\(?(?:\d{{1,3}}|[a-zA-Z]
 
 
 def split_marker(text: str) -> tuple[str, str]:
-    """The Markdown marker of a list's item and its text; "" where the text begins with none."""
+    """Return the Markdown marker of a list's item and its text; "" where the text begins with none."""
     found = MARKER.match(text)
     if not found or not text[found.end() :].strip():
         return "", text

@@ -1,4 +1,4 @@
-"""PDF files -> blocks with their pages. Only a text layer is read: there is no recognition of pictures of text."""
+"""Convert PDF files to blocks with their pages. Only the text layer is read, without OCR."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from sftplay.data.ingest.extract.pdf.rules import read_rules, with_tables
 from sftplay.data.ingest.extract.pdf.structure import (
     CAPTION,
     ENDS,
-    Piece,
+    PdfPiece,
     Vocabulary,
-    fonts_of,
-    running_words,
+    find_fonts,
+    find_headers_footers,
     to_pieces,
 )
 from sftplay.data.ingest.extract.pdf.words import Page, read_words, to_columns
 
 MOST_PAGES = 3_000
 MOST_UNKNOWN = 0.3
-"""Share of characters without a meaning above which a page's text is no text."""
+"""Largest share of unmapped characters in a page of text."""
 
 FAR_BACK, LEAST_OPEN = 14, 40
-"""How many pieces of a column's end may stand between the halves of a paragraph, such as a figure's labels; characters
-that its first half has at least."""
+"""Most pieces between the halves of a paragraph, such as a figure's labels; fewest characters of its first half."""
 
 NO_TITLES = ("microsoft word", "untitled", "powerpoint", "(anonymous)", "slide 1")
-"""How titles begin that a program has written."""
+"""Beginnings of titles that a program has written."""
 
 PASSWORD, SECURITY = 4, 5
 """Errors of pdfium; public/fpdfview.h."""
@@ -55,7 +54,7 @@ def read_pdf(path: Path, encoding: str) -> Extracted:
 
 
 def _read_pages(document: Any, error_type: type[Exception]) -> tuple[list[Page], tuple[str, ...]]:
-    """The pages that have text, and notes on those that have none.
+    """Return the pages that have text, and notes on those that have none.
 
     Raises:
         Unreadable: none has.
@@ -93,13 +92,13 @@ def _read_pages(document: Any, error_type: type[Exception]) -> tuple[list[Page],
 
 
 def to_blocks(pages: list[Page]) -> list[Block]:
-    """The blocks of a document's pages."""
-    running = running_words(pages)
+    """Return the blocks of a document's pages."""
+    headers_footers = find_headers_footers(pages)
     for page in pages:
-        page.words[:] = [word for word in page.words if id(word) not in running]
-    fonts = fonts_of(pages)
+        page.words[:] = [word for word in page.words if id(word) not in headers_footers]
+    fonts = find_fonts(pages)
     vocabulary = Vocabulary(word.text for page in pages for word in page.words)
-    pieces: list[Piece] = []
+    pieces: list[PdfPiece] = []
     for page in pages:
         for rows in to_columns(with_tables(page.words, page.rules, vocabulary=vocabulary)):
             for piece in to_pieces(rows, fonts, page=page.number):
@@ -111,8 +110,8 @@ def to_blocks(pages: list[Page]) -> list[Block]:
     return without_empty_contents([block for group in _grouped(pieces) for block in _block(group, vocabulary)])
 
 
-def _open_half(pieces: list[Piece], piece: Piece) -> Piece | None:
-    """The paragraph that a column's first piece continues: it has no end, and the piece begins in the middle."""
+def _open_half(pieces: list[PdfPiece], piece: PdfPiece) -> PdfPiece | None:
+    """Return the paragraph that a column's first piece continues: it has no end, and the piece begins in lower case."""
     if piece.kind != "paragraph" or not piece.lines[0][:1].islower():
         return None
     for before in reversed(pieces[-FAR_BACK:]):
@@ -125,9 +124,9 @@ def _open_half(pieces: list[Piece], piece: Piece) -> Piece | None:
     return None
 
 
-def _grouped(pieces: list[Piece]) -> list[list[Piece]]:
-    """The pieces, with the items of one list together."""
-    groups: list[list[Piece]] = []
+def _grouped(pieces: list[PdfPiece]) -> list[list[PdfPiece]]:
+    """Return the pieces, with the items of one list in one group."""
+    groups: list[list[PdfPiece]] = []
     for piece in pieces:
         if groups and piece.marker and groups[-1][-1].marker:
             groups[-1].append(piece)
@@ -136,8 +135,8 @@ def _grouped(pieces: list[Piece]) -> list[list[Piece]]:
     return groups
 
 
-def _block(group: list[Piece], vocabulary: Vocabulary) -> list[Block]:
-    """The block of a piece, or of a list's items."""
+def _block(group: list[PdfPiece], vocabulary: Vocabulary) -> list[Block]:
+    """Return the block of a piece, or of a list's items."""
     first = group[0]
     if first.marker:
         return [Block(_list_text(group, vocabulary), "list", page=first.page)]
@@ -153,8 +152,8 @@ def _block(group: list[Piece], vocabulary: Vocabulary) -> list[Block]:
     return [Block(text, page=first.page)]
 
 
-def _list_text(items: list[Piece], vocabulary: Vocabulary) -> str:
-    """A list's items, each as deep as it is indented."""
+def _list_text(items: list[PdfPiece], vocabulary: Vocabulary) -> str:
+    """Return a list's items as Markdown, nested by their indentation."""
     depths: list[float] = []
     lines = []
     for item in items:
@@ -167,7 +166,7 @@ def _list_text(items: list[Piece], vocabulary: Vocabulary) -> str:
 
 
 def _title(named: str, blocks: list[Block]) -> str:
-    """The title in the file's properties where a person has written it, else the first of the largest headings."""
+    """Return the title in the file's properties if a person has written it, else the first of the largest headings."""
     is_file_name = named.lower().endswith((".doc", ".docx", ".indd", ".tex", ".dvi", ".pdf", ".ppt", ".qxd", ".xls"))
     if named and not is_file_name and not named.lower().startswith(NO_TITLES):
         return named

@@ -1,4 +1,4 @@
-"""Lines drawn on a PDF page -> grids, and the words within a grid -> a table, however its cells are filled."""
+"""Find grids in the ruled lines of a PDF page, and convert the words within a grid to a table."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from sftplay.data.ingest.extract.pdf.structure import Vocabulary
 from sftplay.data.ingest.extract.pdf.words import Rule, Rules, Word, to_rows
 
 NEAR = 2.5
-"""Points by which ends and places of lines may miss each other and still meet."""
+"""Points by which lines may miss each other and still count as meeting."""
 
 STRAIGHT, SHORTEST = 1.0, 6.0
 MOST_PARTS, MOST_LINES = 20_000, 1_500
-"""A page with more is a drawing; its lines are not looked at."""
+"""A page with more is a picture; its lines are ignored."""
 
 
 def read_rules(page: Any) -> Rules:
-    """The straight lines of a page that is not turned; none of a turned one, or where it is a drawing."""
+    """Return the straight lines of a page; none if the page is turned or is a picture."""
     import pypdfium2.raw as raw
 
     rules = Rules()
@@ -31,7 +31,7 @@ def read_rules(page: Any) -> Rules:
         n_parts += raw.FPDFPath_CountSegments(path)
         if n_parts > MOST_PARTS or len(rules.across) + len(rules.down) > MOST_LINES:
             return Rules()
-        for (x0, y0), (x1, y1) in _lines_of(path, raw):
+        for (x0, y0), (x1, y1) in _read_lines(path, raw):
             if abs(x1 - x0) < STRAIGHT and abs(y1 - y0) >= SHORTEST:
                 rules.down.append((x0 - left, top - max(y0, y1), top - min(y0, y1)))
             elif abs(y1 - y0) < STRAIGHT and abs(x1 - x0) >= SHORTEST:
@@ -39,8 +39,8 @@ def read_rules(page: Any) -> Rules:
     return rules
 
 
-def _lines_of(path: Any, raw: Any) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
-    """The straight parts of one drawn path, on the page."""
+def _read_lines(path: Any, raw: Any) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
+    """Yield the straight parts of one path, in page coordinates."""
     import ctypes
 
     matrix, x, y = path.get_matrix(), ctypes.c_float(), ctypes.c_float()
@@ -60,7 +60,7 @@ def _lines_of(path: Any, raw: Any) -> Iterator[tuple[tuple[float, float], tuple[
 
 
 def with_tables(words: list[Word], rules: Rules, *, vocabulary: Vocabulary) -> list[Word]:
-    """The words, those of each ruled table replaced by one that holds the table."""
+    """Return the words, with those of each ruled table replaced by one that holds the table."""
     for xs, ys in _grids(rules):
         inside = [w for w in words if xs[0] < (w.x0 + w.x1) / 2 < xs[-1] and ys[0] < w.middle < ys[-1]]
         text = _table_text(inside, xs, ys=ys, rules=rules, vocabulary=vocabulary) if inside else ""
@@ -73,16 +73,16 @@ def with_tables(words: list[Word], rules: Rules, *, vocabulary: Vocabulary) -> l
 
 
 def _grids(rules: Rules) -> list[tuple[list[float], list[float]]]:
-    """The places of columns and rows of each group of lines that meet: two of each at least."""
+    """Return the places of columns and rows of each group of lines that meet: two of each at least."""
     groups: list[tuple[list[Rule], list[Rule]]] = []
     for line in rules.down:
-        met = [group for group in groups if any(_meet(each, line) for each in group[0])]
-        across = [each for each in rules.across if _meet(each, line)]
+        met = [group for group in groups if any(_meet(rule, line) for rule in group[0])]
+        across = [rule for rule in rules.across if _meet(rule, line)]
         for group in met:
             groups.remove(group)
-        merged = ([*across, *(each for group in met for each in group[0])], [line, *(e for g in met for e in g[1])])
+        merged = ([*across, *(rule for group in met for rule in group[0])], [line, *(e for g in met for e in g[1])])
         groups.append(merged)
-    grids = [(_places(each[0] for each in down), _places(each[0] for each in across)) for across, down in groups]
+    grids = [(_places(rule[0] for rule in down), _places(rule[0] for rule in across)) for across, down in groups]
     return [(xs, ys) for xs, ys in grids if len(xs) > 2 and len(ys) > 2]
 
 
@@ -91,7 +91,7 @@ def _meet(across: Rule, down: Rule) -> bool:
 
 
 def _places(values: Any) -> list[float]:
-    """Different places in order; those nearer than lines are drawn are one."""
+    """Return the distinct places in order; places nearer than two lines can be are one."""
     found: list[float] = []
     for value in sorted(values):
         if not found or value - found[-1] > 2 * NEAR:
@@ -100,10 +100,10 @@ def _places(values: Any) -> list[float]:
 
 
 def _table_text(words: list[Word], xs: list[float], *, ys: list[float], rules: Rules, vocabulary: Vocabulary) -> str:
-    """The Markdown of a grid; cells without a line between them are one, and have their text in the first of them."""
+    """Return the Markdown of a grid; cells without a line between them are one, with the text in the first."""
 
     @cache
-    def first_of(row: int, column: int) -> tuple[int, int]:
+    def find_first_cell(row: int, column: int) -> tuple[int, int]:
         while column > 0 and not _has(rules.down, xs[column], between=(ys[row], ys[row + 1])):
             column -= 1
         while row > 0 and not _has(rules.across, ys[row], between=(xs[column], xs[column + 1])):
@@ -113,7 +113,7 @@ def _table_text(words: list[Word], xs: list[float], *, ys: list[float], rules: R
     cells: dict[tuple[int, int], list[Word]] = {}
     for word in words:
         row, column = sum(y <= word.middle for y in ys) - 1, sum(x <= (word.x0 + word.x1) / 2 for x in xs) - 1
-        cells.setdefault(first_of(row, column), []).append(word)
+        cells.setdefault(find_first_cell(row, column), []).append(word)
     if len({column for _, column in cells}) < 2:
         return ""
     grid = [["" for _ in xs[1:]] for _ in ys[1:]]
@@ -123,6 +123,6 @@ def _table_text(words: list[Word], xs: list[float], *, ys: list[float], rules: R
 
 
 def _has(lines: list[Rule], place: float, *, between: tuple[float, float]) -> bool:
-    """Whether a line stands at a place over the middle of a stretch."""
+    """Whether a line at a place crosses the middle of an interval."""
     middle = (between[0] + between[1]) / 2
     return any(abs(line[0] - place) <= 2 * NEAR and line[1] <= middle <= line[2] for line in lines)

@@ -1,4 +1,4 @@
-"""The structure of PDF pages: headings, lists, headers and footers, hyphens at line ends."""
+"""Find the structure of PDF pages: headings, lists, headers and footers, hyphens at line ends."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import median
 
-from sftplay.data.ingest.extract.document import Kind
+from sftplay.data.ingest.extract.document import BlockKind
 from sftplay.data.ingest.extract.pdf.lists import split_marker
 from sftplay.data.ingest.extract.pdf.tables import find_tables
-from sftplay.data.ingest.extract.pdf.words import BOLD, ITALIC, MONO, SOFT_HYPHEN, Page, Row, Word, segments, to_rows
+from sftplay.data.ingest.extract.pdf.words import BOLD, ITALIC, MONO, SOFT_HYPHEN, Page, PdfRow, Word, segments, to_rows
 
 MARGIN = 0.13
-"""Share of a page's height at the top and at the bottom in which running rows stand."""
+"""Share of a page's height, at the top and at the bottom, that may hold headers and footers."""
 
 NUMBER_MARGIN = 0.1
 MOST_ROWS = 3
-"""Rows at each edge that may be running ones."""
+"""Rows at each edge that may be headers or footers."""
 
 LEAST_PAGES, LEAST_SHARE = 3, 0.25
-"""On so many pages, or on such a share of a short document's, a row returns before it counts as running. A chapter's
-header returns on its pages only, so many pages are enough in a long document."""
+"""Pages, or share of a short document's pages, on which a header or footer recurs. A chapter's header recurs in its
+chapter only, so this number of pages is enough in a long document."""
 
 HEIGHT_POINTS = 6.0
-"""Running rows stand at the same height, within rounding."""
+"""Headers and footers have the same height on all pages, within rounding."""
 
 NUMBER_AT_END, NUMBER_AT_BEGIN = re.compile(r"(?<!\d)(\d{1,4})\W*$"), re.compile(r"\W*(\d{1,4})\b")
 PAGE_NUMBER = re.compile(
@@ -36,8 +36,8 @@ PAGE_NUMBER = re.compile(
 )
 
 
-def running_words(pages: list[Page]) -> set[int]:
-    """The ids of the Word objects that are furniture."""
+def find_headers_footers(pages: list[Page]) -> set[int]:
+    """Return the ids of the Word objects in headers and footers."""
     edges = [(page, edge, row) for page in pages for edge, row in _edge_rows(page)]
     seen: Counter[tuple[str, str, int]] = Counter()
     counted: Counter[tuple[str, int, int]] = Counter()
@@ -55,8 +55,8 @@ def running_words(pages: list[Page]) -> set[int]:
     return found
 
 
-def _edge_rows(page: Page) -> list[tuple[str, Row]]:
-    """The outermost rows of a page that lie in its margins."""
+def _edge_rows(page: Page) -> list[tuple[str, PdfRow]]:
+    """Return the outermost rows in the margins of a page."""
     words: dict[str, list[Word]] = {"top": [], "bottom": []}
     for word in page.words:
         if word.middle < MARGIN * page.height:
@@ -67,24 +67,24 @@ def _edge_rows(page: Page) -> list[tuple[str, Row]]:
     return [*(("top", row) for row in top), *(("bottom", row) for row in bottom)]
 
 
-def _pattern(row: Row) -> str:
-    """A row's text with what changes from page to page made equal: numbers."""
+def _pattern(row: PdfRow) -> str:
+    """Return a row's text with its numbers, which change from page to page, replaced by `#`."""
     return re.sub(r"\d+", "#", row.text.lower())
 
 
-def _offsets(page: Page, row: Row) -> set[int]:
-    """How far the numbers at a row's ends are from the page's own: the same on all pages for a page number."""
+def _offsets(page: Page, row: PdfRow) -> set[int]:
+    """Return the numbers at a row's ends less the page's number: the same on all pages for a page number."""
     ends = [NUMBER_AT_END.search(row.text), NUMBER_AT_BEGIN.match(row.text)]
     return {int(found[1]) - page.number for found in ends if found}
 
 
-def _height(page: Page, row: Row) -> int:
-    """Where a row stands, from the nearer edge, in steps."""
+def _height(page: Page, row: PdfRow) -> int:
+    """Return the distance of a row from the nearer edge, in steps."""
     return int(min(row.middle, page.height - row.middle) / HEIGHT_POINTS)
 
 
-def _is_page_number(page: Page, row: Row) -> bool:
-    """Whether a row at the very edge is a page's number alone."""
+def _is_page_number(page: Page, row: PdfRow) -> bool:
+    """Whether a row at the edge holds a page number only."""
     at_edge = min(row.middle, page.height - row.middle) < NUMBER_MARGIN * page.height
     return at_edge and PAGE_NUMBER.fullmatch(row.text.strip()) is not None
 
@@ -123,7 +123,7 @@ class Vocabulary:
             (self.compounds if "-" in lowered else self.words).add(lowered)
 
     def join(self, lines: list[str]) -> str:
-        """The lines as one text."""
+        """Return the lines as one text."""
         text = ""
         for line in lines:
             line = line.strip()
@@ -149,18 +149,18 @@ class Vocabulary:
 
 
 LARGER = 1.12
-"""Times the size of the body's text from which a line is a heading."""
+"""A line is a heading from this multiple of the body text's size."""
 
 MOST_LEVELS = 4
 LONGEST_HEADING, MOST_HEADING_ROWS = 200, 3
 LONGEST_STYLED = 100
-"""Characters of a heading that only its style marks."""
+"""Most characters of a heading that only its style marks."""
 
 APART, PITCH_LIMIT = 1.3, 2.5
-"""Times the usual distance of rows from which a paragraph ends; sizes of the font above which none is usual."""
+"""A paragraph ends at this multiple of the usual distance of rows; the usual distance is below so many font sizes."""
 
 LABEL_GAP = 2.0
-"""Sizes of the font between words of one height that do not belong together, such as labels in a picture."""
+"""Gap in font sizes between words of one height that do not belong together, such as labels in a picture."""
 
 CAPTION = re.compile(r"(?:figure|fig\.?|table|listing|chart|plate|abbildung|tabelle)\s*\w*\d", re.I)
 LEADERS = re.compile(r"(?:\.\s?){4,}\s*\w{1,6}$")
@@ -170,10 +170,10 @@ ENDS = (".", "!", "?", ":", ";", "”", '"', "。")
 
 
 @dataclass(slots=True)
-class Piece:
+class PdfPiece:
     """A part of a document before parts that belong together are joined."""
 
-    kind: Kind
+    kind: BlockKind
     lines: list[str]
     page: int
     level: int = 0
@@ -186,26 +186,26 @@ class Piece:
 
 @dataclass(frozen=True)
 class Fonts:
-    """What a document's ordinary text looks like, and which sizes above it are headings."""
+    """Size and style of a document's body text, and the larger sizes, which are headings."""
 
     size: float
     style: int
     levels: dict[float, int]
 
-    def level_of(self, row: Row) -> int:
-        """The heading level that a row's size says; 0 for none."""
+    def find_level(self, row: PdfRow) -> int:
+        """Return the heading level for a row's size; 0 for none."""
         return self.levels.get(_rounded(row.size), 0)
 
-    def styled_level(self, rows: list[Row]) -> int:
-        """The heading level that bold or italic letters say; 0 for none."""
-        own = _style_of(rows) & ~self.style & (BOLD | ITALIC)
-        if not own or rows[0].size < 0.95 * self.size:
+    def styled_level(self, rows: list[PdfRow]) -> int:
+        """Return the heading level for bold or italic letters; 0 for none."""
+        extra = _find_common_style(rows) & ~self.style & (BOLD | ITALIC)
+        if not extra or rows[0].size < 0.95 * self.size:
             return 0
-        return len(self.levels) + (1 if own & BOLD else 2)
+        return len(self.levels) + (1 if extra & BOLD else 2)
 
 
-def fonts_of(pages: Iterable[Page]) -> Fonts:
-    """The fonts of a document."""
+def find_fonts(pages: Iterable[Page]) -> Fonts:
+    """Return the fonts of a document."""
     sizes: Counter[float] = Counter()
     styles: Counter[int] = Counter()
     for page in pages:
@@ -218,16 +218,16 @@ def fonts_of(pages: Iterable[Page]) -> Fonts:
     return Fonts(body, max(styles, key=lambda style: styles[style], default=0), levels)
 
 
-def to_pieces(rows: list[Row], fonts: Fonts, *, page: int) -> list[Piece]:
-    """The pieces of one column."""
+def to_pieces(rows: list[PdfRow], fonts: Fonts, *, page: int) -> list[PdfPiece]:
+    """Return the pieces of one column."""
     rows = [row for row in rows if not LEADERS.search(row.text)]
-    pieces: list[Piece] = []
+    pieces: list[PdfPiece] = []
     for is_ruled, part in groupby(rows, key=lambda row: any(word.table for word in row.words)):
         inside = list(part)
         if is_ruled:
             tables = [word for row in inside for word in row.words]
             pieces += [
-                Piece("table" if word.table else "paragraph", [word.table or word.text], page) for word in tables
+                PdfPiece("table" if word.table else "paragraph", [word.table or word.text], page) for word in tables
             ]
         else:
             pieces += _aligned_pieces(inside, fonts, page=page)
@@ -236,19 +236,19 @@ def to_pieces(rows: list[Row], fonts: Fonts, *, page: int) -> list[Piece]:
     return pieces
 
 
-def _aligned_pieces(rows: list[Row], fonts: Fonts, *, page: int) -> list[Piece]:
-    """Pieces of rows among which tables without lines may stand."""
-    pieces: list[Piece] = []
+def _aligned_pieces(rows: list[PdfRow], fonts: Fonts, *, page: int) -> list[PdfPiece]:
+    """Return the pieces of rows that may hold tables without lines."""
+    pieces: list[PdfPiece] = []
     place = 0
     for table in find_tables(rows):
         pieces += _text_pieces(rows[place : table.begin], fonts, page=page)
-        pieces.append(Piece("table", [table.text], page))
+        pieces.append(PdfPiece("table", [table.text], page))
         place = table.end
     return pieces + _text_pieces(rows[place:], fonts, page=page)
 
 
-def _text_pieces(rows: list[Row], fonts: Fonts, *, page: int) -> list[Piece]:
-    """Pieces of rows without tables."""
+def _text_pieces(rows: list[PdfRow], fonts: Fonts, *, page: int) -> list[PdfPiece]:
+    """Return the pieces of rows without tables."""
     rows = [part for row in rows for part in _labels(row)]
     groups = _groups(rows)
     pieces = []
@@ -258,17 +258,17 @@ def _text_pieces(rows: list[Row], fonts: Fonts, *, page: int) -> list[Piece]:
     return pieces
 
 
-def _labels(row: Row) -> list[Row]:
-    """The row, or its parts where they are far apart and the first is no number of a heading or sign of an item."""
+def _labels(row: PdfRow) -> list[PdfRow]:
+    """Return the row, or its parts if they are far apart and the first is no heading number or list marker."""
     places = segments(row.words, LABEL_GAP * row.size)
     if len(places) == 1 or _is_code(row) or len(row.words[0].text) <= 4:
         return [row]
     parts = [[word for word in row.words if x0 <= word.x0 <= x1] for x0, x1 in places]
-    return [each for part in parts if part for each in to_rows(part)]
+    return [row for part in parts if part for row in to_rows(part)]
 
 
-def _groups(rows: list[Row]) -> list[list[Row]]:
-    """Rows that follow each other without a sign that something new begins."""
+def _groups(rows: list[PdfRow]) -> list[list[PdfRow]]:
+    """Group the rows; a group ends where something new begins."""
     if not rows:
         return []
     steps = [after.middle - row.middle for row, after in pairwise(rows)]
@@ -284,7 +284,7 @@ def _groups(rows: list[Row]) -> list[list[Row]]:
     return groups
 
 
-def _begins(row: Row, group: list[Row], *, pitch: float, edges: tuple[float, float]) -> bool:
+def _begins(row: PdfRow, group: list[PdfRow], *, pitch: float, edges: tuple[float, float]) -> bool:
     """Whether a row begins something new after the rows of a group."""
     above, first = group[-1], group[0]
     step = row.middle - above.middle
@@ -292,7 +292,7 @@ def _begins(row: Row, group: list[Row], *, pitch: float, edges: tuple[float, flo
         return not (_is_code(row) and _is_code(above)) or step > 3 * pitch
     if step > max(APART * pitch, APART * row.size) or step < 0.5 * row.size:
         return True
-    if _sizes(row).isdisjoint(_sizes(above)) or _style_of([row]) != _style_of([above]):
+    if _sizes(row).isdisjoint(_sizes(above)) or _find_common_style([row]) != _find_common_style([above]):
         return True
     if split_marker(row.text)[0]:
         return True
@@ -305,8 +305,8 @@ def _begins(row: Row, group: list[Row], *, pitch: float, edges: tuple[float, flo
     return is_short and above.text.endswith(ENDS[:4]) and not row.text[0].islower()
 
 
-def _continues_item(row: Row, group: list[Row], *, right: float) -> bool:
-    """Whether a row is a further line of an item: it stands under the item's text, or goes on in the middle."""
+def _continues_item(row: PdfRow, group: list[PdfRow], *, right: float) -> bool:
+    """Whether a row continues an item: it is below the item's text, or continues a sentence."""
     first, above = group[0], group[-1]
     text_x = first.words[1].x0 if len(first.words) > 1 else first.x0
     is_full = above.x1 > right - 0.15 * (right - first.x0)
@@ -314,41 +314,41 @@ def _continues_item(row: Row, group: list[Row], *, right: float) -> bool:
     return is_under or (is_full and row.text[0].islower())
 
 
-def _piece(group: list[Row], following: list[Row] | None, *, fonts: Fonts, page: int) -> Piece:
-    """The piece that a group of rows is."""
+def _piece(group: list[PdfRow], following: list[PdfRow] | None, *, fonts: Fonts, page: int) -> PdfPiece:
+    """Return the piece of a group of rows."""
     text = " ".join(row.text for row in group)
     if _is_code(group[0]):
-        return Piece("code", _code_lines(group), page)
+        return PdfPiece("code", _code_lines(group), page)
     marker, rest = split_marker(text)
     level = _heading_level(group, following, fonts=fonts, text=text)
     if level:
-        return Piece("heading", [row.text for row in group], page, level)
+        return PdfPiece("heading", [row.text for row in group], page, level)
     if marker:
         lines = [row.text for row in group]
         lines[0] = split_marker(lines[0])[1] if split_marker(lines[0])[0] else rest
-        return Piece("list", lines, page, marker=marker, x0=group[0].x0)
-    return Piece("paragraph", [row.text for row in group], page, x0=group[0].x0)
+        return PdfPiece("list", lines, page, marker=marker, x0=group[0].x0)
+    return PdfPiece("paragraph", [row.text for row in group], page, x0=group[0].x0)
 
 
-def _heading_level(group: list[Row], following: list[Row] | None, *, fonts: Fonts, text: str) -> int:
-    """The level where the group is a heading; 0 where it is not."""
+def _heading_level(group: list[PdfRow], following: list[PdfRow] | None, *, fonts: Fonts, text: str) -> int:
+    """Return the level if the group is a heading, else 0."""
     if len(group) > MOST_HEADING_ROWS or len(text) > LONGEST_HEADING or CAPTION.match(text):
         return 0
     if sum(map(str.isalpha, text)) < max(2, 0.4 * len(text)):
         return 0
-    by_size = max(fonts.level_of(row) for row in group)
+    by_size = max(fonts.find_level(row) for row in group)
     if by_size:
         return by_size
     begins = text[0].isupper() or text[0].isdigit()
     ends = not text.endswith((*ENDS, ","))
     if len(text) > LONGEST_STYLED or len(group) > 2 or not begins or not ends or following is None:
         return 0
-    own = fonts.styled_level(group)
-    return own if own and _style_of(following) != _style_of(group) else 0
+    level = fonts.styled_level(group)
+    return level if level and _find_common_style(following) != _find_common_style(group) else 0
 
 
-def _style_of(rows: list[Row]) -> int:
-    """What all words of some rows have in common."""
+def _find_common_style(rows: list[PdfRow]) -> int:
+    """Return the style that all words of some rows have."""
     common = BOLD | ITALIC
     for row in rows:
         for word in row.words:
@@ -356,16 +356,16 @@ def _style_of(rows: list[Row]) -> int:
     return common
 
 
-def _sizes(row: Row) -> set[int]:
+def _sizes(row: PdfRow) -> set[int]:
     return {round(word.size) for word in row.words}
 
 
-def _is_code(row: Row) -> bool:
+def _is_code(row: PdfRow) -> bool:
     return all(word.style & MONO for word in row.words)
 
 
-def _code_lines(rows: list[Row]) -> list[str]:
-    """The rows with their white space: a column is a character of the font."""
+def _code_lines(rows: list[PdfRow]) -> list[str]:
+    """Return the rows with their white space: a column is a character of the font."""
     left = min(row.x0 for row in rows)
     wide = [(word.x1 - word.x0) / len(word.text) for row in rows for word in row.words]
     width = max(median(wide), 0.1)

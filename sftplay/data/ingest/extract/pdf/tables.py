@@ -1,4 +1,4 @@
-"""Finds tables among rows by what stands in one line below another; rules drawn on the page are not looked at."""
+"""Find tables among rows by the alignment of their cells, without the rules on the page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sftplay.data.ingest.extract.markup.blocks import as_markdown
 from sftplay.data.ingest.extract.pdf.lists import MARKER
-from sftplay.data.ingest.extract.pdf.words import MONO, Row, segments
+from sftplay.data.ingest.extract.pdf.words import MONO, PdfRow, segments
 
 CELL_GAP = 1.15
 """Least space between cells in sizes of the font."""
@@ -17,19 +17,19 @@ FAR = 2.6
 
 
 @dataclass(frozen=True)
-class Table:
-    """Where a table stands among the rows, and its Markdown."""
+class PdfTable:
+    """The place of a table among the rows, and its Markdown."""
 
     begin: int
     end: int
     text: str
 
 
-def find_tables(rows: list[Row]) -> list[Table]:
-    """The tables among a column's rows."""
+def find_tables(rows: list[PdfRow]) -> list[PdfTable]:
+    """Return the tables among a column's rows."""
     found, place = [], 0
     while place < len(rows):
-        end = _end_of(rows, place)
+        end = _find_end(rows, place)
         table = _build(rows, place, end=end) if end - place >= LEAST_ROWS else None
         if table is not None:
             found.append(table)
@@ -39,24 +39,24 @@ def find_tables(rows: list[Row]) -> list[Table]:
     return found
 
 
-def cells_of(row: Row) -> list[tuple[float, float]]:
-    """Where the cells of a row stand; a list's sign belongs to its item."""
+def find_cells(row: PdfRow) -> list[tuple[float, float]]:
+    """Return the begin and end of each cell of a row; a list's sign belongs to its item."""
     found = segments(row.words, CELL_GAP * row.size)
     if len(found) > 1 and MARKER.fullmatch(f"{row.words[0].text} ") and found[0][1] <= row.words[0].x1 + 0.1:
         found[:2] = [(found[0][0], found[1][1])]
     return found
 
 
-def _end_of(rows: list[Row], begin: int) -> int:
-    """Behind the last row of several cells that follows the first without a gap or a full row of text."""
-    if len(cells_of(rows[begin])) < 2 or _is_code(rows[begin]):
+def _find_end(rows: list[PdfRow], begin: int) -> int:
+    """Return the place after the last row of several cells that follows without a gap or a full row of text."""
+    if len(find_cells(rows[begin])) < 2 or _is_code(rows[begin]):
         return begin
     last, single = begin, 0
     for place in range(begin + 1, len(rows)):
         row = rows[place]
         if row.top - rows[place - 1].bottom > FAR * row.size or _is_code(row):
             break
-        if len(cells_of(row)) >= 2:
+        if len(find_cells(row)) >= 2:
             last, single = place, 0
         else:
             single += 1
@@ -65,18 +65,18 @@ def _end_of(rows: list[Row], begin: int) -> int:
     return last + 1
 
 
-def _is_code(row: Row) -> bool:
+def _is_code(row: PdfRow) -> bool:
     return all(word.style & MONO for word in row.words)
 
 
-def _build(rows: list[Row], begin: int, *, end: int) -> Table | None:
-    """The table of some rows; None where their cells do not stand below each other."""
+def _build(rows: list[PdfRow], begin: int, *, end: int) -> PdfTable | None:
+    """Return the table of some rows; None where their cells are not aligned."""
     body = rows[begin:end]
-    columns = _columns([cells_of(row) for row in body if len(cells_of(row)) >= 2])
-    several = [row for row in body if len(cells_of(row)) >= 2]
+    columns = _columns([find_cells(row) for row in body if len(find_cells(row)) >= 2])
+    several = [row for row in body if len(find_cells(row)) >= 2]
     if not 2 <= len(columns) <= MOST_COLUMNS or len(several) < LEAST_ROWS:
         return None
-    filled = sum(len(cells_of(row)) for row in several)
+    filled = sum(len(find_cells(row)) for row in several)
     if filled < 0.6 * len(columns) * len(several):
         return None
     grid: list[list[str]] = []
@@ -89,11 +89,11 @@ def _build(rows: list[Row], begin: int, *, end: int) -> Table | None:
             grid[-1] = [f"{above} {below}".strip() for above, below in zip(grid[-1], line)]
         else:
             grid.append(line)
-    return Table(begin, end, as_markdown(grid))
+    return PdfTable(begin, end, as_markdown(grid))
 
 
 def _columns(cells: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """Where columns stand: cells that overlap are of one column; what spans several columns is set aside."""
+    """Return the begin and end of each column: cells that overlap share a column; wider cells are left out."""
     most = max(map(len, cells), default=0)
     columns: list[tuple[float, float]] = []
     for x0, x1 in sorted(cell for line in cells if len(line) >= max(2, most - 1) for cell in line):

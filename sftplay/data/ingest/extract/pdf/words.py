@@ -23,7 +23,7 @@ MONO_NAME = re.compile(
 
 SOFT_HYPHEN = "\u00ad"
 LINE_HYPHENS = (2, 0xFFFE)
-"""Signs by which pdfium marks a hyphen at the end of a line; it lets the next line's first word follow at once."""
+"""Characters that pdfium puts for a hyphen at the end of a line; the next line's first word follows at once."""
 
 LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "ffl", 0xFB05: "st", 0xFB06: "st"}
 UPRIGHT = 0.1
@@ -49,7 +49,7 @@ class Word:
     """The line on which the letters stand: fonts of one row share it, while their boxes differ."""
 
     table: str = ""
-    """The Markdown of a ruled table that stands in the place of one word; that has no text then."""
+    """The Markdown of a ruled table. Such a word has no text."""
 
     @property
     def middle(self) -> float:
@@ -58,7 +58,7 @@ class Word:
 
 
 Rule = tuple[float, float, float]
-"""A drawn line: its place, and where it begins and ends along the other direction."""
+"""A line on the page: its place, and its begin and end along the other direction."""
 
 
 @dataclass(frozen=True)
@@ -71,21 +71,21 @@ class Rules:
 
 @dataclass(frozen=True)
 class Page:
-    """One page's words, in the order in which they are written in the file."""
+    """One page's words, in the order of the file."""
 
     number: int
     width: float
     height: float
     words: list[Word]
     n_unknown: int
-    """Characters whose fonts do not say which letters they are."""
+    """Characters that their fonts do not map to letters."""
 
     has_pictures: bool
     rules: Rules
 
 
 def read_words(page: Any, number: int, *, rules: Rules) -> Page:
-    """The words of one page that stand upright; watermarks and labels along the margin are left out."""
+    """Return the upright words of one page; watermarks and labels along the margin are left out."""
     import pypdfium2.raw as raw
 
     width, height = page.get_size()
@@ -95,7 +95,7 @@ def read_words(page: Any, number: int, *, rules: Rules) -> Page:
         handle = text_page.raw
         codes = [raw.FPDFText_GetUnicode(handle, place) for place in range(text_page.count_chars())]
         spans = list(_spans(codes))
-        reader = _Reader(handle)
+        reader = _WordReader(handle)
         found = [reader.word(codes, begin, end=end, turned=turned) for begin, end in spans]
         left, bottom, right, top = page.get_cropbox()
     finally:
@@ -107,8 +107,8 @@ def read_words(page: Any, number: int, *, rules: Rules) -> Page:
     return Page(number, width, height, words, n_unknown, has_pictures, rules)
 
 
-class _Reader:
-    """Asks pdfium for boxes and fonts; fonts are described once each."""
+class _WordReader:
+    """Reads boxes and fonts from pdfium; each font is described once."""
 
     def __init__(self, handle: Any) -> None:
         import pypdfium2.raw as raw
@@ -120,7 +120,7 @@ class _Reader:
         self._styles: dict[tuple[bytes, int], int] = {}
 
     def word(self, codes: list[int], begin: int, *, end: int, turned: int) -> tuple[Word, float]:
-        """The word of some characters in the page's own coordinates, and how its first character is turned."""
+        """Return the word of some characters in the page's coordinates, and the angle of its first character."""
         raw, box, matrix = self._raw, self._box, self._matrix
         raw.FPDFText_GetLooseCharBox(self._handle, begin, box)
         left, top, right, bottom = box.left, box.top, box.right, box.bottom
@@ -149,7 +149,7 @@ class _Reader:
 
 
 def _spans(codes: list[int]) -> Iterator[tuple[int, int]]:
-    """Where words begin and end among the characters."""
+    """Yield the begin and end of each word among the characters."""
     begin = None
     for place, code in enumerate(codes):
         if (code < 33 and code != 2) or code in (0xA0, 0x3000, 0x2028) or chr(code).isspace():
@@ -166,14 +166,14 @@ def _spans(codes: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _is_upright(angle: float, turned: int) -> bool:
-    """Whether a character stands upright once the page is shown as it should be."""
+    """Whether a character is upright on the page as it is displayed."""
     quarter = 1.5707963267948966
     off = (angle + turned * quarter) % (4 * quarter)  # pdfium counts angles clockwise
     return min(off, 4 * quarter - off) < UPRIGHT
 
 
 def _turn(word: Word, turned: int, *, box: tuple[float, float, float, float]) -> Word:
-    """The word with y downwards, on a page turned clockwise by so many quarters."""
+    """Return the word with y downwards, on a page turned clockwise by so many quarters."""
     left, bottom, right, top = box
     x0, y1, x1, y0 = word.x0, word.top, word.x1, word.bottom  # y1 is the upper edge, as PDF counts
     base = (top - word.base, word.base - left, word.base - bottom, right - word.base)[turned]
@@ -190,14 +190,14 @@ def _turn(word: Word, turned: int, *, box: tuple[float, float, float, float]) ->
 
 
 SAME_ROW = 0.45
-"""Of the font's size: how far middles of words in one row may lie apart."""
+"""Of the font's size: largest distance between middles of words in one row."""
 
 GUTTER = 0.8
 """Least width of a gutter in sizes of the font. Spaces in justified text are half as wide at most."""
 
 LEAST_ROWS, LEAST_WORDS, LEAST_FILL = 4, 3.0, 0.55
-"""What each side of a gutter must have: rows, words in its usual row, share of the width that this row fills. Cells of
-a table have less."""
+"""Least content of each side of a gutter: rows, words in its usual row, share of the width that this row fills. Cells
+of a table have less."""
 
 MOST_CROSSED = 0.7
 """Share of rows that may cross a gutter."""
@@ -208,7 +208,7 @@ on a page of any width."""
 
 
 @dataclass(slots=True)
-class Row:
+class PdfRow:
     """Words side by side, from left to right, or from right to left in scripts that are written so."""
 
     words: list[Word]
@@ -227,8 +227,8 @@ class Row:
         return " ".join(word.text for word in self.words)
 
 
-def to_rows(words: list[Word]) -> list[Row]:
-    """The rows of some words, from top to bottom."""
+def to_rows(words: list[Word]) -> list[PdfRow]:
+    """Return the rows of some words, from top to bottom."""
     groups: list[list[Word]] = []
     for word in sorted(words, key=lambda word: (word.middle, word.x0)):
         for group in reversed(groups[-6:]):
@@ -241,7 +241,7 @@ def to_rows(words: list[Word]) -> list[Row]:
     return sorted((_row(group) for group in groups), key=lambda row: row.middle)
 
 
-def _row(words: list[Word]) -> Row:
+def _row(words: list[Word]) -> PdfRow:
     words = sorted(words, key=lambda word: word.x0)
     right_to_left = sum(is_right_to_left(word.text) for word in words)
     if 2 * right_to_left > len(words):
@@ -249,9 +249,9 @@ def _row(words: list[Word]) -> Row:
     sizes: Counter[float] = Counter()
     for word in words:
         sizes[word.size] += len(word.text)
-    size = max(sizes, key=lambda each: sizes[each])
+    size = max(sizes, key=lambda candidate: sizes[candidate])
     longest = max((word for word in words if word.size == size), key=lambda word: len(word.text))
-    return Row(
+    return PdfRow(
         words,
         min(word.top for word in words),
         max(word.bottom for word in words),
@@ -267,13 +267,13 @@ def is_right_to_left(text: str) -> bool:
     return any("\u0590" <= sign <= "\u08ff" or "\ufb1d" <= sign <= "\ufefc" for sign in text)
 
 
-def to_columns(words: list[Word], depth: int = 0) -> list[list[Row]]:
-    """The words' rows by column, in the order in which they are read."""
+def to_columns(words: list[Word], depth: int = 0) -> list[list[PdfRow]]:
+    """Return the words' rows by column, in reading order."""
     rows = to_rows(words)
     place = find_gutter(rows) if depth < DEEPEST else None
     if place is None:
         return [rows] if rows else []
-    columns: list[list[Row]] = []
+    columns: list[list[PdfRow]] = []
     for band, is_divided in _bands(rows, place, half=half_gutter(rows)):
         if not is_divided:
             columns.append(band)
@@ -284,8 +284,8 @@ def to_columns(words: list[Word], depth: int = 0) -> list[list[Row]]:
     return columns
 
 
-def find_gutter(rows: list[Row]) -> float | None:
-    """The x of the gutter that divides most text; None where the rows are one column."""
+def find_gutter(rows: list[PdfRow]) -> float | None:
+    """Return the x of the gutter that divides most text; None where the rows are one column."""
     if len(rows) < LEAST_ROWS:
         return None
     left, right = min(row.x0 for row in rows), max(row.x1 for row in rows)
@@ -307,13 +307,13 @@ def find_gutter(rows: list[Row]) -> float | None:
     return median(x for x in scores if scores[x] == best) if best else None
 
 
-def half_gutter(rows: list[Row]) -> float:
-    """Half the least width of a gutter among these rows."""
+def half_gutter(rows: list[PdfRow]) -> float:
+    """Return half the least width of a gutter among these rows."""
     return GUTTER * median(row.size for row in rows) / 2
 
 
 def segments(words: list[Word], gap: float) -> list[tuple[float, float]]:
-    """Where a row's words stand, those together that have less than the gap between them."""
+    """Return the begin and end of each group of a row's words, divided by at least the gap."""
     found: list[tuple[float, float]] = []
     for word in sorted(words, key=lambda word: word.x0):
         if found and word.x0 - found[-1][1] < gap:
@@ -323,9 +323,9 @@ def segments(words: list[Word], gap: float) -> list[tuple[float, float]]:
     return found
 
 
-def _bands(rows: list[Row], x: float, *, half: float) -> list[tuple[list[Row], bool]]:
-    """The rows in runs, each with whether its rows leave the strip at x free; free runs that are short are not."""
-    bands: list[tuple[list[Row], bool]] = []
+def _bands(rows: list[PdfRow], x: float, *, half: float) -> list[tuple[list[PdfRow], bool]]:
+    """Return the rows in runs, and for each run whether its rows leave the strip at x free; short runs do not count."""
+    bands: list[tuple[list[PdfRow], bool]] = []
     for row in rows:
         is_free = all(word.x1 <= x - half or word.x0 >= x + half for word in row.words)
         if bands and bands[-1][1] == is_free:
@@ -335,15 +335,15 @@ def _bands(rows: list[Row], x: float, *, half: float) -> list[tuple[list[Row], b
     return [(band, is_free and _has_sides(band, x)) for band, is_free in bands]
 
 
-def _has_sides(band: list[Row], x: float) -> bool:
+def _has_sides(band: list[PdfRow], x: float) -> bool:
     """Whether enough rows have words on the left of x, and enough on the right."""
     n_left = sum(any(word.x1 <= x for word in row.words) for row in band)
     n_right = sum(any(word.x1 > x for word in row.words) for row in band)
     return min(n_left, n_right) >= LEAST_ROWS
 
 
-def _score(band: list[Row], x: float, *, edges: tuple[float, float]) -> int:
-    """Characters on the side that has fewer; 0 where a side is no running text."""
+def _score(band: list[PdfRow], x: float, *, edges: tuple[float, float]) -> int:
+    """Return the characters on the side that has fewer; 0 where a side is no running text."""
     scores = []
     for is_left in (True, False):
         sides = [[word for word in row.words if (word.x1 <= x) is is_left] for row in band]

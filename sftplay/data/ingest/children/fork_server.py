@@ -1,8 +1,8 @@
-"""The process that forks a child for each task, watches its time and memory, and ends it with all that it started.
+"""The process that forks a child for each task, watches its time and memory, and kills it with all that it started.
 
 It is started by `pool`, has one thread and imports only what readers need, so that a child costs a fork and no import.
-Tasks come as lines of JSON on its standard input; a line of JSON on its standard output tells how each child ended.
-What a task gives is written by its child into a file.
+Tasks come as lines of JSON on its standard input; a line of JSON on its standard output reports how each child ended.
+The child writes the result of its task into a file.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sftplay.signals import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 
-LOOK_EVERY_S = 0.05
-"""Between two looks at the children's memory."""
+WATCH_EVERY_S = 0.05
+"""Seconds between two checks of the children's memory."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_ROOM_CODE = 28
-"""Exit code of a child for which the disk is full. That is no fault of what it reads."""
+"""Exit code of a child that found the disk full. The file that it reads is not at fault."""
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -51,7 +51,7 @@ class Child:
     killed_for: str = ""
 
 
-class Server:
+class ForkServer:
     """All children of this process."""
 
     def __init__(self, requests: int, answers: int) -> None:
@@ -63,14 +63,14 @@ class Server:
             os.set_blocking(end, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is answered by who asks
-        if sys.platform == "linux":  # what a child leaves behind becomes ours, so that it is found
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the requesting process handles Ctrl-C of a terminal
+        if sys.platform == "linux":  # orphans of a child become ours, so that we find them
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
     def serve(self) -> None:
-        """Start what is asked for until nobody can ask any more."""
+        """Start the requested tasks until the request pipe is closed."""
         while True:
-            timeout = LOOK_EVERY_S if self._children else None
+            timeout = WATCH_EVERY_S if self._children else None
             ready, _, _ = select.select([self._requests, self._woken], [], [], timeout)
             if self._woken in ready:
                 os.read(self._woken, 1 << 12)
@@ -94,7 +94,7 @@ class Server:
         self._children[pid] = child
 
     def _reap(self) -> None:
-        """Tell how children have ended; end what they have left."""
+        """Report how children have ended, and kill the processes that they left."""
         while self._children:
             try:
                 pid, status, used = os.wait4(-1, os.WNOHANG)
@@ -104,11 +104,11 @@ class Server:
                 break
             child = self._children.pop(pid, None)
             if child is not None:
-                self._tell(child, os.waitstatus_to_exitcode(status), peak_bytes=used.ru_maxrss * 1024)
-            for stray in set(_children_of(os.getpid())) - set(self._children):
+                self._report_end(child, os.waitstatus_to_exitcode(status), peak_bytes=used.ru_maxrss * 1024)
+            for stray in set(_list_children(os.getpid())) - set(self._children):
                 _kill(stray)
 
-    def _tell(self, child: Child, exit_code: int, *, peak_bytes: int) -> None:
+    def _report_end(self, child: Child, exit_code: int, *, peak_bytes: int) -> None:
         answer = {
             "number": child.number, "exit_code": exit_code, "killed_for": child.killed_for,
             "seconds": time.monotonic() - child.began, "peak_bytes": max(peak_bytes, child.peak_bytes),
@@ -129,7 +129,7 @@ class Server:
 
 
 def _run(task: dict[str, Any], server: int) -> NoReturn:
-    """The child: bounds, then the task, then its answer as a file; it never returns."""
+    """Run the child: set bounds, run the task, write its answer to a file. Never returns."""
     code = 1
     try:
         os.setsid()
@@ -147,7 +147,7 @@ def _run(task: dict[str, Any], server: int) -> NoReturn:
     except OSError as error:
         code = NO_ROOM_CODE if error.errno in FULL else 1
         _keep_trace(errors)
-    except BaseException:  # noqa: BLE001 - the child's end: what it died of is kept
+    except BaseException:  # noqa: BLE001 - the child ends here: its traceback is kept
         _keep_trace(errors)
     finally:
         os._exit(code)
@@ -159,9 +159,9 @@ def _keep_trace(errors: int) -> None:
 
 
 def _bound(memory_bytes: int | None, most_file_bytes: int | None) -> None:
-    """Let the system refuse memory and disk beyond the bounds.
+    """Have the system refuse memory and disk beyond the bounds.
 
-    RLIMIT_DATA counts memory of the process's own, as RLIMIT_AS does, but not what it only maps: libraries and files.
+    RLIMIT_DATA counts the process's private memory, as RLIMIT_AS does, but not mapped libraries and files.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_bytes:
@@ -178,32 +178,32 @@ def _kill(pid: int) -> None:
             pass
 
 
-def _children_of(pid: int) -> list[int]:
+def _list_children(pid: int) -> list[int]:
     try:
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
 
 
 def _held_bytes(pid: int) -> int:
-    """What a process and all that it started hold in memory; pages of files count too. 0 where it cannot be known."""
+    """Return the memory of a process and all that it started, with pages of files; 0 where it is unknown."""
     try:
-        own = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+        held = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
     except (OSError, IndexError):
         return 0
-    return own + sum(map(_held_bytes, _children_of(pid)))
+    return held + sum(map(_held_bytes, _list_children(pid)))
 
 
 def main() -> None:
     """Import what children need, then serve."""
     requests, answers = os.dup(0), os.dup(1)
-    os.dup2(2, 1)  # what a library prints must not look like an answer
+    os.dup2(2, 1)  # the output of a library must not look like an answer
     for call in sys.argv[1:]:
         module, *words = call.split(":")
         import_module(module).warm_up(*words)
     gc.collect()
     gc.freeze()
-    Server(requests, answers).serve()
+    ForkServer(requests, answers).serve()
 
 
 if __name__ == "__main__":

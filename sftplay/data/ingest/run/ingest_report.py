@@ -1,4 +1,4 @@
-"""What became of every file and document, as FILE.report.json has it: documents = kept + dropped + unreadable."""
+"""The outcome of every file and document, for FILE.report.json: documents = kept + dropped + unreadable."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from sftplay.data.ingest.run.records import DUPLICATE, KEPT, NEAR_DUPLICATE, REASONS, Records, Verdict
-from sftplay.data.ingest.run.stages import Chunk, Document
-from sftplay.data.ingest.run.walk import Found, shown
+from sftplay.data.ingest.run.records import DUPLICATE, KEPT, NEAR_DUPLICATE, REASONS, Duplicates, Records
+from sftplay.data.ingest.run.stages import IngestedFile, RecordChunk
+from sftplay.data.ingest.run.walk import WalkEntry, shown
 from sftplay.data.ingest.settings import STEPS, Settings
-from sftplay.data.ingest.steps.finishing import EXAMPLES, example_of
+from sftplay.data.ingest.steps.finishing import EXAMPLES, format_example
 
 MOST_PAIRS = 1000
 """Pairs of near-duplicates that are listed; all are counted."""
@@ -20,14 +20,14 @@ MOST_PAIRS = 1000
 KEPT_EXAMPLES = 5
 
 
-def report_of(
-    documents: Sequence[Document], chunks: Sequence[Chunk], *, passed_over: Sequence[Found], records: Records,
-    verdict: Verdict, settings: Settings,
+def build_report(
+    documents: Sequence[IngestedFile], chunks: Sequence[RecordChunk], *, skipped: Sequence[WalkEntry],
+    records: Records, duplicates: Duplicates, settings: Settings,
 ) -> dict[str, Any]:  # fmt: skip
-    """The report, without tokens."""
-    reasons = verdict.reasons()
+    """Return the report, without tokens."""
+    reasons = duplicates.reasons()
     files = _files(documents, chunks, records=records, reasons=reasons)
-    rest = [_passed(found) for found in passed_over]
+    rest = [_skipped(entry) for entry in skipped]
     unreadable = Counter(file["reason"] for file in [*files, *rest] if file["status"] == "unreadable")
     dropped = sum((Counter(file["dropped"]) for file in files), Counter())
     kept = int(np.count_nonzero(reasons == KEPT))
@@ -41,20 +41,22 @@ def report_of(
         "characters": int(records.column("chars")[reasons == KEPT].sum()),
         "by": settings.by,
         "steps": {step: "on" if settings.does(step) else "off" for step in STEPS},
-        "cleaned_blocks": dict(sum((Counter(each.answer.get("cleaned", {})) for each in documents), Counter())),
+        "cleaned_blocks": dict(sum((Counter(document.answer.get("cleaned", {})) for document in documents), Counter())),
         "boilerplate": dict(sum((Counter(chunk.answer["taken"]) for chunk in chunks), Counter()).most_common(100)),
-        "near_duplicate_pairs": _pairs(records, verdict),
-        "near_duplicate_pairs_in_all": len(verdict.pairs),
+        "near_duplicate_pairs": _pairs(records, duplicates),
+        "near_duplicate_pairs_in_all": len(duplicates.pairs),
         "examples": {
             "kept": _kept(records, reasons),
-            "dropped": _dropped(documents, chunks, records=records, verdict=verdict),
+            "dropped": _dropped(documents, chunks, records=records, duplicates=duplicates),
         },
         "files": sorted([*files, *rest], key=lambda file: file["path"].split("/")),
     }
 
 
-def _files(documents: Sequence[Document], chunks: Sequence[Chunk], *, records: Records, reasons: Any) -> list[Any]:
-    dropped: list[Counter[str]] = [Counter(each.answer.get("dropped", {})) for each in documents]
+def _files(
+    documents: Sequence[IngestedFile], chunks: Sequence[RecordChunk], *, records: Records, reasons: Any
+) -> list[Any]:
+    dropped: list[Counter[str]] = [Counter(document.answer.get("dropped", {})) for document in documents]
     for chunk in chunks:
         for place, counts in chunk.answer["dropped"].items():
             dropped[int(place)].update(counts)
@@ -71,60 +73,60 @@ def _files(documents: Sequence[Document], chunks: Sequence[Chunk], *, records: R
     ]
 
 
-def _guessed(documents: Sequence[Document]) -> Counter[str]:
-    """Encoding -> files that were read in it by a guess."""
-    return Counter(name for each in documents if (name := each.answer.get("guessed_encoding")))
+def _guessed(documents: Sequence[IngestedFile]) -> Counter[str]:
+    """Return encoding -> files that were read in it by a guess."""
+    return Counter(name for document in documents if (name := document.answer.get("guessed_encoding")))
 
 
-def _file(document: Document, dropped: Counter[str], *, kept: int, characters: int) -> dict[str, Any]:
+def _file(document: IngestedFile, dropped: Counter[str], *, kept: int, characters: int) -> dict[str, Any]:
     answer, found = document.answer, document.found
-    told = {key: answer[key] for key in ("reason", "detail", "notes", "sha256") if answer.get(key)}
+    details = {key: answer[key] for key in ("reason", "detail", "notes", "sha256") if answer.get(key)}
     return {
-        "path": shown(found.name), "status": answer["status"], **told, "bytes": found.size, "kept": kept,
+        "path": shown(found.name), "status": answer["status"], **details, "bytes": found.size, "kept": kept,
         "dropped": dict(dropped), "characters": characters, "seconds": round(answer["seconds"], 3),
         "peak_mb": round(answer["peak_bytes"] / 1e6),
     }  # fmt: skip
 
 
-def _passed(found: Found) -> dict[str, Any]:
-    status = "unreadable" if found.is_fault else "skipped"
-    return {"path": shown(found.name), "status": status, "reason": found.reason, "detail": shown(found.detail)}
+def _skipped(entry: WalkEntry) -> dict[str, Any]:
+    status = "unreadable" if entry.is_fault else "skipped"
+    return {"path": shown(entry.name), "status": status, "reason": entry.reason, "detail": shown(entry.detail)}
 
 
-def _pairs(records: Records, verdict: Verdict) -> list[dict[str, Any]]:
+def _pairs(records: Records, duplicates: Duplicates) -> list[dict[str, Any]]:
     def place(number: int) -> dict[str, Any]:
         record = records.record(number)
         return {key: record[key] for key in ("source", "section", "row", "place")}
 
     return [
         {"similarity": round(pair.similarity, 4), "kept": place(pair.kept), "dropped": place(pair.dropped)}
-        for pair in verdict.pairs[:MOST_PAIRS]
+        for pair in duplicates.pairs[:MOST_PAIRS]
     ]
 
 
 def _kept(records: Records, reasons: Any) -> list[dict[str, Any]]:
     kept = np.flatnonzero(reasons == KEPT)
-    spread = kept[:: max(1, len(kept) // KEPT_EXAMPLES)][:KEPT_EXAMPLES]
-    return [example_of(records.record(int(number))) for number in spread]
+    evenly_spaced = kept[:: max(1, len(kept) // KEPT_EXAMPLES)][:KEPT_EXAMPLES]
+    return [format_example(records.record(int(number))) for number in evenly_spaced]
 
 
 def _dropped(
-    documents: Sequence[Document], chunks: Sequence[Chunk], *, records: Records, verdict: Verdict
+    documents: Sequence[IngestedFile], chunks: Sequence[RecordChunk], *, records: Records, duplicates: Duplicates
 ) -> list[Any]:
-    """A few of each reason."""
+    """Return a few examples of each reason."""
     found = [
         {"source": shown(document.found.name), **example}
         for document in documents
         for example in document.answer.get("examples", ())
     ]
     found += [example for chunk in chunks for example in chunk.answer["examples"]]
-    equal = np.flatnonzero(verdict.repeats != np.arange(len(records)))[:EXAMPLES].tolist()
-    twins = [(number, int(verdict.repeats[number]), "duplicate", "the same text as") for number in equal]
-    near = sorted(verdict.pairs[:EXAMPLES], key=lambda pair: pair.dropped)
+    equal = np.flatnonzero(duplicates.repeats != np.arange(len(records)))[:EXAMPLES].tolist()
+    twins = [(number, int(duplicates.repeats[number]), "duplicate", "the same text as") for number in equal]
+    near = sorted(duplicates.pairs[:EXAMPLES], key=lambda pair: pair.dropped)
     twins += [(p.dropped, p.kept, "near_duplicate", f"{p.similarity:.1%} the same as") for p in near]
     for number, kept, reason, what in twins:
         detail = f"{what} {records.record(kept)['source']}"
-        found.append({"reason": reason, "detail": detail, **example_of(records.record(number))})
+        found.append({"reason": reason, "detail": detail, **format_example(records.record(number))})
     seen: Counter[str] = Counter()
     shown_ones = []
     for example in found:

@@ -1,4 +1,4 @@
-"""Rows of new tokens in a model: in the input embedding and in the output head, each the mean of its pieces' rows.
+"""Add rows of new tokens to a model: in the input embedding and in the output head, each the mean of its pieces' rows.
 
 Source: Gee et al., 2022, "Fast Vocabulary Transfer for Language Model Compression" (arXiv:2402.09977), section 3.
 """
@@ -18,7 +18,7 @@ IN_FULL = "tuning.lora.modules_to_save"
 
 
 def add_rows(model: Any, tokens: Sequence[NewToken]) -> None:
-    """Give `model` a row for each token; rows that the model has beyond its vocabulary are used first.
+    """Add a row for each token to `model`; rows that the model has beyond its vocabulary are used first.
 
     Means are taken in fp32 and rounded once. Embedding and head that are one weight stay one.
     """
@@ -29,12 +29,12 @@ def add_rows(model: Any, tokens: Sequence[NewToken]) -> None:
         model.resize_token_embeddings(needed, mean_resizing=False)
     ids = [token.id for token in tokens]
     with torch.no_grad():
-        for values in _ends_of(model):
+        for values in _list_end_weights(model):
             means = [values[list(token.pieces)].float().mean(dim=0) for token in tokens]
             values[ids] = torch.stack(means).to(values.dtype)
 
 
-def _ends_of(model: Any) -> list[torch.Tensor]:
+def _list_end_weights(model: Any) -> list[torch.Tensor]:
     head = model.get_output_embeddings()
     ends = [model.get_input_embeddings().weight]
     if head is not None and head.weight is not ends[0]:
@@ -44,8 +44,8 @@ def _ends_of(model: Any) -> list[torch.Tensor]:
     return ends
 
 
-def rows_that_train(model: Any, lora: LoraConfig, *, ids: Sequence[int]) -> dict[str, list[int]] | None:
-    """PEFT's `trainable_token_indices` for the new tokens `ids`; None where their matrices train in full.
+def find_trainable_rows(model: Any, lora: LoraConfig, *, ids: Sequence[int]) -> dict[str, list[int]] | None:
+    """Return PEFT's `trainable_token_indices` for the new tokens `ids`; None if their matrices train in full.
 
     Raises:
         ConfigError: the config trains these matrices in another way that leaves the new rows out.
@@ -54,7 +54,7 @@ def rows_that_train(model: Any, lora: LoraConfig, *, ids: Sequence[int]) -> dict
         return None
     first, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head.weight is first.weight
-    names = [_name_of(model, end) for end in (first, head)]
+    names = [_find_name(model, end) for end in (first, head)]
     in_full = [name for name in names if name in lora.modules_to_save]
     if is_tied and len(in_full) == 1:
         what = f"{in_full[0]} trains in full, but new tokens are added, and it is one weight with the other of {names}"
@@ -62,7 +62,7 @@ def rows_that_train(model: Any, lora: LoraConfig, *, ids: Sequence[int]) -> dict
     left = [name for name in names if name not in in_full]
     adapted = [name for name in left if lora.target_modules != "auto" and name in lora.target_modules]
     if adapted:
-        what = f"{adapted[0]} has a pair of the adapter, beside which the rows of new tokens cannot train"
+        what = f"{adapted[0]} has an adapter pair, so the rows of new tokens cannot train"
         raise ConfigError(what, where="tuning.lora.target_modules", fix=f"move {adapted[0]} to {IN_FULL}")
     if left and getattr(head, "bias", None) is not None:
         # peft 0.21, tuners/trainable_tokens/layer.py: the forward pass of such a linear is given no bias.
@@ -71,6 +71,6 @@ def rows_that_train(model: Any, lora: LoraConfig, *, ids: Sequence[int]) -> dict
     return {name: list(ids) for name in (left[:1] if is_tied else left)} or None
 
 
-def _name_of(model: Any, wanted: Any) -> str:
-    """The last part of a module's name, as configs name it."""
+def _find_name(model: Any, wanted: Any) -> str:
+    """Return the last part of a module's name, as configs name it."""
     return next(name for name, module in model.named_modules() if module is wanted).rpartition(".")[2]
