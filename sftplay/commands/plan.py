@@ -13,7 +13,7 @@ from sftplay.machine.probe import Gpu, Machine, probe
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.devices.cards import Card, find_card, parse_fleet
 from sftplay.plan.memory.budget import device_of
-from sftplay.plan.memory.forecast import Place
+from sftplay.plan.memory.forecast import Hardware
 from sftplay.plan.report.tables import (
     describe_memory,
     describe_model,
@@ -41,13 +41,13 @@ def plan(args: Namespace) -> int:
     fitted = partial(task.size, sizing=sizing, world_size=world_size, is_free=not args.nproc)
     sized = fitted(cfg, shape=shape)
     world_size = sized.world_size
-    place = Place(device_of(machine, world_size), world_size, lengths)
+    hardware = Hardware(device_of(machine, world_size), world_size, lengths)
     if args.compare:
-        return _compare(args, sized, task=task, shape=shape, place=place)
+        return _compare(args, sized, task=task, shape=shape, hardware=hardware)
     forecast = sized.forecast
     assert forecast is not None
     work = task.workload(sized.cfg, forecast, lengths=lengths)
-    suggestions = [] if forecast.verdict == "fits" else task.suggest(cfg, sized, sizing=fitted, place=place)
+    suggestions = [] if forecast.verdict == "fits" else task.suggest(cfg, sized, sizing=fitted, hardware=hardware)
     if args.json:
         extra = {"suggestions": [each.as_dict() for each in suggestions], **vars(work), "notes": list(sized.notes)}
         print(json.dumps({**sized.as_plan(), **extra}))
@@ -73,8 +73,8 @@ def plan(args: Namespace) -> int:
     return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
 
 
-def _compare(args: Namespace, sized: SizedRun, *, task: TaskReport, shape: ModelShape, place: Place) -> int:
-    rows, lines = task.compare(sized.cfg, shape, place=place)
+def _compare(args: Namespace, sized: SizedRun, *, task: TaskReport, shape: ModelShape, hardware: Hardware) -> int:
+    rows, lines = task.compare(sized.cfg, shape, hardware=hardware)
     if args.json:
         print(json.dumps({"model": shape.name, "rows": [row.as_dict() for row in rows]}))
         return 0

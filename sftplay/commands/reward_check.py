@@ -20,7 +20,7 @@ from sftplay.runs.finished_run import prepare_environment
 from sftplay.runs.inputs import load_checked
 
 if TYPE_CHECKING:
-    from sftplay.reward.check import Finding
+    from sftplay.reward.check import RewardCheck
 
 
 ROWS = 32
@@ -48,13 +48,13 @@ def reward_check(args: Namespace) -> int:
     cases = read_cases(cfg, args.n or ROWS)
     with RewardSet(cfg) as rewards:
         check_solutions(cfg, rewards)
-        findings = check_rewards(rewards, cases, cfg=cfg)
-    bad = [finding for finding in findings if finding.verdict != "ok"]
+        checks = check_rewards(rewards, cases, cfg=cfg)
+    bad = [check for check in checks if check.verdict != "ok"]
     if args.json:
-        print(json.dumps([asdict(finding) for finding in findings]))
+        print(json.dumps([asdict(check) for check in checks]))
         return RunError.exit_code if bad else 0
-    for finding in findings:
-        _show(finding)
+    for check in checks:
+        _show(check)
     if bad:
         raise refusal_of(bad)
     return 0
@@ -117,13 +117,13 @@ def _recheck(args: Namespace) -> int:
     return RunError.exit_code if any(each.differ for each in found) else 0
 
 
-def _show(finding: Finding) -> None:
-    said = "ok" if finding.verdict == "ok" else finding.verdict.replace("_", " ").upper()
+def _show(check: RewardCheck) -> None:
+    said = "ok" if check.verdict == "ok" else check.verdict.replace("_", " ").upper()
     means = "  ".join(
         f"{kind} {'-' if mean is None else format(mean, '.2f')}"
-        for kind, mean in {"right answers": finding.gold_mean, **finding.junk}.items()
+        for kind, mean in {"right answers": check.gold_mean, **check.junk}.items()
     )
-    log.say(f"{finding.name:<16} {said:<12} {means}{f'  ({finding.why})' if finding.why else ''}", "reward")
-    if finding.in_process:
-        places = ", ".join(finding.in_process)
+    log.say(f"{check.name:<16} {said:<12} {means}{f'  ({check.why})' if finding.why else ''}", "reward")
+    if check.in_process:
+        places = ", ".join(check.in_process)
         log.say(f"note: these tests run in_process, where a program can forge its verdict: {places}", "reward")

@@ -14,7 +14,7 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from sftplay.config.read.layers import Layer, Place, Problem, merge, nested, read_layers, read_overrides
+from sftplay.config.read.layers import Layer, LocatedProblem, SourceLocation, merge, nested, read_layers, read_overrides
 from sftplay.config.read.resolved import dump_resolved, is_written_by_kit, read_origins, with_new_names
 from sftplay.config.read.spellings import resolve_precision, resolve_task_mode, with_own_model
 from sftplay.config.read.yaml12 import KeyPath
@@ -71,7 +71,7 @@ def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Run
     layers, contradictions = resolve_precision([*included, written, override_layer])
     problems += contradictions
     merged = merge(with_own_model(resolve_task_mode(layers)))
-    merged = Layer(_with_empty_sections(merged.values, RunConfig), merged.places)
+    merged = Layer(_with_empty_sections(merged.values, RunConfig), merged.locations)
     problems += _tokens_in(merged.values, merged)
     cfg: RunConfig | None
     try:
@@ -89,8 +89,8 @@ def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Run
             problems.append(missing_key("data.train_path", merged, file=os.fspath(path)))
         problems += _rule_problems(cfg, merged, offending=offending_keys(problems))
         offending = offending_keys(problems)
-        cfg = cfg.with_origins({key: place for key, place in cfg.origins.items() if key not in offending})
-    return cfg, [problem.error for problem in sorted(problems, key=lambda problem: problem.place)]
+        cfg = cfg.with_origins({key: location for key, location in cfg.origins.items() if key not in offending})
+    return cfg, [problem.error for problem in sorted(problems, key=lambda problem: problem.location)]
 
 
 def load_resolved(path: Path) -> RunConfig:
@@ -103,7 +103,7 @@ def load_resolved(path: Path) -> RunConfig:
     return cfg.with_origins(read_origins(cfg, path.read_text(encoding="utf-8")))
 
 
-def offending_keys(problems: Iterable[Problem]) -> set[str]:
+def offending_keys(problems: Iterable[LocatedProblem]) -> set[str]:
     """The dotted keys that problems are about, and those that an unknown name may have meant."""
     found: set[str] = set()
     for _, error in problems:
@@ -112,12 +112,12 @@ def offending_keys(problems: Iterable[Problem]) -> set[str]:
     return found
 
 
-def _tokens_in(value: Any, merged: Layer, *, path: KeyPath = ()) -> Iterator[Problem]:
+def _tokens_in(value: Any, merged: Layer, *, path: KeyPath = ()) -> Iterator[LocatedProblem]:
     """A problem for each text with a token of the hub in it: run folder, report and export would repeat it."""
     if isinstance(value, str) and TOKEN.search(value):
-        place = merged.place_of(path) or Place(0, 0, "")
+        location = merged.find_location(path) or SourceLocation(0, 0, "")
         what, fix = "holds a token of the Hugging Face hub", "remove it, and set HF_TOKEN in the environment"
-        yield Problem(place, ConfigError(what, where=f"{place} {'.'.join(map(str, path))}", fix=fix))
+        yield LocatedProblem(location, ConfigError(what, where=f"{location} {'.'.join(map(str, path))}", fix=fix))
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, below in inner:
         yield from _tokens_in(below, merged, path=(*path, key))
@@ -163,20 +163,23 @@ def _remove(tree: dict[str, Any], path: KeyPath) -> None:
 
 def _origins(merged: Layer) -> dict[str, str]:
     """Dotted key -> place, of every key that holds a value, of a list's entries too, and of every key below `extra`."""
-    dotted = {".".join(map(str, path)): (path, str(place)) for path, place in merged.places.items()}
+    dotted = {".".join(map(str, path)): (path, str(location)) for path, location in merged.locations.items()}
     return {
-        key: place
-        for key, (path, place) in dotted.items()
+        key: location
+        for key, (path, location) in dotted.items()
         if (key not in all_sections() or key in list_keys())
         and (all(isinstance(part, str) for part in path) or general_key(key) in all_keys())
         and isinstance(path[-1], str)
     }
 
 
-def _rule_problems(cfg: RunConfig, merged: Layer, *, offending: set[str]) -> list[Problem]:
+def _rule_problems(cfg: RunConfig, merged: Layer, *, offending: set[str]) -> list[LocatedProblem]:
     """The broken rules that look only at values which are right in themselves."""
     return [
-        Problem(merged.place_of(tuple(violation.key_in(cfg).split("."))) or Place(0, 0, ""), violation.as_error(cfg))
+        LocatedProblem(
+            merged.find_location(tuple(violation.key_in(cfg).split("."))) or SourceLocation(0, 0, ""),
+            violation.as_error(cfg),
+        )
         for violation in broken_rules(cfg)
         if offending.isdisjoint(violation.keys)
     ]

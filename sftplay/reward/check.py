@@ -154,7 +154,7 @@ APART = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RewardCheck:
     """What came of trying one reward."""
 
     name: str
@@ -176,7 +176,7 @@ class Finding:
     seconds: float = 0.0
 
 
-def check_reward(call: Call, cases: Sequence[Case], *, reward: RewardConfig) -> Finding:
+def check_reward(call: Call, cases: Sequence[Case], *, reward: RewardConfig) -> RewardCheck:
     """Try a reward on the gold and junk answers of the cases."""
     began = time.monotonic()
     cases = [replace(case, gold=_marked(call, case.gold)) for case in cases]
@@ -188,7 +188,7 @@ def check_reward(call: Call, cases: Sequence[Case], *, reward: RewardConfig) -> 
     if paid and verdict == "ok":
         verdict, why = "cannot_tell", "; ".join(paid[:MOST_NAMED])
     known = [mean for mean in junk.values() if mean is not None]
-    return Finding(
+    return RewardCheck(
         reward.name, verdict, mean_of(gold), max(known, default=None), junk, why, paid,
         _shares_process(call, cases), round(time.monotonic() - began, 3),
     )  # fmt: skip
@@ -234,7 +234,7 @@ def _marked(call: Call, gold: str) -> str:
     return gold if after in gold else f"{after} {gold}"
 
 
-def check_rewards(rewards: RewardSet, cases: Sequence[Case], *, cfg: RunConfig) -> list[Finding]:
+def check_rewards(rewards: RewardSet, cases: Sequence[Case], *, cfg: RunConfig) -> list[RewardCheck]:
     """Try each reward of the config on the columns that all cases have.
 
     Raises:
@@ -251,7 +251,7 @@ def check_rewards(rewards: RewardSet, cases: Sequence[Case], *, cfg: RunConfig) 
 
 def check_before_training(
     cfg: RunConfig, rows: Iterable[Mapping[str, Any]], *, rewards: RewardSet, places: Iterable[str] = ()
-) -> list[Finding]:
+) -> list[RewardCheck]:
     """Try the rewards that a model is about to learn from, on rows with the column `answer`; one process does it.
 
     `rows` are the columns of the first prompts to train on, `places` where they stand; those with an answer are tried.
@@ -267,23 +267,23 @@ def check_before_training(
     if len({case.gold for case in cases}) < 2:
         log.say("note: the rewards are not tried: the rows hold fewer than two different answers", "reward")
         return []
-    findings = check_rewards(rewards, cases, cfg=cfg)
+    checks = check_rewards(rewards, cases, cfg=cfg)
     bad = []
-    for finding, reward in zip(findings, cfg.rewards, strict=True):
-        if finding.verdict == "ok" or reward.weight == 0:
+    for check, reward in zip(checks, cfg.rewards, strict=True):
+        if check.verdict == "ok" or reward.weight == 0:
             continue
-        if finding.verdict == "constant" and judges_form(reward):
-            log.say(f"note: the reward {finding.name} cannot be tried on these rows: {finding.why}", "reward")
+        if check.verdict == "constant" and judges_form(reward):
+            log.say(f"note: the reward {check.name} cannot be tried on these rows: {check.why}", "reward")
         else:
-            bad.append(finding)
+            bad.append(check)
     if bad:
         raise refusal_of(bad)
-    return findings
+    return checks
 
 
-def refusal_of(bad: Sequence[Finding]) -> RunError:
+def refusal_of(bad: Sequence[RewardCheck]) -> RunError:
     """The error about rewards that are not ok."""
-    what = "; ".join(f"{finding.name}: {finding.verdict.replace('_', ' ')} ({finding.why})" for finding in bad)
+    what = "; ".join(f"{check.name}: {check.verdict.replace('_', ' ')} ({check.why})" for check in bad)
     return RunError(
         what, where="rewards", fix="mend these rewards: a model learns what is rewarded, not what was meant"
     )

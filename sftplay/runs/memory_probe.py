@@ -32,7 +32,7 @@ from sftplay.machine.probe import Machine
 from sftplay.places import cache_root
 from sftplay.plan.memory.budget import device_of
 from sftplay.plan.memory.forecast import Forecast, forecast
-from sftplay.plan.memory.probe_fit import Fit, Point, Refusal, fit
+from sftplay.plan.memory.probe_fit import Fit, NoFit, Point, fit
 from sftplay.plan.sizing.task_sizing import SizedRun
 from sftplay.runs.inputs import needs_no_hub
 from sftplay.units import format_bytes, format_seconds
@@ -113,7 +113,7 @@ def size_by_probe(
     record = {"decision": "measured" if is_new else "cached", "fingerprint": key, "request": request, **measured}
     record["seconds"] = round(time.monotonic() - began, 1)
     fitted = read_fit(measured, predicted)
-    if isinstance(fitted, Refusal):
+    if isinstance(fitted, NoFit):
         log.say(f"note: the probe's points lie on no line, the estimate stands: {fitted.reason}", "probe")
         return sized, {**record, "refused": fitted.reason}
     resized = resize(fitted)
@@ -247,7 +247,7 @@ def _environment(cfg: RunConfig, bench: Bench) -> dict[str, str]:
     return {**env, "CUDA_VISIBLE_DEVICES": uuid} if uuid else env
 
 
-def read_fit(measured: dict[str, Any], predicted: Forecast) -> Fit | Refusal:
+def read_fit(measured: dict[str, Any], predicted: Forecast) -> Fit | NoFit:
     """The lines through the measured points. A single point gets the estimate's slopes.
 
     Where a larger micro-batch ran out of memory, the line is made steep enough to predict that.
@@ -257,7 +257,7 @@ def read_fit(measured: dict[str, Any], predicted: Forecast) -> Fit | Refusal:
     one, two = (_estimated(predicted, rows, accumulates=measured["accumulates"]) for rows in (1, 2))
     low, high = ({name: sum(parts.values()) for name, parts in e.footprint.phases.items()} for e in (one, two))
     fitted = fit(points, {name: (high[name] - low[name]) / predicted.size.seq for name in low})
-    if isinstance(fitted, Refusal):
+    if isinstance(fitted, NoFit):
         return fitted
     if exhausted:
         fitted = fitted.reaching(exhausted * predicted.size.seq, predicted.budget_bytes)

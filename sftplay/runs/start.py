@@ -29,7 +29,7 @@ from sftplay.launch.supervise.exit_cause import cause_of_death
 from sftplay.launch.supervise.follow import FolderGone, follow
 from sftplay.machine.ports import RENDEZVOUS_PORT, free_port
 from sftplay.machine.probe import Machine
-from sftplay.plan.memory.forecast import Place
+from sftplay.plan.memory.forecast import Hardware
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.plan.sizing.task_sizing import SizedRun
@@ -150,8 +150,8 @@ def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = No
         return sized
     from sftplay.plan.report.task_report import find_report
 
-    task, place = find_report(cfg), Place(forecast.setting.device, world_size, lengths)
-    suggestions = task.suggest(cfg, sized, sizing=sizing, place=place)
+    task, hardware = find_report(cfg), Hardware(forecast.setting.device, world_size, lengths)
+    suggestions = task.suggest(cfg, sized, sizing=sizing, hardware=hardware)
     listed = "; ".join(f"{each.change} ({format_bytes(each.peak_bytes)})" for each in suggestions)
     raise MachineError(
         f"{shape.name} does not fit: even one row at a time takes {format_bytes(forecast.peak_bytes)} of "

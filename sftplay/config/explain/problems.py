@@ -19,7 +19,7 @@ from sftplay.config.explain.other_kits import (
     key_of,
     keys_below,
 )
-from sftplay.config.read.layers import Layer, Place, Problem
+from sftplay.config.read.layers import Layer, LocatedProblem, SourceLocation
 from sftplay.config.read.yaml12 import KeyPath, scalar
 from sftplay.config.schema.describe import accepts, choices_of, described
 from sftplay.config.schema.keys import (
@@ -37,7 +37,7 @@ from sftplay.errors import MOST_PROBLEMS, ConfigError, nearest_names
 _MEANT = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
-class _Refusal(NamedTuple):
+class _Explanation(NamedTuple):
     """What is wrong with a key or its value, one action, and the names it may have meant."""
 
     what: str
@@ -45,9 +45,9 @@ class _Refusal(NamedTuple):
     nearest: Sequence[str] = ()
 
 
-def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Problem]:
+def translated(error: ValidationError, merged: Layer, *, file: str) -> list[LocatedProblem]:
     """One problem for each key that pydantic refuses; `file` is named for keys that are missing."""
-    refused, nowhere = _by_key(error.errors(), merged.values), Place(0, 0, file)
+    refused, nowhere = _by_key(error.errors(), merged.values), SourceLocation(0, 0, file)
     unknown = (
         key
         for path, kind in refused.items()
@@ -56,7 +56,7 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Prob
     )
     # A problem looks for near names, which takes a millisecond: only those that are shown do.
     problems = [
-        _problem(key, merged.place_within(key) or nowhere, refusal=_unknown(key))
+        _problem(key, merged.find_location_within(key) or nowhere, explanation=_unknown(key))
         for key in islice(unknown, MOST_PROBLEMS)
     ]
     guessed = {name for problem in problems for name in problem.error.nearest}
@@ -67,15 +67,15 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Prob
                 if not any(f"{key}.".startswith(f"{guess}.") for guess in guessed):
                     problems.append(missing_key(key, merged, file=file, path=path))
         elif kind != "extra_forbidden":
-            place = merged.place_within(path) or merged.place_of(path) or nowhere
-            problems.append(_problem(path, place, refusal=_wrong_value(path, merged.values)))
+            location = merged.find_location_within(path) or merged.find_location(path) or nowhere
+            problems.append(_problem(path, location, explanation=_wrong_value(path, merged.values)))
     return problems
 
 
-def missing_key(key: str, merged: Layer, *, file: str, path: KeyPath = ()) -> Problem:
+def missing_key(key: str, merged: Layer, *, file: str, path: KeyPath = ()) -> LocatedProblem:
     """The problem that a required key is not given; `path` leads to it where it is one of a list's entry."""
     at = path if any(isinstance(part, int) for part in path) else tuple(key.split("."))
-    return _problem(at, merged.place_of(at) or Place(0, 0, file), refusal=_missing(key))
+    return _problem(at, merged.find_location(at) or SourceLocation(0, 0, file), explanation=_missing(key))
 
 
 def _by_key(errors: Iterable[Any], values: dict[str, Any]) -> dict[KeyPath, str]:
@@ -121,29 +121,29 @@ def _path_in_file(loc: KeyPath, values: Any) -> KeyPath:
     return tuple(path)
 
 
-def _unknown(path: KeyPath) -> _Refusal:
+def _unknown(path: KeyPath) -> _Explanation:
     inside, name, dotted = _dotted(path[:-1]), str(path[-1]), _dotted(path)
     section = section_at(tuple(part for part in path[:-1] if isinstance(part, str)))
     siblings = list(section.model_fields) if section else []
     what = f"no {'key' if inside else 'key or section'} called {name!r}{f' in {inside}' if inside else ''}"
     if (written := RENAMED_KEYS.get(name, name)) in all_keys():
         fix = f"dots are for the command line: write {' / '.join(written.split('.'))}, each one indented"
-        return _Refusal(what, fix, [written])
+        return _Explanation(what, fix, [written])
     if renamed := RENAMED_KEYS.get(dotted):
-        return _Refusal(what, f"write {renamed}: it was renamed", [renamed])
+        return _Explanation(what, f"write {renamed}: it was renamed", [renamed])
     if told := action_for(path):
-        return _Refusal(f"{name!r} is the name of a guide", f"write {told}", [key_of(told)])
+        return _Explanation(f"{name!r} is the name of a guide", f"write {told}", [key_of(told)])
     if inside == "cluster" and name in CLUSTER_KEYS:
-        return _Refusal(f"{name!r} is another kit's name", CLUSTER_KEYS[name])
+        return _Explanation(f"{name!r} is another kit's name", CLUSTER_KEYS[name])
     if homes := [home for home in homes_of(name) if home != dotted]:
-        return _Refusal(what, f"it belongs elsewhere: write {' or '.join(homes)}", homes)
+        return _Explanation(what, f"it belongs elsewhere: write {' or '.join(homes)}", homes)
     if action := OTHER_KITS.get(_plain(name)):
-        return _Refusal(f"{name!r} is another kit's name", f"write {action}", [key_of(action)])
+        return _Explanation(f"{name!r} is another kit's name", f"write {action}", [key_of(action)])
     if near := nearest_names(_plain(name), [*siblings, *(() if inside else ("include",))]):
-        return _Refusal(what, f"did you mean {near[0]!r}?", [f"{inside}.{one}".lstrip(".") for one in near])
+        return _Explanation(what, f"did you mean {near[0]!r}?", [f"{inside}.{one}".lstrip(".") for one in near])
     if far := nearest_names(_plain(name), _names_at_home()):
-        return _Refusal(what, f"did you mean {' or '.join(homes_of(far[0]))}?", homes_of(far[0]))
-    return _Refusal(what, f"remove it; {inside or 'the config'} has {', '.join(siblings)}")
+        return _Explanation(what, f"did you mean {' or '.join(homes_of(far[0]))}?", homes_of(far[0]))
+    return _Explanation(what, f"remove it; {inside or 'the config'} has {', '.join(siblings)}")
 
 
 def _names_at_home() -> list[str]:
@@ -152,12 +152,12 @@ def _names_at_home() -> list[str]:
     return [name for name in names if homes_of(name)]
 
 
-def _missing(key: str) -> _Refusal:
+def _missing(key: str) -> _Explanation:
     about = (all_keys()[key].description or described(node_at(key))).split(". ")[0].rstrip(".")
-    return _Refusal("required, but not given", f"add {key}: {about[0].lower()}{about[1:]}")
+    return _Explanation("required, but not given", f"add {key}: {about[0].lower()}{about[1:]}")
 
 
-def _wrong_value(path: KeyPath, values: Any) -> _Refusal:
+def _wrong_value(path: KeyPath, values: Any) -> _Explanation:
     key = _dotted(part for part in path if isinstance(part, str))
     value = _value_at(path, values)
     outer, _, inner = key.rpartition(".")
@@ -166,42 +166,42 @@ def _wrong_value(path: KeyPath, values: Any) -> _Refusal:
     if key not in all_keys():
         if key in list_keys() and path[-1] == key:
             fix = f"write a list: each entry is - {required_below(f'{key}.0')[0].rpartition('.')[2]}: ..., and its keys"
-            return _Refusal(f"{_as_yaml(value)} stands where a list belongs", fix)
+            return _Explanation(f"{_as_yaml(value)} stands where a list belongs", fix)
         names = list(all_sections()[key].model_fields) if key in all_sections() else []
         fix = f"write its keys below it, indented: {', '.join(names)}"
-        return _Refusal(f"{_as_yaml(value)} stands where a section belongs", fix)
+        return _Explanation(f"{_as_yaml(value)} stands where a section belongs", fix)
     node = node_at(key)
     if isinstance(value, str):
         if refused := REFUSED_CHOICES.get((key, _plain(value))):
-            return _Refusal(f"{value!r} {refused[0]}", refused[1])
+            return _Explanation(f"{value!r} {refused[0]}", refused[1])
         if choices_of(node):
             return _wrong_word(key, value, in_list=isinstance(path[-1], int))
-    return _Refusal(f"{_as_yaml(value)} is not {described(node)}", _value_fix(value, node))
+    return _Explanation(f"{_as_yaml(value)} is not {described(node)}", _value_fix(value, node))
 
 
-def _wrong_entry(key: str, name: str, *, value: Any) -> _Refusal:
+def _wrong_entry(key: str, name: str, *, value: Any) -> _Explanation:
     """A name or a value below a key that takes names of its own."""
     node = node_at(key)
     names = node.get("propertyNames", {}).get("enum", [])
     if not names or name in names:
         form = node.get("additionalProperties", {})
-        return _Refusal(f"{_as_yaml(value)} is not {described(form)}", _value_fix(value, form))
+        return _Explanation(f"{_as_yaml(value)} is not {described(form)}", _value_fix(value, form))
     near = nearest_names(_plain(name), names)
     fix = f"did you mean {near[0]!r}?" if near else f"{key} has {', '.join(names)}"
-    return _Refusal(f"{key} has no field called {name!r}", fix, [f"{key}.{one}" for one in near])
+    return _Explanation(f"{key} has no field called {name!r}", fix, [f"{key}.{one}" for one in near])
 
 
-def _wrong_word(key: str, word: str, *, in_list: bool) -> _Refusal:
+def _wrong_word(key: str, word: str, *, in_list: bool) -> _Explanation:
     node = node_at(key)
     choices = choices_of(node)
     if in_list and word == "none":
-        return _Refusal("'none' stands in a list", f"write {key}: none, or remove it from the list")
+        return _Explanation("'none' stands in a list", f"write {key}: none, or remove it from the list")
     only_words = all("enum" in form or "const" in form or choices_of(form) for form in node.get("anyOf", [node]))
     what = f"no {_noun(key)} called {word!r}" if only_words else f"{word!r} is not {described(node)}"
     near = nearest_names(_plain(word), choices)
     if not near:
-        return _Refusal(what, _value_fix(word, node))
-    return _Refusal(what, f"did you mean {near[0]!r}?", near)
+        return _Explanation(what, _value_fix(word, node))
+    return _Explanation(what, f"did you mean {near[0]!r}?", near)
 
 
 def _value_fix(value: Any, node: dict[str, Any]) -> str:
@@ -227,9 +227,9 @@ def _as_yaml(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _problem(path: KeyPath, place: Place, *, refusal: _Refusal) -> Problem:
-    what, fix, nearest = refusal
-    return Problem(place, ConfigError(what, where=f"{place} {_dotted(path)}", fix=fix, nearest=nearest))
+def _problem(path: KeyPath, location: SourceLocation, *, explanation: _Explanation) -> LocatedProblem:
+    what, fix, nearest = explanation
+    return LocatedProblem(location, ConfigError(what, where=f"{location} {_dotted(path)}", fix=fix, nearest=nearest))
 
 
 def _plain(name: str) -> str:

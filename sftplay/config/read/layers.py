@@ -26,7 +26,7 @@ LONGEST_NAME_BYTES, LONGEST_PATH = 255, 4000
 """What file systems take: bytes of one name, and less than the characters of a whole path."""
 
 
-class Place(NamedTuple):
+class SourceLocation(NamedTuple):
     """Where a value was written. Places sort as a reader meets them: the file, its includes, the command line."""
 
     rank: int
@@ -37,10 +37,10 @@ class Place(NamedTuple):
         return f"{self.name}:{self.line}" if self.line else self.name
 
 
-class Problem(NamedTuple):
+class LocatedProblem(NamedTuple):
     """A config problem and the place it is listed at."""
 
-    place: Place
+    location: SourceLocation
     error: ConfigError
 
 
@@ -49,17 +49,17 @@ class Layer:
     """A tree of values and the place of every key in it."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    places: dict[KeyPath, Place] = field(default_factory=dict)
+    locations: dict[KeyPath, SourceLocation] = field(default_factory=dict)
 
-    def place_of(self, path: KeyPath) -> Place | None:
+    def find_location(self, path: KeyPath) -> SourceLocation | None:
         """The place of a key, or of the nearest section around it that was written down."""
         sections = (path[:length] for length in range(len(path), 0, -1))
-        return next((self.places[section] for section in sections if section in self.places), None)
+        return next((self.locations[section] for section in sections if section in self.locations), None)
 
-    def place_within(self, path: KeyPath) -> Place | None:
+    def find_location_within(self, path: KeyPath) -> SourceLocation | None:
         """The place of a key, or of the first one below it: an override names no section by itself."""
-        return self.places.get(path) or next(
-            (at for known, at in self.places.items() if known[: len(path)] == path), None
+        return self.locations.get(path) or next(
+            (at for known, at in self.locations.items() if known[: len(path)] == path), None
         )
 
 
@@ -76,7 +76,7 @@ def read_layers(path: str | Path) -> list[Layer]:
     return [_layer_of(document, len(files) - order, name=name) for order, (name, document) in enumerate(files, start=1)]
 
 
-def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
+def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[LocatedProblem]]:
     """The layer of `a.b=value` texts, where later ones win, and a problem for each that cannot be read.
 
     A value that starts with a bracket, a brace or a quote is read as YAML. Any other is one plain word: a number, a
@@ -84,11 +84,11 @@ def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
     """
     merged, problems = Layer(), []
     for order, text in enumerate(overrides):
-        place = Place(_FIRST_OVERRIDE + order, 0, COMMAND_LINE)
+        location = SourceLocation(_FIRST_OVERRIDE + order, 0, COMMAND_LINE)
         try:
-            merged = merge([merged, _override(text, place)])
+            merged = merge([merged, _override(text, location)])
         except ConfigError as error:
-            problems.append(Problem(place, error))
+            problems.append(LocatedProblem(location, error))
     return merged, problems
 
 
@@ -103,9 +103,9 @@ def merge(layers: Sequence[Layer]) -> Layer:
     merged = Layer()
     for given in layers:
         layer = _numbered(given, below=merged.values)
-        places = dict(merged.places)
-        values = _overlaid(merged.values, layer.values, places=places)
-        merged = Layer(values, places | layer.places)
+        locations = dict(merged.locations)
+        values = _overlaid(merged.values, layer.values, locations=locations)
+        merged = Layer(values, locations | layer.locations)
     return merged
 
 
@@ -117,36 +117,36 @@ def nested(dotted: str, value: Any) -> dict[str, Any]:
 
 
 def _overlaid(
-    below: dict[Any, Any], above: dict[Any, Any], *, places: dict[KeyPath, Place], path: KeyPath = ()
+    below: dict[Any, Any], above: dict[Any, Any], *, locations: dict[KeyPath, SourceLocation], path: KeyPath = ()
 ) -> dict[Any, Any]:
     """`below` with the values of `above`. Places of values that were replaced are removed from `places`."""
     values = dict(below)
     for key, value in above.items():
         inner, old = (*path, key), below.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
-            values[key] = _overlaid(old, value, places=places, path=inner)
+            values[key] = _overlaid(old, value, locations=locations, path=inner)
         elif isinstance(old, list) and isinstance(value, dict):
-            changed: dict[Any, Any] = _overlaid(dict(enumerate(old)), value, places=places, path=inner)
+            changed: dict[Any, Any] = _overlaid(dict(enumerate(old)), value, locations=locations, path=inner)
             values[key] = list(changed.values())
         elif not isinstance(old, dict) or value is not None:  # a section with all keys commented out changes nothing
             values[key] = value
-            drop_below(places, inner)
+            drop_below(locations, inner)
     return values
 
 
 def _numbered(layer: Layer, *, below: dict[str, Any]) -> Layer:
     """The layer with the entries of lists that it changes given by number, not by name."""
-    values, places = dict(layer.values), dict(layer.places)
+    values, locations = dict(layer.values), dict(layer.locations)
     for key, entries in below.items():
         changes = layer.values.get(key)
         if not isinstance(entries, list) or not isinstance(changes, dict):
             continue
         numbers = {name: _entry_number(name, entries, layer=layer, key=key) for name in changes}
         values[key] = {numbers[name]: change for name, change in changes.items()}
-        for path in [path for path in places if path[0] == key and len(path) > 1]:
-            place = places.pop(path)
-            places[(key, numbers[str(path[1])], *path[2:])] = place
-    return Layer(values, places)
+        for path in [path for path in locations if path[0] == key and len(path) > 1]:
+            location = locations.pop(path)
+            locations[(key, numbers[str(path[1])], *path[2:])] = location
+    return Layer(values, locations)
 
 
 def _entry_number(name: str, entries: list[Any], *, layer: Layer, key: str) -> int:
@@ -158,7 +158,7 @@ def _entry_number(name: str, entries: list[Any], *, layer: Layer, key: str) -> i
         return names.index(name)
     if name.isdecimal() and int(name) < len(entries):
         return int(name)
-    where = f"{layer.place_within((key, name)) or ''} {key}.{name}".strip()
+    where = f"{layer.find_location_within((key, name)) or ''} {key}.{name}".strip()
     near = nearest_names(name, names)
     fix = f"did you mean {near[0]!r}?" if near else f"{key} has {', '.join(names)}"
     raise ConfigError(
@@ -168,7 +168,9 @@ def _entry_number(name: str, entries: list[Any], *, layer: Layer, key: str) -> i
 
 def _layer_of(document: Document, rank: int, *, name: str) -> Layer:
     values = {key: value for key, value in document.values.items() if key != "include"}
-    return Layer(values, {path: Place(rank, line, name) for path, line in document.lines.items() if path[0] in values})
+    return Layer(
+        values, {path: SourceLocation(rank, line, name) for path, line in document.lines.items() if path[0] in values}
+    )
 
 
 def _read_files(path: Path, name: str, *, including: list[Path], at: str = "") -> Iterator[tuple[str, Document]]:
@@ -184,9 +186,9 @@ def _read_files(path: Path, name: str, *, including: list[Path], at: str = "") -
     for order, included in enumerate(_include_list(document, name)):
         line = document.lines.get(("include", order), document.lines["include",])
         inner = path.parent / os.path.expanduser(included)  # noqa: PTH111 - an unknown user's `~` stays as it is
-        place = f"{name}:{line} include"
-        _check_include(inner, included, opened=opened, where=place)
-        yield from _read_files(inner, _display_name(inner), including=opened, at=place)
+        location = f"{name}:{line} include"
+        _check_include(inner, included, opened=opened, where=location)
+        yield from _read_files(inner, _display_name(inner), including=opened, at=location)
     yield name, document
 
 
@@ -238,7 +240,7 @@ def _display_name(path: Path) -> str:
     return str(tidy.relative_to(Path.cwd()) if tidy.is_relative_to(Path.cwd()) else tidy)
 
 
-def _override(text: str, place: Place) -> Layer:
+def _override(text: str, location: SourceLocation) -> Layer:
     key, sign, value = text.removeprefix("--").partition("=")
     key = key.strip()
     if not sign or not all(key.split(".")):
@@ -247,7 +249,7 @@ def _override(text: str, place: Place) -> Layer:
     if key == "include":
         raise ConfigError("include works in a file only", where=COMMAND_LINE, fix="put it into the YAML file")
     parsed = _parsed(value.strip(), key)
-    return Layer(nested(key, parsed), dict.fromkeys(_paths_in(parsed, tuple(key.split("."))), place))
+    return Layer(nested(key, parsed), dict.fromkeys(_paths_in(parsed, tuple(key.split("."))), location))
 
 
 def _parsed(value: str, key: str) -> Any:

@@ -56,15 +56,17 @@ def is_written_by_kit(path: Path) -> bool:
 
 def with_new_names(layer: Layer) -> Layer:
     """Return the layer with the keys that were renamed by their new names; a file with both names keeps both."""
-    values, places = dict(layer.values), dict(layer.places)
+    values, locations = dict(layer.values), dict(layer.locations)
     for old, new in RENAMED_KEYS.items():
         before, after = tuple(old.split(".")), tuple(new.split("."))
-        if before in places and after not in places:
+        if before in locations and after not in locations:
             section = dict(values[before[0]])
             section[after[1]] = section.pop(before[1])
             values[before[0]] = section
-            places = {after + path[2:] if path[:2] == before else path: place for path, place in places.items()}
-    return Layer(values, places)
+            locations = {
+                after + path[2:] if path[:2] == before else path: location for path, location in locations.items()
+            }
+    return Layer(values, locations)
 
 
 def read_origins(cfg: RunConfig, text: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sftplay.config.read.layers import Layer, Place, Problem, nested
+from sftplay.config.read.layers import Layer, LocatedProblem, SourceLocation, nested
 from sftplay.errors import ConfigError
 
 SPELLINGS = ("bf16", "fp16")
@@ -17,18 +17,18 @@ class _Switches:
     """What the switches of one layer allow, and the switch that problems are reported at."""
 
     allowed: tuple[str, ...]
-    place: Place
+    location: SourceLocation
     name: str
 
-    def problem(self, what: str, fix: str) -> Problem:
-        return _problem(self.place, f"train.{self.name}", what=what, fix=fix)
+    def problem(self, what: str, fix: str) -> LocatedProblem:
+        return _problem(self.location, f"train.{self.name}", what=what, fix=fix)
 
 
-def resolve_precision(layers: Sequence[Layer]) -> tuple[list[Layer], list[Problem]]:
+def resolve_precision(layers: Sequence[Layer]) -> tuple[list[Layer], list[LocatedProblem]]:
     """The layers with the switches replaced by `train.precision`, and the contradictions found, lowest first."""
     resolved, problems = [], []
     decided: Any = None
-    undecided: list[Problem] = []
+    undecided: list[LocatedProblem] = []
     for layer in layers:
         switches, found = _switches_of(layer)
         problems += found
@@ -48,28 +48,28 @@ def resolve_precision(layers: Sequence[Layer]) -> tuple[list[Layer], list[Proble
     return resolved, problems + undecided
 
 
-def _switches_of(layer: Layer) -> tuple[_Switches | None, list[Problem]]:
+def _switches_of(layer: Layer) -> tuple[_Switches | None, list[LocatedProblem]]:
     train = layer.values.get("train")
     values = {name: train[name] for name in SPELLINGS if name in train} if isinstance(train, dict) else {}
     problems = [_no_boolean(layer, name, value=value) for name, value in values.items() if not isinstance(value, bool)]
     if problems or not values:
         return None, problems
     chosen = [name for name, on in values.items() if on]
-    place, name = min((layer.places["train", name], name) for name in chosen or values)
+    location, name = min((layer.locations["train", name], name) for name in chosen or values)
     if len(chosen) == 2:
         fix = "keep one of them, or write train.precision: bf16"
-        return None, [_problem(place, "train.bf16, train.fp16", what="both are true", fix=fix)]
+        return None, [_problem(location, "train.bf16, train.fp16", what="both are true", fix=fix)]
     allowed = chosen or [word for word in ("fp32", *SPELLINGS) if word not in values]
-    return _Switches(tuple(allowed), place, name), []
+    return _Switches(tuple(allowed), location, name), []
 
 
-def _no_boolean(layer: Layer, name: str, *, value: Any) -> Problem:
+def _no_boolean(layer: Layer, name: str, *, value: Any) -> LocatedProblem:
     fix = "write train.precision: auto" if value == "auto" else "write true or false, or use train.precision"
-    return _problem(layer.places["train", name], f"train.{name}", what=f"{value!r} is not true or false", fix=fix)
+    return _problem(layer.locations["train", name], f"train.{name}", what=f"{value!r} is not true or false", fix=fix)
 
 
-def _problem(place: Place, keys: str, *, what: str, fix: str) -> Problem:
-    return Problem(place, ConfigError(what, where=f"{place} {keys}", fix=fix))
+def _problem(location: SourceLocation, keys: str, *, what: str, fix: str) -> LocatedProblem:
+    return LocatedProblem(location, ConfigError(what, where=f"{location} {keys}", fix=fix))
 
 
 def _with_precision(layer: Layer, precision: Any, *, switches: _Switches | None) -> Layer:
@@ -78,10 +78,14 @@ def _with_precision(layer: Layer, precision: Any, *, switches: _Switches | None)
     if not isinstance(train, dict):
         return layer
     train = {key: value for key, value in train.items() if key not in SPELLINGS}
-    places = {path: place for path, place in layer.places.items() if path[:2] not in [("train", n) for n in SPELLINGS]}
+    locations = {
+        path: location
+        for path, location in layer.locations.items()
+        if path[:2] not in [("train", n) for n in SPELLINGS]
+    }
     if switches and precision is not None and train.get("precision") is None:
-        train["precision"], places["train", "precision"] = precision, switches.place
-    return Layer({**layer.values, "train": train}, places)
+        train["precision"], locations["train", "precision"] = precision, switches.location
+    return Layer({**layer.values, "train": train}, locations)
 
 
 TASK_SPELLINGS = {"dapt": "cpt"}
@@ -94,7 +98,7 @@ NO_PRETRAINED = "builtin:hrm"
 def resolve_task_mode(layers: Sequence[Layer]) -> list[Layer]:
     """The layers with the accepted words replaced by the task's own name."""
     return [
-        Layer({**layer.values, "task_mode": TASK_SPELLINGS[word]}, layer.places)
+        Layer({**layer.values, "task_mode": TASK_SPELLINGS[word]}, layer.locations)
         if isinstance(word := layer.values.get("task_mode"), str) and word in TASK_SPELLINGS
         else layer
         for layer in layers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sftplay.config.rules.violation import Violation
+from sftplay.config.rules.problem import Problem
 from sftplay.config.schema.run import RunConfig
 
 STRATEGY = "cluster.strategy"
@@ -15,7 +15,7 @@ BACKEND = "tuning.backend"
 ZERO = ("zero1", "zero2", "zero3")
 
 
-def broken_cluster_rules(cfg: RunConfig) -> Iterator[Violation]:
+def broken_cluster_rules(cfg: RunConfig) -> Iterator[Problem]:
     """Combinations that upstream cannot run, and settings that the chosen strategy or backend would not follow."""
     strategy, uses_zero = cfg.cluster.strategy, cfg.cluster.strategy in (*ZERO, "auto")
     if strategy != "auto":
@@ -23,26 +23,26 @@ def broken_cluster_rules(cfg: RunConfig) -> Iterator[Violation]:
     if cfg.cluster.deepspeed is not None and not uses_zero:
         what = f"names a DeepSpeed file, but {STRATEGY} {strategy} does not use one"
         fix = f"write {STRATEGY}: {', '.join(ZERO)}; or remove cluster.deepspeed"
-        yield Violation(("cluster.deepspeed", STRATEGY), what, fix=fix)
+        yield Problem(("cluster.deepspeed", STRATEGY), what, fix=fix)
     if cfg.cluster.launcher == "deepspeed" and not uses_zero:
         what = f"deepspeed starts runs of {', '.join(ZERO)} only, but {STRATEGY} is {strategy}"
         fix = f"write cluster.launcher: torchrun or accelerate; or {STRATEGY}: {', '.join(ZERO)}"
-        yield Violation(("cluster.launcher", STRATEGY), what, fix=fix)
+        yield Problem(("cluster.launcher", STRATEGY), what, fix=fix)
     if cfg.tuning.backend == "unsloth":
         if strategy not in ("auto", "ddp"):  # in a single process, auto becomes ddp
             what = f"{strategy} needs several processes, and {BACKEND} unsloth trains in one"
-            yield Violation((STRATEGY, BACKEND), what, fix=f"write {BACKEND}: bnb")
+            yield Problem((STRATEGY, BACKEND), what, fix=f"write {BACKEND}: bnb")
         yield from unsloth_conflicts(cfg)
 
 
-def unsloth_conflicts(cfg: RunConfig) -> Iterator[Violation]:
+def unsloth_conflicts(cfg: RunConfig) -> Iterator[Problem]:
     """Every key that unsloth would not follow, whatever backend is asked for.
 
     Source: unsloth and unsloth_zoo 2026.10.9.
     """
     for key, conflicts, what, remedy in _unsloth_table(cfg):
         if conflicts:
-            yield Violation((key, BACKEND), f"{what}, with {BACKEND} unsloth", fix=f"write {remedy}, or {BACKEND}: bnb")
+            yield Problem((key, BACKEND), f"{what}, with {BACKEND} unsloth", fix=f"write {remedy}, or {BACKEND}: bnb")
 
 
 def _unsloth_table(cfg: RunConfig) -> Iterator[tuple[str, bool, str, str]]:
@@ -69,7 +69,7 @@ def _unsloth_table(cfg: RunConfig) -> Iterator[tuple[str, bool, str, str]]:
     yield "train.loss_head", other, f"{train.loss_head} would meet a loss of its own", "train.loss_head: auto"
 
 
-def _blocked(cfg: RunConfig) -> Iterator[Violation]:
+def _blocked(cfg: RunConfig) -> Iterator[Problem]:
     """A blocked combination; with train.precision auto, one that is blocked in every precision."""
     from sftplay.config.explain.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE
 
@@ -82,4 +82,4 @@ def _blocked(cfg: RunConfig) -> Iterator[Violation]:
         always = all(cell.state == "blocked" for method in METHODS for cell in TABLE[method, strategy])
         what = f"{strategy}{'' if always else f' with tuning.mode {mode}'}: {asked[0].why}"
         keys = (STRATEGY,) if always else (STRATEGY, "tuning.mode", "train.precision")
-        yield Violation(keys, what, fix=f"write {asked[0].nearest}")
+        yield Problem(keys, what, fix=f"write {asked[0].nearest}")

@@ -8,7 +8,7 @@ from encodings.aliases import aliases
 from pathlib import Path
 
 from sftplay.config.read.layers import is_overlong
-from sftplay.config.rules.violation import Violation
+from sftplay.config.rules.problem import Problem
 from sftplay.config.schema.cluster import SPLIT_WEIGHTS
 from sftplay.config.schema.data import DataConfig
 from sftplay.config.schema.keys import keys_in, list_keys, path_keys
@@ -19,18 +19,18 @@ COUNT, PATH = "tuning.new_tokens.count", "tuning.new_tokens.path"
 KEYS = (COUNT, PATH)
 
 
-def broken_new_token_rules(cfg: RunConfig) -> Iterator[Violation]:
+def broken_new_token_rules(cfg: RunConfig) -> Iterator[Problem]:
     """Two sources of terms, and settings under which the rows of new tokens would not train."""
     wanted = cfg.tuning.new_tokens
     if not wanted.is_on:
         return
     if wanted.count and wanted.path is not None:
         what = f"{wanted.count} terms are to be found, but {PATH} lists them"
-        yield Violation(KEYS, what, fix="keep one of the two")
+        yield Problem(KEYS, what, fix="keep one of the two")
     if cfg.model.adapter is not None and not cfg.model.merge_adapter:
         what = "an adapter that is continued has no rows for new tokens"
         fix = "write model.merge_adapter: true, which trains a new adapter, or remove tuning.new_tokens"
-        yield Violation((*_given(cfg), "model.adapter"), what, fix=fix)
+        yield Problem((*_given(cfg), "model.adapter"), what, fix=fix)
     if not cfg.tuning.trains_single_rows:
         return
     if cfg.cluster.strategy in SPLIT_WEIGHTS:
@@ -38,10 +38,10 @@ def broken_new_token_rules(cfg: RunConfig) -> Iterator[Violation]:
             f"the rows of new tokens train where each process has the whole matrix, which {cfg.cluster.strategy} splits"
         )
         fix = "write cluster.strategy: ddp or zero2, or tuning.mode: full"
-        yield Violation(("cluster.strategy", *_given(cfg)), what, fix=fix)
+        yield Problem(("cluster.strategy", *_given(cfg)), what, fix=fix)
     if cfg.train.loss_head == "liger":
         what = "liger was not tried with rows of new tokens, which PEFT puts into the head's weight at each step"
-        yield Violation(("train.loss_head", *_given(cfg)), what, fix="write train.loss_head: chunked")
+        yield Problem(("train.loss_head", *_given(cfg)), what, fix="write train.loss_head: chunked")
 
 
 def idle_new_token_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -61,7 +61,7 @@ _WORDS = {"train.resume": ("never", "auto"), "data.template": ("auto", "chatml")
 """Key -> the words it takes beside a path. A near miss of a word would be taken for a path."""
 
 
-def broken_text_rules(cfg: RunConfig) -> Iterator[Violation]:
+def broken_text_rules(cfg: RunConfig) -> Iterator[Problem]:
     """Every rule that a text of the config breaks."""
     yield from _characters(cfg)
     yield from _texts(cfg)
@@ -69,18 +69,16 @@ def broken_text_rules(cfg: RunConfig) -> Iterator[Violation]:
     yield from _twins(cfg)
 
 
-def _characters(cfg: RunConfig) -> Iterator[Violation]:
+def _characters(cfg: RunConfig) -> Iterator[Problem]:
     """No path, name or text can hold a NUL or half of a character: files, processes and tokenizers refuse both."""
     for key, _ in keys_in(cfg):
         for place, text in _texts_in(cfg.value_of(key), key):
             if "\0" in text:
-                yield Violation((place,), "holds a NUL character", fix="remove it")
+                yield Problem((place,), "holds a NUL character", fix="remove it")
             elif not _is_unicode(text):
-                yield Violation((place,), f"{text!r} is not valid Unicode", fix="write it as UTF-8")
+                yield Problem((place,), f"{text!r} is not valid Unicode", fix="write it as UTF-8")
             elif key != "data.system" and is_overlong(text):
-                yield Violation(
-                    (place,), f"is longer than any name or path: {len(text):,} characters", fix="shorten it"
-                )
+                yield Problem((place,), f"is longer than any name or path: {len(text):,} characters", fix="shorten it")
 
 
 def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
@@ -102,47 +100,45 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _texts(cfg: RunConfig) -> Iterator[Violation]:
+def _texts(cfg: RunConfig) -> Iterator[Problem]:
     name = cfg.run_name if cfg.run_name and _is_unicode(cfg.run_name) else None
     if name is not None and (name in (".", "..") or "/" in name or "\\" in name or not name.isprintable()):
         what = f"{name!r} is a path, not a name of a folder" if name.isprintable() else f"{name!r} is no folder's name"
-        yield Violation(("run_name",), what, fix="write a plain name; output_dir says where run folders go")
+        yield Problem(("run_name",), what, fix="write a plain name; output_dir says where run folders go")
     if name == "latest":
-        yield Violation(("run_name",), "'latest' always points at the newest run", fix="choose another name")
+        yield Problem(("run_name",), "'latest' always points at the newest run", fix="choose another name")
     if name == ".set-aside":
-        yield Violation(("run_name",), "'.set-aside' keeps starts that made no step", fix="choose another name")
+        yield Problem(("run_name",), "'.set-aside' keeps starts that made no step", fix="choose another name")
     for key, field in keys_in(cfg):
         value = cfg.value_of(key)
         if isinstance(value, str) and not value.strip() and key != "data.delimiter":
-            yield Violation((key,), "is empty", fix="give it a value, or leave the key out")
+            yield Problem((key,), "is empty", fix="give it a value, or leave the key out")
         elif isinstance(value, str) and value in ("None", "none") and field.default is None:
-            yield Violation((key,), f"{value!r} is a word in YAML, not nothing", fix="write null, or leave the key out")
+            yield Problem((key,), f"{value!r} is a word in YAML, not nothing", fix="write null, or leave the key out")
     for key, words in _WORDS.items():
         value = cfg.value_of(key)
         near = nearest_names(value, words) if value not in words and not set("/.") & set(value) else []
         if near:
             fix = f"did you mean {near[0]!r}? A path of that name is written ./{value}"
-            yield Violation((key,), f"{value!r} is neither {' nor '.join(words)}", fix=fix, nearest=tuple(near))
+            yield Problem((key,), f"{value!r} is neither {' nor '.join(words)}", fix=fix, nearest=tuple(near))
 
 
-def _homes(cfg: RunConfig) -> Iterator[Violation]:
+def _homes(cfg: RunConfig) -> Iterator[Problem]:
     for key in path_keys(cfg):
         value = cfg.value_of(key)
         if isinstance(value, str) and value.startswith("~"):
             what = f"{value!r}: this machine knows no home folder of {value.partition('/')[0]}"
-            yield Violation((key,), what, fix=f"write the whole path, or ./{value} for a folder of that very name")
+            yield Problem((key,), what, fix=f"write the whole path, or ./{value} for a folder of that very name")
 
 
-def _twins(cfg: RunConfig) -> Iterator[Violation]:
+def _twins(cfg: RunConfig) -> Iterator[Problem]:
     """Entries of a list (`datasets`, `rewards`) that are named like one before them."""
     for outer in list_keys():
         first: dict[str, int] = {}
         for number, entry in enumerate(cfg.value_of(outer)):
             if first.setdefault(entry.name, number) != number:
                 key, other = f"{outer}.{number}.name", f"{outer}.{first[entry.name]}.name"
-                yield Violation(
-                    (key, other), f"{entry.name!r} is the name of {other} too", fix="give each its own name"
-                )
+                yield Problem((key, other), f"{entry.name!r} is the name of {other} too", fix="give each its own name")
 
 
 _ESCAPES = {r"\t": r"\t", "tab": r"\t", "comma": ",", "semicolon": ";", "pipe": "|", "space": " "}
@@ -153,7 +149,7 @@ _NOT_OF_FILES = ("undefined", "idna", "punycode", "unicode_escape", "raw_unicode
 _NO_CELLS = (".jsonl", ".ndjson", ".json", ".parquet")
 
 
-def broken_data_rules(cfg: RunConfig) -> Iterator[Violation]:
+def broken_data_rules(cfg: RunConfig) -> Iterator[Problem]:
     """Every rule that the section `data` breaks."""
     yield from _folders(cfg)
     yield from _columns(cfg.data)
@@ -174,14 +170,14 @@ def idle_data_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "data.delimiter", "data.train_path", "no csv or tsv file is named"
 
 
-def _folders(cfg: RunConfig) -> Iterator[Violation]:
+def _folders(cfg: RunConfig) -> Iterator[Problem]:
     """A folder of rows is read with everything below it, except hidden files and folders."""
     written = (("data.processed_dir", cfg.data.processed_dir), ("output_dir", cfg.output_dir))
     for name, path in row_paths(cfg):
         for key, folder in written:
             if _is_read_with(path, folder):
                 what = f"{folder!r} lies in the folder of rows {path!r}: what is written there would be read as rows"
-                yield Violation((key, name), what, fix="name a folder outside of it, or one that is hidden")
+                yield Problem((key, name), what, fix="name a folder outside of it, or one that is hidden")
 
 
 def _is_read_with(path: str, folder: str) -> bool:
@@ -189,20 +185,20 @@ def _is_read_with(path: str, folder: str) -> bool:
     return below.is_relative_to(above) and not any(part.startswith(".") for part in below.relative_to(above).parts)
 
 
-def _columns(data: DataConfig) -> Iterator[Violation]:
+def _columns(data: DataConfig) -> Iterator[Problem]:
     first: dict[str, str] = {}
     for name, column in data.columns.items():
         key = f"data.columns.{name}"
         if not column.strip():
-            yield Violation((key,), "is empty", fix="name a column of your file, or leave the key out")
+            yield Problem((key,), "is empty", fix="name a column of your file, or leave the key out")
         elif column in first:
             what = f"the column {column!r} is given to {first[column]!r} already"
-            yield Violation((key, f"data.columns.{first[column]}"), what, fix="keep it in one of the two")
+            yield Problem((key, f"data.columns.{first[column]}"), what, fix="keep it in one of the two")
         else:
             first[column] = name
 
 
-def _encoding(name: str) -> Iterator[Violation]:
+def _encoding(name: str) -> Iterator[Problem]:
     if name == "auto" or not name.strip() or "\0" in name:
         return
     near = _near_encodings(name)
@@ -215,7 +211,7 @@ def _encoding(name: str) -> Iterator[Violation]:
     except (LookupError, ValueError):
         what = f"Python knows no encoding called {name!r}"
     fix = f"did you mean {near[0]!r}?" if near else "write auto, or a name such as utf-8, cp1252 or shift_jis"
-    yield Violation(("data.encoding",), what, fix=fix, nearest=tuple(near))
+    yield Problem(("data.encoding",), what, fix=fix, nearest=tuple(near))
 
 
 def _near_encodings(name: str) -> list[str]:
@@ -224,17 +220,17 @@ def _near_encodings(name: str) -> list[str]:
     return nearest_names(plain, sorted(known))
 
 
-def _delimiter(text: str) -> Iterator[Violation]:
+def _delimiter(text: str) -> Iterator[Problem]:
     if text == "auto" or (len(text) == 1 and text not in '"\r\n\0'):
         return
     key = ("data.delimiter",)
     if text.lower() in _ESCAPES:
-        yield Violation(
+        yield Problem(
             key, f"{text!r} is not one character", fix=f'write it in double quotes: "{_ESCAPES[text.lower()]}"'
         )
     elif len(text) == 1:
-        yield Violation(key, f"{text!r} cannot stand between cells", fix="write another character, or auto")
+        yield Problem(key, f"{text!r} cannot stand between cells", fix="write another character, or auto")
     else:
         near = tuple(nearest_names(text, ["auto"]))
         fix = "did you mean 'auto'?" if near else "write the one character between two cells, or auto"
-        yield Violation(key, f"{text!r} is {'no' if not text else 'not one'} character", fix=fix, nearest=near)
+        yield Problem(key, f"{text!r} is {'no' if not text else 'not one'} character", fix=fix, nearest=near)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sftplay.config.rules.violation import Violation
+from sftplay.config.rules.problem import Problem
 from sftplay.config.schema.mixture import DatasetConfig
 from sftplay.config.schema.run import RunConfig
 
@@ -16,7 +16,7 @@ def needs_train_path(cfg: RunConfig) -> bool:
     return cfg.data.train_path is None and not cfg.datasets and not cfg.task.mixes_chats
 
 
-def broken_cpt_rules(cfg: RunConfig) -> Iterator[Violation]:
+def broken_cpt_rules(cfg: RunConfig) -> Iterator[Problem]:
     """Every rule that `datasets` and `cpt` break."""
     yield from _task(cfg)
     yield from _held_out(cfg)
@@ -52,68 +52,66 @@ def held_out_share(cfg: RunConfig, source: DatasetConfig) -> float | None:
     return cfg.data.split if source.split is None else source.split
 
 
-def _task(cfg: RunConfig) -> Iterator[Violation]:
+def _task(cfg: RunConfig) -> Iterator[Problem]:
     if not cfg.datasets:
         if cfg.task.mixes_chats:
-            yield Violation(("task_mode", "datasets"), "cpt_mixed needs datasets", fix=f"write datasets: {EXAMPLE}")
+            yield Problem(("task_mode", "datasets"), "cpt_mixed needs datasets", fix=f"write datasets: {EXAMPLE}")
         return
     if not cfg.learns_documents:
         fix = "write task_mode: cpt_mixed, or name one file with data.train_path in their place"
-        yield Violation(
+        yield Problem(
             ("datasets", "task_mode"), f"are for task modes cpt and cpt_mixed, not for {cfg.task_mode}", fix=fix
         )
     for name in ("train_path", "val_path", "test_path"):
         key = f"data.{name}"
         if cfg.value_of(key) is not None:
             fix = "remove it; each entry of datasets has path and val_path"
-            yield Violation((key, "datasets"), "is given, but datasets names the rows already", fix=fix)
+            yield Problem((key, "datasets"), "is given, but datasets names the rows already", fix=fix)
     for number, source in enumerate(cfg.datasets):
         if not cfg.task.mixes_chats and cfg.learns_documents and source.type == "chat":
             what = f"{source.name!r} is chat, but task_mode {cfg.task_mode} learns documents only"
-            yield Violation((f"datasets.{number}.type", "task_mode"), what, fix="write task_mode: cpt_mixed")
+            yield Problem((f"datasets.{number}.type", "task_mode"), what, fix="write task_mode: cpt_mixed")
     if not any(source.weight for source in cfg.datasets):
         what = "every weight is 0, so nothing would be trained on"
-        yield Violation(("datasets.0.weight", "datasets"), what, fix="give one source a weight above 0")
+        yield Problem(("datasets.0.weight", "datasets"), what, fix="give one source a weight above 0")
 
 
-def _held_out(cfg: RunConfig) -> Iterator[Violation]:
+def _held_out(cfg: RunConfig) -> Iterator[Problem]:
     for number, source in enumerate(cfg.datasets):
         if source.val_path is not None and source.split is not None:
             key, other = f"datasets.{number}.split", f"datasets.{number}.val_path"
             what = f"{source.split:g} is given, but {other} names the held-out rows already"
-            yield Violation((key, other), what, fix="remove one of the two")
+            yield Problem((key, other), what, fix="remove one of the two")
 
 
-def _sizes(cfg: RunConfig) -> Iterator[Violation]:
+def _sizes(cfg: RunConfig) -> Iterator[Problem]:
     size, limit, train = cfg.cpt.block_size, cfg.model.max_seq_len, cfg.train
     if size is not None and size > limit:
         what = f"{size} is more than model.max_seq_len {limit}"
         fix = f"write model.max_seq_len: {size}, or a smaller block_size"
-        yield Violation(("cpt.block_size", "model.max_seq_len"), what, fix=fix)
+        yield Problem(("cpt.block_size", "model.max_seq_len"), what, fix=fix)
     if cfg.eval.stride is not None and cfg.eval.stride >= cfg.row_tokens:
         what = f"{cfg.eval.stride} is not less than the window, a block of {cfg.row_tokens} tokens"
         fix = f"write eval.stride: {cfg.row_tokens // 2}, or remove it"
-        yield Violation(("eval.stride", "cpt.block_size", "model.max_seq_len"), what, fix=fix)
+        yield Problem(("eval.stride", "cpt.block_size", "model.max_seq_len"), what, fix=fix)
     if cfg.cpt.train_tokens is not None and train.max_steps is not None:
         what = f"{cfg.cpt.train_tokens} is given, but train.max_steps {train.max_steps} says how long the run is"
-        yield Violation(("cpt.train_tokens", "train.max_steps"), what, fix="keep one of the two")
+        yield Problem(("cpt.train_tokens", "train.max_steps"), what, fix="keep one of the two")
 
 
-def _streaming(cfg: RunConfig) -> Iterator[Violation]:
+def _streaming(cfg: RunConfig) -> Iterator[Problem]:
     if not cfg.cpt.streaming:
         return
     key = "cpt.streaming"
     if cfg.cpt.train_tokens is None and cfg.train.max_steps is None:
         what = "true needs the length of the run, which nobody knows before the sources are read"
-        yield Violation((key, "train.max_steps"), what, fix="give cpt.train_tokens or train.max_steps")
+        yield Problem((key, "train.max_steps"), what, fix="give cpt.train_tokens or train.max_steps")
     if cfg.cpt.on_source_end == "stop":
         what = "stop is not known to fall into the run before the sources are read, but cpt.streaming is true"
-        yield Violation(
-            ("cpt.on_source_end", key), what, fix="write cpt.on_source_end: repeat, or cpt.streaming: false"
-        )
+        yield Problem(("cpt.on_source_end", key), what, fix="write cpt.on_source_end: repeat, or cpt.streaming: false")
     for number, source in enumerate(cfg.sources):
         if source.val_path is None and held_out_share(cfg, source) != 0:
             own = f"datasets.{number}.split" if cfg.datasets else "data.split"
             what = f"true holds no rows out of a source that it has not read, but {source.name!r} has no val_path"
             fix = f"give its val_path, or write {own}: 0"
-            yield Violation((key, own, "data.split"), what, fix=fix)
+            yield Problem((key, own, "data.split"), what, fix=fix)

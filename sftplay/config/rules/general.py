@@ -19,9 +19,9 @@ from sftplay.config.rules.data import (
     idle_new_token_keys,
 )
 from sftplay.config.rules.documents import broken_cpt_rules, has_held_out, idle_cpt_keys
+from sftplay.config.rules.problem import Problem
 from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
 from sftplay.config.rules.task_spec import find_spec
-from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.keys import keys_in
 from sftplay.config.schema.run import RunConfig, TrainConfig
 from sftplay.errors import ConfigError, nearest_names
@@ -31,12 +31,12 @@ from sftplay.units import parse_seconds
 
 def check_rules(cfg: RunConfig) -> list[ConfigError]:
     """Every rule the config breaks, as an error with the place of the value that is easiest to change."""
-    return [violation.as_error(cfg) for violation in broken_rules(cfg)]
+    return [problem.as_error(cfg) for problem in broken_rules(cfg)]
 
 
-def broken_rules(cfg: RunConfig) -> list[Violation]:
+def broken_rules(cfg: RunConfig) -> list[Problem]:
     """The same as violations, which name all the keys that a rule looked at."""
-    return [violation for rule in _RULES for violation in rule(cfg)]
+    return [problem for rule in _RULES for problem in rule(cfg)]
 
 
 def notes(cfg: RunConfig) -> list[str]:
@@ -98,15 +98,15 @@ def _keys_of_other_tasks(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield key, "task_mode", f"task_mode {cfg.task_mode} {why}"
 
 
-def _task(cfg: RunConfig) -> Iterator[Violation]:
+def _task(cfg: RunConfig) -> Iterator[Problem]:
     """Rules of the task itself, and values that only another task takes."""
     yield from find_spec(cfg).broken_rules(cfg)
     if cfg.train.best_metric == "acc_t2" and cfg.task.best_metrics == ("loss",):
         what = f"acc_t2 counts right second answers, and task_mode {cfg.task_mode} plays no episodes"
-        yield Violation(("train.best_metric", "task_mode"), what, fix="write train.best_metric: loss")
+        yield Problem(("train.best_metric", "task_mode"), what, fix="write train.best_metric: loss")
     if cfg.task.reads_text and cfg.model.name == NO_PRETRAINED:
         what = f"{NO_PRETRAINED} is the model of task mode hrm, and the task is {cfg.task_mode}"
-        yield Violation(("model.name", "task_mode"), what, fix="name another model, or write task_mode: hrm")
+        yield Problem(("model.name", "task_mode"), what, fix="name another model, or write task_mode: hrm")
 
 
 def _has_one_process(train: TrainConfig) -> bool:
@@ -116,56 +116,56 @@ def _has_one_process(train: TrainConfig) -> bool:
     return train.batch_size * train.grad_accum == train.effective_batch_size
 
 
-def _static_graph(cfg: RunConfig) -> Iterator[Violation]:
+def _static_graph(cfg: RunConfig) -> Iterator[Problem]:
     key, train = "cluster.comm.static_graph", cfg.train
     if not cfg.cluster.comm.static_graph:
         return
     # Every micro-batch but the last runs under no_sync, where torch 2.13 fails an assertion of its own (reducer.cpp).
     if train.grad_accum != 1:
         what = f"needs every step in one micro-batch, but train.grad_accum is {train.grad_accum}"
-        yield Violation((key, "train.grad_accum"), what, fix="write train.grad_accum: 1, or remove it")
+        yield Problem((key, "train.grad_accum"), what, fix="write train.grad_accum: 1, or remove it")
     if train.oom_recovery:
         what = "needs every step in one micro-batch, but train.oom_recovery makes smaller ones when memory runs out"
-        yield Violation((key, "train.oom_recovery"), what, fix="write train.oom_recovery: false, or remove it")
+        yield Problem((key, "train.oom_recovery"), what, fix="write train.oom_recovery: false, or remove it")
 
 
-def _rate_scaling(cfg: RunConfig) -> Iterator[Violation]:
+def _rate_scaling(cfg: RunConfig) -> Iterator[Problem]:
     train = cfg.train
     scaling, found_with = "train.lr_scaling", "train.lr_batch_size"
     if train.lr_scaling == "none":
         if train.lr_batch_size is not None:
             what = f"{train.lr_batch_size} is given, but {scaling} none scales nothing"
-            yield Violation((found_with, scaling), what, fix=f"write {scaling}: linear or sqrt, or remove {found_with}")
+            yield Problem((found_with, scaling), what, fix=f"write {scaling}: linear or sqrt, or remove {found_with}")
         return
     if train.lr_batch_size is None:
         what = f"{train.lr_scaling} needs the effective batch that train.learning_rate was found with"
-        yield Violation((scaling, found_with), what, fix=f"give {found_with}, or remove {scaling}")
+        yield Problem((scaling, found_with), what, fix=f"give {found_with}, or remove {scaling}")
     if train.learning_rate == "auto":
         what = f"{train.lr_scaling} scales a rate that you have found, but train.learning_rate is auto"
-        yield Violation((scaling, "train.learning_rate"), what, fix=f"give train.learning_rate, or remove {scaling}")
+        yield Problem((scaling, "train.learning_rate"), what, fix=f"give train.learning_rate, or remove {scaling}")
 
 
-def _schedule(cfg: RunConfig) -> Iterator[Violation]:
+def _schedule(cfg: RunConfig) -> Iterator[Problem]:
     train, scheduler = cfg.train, "train.lr_scheduler"
     falls_late = train.lr_scheduler == "warmup_stable_decay"
     if falls_late and train.warmup_ratio + train.decay_ratio > 1:
         what = f"{train.decay_ratio:g} and train.warmup_ratio {train.warmup_ratio:g} are more than all steps"
         fix = f"write train.decay_ratio: {1 - train.warmup_ratio:g}, or less"
-        yield Violation(("train.decay_ratio", "train.warmup_ratio", scheduler), what, fix=fix)
+        yield Problem(("train.decay_ratio", "train.warmup_ratio", scheduler), what, fix=fix)
     if train.min_lr_ratio and train.lr_scheduler not in ("cosine", "warmup_stable_decay"):
         what = f"{train.min_lr_ratio:g} is given, but {scheduler} {train.lr_scheduler} has no lowest rate"
         fix = f"write {scheduler}: cosine or warmup_stable_decay, or remove train.min_lr_ratio"
-        yield Violation(("train.min_lr_ratio", scheduler), what, fix=fix)
+        yield Problem(("train.min_lr_ratio", scheduler), what, fix=fix)
     if "lr_scheduler_kwargs" in train.extra and (falls_late or train.min_lr_ratio):
         what = "the kit sets it from train.decay_ratio and train.min_lr_ratio"
-        yield Violation(("train.extra.lr_scheduler_kwargs", scheduler), what, fix="write these two keys in its place")
+        yield Problem(("train.extra.lr_scheduler_kwargs", scheduler), what, fix="write these two keys in its place")
 
 
-def _held_out(cfg: RunConfig) -> Iterator[Violation]:
+def _held_out(cfg: RunConfig) -> Iterator[Problem]:
     data = cfg.data
     if data.val_path is not None and data.split is not None:
         what = f"{data.split:g} is given, but data.val_path names the held-out rows already"
-        yield Violation(("data.split", "data.val_path"), what, fix="remove one of the two")
+        yield Problem(("data.split", "data.val_path"), what, fix="remove one of the two")
     if data.val_path is not None or (has_held_out(cfg) if cfg.datasets else data.split != 0):
         return
     if cfg.task.measures_training_rows:
@@ -174,10 +174,10 @@ def _held_out(cfg: RunConfig) -> Iterator[Violation]:
         if cfg.value_of(key):
             what = "needs held-out rows, but data.split is 0 and there is no data.val_path"
             fix = "give data.val_path, or a data.split above 0"
-            yield Violation((key, "data.split", "data.val_path"), what, fix=fix)
+            yield Problem((key, "data.split", "data.val_path"), what, fix=fix)
 
 
-def _saves_where_it_evaluates(cfg: RunConfig) -> Iterator[Violation]:
+def _saves_where_it_evaluates(cfg: RunConfig) -> Iterator[Problem]:
     train = cfg.train
     if train.best_metric != "loss" and train.early_stopping is None:
         return
@@ -187,10 +187,10 @@ def _saves_where_it_evaluates(cfg: RunConfig) -> Iterator[Violation]:
     below = train.save_steps // train.eval_steps * train.eval_steps
     choices = [str(steps) for steps in (below, below + train.eval_steps) if steps]
     what = f"{train.save_steps} is no multiple of train.eval_steps {train.eval_steps}, which {key} needs"
-    yield Violation(("train.save_steps", "train.eval_steps", key), what, fix=f"write {' or '.join(choices)}")
+    yield Problem(("train.save_steps", "train.eval_steps", key), what, fix=f"write {' or '.join(choices)}")
 
 
-def _batch_is_exact(cfg: RunConfig) -> Iterator[Violation]:
+def _batch_is_exact(cfg: RunConfig) -> Iterator[Problem]:
     train, effective = cfg.train, cfg.train.effective_batch_size
     keys = ("train.batch_size", "train.grad_accum", "train.effective_batch_size")
     if isinstance(train.batch_size, int) and isinstance(train.grad_accum, int):
@@ -200,38 +200,38 @@ def _batch_is_exact(cfg: RunConfig) -> Iterator[Violation]:
             below = max(effective // unit, 1)
             sizes = f"{train.batch_size} * grad_accum {train.grad_accum} = {product}"
             fix = f"write {keys[2]}: {below * unit} or {(below + 1) * unit}"
-            yield Violation(keys, f"{sizes} does not divide {keys[2]} {effective}", fix=fix)
+            yield Problem(keys, f"{sizes} does not divide {keys[2]} {effective}", fix=fix)
         return
     for key, value in zip(keys[:2], (train.batch_size, train.grad_accum), strict=True):
         if isinstance(value, int) and effective % value:
             divisors = [size for size in range(1, effective + 1) if effective % size == 0]
             around = [max(d for d in divisors if d < value), *[d for d in divisors if d > value][:1]]
             what = f"{value} does not divide {keys[2]} {effective}"
-            yield Violation((key, keys[2]), what, fix=f"write {' or '.join(map(str, around))}")
+            yield Problem((key, keys[2]), what, fix=f"write {' or '.join(map(str, around))}")
 
 
-def _token_batches(cfg: RunConfig) -> Iterator[Violation]:
+def _token_batches(cfg: RunConfig) -> Iterator[Problem]:
     train = cfg.train
     if train.batching == "tokens" and train.packing is True:
         what = "tokens forms micro-batches of padded rows, but train.packing true leaves no padding to save"
-        yield Violation(("train.batching", "train.packing"), what, fix="keep one of the two")
+        yield Problem(("train.batching", "train.packing"), what, fix="keep one of the two")
 
 
-def _limits(cfg: RunConfig) -> Iterator[Violation]:
+def _limits(cfg: RunConfig) -> Iterator[Problem]:
     train, profile = cfg.train, cfg.train.profile
     if train.time_limit is not None:
         try:
             parse_seconds(str(train.time_limit))
         except ValueError as error:
             what = str(error).partition(" (")[0]
-            yield Violation(("train.time_limit",), what, fix="write 3h30m, 90m, 1-12:00:00 or 5400")
+            yield Problem(("train.time_limit",), what, fix="write 3h30m, 90m, 1-12:00:00 or 5400")
     if profile.steps and train.max_steps is not None and profile.start > train.max_steps:
         what = f"{profile.start} lies behind train.max_steps {train.max_steps}, so nothing would be profiled"
         keys = ("train.profile.start", "train.profile.steps", "train.max_steps")
-        yield Violation(keys, what, fix=f"start at step {train.max_steps} or before")
+        yield Problem(keys, what, fix=f"start at step {train.max_steps} or before")
 
 
-def _extra(cfg: RunConfig) -> Iterator[Violation]:
+def _extra(cfg: RunConfig) -> Iterator[Problem]:
     """Fields of TRL's own config that the kit sets itself, that TRL does not have, or whose value it would not take."""
     for name, value in cfg.train.extra.items():
         yield from _extra_field(f"train.extra.{name}", value, kind=cfg.task.trl_config)
@@ -239,45 +239,45 @@ def _extra(cfg: RunConfig) -> Iterator[Violation]:
         yield from _extra_field(f"grpo.extra.{name}", value, kind="GRPOConfig")
         if name in cfg.train.extra:
             what = "is given in train.extra too"
-            yield Violation((f"grpo.extra.{name}", f"train.extra.{name}"), what, fix="keep one of the two")
+            yield Problem((f"grpo.extra.{name}", f"train.extra.{name}"), what, fix="keep one of the two")
 
 
-def _extra_field(key: str, value: object, *, kind: str) -> Iterator[Violation]:
+def _extra_field(key: str, value: object, *, kind: str) -> Iterator[Problem]:
     from sftplay.config.explain.other_kits import config_fields, kit_answer, unfit
 
     name, draws = key.rpartition(".")[2], kind == "GRPOConfig"
     fields = config_fields(kind)
     if answer := kit_answer(name, draws=draws):
-        yield Violation((key,), answer.what, fix=answer.fix, nearest=(answer.key,) if answer.key else ())
+        yield Problem((key,), answer.what, fix=answer.fix, nearest=(answer.key,) if answer.key else ())
     elif fields is not None and name not in fields:
         near = [known for known in nearest_names(name, sorted(fields)) if not kit_answer(known, draws=draws)]
         fix = f"did you mean {near[0]!r}?" if near else f"remove it; see the fields of trl.{kind}"
-        yield Violation((key,), f"TRL's {kind} has no field {name!r}", fix=fix, nearest=tuple(near))
+        yield Problem((key,), f"TRL's {kind} has no field {name!r}", fix=fix, nearest=tuple(near))
     elif isinstance(value, float) and not math.isfinite(value):
-        yield Violation((key,), f"{flow(value)} is no number to train with", fix="write a finite number")
+        yield Problem((key,), f"{flow(value)} is no number to train with", fix="write a finite number")
     elif wanted := unfit(kind, name, value=value):
-        yield Violation((key,), f"{flow(value)} is not {wanted}", fix=f"write {wanted}")
+        yield Problem((key,), f"{flow(value)} is not {wanted}", fix=f"write {wanted}")
 
 
-def _lists(cfg: RunConfig) -> Iterator[Violation]:
+def _lists(cfg: RunConfig) -> Iterator[Problem]:
     backend, lora = cfg.logging.backend, cfg.tuning.lora
     if backend == []:
-        yield Violation(("logging.backend",), "the list is empty", fix="write logging.backend: none")
+        yield Problem(("logging.backend",), "the list is empty", fix="write logging.backend: none")
     if lora.target_modules == [] and cfg.tuning.mode != "full":
         what = "the list is empty, so no adapter would train"
-        yield Violation(("tuning.lora.target_modules",), what, fix="write auto, or name modules")
+        yield Problem(("tuning.lora.target_modules",), what, fix="write auto, or name modules")
     both = set(lora.target_modules) & set(lora.modules_to_save) if isinstance(lora.target_modules, list) else set()
     if both:
         what = f"{', '.join(sorted(both))} is also in tuning.lora.modules_to_save"
         keys = ("tuning.lora.target_modules", "tuning.lora.modules_to_save")
-        yield Violation(keys, what, fix="keep it in one of the two lists")
+        yield Problem(keys, what, fix="keep it in one of the two lists")
     for key in ("logging.backend", "eval.metrics"):
         values = cfg.value_of(key)
         if isinstance(values, list) and (twice := sorted({value for value in values if values.count(value) > 1})):
-            yield Violation((key,), f"{', '.join(twice)} is listed twice", fix="list it once")
+            yield Problem((key,), f"{', '.join(twice)} is listed twice", fix="list it once")
 
 
-_RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
+_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     broken_text_rules,
     _batch_is_exact,
     _token_batches,

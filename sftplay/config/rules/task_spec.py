@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 from typing import cast
 
-from sftplay.config.rules.violation import Violation
+from sftplay.config.rules.problem import Problem
 from sftplay.config.schema.run import RunConfig
 
 
 class TaskSpec:
     """A task without torch. Its `spec.py` holds one as SPEC where it differs."""
 
-    def broken_rules(self, cfg: RunConfig) -> Iterator[Violation]:
+    def broken_rules(self, cfg: RunConfig) -> Iterator[Problem]:
         """Yield every rule of the task that the config breaks."""
         yield from ()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sftplay.machine.doctor.finding import Finding
+from sftplay.machine.doctor.check_result import CheckResult
 from sftplay.machine.doctor.gpu import check_gpus
 from sftplay.machine.doctor.hub import check_hub
 from sftplay.machine.doctor.install import check_compiler, check_libraries, check_torch
@@ -34,21 +34,21 @@ class RunNeeds:
     wants_4bit: bool = False
 
 
-def diagnose(machine: Machine, needs: RunNeeds, *, is_fast: bool = False) -> list[Finding]:
+def diagnose(machine: Machine, needs: RunNeeds, *, is_fast: bool = False) -> list[CheckResult]:
     """All findings, GPUs first. With `is_fast` neither torch, which takes seconds, nor the network is asked.
 
     `machine` must have been probed in detail.
     """
-    findings = [*check_gpus(machine), *check_libraries(machine), *check_compiler(machine)]
+    results = [*check_gpus(machine), *check_libraries(machine), *check_compiler(machine)]
     if needs.wants_4bit and "bitsandbytes" not in machine.libraries:
-        findings.append(Finding("stop", "versions", "tuning.mode qlora needs bitsandbytes", "make install"))
+        results.append(CheckResult("stop", "versions", "tuning.mode qlora needs bitsandbytes", "make install"))
     if not is_fast and "torch" in machine.libraries:
-        findings += check_torch(ask_torch(), machine)
-    findings += check_memory(machine)
-    findings += check_disk(needs.output, needs.checkpoint_bytes, kept=needs.checkpoints_kept)
-    findings += check_shared_memory(machine)
-    findings += check_ports()
-    findings += check_limits()
-    findings += check_environment(machine)
-    findings += check_builds()
-    return findings + check_hub(needs.hub_model, is_fast=is_fast)
+        results += check_torch(ask_torch(), machine)
+    results += check_memory(machine)
+    results += check_disk(needs.output, needs.checkpoint_bytes, kept=needs.checkpoints_kept)
+    results += check_shared_memory(machine)
+    results += check_ports()
+    results += check_limits()
+    results += check_environment(machine)
+    results += check_builds()
+    return results + check_hub(needs.hub_model, is_fast=is_fast)

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from sftplay.machine.doctor.finding import Finding
+from sftplay.machine.doctor.check_result import CheckResult
 from sftplay.machine.doctor.system import nearest_folder
 
 WAIT_S = 4.0
@@ -23,23 +23,23 @@ TRUE_VALUES = ("1", "ON", "YES", "TRUE")
 LOGIN = "hf auth login, or export HF_TOKEN="
 
 
-def check_hub(model: str | None, *, is_fast: bool, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+def check_hub(model: str | None, *, is_fast: bool, environ: Mapping[str, str] = os.environ) -> list[CheckResult]:
     """Offline settings, cache and token; without `is_fast` also whether the hub answers. `model`: a run's hub name."""
     cached = model is not None and is_cached(model, environ)
     offline = next(
         (name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if environ.get(name, "").upper() in TRUE_VALUES),
         "",
     )
-    findings = _cache(environ)
+    results = _cache(environ)
     if offline:
         if model is None or cached:
-            return [*findings, Finding("ok", "hub", f"{offline} is set: the hub is not asked")]
+            return [*results, CheckResult("ok", "hub", f"{offline} is set: the hub is not asked")]
         what = f"{offline} is set, and {model} is not in the cache here"
-        return [*findings, Finding("stop", "hub", what, f"unset {offline}, then make download-model MODEL={model}")]
+        return [*results, CheckResult("stop", "hub", what, f"unset {offline}, then make download-model MODEL={model}")]
     if is_fast:
         state = "is set" if find_token(environ) else "is not set; gated models need one"
-        return [*findings, Finding("ok", "hub token", f"{state} (the hub was not asked about it)")]
-    return [*findings, *_ask_hub(model, is_cached=cached, environ=environ)]
+        return [*results, CheckResult("ok", "hub token", f"{state} (the hub was not asked about it)")]
+    return [*results, *_ask_hub(model, is_cached=cached, environ=environ)]
 
 
 def find_token(environ: Mapping[str, str] = os.environ) -> str:
@@ -71,27 +71,27 @@ def _cache_folder(environ: Mapping[str, str]) -> Path:
     ).expanduser()
 
 
-def _cache(environ: Mapping[str, str]) -> list[Finding]:
+def _cache(environ: Mapping[str, str]) -> list[CheckResult]:
     folder = _cache_folder(environ)
     if os.access(nearest_folder(folder), os.W_OK):
         return []
-    return [Finding("warn", "hub cache", f"{folder} cannot be written", "export HF_HOME=<a folder of yours>")]
+    return [CheckResult("warn", "hub cache", f"{folder} cannot be written", "export HF_HOME=<a folder of yours>")]
 
 
-def _ask_hub(model: str | None, *, is_cached: bool, environ: Mapping[str, str]) -> list[Finding]:
+def _ask_hub(model: str | None, *, is_cached: bool, environ: Mapping[str, str]) -> list[CheckResult]:
     token, endpoint = find_token(environ), _endpoint(environ)
     code, error = _request(f"{endpoint}/api/whoami-v2" if token else endpoint, token)
     if error:
         fix = "check the network and HTTPS_PROXY, or work offline: export HF_HUB_OFFLINE=1"
         what = f"does not answer ({error})"
         if is_cached:
-            return [Finding("ok", "hub", f"{what}; {model} is in the cache here")]
-        return [Finding("warn", "hub", what, fix)]
-    findings = [Finding("ok", "hub", "answers")]
+            return [CheckResult("ok", "hub", f"{what}; {model} is in the cache here")]
+        return [CheckResult("warn", "hub", what, fix)]
+    results = [CheckResult("ok", "hub", "answers")]
     if token and code in (401, 403):
-        return [*findings, Finding("warn", "hub token", "the hub refuses it", LOGIN)]
+        return [*results, CheckResult("warn", "hub token", "the hub refuses it", LOGIN)]
     state = "the hub accepts it" if token else f"is not set; gated models need one ({LOGIN})"
-    return [*findings, Finding("ok", "hub token", state)]
+    return [*results, CheckResult("ok", "hub token", state)]
 
 
 def _endpoint(environ: Mapping[str, str]) -> str:

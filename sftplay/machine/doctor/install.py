@@ -6,7 +6,7 @@ import re
 from importlib.util import find_spec
 from typing import Any
 
-from sftplay.machine.doctor.finding import Finding
+from sftplay.machine.doctor.check_result import CheckResult
 from sftplay.machine.libraries import compiler_remedy, find_compiler_problem, installed_version
 from sftplay.machine.probe import Machine
 
@@ -30,41 +30,43 @@ UNSLOTH_LIMITS = {"datasets": "<5", "transformers": "<5.18", "trl": "<1.16"}
 """unsloth 2026.10 refuses newer versions."""
 
 
-def check_libraries(machine: Machine) -> list[Finding]:
+def check_libraries(machine: Machine) -> list[CheckResult]:
     """Missing libraries, versions outside the tested ranges, and combinations that are known not to work."""
     versions = machine.libraries
-    findings = [_missing(name) for name in RANGES if name not in versions]
+    results = [_missing(name) for name in RANGES if name not in versions]
     for name, version in versions.items():
         if name in RANGES and not is_within(version, RANGES[name]):
             what = f"{name} {version} is outside {RANGES[name]}, which this kit is made for"
-            findings.append(Finding("warn", "versions", what, "make install, for the versions tested together"))
-    findings += _known_bad(versions, has_gpu=bool(machine.gpus))
-    return findings or [Finding("ok", "versions", "all libraries are installed and fit together")]
+            results.append(CheckResult("warn", "versions", what, "make install, for the versions tested together"))
+    results += _known_bad(versions, has_gpu=bool(machine.gpus))
+    return results or [CheckResult("ok", "versions", "all libraries are installed and fit together")]
 
 
-def check_torch(answer: dict[str, Any], machine: Machine) -> list[Finding]:
+def check_torch(answer: dict[str, Any], machine: Machine) -> list[CheckResult]:
     """Findings from the answer of `ask_torch`: whether torch sees the GPUs that the driver shows."""
     if "error" in answer:
-        return [Finding("stop", "torch", f"cannot be imported: {answer['error']}", "make install")]
+        return [CheckResult("stop", "torch", f"cannot be imported: {answer['error']}", "make install")]
     n_driver, n_torch = len(machine.gpus), answer["devices"]
     if n_driver and not answer["is_available"]:
         fix = "see the driver and torch lines of this list, or restart the machine"
-        return [Finding("stop", "torch", "the driver shows GPUs, torch can use none", fix)]
+        return [CheckResult("stop", "torch", "the driver shows GPUs, torch can use none", fix)]
     if n_driver != n_torch:
         what = f"sees {n_torch} GPUs, the driver shows {n_driver}"
-        return [Finding("warn", "torch", what, "name them in CUDA_VISIBLE_DEVICES by UUID (`make gpu-info --json`)")]
+        return [
+            CheckResult("warn", "torch", what, "name them in CUDA_VISIBLE_DEVICES by UUID (`make gpu-info --json`)")
+        ]
     nccl = f", NCCL {answer['nccl']}" if "nccl" in answer else ""
-    return [Finding("ok", "torch", f"can be imported, and sees {n_torch} GPUs{nccl}")]
+    return [CheckResult("ok", "torch", f"can be imported, and sees {n_torch} GPUs{nccl}")]
 
 
-def check_compiler(machine: Machine) -> list[Finding]:
+def check_compiler(machine: Machine) -> list[CheckResult]:
     """Whether Triton can build kernels on a machine with GPUs: Liger, torch.compile and TRL's GRPO use them."""
     if not machine.gpus:
         return []
     if problem := find_compiler_problem():
         what = f"{problem}: Liger and torch.compile cannot build kernels, and GRPO does without TRL's"
-        return [Finding("warn", "compiler", what, compiler_remedy())]
-    return [Finding("ok", "compiler", "Triton can build kernels")]
+        return [CheckResult("warn", "compiler", what, compiler_remedy())]
+    return [CheckResult("ok", "compiler", "Triton can build kernels")]
 
 
 def is_within(version: str, ranges: str) -> bool:
@@ -84,22 +86,22 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple([*numbers, 0, 0, 0][:4])
 
 
-def _missing(name: str) -> Finding:
+def _missing(name: str) -> CheckResult:
     if name in OPTIONAL:
-        return Finding("warn", "versions", f"{name} is not installed: no {OPTIONAL[name]}", "make install")
-    return Finding("stop", "versions", f"{name} is not installed", "make install")
+        return CheckResult("warn", "versions", f"{name} is not installed: no {OPTIONAL[name]}", "make install")
+    return CheckResult("stop", "versions", f"{name} is not installed", "make install")
 
 
-def _known_bad(versions: dict[str, str], *, has_gpu: bool) -> list[Finding]:
-    findings = []
+def _known_bad(versions: dict[str, str], *, has_gpu: bool) -> list[CheckResult]:
+    results = []
     if versions.get("trl") == "1.15.0" and not has_gpu and find_spec("triton") is None:
         what = "trl 1.15.0 cannot train on a CPU without Triton: its loss head is missing there"
-        findings.append(Finding("stop", "versions", what, "make install, which takes another trl"))
+        results.append(CheckResult("stop", "versions", what, "make install, which takes another trl"))
     if find_spec("unsloth") is not None:
         for name, limit in UNSLOTH_LIMITS.items():
             if name in versions and not is_within(versions[name], limit):
                 what = f"unsloth {installed_version('unsloth')} does not work with {name} {versions[name]}"
-                findings.append(
-                    Finding("warn", "versions", what, f"pip install '{name}{limit}', or use tuning.backend: bnb")
+                results.append(
+                    CheckResult("warn", "versions", what, f"pip install '{name}{limit}', or use tuning.backend: bnb")
                 )
-    return findings
+    return results

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from sftplay.machine.doctor.finding import Finding
+from sftplay.machine.doctor.check_result import CheckResult
 from sftplay.machine.ports import HOST, RENDEZVOUS_PORT, bound_port
 from sftplay.machine.probe import Machine
 from sftplay.machine.ram import physical_ram_bytes
@@ -37,34 +37,34 @@ BUILDS = cache_root() / "torch_extensions"
 """Where DeepSpeed's operators are built when the user names no folder: in this project, not in the user's home."""
 
 
-def check_memory(machine: Machine) -> list[Finding]:
+def check_memory(machine: Machine) -> list[CheckResult]:
     """RAM, with the limit of the container."""
     total = physical_ram_bytes()
     limit = f"; this container may use {format_bytes(machine.ram_bytes)}" if machine.ram_bytes < total else ""
     what = f"{format_bytes(machine.ram_available)} free of {format_bytes(total)}{limit}"
     if machine.ram_available < LEAST_RAM_BYTES:
-        return [Finding("warn", "memory", what, "end other programs, or raise the container's limit")]
-    return [Finding("ok", "memory", what)]
+        return [CheckResult("warn", "memory", what, "end other programs, or raise the container's limit")]
+    return [CheckResult("ok", "memory", what)]
 
 
-def check_disk(output: Path, checkpoint_bytes: int | None, *, kept: int) -> list[Finding]:
+def check_disk(output: Path, checkpoint_bytes: int | None, *, kept: int) -> list[CheckResult]:
     """Room for the checkpoints that are kept and the one being written. `checkpoint_bytes` is None when not known."""
     folder = nearest_folder(output)
     if not os.access(folder, os.W_OK):
-        return [Finding("stop", "disk", f"{folder} cannot be written", "choose another output_dir")]
+        return [CheckResult("stop", "disk", f"{folder} cannot be written", "choose another output_dir")]
     free = shutil.disk_usage(folder).free
     what = f"{format_bytes(free)} free for {output}"
     fix = "make room there, or choose another output_dir"
     if checkpoint_bytes is not None:
         needed = checkpoint_bytes * (kept + 1)
         what += f"; {kept} checkpoints and the one being written take {format_bytes(needed)}"
-        return [Finding("stop" if free < needed else "ok", "disk", what, fix if free < needed else "")]
+        return [CheckResult("stop" if free < needed else "ok", "disk", what, fix if free < needed else "")]
     if free < LEAST_DISK_BYTES:
-        return [Finding("stop", "disk", what, fix)]
-    return [Finding("warn", "disk", what, fix) if free < ROOMY_DISK_BYTES else Finding("ok", "disk", what)]
+        return [CheckResult("stop", "disk", what, fix)]
+    return [CheckResult("warn", "disk", what, fix) if free < ROOMY_DISK_BYTES else CheckResult("ok", "disk", what)]
 
 
-def check_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> list[Finding]:
+def check_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> list[CheckResult]:
     """Shared memory of the container. With too little of it a run ends with a bus error."""
     if not folder.is_dir():
         return []
@@ -73,52 +73,52 @@ def check_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> li
     what = f"{format_bytes(free)} free in {folder}"
     if free < least:
         fix = "start the container with --shm-size=8g or --ipc=host"
-        return [Finding("warn", "shared memory", f"{what}, {format_bytes(least)} are needed", fix)]
-    return [Finding("ok", "shared memory", what)]
+        return [CheckResult("warn", "shared memory", f"{what}, {format_bytes(least)} are needed", fix)]
+    return [CheckResult("ok", "shared memory", what)]
 
 
-def check_ports() -> list[Finding]:
+def check_ports() -> list[CheckResult]:
     """Whether the processes of a run can meet."""
     if not bound_port(0):
         return [
-            Finding("stop", "ports", f"no port can be opened on {HOST}", "allow connections on the loopback device")
+            CheckResult("stop", "ports", f"no port can be opened on {HOST}", "allow connections on the loopback device")
         ]
     if not bound_port(RENDEZVOUS_PORT):
         what = f"port {RENDEZVOUS_PORT}, where runs over several machines meet, is taken"
-        return [Finding("warn", "ports", what, "give such a run another: MASTER_PORT=29512")]
-    return [Finding("ok", "ports", "processes can meet on this machine")]
+        return [CheckResult("warn", "ports", what, "give such a run another: MASTER_PORT=29512")]
+    return [CheckResult("ok", "ports", "processes can meet on this machine")]
 
 
-def check_limits() -> list[Finding]:
+def check_limits() -> list[CheckResult]:
     """How many files a process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < OPEN_FILES:
-        return [Finding("warn", "open files", f"a process may open {soft}", "ulimit -n 65536")]
-    return [Finding("ok", "open files", f"a process may open {'any number' if soft < 0 else soft}")]
+        return [CheckResult("warn", "open files", f"a process may open {soft}", "ulimit -n 65536")]
+    return [CheckResult("ok", "open files", f"a process may open {'any number' if soft < 0 else soft}")]
 
 
-def check_environment(machine: Machine, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+def check_environment(machine: Machine, environ: Mapping[str, str] = os.environ) -> list[CheckResult]:
     """Environment variables that change how torch and NCCL work, and that are easily forgotten."""
-    findings = []
+    results = []
     allocators = {name: environ[name] for name in ALLOCATORS if environ.get(name)}
     for name, value in allocators.items():
         if any(":" not in part for part in value.split(",")):
             what = f"{name}={value} is not a list of key:value"
-            findings.append(Finding("stop", "environment", what, f"export {name}=expandable_segments:True"))
+            results.append(CheckResult("stop", "environment", what, f"export {name}=expandable_segments:True"))
     if len(set(allocators.values())) > 1:
         what = f"{ALLOCATORS[0]} and {ALLOCATORS[1]} differ"
-        findings.append(Finding("warn", "environment", what, f"unset {ALLOCATORS[1]}"))
+        results.append(CheckResult("warn", "environment", what, f"unset {ALLOCATORS[1]}"))
     if environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         what = "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait; it is for debugging"
-        findings.append(Finding("warn", "environment", what, "unset CUDA_LAUNCH_BLOCKING"))
+        results.append(CheckResult("warn", "environment", what, "unset CUDA_LAUNCH_BLOCKING"))
     has_nvlink = any(kind.startswith("NV") for row in machine.links for kind in row)
     if environ.get("NCCL_P2P_DISABLE") == "1" and has_nvlink:
         what = "NCCL_P2P_DISABLE=1 leaves the NVLinks of this machine unused"
-        findings.append(Finding("warn", "environment", what, "unset NCCL_P2P_DISABLE"))
-    if findings or not machine.gpus:
-        return findings
+        results.append(CheckResult("warn", "environment", what, "unset NCCL_P2P_DISABLE"))
+    if results or not machine.gpus:
+        return results
     settings = ", ".join(f"{name}={value}" for name, value in allocators.items())
-    return [Finding("ok", "environment", settings or f"{ALLOCATORS[1]} is not set")]
+    return [CheckResult("ok", "environment", settings or f"{ALLOCATORS[1]} is not set")]
 
 
 def builds_folder(environ: Mapping[str, str]) -> Path:
@@ -126,7 +126,7 @@ def builds_folder(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("TORCH_EXTENSIONS_DIR") or BUILDS).absolute()
 
 
-def check_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> list[Finding]:
+def check_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> list[CheckResult]:
     """Locks of builds that were killed. Every later start waits for such a lock for ever and without a message.
 
     torch's FileBaton holds the file open while it builds. Therefore a lock that no process has open is stale.
@@ -137,9 +137,9 @@ def check_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path
     open_files = _open_files(processes)
     stale = [lock for lock in locks if str(lock.resolve()) not in open_files]
     if not stale:
-        return [Finding("ok", "builds", f"{len(locks)} operators of DeepSpeed are being built now")]
+        return [CheckResult("ok", "builds", f"{len(locks)} operators of DeepSpeed are being built now")]
     what = f"a build was killed and left {', '.join(map(str, stale))}; DeepSpeed runs would wait for it for ever"
-    return [Finding("warn", "builds", what, shlex.join(["rm", *map(str, stale)]))]
+    return [CheckResult("warn", "builds", what, shlex.join(["rm", *map(str, stale)]))]
 
 
 def nearest_folder(path: Path) -> Path:

@@ -172,7 +172,7 @@ def with_loading(seen: Forecast, *, share: DeviceShare) -> Forecast:
 
 
 @dataclass(frozen=True)
-class Place:
+class Hardware:
     """Where a run would be: the kind of device, how many processes, and what is known of its rows."""
 
     device: Device

@@ -86,23 +86,23 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class NoFit:
     """Why no line can be drawn; the estimate then stays as it is."""
 
     reason: str
 
 
-def fit(points: Sequence[Point], slopes: Mapping[str, float] | None = None) -> Fit | Refusal:
+def fit(points: Sequence[Point], slopes: Mapping[str, float] | None = None) -> Fit | NoFit:
     """Lines through the two largest points; with one point only, through it with `slopes`, the estimate's, by phase."""
     ordered = sorted({point.tokens: point for point in points}.values(), key=lambda point: point.tokens)
     if not ordered:
-        return Refusal("nothing was measured")
+        return NoFit("nothing was measured")
     last = ordered[-1]
     if len(ordered) == 1:
         return _through_one(last, slopes)
     before = ordered[-2]
     if before.peak_phase != last.peak_phase:
-        return Refusal(
+        return NoFit(
             f"the peak of {before.tokens} tokens lies in the phase {before.peak_phase!r}, that of {last.tokens} in "
             f"{last.peak_phase!r}: no one line goes through both"
         )
@@ -111,19 +111,19 @@ def fit(points: Sequence[Point], slopes: Mapping[str, float] | None = None) -> F
     }
     top = last.peak_phase
     if last.peaks_bytes[top] < before.peaks_bytes[top]:
-        return Refusal(f"{last.tokens} tokens took less than {before.tokens} did")
+        return NoFit(f"{last.tokens} tokens took less than {before.tokens} did")
     if lines[top].fixed_bytes < 0:
-        return Refusal("the peaks grow faster than the tokens do")
+        return NoFit("the peaks grow faster than the tokens do")
     for point in ordered[:-2]:
         off = lines[top].at(point.tokens) / point.peaks_bytes[top] - 1
         if point.peak_phase == top and abs(off) > TOLERANCE:
-            return Refusal(f"the peak of {point.tokens} tokens is {off:+.0%} off the line through the other two")
+            return NoFit(f"the peak of {point.tokens} tokens is {off:+.0%} off the line through the other two")
     return Fit(lines, top, points=tuple(ordered))
 
 
-def _through_one(point: Point, slopes: Mapping[str, float] | None) -> Fit | Refusal:
+def _through_one(point: Point, slopes: Mapping[str, float] | None) -> Fit | NoFit:
     if slopes is None:
-        return Refusal(f"only {point.tokens} tokens were measured: one point gives no slope")
+        return NoFit(f"only {point.tokens} tokens were measured: one point gives no slope")
     lines = {}
     for phase, peak in point.peaks_bytes.items():
         slope = max(0.0, slopes.get(phase, 0.0))

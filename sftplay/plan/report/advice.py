@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.forecast import Place
+from sftplay.plan.memory.forecast import Hardware
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.task_sizing import find_sizing, forecast_one_row
@@ -42,13 +42,15 @@ class Step:
     strategy: Strategy | None = None
 
 
-def suggest(cfg: RunConfig, shape: ModelShape, *, place: Place) -> list[Suggestion]:
+def suggest(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> list[Suggestion]:
     """Changes that make a run fit with one row a micro-batch; where no single one does, all of them added up in order.
 
     `cfg` has no `auto` besides its sizes, and is not one of two-turn episodes (`episode_advice`).
     """
-    steps = list(steps_of(cfg, place))
-    return first_that_fit(steps, lambda tried: _try(cfg, shape, place=place, steps=tried), together=added_up(steps))
+    steps = list(steps_of(cfg, hardware))
+    return first_that_fit(
+        steps, lambda tried: _try(cfg, shape, hardware=hardware, steps=tried), together=added_up(steps)
+    )
 
 
 def first_that_fit(
@@ -78,16 +80,16 @@ def added_up(steps: Iterable[Step]) -> Iterator[list[Step]]:
         yield gathered
 
 
-def _try(cfg: RunConfig, shape: ModelShape, *, place: Place, steps: list[Step]) -> Suggestion:
+def _try(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware, steps: list[Step]) -> Suggestion:
     values = {key: value for step in steps for key, value in step.values.items()}
     changed = cfg.with_values(values, "suggestion") if values else cfg
-    usual: Strategy = "single" if place.world_size == 1 else "ddp"
+    usual: Strategy = "single" if hardware.world_size == 1 else "ddp"
     strategy = next((step.strategy for step in reversed(steps) if step.strategy), usual)
-    seen = forecast_one_row(changed, shape, place=place, strategy=strategy)
+    seen = forecast_one_row(changed, shape, hardware=hardware, strategy=strategy)
     return Suggestion(", ".join(step.change for step in steps), seen.peak_bytes, seen.verdict == "fits")
 
 
-def steps_of(cfg: RunConfig, place: Place) -> Iterator[Step]:
+def steps_of(cfg: RunConfig, hardware: Hardware) -> Iterator[Step]:
     """Changes that could make a run smaller, the cheapest first."""
     train, mode = cfg.train, cfg.tuning.mode
     if not train.gradient_checkpointing:
@@ -96,13 +98,13 @@ def steps_of(cfg: RunConfig, place: Place) -> Iterator[Step]:
         yield step_to({"train.loss_head": "chunked"})
     if train.optim == "adamw_torch":
         yield step_to({"train.optim": "adamw_torch_fused"})
-    if train.optim in ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit") and place.device.is_gpu:
+    if train.optim in ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit") and hardware.device.is_gpu:
         yield step_to({"train.optim": "adamw_8bit"})
     if mode == "full":
         yield step_to({"tuning.mode": "lora"})
     if mode in ("full", "lora"):
         yield step_to({"tuning.mode": "qlora"})
-    if place.world_size > 1 and find_sizing(cfg).splits_by_strategy:
+    if hardware.world_size > 1 and find_sizing(cfg).splits_by_strategy:
         yield from (
             Step(f"cluster.strategy={name}: the processes share the model out", {"cluster.strategy": name}, name)
             for name in ("zero2", "zero3", "fsdp")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.forecast import Forecast, Place
+from sftplay.plan.memory.forecast import Forecast, Hardware
 from sftplay.plan.memory.sharding import STRATEGIES, Strategy
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.task_sizing import forecast_one_row
@@ -47,12 +47,12 @@ class Row:
         }
 
 
-def compare(cfg: RunConfig, shape: ModelShape, *, place: Place) -> list[Row]:
+def compare(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> list[Row]:
     """All rows that make sense here. Recommended is the config's own mode where some strategy fits it, else the nearest
     cheaper mode, under the strategy that communicates least."""
-    rows = list(_rows(cfg, shape, place=place))
+    rows = list(_rows(cfg, shape, hardware=hardware))
     wanted = MODES[MODES.index(cfg.tuning.mode) :]
-    using_all = [row for row in rows if place.world_size == 1 or row.strategy != "single"]
+    using_all = [row for row in rows if hardware.world_size == 1 or row.strategy != "single"]
     best = min(
         (row for row in using_all if row.mode in wanted and row.forecast.verdict == "fits"),
         key=lambda row: (wanted.index(row.mode), RANK.index(row.strategy)),
@@ -61,14 +61,14 @@ def compare(cfg: RunConfig, shape: ModelShape, *, place: Place) -> list[Row]:
     return [Row(row.mode, row.strategy, row.forecast, row is best) for row in rows]
 
 
-def _rows(cfg: RunConfig, shape: ModelShape, *, place: Place) -> Iterator[Row]:
+def _rows(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> Iterator[Row]:
     for mode in MODES:
         tuned = cfg.with_values({"tuning.mode": mode}, "compare")
         for strategy in STRATEGIES:
             alone = strategy == "single"
-            if (not alone and place.world_size == 1) or (mode == "qlora" and strategy in WITHOUT_FOUR_BIT):
+            if (not alone and hardware.world_size == 1) or (mode == "qlora" and strategy in WITHOUT_FOUR_BIT):
                 continue
-            if not place.device.is_gpu and strategy not in ("single", "ddp"):
+            if not hardware.device.is_gpu and strategy not in ("single", "ddp"):
                 continue
-            own = Place(place.device, 1) if alone else place
-            yield Row(mode, strategy, forecast_one_row(tuned, shape, place=own, strategy=strategy))
+            own = Hardware(hardware.device, 1) if alone else hardware
+            yield Row(mode, strategy, forecast_one_row(tuned, shape, hardware=own, strategy=strategy))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.forecast import Forecast, Place
+from sftplay.plan.memory.forecast import Forecast, Hardware
 from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.report.advice import Suggestion, suggest
 from sftplay.plan.report.compare import compare
@@ -34,22 +34,22 @@ class TaskReport:
         """Size a config; with `is_free` nobody named the number of processes, and the task may take fewer."""
         return sizing(cfg, shape=shape, world_size=world_size)
 
-    def suggest(self, cfg: RunConfig, sized: SizedRun, *, sizing: Sizing, place: Place) -> list[Suggestion]:
+    def suggest(self, cfg: RunConfig, sized: SizedRun, *, sizing: Sizing, hardware: Hardware) -> list[Suggestion]:
         """Suggest what would fit: of `cfg` as the user wrote it, and as it is `sized`."""
         assert sized.forecast is not None
-        return suggest(sized.cfg, sized.forecast.setting.shape, place=place)
+        return suggest(sized.cfg, sized.forecast.setting.shape, hardware=hardware)
 
     def workload(self, cfg: RunConfig, seen: Forecast, *, lengths: RowLengths | None = None) -> Workload:
         """Return steps, disk and time of a run."""
         return workload_of(cfg, seen.setting, lengths=lengths)
 
-    def compare(self, cfg: RunConfig, shape: ModelShape, *, place: Place) -> tuple[list[Any], Iterator[str]]:
+    def compare(self, cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> tuple[list[Any], Iterator[str]]:
         """Compare what could be chosen: rows with `as_dict`, and the lines of their table.
 
         Raises:
             ConfigError: the task leaves no choice.
         """
-        rows = compare(cfg, shape, place=place)
+        rows = compare(cfg, shape, hardware=hardware)
         return rows, describe_rows(rows)
 
     def describe_tokens(self, cfg: RunConfig, planned: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.forecast import Place
+from sftplay.plan.memory.forecast import Hardware
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision
@@ -24,26 +24,26 @@ def planned_strategy(cfg: RunConfig, world_size: int) -> Strategy:
     return kinds.get(cfg.cluster.strategy, "ddp")
 
 
-def choose_strategy(cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decision:
+def choose_strategy(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> Decision:
     """The first of ddp, zero3 and fsdp that holds one row at a time; ddp where none does or nothing can be said."""
-    if place.world_size == 1:
+    if hardware.world_size == 1:
         return Decision("ddp", "one process holds everything")
     if fixed := find_sizing(cfg).fixed_strategy(cfg):
         return fixed
     if shape is None:
         return Decision("ddp", "the model's shape is not known here, so nothing says that it must be split")
-    if not place.device.is_gpu:
+    if not hardware.device.is_gpu:
         return Decision("ddp", "processes on CPUs share one memory: a split would save nothing")
-    whole = forecast_one_row(cfg, shape, place=place, strategy="ddp")
+    whole = forecast_one_row(cfg, shape, hardware=hardware, strategy="ddp")
     need = format_bytes(whole.peak_bytes)
     if whole.verdict != "does_not_fit":
-        saved = whole.peak_bytes - forecast_one_row(cfg, shape, place=place, strategy="zero2").peak_bytes
+        saved = whole.peak_bytes - forecast_one_row(cfg, shape, hardware=hardware, strategy="zero2").peak_bytes
         saving = f"; zero2 would save {format_bytes(saved)} of {need}" if saved > 0 else ""
         return Decision("ddp", f"each GPU can hold all of it{saving}")
     if cfg.tuning.trains_single_rows:
         return Decision("ddp", "the rows of new tokens train only where each GPU has whole matrices")
     for strategy in _splits(cfg):
-        split = forecast_one_row(cfg, shape, place=place, strategy=strategy)
+        split = forecast_one_row(cfg, shape, hardware=hardware, strategy=strategy)
         if split.verdict != "does_not_fit":
             room = format_bytes(whole.budget_bytes)
             reason = f"ddp needs {need} of {room} on each GPU, split it is {format_bytes(split.peak_bytes)}"

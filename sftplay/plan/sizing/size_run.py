@@ -14,7 +14,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.budget import device_of
-from sftplay.plan.memory.forecast import Forecast, Place
+from sftplay.plan.memory.forecast import Forecast, Hardware
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
 from sftplay.plan.shape.model_shape import ModelShape
@@ -68,25 +68,25 @@ def size_run(
     refuse_hook(cfg, machine, world_size=world_size)
     task = find_sizing(cfg)
     task.refuse_machine(cfg, machine, world_size=world_size)
-    place = Place(device_of(machine, local_processes or world_size), world_size, lengths)
-    if shape is not None and (whole := task.size_whole(cfg, machine, shape=shape, place=place)):
+    hardware = Hardware(device_of(machine, local_processes or world_size), world_size, lengths)
+    if shape is not None and (whole := task.size_whole(cfg, machine, shape=shape, hardware=hardware)):
         return whole
     first = {BACKEND: choose_backend(cfg, machine, world_size=world_size)}
     decided = fill_open(cfg, first)
     rest = decide_numerics(decided, machine, shape=shape) | task.decide_more(decided, machine)
     decided = fill_open(decided, rest)
-    rest[LOSS_HEAD] = _decide_head(decided, machine, place=place, vocab_size=shape.vocab if shape else vocab_size)
-    first |= task.choose_placement(fill_open(decided, rest), shape, place=place)
-    first[STRATEGY] = choose_strategy(fill_open(decided, {**first, **rest}), shape, place=place)
-    rest |= task.decide_sampling(fill_open(decided, {**first, **rest}), shape, place=place)
+    rest[LOSS_HEAD] = _decide_head(decided, machine, hardware=hardware, vocab_size=shape.vocab if shape else vocab_size)
+    first |= task.choose_placement(fill_open(decided, rest), shape, hardware=hardware)
+    first[STRATEGY] = choose_strategy(fill_open(decided, {**first, **rest}), shape, hardware=hardware)
+    rest |= task.decide_sampling(fill_open(decided, {**first, **rest}), shape, hardware=hardware)
     decided = fill_open(decided, {**first, **rest})
     look = None
     if shape is not None:
         if machine.gpus and cfg.train.loss_head == "auto" and task.fixed_head(cfg) is None:
-            rest[LOSS_HEAD] = _compare_heads(decided, shape, place=place)
+            rest[LOSS_HEAD] = _compare_heads(decided, shape, hardware=hardware)
             decided = decided.with_values({LOSS_HEAD: rest[LOSS_HEAD].value}, "auto")
-        look = foresight(decided, shape, place=place, fit=fit, sampled=task.rows_sampled(decided))
-    rest |= _decide_sizes(decided, machine, place=place, look=look)
+        look = foresight(decided, shape, hardware=hardware, fit=fit, sampled=task.rows_sampled(decided))
+    rest |= _decide_sizes(decided, machine, hardware=hardware, look=look)
     sized = fill_open(decided, rest)
     return SizedRun(
         sized,
@@ -98,11 +98,11 @@ def size_run(
 
 
 def _decide_sizes(
-    cfg: RunConfig, machine: Machine, *, place: Place, look: Callable[[int], Forecast] | None
+    cfg: RunConfig, machine: Machine, *, hardware: Hardware, look: Callable[[int], Forecast] | None
 ) -> Decisions:
     """Rows of a micro-batch, and micro-batches of a step."""
-    tokens, has_gpu = planned_tokens(cfg, place.lengths), bool(machine.gpus)
-    split = split_batch(cfg, place.world_size, has_gpu=has_gpu, row_tokens=tokens, look=look)
+    tokens, has_gpu = planned_tokens(cfg, hardware.lengths), bool(machine.gpus)
+    split = split_batch(cfg, hardware.world_size, has_gpu=has_gpu, row_tokens=tokens, look=look)
     return {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
 
 
@@ -136,7 +136,7 @@ def is_open(cfg: RunConfig, key: str) -> bool:
     return cfg.value_of(key) in ("auto", None)
 
 
-def _decide_head(cfg: RunConfig, machine: Machine, *, place: Place, vocab_size: int | None) -> Decision:
+def _decide_head(cfg: RunConfig, machine: Machine, *, hardware: Hardware, vocab_size: int | None) -> Decision:
     wanted = cfg.train.loss_head
     if fixed := find_sizing(cfg).fixed_head(cfg):
         return fixed
@@ -149,8 +149,8 @@ def _decide_head(cfg: RunConfig, machine: Machine, *, place: Place, vocab_size: 
     if cfg.tuning.backend == "unsloth":
         return Decision("standard", "unsloth puts a loss of its own into the model")
     vocab = vocab_size or ASSUMED_VOCAB
-    tokens = planned_tokens(cfg, place.lengths)
-    rows = split_batch(cfg, place.world_size, has_gpu=bool(machine.gpus), row_tokens=tokens).rows
+    tokens = planned_tokens(cfg, hardware.lengths)
+    rows = split_batch(cfg, hardware.world_size, has_gpu=bool(machine.gpus), row_tokens=tokens).rows
     scores_bytes = rows * tokens * vocab * 4
     size = format_bytes(scores_bytes) + ("" if vocab_size else f" at most, for a vocabulary of {vocab} or less")
     if machine.gpus and vocab > CHUNKED_WINS_VOCAB:
@@ -160,12 +160,12 @@ def _decide_head(cfg: RunConfig, machine: Machine, *, place: Place, vocab_size: 
     return Decision("standard", f"scores of one micro-batch take {size}; no recomputation needed")
 
 
-def _compare_heads(cfg: RunConfig, shape: ModelShape, *, place: Place) -> Decision:
+def _compare_heads(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> Decision:
     """Whole scores unless chunks of them make room for a larger micro-batch, or for one at all."""
-    seen, tokens = {}, planned_tokens(cfg, place.lengths)
+    seen, tokens = {}, planned_tokens(cfg, hardware.lengths)
     for head in ("standard", "chunked"):
-        look = foresight(cfg.with_values({LOSS_HEAD: head}, "auto"), shape, place=place)
-        seen[head] = look(split_batch(cfg, place.world_size, has_gpu=True, row_tokens=tokens, look=look).rows)
+        look = foresight(cfg.with_values({LOSS_HEAD: head}, "auto"), shape, hardware=hardware)
+        seen[head] = look(split_batch(cfg, hardware.world_size, has_gpu=True, row_tokens=tokens, look=look).rows)
     whole, chunks = seen["standard"], seen["chunked"]
     if chunks.size.rows > whole.size.rows:
         sizes = f"{chunks.size.rows} rows a micro-batch in place of {whole.size.rows}"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sftplay.config.rules.task_spec import find_spec
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
-from sftplay.plan.memory.forecast import Forecast, Place, forecast
+from sftplay.plan.memory.forecast import Forecast, Hardware, forecast
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import planned_tokens
 from sftplay.plan.memory.step import Size
@@ -36,15 +36,15 @@ class Split(NamedTuple):
 
 
 def foresight(
-    cfg: RunConfig, shape: ModelShape, *, place: Place, fit: Fit | None = None, sampled: int = 1
+    cfg: RunConfig, shape: ModelShape, *, hardware: Hardware, fit: Fit | None = None, sampled: int = 1
 ) -> Callable[[int], Forecast]:
     """The forecast of a micro-batch of so many rows, for a config in which all but the sizes is decided.
 
     `sampled` completions are sampled at a time.
     """
-    setting = setting_of(cfg, shape, place=place, strategy=planned_strategy(cfg, place.world_size), fit=fit)
-    share = cfg.train.effective_batch_size // place.world_size
-    tokens = planned_tokens(cfg, place.lengths)
+    setting = setting_of(cfg, shape, hardware=hardware, strategy=planned_strategy(cfg, hardware.world_size), fit=fit)
+    share = cfg.train.effective_batch_size // hardware.world_size
+    tokens = planned_tokens(cfg, hardware.lengths)
     return lambda rows: forecast(setting, Size(rows=rows, seq=tokens, accumulates=rows < share), sampled=sampled)
 
 

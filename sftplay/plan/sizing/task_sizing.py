@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.machine.probe import Machine
-from sftplay.plan.memory.forecast import Forecast, Place, Setting, TaskMemory, forecast, on_device
+from sftplay.plan.memory.forecast import Forecast, Hardware, Setting, TaskMemory, forecast, on_device
 from sftplay.plan.memory.memory_setup import execution_of
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import planned_tokens
@@ -62,11 +62,11 @@ class TaskSizing:
         """Return the shape of a model that `model.name` does not decide; asked only where there is no text."""
         return None
 
-    def memory(self, cfg: RunConfig, *, place: Place) -> TaskMemory | None:
+    def memory(self, cfg: RunConfig, *, hardware: Hardware) -> TaskMemory | None:
         """Return the memory of a step that is more than plain rows."""
         return None
 
-    def size_whole(self, cfg: RunConfig, machine: Machine, *, shape: ModelShape, place: Place) -> SizedRun | None:
+    def size_whole(self, cfg: RunConfig, machine: Machine, *, shape: ModelShape, hardware: Hardware) -> SizedRun | None:
         """Size a run that shares no decision with a language model; None for any other."""
         return None
 
@@ -78,7 +78,7 @@ class TaskSizing:
             ConfigError: the number of processes does not go with the config.
         """
 
-    def choose_placement(self, cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:
+    def choose_placement(self, cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> Decisions:
         """Decide where the task's models lie, where the config leaves that open."""
         return {}
 
@@ -94,7 +94,7 @@ class TaskSizing:
         """Decide keys of the task's own section that depend on the machine alone."""
         return {}
 
-    def decide_sampling(self, cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:
+    def decide_sampling(self, cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> Decisions:
         """Decide how many answers are sampled at a time, where any are."""
         return {}
 
@@ -138,26 +138,26 @@ def find_sizing(cfg: RunConfig) -> TaskSizing:
 
 
 def setting_of(
-    cfg: RunConfig, shape: ModelShape, *, place: Place, strategy: Strategy, fit: Fit | None = None
+    cfg: RunConfig, shape: ModelShape, *, hardware: Hardware, strategy: Strategy, fit: Fit | None = None
 ) -> Setting:
     """The setting of a config in which all but the sizes is decided."""
     return Setting(
         shape=shape,
-        execution=on_device(execution_of(cfg), shape, device=place.device),
-        device=place.device,
+        execution=on_device(execution_of(cfg), shape, device=hardware.device),
+        device=hardware.device,
         strategy=strategy,
-        world_size=place.world_size,
+        world_size=hardware.world_size,
         fit=fit,
-        task=find_sizing(cfg).memory(cfg, place=place),
+        task=find_sizing(cfg).memory(cfg, hardware=hardware),
         measures_first=cfg.eval.before,
     )
 
 
-def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, place: Place, strategy: Strategy) -> Forecast:
+def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware, strategy: Strategy) -> Forecast:
     """The forecast with one row a micro-batch, and one completion drawn at a time, the least that a run can do with.
 
     `cfg` has no `auto` besides its sizes.
     """
-    setting = setting_of(cfg, shape, place=place, strategy=strategy)
-    accumulates = cfg.train.effective_batch_size > place.world_size
-    return forecast(setting, Size(rows=1, seq=planned_tokens(cfg, place.lengths), accumulates=accumulates))
+    setting = setting_of(cfg, shape, hardware=hardware, strategy=strategy)
+    accumulates = cfg.train.effective_batch_size > hardware.world_size
+    return forecast(setting, Size(rows=1, seq=planned_tokens(cfg, hardware.lengths), accumulates=accumulates))

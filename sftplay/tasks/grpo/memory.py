@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.forecast import Forecast, Place, Setting, forecast, with_loading
+from sftplay.plan.memory.forecast import Forecast, Hardware, Setting, forecast, with_loading
 from sftplay.plan.memory.head import head_in_forward
 from sftplay.plan.memory.layer import FP32, inner_bytes, stream_bytes
 from sftplay.plan.memory.memory_setup import MemorySetup, trained_params
@@ -264,10 +264,10 @@ def _reference(shape: ModelShape, execution: MemorySetup, *, strategy: Strategy,
     return standing.weights / world_size if strategy.startswith("fsdp") else standing.weights
 
 
-def forecast_sampling(cfg: RunConfig, shape: ModelShape, *, place: Place) -> Callable[[int], Forecast]:
+def forecast_sampling(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> Callable[[int], Forecast]:
     """Return the forecast of the phase in which so many completions are sampled at a time, without other phases."""
-    setting = setting_of(cfg, shape, place=place, strategy=planned_strategy(cfg, place.world_size))
-    size = Size(rows=1, seq=planned_tokens(cfg, place.lengths), accumulates=True)
+    setting = setting_of(cfg, shape, hardware=hardware, strategy=planned_strategy(cfg, hardware.world_size))
+    size = Size(rows=1, seq=planned_tokens(cfg, hardware.lengths), accumulates=True)
 
     def forecast_completions(sampled: int) -> Forecast:
         seen = forecast(setting, size, sampled=sampled)

@@ -16,7 +16,7 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.doctor.install import is_within
 from sftplay.machine.libraries import VLLM_INSTALL, vllm_problem
 from sftplay.machine.probe import Machine
-from sftplay.plan.memory.forecast import Forecast, Place
+from sftplay.plan.memory.forecast import Forecast, Hardware
 from sftplay.plan.memory.memory_setup import MemorySetup, execution_of
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.report.tables import PHASES, label
@@ -228,8 +228,8 @@ class GrpoPlan(TaskSizing, TaskReport):
 
     unit = "completions"
 
-    def memory(self, cfg: RunConfig, *, place: Place) -> Rollout:
-        return read_rollout(cfg, device_bytes=place.device.total_bytes)
+    def memory(self, cfg: RunConfig, *, hardware: Hardware) -> Rollout:
+        return read_rollout(cfg, device_bytes=hardware.device.total_bytes)
 
     def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
         refuse_generation(cfg, machine, world_size=world_size)
@@ -237,17 +237,17 @@ class GrpoPlan(TaskSizing, TaskReport):
     def fixed_head(self, cfg: RunConfig) -> Decision | None:
         return Decision("chunked", "TRL takes the probabilities of completions in tiles of 4096 tokens x 32768 words")
 
-    def decide_sampling(self, cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:
+    def decide_sampling(self, cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> Decisions:
         refuse_mixed_cache(cfg)
-        refuse_parts(cfg, strategy=planned_strategy(cfg, place.world_size), world_size=place.world_size)
+        refuse_parts(cfg, strategy=planned_strategy(cfg, hardware.world_size), world_size=hardware.world_size)
         if shape is not None:
             refuse_shared_head(cfg, shape)
-            refuse_small_engine(cfg, shape, execution=execution_of(cfg), device_bytes=place.device.total_bytes)
-        share = max(1, completions_of_drawing(cfg) // place.world_size)
+            refuse_small_engine(cfg, shape, execution=execution_of(cfg), device_bytes=hardware.device.total_bytes)
+        share = max(1, completions_of_drawing(cfg) // hardware.world_size)
         if cfg.grpo.generation.startswith("vllm"):
             why = f"{cfg.grpo.generation} takes all of a drawing and queues them itself"
             return {"grpo.generation_rows": Decision(share, why)}
-        look = forecast_sampling(cfg, shape, place=place) if shape is not None else None
+        look = forecast_sampling(cfg, shape, hardware=hardware) if shape is not None else None
         return {"grpo.generation_rows": decide_rows_at_once(share, look)}
 
     def rows_sampled(self, cfg: RunConfig) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from sftplay.config.rules.problem import Problem
 from sftplay.config.rules.task_spec import TaskSpec
-from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
 
@@ -22,7 +22,7 @@ UNCLIPPED = ("cispo", "sapo", "vespo")
 """Losses that bound the ratio in another way than by epsilon and delta (trl 1.16, `_compute_loss`)."""
 
 
-def broken_grpo_rules(cfg: RunConfig) -> Iterator[Violation]:
+def broken_grpo_rules(cfg: RunConfig) -> Iterator[Problem]:
     """Every rule of task mode grpo that the config breaks."""
     yield from _rewards(cfg)
     yield from _lengths(cfg)
@@ -51,29 +51,29 @@ def idle_grpo_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "grpo.epsilon_high", LOSS, f"loss_type {grpo.loss_type} does not use it"
 
 
-def _rewards(cfg: RunConfig) -> Iterator[Violation]:
+def _rewards(cfg: RunConfig) -> Iterator[Problem]:
     if not cfg.rewards:
         what, fix = "grpo learns from rewards, and there is none", "add one: - {name: answer, use: exact_match}"
-        yield Violation(("task_mode", "rewards"), what, fix=fix)
+        yield Problem(("task_mode", "rewards"), what, fix=fix)
     elif not any(reward.weight for reward in cfg.rewards):
         what = "every weight is 0, so nothing would be learned"
-        yield Violation(("rewards.0.weight", "rewards"), what, fix="give one reward another weight")
+        yield Problem(("rewards.0.weight", "rewards"), what, fix="give one reward another weight")
 
 
-def _lengths(cfg: RunConfig) -> Iterator[Violation]:
+def _lengths(cfg: RunConfig) -> Iterator[Problem]:
     grpo, limit = cfg.grpo, cfg.model.max_seq_len
     if grpo.max_completion_length >= limit:
         what = f"{grpo.max_completion_length} leaves no room for a prompt in model.max_seq_len {limit}"
         fix = f"write model.max_seq_len: {2 * grpo.max_completion_length}, or shorter completions"
-        yield Violation((COMPLETION, "model.max_seq_len"), what, fix=fix)
+        yield Problem((COMPLETION, "model.max_seq_len"), what, fix=fix)
     elif grpo.max_prompt_length is not None and grpo.max_prompt_length + grpo.max_completion_length > limit:
         both = grpo.max_prompt_length + grpo.max_completion_length
         what = f"{grpo.max_prompt_length} and {COMPLETION} {grpo.max_completion_length} are more than "
         fix = f"write model.max_seq_len: {both}, or {PROMPT}: {limit - grpo.max_completion_length}"
-        yield Violation((PROMPT, COMPLETION, "model.max_seq_len"), f"{what}model.max_seq_len {limit}", fix=fix)
+        yield Problem((PROMPT, COMPLETION, "model.max_seq_len"), f"{what}model.max_seq_len {limit}", fix=fix)
 
 
-def _skipping(cfg: RunConfig) -> Iterator[Violation]:
+def _skipping(cfg: RunConfig) -> Iterator[Problem]:
     grpo = cfg.grpo
     others = {
         "grpo.dynamic_sampling_rounds": (
@@ -87,37 +87,37 @@ def _skipping(cfg: RunConfig) -> Iterator[Violation]:
     for key, (is_set, why) in others.items():
         if grpo.skip_zero_variance and is_set:
             what = f"it does not go together with {key}, {why}"
-            yield Violation(("grpo.skip_zero_variance", key), what, fix=f"leave {key} or grpo.skip_zero_variance out")
+            yield Problem(("grpo.skip_zero_variance", key), what, fix=f"leave {key} or grpo.skip_zero_variance out")
 
 
-def _second_engine(cfg: RunConfig) -> Iterator[Violation]:
+def _second_engine(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.grpo.generation.startswith("vllm") and cfg.tuning.mode == "qlora":
         what = f"{cfg.grpo.generation} cannot be sent an adapter whose base is held in 4 bits"
         fix = "write tuning.mode: lora, or grpo.generation: transformers"
-        yield Violation(("grpo.generation", "tuning.mode"), what, fix=fix)
+        yield Problem(("grpo.generation", "tuning.mode"), what, fix=fix)
 
 
-def _loss(cfg: RunConfig) -> Iterator[Violation]:
+def _loss(cfg: RunConfig) -> Iterator[Problem]:
     grpo = cfg.grpo
     if grpo.loss_type == "luspo" and grpo.importance_sampling_level != "sequence":
         what = "luspo is a loss of whole completions, but the ratio is taken of each token"
-        yield Violation((LOSS, LEVEL), what, fix=f"write {LEVEL}: sequence")
+        yield Problem((LOSS, LEVEL), what, fix=f"write {LEVEL}: sequence")
     if grpo.loss_type == "vespo" and grpo.importance_sampling_level != "token":
         what = "vespo makes the ratio of a completion itself, out of those of its tokens"
-        yield Violation((LEVEL, LOSS), what, fix=f"write {LEVEL}: token")
+        yield Problem((LEVEL, LOSS), what, fix=f"write {LEVEL}: token")
     if grpo.loss_type == "vespo" and grpo.generation.startswith("vllm"):
         mode = grpo.extra.get("vllm_importance_sampling_mode", "sequence_mask")
         if mode not in ("token_truncate", "token_mask") and grpo.extra.get("vllm_importance_sampling_correction", True):
             key = "grpo.extra.vllm_importance_sampling_mode"
             what = f"{mode}: loss_type vespo corrects vLLM's probabilities by token"
-            yield Violation((key, LOSS, "grpo.generation"), what, fix=f"write {key}: token_truncate or token_mask")
+            yield Problem((key, LOSS, "grpo.generation"), what, fix=f"write {key}: token_truncate or token_mask")
     if grpo.delta is not None and (grpo.loss_type in UNCLIPPED or grpo.delta <= 1 + grpo.epsilon):
         what = f"loss_type {grpo.loss_type} does not use it" if grpo.loss_type in UNCLIPPED else ""
         what = what or f"{grpo.delta:g} is not above 1 + grpo.epsilon {grpo.epsilon:g}"
-        yield Violation(("grpo.delta", LOSS, "grpo.epsilon"), what, fix="remove it, or write 4")
+        yield Problem(("grpo.delta", LOSS, "grpo.epsilon"), what, fix="remove it, or write 4")
 
 
-def settings_of_labels(cfg: RunConfig) -> Iterator[Violation]:
+def settings_of_labels(cfg: RunConfig) -> Iterator[Problem]:
     """Settings of other tasks that would be ignored, or would change what the model is paid for."""
     train, tuning = cfg.train, cfg.tuning
     best = "acc_t2" if cfg.task_mode == "score" else None
@@ -142,11 +142,11 @@ def settings_of_labels(cfg: RunConfig) -> Iterator[Violation]:
     }
     for key, (is_asked, why, remedy) in table.items():
         if is_asked:
-            yield Violation((key, "task_mode"), f"{why}, in task_mode {cfg.task_mode}", fix=f"write {key}: {remedy}")
+            yield Problem((key, "task_mode"), f"{why}, in task_mode {cfg.task_mode}", fix=f"write {key}: {remedy}")
     targets = tuning.lora.target_modules
     if tuning.mode != "full" and isinstance(targets, list) and "lm_head" in targets:
         what = "lm_head: TRL reads the weights of the head without their adapter, so it would not train"
-        yield Violation(("tuning.lora.target_modules", "task_mode"), what, fix="remove lm_head from the list")
+        yield Problem(("tuning.lora.target_modules", "task_mode"), what, fix="remove lm_head from the list")
 
 
 def completions_of_drawing(cfg: RunConfig) -> int:
@@ -188,7 +188,7 @@ def refuse_broken_groups(cfg: RunConfig, world_size: int) -> None:
 class GrpoSpec(TaskSpec):
     """Completions are sampled and paid by rewards."""
 
-    def broken_rules(self, cfg: RunConfig) -> Iterator[Violation]:
+    def broken_rules(self, cfg: RunConfig) -> Iterator[Problem]:
         return broken_grpo_rules(cfg)
 
     def idle_keys(self, cfg: RunConfig) -> Iterator[tuple[str, str, str]]:

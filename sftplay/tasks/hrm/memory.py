@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from sftplay.config.schema.hrm import HrmConfig, TablePlacement
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.forecast import Forecast, Place, Setting, forecast
+from sftplay.plan.memory.forecast import Forecast, Hardware, Setting, forecast
 from sftplay.plan.memory.memory_setup import BYTES, WORKSPACE_BYTES, MemorySetup, workspace_bytes
 from sftplay.plan.memory.sharding import DeviceShare
 from sftplay.plan.memory.step import Footprint, Size
@@ -335,15 +335,15 @@ class PuzzleMemory:
         return Forecast(setting, size, footprint, on_host)
 
 
-def foresee_puzzles(cfg: RunConfig, shape: PuzzleModelShape, *, place: Place) -> Callable[[int], Forecast]:
+def foresee_puzzles(cfg: RunConfig, shape: PuzzleModelShape, *, hardware: Hardware) -> Callable[[int], Forecast]:
     """Return the forecast of a micro-batch of so many rows, for a config in which all but the sizes is decided."""
-    compute, share = BYTES[str(cfg.train.precision)], cfg.train.effective_batch_size // place.world_size
+    compute, share = BYTES[str(cfg.train.precision)], cfg.train.effective_batch_size // hardware.world_size
     setting = Setting(
         shape=shape,
         execution=MemorySetup(weight_bytes=4, compute_bytes=compute, stream_bytes=compute, checkpointing=False),
-        device=place.device,
-        strategy="ddp" if place.world_size > 1 else "single",
-        world_size=place.world_size,
+        device=hardware.device,
+        strategy="ddp" if hardware.world_size > 1 else "single",
+        world_size=hardware.world_size,
         task=PuzzleMemory(rows=share),
     )
     return lambda rows: forecast(setting, Size(rows=rows, seq=shape.row_tokens, accumulates=rows < share))
@@ -359,11 +359,11 @@ def can_be_shared_out(shape: PuzzleModelShape, processes: int) -> bool:
     return processes > 1 and shape.puzzles.table > shape.puzzles.embedding
 
 
-def choose_table(cfg: RunConfig, shape: PuzzleModelShape, *, place: Place) -> Decision:
+def choose_table(cfg: RunConfig, shape: PuzzleModelShape, *, hardware: Hardware) -> Decision:
     """`replicated` or `sharded`, for a config in which all but the sizes is decided."""
-    if not can_be_shared_out(shape, place.world_size):
+    if not can_be_shared_out(shape, hardware.world_size):
         return Decision("replicated", "there is nothing to share out")
-    whole, shared = (_fewest_rows(cfg, shape, place=place, placement=each) for each in ("replicated", "sharded"))
+    whole, shared = (_fewest_rows(cfg, shape, hardware=hardware, placement=each) for each in ("replicated", "sharded"))
     filled = f"{format_bytes(whole.peak_bytes)} of {format_bytes(whole.budget_bytes)}"
     if VERDICTS.index(shared.verdict) > VERDICTS.index(whole.verdict):
         return Decision("sharded", f"with a whole table on each process even the fewest rows take {filled}")
@@ -372,14 +372,14 @@ def choose_table(cfg: RunConfig, shape: PuzzleModelShape, *, place: Place) -> De
     return Decision("replicated", f"even the fewest rows take {filled}, and sharding alone would not change that")
 
 
-def _fewest_rows(cfg: RunConfig, shape: PuzzleModelShape, *, place: Place, placement: TablePlacement) -> Forecast:
+def _fewest_rows(cfg: RunConfig, shape: PuzzleModelShape, *, hardware: Hardware, placement: TablePlacement) -> Forecast:
     """The forecast of the smallest micro-batch that the config allows."""
-    share, train = cfg.train.effective_batch_size // place.world_size, cfg.train
+    share, train = cfg.train.effective_batch_size // hardware.world_size, cfg.train
     given = train.batch_size if isinstance(train.batch_size, int) else None
     if given is None and isinstance(train.grad_accum, int):
         given = share // train.grad_accum
     tried = cfg.with_values({TABLE: placement}, "placement")
-    return foresee_puzzles(tried, shape.of(tried.hrm), place=place)(given or 1)
+    return foresee_puzzles(tried, shape.of(tried.hrm), hardware=hardware)(given or 1)
 
 
 def note_on_table(cfg: RunConfig, processes: int) -> tuple[str, ...]:

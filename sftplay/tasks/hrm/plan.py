@@ -12,7 +12,7 @@ from sftplay.data.puzzles.find import BUILTIN, open_splits
 from sftplay.errors import ConfigError
 from sftplay.machine.libraries import find_compiler_problem
 from sftplay.machine.probe import Machine
-from sftplay.plan.memory.forecast import Forecast, Place
+from sftplay.plan.memory.forecast import Forecast, Hardware
 from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.report.advice import ENOUGH, Step, Suggestion, added_up, step_to
 from sftplay.plan.report.run_cost import CPU_FLOPS_PER_CORE, USED_SHARE, Workload
@@ -233,7 +233,7 @@ class PuzzlePlan(TaskSizing, TaskReport):
     def decide_more(self, cfg: RunConfig, machine: Machine) -> Decisions:
         return {"hrm.compile": _decide_compile(machine)}
 
-    def size_whole(self, cfg: RunConfig, machine: Machine, *, shape: ModelShape, place: Place) -> SizedRun | None:
+    def size_whole(self, cfg: RunConfig, machine: Machine, *, shape: ModelShape, hardware: Hardware) -> SizedRun | None:
         """All rows of a process go at once where memory allows it."""
         assert isinstance(shape, PuzzleModelShape)
         chosen = decide_numerics(cfg, machine) | self.decide_more(cfg, machine)
@@ -242,20 +242,20 @@ class PuzzlePlan(TaskSizing, TaskReport):
             LOSS_HEAD: Decision("standard", "the vocabulary is that of a grid"),
             STRATEGY: Decision("ddp", "the model is small"),
         }
-        chosen[TABLE] = choose_table(fill_open(cfg, chosen), shape, place=place)
+        chosen[TABLE] = choose_table(fill_open(cfg, chosen), shape, hardware=hardware)
         decided = fill_open(cfg, chosen)
         shape = shape.of(decided.hrm)
-        look = foresee_puzzles(decided, shape, place=place)
+        look = foresee_puzzles(decided, shape, hardware=hardware)
         tokens = {"row_tokens": shape.row_tokens, "most_tokens": PLATEAU_TOKENS}  # rows are alike: there is no padding
-        split = split_batch(decided, place.world_size, has_gpu=bool(machine.gpus), look=look, **tokens)
+        split = split_batch(decided, hardware.world_size, has_gpu=bool(machine.gpus), look=look, **tokens)
         chosen |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
         told = ["train.precision", "train.learning_rate", BATCH_SIZE, GRAD_ACCUM]
-        told += [TABLE] if can_be_shared_out(shape, place.world_size) else []
-        notes = [*scaled_rate(cfg), *without_effect(cfg, machine), *note_on_table(cfg, place.world_size)]
+        told += [TABLE] if can_be_shared_out(shape, hardware.world_size) else []
+        notes = [*scaled_rate(cfg), *without_effect(cfg, machine), *note_on_table(cfg, hardware.world_size)]
         notes += [shape.assumed] if shape.assumed else []
         return SizedRun(
             fill_open(decided, chosen),
-            place.world_size,
+            hardware.world_size,
             {key: chosen[key] for key in told if is_open(cfg, key)},
             tuple(notes),
             look(split.rows),
@@ -267,7 +267,7 @@ class PuzzlePlan(TaskSizing, TaskReport):
     def compiled(self, cfg: RunConfig) -> tuple[str, bool, str]:
         return "hrm.compile", bool(cfg.hrm.compile), "false"
 
-    def suggest(self, cfg: RunConfig, sized: SizedRun, *, sizing: Sizing, place: Place) -> list[Suggestion]:
+    def suggest(self, cfg: RunConfig, sized: SizedRun, *, sizing: Sizing, hardware: Hardware) -> list[Suggestion]:
         assert sized.forecast is not None
         shape = sized.forecast.setting.shape
         assert isinstance(shape, PuzzleModelShape)
@@ -276,7 +276,7 @@ class PuzzlePlan(TaskSizing, TaskReport):
     def workload(self, cfg: RunConfig, seen: Forecast, *, lengths: RowLengths | None = None) -> Workload:
         return workload_of_puzzles(cfg, seen)
 
-    def compare(self, cfg: RunConfig, shape: ModelShape, *, place: Place) -> tuple[list[Any], Iterator[str]]:
+    def compare(self, cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> tuple[list[Any], Iterator[str]]:
         what = "task mode hrm trains every weight, and by ddp alone: there is nothing to compare"
         raise ConfigError(what, where="--compare (COMPARE=1)", fix="leave it out")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sftplay.config.read.spellings import NO_PRETRAINED
+from sftplay.config.rules.problem import Problem
 from sftplay.config.rules.task_spec import TaskSpec
-from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.config.schema.keys import keys_in
 from sftplay.config.schema.run import RunConfig
@@ -26,7 +26,7 @@ IDLE_OF_TRAINING = (
 )  # fmt: skip
 
 
-def broken_hrm_rules(cfg: RunConfig) -> Iterator[Violation]:
+def broken_hrm_rules(cfg: RunConfig) -> Iterator[Problem]:
     """Every rule of task mode hrm that the config breaks."""
     yield from _starts_from_nothing(cfg)
     yield from _shape(cfg)
@@ -62,54 +62,54 @@ def _idle_embeddings(hrm: HrmConfig) -> Iterator[tuple[str, str, str]]:
         yield "hrm.emb_sync_every", "hrm.puzzle_emb_placement", "sharded puzzle embeddings have one copy of each row"
 
 
-def _starts_from_nothing(cfg: RunConfig) -> Iterator[Violation]:
+def _starts_from_nothing(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.model.name != NO_PRETRAINED:
         what = f"{cfg.model.name!r} is given, but task_mode hrm makes its model of the section hrm, from nothing"
-        yield Violation(("model.name", "task_mode"), what, fix="remove model.name")
+        yield Problem(("model.name", "task_mode"), what, fix="remove model.name")
     if cfg.model.adapter is not None:
         what = "names an adapter, but task_mode hrm has no pretrained model"
-        yield Violation(("model.adapter", "task_mode"), what, fix="remove it")
+        yield Problem(("model.adapter", "task_mode"), what, fix="remove it")
     if cfg.tuning.mode != "full":
         what = f"{cfg.tuning.mode} adapts a pretrained model, and task_mode hrm has none: every weight trains"
-        yield Violation(("tuning.mode", "task_mode"), what, fix="remove tuning.mode")
+        yield Problem(("tuning.mode", "task_mode"), what, fix="remove tuning.mode")
 
 
-def _shape(cfg: RunConfig) -> Iterator[Violation]:
+def _shape(cfg: RunConfig) -> Iterator[Problem]:
     hrm, keys = cfg.hrm, ("hrm.hidden_size", "hrm.num_heads")
     if hrm.hidden_size % hrm.num_heads:
         near = max(1, round(hrm.hidden_size / hrm.num_heads)) * hrm.num_heads
         what = f"{hrm.hidden_size} is no multiple of hrm.num_heads {hrm.num_heads}"
-        yield Violation(keys, what, fix=f"write hrm.hidden_size: {near}")
+        yield Problem(keys, what, fix=f"write hrm.hidden_size: {near}")
     elif hrm.positions == "rope" and hrm.hidden_size // hrm.num_heads % 2:
         what = f"a head of {hrm.hidden_size // hrm.num_heads} cannot be rotated: rope needs an even number"
-        yield Violation((*keys, "hrm.positions"), what, fix=f"write hrm.hidden_size: {2 * hrm.hidden_size}")
+        yield Problem((*keys, "hrm.positions"), what, fix=f"write hrm.hidden_size: {2 * hrm.hidden_size}")
     dim = hrm.hidden_size if hrm.puzzle_emb_dim is None else hrm.puzzle_emb_dim
     if hrm.puzzle_emb_len is not None and not 0 < dim <= hrm.puzzle_emb_len * hrm.hidden_size:
         needed = -(-dim // hrm.hidden_size)
         what = f"{hrm.puzzle_emb_len} positions of {hrm.hidden_size} do not hold hrm.puzzle_emb_dim {dim}"
         what = what if dim else "puzzle_emb_dim 0 has no puzzle embeddings, so nothing fills these positions"
         fix = f"write hrm.puzzle_emb_len: {needed}, or more" if dim else "remove hrm.puzzle_emb_len"
-        yield Violation(("hrm.puzzle_emb_len", "hrm.puzzle_emb_dim"), what, fix=fix)
+        yield Problem(("hrm.puzzle_emb_len", "hrm.puzzle_emb_dim"), what, fix=fix)
 
 
-def _not_offered(cfg: RunConfig) -> Iterator[Violation]:
+def _not_offered(cfg: RunConfig) -> Iterator[Problem]:
     train, strategy = cfg.train, cfg.cluster.strategy
     if strategy not in ("auto", "ddp"):
         what = f"{strategy} shards a model, and task mode hrm trains a small one on several processes by ddp"
-        yield Violation(("cluster.strategy", "task_mode"), what, fix="write cluster.strategy: ddp")
+        yield Problem(("cluster.strategy", "task_mode"), what, fix="write cluster.strategy: ddp")
     if train.precision == "fp16":
         what = "fp16 would overflow in its loss; bf16 needs a GPU from 2020 on, fp32 runs everywhere"
-        yield Violation(("train.precision", "task_mode"), what, fix="write train.precision: auto")
+        yield Problem(("train.precision", "task_mode"), what, fix="write train.precision: auto")
     for key in ("train.best_metric", "train.early_stopping", "eval.before"):
         if cfg.value_of(key):
             what = "is not offered in task mode hrm, which measures puzzles while it trains and keeps the last weights"
-            yield Violation((key, "task_mode"), what, fix="remove it; hrm.ema averages, hrm.stop_at_exact stops")
+            yield Problem((key, "task_mode"), what, fix="remove it; hrm.ema averages, hrm.stop_at_exact stops")
 
 
 class PuzzleSpec(TaskSpec):
     """A model of puzzles is trained from nothing."""
 
-    def broken_rules(self, cfg: RunConfig) -> Iterator[Violation]:
+    def broken_rules(self, cfg: RunConfig) -> Iterator[Problem]:
         return broken_hrm_rules(cfg)
 
     def start_from(self, cfg: RunConfig) -> str | None:

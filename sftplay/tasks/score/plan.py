@@ -10,7 +10,7 @@ from typing import Any
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.plan.devices.layout import DEVICES, PLACEMENT, layout_of, name_devices
-from sftplay.plan.memory.forecast import Forecast, Place
+from sftplay.plan.memory.forecast import Forecast, Hardware
 from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.report.advice import Step, Suggestion, added_up, first_that_fit, step_to, steps_of
 from sftplay.plan.report.run_cost import Workload, workload_of
@@ -48,12 +48,12 @@ class Candidate:
         return {PLACEMENT: self.placement, **({REF: "cpu"} if self.ref_on_cpu else {}), **split}
 
 
-def candidates(cfg: RunConfig, place: Place) -> list[Candidate]:
+def candidates(cfg: RunConfig, hardware: Hardware) -> list[Candidate]:
     """Layouts that these devices and this number of processes allow, the cheapest first."""
-    names, is_one = ["shared"], place.world_size == 1
-    if is_one and place.gpus >= 2:
+    names, is_one = ["shared"], hardware.world_size == 1
+    if is_one and hardware.gpus >= 2:
         names.append("roles")
-    if is_one and place.gpus >= 4:
+    if is_one and hardware.gpus >= 4:
         names.append("roles4")
     wanted = "sharded" if cfg.cluster.strategy == "fsdp" else cfg.score.placement
     if not is_one and can_split(cfg):
@@ -62,7 +62,7 @@ def candidates(cfg: RunConfig, place: Place) -> list[Candidate]:
     if wanted == "auto" and cfg.score.devices.guide != "auto":
         names = [name for name in names if name != "shared"] or ["roles"]
     # Switched off, an adapter leaves the reference: there is none that could lie elsewhere.
-    moves_ref = cfg.tuning.mode == "full" and cfg.score.devices.ref == "auto" and place.device.is_gpu
+    moves_ref = cfg.tuning.mode == "full" and cfg.score.devices.ref == "auto" and hardware.device.is_gpu
     found = []
     for name in names:
         found.append(Candidate(name))
@@ -77,20 +77,20 @@ def can_split(cfg: RunConfig) -> bool:
     return not any(broken_shard_rules(tried))
 
 
-def choose_placement(cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:
+def choose_placement(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> Decisions:
     """Placement and the reference's device, where they are open; nothing for another task.
 
     Raises:
         ConfigError: devices contradict the placement or the number of processes.
         MachineError: the machine lacks a GPU that is named.
     """
-    open_ = candidates(cfg, place)
+    open_ = candidates(cfg, hardware)
     for each in open_[:1]:
-        layout_of(cfg, placement=each.placement, gpus=place.gpus, processes=place.world_size)  # type: ignore[arg-type]
+        layout_of(cfg, placement=each.placement, gpus=hardware.gpus, processes=hardware.world_size)  # type: ignore[arg-type]
     if shape is None:
         why = "the model's shape is not known here, so nothing says that it must be separated"
         return {PLACEMENT: Decision(open_[0].placement, why)}
-    seen = {each: look(cfg, shape, place=place, candidate=each) for each in open_}
+    seen = {each: look(cfg, shape, hardware=hardware, candidate=each) for each in open_}
     chosen = next((each for each, look_ in seen.items() if look_.verdict != "does_not_fit"), None)
     if chosen is None:
         chosen = min(seen, key=lambda each: seen[each].peak_bytes)
@@ -101,10 +101,10 @@ def choose_placement(cfg: RunConfig, shape: ModelShape | None, *, place: Place) 
     return {key: Decision(value, why) for key, value in chosen.values.items()}
 
 
-def look(cfg: RunConfig, shape: ModelShape, *, place: Place, candidate: Candidate) -> Forecast:
+def look(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware, candidate: Candidate) -> Forecast:
     """The forecast of a layout with one row at a time."""
     tried = cfg.with_values(candidate.values, "placement")
-    return forecast_one_row(tried, shape, place=place, strategy=planned_strategy(tried, place.world_size))
+    return forecast_one_row(tried, shape, hardware=hardware, strategy=planned_strategy(tried, hardware.world_size))
 
 
 def _filled(seen: Forecast) -> str:
@@ -122,8 +122,8 @@ def suggest_for_episodes(cfg: RunConfig, shape: ModelShape, *, sizing: Sizing) -
     """
     sized = sizing(cfg, shape=shape)
     assert sized.forecast is not None
-    place = Place(sized.forecast.setting.device, sized.world_size)
-    steps = [_released(step, cfg) for step in steps_of(sized.cfg, place)]
+    hardware = Hardware(sized.forecast.setting.device, sized.world_size)
+    steps = [_released(step, cfg) for step in steps_of(sized.cfg, hardware)]
     exact = [step for step in steps if step.change.startswith(EXACT)]
     others = [step for step in steps if step not in exact]
     split = list(_split(cfg, sized))
@@ -144,8 +144,8 @@ def _attempt(cfg: RunConfig, shape: ModelShape, *, steps: list[Step], sizing: Si
         return None
     assert sized.forecast is not None
     setting = sized.forecast.setting
-    place = Place(setting.device, setting.world_size)
-    seen = forecast_one_row(sized.cfg, shape, place=place, strategy=setting.strategy)
+    hardware = Hardware(setting.device, setting.world_size)
+    seen = forecast_one_row(sized.cfg, shape, hardware=hardware, strategy=setting.strategy)
     return Suggestion(", ".join(step.change for step in steps), seen.peak_bytes, seen.verdict == "fits")
 
 
@@ -208,26 +208,26 @@ class LayoutRow:
         return ", ".join(f"{label(self.forecast, name)} {size / GIB:.1f}" for name, size in largest)
 
 
-def compare_layouts(cfg: RunConfig, shape: ModelShape, *, place: Place) -> list[LayoutRow]:
+def compare_layouts(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> list[LayoutRow]:
     """All layouts that these devices allow; recommended is the first that fits of the config's own tuning, else of the
     next cheaper one."""
-    rows = list(_layout_rows(cfg, shape, place=place))
+    rows = list(_layout_rows(cfg, shape, hardware=hardware))
     wanted = MODES[MODES.index(cfg.tuning.mode) :]
     fitting = [row for row in rows if row.mode in wanted and row.forecast.verdict == "fits"]
     best = min(fitting, key=lambda row: wanted.index(row.mode), default=None)
     return [replace(row, is_recommended=row is best) for row in rows]
 
 
-def _layout_rows(cfg: RunConfig, shape: ModelShape, *, place: Place) -> Iterator[LayoutRow]:
-    gpus = max(1, place.gpus)
+def _layout_rows(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> Iterator[LayoutRow]:
+    gpus = max(1, hardware.gpus)
     for mode in MODES:
         tuned = cfg.with_values({"tuning.mode": mode, PLACEMENT: "auto", REF: "auto", STRATEGY: "auto"}, "compare")
         # Processes that each hold everything, then one process with several devices.
         for processes in sorted({gpus, 1}, reverse=True):
-            own = replace(place, world_size=processes)
+            own = replace(hardware, world_size=processes)
             for each in candidates(tuned, own):
                 if processes == gpus or each.placement != "shared":
-                    yield LayoutRow(mode, each, look(tuned, shape, place=own, candidate=each))
+                    yield LayoutRow(mode, each, look(tuned, shape, hardware=own, candidate=each))
 
 
 def describe_layouts(rows: Sequence[LayoutRow]) -> Iterator[str]:
@@ -280,11 +280,11 @@ class ScorePlan(TaskSizing, TaskReport):
     unit = "episodes"
     splits_by_strategy = False
 
-    def memory(self, cfg: RunConfig, *, place: Place) -> Episodes:
-        return read_episodes(cfg, gpus=place.gpus, processes=place.world_size)
+    def memory(self, cfg: RunConfig, *, hardware: Hardware) -> Episodes:
+        return read_episodes(cfg, gpus=hardware.gpus, processes=hardware.world_size)
 
-    def choose_placement(self, cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:
-        return choose_placement(cfg, shape, place=place)
+    def choose_placement(self, cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> Decisions:
+        return choose_placement(cfg, shape, hardware=hardware)
 
     def fixed_strategy(self, cfg: RunConfig) -> Decision | None:
         if cfg.score.placement == "sharded":
@@ -294,9 +294,9 @@ class ScorePlan(TaskSizing, TaskReport):
     def fixed_head(self, cfg: RunConfig) -> Decision | None:
         return Decision("chunked", "log-probabilities of actions are taken in chunks of tokens")
 
-    def decide_sampling(self, cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:
-        look = forecast_sampling(cfg, shape, place=place) if shape is not None else None
-        share = max(1, answers_of_drawing(cfg) // place.world_size)
+    def decide_sampling(self, cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> Decisions:
+        look = forecast_sampling(cfg, shape, hardware=hardware) if shape is not None else None
+        share = max(1, answers_of_drawing(cfg) // hardware.world_size)
         return {"score.generation_rows": decide_rows_at_once(share, look)}
 
     def rows_sampled(self, cfg: RunConfig) -> int:
@@ -322,7 +322,7 @@ class ScorePlan(TaskSizing, TaskReport):
             return one if one.forecast is not None and one.forecast.peak_bytes < seen.peak_bytes else sized
         return sized
 
-    def suggest(self, cfg: RunConfig, sized: SizedRun, *, sizing: Sizing, place: Place) -> list[Suggestion]:
+    def suggest(self, cfg: RunConfig, sized: SizedRun, *, sizing: Sizing, hardware: Hardware) -> list[Suggestion]:
         assert sized.forecast is not None
         return suggest_for_episodes(cfg, sized.forecast.setting.shape, sizing=sizing)
 
@@ -330,8 +330,8 @@ class ScorePlan(TaskSizing, TaskReport):
         work = workload_of(cfg, seen.setting, lengths=lengths)
         return replace(work, tokens=None)  # an episode is three texts, each as long as the models make it
 
-    def compare(self, cfg: RunConfig, shape: ModelShape, *, place: Place) -> tuple[list[Any], Iterator[str]]:
-        rows = compare_layouts(cfg, shape, place=place)
+    def compare(self, cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> tuple[list[Any], Iterator[str]]:
+        rows = compare_layouts(cfg, shape, hardware=hardware)
         return rows, describe_layouts(rows)
 
     def describe_tokens(self, cfg: RunConfig, planned: int) -> str:

@@ -10,8 +10,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from sftplay.config.rules.problem import Problem
 from sftplay.config.rules.task_spec import TaskSpec
-from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.run import RunConfig
 from sftplay.config.schema.score import PLACE, PLACES
 from sftplay.errors import nearest_names
@@ -28,7 +28,7 @@ SPLIT_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd")
 WORD_IN_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
-def broken_score_rules(cfg: RunConfig) -> Iterator[Violation]:
+def broken_score_rules(cfg: RunConfig) -> Iterator[Problem]:
     """Every rule of task mode score that the config breaks."""
     yield from _rewards(cfg)
     yield from _sizes(cfg)
@@ -57,13 +57,13 @@ def idle_score_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield from ((key, "score.advantage", f"advantage {score.advantage} has no critic") for key in keys)
 
 
-def _rewards(cfg: RunConfig) -> Iterator[Violation]:
+def _rewards(cfg: RunConfig) -> Iterator[Problem]:
     if not any(reward.weight for reward in cfg.rewards):
         what, fix = "score learns from a reward, and there is none", "add one: - {name: answer, use: math}"
-        yield Violation(("task_mode", "rewards"), what, fix=fix)
+        yield Problem(("task_mode", "rewards"), what, fix=fix)
 
 
-def _sizes(cfg: RunConfig) -> Iterator[Violation]:
+def _sizes(cfg: RunConfig) -> Iterator[Problem]:
     score, effective = cfg.score, cfg.train.effective_batch_size
     each, parts = score.episodes_per_problem, score.steps_per_generation
     if effective * parts % each:
@@ -71,63 +71,63 @@ def _sizes(cfg: RunConfig) -> Iterator[Violation]:
         near = [size for size in (effective // unit * unit, (effective // unit + 1) * unit) if size]
         times = f" x {PARTS} {parts}" if parts > 1 else ""
         what = f"{effective} episodes a step{times} do not make whole groups of {EACH} {each}"
-        yield Violation((EFFECTIVE, EACH), what, fix=f"write {EFFECTIVE}: {' or '.join(map(str, near))}")
+        yield Problem((EFFECTIVE, EACH), what, fix=f"write {EFFECTIVE}: {' or '.join(map(str, near))}")
     steps, unit = score.stage1_steps, score.steps_of_drawing
     if steps % unit and score.stage2_steps:
         near = [size for size in (steps // unit * unit, (steps // unit + 1) * unit) if size]
         what = f"{steps} steps end within a drawing, which {PARTS} x {PASSES} makes {unit} steps long"
         fix = f"write score.stage1_steps: {' or '.join(map(str, near))}"
-        yield Violation(("score.stage1_steps", PARTS, PASSES), what, fix=fix)
+        yield Problem(("score.stage1_steps", PARTS, PASSES), what, fix=fix)
     if cfg.prompt_tokens < 1:
         both = f"score.max_new_tokens {score.max_new_tokens} and score.max_hint_tokens {score.max_hint_tokens}"
         what = f"{cfg.model.max_seq_len} leaves no room for a problem beside {both}"
         fix = f"write {LENGTH}: {2 * (score.max_new_tokens + score.max_hint_tokens)}, or lower them"
-        yield Violation((LENGTH, "score.max_new_tokens", "score.max_hint_tokens"), what, fix=fix)
+        yield Problem((LENGTH, "score.max_new_tokens", "score.max_hint_tokens"), what, fix=fix)
     if not score.stage1_steps + score.stage2_steps:
-        yield Violation(("score.stage1_steps", "score.stage2_steps"), "both stages have 0 steps", fix="give one some")
+        yield Problem(("score.stage1_steps", "score.stage2_steps"), "both stages have 0 steps", fix="give one some")
 
 
-def _prompts(cfg: RunConfig) -> Iterator[Violation]:
+def _prompts(cfg: RunConfig) -> Iterator[Problem]:
     for name, places in PLACES.items():
         key, text = f"score.prompts.{name}", getattr(cfg.score.prompts, name)
         counts = Counter(PLACE.findall(text))
         for place in places:
             if counts[place] != 1:
                 what = f"has {{{place}}} {counts[place]} times"
-                yield Violation((key,), what, fix=f"write {{{place}}} once")
+                yield Problem((key,), what, fix=f"write {{{place}}} once")
         for word in sorted({*WORD_IN_BRACES.findall(text)} - {*places}):
             near = nearest_names(word, places)
             fix = f"did you mean {{{near[0]}}}?" if near else f"it has {', '.join(f'{{{place}}}' for place in places)}"
-            yield Violation((key,), f"nothing fills {{{word}}} in this prompt", fix=fix, nearest=tuple(near))
+            yield Problem((key,), f"nothing fills {{{word}}} in this prompt", fix=fix, nearest=tuple(near))
     if "{answer}" not in cfg.score.prompts.right_hint and cfg.score.min_hint_gain:
         what = "states no answer, so it is no correct hint"
-        yield Violation(("score.prompts.right_hint", "score.min_hint_gain"), what, fix="write {answer} into it")
+        yield Problem(("score.prompts.right_hint", "score.min_hint_gain"), what, fix="write {answer} into it")
 
 
-def _value(cfg: RunConfig) -> Iterator[Violation]:
+def _value(cfg: RunConfig) -> Iterator[Problem]:
     score = cfg.score
     if score.value == "separate" and score.value_flow != "stop":
         what = f"{score.value_flow}: a network of its own reads tokens, so no gradient of V reaches the guide"
-        yield Violation((FLOW, VALUE), what, fix=f"write {FLOW}: stop, or {VALUE}: head")
+        yield Problem((FLOW, VALUE), what, fix=f"write {FLOW}: stop, or {VALUE}: head")
     if score.advantage == "value" and score.guidance in ("none", "static"):
         what = f"value is read from the guide, but score.guidance is {score.guidance}"
-        yield Violation(("score.advantage", "score.guidance"), what, fix="write score.advantage: rloo")
+        yield Problem(("score.advantage", "score.guidance"), what, fix="write score.advantage: rloo")
     learns = score.guidance != "model_trained" or score.value_flow != "shared_trunk" or score.value_coef > 0
     if score.advantage == "value" and not learns:
         what = f"value compares with V, but {FLOW} shared_trunk weights the loss of V by score.value_coef, which is 0"
         fix = f"write score.advantage: rloo, {FLOW}: stop, or score.value_coef: 0.01"
-        yield Violation(("score.advantage", "score.value_coef", FLOW), what, fix=fix)
+        yield Problem(("score.advantage", "score.value_coef", FLOW), what, fix=fix)
 
 
-def _evaluation(cfg: RunConfig) -> Iterator[Violation]:
+def _evaluation(cfg: RunConfig) -> Iterator[Problem]:
     score = cfg.score
     if score.eval_samples > 1 and not score.eval_temperature:
         what = f"{score.eval_samples} episodes of a problem are all the same at score.eval_temperature 0"
         fix = "write score.eval_temperature: 0.7, or score.eval_samples: 1"
-        yield Violation(("score.eval_samples", "score.eval_temperature"), what, fix=fix)
+        yield Problem(("score.eval_samples", "score.eval_temperature"), what, fix=fix)
 
 
-def _devices(cfg: RunConfig) -> Iterator[Violation]:
+def _devices(cfg: RunConfig) -> Iterator[Problem]:
     """What placement and devices contradict whatever the machine."""
     score, adapts = cfg.score, cfg.tuning.mode != "full"
     devices = {part: device for part, device in dict(score.devices).items() if device != "auto"}
@@ -135,52 +135,52 @@ def _devices(cfg: RunConfig) -> Iterator[Violation]:
         for part in ("guide", "value", "critic"):
             if part in devices:
                 what = f"{devices[part]}, but {PLACEMENT} shared lays it beside the solver"
-                yield Violation((f"{DEVICES}.{part}", PLACEMENT), what, fix=f"write {PLACEMENT}: roles")
+                yield Problem((f"{DEVICES}.{part}", PLACEMENT), what, fix=f"write {PLACEMENT}: roles")
     if adapts and "ref" in devices:
         what = f"{devices['ref']}, but the reference of a {cfg.tuning.mode} run is the base with its adapter off"
-        yield Violation((f"{DEVICES}.ref", "tuning.mode"), what, fix=f"write {DEVICES}.ref: auto; it holds no weights")
+        yield Problem((f"{DEVICES}.ref", "tuning.mode"), what, fix=f"write {DEVICES}.ref: auto; it holds no weights")
     if adapts and cfg.tuning.lora.modules_to_save:
         what = "two adapters on one base train no modules beside their pairs"
-        yield Violation(("tuning.lora.modules_to_save", "task_mode"), what, fix="remove it")
+        yield Problem(("tuning.lora.modules_to_save", "task_mode"), what, fix="remove it")
 
 
-def broken_shard_rules(cfg: RunConfig) -> Iterator[Violation]:
+def broken_shard_rules(cfg: RunConfig) -> Iterator[Problem]:
     """What models in shards need, and which strategies have none for two models."""
     score, strategy = cfg.score, cfg.cluster.strategy
     if strategy not in ("auto", "ddp", "fsdp"):
         why = "an engine of DeepSpeed trains one model" if strategy.startswith("zero") else "nobody has tried it"
         what = f"{strategy}: task mode score trains two models, and {why}"
-        yield Violation((STRATEGY, "task_mode"), what, fix=f"write {STRATEGY}: fsdp, with tuning.mode: full; or ddp")
+        yield Problem((STRATEGY, "task_mode"), what, fix=f"write {STRATEGY}: fsdp, with tuning.mode: full; or ddp")
     elif score.placement not in ("auto", "sharded") and strategy == "fsdp":
         what = f"fsdp splits models, and {PLACEMENT} {score.placement} has them whole"
-        yield Violation((STRATEGY, PLACEMENT), what, fix=f"write {PLACEMENT}: sharded, or {STRATEGY}: ddp")
+        yield Problem((STRATEGY, PLACEMENT), what, fix=f"write {PLACEMENT}: sharded, or {STRATEGY}: ddp")
     if score.placement != "sharded" and (strategy, score.placement) != ("fsdp", "auto"):
         return
     if score.placement == "sharded" and strategy == "ddp":
         what = "sharded: models are split by fsdp, and ddp has them whole"
-        yield Violation((PLACEMENT, STRATEGY), what, fix=f"write {STRATEGY}: fsdp, or leave it out")
+        yield Problem((PLACEMENT, STRATEGY), what, fix=f"write {STRATEGY}: fsdp, or leave it out")
     if cfg.tuning.mode != "full":
         what = f"sharded: it splits models all of whose weights train, and tuning.mode is {cfg.tuning.mode}"
         fix = f"write tuning.mode: full, or {PLACEMENT}: shared with {STRATEGY}: ddp"
-        yield Violation((STRATEGY if strategy == "fsdp" else PLACEMENT, "tuning.mode"), what, fix=fix)
+        yield Problem((STRATEGY if strategy == "fsdp" else PLACEMENT, "tuning.mode"), what, fix=fix)
     if score.value_flow == "straight_through":
         what = "straight_through runs a frozen copy of the guide, which is not there where its weights are in shards"
-        yield Violation((FLOW, PLACEMENT), what, fix=f"write {FLOW}: shared_trunk or stop")
+        yield Problem((FLOW, PLACEMENT), what, fix=f"write {FLOW}: shared_trunk or stop")
     if cfg.train.optim not in ("auto", *SPLIT_OPTIMIZERS):
         what = f"{cfg.train.optim} cannot hold its state in shards"
-        yield Violation(("train.optim", PLACEMENT), what, fix=f"write train.optim: {' or '.join(SPLIT_OPTIMIZERS)}")
+        yield Problem(("train.optim", PLACEMENT), what, fix=f"write train.optim: {' or '.join(SPLIT_OPTIMIZERS)}")
     if cfg.train.precision == "fp16":
         what = "fp16: its scaler looks for numbers that are not finite on each process alone, and each has a part"
-        yield Violation(("train.precision", PLACEMENT), what, fix="write train.precision: fp32, or bf16")
+        yield Problem(("train.precision", PLACEMENT), what, fix="write train.precision: fp32, or bf16")
     for part in (part for part, device in dict(score.devices).items() if device != "auto"):
         what = f"{getattr(score.devices, part)}, but every process holds a part of each model on its own device"
-        yield Violation((f"{DEVICES}.{part}", PLACEMENT), what, fix=f"write {DEVICES}.{part}: auto")
+        yield Problem((f"{DEVICES}.{part}", PLACEMENT), what, fix=f"write {DEVICES}.{part}: auto")
 
 
 class ScoreSpec(TaskSpec):
     """Two-turn episodes are sampled and paid by rewards."""
 
-    def broken_rules(self, cfg: RunConfig) -> Iterator[Violation]:
+    def broken_rules(self, cfg: RunConfig) -> Iterator[Problem]:
         return broken_score_rules(cfg)
 
     def idle_keys(self, cfg: RunConfig) -> Iterator[tuple[str, str, str]]:

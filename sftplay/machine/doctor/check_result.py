@@ -9,7 +9,7 @@ Level = Literal["ok", "warn", "stop"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """`stop` means that training would fail or be worthless. `fix` is one action; it is empty where all is well."""
 
     level: Level

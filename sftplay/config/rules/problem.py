@@ -9,7 +9,7 @@ from sftplay.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Violation:
+class Problem:
     """A rule that is broken: the keys it looked at (the first is where it is reported), what, and one action."""
 
     keys: tuple[str, ...]
