@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.plain_hrm import Trainer
 from sftplay.config.schema.hrm import HrmConfig
-from sftplay.tasks.hrm.act import Puzzles, all_halted, begun, least_segments, run_segment
+from sftplay.tasks.hrm.act import Puzzles, all_halted, least_segments, reset_halted, run_segment
 from sftplay.tasks.hrm.network import Grid, PuzzleModel
 
 BATCH, CELLS, WORDS = 64, 16, 6
@@ -30,7 +30,7 @@ class KitStep:
     def step(self, puzzles: Puzzles) -> None:
         hrm, table = self.model.hrm, self.model.puzzles
         self.steps += 1
-        carry = begun(self.carry, puzzles, model=self.model)
+        carry = reset_halted(self.carry, puzzles, model=self.model)
         at_least = least_segments(hrm, BATCH, seed=0, step=self.steps)
         segment = run_segment(self.model, carry, at_least=at_least)
         (segment.losses.sum() / BATCH).backward()

@@ -110,7 +110,7 @@ WITHOUT_CONFIG = (
 )  # fmt: skip
 """Verbs that run without --config."""
 
-WORDS = {"init": {"DATA": "--data", "OUT": "--out"}, "completion": {"FOR": "--shell"}}
+FLAGS_OF_VARIABLES = {"init": {"DATA": "--data", "OUT": "--out"}, "completion": {"FOR": "--shell"}}
 """Verb -> what it takes without a flag, in order."""
 
 BUG = 1
@@ -118,7 +118,7 @@ BUG = 1
 REFUSED = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
 """What a file system says to a path that it does not serve. Readers with more to say about a path say it first."""
 
-SPINS = "1000"
+SPIN_COUNT = "1000"
 """How often a thread of OpenMP looks for work before it sleeps (GOMP_SPINCOUNT). GNU's library looks 300,000 times, so
 that threads which wait take the cores from those which work, where anything else runs on the machine."""
 
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def limit_spinning() -> None:
     """Let threads that wait leave their core soon, here and in what this starts. The user's own settings stay."""
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
-        os.environ["GOMP_SPINCOUNT"] = SPINS
+        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def _check_folder() -> None:
@@ -211,7 +211,7 @@ def parse(arguments: list[str], *, is_make: bool = False) -> argparse.Namespace:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     own, launcher_args = split(arguments)
-    own = with_flags(own) if own[:1] and own[0] in WORDS else own or ["--help"]
+    own = with_flags(own) if own[:1] and own[0] in FLAGS_OF_VARIABLES else own or ["--help"]
     verb = own[0]
     if not verb.startswith("-") and verb not in VERBS:
         near = nearest_names(verb, VERBS)
@@ -239,7 +239,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def with_flags(words: Sequence[str]) -> list[str]:
     """`init DATA OUT` with flags in place of the bare words, which may be written with a sign as for make."""
-    flags, rest, names = [words[0]], [], WORDS[words[0]]
+    flags, rest, names = [words[0]], [], FLAGS_OF_VARIABLES[words[0]]
     free = [flag for flag in names.values() if flag not in words]
     before = ""
     for word in words[1:]:

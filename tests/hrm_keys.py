@@ -17,7 +17,7 @@ from sftplay.config.rules.general import idle_keys
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.config.schema.run import RunConfig
-from sftplay.tasks.hrm.act import FIGURES, Puzzles, all_halted, begun, cell_losses, least_segments, run_segment
+from sftplay.tasks.hrm.act import FIGURES, Puzzles, all_halted, cell_losses, least_segments, reset_halted, run_segment
 from sftplay.tasks.hrm.embedding import PuzzleTable
 from sftplay.tasks.hrm.evaluation import StopWhenLearned
 from sftplay.tasks.hrm.measuring import described, refined
@@ -61,7 +61,7 @@ def calls(model: PuzzleModel) -> tuple[int, int]:
 def learned(**changes: Any) -> tuple[torch.Tensor, dict[str, float]]:
     """The gradient of the fast module's first matrix after one segment, and the segment's figures."""
     model = model_of(**changes)
-    carry = begun(all_halted(model, 2), PUZZLES, model=model)
+    carry = reset_halted(all_halted(model, 2), PUZZLES, model=model)
     segment = run_segment(model, carry, at_least=IDS * 0)
     segment.losses.sum().backward()
     gradient = next(model.low.parameters()).grad

@@ -123,7 +123,7 @@ def _show(check: RewardCheck) -> None:
         f"{kind} {'-' if mean is None else format(mean, '.2f')}"
         for kind, mean in {"right answers": check.gold_mean, **check.junk}.items()
     )
-    log.say(f"{check.name:<16} {said:<12} {means}{f'  ({check.why})' if finding.why else ''}", "reward")
+    log.say(f"{check.name:<16} {said:<12} {means}{f'  ({check.why})' if check.why else ''}", "reward")
     if check.in_process:
         places = ", ".join(check.in_process)
         log.say(f"note: these tests run in_process, where a program can forge its verdict: {places}", "reward")

@@ -85,7 +85,7 @@ def measure_sources(model: Any, held_out: HeldOut, *, tokenizer: Any, cfg: RunCo
         for name, documents in held_out.documents.items():
             log.say(f"measuring the model ({path.stem}) on the held-out documents of {name}", "eval")
             texts[name] = measure_perplexity(model, documents, **how)
-            log.say(f"{path.stem}: {name}: {_told(texts[name])}", "eval")
+            log.say(f"{path.stem}: {name}: {_format_figures(texts[name])}", "eval")
     anchors = {
         name: {
             **evaluate(model, chats, cfg=cfg, path=path.with_name(f"{prefix}anchor-{name}-{side}.json")),
@@ -113,7 +113,7 @@ def _parts(path: Path) -> tuple[str, Side]:
     return path.stem.removesuffix(side), side
 
 
-def _told(figures: TextFigures) -> str:
+def _format_figures(figures: TextFigures) -> str:
     return (
         f"loss {figures.loss:.4f}  perplexity {figures.perplexity:.4f}  bits_per_byte {figures.bits_per_byte:.4f}"
         f"  (tokens {figures.tokens:,})"

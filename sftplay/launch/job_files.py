@@ -106,7 +106,7 @@ def dstack(job: ClusterJob) -> list[dict[str, Any]]:
     Source: dstack.ai, tasks and distributed tasks.
     """
     command = job.command(".venv/bin/python", node_rank="$DSTACK_NODE_RANK", master_addr="$DSTACK_MASTER_NODE_IP")
-    gpu = {"name": _short(job.gpu), "count": job.gpus, "memory": f"{job.gpu_bytes * 9 // 10 // 2**30}GB.."}
+    gpu = {"name": _shorten(job.gpu), "count": job.gpus, "memory": f"{job.gpu_bytes * 9 // 10 // 2**30}GB.."}
     start = {"image": job.image} if job.image else {"python": "3.12"}
     again = _AGAIN.format(command=command.removeprefix("exec "), stopped=STOPPED, terminated=TERMINATED)
     return [
@@ -191,7 +191,7 @@ def job_text(kind: str, job: ClusterJob) -> str:
     return f"# {job.config} on {plan}, written by `make job-file`. Use: {USES[kind]}\n{documents}"
 
 
-def _short(gpu: str) -> str:
+def _shorten(gpu: str) -> str:
     """`A100-80GB` -> `A100`, `RTX-4090` -> `RTX4090`, `RTX-A6000` -> `A6000`."""
     return gpu.removesuffix("-40GB").removesuffix("-80GB").removesuffix("-32GB").replace("-", "").replace("RTXA", "A")
 

@@ -258,11 +258,11 @@ def _groups(lines: list[Line], *, step: int, content: list[str]) -> list[Answer]
     groups: dict[str, list[Line]] = {}
     for line in lines:
         groups.setdefault(cut(line.get("prompt_id"), 40), []).append(line)
-    widest = sorted(groups.items(), key=lambda pair: -_spread(pair[1]))[:GROUPS]
+    widest = sorted(groups.items(), key=lambda pair: -_reward_range(pair[1]))[:GROUPS]
     return [_answer(name, group, step=step, content=content) for name, group in widest]
 
 
-def _spread(group: list[Line]) -> float:
+def _reward_range(group: list[Line]) -> float:
     known = [value for line in group if math.isfinite(value := _advantage(line))]
     return max(known, default=0.0) - min(known, default=0.0)
 

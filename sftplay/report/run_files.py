@@ -198,7 +198,7 @@ class _Reader:
                 self.troubles.append(f"{name} is not there")
             return {}
         except (OSError, ValueError, RecursionError) as error:
-            self.troubles.append(f"{name} cannot be read ({_short(error)})")
+            self.troubles.append(f"{name} cannot be read ({_shorten(error)})")
             return {}
         if not isinstance(content, dict):
             self.troubles.append(f"{name} holds no object")
@@ -210,7 +210,7 @@ class _Reader:
         try:
             return (self.folder.path / name).read_bytes().decode("utf-8", "replace").strip()
         except OSError as error:
-            self.troubles.append(f"{name} is not there" if isinstance(error, FileNotFoundError) else _short(error))
+            self.troubles.append(f"{name} is not there" if isinstance(error, FileNotFoundError) else _shorten(error))
             return ""
 
     def settings(self) -> dict[str, Setting]:
@@ -281,7 +281,7 @@ class _Reader:
         return list(lines)[:50]
 
 
-def _short(error: Exception) -> str:
+def _shorten(error: Exception) -> str:
     lines = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()
     return lines[0][:200] if lines else type(error).__name__
 

@@ -61,7 +61,7 @@ def check_inputs(cfg: RunConfig, *, asks_hub: bool = True) -> RunConfig:
         SeveralErrors: more than one of these.
     """
     if problems := list(_problems(cfg, _keys(cfg), asks_hub=asks_hub)):
-        raise _together(problems)
+        raise _join_problems(problems)
     return resolve_names(cfg)
 
 
@@ -84,7 +84,7 @@ def load_checked(
             keys = [key for key in keys if not key.startswith("data.") or Path(cfg.value_of(key)).exists()]
         problems += _problems(cfg, keys, asks_hub=asks_hub and not found)
     if problems:
-        raise _together(problems)
+        raise _join_problems(problems)
     assert cfg is not None
     return cfg
 
@@ -96,7 +96,7 @@ def _keys(cfg: RunConfig) -> list[str]:
     return [KEYS[0], *(key for key, _ in row_paths(cfg)), *KEYS[1:]]
 
 
-def _together(problems: Sequence[SftplayError]) -> SftplayError:
+def _join_problems(problems: Sequence[SftplayError]) -> SftplayError:
     """All problems in one error. The config comes first, because its code ends a script that wrote it."""
     listed = sorted(problems, key=lambda problem: problem.exit_code)
     config = [problem for problem in listed if isinstance(problem, ConfigError)]

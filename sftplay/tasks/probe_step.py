@@ -25,7 +25,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_base
 from sftplay.model.new_tokens.embedding_rows import add_rows
 from sftplay.model.tokenizer import load_extended
-from sftplay.plan.memory.probe_fit import Point, Refusal, fit
+from sftplay.plan.memory.probe_fit import NoFit, Point, fit
 from sftplay.signals import die_with_parent
 from sftplay.tasks.sft import task as sft
 from sftplay.train.exact_batch import StepSetup
@@ -312,7 +312,7 @@ class ProbeSchedule(Observer):
         """Take the next micro-batch; False when there is none."""
         more = self._request.if_bent
         measured = [point.rows for point in self.points]
-        if not self._left and more and more not in measured and isinstance(fit(self.points), Refusal):
+        if not self._left and more and more not in measured and isinstance(fit(self.points), NoFit):
             self._left = [more]
         if not self._left:
             return False

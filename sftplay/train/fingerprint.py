@@ -78,7 +78,7 @@ def weights_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         return []
     old, new = before["weights"], now["weights"]
     return [
-        f"{path} has changed (content {_short(old.get(path))} then, {_short(new.get(path))} now)"
+        f"{path} has changed (content {_shorten(old.get(path))} then, {_shorten(new.get(path))} now)"
         for path in sorted({*old, *new})
         if old.get(path) != new.get(path)
     ]
@@ -124,23 +124,23 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     if not changed:
         return []
     causes = [
-        f"{path} has changed (content {_short(old)} then, {_short(now['data_files'].get(path))} now)"
+        f"{path} has changed (content {_shorten(old)} then, {_shorten(now['data_files'].get(path))} now)"
         for path, old in before["data_files"].items()
         if now["data_files"].get(path) != old
     ]
     causes += [
-        f"the {what} has changed ({_short(before[key])} then, {_short(now[key])} now)"
+        f"the {what} has changed ({_shorten(before[key])} then, {_shorten(now[key])} now)"
         for key, what in (("tokenizer_sha256", "tokenizer"), ("template_sha256", "chat template"))
         if before[key] != now[key]
     ]
     if before["kit"] != now["kit"]:
         causes.append(f"the kit was {before['kit']} and is {now['kit']} now")
     counts = f", {before['rows']:,} then, {now['rows']:,} now" if before["rows"] != now["rows"] else ""
-    lines = [f"{what}: fingerprint {_short(before[key])} then, {_short(now[key])} now" for key, what in changed]
+    lines = [f"{what}: fingerprint {_shorten(before[key])} then, {_shorten(now[key])} now" for key, what in changed]
     return [*causes, lines[0] + counts, *lines[1:]]
 
 
-def _short(digest: str | None) -> str:
+def _shorten(digest: str | None) -> str:
     return digest[:SHOWN_DIGITS] if digest else "none"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-PARTS = {
+STEP_PARTS = {
     "data_s": ("data",),
     "generation_s": ("generation",),
     "reward_s": ("reward",),
@@ -187,8 +187,8 @@ def describe_speed(shares: Sequence[RankShare], steps: int) -> dict[str, Any]:
         "padded_tokens_per_s": round(_rate(padded, wall_s), 1),
         "samples_per_s": round(_rate(sum(share.samples for share in shares), wall_s), 3),
         "padding_share": round(1 - tokens / padded, 4) if padded else 0.0,
-        "model_tflops_per_s": None if speed is None else _short(speed / 1e12),
-        "mfu": None if speed is None or peak is None else _short(speed / peak),
+        "model_tflops_per_s": None if speed is None else _shorten(speed / 1e12),
+        "mfu": None if speed is None or peak is None else _shorten(speed / peak),
         "step_s": round(wall_s / max(1, steps), 6),
         "step_split": split_step(shares[0].seconds, steps),
         "exposed_communication_share": exposed_share(shares[0].seconds),
@@ -211,7 +211,7 @@ def describe_ranks(shares: Sequence[RankShare]) -> list[dict[str, Any]]:
 
 def split_step(seconds: Mapping[str, float], steps: int) -> dict[str, float]:
     """Mean seconds of a step by part; they add up to all of `seconds` over `steps`."""
-    split = {part: sum(seconds.get(phase, 0.0) for phase in phases) for part, phases in PARTS.items()}
+    split = {part: sum(seconds.get(phase, 0.0) for phase in phases) for part, phases in STEP_PARTS.items()}
     split = {part: spent for part, spent in split.items() if spent or part not in DRAWING}
     split["other_s"] = max(0.0, sum(seconds.values()) - sum(split.values()))
     return {part: round(spent / max(1, steps), 6) for part, spent in split.items()}
@@ -241,5 +241,5 @@ def _sum_known(values: Sequence[float | None]) -> float | None:
     return None if any(value is None for value in values) else sum(value or 0.0 for value in values)
 
 
-def _short(value: float) -> float:
+def _shorten(value: float) -> float:
     return float(f"{value:.5g}")

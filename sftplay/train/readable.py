@@ -36,7 +36,7 @@ PICKLES = {
 """The pickles that the Trainer opens when it resumes, and the keys that it must find in them. DeepSpeed keeps its own
 in folders."""
 
-ANYTHING = (
+PICKLE_ERRORS = (
     pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, EOFError,
     OSError, AssertionError, MemoryError, struct.error,
 )  # fmt: skip
@@ -95,7 +95,7 @@ def _pickle_problem(path: Path, keys: set[str]) -> str:
     try:
         with safe_globals():
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except ANYTHING as error:
+    except PICKLE_ERRORS as error:
         return describe_pickle(error)
     if not isinstance(content, dict) or not keys <= content.keys():
         return "is not what the Trainer writes"
@@ -108,6 +108,6 @@ def _are_random_states(content: dict[str, Any]) -> bool:
             random.setstate(content["python"])
             np.random.set_state(content["numpy"])
             torch.set_rng_state(content["cpu"])
-    except ANYTHING:
+    except PICKLE_ERRORS:
         return False
     return True

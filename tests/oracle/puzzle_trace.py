@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from oracle.gpu_kernels import CudaKernels, InPlaceSums, replaced
 from oracle.live_bytes import LiveBytes
 from sftplay.config.schema.hrm import HrmConfig
-from sftplay.tasks.hrm.act import Puzzles, all_halted, begun, run_segment, together
+from sftplay.tasks.hrm.act import Puzzles, all_halted, concatenate, reset_halted, run_segment
 from sftplay.tasks.hrm.network import Grid, PuzzleModel
 
 PHASES = {"segment": ("begin", "forward"), "layer": ("backward",), "step": ("together", "step")}
@@ -46,7 +46,7 @@ def _run_step(model: PuzzleModel, held: dict[str, Any], *, live: LiveBytes, rows
     live.enter_phase("begin")
     cells = torch.zeros(rows, model.grid.cells, dtype=torch.int64)
     numbers = torch.zeros(rows, dtype=torch.int64)
-    carry = begun(held["carry"], Puzzles(cells, cells.clone(), numbers), model=model)
+    carry = reset_halted(held["carry"], Puzzles(cells, cells.clone(), numbers), model=model)
     parts = []
     for start in range(0, rows, micro_batch):
         part = slice(start, start + micro_batch)
@@ -57,7 +57,7 @@ def _run_step(model: PuzzleModel, held: dict[str, Any], *, live: LiveBytes, rows
         (total / rows).backward()
         parts.append(segment.carry)
     live.enter_phase("together")
-    held["carry"] = together(parts)
+    held["carry"] = concatenate(parts)
 
 
 def _rested_optimizer(model: PuzzleModel) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.memory.probe_fit import Fit, MemoryLine, Point, Refusal, fit
+from sftplay.plan.memory.probe_fit import Fit, MemoryLine, NoFit, Point, fit
 from sftplay.plan.memory.step import Size, estimate
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing.size_run import size_run
@@ -63,7 +63,7 @@ def test_two_points_in_different_phases_are_refused_by_name_and_a_third_mends_it
     # 8 GiB of a step without tokens, against 1 GiB and 1 MiB a token: they cross at 7 * 1024 tokens = 14 rows.
     device = FakeDevice({"layer": (GIB, 2**20), "step": (8 * GIB, 0)})
     refused = fit([device.measure(4), device.measure(16)])
-    assert isinstance(refused, Refusal)
+    assert isinstance(refused, NoFit)
     assert "2048 tokens lies in the phase 'step'" in refused.reason
     assert "8192 in 'layer'" in refused.reason
     found = fit([device.measure(4), device.measure(16), device.measure(24)])
@@ -95,7 +95,7 @@ def points(*peaks: int) -> list[Point]:
 )
 def test_points_that_make_no_line_are_refused_with_the_reason(measured: list[Point], reason: str):
     found = fit(measured)
-    assert isinstance(found, Refusal)
+    assert isinstance(found, NoFit)
     assert re.search(reason, found.reason), found.reason
 
 

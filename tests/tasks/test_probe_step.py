@@ -14,7 +14,7 @@ from in_process import Inputs, new_run
 from oracle.memory_gauges import ProcessGauge, TensorGauge
 from transformers import AutoTokenizer
 
-from sftplay.plan.memory.probe_fit import Fit, Point, Refusal, fit
+from sftplay.plan.memory.probe_fit import Fit, NoFit, Point, fit
 from sftplay.tasks import probe_step
 from sftplay.tasks.probe_step import CudaGauge, MemoryGauge, Request, measure_steps, synthetic_rows
 from sftplay.tasks.sft import task as sft
@@ -93,7 +93,7 @@ def test_gradients_lie_there_all_the_time_only_where_they_are_accumulated(inputs
 def test_more_is_measured_when_no_line_goes_through_the_first_points(
     inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(probe_step, "fit", lambda points: Refusal("bent"))
+    monkeypatch.setattr(probe_step, "fit", lambda points: NoFit("bent"))
     request = Request(rows=(1, 2), if_bent=4)
     assert [point.rows for point in measured(tmp_path, inputs, request)["points"]] == [1, 2, 4]
 

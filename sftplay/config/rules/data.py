@@ -57,7 +57,7 @@ def _given(cfg: RunConfig) -> tuple[str, ...]:
     return (COUNT,) if cfg.tuning.new_tokens.count else (PATH,)
 
 
-_WORDS = {"train.resume": ("never", "auto"), "data.template": ("auto", "chatml")}
+_CHOICES = {"train.resume": ("never", "auto"), "data.template": ("auto", "chatml")}
 """Key -> the words it takes beside a path. A near miss of a word would be taken for a path."""
 
 
@@ -115,7 +115,7 @@ def _texts(cfg: RunConfig) -> Iterator[Problem]:
             yield Problem((key,), "is empty", fix="give it a value, or leave the key out")
         elif isinstance(value, str) and value in ("None", "none") and field.default is None:
             yield Problem((key,), f"{value!r} is a word in YAML, not nothing", fix="write null, or leave the key out")
-    for key, words in _WORDS.items():
+    for key, words in _CHOICES.items():
         value = cfg.value_of(key)
         near = nearest_names(value, words) if value not in words and not set("/.") & set(value) else []
         if near:

@@ -31,7 +31,7 @@ from sftplay.data.tokenize.pool import work_through
 from sftplay.errors import ConfigError, DataError, SeveralErrors
 
 COPIES = 1000
-PARTS = ("training", "evaluation")
+SPLITS = ("training", "evaluation")
 WORTH_WORKERS = 2000
 """Below this number of copies in all, starting processes takes longer than the work."""
 
@@ -71,7 +71,7 @@ def write_tasks(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
     if settings.subsample is not None:
         raise ConfigError("does not fit ARC: take json files out instead", where="--subsample", fix="leave it out")
     copies = COPIES if settings.copies is None else settings.copies
-    training, evaluation = (read_tasks(_part(settings.source, part)) for part in PARTS)
+    training, evaluation = (read_tasks(_part(settings.source, part)) for part in SPLITS)
     repeated = check_tasks(training, evaluation)
     jobs = [CopyJob(task, copies, settings.seed, is_asked=False) for task in training]
     jobs += [CopyJob(task, copies, settings.seed, is_asked=True) for task in evaluation]

@@ -77,7 +77,9 @@ def run_apart(check: Check, folder: Path, *, module: str, shared: Path) -> Row:
     seconds = round(time.monotonic() - began, 1)
     found = read_object(folder / FOUND)
     if code == 0 and found:
-        return Row(**{**found, "name": check.name, "seconds": seconds, "output": _told(folder, found["state"])})
+        return Row(
+            **{**found, "name": check.name, "seconds": seconds, "output": _read_last_lines(folder, found["state"])}
+        )
     lines = _lines(folder)
     return Row(
         name=check.name,
@@ -110,7 +112,7 @@ def _describe_end(code: int | None, limit_s: float, *, last_line: str) -> str:
     return f"{ending}: {last_line[:300]}" if last_line else ending
 
 
-def _told(folder: Path, state: str) -> tuple[str, ...]:
+def _read_last_lines(folder: Path, state: str) -> tuple[str, ...]:
     return tuple(_lines(folder)[-KEPT_LINES:]) if state == "failed" else ()
 
 

@@ -70,10 +70,10 @@ def stop_by_signal(place: Place) -> str:
     saved = newest_complete(run.folder.checkpoints)[0]
     if saved is None or saved.name != "checkpoint-3":
         raise Broken(f"a complete checkpoint of step 3 is expected, found: {saved and saved.name}")
-    return f"{_told(run)}, with {saved.name}{left}"
+    return f"{_describe_status(run)}, with {saved.name}{left}"
 
 
-def _told(run: Run) -> str:
+def _describe_status(run: Run) -> str:
     status: dict[str, Any] = run.status
     return f"state {status.get('state')}, code {status.get('exit_code')}"
 

@@ -15,7 +15,7 @@ def find_hole(executor: Executor) -> str:
     """What a program can reach from this executor's boxes that it should not, or why they do not work; or nothing."""
     chosen = [attack for kind in (files, network, rights, exhaust) for attack in kind.ATTACKS if attack.is_quick]
     with targets() as reached:
-        code = together(chosen, reached.names())
+        code = join_attacks(chosen, reached.names())
         tests = (CONTROL, *(f"assert attempt({attack.name!r}) == 'escaped'" for attack in chosen))
         # Where the machine is busy, a slow answer is no hole.
         job = Job(code=code, tests=tests, limits=Limits(timeout_s=120, test_timeout_s=60))
@@ -27,7 +27,7 @@ def find_hole(executor: Executor) -> str:
     return "; ".join([*(f"escaped: {name}" for name in escaped), *losses])
 
 
-def together(chosen: list[Attack], names: str) -> str:
+def join_attacks(chosen: list[Attack], names: str) -> str:
     """One program with a function that makes one of several attempts."""
     codes = {attack.name: names + attack.code for attack in chosen} | {"control": "def f():\n    return 'works'"}
     return f"""

@@ -34,10 +34,10 @@ def judge(job: Job, open_box: Callable[[], Box], *, executor: str) -> Verdict:
     started = time.monotonic()
     plan = plan_tests(job)
     try:
-        per_test, text = _Hearing(job, plan=plan, open_box=open_box).hear()
+        per_test, text = JobRunner(job, plan=plan, open_box=open_box).run()
     except NeedsObjects:
         plan = replace(plan, mode="in_process", comparisons=(None,) * len(job.tests))
-        per_test, text = _Hearing(job, plan=plan, open_box=open_box).hear()
+        per_test, text = JobRunner(job, plan=plan, open_box=open_box).run()
     per_job = per_test if job.tests else per_test[:1]
     return Verdict(
         status=_overall(per_job), per_test=tuple(per_test) if job.tests else (), total=len(job.tests),
@@ -59,7 +59,7 @@ def _overall(per_test: list[Status]) -> Status:
     return next((each for each in per_test if each != "ok"), "ok")
 
 
-class _Hearing:
+class JobRunner:
     """The boxes of one job, and what is left of its time."""
 
     def __init__(self, job: Job, *, plan: Plan, open_box: Callable[[], Box]) -> None:
@@ -70,7 +70,7 @@ class _Hearing:
         self._tester: Box | None = None
         self._n_lost = 0
 
-    def hear(self) -> tuple[list[Status], str]:
+    def run(self) -> tuple[list[Status], str]:
         """The status of each test, or of the program alone where there is none; and what to show of it."""
         per_test: list[Status] = []
         try:

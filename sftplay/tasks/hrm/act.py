@@ -98,7 +98,7 @@ def all_halted(model: PuzzleModel, batch: int, *, device: torch.device | str = "
     return Carry(state, numbers, numbers == 0, Puzzles(cells, cells, numbers))
 
 
-def together(parts: list[Carry]) -> Carry:
+def concatenate(parts: list[Carry]) -> Carry:
     """The rows of several carries, one behind the other."""
     if len(parts) == 1:
         return parts[0]
@@ -107,7 +107,7 @@ def together(parts: list[Carry]) -> Carry:
     return Carry(state, torch.cat([p.steps for p in parts]), torch.cat([p.halted for p in parts]), puzzles)
 
 
-def begun(carry: Carry, fresh: Puzzles, *, model: PuzzleModel) -> Carry:
+def reset_halted(carry: Carry, fresh: Puzzles, *, model: PuzzleModel) -> Carry:
     """The carry in which halted rows have the puzzles of `fresh` and the start state; the others are as they were.
 
     Puzzles at the places of other rows are dropped.
@@ -159,7 +159,7 @@ def worth_of_continuing(following: SegmentOutput, is_last: Tensor) -> Tensor:
 def run_segment(
     model: PuzzleModel, carry: Carry, *, at_least: Tensor, compute: Callable[..., Any] | None = None
 ) -> Segment:
-    """One segment of every row of a carry that `begun` has made, with its losses.
+    """One segment of every row of a carry that `reset_halted` has made, with its losses.
 
     `compute` is the compiled model, where there is one.
     """

@@ -45,7 +45,7 @@ def describe_table(seen: Forecast) -> Iterator[str]:
     if not isinstance(shape, PuzzleModelShape) or shape.puzzles.table <= shape.puzzles.embedding:
         return
     puzzles = shape.puzzles
-    whole, held = (FP32 * each for each in (puzzles.table, puzzles.held(processes)))
+    whole, held = (FP32 * step for step in (puzzles.table, puzzles.held(processes)))
     yield f"table       {puzzles.grid.identifiers:,} puzzle embeddings of {puzzles.embedding} numbers"
     sharded = FP32 * puzzles.table_share(processes)
     if processes == 1:
@@ -123,20 +123,20 @@ def suggest_for_puzzles(cfg: RunConfig, shape: PuzzleModelShape, *, sizing: Sizi
             fitting[frozenset(step.values)] = found
     if fitting:
         return list(fitting.values())[:ENOUGH]
-    together: list[Step] = []
-    for together in added_up(steps):
-        if attempt(together).fits:
-            return [attempt(_mildest(together, steps, fits=lambda tried: attempt(tried).fits))]
-    return [attempt(together)] if together else []
+    combined: list[Step] = []
+    for combined in added_up(steps):
+        if attempt(combined).fits:
+            return [attempt(_mildest(combined, steps, fits=lambda tried: attempt(tried).fits))]
+    return [attempt(combined)] if combined else []
 
 
-def _mildest(together: list[Step], steps: list[Step], *, fits: Callable[[list[Step]], bool]) -> list[Step]:
+def _mildest(combined: list[Step], steps: list[Step], *, fits: Callable[[list[Step]], bool]) -> list[Step]:
     """Changes that fit, each left out where the others suffice, or else as small as they allow."""
-    for step in reversed(together):
-        others = [each for each in together if each is not step]
-        milder = [[each] for each in steps if each.values.keys() == step.values.keys()]
-        together = next(tried for one in ([], *milder) if fits(tried := [*others, *one]))
-    return sorted(together, key=steps.index)
+    for step in reversed(combined):
+        others = [step for step in combined if step is not step]
+        milder = [[step] for step in steps if step.values.keys() == step.values.keys()]
+        combined = next(tried for one in ([], *milder) if fits(tried := [*others, *one]))
+    return sorted(combined, key=steps.index)
 
 
 def _attempt(cfg: RunConfig, shape: PuzzleModelShape, *, steps: list[Step], sizing: Sizing) -> Suggestion:

@@ -19,7 +19,16 @@ from transformers import Trainer
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.puzzles.sampler import PuzzleBatch, TrainBatches
-from sftplay.tasks.hrm.act import FIGURES, Carry, Puzzles, all_halted, begun, least_segments, run_segment, together
+from sftplay.tasks.hrm.act import (
+    FIGURES,
+    Carry,
+    Puzzles,
+    all_halted,
+    concatenate,
+    least_segments,
+    reset_halted,
+    run_segment,
+)
 from sftplay.tasks.hrm.network import PuzzleModel
 from sftplay.tasks.hrm.optimizer import AdamATan2, MovingAverage
 from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
@@ -67,7 +76,7 @@ class PuzzleTrainer(Trainer):
         fresh, mine = as_puzzles(rows, device), len(rows.rows)
         carry = all_halted(puzzles, mine, device=device) if self.carry is None else self.carry
         self._count(rows, carry.halted)
-        carry = begun(carry, fresh, model=puzzles)
+        carry = reset_halted(carry, fresh, model=puzzles)
         whole = mine * log.world_size()
         at_least = least_segments(self.cfg.hrm, whole, seed=self.cfg.seed, step=step).to(device)
         at_least = at_least[log.rank() * mine :][:mine]
@@ -81,7 +90,7 @@ class PuzzleTrainer(Trainer):
             loss += total.detach()
             parts.append(segment.carry)
             self._sums = self._sums.to(device) + segment.figures  # read by a line of metrics
-        self.carry = together(parts)
+        self.carry = concatenate(parts)
         self._steps += 1
         if log.world_size() > 1:
             with self.heartbeat.within("communication"):

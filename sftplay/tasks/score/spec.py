@@ -18,7 +18,7 @@ from sftplay.errors import nearest_names
 from sftplay.tasks.grpo.spec import settings_of_labels
 
 EACH, EFFECTIVE, LENGTH = "score.episodes_per_problem", "train.effective_batch_size", "model.max_seq_len"
-PARTS, PASSES = "score.steps_per_generation", "score.num_iterations"
+STEPS_PER_GENERATION, NUM_ITERATIONS = "score.steps_per_generation", "score.num_iterations"
 FLOW, VALUE = "score.value_flow", "score.value"
 PLACEMENT, DEVICES, STRATEGY = "score.placement", "score.devices", "cluster.strategy"
 
@@ -50,7 +50,7 @@ def idle_score_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         )  # fmt: skip
         yield from ((f"score.{name}", "score.guidance", f"guidance {score.guidance} has no guide") for name in asked)
     if score.steps_of_drawing == 1:
-        yield "score.epsilon", PARTS, "a drawing feeds one step, so there is no ratio to older weights"
+        yield "score.epsilon", STEPS_PER_GENERATION, "a drawing feeds one step, so there is no ratio to older weights"
     if score.advantage != "critic":
         names = (f"score.critic.{name}" for name in type(score.critic).model_fields)
         keys = [*(key for key in names), f"{DEVICES}.critic", f"{DEVICES}.target_critic"]
@@ -69,15 +69,15 @@ def _sizes(cfg: RunConfig) -> Iterator[Problem]:
     if effective * parts % each:
         unit = each // math.gcd(each, parts)
         near = [size for size in (effective // unit * unit, (effective // unit + 1) * unit) if size]
-        times = f" x {PARTS} {parts}" if parts > 1 else ""
+        times = f" x {STEPS_PER_GENERATION} {parts}" if parts > 1 else ""
         what = f"{effective} episodes a step{times} do not make whole groups of {EACH} {each}"
         yield Problem((EFFECTIVE, EACH), what, fix=f"write {EFFECTIVE}: {' or '.join(map(str, near))}")
     steps, unit = score.stage1_steps, score.steps_of_drawing
     if steps % unit and score.stage2_steps:
         near = [size for size in (steps // unit * unit, (steps // unit + 1) * unit) if size]
-        what = f"{steps} steps end within a drawing, which {PARTS} x {PASSES} makes {unit} steps long"
+        what = f"{steps} steps end within a drawing, which {STEPS_PER_GENERATION} x {NUM_ITERATIONS} makes {unit} steps long"
         fix = f"write score.stage1_steps: {' or '.join(map(str, near))}"
-        yield Problem(("score.stage1_steps", PARTS, PASSES), what, fix=fix)
+        yield Problem(("score.stage1_steps", STEPS_PER_GENERATION, NUM_ITERATIONS), what, fix=fix)
     if cfg.prompt_tokens < 1:
         both = f"score.max_new_tokens {score.max_new_tokens} and score.max_hint_tokens {score.max_hint_tokens}"
         what = f"{cfg.model.max_seq_len} leaves no room for a problem beside {both}"

@@ -16,10 +16,10 @@ from sftplay.tasks.hrm.act import (
     Puzzles,
     Segment,
     all_halted,
-    begun,
     cell_losses,
     halts,
     least_segments,
+    reset_halted,
     run_segment,
     worth_of_continuing,
 )
@@ -61,7 +61,7 @@ def test_halted_rows_take_the_next_puzzle_and_the_start_state_and_the_others_sta
     state = State(*(torch.randn_like(each) for each in model.start(BATCH)))
     old, fresh = puzzles(1), puzzles(2)
     halted = torch.tensor([True, False, True, False])
-    after = begun(Carry(state, torch.tensor([4, 2, 1, 3]), halted, old), fresh, model=model)
+    after = reset_halted(Carry(state, torch.tensor([4, 2, 1, 3]), halted, old), fresh, model=model)
     assert after.steps.tolist() == [0, 2, 0, 3]
     for n in range(BATCH):
         source, start = (fresh, model.start(BATCH)) if halted[n] else (old, state)
@@ -72,7 +72,7 @@ def test_halted_rows_take_the_next_puzzle_and_the_start_state_and_the_others_sta
 def test_every_row_takes_a_puzzle_at_the_first_step():
     model = made()
     fresh = puzzles(1)
-    after = begun(all_halted(model, BATCH), fresh, model=model)
+    after = reset_halted(all_halted(model, BATCH), fresh, model=model)
     assert all(torch.equal(*pair) for pair in zip(after.puzzles, fresh, strict=True))
     assert all(torch.equal(*pair) for pair in zip(after.state, model.start(BATCH), strict=True))
 
@@ -144,7 +144,7 @@ def test_the_target_of_going_on_has_no_gradient_and_looks_on_from_the_new_state(
     model = made(n_supervision=3)
     with torch.no_grad():
         model.q_head.weight.normal_()
-    carry = begun(all_halted(model, BATCH), puzzles(1), model=model)
+    carry = reset_halted(all_halted(model, BATCH), puzzles(1), model=model)
     segment = run_segment(model, carry, at_least=FREE)
     with torch.no_grad():
         rows = model.puzzles(carry.puzzles.identifiers) if model.puzzles is not None else None
