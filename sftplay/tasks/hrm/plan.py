@@ -133,8 +133,8 @@ def suggest_for_puzzles(cfg: RunConfig, shape: PuzzleModelShape, *, sizing: Sizi
 def _mildest(combined: list[Step], steps: list[Step], *, fits: Callable[[list[Step]], bool]) -> list[Step]:
     """Changes that fit, each left out where the others suffice, or else as small as they allow."""
     for step in reversed(combined):
-        others = [step for step in combined if step is not step]
-        milder = [[step] for step in steps if step.values.keys() == step.values.keys()]
+        others = [other for other in combined if other is not step]
+        milder = [[other] for other in steps if other.values.keys() == step.values.keys()]
         combined = next(tried for one in ([], *milder) if fits(tried := [*others, *one]))
     return sorted(combined, key=steps.index)
 

@@ -75,7 +75,8 @@ def _sizes(cfg: RunConfig) -> Iterator[Problem]:
     steps, unit = score.stage1_steps, score.steps_of_drawing
     if steps % unit and score.stage2_steps:
         near = [size for size in (steps // unit * unit, (steps // unit + 1) * unit) if size]
-        what = f"{steps} steps end within a drawing, which {STEPS_PER_GENERATION} x {NUM_ITERATIONS} makes {unit} steps long"
+        keys = f"{STEPS_PER_GENERATION} x {NUM_ITERATIONS}"
+        what = f"{steps} steps end within a drawing, which {keys} makes {unit} steps long"
         fix = f"write score.stage1_steps: {' or '.join(map(str, near))}"
         yield Problem(("score.stage1_steps", STEPS_PER_GENERATION, NUM_ITERATIONS), what, fix=fix)
     if cfg.prompt_tokens < 1:
