@@ -138,17 +138,17 @@ class AdaptiveBatches:
         self.batch_size = batch_size
         self._activity, self._fix = activity, fix
 
-    def each(self, rows: int, work: Callable[[slice], T]) -> Iterator[T]:
-        """Yield the result of `work` for each batch of range(`rows`), in order.
+    def each(self, rows: int, compute: Callable[[slice], T]) -> Iterator[T]:
+        """Yield the result of `compute` for each batch of range(`rows`), in order.
 
         Raises:
             OutOfMemory: a batch of several ranks together is too much.
-            RuntimeError: a single row is too much. Other errors of `work` pass through.
+            RuntimeError: a single row is too much. Other errors of `compute` pass through.
         """
         start = 0
         while start < rows:
             batch = slice(start, min(rows, start + self.batch_size))
-            results = self._attempt(work, batch)
+            results = self._attempt(compute, batch)
             if not results:
                 self.batch_size = max(1, (batch.stop - batch.start) // 2)
                 free_memory()
@@ -159,10 +159,10 @@ class AdaptiveBatches:
             yield results[0]
             start = batch.stop
 
-    def _attempt(self, work: Callable[[slice], T], batch: slice) -> list[T]:
+    def _attempt(self, compute: Callable[[slice], T], batch: slice) -> list[T]:
         """Return a list of the one result; empty when memory ran out. The error and its tensors are released then."""
         try:
-            return [work(batch)]
+            return [compute(batch)]
         except RuntimeError as error:
             if not ran_out_of_memory(error) or (batch.stop - batch.start == 1 and not self._fix):
                 raise

@@ -232,11 +232,11 @@ def sound(simple: tuple[RunConfig, RunFolder], tmp_path_factory: pytest.TempPath
     """The folder of `simple`, merged in a dtype, once."""
     home = tmp_path_factory.mktemp("sound")
 
-    def folder_of(dtype: Any) -> Path:
+    def merge_folder(dtype: Any) -> Path:
         target = home / f"merged-{dtype}"
         return target if target.exists() else merge(*simple, out=target, dtype=dtype)
 
-    return folder_of
+    return merge_folder
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -98,7 +98,7 @@ def greedy(model: Any, tokenizer: Any) -> list[str]:
     return texts
 
 
-def loss_of(model: Any, tokenizer: Any, rows: Path) -> float:
+def compute_loss(model: Any, tokenizer: Any, rows: Path) -> float:
     """Mean loss of the held-out texts' tokens; an end token is learned behind each, as the kit's rows have it."""
     total, count = 0.0, 0
     for line in rows.read_text().splitlines():
@@ -134,7 +134,7 @@ def test_plain_peft_opens_the_adapter_and_measures_what_the_run_measured(run: Fi
     with quiet():
         plain = AutoPeftModelForCausalLM.from_pretrained(result(run), **held_as)
     keep_four_bit_exact(plain)  # on some CPUs bitsandbytes would repack the weights, and fails on widths like this one
-    assert loss_of(plain, tokenizer, Path(str(run.cfg.data.val_path))) == pytest.approx(expected, abs=1e-3)
+    assert compute_loss(plain, tokenizer, Path(str(run.cfg.data.val_path))) == pytest.approx(expected, abs=1e-3)
 
 
 def test_every_new_row_has_trained_and_no_old_one(run: Finished, merged: Path):
@@ -197,7 +197,7 @@ def test_full_tuning_saves_a_whole_model_with_the_new_rows(inputs: Inputs, tmp_p
     assert whole.get_input_embeddings().weight.shape == (BASE_ROWS + NEW, 32)
     assert whole.get_input_embeddings().weight is whole.get_output_embeddings().weight
     expected = json.loads((run.folder.eval / "after.json").read_text())["loss"]
-    assert loss_of(whole, tokenizer, Path(str(run.cfg.data.val_path))) == pytest.approx(expected, abs=1e-3)
+    assert compute_loss(whole, tokenizer, Path(str(run.cfg.data.val_path))) == pytest.approx(expected, abs=1e-3)
     assert not (run.folder.path / "base").exists()
     base = load_untrained(run.cfg, run.folder.path).get_input_embeddings().weight
     pieces = json.loads((run.folder.path / "new_tokens.json").read_text())["tokens"][0]["pieces"]
@@ -230,7 +230,7 @@ def test_every_verb_on_a_run_uses_its_tokenizer(
     assert figures["after"]["loss"] < figures["before"]["loss"]
     base = AutoModelForCausalLM.from_pretrained(run.folder.path / "base")
     if run.cfg.tuning.mode == "lora":
-        expected = loss_of(base, AutoTokenizer.from_pretrained(result(run)), Path(str(run.cfg.data.val_path)))
+        expected = compute_loss(base, AutoTokenizer.from_pretrained(result(run)), Path(str(run.cfg.data.val_path)))
         assert figures["before"]["loss"] == pytest.approx(expected, abs=1e-3)
     kept = json.loads((run.folder.path / "new_tokens.json").read_text())
     rows = json.loads(said("inspect", "--json", "--n", "5"))["rows"]

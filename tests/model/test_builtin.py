@@ -46,7 +46,7 @@ def ensure_quick(cache_dir: Path, text_dir: Path, say: Callable[[str], None] = l
     return builtin.ensure_builtin("tiny", cache_dir, say=say, recipe=QUICK, text_dir=text_dir)
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
@@ -126,7 +126,7 @@ def test_the_same_recipe_gives_the_same_weights(quick_folder, text_dir, tmp_path
     again = ensure_quick(tmp_path, text_dir)
     assert torch.equal(torch.get_rng_state(), before)
     assert again.name == quick_folder.name
-    first, second = weights_of(quick_folder), weights_of(again)
+    first, second = read_weights(quick_folder), read_weights(again)
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 

@@ -113,7 +113,7 @@ def locked_pdf() -> bytes:
     return content + b"xref\n0 5\n0000000000 65535 f \n" + rows + trailer
 
 
-def bytes_of(content: bytes) -> Callable[[Path], object]:
+def write_raw(content: bytes) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(content)
 
 
@@ -146,30 +146,30 @@ DEEP = b"<div>" * 200_000 + b"the text of the page, deep below all else, which i
 LAUGHING = f"{BOMB}<w:document xmlns:w='{WORD}'><w:body><w:p><w:r><w:t>&a11;</w:t></w:r></w:p></w:body></w:document>"
 STRANGE = b"A text in a file with a strange name, which is long enough."
 HOSTILE = (
-    Hostile("empty.txt", bytes_of(b""), ("empty",)),
-    Hostile("locked.pdf", bytes_of(locked_pdf()), ("encrypted",)),
-    Hostile("locked.docx", bytes_of(OLE), ("encrypted", "wrong_format", "broken")),
-    Hostile("truncated.docx", bytes_of(nested_tables(3)[:-40]), ("broken",)),
-    Hostile("truncated.pdf", bytes_of(looping_pdf()[:60]), ("broken", "empty")),
-    Hostile("picture.pdf", bytes_of(b"\x89PNG\r\n\x1a\n" + bytes(range(256))), ("wrong_format",)),
-    Hostile("binary.txt", bytes_of(bytes(range(256)) * 50), ("wrong_format", "encoding")),
-    Hostile("latin.txt", bytes_of(("Die Größe der Türen. " * 20).encode("cp1252")), ()),
-    Hostile("arabic.txt", bytes_of(ARABIC.encode()), ()),
-    Hostile("nested.docx", bytes_of(nested_tables(40)), OR_READ),
-    Hostile("nested.html", bytes_of(b"<table><tr><td>inside" * 200 + b"</td></tr></table>" * 200), OR_READ),
-    Hostile("deep.html", bytes_of(DEEP), OR_READ),
-    Hostile("laughs.html", bytes_of(f"{BOMB}<html><body><p>&a11;</p></body></html>".encode()), OR_READ),
-    Hostile("laughs.docx", bytes_of(word(LAUGHING.encode())), (*UNSAFE, "empty")),
+    Hostile("empty.txt", write_raw(b""), ("empty",)),
+    Hostile("locked.pdf", write_raw(locked_pdf()), ("encrypted",)),
+    Hostile("locked.docx", write_raw(OLE), ("encrypted", "wrong_format", "broken")),
+    Hostile("truncated.docx", write_raw(nested_tables(3)[:-40]), ("broken",)),
+    Hostile("truncated.pdf", write_raw(looping_pdf()[:60]), ("broken", "empty")),
+    Hostile("picture.pdf", write_raw(b"\x89PNG\r\n\x1a\n" + bytes(range(256))), ("wrong_format",)),
+    Hostile("binary.txt", write_raw(bytes(range(256)) * 50), ("wrong_format", "encoding")),
+    Hostile("latin.txt", write_raw(("Die Größe der Türen. " * 20).encode("cp1252")), ()),
+    Hostile("arabic.txt", write_raw(ARABIC.encode()), ()),
+    Hostile("nested.docx", write_raw(nested_tables(40)), OR_READ),
+    Hostile("nested.html", write_raw(b"<table><tr><td>inside" * 200 + b"</td></tr></table>" * 200), OR_READ),
+    Hostile("deep.html", write_raw(DEEP), OR_READ),
+    Hostile("laughs.html", write_raw(f"{BOMB}<html><body><p>&a11;</p></body></html>".encode()), OR_READ),
+    Hostile("laughs.docx", write_raw(word(LAUGHING.encode())), (*UNSAFE, "empty")),
     Hostile("pipe.txt", os.mkfifo, ("special_file",)),
     Hostile("loop.txt", lambda path: path.symlink_to(path), ("link_loop",)),
     Hostile("gone.txt", lambda path: path.symlink_to("nowhere"), ("broken_link",)),
-    Hostile("a\nname\x1b[2J.txt", bytes_of(STRANGE), ()),
-    Hostile(os.fsdecode(b"caf\xe9.txt"), bytes_of(STRANGE + b" It is not UTF-8."), ()),
-    Hostile("none.jsonl", bytes_of(b"\n\n"), ("empty",)),
-    Hostile("looping.pdf", bytes_of(looping_pdf()), ("broken", "empty", "scanned", "timeout", "memory", "crashed")),
-    Hostile("sheet.xlsx", bytes_of(huge_sheet()), OR_READ),
-    Hostile("cut.jsonl.gz", bytes_of(gzip.compress(b'{"text": "a"}\n' * 1000)[:-12]), ("broken",)),
-    Hostile("table.parquet", bytes_of(b"PAR1" + b"\0" * 100 + b"PAR1"), ("broken",)),
+    Hostile("a\nname\x1b[2J.txt", write_raw(STRANGE), ()),
+    Hostile(os.fsdecode(b"caf\xe9.txt"), write_raw(STRANGE + b" It is not UTF-8."), ()),
+    Hostile("none.jsonl", write_raw(b"\n\n"), ("empty",)),
+    Hostile("looping.pdf", write_raw(looping_pdf()), ("broken", "empty", "scanned", "timeout", "memory", "crashed")),
+    Hostile("sheet.xlsx", write_raw(huge_sheet()), OR_READ),
+    Hostile("cut.jsonl.gz", write_raw(gzip.compress(b'{"text": "a"}\n' * 1000)[:-12]), ("broken",)),
+    Hostile("table.parquet", write_raw(b"PAR1" + b"\0" * 100 + b"PAR1"), ("broken",)),
 )  # fmt: skip
 """Those that are small. A reason `""` means that its text may be read as well."""
 

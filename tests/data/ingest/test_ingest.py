@@ -151,12 +151,12 @@ def test_a_pair_is_listed_with_the_share_of_runs_of_five_words_that_it_has_in_co
     folder.write("b.txt", other)
     folder.ingest()
     (pair,) = folder.report["near_duplicate_pairs"]
-    a, b = ({tuple(words[i : i + 5]) for i in range(len(words) - 4)} for words in map(words_of, (one, other)))
+    a, b = ({tuple(words[i : i + 5]) for i in range(len(words) - 4)} for words in map(list_words, (one, other)))
     assert pair["similarity"] == pytest.approx(len(a & b) / len(a | b), abs=1e-4)
     assert (pair["kept"]["source"], pair["dropped"]["source"]) == ("a.txt", "b.txt")
 
 
-def words_of(text: str) -> list[str]:
+def list_words(text: str) -> list[str]:
     return re.findall(r"[^\W_]+", text.lower())
 
 

@@ -20,7 +20,7 @@ from sftplay.errors import MachineError
 MIB = 2**20
 
 
-def reason_of(path):
+def find_reason(path):
     with pytest.raises(Unreadable) as caught:
         extract(path)
     return caught.value.reason, caught.value.detail
@@ -56,30 +56,30 @@ def memory_mib():
 )
 def test_each_reason_is_named_with_its_detail(tmp_path, name, content, reason, detail):
     (tmp_path / name).write_bytes(content)
-    found = reason_of(tmp_path / name)
+    found = find_reason(tmp_path / name)
     assert found[0] == reason
     assert detail in found[1]
 
 
 def test_archives_that_are_no_documents_or_locked_or_damaged_are_told_apart(tmp_path):
-    assert reason_of(write_zip(tmp_path / "a.docx", {"x": "y"})) == (
+    assert find_reason(write_zip(tmp_path / "a.docx", {"x": "y"})) == (
         "wrong_format",
         "the content is a zip archive without a document",
     )
     path = write_odf(tmp_path / "a.odt", "<text:p>a</text:p>")
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("META-INF/manifest.xml", "<m><encryption-data/></m>")
-    assert reason_of(path)[0] == "encrypted"
+    assert find_reason(path)[0] == "encrypted"
     path = write_docx(tmp_path / "b.docx", paragraph("text " * 999))
     data = bytearray(path.read_bytes())
     data[60:90] = bytes(30)
     path.write_bytes(data)
-    assert reason_of(path)[0] == "broken"
+    assert find_reason(path)[0] == "broken"
     locked = bytearray(write_docx(tmp_path / "c.docx", paragraph("x")).read_bytes())
     place = locked.index(b"PK\x01\x02") + 8
     locked[place : place + 2] = struct.pack("<H", 1)
     (tmp_path / "c.docx").write_bytes(locked)
-    assert reason_of(tmp_path / "c.docx")[0] == "encrypted"
+    assert find_reason(tmp_path / "c.docx")[0] == "encrypted"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_zip_bomb_is_refused_from_the_directory_before_it_takes_memory(tmp_pat
                 stream.write(bytes(MIB))
     assert (tmp_path / name).stat().st_size < MIB
     before, began = memory_mib(), time.process_time()
-    reason, detail = reason_of(tmp_path / name)
+    reason, detail = find_reason(tmp_path / name)
     assert reason == "unsafe"
     assert "150 MiB" in detail
     assert memory_mib() - before < 50
@@ -106,7 +106,7 @@ def test_a_directory_that_lies_about_a_size_does_not_make_more_be_unpacked(tmp_p
     data = path.read_bytes()
     real = struct.pack("<L", zipfile.ZipFile(path).getinfo("word/document.xml").file_size)
     path.write_bytes(data.replace(real, struct.pack("<L", 500)))
-    assert reason_of(path)[0] == "broken"
+    assert find_reason(path)[0] == "broken"
 
 
 def test_pictures_of_any_claimed_size_are_never_unpacked(tmp_path):
@@ -131,7 +131,7 @@ def test_entities_are_refused_or_stay_unread_and_no_file_is_fetched(tmp_path):
     body = f'<w:document xmlns:w="{WORD}"><w:body><w:p><w:r><w:t>&x;</w:t></w:r></w:p></w:body></w:document>'
     for inner in (f'<!ENTITY a0 "ha">{LAUGHS}<!ENTITY x "&a9;">', f'<!ENTITY x SYSTEM "file://{secret}">'):
         write_zip(tmp_path / "a.docx", {"word/document.xml": f"<!DOCTYPE d [{inner}]>{body}"})
-        reason, detail = reason_of(tmp_path / "a.docx")
+        reason, detail = find_reason(tmp_path / "a.docx")
         assert (reason, "declares a document type" in detail) == ("unsafe", True)
     page = f'<!DOCTYPE html [<!ENTITY x SYSTEM "file://{secret}">]><html><body><p>seen &x;</p></body></html>'
     (tmp_path / "a.html").write_text(page)
@@ -165,7 +165,7 @@ def test_a_text_above_the_bound_is_refused_without_being_read(tmp_path):
         stream.write(b"word ")
         stream.truncate(200 * MIB)
     began = time.process_time()
-    assert reason_of(tmp_path / "a.txt") == ("too_large", "200 MiB of text; 64 MiB are read: split the file")
+    assert find_reason(tmp_path / "a.txt") == ("too_large", "200 MiB of text; 64 MiB are read: split the file")
     assert time.process_time() - began < 1
 
 
@@ -175,7 +175,7 @@ def test_a_parser_that_raises_anything_at_all_gives_a_reason(tmp_path, monkeypat
 
     monkeypatch.setattr(by_kind, "find_reader", lambda kind: fail)
     (tmp_path / "a.txt").write_text("words")
-    assert reason_of(tmp_path / "a.txt") == ("broken", "RecursionError: too deep")
+    assert find_reason(tmp_path / "a.txt") == ("broken", "RecursionError: too deep")
 
 
 def test_a_missing_library_is_named_with_the_line_that_installs_it(tmp_path, monkeypatch):

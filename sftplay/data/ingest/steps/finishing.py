@@ -64,7 +64,7 @@ def format_example(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def warm_up(*languages: str) -> None:
-    """Build the tables that every child needs, and load the language model, before the first child is forked."""
+    """Build the tables that every child needs, and the model that identifies languages, before the first fork."""
     warm_tables()
     if languages:
         identifier()
