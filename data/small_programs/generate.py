@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sftplay.data.problems.problem import Problem, question_of
+from sftplay.data.problems.problem import Problem, format_question
 
 HERE = Path(__file__).resolve().parent
 HELD_OUT = 4
@@ -72,7 +72,7 @@ def as_row(problem: Problem) -> dict[str, Any]:
     """The question as it is asked with a right answer, and what the rewards read."""
     return {
         "messages": [
-            {"role": "user", "content": question_of(problem)},
+            {"role": "user", "content": format_question(problem)},
             {"role": "assistant", "content": f"```python\n{problem.reference}\n```"},
         ],
         "tests": list(problem.tests),

@@ -65,7 +65,7 @@ def test_one_process_is_started_directly_with_this_python(launch):
 
 def test_two_processes_without_a_gpu_are_told_to_use_the_cpu_and_share_the_cores(launch, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(command, "usable_cores", lambda: 8)
+    monkeypatch.setattr("sftplay.machine.probe.usable_cores", lambda: 8)
     started = launch(scale=Scale(2))
     assert started.env["ACCELERATE_USE_CPU"] == "true"
     assert started.env["OMP_NUM_THREADS"] == "4"
