@@ -85,8 +85,9 @@ def choose_placement(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hard
         MachineError: the machine lacks a GPU that is named.
     """
     open_ = candidates(cfg, hardware)
-    for each in open_[:1]:
-        layout_of(cfg, placement=each.placement, gpus=hardware.gpus, processes=hardware.world_size)  # type: ignore[arg-type]
+    if open_:
+        placement: Any = open_[0].placement
+        layout_of(cfg, placement=placement, gpus=hardware.gpus, processes=hardware.world_size)
     if shape is None:
         why = "the model's shape is not known here, so nothing says that it must be separated"
         return {PLACEMENT: Decision(open_[0].placement, why)}
