@@ -194,7 +194,7 @@ def test_layers_merge_key_by_key_and_keep_a_place_for_each_key_and_none_for_othe
     for tree in trees:
         expected = _laid_over(expected, tree)
     assert merged.values == expected
-    assert set(merged.places) == set(_paths(expected))
+    assert set(merged.locations) == set(_paths(expected))
 
 
 def _flow(value):
