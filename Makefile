@@ -193,21 +193,21 @@ tensorboard: $(READY) ## curves in a browser, on this machine only; returns at o
 	@$(SFTPLAY) tensorboard $(WHICH) $(RUNNAME) $(call flag,--port,PORT) $(WORDS)
 tb-stop: $(READY) ## stop that TensorBoard
 	@$(SFTPLAY) tb-stop $(WORDS)
-bench: $(READY) ## speed beside other ways to train, docs/benchmarks.md
+bench: $(READY) ## speed against other ways to train, docs/benchmarks.md
 	@$(PROGRAM) benchmarks/overhead.py
-bench-data: $(READY) ## speed of data preparation beside datasets.map
+bench-data: $(READY) ## speed of data preparation against datasets.map
 	@$(PROGRAM) benchmarks/preparing.py
 bench-ingest: $(READY) ## speed and memory of ingest for each format and for 1 GB (ARGS="--tables formats --mb 20")
 	@$(PROGRAM) benchmarks/ingest.py
 bench-documents: $(READY) ## libraries that read documents, side by side (ARGS="--folder ../shared/data/documents")
 	@$(PROGRAM) benchmarks/ingest_libraries.py
-bench-grpo: $(READY) ## task grpo beside a plain TRL script: speed, and tokens until the toy is learned (ARGS="--only speed")
+bench-grpo: $(READY) ## task grpo against a plain TRL script: speed, and tokens until the toy is learned (ARGS="--only speed")
 	@$(PROGRAM) benchmarks/grpo.py
-bench-score: $(READY) ## episodes of task score beside a plain loop of generate (ARGS="--only toy --rounds 9")
+bench-score: $(READY) ## episodes of task score against a plain loop of generate (ARGS="--only toy --rounds 9")
 	@$(PROGRAM) benchmarks/score.py
-bench-hrm: $(READY) ## task hrm beside a plain script of the published training step, on this CPU (ARGS="--rounds 5")
+bench-hrm: $(READY) ## task hrm against a plain script of the published training step, on this CPU (ARGS="--rounds 5")
 	@$(PROGRAM) benchmarks/hrm.py
-bench-sandbox: $(READY) ## programs a second in a box, beside a plain process (ARGS="--count 300")
+bench-sandbox: $(READY) ## programs a second in a box, against a plain process (ARGS="--count 300")
 	@$(PROGRAM) benchmarks/sandbox.py
 bench-startup: $(READY) ## seconds until gpu-info, doctor and plan answer
 	@$(PROGRAM) benchmarks/startup.py
@@ -220,17 +220,17 @@ bench-invariance: $(READY) ## one config by every strategy: the same curve? (ARG
 bench-scaling: $(READY) ## tokens/s with more processes: NPROC=1,2 (CONFIG=, WEAK=1, JSON=1, ARGS="--steps 12")
 	@$(PROGRAM) benchmarks/scaling.py $(WHICH) $(call flag,--nproc,NPROC) \
 	  $(call switch,--weak,WEAK) $(JSONFLAG)
-bench-gpu: $(READY) ## planned beside held memory and the chosen batch's speed, on the GPU here (ARGS="--quick --configs 4")
+bench-gpu: $(READY) ## planned against held memory and the chosen batch's speed, on the GPU here (ARGS="--quick --configs 4")
 	@$(PROGRAM) benchmarks/gpu_sizing.py
 
 ##@ use
-eval: $(READY) ## measure a run beside its base: CONFIG= (RUN=, SPLIT=test)
+eval: $(READY) ## measure a run against its base: CONFIG= (RUN=, SPLIT=test)
 	@$(SFTPLAY) eval $(WHICH) $(RUNNAME) $(call flag,--split,SPLIT) $(JSONFLAG) $(WORDS)
 eval-test: $(READY) ## the same on data.test_path
 	@$(SFTPLAY) eval-test $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 eval-quick: $(READY) ## 50 prompts, the run alone
 	@$(SFTPLAY) eval-quick $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
-eval-full: $(READY) ## every held-out row, every metric, beside its base
+eval-full: $(READY) ## every held-out row, every metric, against its base
 	@$(SFTPLAY) eval-full $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 eval-code: $(READY) ## programs against tests: CONFIG= DATA=mbpp, humaneval or file (RUN=, NPROC=, N=1, TEMPERATURE=, SPLIT=test)
 	@$(SFTPLAY) eval-code $(WHICH) $(RUNNAME) $(call flag,--data,DATA) $(call flag,--split,SPLIT) $(COUNT) $(DRAW) $(SCALE) $(JSONFLAG) $(WORDS)

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_sizing_table import as_line, as_markdown, summarise  # noqa: E402
 from sftplay.atomic import write_text  # noqa: E402
 from sftplay.config.load import load_config  # noqa: E402
-from sftplay.config.schema.run import RunConfig  # noqa: E402
+from sftplay.config.run import RunConfig  # noqa: E402
 from sftplay.errors import SftplayError  # noqa: E402
 from sftplay.machine.probe import Machine, probe  # noqa: E402
 from sftplay.plan.memory.forecast import RUNTIME, Forecast, forecast  # noqa: E402

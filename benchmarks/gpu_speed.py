@@ -38,7 +38,7 @@ from trl import SFTConfig, SFTTrainer
 from benchmarks.gpu_sizing import TINY_CONFIG
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.launch.command.command import one_gpu_environment
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.libraries import recomputation_arguments

@@ -8,9 +8,9 @@ from statistics import median
 import torch
 
 from benchmarks.plain_hrm import Trainer
-from sftplay.config.schema.hrm import HrmConfig
 from sftplay.tasks.hrm.act import Puzzles, all_halted, least_segments, reset_halted, run_segment
 from sftplay.tasks.hrm.network import Grid, PuzzleModel
+from sftplay.tasks.hrm.section import HrmConfig
 
 BATCH, CELLS, WORDS = 64, 16, 6
 NAMES = ("hidden_size", "num_heads", "expansion", "h_layers", "l_layers", "h_cycles", "l_cycles", "positions",

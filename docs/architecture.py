@@ -22,7 +22,6 @@ FLOORS = {
     0: [
         "errors",
         "log",
-        "terminal",
         "places",
         "units",
         "heartbeat",
@@ -49,7 +48,7 @@ FLOORS = {
     6: ["report"],
     7: ["train", "runs"],
     8: ["tasks"],
-    9: ["commands", "flags", "make_arguments", "cli", "__main__"],
+    9: ["commands", "make_arguments", "cli", "__main__"],
 }
 """Each module stands on the floor of the longest name here that it begins with."""
 
@@ -71,9 +70,16 @@ def floor_of(module: str) -> int:
 
 @cache
 def imports_of(module: str) -> frozenset[str]:
-    """Modules of the kit that a module imports anywhere in it, inside functions too."""
+    """Modules of the kit that a module imports anywhere in it, inside functions too; not those that only name types."""
     found = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    for_types = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    skipped = {inner for node in for_types for statement in node.body for inner in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative imports hide where things come from"
             for alias in node.names:
@@ -147,18 +153,19 @@ import each other in a circle. The figure behind a module's name is its floor.
 
 PATHS = """## The path of a config value
 
-1. `commands/train.py` calls `config/load.py`. It reads the file by `config/read/yaml12.py`, and lays includes
-   and command line over each other in `config/read/layers.py`. Every value remembers where it was written.
-2. `config/schema/` types it; what it refuses is said by `config/explain/problems.py`. Rules between keys are in
-   `config/rules/`.
+1. `commands/train.py` calls `config/load.py`. It reads the file by `config/yaml12.py`, and lays includes
+   and command line over each other in `config/layers.py`. Every value remembers where it was written.
+2. `config/run.py` types it, with the sections in `config/data.py`, `config/train.py`, `config/cluster.py`,
+   `config/rewards.py`, and of each task in its module `section`; `config/problems.py` says what is refused. A section's
+   rules stand in its file, those of several sections in `config/rules.py`.
 3. `plan/sizing/size_run.py` replaces every `auto` by a number or a name, with its reason.
-4. `config/read/resolved.py` writes all of it into the run folder with the origin of each value. Every rank reads that
+4. `config/resolved.py` writes all of it into the run folder with the origin of each value. Every rank reads that
    file.
 
 ## The path of a task
 
 1. `tasks/__init__.py` is the table: `cfg.task` is the row of the config's task, with the facts that the trunk asks.
-2. `config/rules/task_spec.py` finds the task's rules in its module `spec`, `plan/sizing/task_sizing.py` and
+2. `config/section.py` finds the task's rules in its module `spec`, `plan/sizing/task_sizing.py` and
    `plan/report/task_report.py` what it answers to the plan in its module `plan`. Without such a module the
    answers are those of sft.
 3. In each process `tasks/worker.py` finds the module `task`, and `train/run_task.py` calls its functions in order.

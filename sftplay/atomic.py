@@ -1,6 +1,6 @@
 """Files and folders that appear whole or not at all, small JSON files that may be broken, and locks between processes.
 
-A scratch name lies beside the final one, on the same file system, so that one rename puts it in place.
+A scratch name lies next to the final one, on the same file system, so that one rename puts it in place.
 """
 
 from __future__ import annotations

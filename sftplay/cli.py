@@ -1,4 +1,4 @@
-"""The command line: parser, verb table, and the only place that turns errors into exit codes.
+"""The command line: verbs, their flags, and the only place that turns errors into exit codes.
 
 A verb's module is imported only when the verb runs, so that help and refusals are instant.
 """
@@ -13,95 +13,376 @@ import pathlib
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from sftplay import log
-from sftplay import make_arguments as make
 from sftplay.errors import ConfigError, MachineError, RunError, SftplayError, machine_refusal, nearest_names
-from sftplay.flags import PATH, flags_of
-from sftplay.terminal import RED, drop, is_unwritable, open_closed, painted
+from sftplay.log import RED, drop, is_unwritable, open_closed, painted
+from sftplay.units import parse_bytes, parse_seconds
+
+T = TypeVar("T")
+
+Flags = dict[str, dict[str, Any]]
+"""flag -> keywords of argparse's add_argument."""
+
+PATH = os.path.expanduser
+"""The type of a path: a shell leaves the `~` of `--out=~/x`, and make that of OUT=~/x."""
+
+
+def _whole(what: str, *, least: int = 0, most: float = float("inf")) -> Callable[[str], int]:
+    def parse_whole(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"not {what}: {text!r}")
+        return int(text)
+
+    return parse_whole
+
+
+_count = _whole("a number of rows")
+_processes = _whole("a number of processes", least=1)
+_seed = _whole("a seed, 0 or more")
+_tokens = _whole("a number of tokens", least=1)
+_positive = _whole("a number, 1 or more", least=1)
+_port = _whole("a port", most=65535)
+
+
+def _temperature(text: str) -> float:
+    return _number(text, lambda value: 0 <= value < float("inf"), what="a temperature, 0 or more")
+
+
+def _share(text: str) -> float:
+    return _number(text, lambda value: 0 < value <= 1, what="a share above 0 and up to 1")
+
+
+def _number(text: str, holds: Callable[[float], bool], *, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not holds(value):
+        raise argparse.ArgumentTypeError(f"not {what}: {text!r}")
+    return value
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part.strip()) for part in text.split(","))
+
+
+def _seconds(text: str) -> float:
+    return _parsed(parse_seconds, text)
+
+
+def _size(text: str) -> int:
+    return _parsed(parse_bytes, text)
+
+
+def _parsed(parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+ACCELERATE: Flags = {
+    "--out": {"type": PATH, "default": "accelerate_configs/this_machine.yaml", "help": "the file to write"},
+    "--interactive": {"action": "store_true", "help": "let accelerate ask its own questions"},
+}
+
+GPU_CHECK: Flags = {
+    "--fast": {"action": "store_true", "help": "leave out the measurements of memory and speed"},
+    "--out": {"type": PATH, "default": "outputs", "help": "the folder for gpu-check.json and gpu-check.md"},
+    "--only": {"default": "", "help": "only checks whose name contains one of these words, with commas"},
+}
+
+LAUNCH: Flags = {
+    "--dry-run": {"action": "store_true", "help": "print the command, start nothing"},
+    "--nproc": {"default": None, "help": "processes on this node; `gpu` means one per GPU"},
+    "--nnodes": {"type": int, "default": 1},
+    "--node-rank": {"type": int, "default": 0},
+    "--master-addr": {"default": "127.0.0.1"},
+    "--master-port": {"type": int, "default": None},
+    "--tb": {"action": "store_true", "help": "start TensorBoard too"},
+    "--deepspeed": {"action": "store_true", "help": "share the work by DeepSpeed"},
+}
+"""The flags of the verbs that launch a run."""
+
+
+PLAN: Flags = {
+    "--gpus": {"default": None, "help": "GPUs to plan for instead of these, such as 2xH200"},
+    "--vram": {"default": None, "help": "one GPU of so much memory, such as 24GiB"},
+    "--nproc": {"type": _processes, "default": None, "help": "processes; else one per GPU"},
+    "--compare": {"action": "store_true", "help": "all modes and strategies side by side"},
+}
+
+SUBMIT: Flags = {
+    "--dry-run": {"action": "store_true", "help": "print the job file, queue nothing"},
+    "--nodes": {"type": _processes, "default": 1, "help": "nodes of the job"},
+    "--gpus-per-node": {"type": _processes, "default": None, "help": "GPUs of each node, of any kind"},
+    "--gres": {"default": "", "help": "GPUs of each node as the cluster names them, such as gpu:volta:2"},
+    "--time": {"default": "", "help": "limit of the job: 12:00:00, 1-12:00:00, or minutes"},
+    "--partition": {"default": "", "help": "the partition of the cluster"},
+    "--nproc": {"type": _processes, "default": None, "help": "processes on each node; else one for each GPU"},
+    "--sbatch": {"default": "", "help": 'more options of sbatch, such as "--account=lab --mem=64G"'},
+    "--server-sbatch": {"default": "", "help": "options of sbatch for the generation server's node"},
+    "--setup": {"type": PATH, "default": "", "help": "a file for the job's shell to read first"},
+    "--here": {"action": "store_true", "help": "train in the job that this is called in"},
+}
+
+TRAIN_RAY: Flags = {
+    "--workers": {"type": _processes, "default": 2, "help": "processes on all machines together"},
+    **{flag: LAUNCH[flag] for flag in ("--dry-run", "--tb", "--deepspeed")},
+}
+
+INIT: Flags = {
+    "--data": {"default": "", "help": "a file or folder with rows"},
+    "--out": {"default": "run.yaml", "help": "the config to write"},
+}
+
+INGEST: Flags = {
+    "--in": {"type": PATH, "dest": "input", "required": True, "help": "a folder of documents, or one file"},
+    "--out": {"type": PATH, "required": True, "help": "the jsonl file to write; the report lies next to it"},
+    "--by": {"choices": ["document", "section"], "default": "document", "help": "what becomes a row"},
+    "--without": {"type": _names, "default": (), "help": "steps to leave out, with commas; docs/ingest.md has them"},
+    "--near": {"type": _share, "default": 0.8, "help": "least similarity of near-duplicates"},
+    "--min-chars": {"type": int, "default": 50, "help": "shorter texts are dropped"},
+    "--max-chars": {"type": int, "default": None, "help": "longer texts are dropped"},
+    "--language": {"type": _names, "default": (), "help": "languages to keep, such as en,de; else all"},
+    "--encoding": {"default": "auto", "help": "of text files without a byte order mark; else UTF-8 or UTF-16"},
+    "--timeout": {"type": _seconds, "default": 30.0, "help": "seconds for one file"},
+    "--memory": {"type": _size, "default": 10**9, "help": "for one file's reader, such as 2GB"},
+    "--workers": {"type": _processes, "default": None, "help": "files read side by side; else one for each core"},
+    "--on-bad-file": {
+        "choices": ["report", "error"],
+        "default": "report",
+        "help": "error: end with 4 after all others",
+    },
+    "--tokenizer": {"default": "", "help": "a model's name, to count tokens"},
+    "--replace": {"action": "store_true", "help": "write over a file that is there"},
+}
+
+PUZZLES: Flags = {
+    "--kind": {"choices": ["sudoku", "maze", "arc", "sudoku4"], "required": True, "help": "sudoku4 needs no file"},
+    "--in": {
+        "type": PATH,
+        "dest": "input",
+        "default": "",
+        "help": "a file, which is split; a folder with train.* and test.*; for arc one with training, evaluation",
+    },
+    "--out": {"type": PATH, "required": True, "help": "a new folder for both splits"},
+    "--aug": {"type": _count, "default": None, "help": "copies of each training puzzle; else 1000, of a maze 0"},
+    "--seed": {"type": _seed, "default": 0, "help": "of all that is drawn"},
+    "--subsample": {"type": _count, "default": None, "help": "training puzzles that are drawn; else all"},
+    "--held-out": {"type": _share, "default": 0.1, "help": "share of the solutions of one file that go to the test"},
+    "--workers": {"type": _processes, "default": None, "help": "processes; else one for each core"},
+}
+
+_FILES: Flags = {
+    "--in": {"type": PATH, "dest": "input", "required": True},
+    "--out": {"type": PATH, "required": True},
+}
+
+
+def list_flags(verb: str) -> Flags:
+    """The flags of a verb besides --config and --json."""
+    run: Flags = {"--run": {"type": PATH, "default": None, "help": "name or folder of the run"}}
+    count: Flags = {"--n": {"type": _count, "default": 3, "help": "how many rows"}}
+    special: dict[str, Flags] = {
+        "train": {"--documents": {"action": "store_true", "help": "refuse a config of task sft"}, **LAUNCH},
+        "resume": {**LAUNCH, **run},
+        "train-ray": TRAIN_RAY,
+        "comm-check": {flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
+        "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **LAUNCH},
+        "init": INIT,
+        "ingest": INGEST,
+        "puzzle-data": PUZZLES,
+        "reward-check": {
+            **run,
+            "--n": {"type": _count, "default": None, "help": "how many rows (32); of a run, how many steps (all)"},
+            "--in": {"type": PATH, "dest": "input", "default": "", "help": "rows with `completion`: what each is paid"},
+        },
+        "completion": {"--shell": {"default": "", "help": "bash, zsh or fish"}},
+        "inspect": count,
+        "render": {**count, "--out": {"type": PATH, "default": None, "help": "a new jsonl file for all rows"}},
+        "style": {"--style": {"default": None, "help": "the system prompt; without it the present one is printed"}},
+        "eval": {**run, "--split": {"choices": ["val", "test"], "default": "val"}},
+        "download-model": {
+            "--model": {"required": True, "help": "its hub name, org/model"},
+            "--revision": {"default": None, "help": "branch, tag or commit"},
+        },
+        **_result_flags(run),
+        **_answer_flags(run),
+        "tensorboard": {**run, "--port": {"type": int, "default": 6006}},
+        "plan": PLAN,
+        "gpu-info": {"--torch": {"action": "store_true", "help": "ask torch too, which takes seconds"}},
+        "memory-check": {"--watch": {"action": "store_true", "help": "again every two seconds, until Ctrl-C"}},
+        "setup-accelerate": ACCELERATE,
+        "gpu-check": GPU_CHECK,
+        "sandbox": _sandbox_flags(),
+        **_job_flags(run),
+        "doctor": {"--fast": {"action": "store_true", "help": "ask neither torch nor the network"}},
+    }
+    return special.get(verb, {})
+
+
+def _job_flags(run: Flags) -> dict[str, Flags]:
+    return {
+        "submit": SUBMIT,
+        "job-file": {
+            "--kind": {"choices": ["skypilot", "dstack", "k8s"], "required": True, "help": "the tool that reads it"},
+            "--gpus": {"default": None, "help": "GPUs of a node, such as 2xH200; else those here"},
+            "--nodes": {"type": _processes, "default": 1, "help": "nodes of the job"},
+            "--image": {"default": "", "help": "a container image with the kit; k8s needs one"},
+            "--out": {"type": PATH, "default": None, "help": "a new file; else it is printed"},
+        },
+        "status": run,
+        "logs": {
+            **run,
+            "--n": {"type": _count, "default": 50, "help": "how many lines of each file"},
+            "--watch": {"action": "store_true", "help": "show new lines until Ctrl-C"},
+        },
+        "cancel": {
+            **run,
+            "--wait": {"type": _seconds, "default": 300.0, "help": "seconds for the checkpoint"},
+            "--fast": {"action": "store_true", "help": "do not wait for a checkpoint"},
+        },
+    }
+
+
+def _answer_flags(run: Flags) -> dict[str, Flags]:
+    choice: Flags = {
+        "--temperature": {"type": _temperature, "default": 0.0, "help": "0 takes the likeliest token each time"},
+        "--top-p": {"type": _share, "default": None, "help": "draw from the likeliest tokens that sum up to it"},
+        "--max-new-tokens": {"type": _tokens, "default": None, "help": "longest answer; else eval.max_new_tokens"},
+        "--seed": {"type": int, "default": None, "help": "of what is drawn; else the config's"},
+    }
+    return {
+        "eval-test": run,
+        "eval-quick": run,
+        "eval-full": run,
+        "eval-code": {
+            **run,
+            "--base": {"action": "store_true", "help": "what the run started from"},
+            "--data": {
+                "default": "mbpp",
+                "help": "a file of MBPP or HumanEval; or mbpp, mbpp-sanitized, humaneval: in data/, else from the hub",
+            },
+            "--split": {"choices": ["test", "validation", "train", "prompt", "all"], "default": "test"},
+            "--n": {"type": _positive, "default": 1, "help": "answers to each problem"},
+            "--k": {
+                "type": _counts,
+                "default": (),
+                "help": "answers that a figure allows, with commas; else 1, and 10 if n is as many",
+            },
+            "--limit": {"type": _positive, "default": None, "help": "only so many problems, drawn by the seed"},
+            "--executor": {"default": None, "help": "as for the verb sandbox; else sandbox.executor of the config"},
+            **choice,
+            **{flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
+        },
+        "infer": {
+            **run,
+            "--base": {"action": "store_true", "help": "the untuned model"},
+            "--in": {"type": PATH, "dest": "input", "default": "", "help": "of a run on puzzles: a file with one grid"},
+            **choice,
+        },
+        "infer-batch": {**run, **_FILES, **choice},
+    }
+
+
+def _sandbox_flags() -> Flags:
+    return {
+        "--executor": {"default": "auto", "help": "auto takes the best one that holds here; none isolates nothing"},
+        "--timeout": {"type": _seconds, "default": 5.0, "help": "seconds for a program with all its tests"},
+        "--workers": {"type": _processes, "default": None, "help": "boxes at the same time; else one per core"},
+        "--packages": {"default": "", "help": "what programs may import besides Python's own: numpy,sympy"},
+        "--fresh": {"action": "store_true", "help": "a new box for each program, instead of a fork in one that waits"},
+        "--in": {"type": PATH, "dest": "input", "default": "", "help": "a jsonl file of jobs; else standard input"},
+        "--out": {"type": PATH, "default": None, "help": "the file for verdicts; else standard output"},
+        "--self-test": {
+            "action": "store_true",
+            "help": "let every attack of the suite loose in every kind of box here",
+        },
+    }
+
+
+def _result_flags(run: Flags) -> dict[str, Flags]:
+    whole: Flags = {
+        "--out": {"type": PATH, "default": None, "help": "a new folder for the model"},
+        "--dtype": {"choices": ["fp32", "bf16", "fp16"], "default": None, "help": "its number format; else the base's"},
+    }
+    return {
+        "merge": {**run, **whole},
+        "merge-test": {**run, "--merged": {"type": PATH, "default": None, "help": "the merged model's folder"}},
+        "export": {**run, **whole},
+        "serve": {
+            **run,
+            "--port": {"type": _port, "default": 8000, "help": "where to listen; 0 takes any free port"},
+            "--server": {"choices": ["auto", "transformers", "vllm"], "default": "auto"},
+        },
+        "report": run,
+        "compare": {
+            "--a": {"type": PATH, "required": True, "help": "name or folder of a run"},
+            "--b": {"type": PATH, "required": True, "help": "name or folder of the other"},
+        },
+    }
+
 
 VERBS = {
-    "train": ("sftplay.commands.train", "train", "train the run of a config"),
-    "resume": ("sftplay.commands.train", "resume", "continue a run from its newest complete checkpoint"),
-    "demo": ("sftplay.commands.demo", "demo", "teach the builtin model a task, on any machine"),
-    "process": ("sftplay.commands.rows", "process", "read, render and cache the data; print the data report"),
-    "inspect": ("sftplay.commands.rows", "inspect", "show training rows with what is learned of them; the report"),
-    "render": (
-        "sftplay.commands.rows",
-        "render",
-        "show rows as the chat template writes them, or write all to a file",
-    ),
-    "reward-check": (
-        "sftplay.commands.reward_check",
-        "reward_check",
-        "try the rewards of a config on right answers and on junk",
-    ),
-    "style": ("sftplay.commands.style", "style", "set the system prompt of a config, data.system"),
-    "ingest": (
-        "sftplay.commands.ingest",
-        "ingest",
-        "turn a folder of documents into rows of text, with a report",
-    ),
-    "puzzle-data": (
-        "sftplay.commands.puzzles",
-        "puzzle_data",
-        "turn files of puzzles into the folder that task hrm learns from",
-    ),
-    "init": ("sftplay.commands.init", "init", "write a commented config for a data file"),
-    "validate": ("sftplay.commands.config", "validate", "check a config and say what each value is and why"),
-    "completion": ("sftplay.commands.completion", "completion", "print a shell's completion: bash, zsh or fish"),
-    "schema": ("sftplay.commands.config", "schema", "print the JSON schema of the config"),
-    "manual": ("sftplay.commands.config", "manual", "print the config manual"),
-    "eval": ("sftplay.commands.evaluate", "evaluate", "measure a run on its held-out rows, beside its base"),
-    "eval-test": ("sftplay.commands.evaluate", "evaluate", "measure it on the test rows"),
-    "eval-quick": ("sftplay.commands.evaluate", "evaluate", "measure it on 50 prompts, without its base"),
-    "eval-full": ("sftplay.commands.evaluate", "evaluate", "measure it on every held-out row, by every metric"),
-    "eval-code": ("sftplay.commands.eval_code", "eval_code", "run a run's programs against the tests of problems"),
-    "infer": ("sftplay.commands.infer", "infer", "chat with a run's model"),
-    "infer-batch": ("sftplay.commands.infer", "infer_batch", "answer every row of a file"),
-    "download-model": (
-        "sftplay.commands.download",
-        "download_model",
-        "fetch a model from the hub into its cache",
-    ),
-    "merge": ("sftplay.commands.export", "merge", "merge a run's adapter into its full-precision base"),
-    "merge-test": ("sftplay.commands.export", "merge_test", "compare a merged model with the adapter it came from"),
-    "export": ("sftplay.commands.export", "export", "write a run's model as a folder that stands alone"),
-    "serve": ("sftplay.commands.export", "serve", "answer OpenAI clients on this machine with a run's model"),
-    "report": ("sftplay.commands.report", "report", "write report.html of a run"),
-    "compare": ("sftplay.commands.report", "compare", "two runs side by side"),
-    "tensorboard": ("sftplay.commands.tensorboard", "start", "show curves in a browser; returns at once"),
-    "tb-stop": ("sftplay.commands.tensorboard", "stop", "stop that TensorBoard"),
-    "gpu-info": ("sftplay.commands.machine", "gpu_info", "what this machine offers"),
-    "plan": ("sftplay.commands.plan", "plan", "what a run takes, before anything is downloaded"),
-    "memory-check": ("sftplay.commands.machine", "memory_check", "who holds which memory, planned and real"),
-    "comm-check": ("sftplay.commands.comm_check", "comm_check", "how fast processes exchange gradients here"),
-    "doctor": ("sftplay.commands.machine", "doctor", "what would go wrong here, and what to do about it"),
-    "gpu-check": ("sftplay.commands.gpu_check", "gpu_check", "try what the kit promises on this machine's GPUs"),
-    "matrix": ("sftplay.commands.cluster", "matrix", "what goes together: tuning mode, strategy, precision"),
-    "setup-accelerate": (
-        "sftplay.commands.cluster",
-        "setup_accelerate",
-        "write an accelerate config for this machine",
-    ),
-    "train-ray": ("sftplay.commands.train", "train_ray", "train on a cluster of Ray, or on one of its own"),
-    "submit": ("sftplay.commands.slurm", "submit", "queue the run of a config as a job of SLURM"),
-    "status": ("sftplay.commands.slurm", "status", "the job of a run and how far the run is"),
-    "logs": ("sftplay.commands.slurm", "logs", "the last lines of a run's job"),
-    "cancel": ("sftplay.commands.slurm", "cancel", "stop the job of a run with a checkpoint"),
-    "job-file": (
-        "sftplay.commands.slurm",
-        "job_file",
-        "write a run as a job for SkyPilot, dstack or Kubernetes",
-    ),
-    "sandbox": ("sftplay.commands.sandbox", "sandbox", "run programs of a model in a box, and judge them"),
-    "check": ("sftplay.commands.machine", "check", "lint and types of this repository"),
+    "train": ("train.train", "train the run of a config"),
+    "resume": ("train.resume", "continue a run from its newest complete checkpoint"),
+    "demo": ("demo.demo", "teach the builtin model a task, on any machine"),
+    "process": ("data.process", "read, render and cache the data; print the data report"),
+    "inspect": ("data.inspect", "show training rows with what is learned of them; the report"),
+    "render": ("data.render", "show rows as the chat template writes them, or write all to a file"),
+    "reward-check": ("reward_check.reward_check", "try the rewards of a config on right answers and on junk"),
+    "style": ("config.style", "set the system prompt of a config, data.system"),
+    "ingest": ("ingest.ingest", "turn a folder of documents into rows of text, with a report"),
+    "puzzle-data": ("ingest.puzzle_data", "turn files of puzzles into the folder that task hrm learns from"),
+    "init": ("config.init", "write a commented config for a data file"),
+    "validate": ("config.validate", "check a config and say what each value is and why"),
+    "completion": ("completion.completion", "print a shell's completion: bash, zsh or fish"),
+    "schema": ("config.schema", "print the JSON schema of the config"),
+    "manual": ("config.manual", "print the config manual"),
+    "eval": ("evaluate.evaluate", "measure a run on its held-out rows, against its base"),
+    "eval-test": ("evaluate.evaluate", "measure it on the test rows"),
+    "eval-quick": ("evaluate.evaluate", "measure it on 50 prompts, without its base"),
+    "eval-full": ("evaluate.evaluate", "measure it on every held-out row, by every metric"),
+    "eval-code": ("eval_code.eval_code", "run a run's programs against the tests of problems"),
+    "infer": ("infer.infer", "chat with a run's model"),
+    "infer-batch": ("infer.infer_batch", "answer every row of a file"),
+    "download-model": ("download.download_model", "fetch a model from the hub into its cache"),
+    "merge": ("export.merge", "merge a run's adapter into its full-precision base"),
+    "merge-test": ("export.merge_test", "compare a merged model with the adapter it came from"),
+    "export": ("export.export", "write a run's model as a folder that stands alone"),
+    "serve": ("export.serve", "answer OpenAI clients on this machine with a run's model"),
+    "report": ("report.report", "write report.html of a run"),
+    "compare": ("report.compare", "two runs side by side"),
+    "tensorboard": ("report.start", "show curves in a browser; returns at once"),
+    "tb-stop": ("report.stop", "stop that TensorBoard"),
+    "gpu-info": ("machine.gpu_info", "what this machine offers"),
+    "plan": ("plan.plan", "what a run takes, before anything is downloaded"),
+    "memory-check": ("machine.memory_check", "who holds which memory, planned and real"),
+    "comm-check": ("gpu_check.comm_check", "how fast processes exchange gradients here"),
+    "doctor": ("machine.doctor", "what would go wrong here, and what to do about it"),
+    "gpu-check": ("gpu_check.gpu_check", "try what the kit promises on this machine's GPUs"),
+    "matrix": ("machine.matrix", "what goes together: tuning mode, strategy, precision"),
+    "setup-accelerate": ("machine.setup_accelerate", "write an accelerate config for this machine"),
+    "train-ray": ("train.train_ray", "train on a cluster of Ray, or on one of its own"),
+    "submit": ("slurm.submit", "queue the run of a config as a job of SLURM"),
+    "status": ("slurm.status", "the job of a run and how far the run is"),
+    "logs": ("slurm.logs", "the last lines of a run's job"),
+    "cancel": ("slurm.cancel", "stop the job of a run with a checkpoint"),
+    "job-file": ("slurm.job_file", "write a run as a job for SkyPilot, dstack or Kubernetes"),
+    "sandbox": ("sandbox.sandbox", "run programs of a model in a box, and judge them"),
+    "check": ("machine.check", "lint and types of this repository"),
 }
-"""verb -> module, function, help. A verb's function takes the parsed arguments and returns an exit code."""
+"""verb -> module of `sftplay.commands` and function, help. A function takes the arguments and returns an exit code."""
 
 WITHOUT_CONFIG = (
     "demo", "init", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual", "compare",
@@ -112,6 +393,9 @@ WITHOUT_CONFIG = (
 
 FLAGS_OF_VARIABLES = {"init": {"DATA": "--data", "OUT": "--out"}, "completion": {"FOR": "--shell"}}
 """Verb -> what it takes without a flag, in order."""
+
+MAKE_ARGS = "--make-args="
+"""What follows it, always in the last argument, is the text of make's ARGS as it was typed."""
 
 BUG = 1
 
@@ -131,9 +415,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print_anything()
     try:
         _check_folder()
-        is_make = bool(arguments) and arguments[-1].startswith(make.ARGS)
+        is_make = bool(arguments) and arguments[-1].startswith(MAKE_ARGS)
         if is_make:
-            arguments += make.split_args(arguments.pop().removeprefix(make.ARGS))
+            from sftplay.make_arguments import split_args
+
+            arguments += split_args(arguments.pop().removeprefix(MAKE_ARGS))
             as_json = "--json" in split(arguments)[0]
         if as_json:
             os.environ[log.JSON] = "1"
@@ -143,8 +429,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             log.say(text, args.verb)
         args.strays = strays
         limit_spinning()
-        module, function, _ = VERBS[args.verb]
-        exit_code: int = getattr(import_module(module), function)(args)
+        module, _, function = VERBS[args.verb][0].partition(".")
+        exit_code: int = getattr(import_module(f"sftplay.commands.{module}"), function)(args)
         sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, if the reader has left
         lost = log.own_screen()
         if lost and lost.failure and not _launches(args.verb):  # a run needs no reader; what only shows has failed
@@ -206,19 +492,23 @@ def parse(arguments: list[str], *, is_make: bool = False) -> argparse.Namespace:
     try:
         return _parse(arguments)
     except ConfigError as error:
-        raise (make.in_settings(error) if is_make else error) from None
+        if not is_make:
+            raise
+        from sftplay.make_arguments import in_settings
+
+        raise in_settings(error) from None
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    own, launcher_args = split(arguments)
-    own = with_flags(own) if own[:1] and own[0] in FLAGS_OF_VARIABLES else own or ["--help"]
-    verb = own[0]
+    words, launcher_args = split(arguments)
+    words = with_flags(words) if words[:1] and words[0] in FLAGS_OF_VARIABLES else words or ["--help"]
+    verb = words[0]
     if not verb.startswith("-") and verb not in VERBS:
         near = nearest_names(verb, VERBS)
         fix = f"did you mean {near[0]!r}?" if near else "see `make help`"
         raise ConfigError(f"no verb called {verb!r}", where="command line", fix=fix, nearest=near)
     # Overrides stay outside argparse, which would lose their order: the later of two values for one key counts.
-    args, rest = _parser().parse_known_args(own)
+    args, rest = _parser().parse_known_args(words)
     for argument in rest:
         key = argument.partition("=")[0]
         is_flag = (
@@ -238,7 +528,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def with_flags(words: Sequence[str]) -> list[str]:
-    """`init DATA OUT` with flags in place of the bare words, which may be written with a sign as for make."""
+    """`init DATA OUT` with flags instead of the bare words, which may be written with a sign as for make."""
     flags, rest, names = [words[0]], [], FLAGS_OF_VARIABLES[words[0]]
     free = [flag for flag in names.values() if flag not in words]
     before = ""
@@ -262,13 +552,13 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="sftplay", description="Fine-tune language models from one YAML file.", allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, (_, _, text) in VERBS.items():
+    for name, (_, text) in VERBS.items():
         verb = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
         verb.usage = f"sftplay {name} [flags] [a.b=c ...]{' [-- arguments of its launcher]' if _launches(name) else ''}"
         verb.epilog = "a.b=c sets a config value and goes before the file's"
         verb.add_argument("--config", type=PATH, default="", help="the run's YAML")
         verb.add_argument("--json", action="store_true", help="one JSON document on standard output")
-        for flag, options in flags_of(name).items():
+        for flag, options in list_flags(name).items():
             verb.add_argument(flag, **options)
     return parser
 
@@ -280,11 +570,11 @@ def _unknown_argument(argument: str, verb: str) -> ConfigError:
 
 
 def _launches(verb: str) -> bool:
-    return "--dry-run" in flags_of(verb)
+    return "--dry-run" in list_flags(verb)
 
 
 def _known_flags(verb: str) -> list[str]:
-    return ["--config", "--json", *flags_of(verb)]
+    return ["--config", "--json", *list_flags(verb)]
 
 
 def _report(error: SftplayError, as_json: bool) -> int:
@@ -293,8 +583,8 @@ def _report(error: SftplayError, as_json: bool) -> int:
             print(json.dumps({"error": error.as_json()}, ensure_ascii=False), flush=True)
         log.close_live_line()
         what, _, fix = str(error).partition("\n  fix: ")
-        told = painted(what, RED, stream=sys.stderr)
-        print(f"{told}\n  fix: {fix}" if fix else told, file=sys.stderr)
+        text = painted(what, RED, stream=sys.stderr)
+        print(f"{text}\n  fix: {fix}" if fix else text, file=sys.stderr)
     except OSError:  # nobody can be told; the exit code remains
         drop(1)
         drop(2)

@@ -38,10 +38,10 @@ LAST_LINES = 15
 
 @dataclass(frozen=True)
 class Environment:
-    """A folder with its own Python packages: those of the lock, and those of `beside` without their dependencies."""
+    """A folder with its own Python packages: those of the lock, and those of `unpinned` without their dependencies."""
 
     venv: Path
-    beside: Path | None = None
+    unpinned: Path | None = None
 
     @property
     def stamp(self) -> Path:
@@ -53,7 +53,7 @@ class Environment:
 
     def is_fresh(self) -> bool:
         """True when it was finished in this folder, and none of its locks has changed since."""
-        locks = [LOCK, self.beside] if self.beside else [LOCK]
+        locks = [LOCK, self.unpinned] if self.unpinned else [LOCK]
         state, index = read_stamp(self)
         if state != str(Path.cwd()) or (os.environ.get("TORCH_INDEX") or index) != index:
             return False
@@ -154,19 +154,19 @@ def read_gpus() -> tuple[str, list[float]]:
     """The NVIDIA driver's version and the GPUs' compute capabilities; empty where no driver answers."""
     query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return "", []
-    rows = [line.split(",") for line in told.splitlines() if line.count(",") == 1]
+    rows = [line.split(",") for line in answer.splitlines() if line.count(",") == 1]
     return (rows[0][0].strip() if rows else ""), [float(cell) for _, cell in rows if cell.strip()[:1].isdigit()]
 
 
 def list_steps(wanted: Environment, extras: list[str], *, index: str = "") -> list[list[str]]:
-    """pip's commands, in order: torch, the lock, the packages of `beside`, the extras."""
+    """pip's commands, in order: torch, the lock, the packages of `unpinned`, the extras."""
     pip = [wanted.python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
     steps = [[*pip, TORCH, *(["--index-url", index] if index else [])], [*pip, "-r", str(LOCK)]]
-    if wanted.beside:
-        steps.append([*pip, "--no-deps", "-r", str(wanted.beside)])
+    if wanted.unpinned:
+        steps.append([*pip, "--no-deps", "-r", str(wanted.unpinned)])
     if extras:
         # torch is named again: the lock does not contain it, and an extra must not change its version.
         steps.append([*pip, "-c", str(LOCK), *own_locks(extras), TORCH, *extra_requirements(extras)])
@@ -182,7 +182,7 @@ def find_extra_problem(extras: list[str]) -> str:
     return f"install: no extra called {unknown!r}\n  fix: choose from {', '.join(known)}" if unknown else ""
 
 
-def title_of(argv: list[str]) -> str:
+def format_title(argv: list[str]) -> str:
     """What a step does, in words."""
     if "venv" in argv:
         return f"making {argv[-1]}"
@@ -197,8 +197,8 @@ def _latest(begins: int) -> str:
     with LOG.open("rb") as handle:
         handle.seek(begins)
         lines = handle.read().decode(errors="replace").splitlines()
-    told = [line.strip() for line in lines if line.strip().startswith(PIP_SAYS)]
-    return f": {told[-1][:80]}" if told else ""
+    steps = [line.strip() for line in lines if line.strip().startswith(PIP_SAYS)]
+    return f": {steps[-1][:80]}" if steps else ""
 
 
 def run_logged(argv: list[str]) -> int:
@@ -215,7 +215,7 @@ def run_logged(argv: list[str]) -> int:
                 exit_code = process.wait(SIGN_OF_LIFE_S)
                 break
             except subprocess.TimeoutExpired:
-                say(f"{title_of(argv)}, {time.monotonic() - started:.0f} s{_latest(begins)}")
+                say(f"{format_title(argv)}, {time.monotonic() - started:.0f} s{_latest(begins)}")
     if exit_code:
         with LOG.open("rb") as handle:
             handle.seek(begins)

@@ -14,9 +14,6 @@ from typing import NoReturn
 
 from sftplay.errors import ConfigError, nearest_names
 
-ARGS = "--make-args="
-"""What stands behind it, always in the last argument, is the text of ARGS as it was typed."""
-
 OTHER_NAMES = {"a": "RUN_A", "b": "RUN_B", "shell": "FOR"}
 """Flags whose setting has another name than their own."""
 

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 CACHE = "SFTPLAY_CACHE"
-"""Names a folder for all caches in place of the usual one."""
+"""Names a folder for all caches instead of the usual one."""
 
 PROJECT = "sft-play"
 SHARED = "share/sftplay"
-"""Where pip puts what lies beside the package (pyproject.toml, data-files)."""
+"""Where pip puts what lies next to the package (pyproject.toml, data-files)."""
 
 ROOT = Path(__file__).resolve().parents[1]
 """The folder that holds the package: the repository in a checkout, site-packages where pip has put it."""
@@ -32,18 +32,18 @@ def cache_root() -> Path:
 
 
 def shipped(path: str) -> Path:
-    """A file or folder of the repository that the kit reads: beside the package, or where pip has put it."""
-    beside = ROOT / path
-    if beside.exists():
-        return beside
+    """A file or folder of the repository that the kit reads: next to the package, or where pip has put it."""
+    in_checkout = ROOT / path
+    if in_checkout.exists():
+        return in_checkout
     from importlib.metadata import PackageNotFoundError, files
 
     try:
         listed = files(PROJECT) or []
     except PackageNotFoundError:
-        return beside
+        return in_checkout
     found = next((file for file in listed if f"{SHARED}/" in file.as_posix()), None)
     if found is None:
-        return beside
+        return in_checkout
     whole = Path(str(found.locate())).resolve().as_posix()
     return Path(whole[: whole.index(SHARED) + len(SHARED)]) / path

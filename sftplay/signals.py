@@ -64,15 +64,16 @@ class StopAtOnce:
             signal.raise_signal(number)
         self.received = number
         if not self.echoes.are_possible:
-            for each in STOP_SIGNALS:  # a second signal ends the process at once, even inside foreign code
-                signal.signal(each, signal.SIG_DFL)
+            for stop in STOP_SIGNALS:  # a second signal ends the process at once, even inside foreign code
+                signal.signal(stop, signal.SIG_DFL)
         raise Stopped(signal.Signals(number).name)
 
 
 def catch_signals(handler: Handler) -> dict[int, Any]:
     """Install `handler` for the stop signals; the previous handlers. A hang-up that nohup ignores stays ignored."""
-    wanted = [each for each in STOP_SIGNALS if not (each == signal.SIGHUP and signal.getsignal(each) == signal.SIG_IGN)]
-    return {each: signal.signal(each, handler) for each in wanted}
+    ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    wanted = [stop for stop in STOP_SIGNALS if not (stop == signal.SIGHUP and ignores_hangup)]
+    return {stop: signal.signal(stop, handler) for stop in wanted}
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -13,16 +13,16 @@ from hrm_run import new_hrm_run, write_puzzles
 from in_process import train_in
 
 from sftplay import log
-from sftplay.config.rules.general import idle_keys
-from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
-from sftplay.config.schema.hrm import HrmConfig
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.keys import differences, values_that_decide_weights
+from sftplay.config.rules import idle_keys
+from sftplay.config.run import RunConfig
 from sftplay.tasks.hrm.act import FIGURES, Puzzles, all_halted, cell_losses, least_segments, reset_halted, run_segment
 from sftplay.tasks.hrm.embedding import PuzzleTable
 from sftplay.tasks.hrm.evaluation import StopWhenLearned
 from sftplay.tasks.hrm.measuring import described, refined
 from sftplay.tasks.hrm.network import Grid, PuzzleModel, Reasoner
 from sftplay.tasks.hrm.optimizer import AdamATan2
+from sftplay.tasks.hrm.section import HrmConfig
 from sftplay.tasks.hrm.spec import broken_hrm_rules
 from sftplay.tasks.hrm.task import build_model, open_puzzles, rows_of
 from sftplay.train.fingerprint import starting_weights

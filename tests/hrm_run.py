@@ -10,7 +10,7 @@ from small_run import write_values
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config, load_resolved
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.puzzles.folder import Alphabet, Group, write_folder
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe

@@ -14,7 +14,7 @@ from small_run import Inputs, write_small_run
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config, load_resolved
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing.size_run import size_run

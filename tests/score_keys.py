@@ -15,14 +15,14 @@ from in_process import Finished, built
 from score_run import PROMPTS, score_inputs, score_options
 from small_run import Inputs
 
-from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
-from sftplay.config.schema.score import ScoreConfig
+from sftplay.config.keys import differences, values_that_decide_weights
 from sftplay.errors import ConfigError
 from sftplay.plan.devices.layout import layout_of
 from sftplay.tasks.score.advantages import EpisodeRewards, compute_advantages
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
 from sftplay.tasks.score.losses import choose_kl_coefficients, find_stage
 from sftplay.tasks.score.problems import MinibatchSchedule
+from sftplay.tasks.score.section import ScoreConfig
 from sftplay.tasks.score.spec import broken_score_rules, idle_score_keys
 from sftplay.tasks.score.update import MinibatchSetup, PolicyGradients, is_guide_training
 from sftplay.tasks.score.value_model import SeparateValue, ValueHead

@@ -9,8 +9,8 @@ from typing import get_args
 
 import pytest
 
-from sftplay.config.schema.keys import all_keys
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.keys import all_keys
+from sftplay.config.run import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

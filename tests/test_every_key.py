@@ -33,10 +33,10 @@ from trl import GRPOConfig
 from unsloth_stand_in import FastLanguageModel, as_module
 
 from sftplay.commands import evaluate
+from sftplay.config.keys import all_keys, differences, values_that_decide_weights
 from sftplay.config.load import load_config
-from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
-from sftplay.config.schema.keys import all_keys
-from sftplay.config.schema.run import RewardConfig, RunConfig
+from sftplay.config.rewards import RewardConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.mixture import load as load_of_mixtures
 from sftplay.data.mixture.load import MixtureRows, load_mixture
 from sftplay.data.order import training_order
@@ -516,7 +516,7 @@ def check_test_path(bench: Bench) -> None:
         cfg, folder = new_run(bench.home / f"test-path-{count}", bench.inputs, data__test_path=path)
         (folder.path / "adapter").mkdir()
         AutoTokenizer.from_pretrained(bench.inputs.model).save_pretrained(folder.path / "adapter")
-        found.append(len(evaluate._data_of(cfg, folder, split="test").held_out))
+        found.append(len(evaluate._load_data(cfg, folder, split="test").held_out))
     assert found == [3, 4]
 
 

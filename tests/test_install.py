@@ -104,10 +104,10 @@ def test_a_step_is_named_in_words_and_says_where_pip_is(ends_when_heard, tmp_pat
     monkeypatch.chdir(ROOT)
     steps = install.list_steps(install.KIT, ["serve"])
     monkeypatch.setenv("TORCH_INDEX", "https://index.example/cpu")
-    assert install.title_of(install.list_steps(install.KIT, [])[0]) == f"installing {install.TORCH}"
-    assert install.title_of(steps[1]) == f"installing {install.LOCK}"
-    assert install.title_of(steps[2]).startswith(f"installing {install.TORCH}, ")
-    assert install.title_of([sys.executable, "-m", "venv", "--clear", "here/.venv"]) == "making here/.venv"
+    assert install.format_title(install.list_steps(install.KIT, [])[0]) == f"installing {install.TORCH}"
+    assert install.format_title(steps[1]) == f"installing {install.LOCK}"
+    assert install.format_title(steps[2]).startswith(f"installing {install.TORCH}, ")
+    assert install.format_title([sys.executable, "-m", "venv", "--clear", "here/.venv"]) == "making here/.venv"
     monkeypatch.chdir(tmp_path)
     assert install.run_logged(ends_when_heard("Collecting a\n  Downloading a-1.whl (3 MB)\nnoise")) == 0
     assert " s: Downloading a-1.whl (3 MB)\n" in capsys.readouterr().out

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from sftplay.cli import VERBS
-from sftplay.config.schema.keys import all_keys, list_keys
+from sftplay.cli import VERBS, list_flags
+from sftplay.config.keys import all_keys, list_keys
 from sftplay.errors import ConfigError
-from sftplay.flags import flags_of
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -100,7 +99,7 @@ def bash_text() -> str:
 
 def zsh_text() -> str:
     """The script for zsh, with what each verb does. zsh completes make's targets by itself."""
-    described = " ".join(_quoted(f"{verb}:{text}") for verb, (_, _, text) in VERBS.items())
+    described = " ".join(_quoted(f"{verb}:{text}") for verb, (_, text) in VERBS.items())
     cases = "\n".join(f"    {verb}) flags='{' '.join(_flags(verb))}' ;;" for verb in VERBS)
     return _filled(ZSH, DESCRIBED=described, QUOTED_KEYS=" ".join(map(_quoted, _keys())), ZSH_CASES=cases)
 
@@ -108,10 +107,10 @@ def zsh_text() -> str:
 def fish_text() -> str:
     """The script for fish, with what each verb and flag does. fish completes make's targets by itself."""
     lines = [FISH_HEAD, "complete -c sftplay -f"]
-    for verb, (_, _, text) in VERBS.items():
+    for verb, (_, text) in VERBS.items():
         lines.append(f"complete -c sftplay -n __fish_use_subcommand -a {verb} -d {_quoted(text)}")
         for flag in _flags(verb):
-            about = _quoted(str(flags_of(verb).get(flag, {}).get("help", "")))
+            about = _quoted(str(list_flags(verb).get(flag, {}).get("help", "")))
             takes_path = " -r -F" if flag in PATHS else ""
             seen = f"'__fish_seen_subcommand_from {verb}'"
             lines.append(f"complete -c sftplay -n {seen} -l {flag.removeprefix('--')} -d {about}{takes_path}")
@@ -128,7 +127,7 @@ def _filled(template: str, **values: str) -> str:
 
 
 def _flags(verb: str) -> list[str]:
-    return ["--config", "--json", *flags_of(verb)]
+    return ["--config", "--json", *list_flags(verb)]
 
 
 def _keys() -> list[str]:

@@ -1,13 +1,19 @@
-"""The verbs about configs: check one, print the schema, print the manual."""
+"""The verbs about a config: `init` writes one, `validate` checks it, `style` sets its prompt; its schema and manual."""
 
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
+from pathlib import Path
 
 from sftplay import log
-from sftplay.config.rules.general import notes
-from sftplay.config.rules.task_spec import find_spec
+from sftplay.atomic import check_new_file, write_text
+from sftplay.config.load import load_config
+from sftplay.config.rules import check_rules, notes
+from sftplay.config.run import RunConfig
+from sftplay.config.section import find_spec
+from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.runs.inputs import load_checked
 
 
@@ -28,7 +34,7 @@ def validate(args: Namespace) -> int:
 
 def schema(args: Namespace) -> int:
     """`schema`: the JSON schema of the whole config."""
-    from sftplay.config.explain.manual import schema_text
+    from sftplay.config.manual import schema_text
 
     print(schema_text(), end="")
     return 0
@@ -36,7 +42,80 @@ def schema(args: Namespace) -> int:
 
 def manual(args: Namespace) -> int:
     """`manual`: docs/config.md."""
-    from sftplay.config.explain.manual import manual_text
+    from sftplay.config.manual import manual_text
 
     print(manual_text(), end="")
     return 0
+
+
+def init(args: Namespace) -> int:
+    """`init`: look at the rows and the machine, and write a commented config; a file that is there is never touched."""
+    if not args.data:
+        fix = "name a file with rows: sftplay init data.jsonl, or make init DATA=data.jsonl OUT=run.yaml"
+        raise ConfigError("init needs a data file", where="DATA", fix=fix)
+    out = Path(args.out)
+    if out.suffix not in (".yaml", ".yml"):
+        raise ConfigError("a config is a YAML file", where=str(out), fix="give it a name that ends in .yaml")
+    check_new_file(out)
+    log.say(f"looking at the rows of {args.data}", "init")
+    from sftplay.launch.command.command import cache_environment, quiet_environment
+    from sftplay.machine.probe import probe
+    from sftplay.runs.new_config import command_for, draft_config
+
+    os.environ.update(quiet_environment() | cache_environment())
+    draft = draft_config(args.data, args.overrides, machine=probe(), out=str(out))
+    check_new_file(out)
+    write_text(out, draft.text)
+    if args.json:
+        print(json.dumps({"config": str(out), "model": draft.model, "max_seq_len": draft.max_seq_len,
+                          "rows": draft.n_rows}))  # fmt: skip
+        return 0
+    log.show(draft.text)
+    log.say(f"{out} is written; next: {command_for('inspect', str(out))}", "init")
+    return 0
+
+
+KEY = "data.system"
+
+
+def style(args: Namespace) -> int:
+    """`style`: set data.system in the config's file and change nothing else; without --style, print it."""
+    cfg = load_config(args.config, args.overrides)
+    before, origin = cfg.data.system, cfg.origins.get(KEY, "default")
+    if args.style is None:
+        _print(args, {"file": args.config, "system": before, "origin": origin})
+        return 0
+    if args.overrides:
+        what = f"{args.overrides[0]!r} would not be written into the file"
+        raise ConfigError(what, where="command line", fix="leave it out; style writes data.system only")
+    _check(cfg, args.style)
+    from sftplay.config.edit import amend_file
+
+    amend_file(Path(args.config), KEY, value=args.style)
+    _print(args, {"file": args.config, "was": before, "system": args.style, "origin": origin})
+    return 0
+
+
+def _check(cfg: RunConfig, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError("is not valid Unicode", where="--style", fix="give it as UTF-8") from None
+    if problems := check_rules(cfg.with_values({KEY: text}, "--style")):
+        raise ConfigErrors(problems)
+
+
+def _print(args: Namespace, facts: dict[str, str | None]) -> None:
+    if args.json:
+        print(json.dumps(facts))
+    elif args.style is None:
+        log.say(f"{KEY} = {_shown(facts['system'])}, from {facts['origin']}", "style")
+    else:
+        log.say(f"{args.config} {KEY}: {_shown(facts['was'])} -> {_shown(facts['system'])}", "style")
+        log.say(
+            "train, inspect, eval and infer use it from the next run on; rows with a system message keep it", "style"
+        )
+
+
+def _shown(text: str | None) -> str:
+    return "none" if text is None else json.dumps(text, ensure_ascii=False)

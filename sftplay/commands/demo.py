@@ -13,7 +13,7 @@ from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.commands.train import launch
 from sftplay.config.load import load_config
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.places import shipped
@@ -114,7 +114,7 @@ def read_result(folder: RunFolder, *, is_control: bool) -> dict[str, Any]:
 
 
 def show_samples(folder: RunFolder, count: int) -> None:
-    """The first answers, before and after, beside their references; also kept in samples/."""
+    """The first answers, before and after, next to their references; also kept in samples/."""
     before, after = (
         [json.loads(line) for line in (folder.eval / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
         for name in ("before", "after")

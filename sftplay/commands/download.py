@@ -1,4 +1,4 @@
-"""The verb that fetches a model from the hub into its cache, where training finds it without a connection."""
+"""The verb that fetches a model from the hub into its cache."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sftplay.runs.inputs import ask_hub
 from sftplay.units import format_bytes
 
 INDEX = "model.safetensors.index.json"
-BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-"""Endings of the files beside the weights: configs, tokenizer, chat template."""
+SMALL_FILES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+"""Endings of the files next to the weights: configs, tokenizer, chat template."""
 
 SLACK_BYTES = 64 * 2**20
 
@@ -63,9 +63,9 @@ def _needed(name: str, revision: str | None, *, where: str) -> tuple[str, dict[s
         pickled = sorted(file for file in sizes if file.endswith((".bin", ".pt", ".pth")))
         what = f"{name} has no weights in safetensors" + (f", only pickles ({pickled[0]})" if pickled else "")
         raise MachineError(what, where=where, fix=PICKLE_FIX if pickled else "check the name")
-    beside = {file for file in sizes if file.endswith(BESIDE) and not file.endswith(".index.json")}
+    small_files = {file for file in sizes if file.endswith(SMALL_FILES) and not file.endswith(".index.json")}
     index_file = {INDEX} & set(sizes) if "model.safetensors" not in weights else set()
-    return str(info.sha), {file: sizes.get(file, 0) for file in sorted(beside | index_file) + sorted(weights)}
+    return str(info.sha), {file: sizes.get(file, 0) for file in sorted(small_files | index_file) + sorted(weights)}
 
 
 def _fetch(name: str, revision: str | None, *, sizes: dict[str, int], where: str) -> Path:

@@ -38,7 +38,7 @@ FEW_PROBLEMS = 100
 
 
 def eval_code(args: Namespace) -> int:
-    """`eval-code`: pass@k of a model on problems with tests, in eval/code-N.json and every answer beside it."""
+    """`eval-code`: pass@k of a model on problems with tests, in eval/code-N.json and every answer next to it."""
     ks = _checked_ks(args)
     machine = probe()
     scale = read_scale(args, machine)
@@ -95,23 +95,23 @@ def _measure(
     packages = subject.cfg.sandbox.packages
     with Sandbox(executor, packages=packages) as sandbox:  # before the heavy libraries: boxes are forked from it
         problems, failed = _problems(args, sandbox, seed=seed, limits=limits)
-        questions = questions_of([format_question(each) for each in problems], cfg=subject.cfg, args=args)
+        questions = questions_of([format_question(item) for item in problems], cfg=subject.cfg, args=args)
         log.say(f"{len(problems):,} problems, {args.n} answers each; programs run in {sandbox.executor}", "eval")
         if questions.max_new_tokens < ROOMY_TOKENS:
             note = f"note: answers end at {questions.max_new_tokens} tokens, which cuts long programs off"
             log.say(f"{note}; MAX_NEW_TOKENS={ROOMY_TOKENS} leaves them room", "eval")
-        begun = time.monotonic()
+        started = time.monotonic()
         answers = answer_by_ranks(subject, questions, scale=scale, has_gpu=has_gpu)
         answered = time.monotonic()
         figures, graded = evaluate_code(problems, answers, ks=ks, sandbox=sandbox, limits=limits)
-    seconds = {"answering": round(answered - begun, 2), "grading": round(time.monotonic() - answered, 2)}
+    seconds = {"answering": round(answered - started, 2), "grading": round(time.monotonic() - answered, 2)}
     drawn = {"temperature": questions.temperature, "top_p": questions.top_p, "seed": seed}
     figures = {
         "data": args.data, "split": args.split, **figures, "left_out": failed, "limit": args.limit, **drawn,
         "max_new_tokens": questions.max_new_tokens, "processes": scale.world_size, "seconds": seconds,
         "questions_sha256": questions.digest(), **subject.describe(),
     }  # fmt: skip
-    return figures, [json.dumps(each.as_json()) for each in graded]
+    return figures, [json.dumps(item.as_json()) for item in graded]
 
 
 def _problems(args: Namespace, sandbox: Sandbox, *, seed: int, limits: Limits) -> tuple[list[Problem], dict[str, str]]:

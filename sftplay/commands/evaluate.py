@@ -1,4 +1,4 @@
-"""The verbs that measure a finished run."""
+"""The verbs that measure a finished run on its held-out rows or its test rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import nan
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from sftplay import log
-from sftplay.config.schema.data import Metric
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.data import Metric
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.runs.finished_run import open_run, prepare_environment, report_at_end, stored_template
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ MEASURES = {
 
 
 def evaluate(args: Namespace) -> int:
-    """`eval`: the result's figures beside the base's, in eval/before.json and eval/after.json.
+    """`eval`: the result's figures against the base's, in eval/before.json and eval/after.json.
 
     `eval-test`, `eval-quick` and `eval-full` put test-, quick- or full- before these names. Where documents were
     learned the figures are those of each source, in eval/perplexity.json.
@@ -90,16 +93,16 @@ def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> 
         path = folder.eval / f"{measure.prefix}{side}.json"
         return measure_sources(open_model(), held_out, tokenizer=tokenizer, cfg=cfg, path=path)
 
-    own = load_tokenizer(cfg.model, str(folder.result))
-    template = stored_template(own, folder)
+    tokenizer = load_tokenizer(cfg.model, str(folder.result))
+    template = stored_template(tokenizer, folder)
     if measure.has_base:
         measured("before", tokenizer=load_tokenizer(cfg.model), open_model=lambda: load_base(cfg).eval())
-    content = measured("after", tokenizer=own, open_model=lambda: load_result(cfg, folder.path))
+    content = measured("after", tokenizer=tokenizer, open_model=lambda: load_result(cfg, folder.path))
     return content, comparison_table(content)
 
 
 def _measure_puzzles(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[dict[str, Any], str]:
-    """The figures of the result and their table; an untrained model solves nothing, so it is not measured beside it."""
+    """The figures of the result and their table. An untrained model solves nothing, so it is not measured."""
     finished = cfg.task.finished
     limit = measure.values.get("eval.limit")
     path = folder.eval / f"{measure.prefix}after.json"
@@ -115,7 +118,7 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str
     """Figures of the base (if the measure has it) and of the result."""
     from sftplay.model.load import load_result, load_untrained
 
-    rows = _data_of(cfg, folder, split=measure.split)
+    rows = _load_data(cfg, folder, split=measure.split)
     if cfg.task.turns == 2:
         return _measure_turns(cfg, folder, measure=measure, prompts=rows)
     measure_model = _measure_prompts if cfg.task.turns == 1 else _measure_examples
@@ -164,7 +167,7 @@ def _figures_table(figures: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _data_of(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
+def _load_data(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
     from sftplay.data.pipeline import load_examples, load_held_out
     from sftplay.data.prompts.load import load_held_out_prompts, load_prompts
     from sftplay.model.tokenizer import load_tokenizer

@@ -1,4 +1,4 @@
-"""The verbs that deliver a finished run: merge, merge-test, export, serve."""
+"""The verbs about whole models: `merge`, `merge-test`, `export`, `serve`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def merge(args: Namespace) -> int:
 
 
 def merge_test(args: Namespace) -> int:
-    """`merge-test`: the merged model against the adapter beside its unquantised base; code 5 where they differ."""
+    """`merge-test`: the merged model against the adapter next to its unquantised base; code 5 where they differ."""
     cfg, folder = open_run(args)
     prepare_environment(cfg)
     from sftplay.export.merge_check import test_merge

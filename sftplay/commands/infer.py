@@ -15,9 +15,7 @@ from threading import Event
 from typing import Any
 
 from sftplay import log
-from sftplay.commands import puzzles as puzzle
-from sftplay.commands import two_turns
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.layouts.convert import read_layout_options
 from sftplay.data.read.sources import read_dialect
 from sftplay.errors import ConfigError, DataError, MachineError
@@ -34,8 +32,8 @@ def infer(args: Namespace) -> int:
     """
     cfg, folder = open_run(args, takes_puzzles=True)
     if not cfg.task.reads_text:
-        return puzzle.solve(args, cfg, folder=folder)
-    puzzle.refuse_file(args)
+        return _solve_puzzle(args, cfg, folder=folder)
+    _refuse_puzzle_file(args)
     conversation = _open_conversation(_in_length(cfg, args), folder, args=args)
     from sftplay.generate.chat import run_command
 
@@ -57,7 +55,7 @@ def _open_conversation(cfg: RunConfig, folder: RunFolder, *, args: Namespace) ->
     """A chat, or episodes where the run answers twice."""
     if cfg.task.turns == 2:
         prepare_environment(cfg)
-        return two_turns.open_chat(cfg, folder, args=args, sampling=_sampling(args, cfg))
+        return _open_chat(cfg, folder, args=args, sampling=_sampling(args, cfg))
     generator, renderer = open_generator(cfg, folder, args=args)
     from sftplay.generate.chat import Conversation
 
@@ -121,7 +119,7 @@ def _interruptible() -> Iterator[Event]:
 def infer_batch(args: Namespace) -> int:
     """`infer-batch`: the rows of a file in any layout that training reads, in order, each with a `response`.
 
-    Answers are kept beside OUT as they come. The same command continues from there after an interruption.
+    Answers are kept next to OUT as they come. The same command continues from there after an interruption.
     """
     cfg, folder = open_run(args)
     cfg = _in_length(cfg, args)
@@ -167,7 +165,7 @@ def _open_answers(
     """What answers a batch of rows, and the renderer; the lengths of `questions` are checked before anything else."""
     if cfg.task.turns == 2:
         prepare_environment(cfg)
-        row_sampler, renderer = two_turns.open_row_sampler(cfg, folder, sampling=_sampling(args, cfg))
+        row_sampler, renderer = _open_row_sampler(cfg, folder, sampling=_sampling(args, cfg))
         if questions:
             cfg.task.finished.check_problems(questions, renderer, cfg=cfg)
         return row_sampler.sample_answers, renderer
@@ -243,3 +241,59 @@ def _top_p(args: Namespace) -> float:
 
 def _seed(args: Namespace, cfg: RunConfig) -> int:
     return cfg.seed if args.seed is None else args.seed
+
+
+def _open_chat(cfg: RunConfig, folder: RunFolder, *, args: Namespace, sampling: Any) -> Any:
+    """Open a chat with the run's solver and guide, or with the base model for both."""
+    from sftplay.generate.generate import Generator
+
+    finished = cfg.task.finished
+    tokenizer, renderer = load_renderer(cfg, folder)
+    role_models = finished.open_role_models(cfg, folder, untrained=args.base)
+    generator = Generator(role_models.model, tokenizer, renderer.end_token_ids, cfg.score.max_new_tokens, sampling)
+    return finished.EpisodeChat(cfg, role_models, renderer=renderer, generator=generator)
+
+
+def _open_row_sampler(cfg: RunConfig, folder: RunFolder, *, sampling: Any) -> tuple[Any, Any]:
+    """Open the episode sampler for the rows of a file, and the renderer of their prompts."""
+    finished = cfg.task.finished
+    _, renderer = load_renderer(cfg, folder)
+    role_models = finished.open_role_models(cfg, folder)
+    return finished.RowEpisodeSampler(cfg, role_models, renderer=renderer, sampling=sampling), renderer
+
+
+LONGEST_BYTES = 1 << 16
+"""A larger file holds no puzzle."""
+
+
+def _solve_puzzle(args: Namespace, cfg: RunConfig, *, folder: RunFolder) -> int:
+    """Print the grid of the solution, and what is to be said of it."""
+    text = _read_grid(args.input)
+    prepare_environment(cfg)
+    solution = cfg.task.finished.solve_text(cfg, folder, text=text, where=args.input)
+    print(solution.text, flush=True)
+    log.say(solution.said, "infer")
+    return 0
+
+
+def _refuse_puzzle_file(args: Namespace) -> None:
+    """Raise the ConfigError of a run that answers texts and is given a file."""
+    if args.input:
+        what = "only a run of task mode hrm takes a file here"
+        fix = "leave it out to talk, or answer a file of rows with make infer-batch IN= OUT="
+        raise ConfigError(what, where="--in (IN=)", fix=fix)
+
+
+def _read_grid(name: str) -> str:
+    if not name:
+        fix = "name a file with one grid: IN=puzzle.txt"
+        raise ConfigError("this run solves puzzles, and none is named", where="--in (IN=)", fix=fix)
+    path = Path(name)
+    try:
+        if path.stat().st_size > LONGEST_BYTES:
+            raise DataError("is larger than any puzzle", where=name, fix="name a file with one grid")
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"cannot be read ({error.strerror})", where=name, fix="name a file with one grid") from None
+    except UnicodeDecodeError:
+        raise DataError("is no text", where=name, fix="name a file with one grid") from None

@@ -1,4 +1,4 @@
-"""The verb that turns a folder of documents into rows of text for training."""
+"""The verbs that make data without a config: `ingest` rows of documents, `puzzle-data` a folder of puzzles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ingest(args: Namespace) -> int:
     callbacks = IngestCallbacks(render_page=page_of, count_tokens=_counter(args.tokenizer) if args.tokenizer else None)
     report = run(settings, callbacks, replaces=args.replace)
     if not args.json:
-        _show(report, settings)
+        _show_ingest_report(report, settings)
     check_outcome(report, settings)
     if args.json:
         print(json.dumps(report))
@@ -54,7 +54,7 @@ def _settings(args: Namespace) -> Settings:
 
 def _counter(name: str) -> Callable[[Sequence[str]], int]:
     """What counts the tokens of texts, by the tokenizer of a model."""
-    from sftplay.config.schema.run import ModelConfig
+    from sftplay.config.run import ModelConfig
     from sftplay.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(ModelConfig(name=name))
@@ -66,7 +66,7 @@ def _counter(name: str) -> Callable[[Sequence[str]], int]:
     return count
 
 
-def _show(report: dict[str, Any], settings: Settings) -> None:
+def _show_ingest_report(report: dict[str, Any], settings: Settings) -> None:
     from sftplay.data.ingest.run.ingest import report_paths
 
     def counted(group: str) -> str:
@@ -88,3 +88,49 @@ def _show(report: dict[str, Any], settings: Settings) -> None:
     if report["kept"]:
         page, seconds = report_paths(settings.out)[1], format_seconds(report["seconds"])
         log.say(f"{settings.out} in {seconds}; report: {page}", "ingest")
+
+
+SHOWN_SOURCES = 5
+"""Repeated pairs of ARC that are named on the terminal; the report names all."""
+
+
+def puzzle_data(args: Namespace) -> int:
+    """`puzzle-data`: check all puzzles, write both splits; the counts, or the report as JSON."""
+    if args.overrides:
+        what = f"{args.overrides[0]!r} is no setting of puzzle-data, which has no config"
+        raise ConfigError(what, where="command line", fix="see `python -m sftplay puzzle-data --help`")
+    from sftplay.data.puzzles.make_checks import PuzzleSettings
+    from sftplay.data.puzzles.make_folder import make_folder
+
+    settings = PuzzleSettings(
+        kind=args.kind, source=Path(args.input) if args.input else None, out=Path(args.out), copies=args.aug,
+        seed=args.seed, subsample=args.subsample, held_out=args.held_out, workers=args.workers or usable_cores(),
+    )  # fmt: skip
+    report = make_folder(settings)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        _show_puzzle_report(report, settings.out)
+    return 0
+
+
+def _show_puzzle_report(report: dict[str, Any], out: Path) -> None:
+    for split in ("train", "test"):
+        counts = report[split]
+        identifiers = f", {counts['identifiers']:,} identifiers" if counts["identifiers"] > 1 else ""
+        text = (
+            f"{counts['groups']:,} originals, {counts['puzzles']:,} with their copies, {counts['examples']:,} examples"
+        )
+        log.say(f"{split:5} {text}{identifiers}", "puzzle-data")
+    copies, others = report.get("test_pairs_like_a_demonstration"), report.get("like_another_task", [])
+    if copies:
+        log.say(f"note: {copies:,} test pairs are copies of a demonstration of their own task", "puzzle-data")
+    if others:
+        named = ", ".join(f"{pair['task']} like {' '.join(pair['like'])}" for pair in others[:SHOWN_SOURCES])
+        more = f" and {len(others) - SHOWN_SOURCES:,} more" if len(others) > SHOWN_SOURCES else ""
+        log.say(f"note: {len(others):,} test pairs are copies of a pair of another task: {named}{more}", "puzzle-data")
+    if not copies and not others:
+        log.say("no puzzle of the test is a copy of one of training", "puzzle-data")
+    if shared := report.get("test_puzzles_with_a_training_solution"):
+        log.say(f"note: {shared:,} puzzles of the test share their solution with one of training", "puzzle-data")
+    log.say(f"{out}: set data.train_path and data.val_path to it", "puzzle-data")

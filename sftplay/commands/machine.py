@@ -1,20 +1,21 @@
-"""The verbs about this machine and this repository."""
+"""The verbs about this machine and this repository, and what goes together on a machine."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError
+from sftplay.log import is_terminal
 from sftplay.machine.probe import Machine, probe
-from sftplay.places import ROOT
 from sftplay.units import format_bytes
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 
 REFRESH_S = 2.0
 
+AMPERE = (8, 0)
+"""Oldest compute capability with bf16."""
+
 CLEAR = "\x1b[H\x1b[J"
 """Moves the cursor to the top left corner and clears the terminal."""
 
@@ -32,8 +36,11 @@ def gpu_info(args: Namespace) -> int:
     """`gpu-info`: GPUs with the driver's facts, or why there are none; processor, memory, disk, library versions."""
     from sftplay.machine.gpu_info import describe_host, describe_machine
 
-    machine = probe(in_detail=True)
-    torch_facts = _ask_torch() if args.torch else {}
+    machine, torch_facts = probe(in_detail=True), {}
+    if args.torch:
+        from sftplay.machine.libraries import ask_torch
+
+        torch_facts = ask_torch()
     if args.json:
         torch_says = {"torch_says": torch_facts} if torch_facts else {}
         print(json.dumps({"n_gpus": len(machine.gpus), **machine.as_dict(), **torch_says}))
@@ -69,12 +76,12 @@ def doctor(args: Namespace) -> int:
     from sftplay.machine.doctor.examine import diagnose
 
     findings = diagnose(probe(in_detail=True), _run_needs(args), is_fast=args.fast)
-    counts = {level: sum(each.level == level for each in findings) for level in ("ok", "warn", "stop")}
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("ok", "warn", "stop")}
     if args.json:
-        print(json.dumps({**counts, "findings": [asdict(each) for each in findings]}, ensure_ascii=False))
+        print(json.dumps({**counts, "findings": [asdict(finding) for finding in findings]}, ensure_ascii=False))
     else:
-        for each in findings:
-            log.show(each.as_text())
+        for finding in findings:
+            log.show(finding.as_text())
         log.show(", ".join(f"{n} {level}" for level, n in counts.items()))
         log.show("`make gpu-check` then tries here what the kit promises, and writes a file to attach to a report")
     return MachineError.exit_code if counts["stop"] else 0
@@ -82,6 +89,8 @@ def doctor(args: Namespace) -> int:
 
 def check(args: Namespace) -> int:
     """`check`: ruff's lint and format and mypy over this repository; 1 when one of them fails, else 0."""
+    from sftplay.places import ROOT
+
     failed = [" ".join(argv) for argv in CHECKS if subprocess.call([sys.executable, "-m", *argv], cwd=ROOT)]
     if failed:
         log.say(f"failed: {', '.join(failed)}", "check")
@@ -90,10 +99,37 @@ def check(args: Namespace) -> int:
     return 0
 
 
-def _ask_torch() -> dict[str, Any]:
-    from sftplay.machine.libraries import ask_torch
+def matrix(args: Namespace) -> int:
+    """`matrix`: a table on a terminal; docs/strategies.md in a file or a pipe; its cells as JSON."""
+    from sftplay.config.matrix import as_markdown, as_table, rows
 
-    return ask_torch()
+    if args.json:
+        print(json.dumps({"cells": [row.as_dict() for row in rows()]}))
+        return 0
+    width = min(100, shutil.get_terminal_size().columns)
+    print(as_table(width) if is_terminal(sys.stdout) else as_markdown(), end="")
+    return 0
+
+
+def setup_accelerate(args: Namespace) -> int:
+    """`setup-accelerate`: write an accelerate config for this machine; with --interactive accelerate asks for it."""
+    from sftplay.launch.command.accelerate_yaml import accelerate_text, write_accelerate
+
+    path = Path(args.out)
+    if args.interactive:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
+        return subprocess.call(command)
+    machine = probe()
+    has_bf16 = bool(machine.gpus) and all(gpu.capability >= AMPERE for gpu in machine.gpus)
+    text = accelerate_text(path, gpus=len(machine.gpus), has_bf16=has_bf16)
+    write_accelerate(path, text)
+    if args.json:
+        print(json.dumps({"path": str(path), "text": text}))
+        return 0
+    log.say(f"wrote {path}", "setup-accelerate")
+    log.show(text.rstrip())
+    return 0
 
 
 def _show_memory(output: Path, *, as_json: bool) -> None:

@@ -108,13 +108,13 @@ def _recheck(args: Namespace) -> int:
         found = recompute(files, prompts.train, columns=prompts.report["columns"], reward_set=rewards)
         executor = rewards.executor
     if args.json:
-        print(json.dumps([asdict(each) for each in found]))
-    for each in found if not args.json else []:
-        said = f"{each.differ:,} differ, first {each.first}" if each.differ else "all agree"
-        log.say(f"{each.name:<16} {each.n:,} completions of {len(files):,} steps: {said}", "reward")
+        print(json.dumps([asdict(result) for result in found]))
+    for result in found if not args.json else []:
+        said = f"{result.differ:,} differ, first {result.first}" if result.differ else "all agree"
+        log.say(f"{result.name:<16} {result.n:,} completions of {len(files):,} steps: {said}", "reward")
     if executor and not args.json:
         log.say(f"programs ran in {executor}", "reward")
-    return RunError.exit_code if any(each.differ for each in found) else 0
+    return RunError.exit_code if any(result.differ for result in found) else 0
 
 
 def _show(check: RewardCheck) -> None:

@@ -51,8 +51,8 @@ def status(args: Namespace) -> int:
         print(json.dumps(facts[0] if args.run else facts, ensure_ascii=False))
     elif not facts:
         log.say(f"no run below {output} has a job", "status")
-    for each in [] if args.json else facts:
-        log.show(as_text(each))
+    for row in [] if args.json else facts:
+        log.show(as_text(row))
     return 0
 
 
@@ -73,7 +73,7 @@ def cancel(args: Namespace) -> int:
     """`cancel`: stop the job of a run with a checkpoint, or take it out of the queue."""
     job = submitting.find_job(_output(args), args.run)
     was_there = cancel_job(job, wait_s=0 if args.fast else args.wait)
-    facts = {"run": job.run.name, "job_id": job.job, "cancelled": was_there, **_end_of(job)}
+    facts = {"run": job.run.name, "job_id": job.job, "cancelled": was_there, **_read_end(job)}
     if args.json:
         print(json.dumps(facts))
     else:
@@ -83,7 +83,7 @@ def cancel(args: Namespace) -> int:
     return 0
 
 
-def _end_of(job: JobFolder) -> dict[str, object]:
+def _read_end(job: JobFolder) -> dict[str, object]:
     run = RunFolder(job.run).read_json("status.json")
     return {key: run.get(key) for key in ("step", "last_checkpoint")}
 

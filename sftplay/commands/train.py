@@ -10,7 +10,7 @@ from functools import partial
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, SftplayError
 from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import RunFolder, has_begun, new_folder
@@ -41,7 +41,7 @@ def _train(args: Namespace, rendezvous: Rendezvous | None) -> int:
     cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
     if args.documents and not cfg.learns_documents:
         where = f"{cfg.origins.get('task_mode', args.config)} task_mode"
-        fix = "write task_mode: cpt, or cpt_mixed with chats beside them; or use make train"
+        fix = "write task_mode: cpt, or cpt_mixed with chats next to them; or use make train"
         raise ConfigError(f"{cfg.task_mode} does not learn documents", where=where, fix=fix)
     if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_begun(cfg, args.config)):
         return launch(args, cfg, rendezvous=rendezvous)

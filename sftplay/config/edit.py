@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from sftplay.atomic import whole_file
+from sftplay.config import yaml12
 from sftplay.config.load import load_config
-from sftplay.config.read import yaml12
-from sftplay.config.read.resolved import quoted
+from sftplay.config.resolved import quoted
 from sftplay.errors import ConfigError
 
 BOM = "\ufeff"

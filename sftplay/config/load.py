@@ -14,22 +14,33 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from sftplay.config.read.layers import Layer, LocatedProblem, SourceLocation, merge, nested, read_layers, read_overrides
-from sftplay.config.read.resolved import dump_resolved, is_written_by_kit, read_origins, with_new_names
-from sftplay.config.read.spellings import resolve_precision, resolve_task_mode, with_own_model
-from sftplay.config.read.yaml12 import KeyPath
-from sftplay.config.rules.documents import needs_train_path
-from sftplay.config.rules.general import broken_rules
-from sftplay.config.schema.keys import (
+from sftplay.config.data import needs_train_path
+from sftplay.config.keys import (
     all_keys,
     all_sections,
-    entry_of,
+    find_entry_section,
+    find_section,
     general_key,
     list_keys,
     required_below,
-    section_of,
 )
-from sftplay.config.schema.run import RunConfig, Section
+from sftplay.config.layers import (
+    Layer,
+    LocatedProblem,
+    SourceLocation,
+    merge,
+    nested,
+    read_layers,
+    read_overrides,
+    resolve_precision,
+    resolve_task_mode,
+    with_own_model,
+)
+from sftplay.config.resolved import dump_resolved, is_written_by_kit, read_origins, with_new_names
+from sftplay.config.rules import broken_rules
+from sftplay.config.run import RunConfig
+from sftplay.config.section import Section
+from sftplay.config.yaml12 import KeyPath
 from sftplay.errors import ConfigError, ConfigErrors
 
 __all__ = ["dump_resolved", "examine_config", "load_config", "load_resolved"]
@@ -58,7 +69,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig | None, list[ConfigError]]:
     """The config and everything that is wrong with it, for callers that look for more problems first.
 
-    Where something is wrong, the config has defaults in place of what was refused, and `origins` names only what was
+    Where something is wrong, the config has defaults instead of what was refused, and `origins` names only what was
     accepted. It is None where nothing sensible is left.
 
     Raises:
@@ -77,14 +88,14 @@ def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Run
     try:
         cfg = RunConfig.model_validate(merged.values)
     except ValidationError as error:
-        from sftplay.config.explain.problems import translated
+        from sftplay.config.problems import translated
 
         problems += translated(error, merged, file=os.fspath(path))
         cfg = _without_refused(merged.values, error)
     if cfg is not None:
         cfg = cfg.with_origins(_origins(merged))
         if needs_train_path(cfg) and "data.train_path" not in offending_keys(problems):
-            from sftplay.config.explain.problems import missing_key
+            from sftplay.config.problems import missing_key
 
             problems.append(missing_key("data.train_path", merged, file=os.fspath(path)))
         problems += _rule_problems(cfg, merged, offending=offending_keys(problems))
@@ -128,12 +139,12 @@ def _with_empty_sections(values: dict[str, Any], section: type[Section]) -> dict
     filled = dict(values)
     for key, value in values.items():
         field = section.model_fields.get(key)
-        inner = section_of(field) if field else None
+        inner = find_section(field) if field else None
         if inner and isinstance(value, dict):
             filled[key] = _with_empty_sections(value, inner)
         elif value is None and field and (inner or get_origin(field.annotation) is dict):
             filled[key] = {}
-        elif value is None and field and entry_of(field):
+        elif value is None and field and find_entry_section(field):
             filled[key] = []
     return filled
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from sftplay.config.schema.run import DataConfig, RunConfig
+from sftplay.config.data import DataConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint, is_sound
 from sftplay.data.layouts.convert import read_layout_options, to_record
 from sftplay.data.read.sources import content_digest, read_dialect, read_rows

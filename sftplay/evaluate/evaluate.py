@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from sftplay import log
 from sftplay.atomic import write_text
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.data.render.render import Renderer
 from sftplay.evaluate.metrics import score_answers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sftplay.config.schema.data import Metric
+from sftplay.config.data import Metric
 
 
 def score_answers(

@@ -12,7 +12,8 @@ from typing import Any
 
 from sftplay import log
 from sftplay.atomic import write_text
-from sftplay.config.schema.run import RewardConfig, RunConfig
+from sftplay.config.rewards import RewardConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.prompts.load import Prompts
 from sftplay.data.prompts.questions import Question, Questions
 from sftplay.evaluate.code import mean_pass_at_k

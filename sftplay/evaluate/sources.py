@@ -16,7 +16,7 @@ from datasets import Dataset
 
 from sftplay import log
 from sftplay.atomic import read_object, write_text
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.mixture.load import MixtureRows
 from sftplay.data.records import Chat
 from sftplay.data.render.render import Renderer

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from sftplay import log
 from sftplay.config.load import dump_resolved
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.export.merge import (
     SHARD_BYTES,

@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 
 from sftplay import __version__, log
 from sftplay.atomic import locked, use_umask
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.merged_start import merge_adapter

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.mixture.load import load_mixture
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import IGNORE_INDEX, Message

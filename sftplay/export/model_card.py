@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.read.sources import is_hub_name
 
 TEMPLATES = Path(__file__).with_name("templates")

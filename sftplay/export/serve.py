@@ -13,7 +13,7 @@ from pathlib import Path
 from transformers import GenerationConfig
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.export.merge import RECORD, adapter_digest, find_adapter, merge
 from sftplay.export.server import ServerKind, build_server, choose_port, run_server

@@ -27,7 +27,7 @@ from sftplay.machine.ports import HOST, free_port
 from sftplay.signals import catch_signals, popen_tied
 
 if TYPE_CHECKING:  # pydantic comes with it, which the process of a job does not need
-    from sftplay.config.schema.run import RunConfig
+    from sftplay.config.run import RunConfig
 
 MODULE = "sftplay.launch.generation_server"
 KEY = "grpo.vllm.command"

@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sftplay import log
 from sftplay.atomic import examine_object, locked, locked_if_possible, read_lines, read_object, write_text
-from sftplay.config.read.resolved import RESOLVED
-from sftplay.config.schema.run import RunConfig
-from sftplay.config.schema.section import Positive
+from sftplay.config.resolved import RESOLVED
+from sftplay.config.run import RunConfig
+from sftplay.config.section import Positive
 from sftplay.errors import ConfigError, MachineError
 from sftplay.heartbeat import read_heartbeats
 

@@ -16,7 +16,7 @@ from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper, load_peft_weights
 from torch import nn
 
-from sftplay.config.schema.run import LoraConfig
+from sftplay.config.run import LoraConfig
 from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.model.failures import describe_error, refusing
 from sftplay.model.source import SAFE_COPY, describe_pickle

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from sftplay import log
-from sftplay.config.schema.run import ModelConfig
+from sftplay.config.run import ModelConfig
 from sftplay.errors import ConfigError, MachineError, SftplayError, machine_refusal, without_secrets
 from sftplay.model.source import (
     FOLDER_FIX,

@@ -7,8 +7,8 @@ import os
 import sys
 from typing import Any
 
-from sftplay.config.schema.cluster import ZERO_STAGES
-from sftplay.config.schema.run import ModelConfig, RunConfig
+from sftplay.config.cluster import ZERO_STAGES
+from sftplay.config.run import ModelConfig, RunConfig
 from sftplay.errors import MachineError
 from sftplay.model.source import BUILTIN, is_quantised
 from sftplay.places import cache_root

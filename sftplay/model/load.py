@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.log import local_rank, status, world_size
 from sftplay.model.adapter import add_adapter, attach_adapter, continue_adapter
 from sftplay.model.source import locate

@@ -14,7 +14,7 @@ from torch import nn
 
 from sftplay import log
 from sftplay.atomic import locked, whole_folder
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError, RunError
 from sftplay.model.adapter import attach_adapter
 from sftplay.model.new_tokens.embedding_rows import add_rows

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer, GenerationConfig
 
-from sftplay.config.schema.run import ModelConfig, RunConfig
+from sftplay.config.run import ModelConfig, RunConfig
 from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.model.failures import announce_trust, describe_error, refused_code, refusing

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from sftplay import log
-from sftplay.config.explain.other_kits import kit_answer
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.other_kits import kit_answer
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, machine_refusal
 from sftplay.machine.libraries import recomputation
 from sftplay.model.adapter import check_names, describe_parameters, make_trainable_fp32, target_paths

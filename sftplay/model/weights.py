@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations import sdpa_attention
 
 from sftplay import log
-from sftplay.config.schema.cluster import SPLIT_WEIGHTS
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.cluster import SPLIT_WEIGHTS
+from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.log import local_rank
 from sftplay.model.failures import announce_trust, explain_failure, refusing

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.atomic import is_locked
-from sftplay.config.read import yaml12
-from sftplay.config.read.resolved import flow
-from sftplay.config.schema.renamed import RENAMED_KEYS
+from sftplay.config import yaml12
+from sftplay.config.keys import RENAMED_KEYS
+from sftplay.config.resolved import flow
 from sftplay.errors import ConfigError
 from sftplay.launch.checkpoints import is_marked, list_checkpoints, step_of
 from sftplay.launch.run_folder import RunFolder

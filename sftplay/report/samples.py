@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sftplay.config.schema.run import RewardConfig
+from sftplay.config.rewards import RewardConfig
 from sftplay.report.history import as_number
 from sftplay.report.run_files import RunFiles, mapping, mappings
 from sftplay.reward.table import judges_form

@@ -10,7 +10,8 @@ from itertools import chain, islice, repeat
 from typing import Any, Literal
 
 from sftplay import log
-from sftplay.config.schema.run import RewardConfig, RunConfig
+from sftplay.config.rewards import RewardConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import DataError, RunError
 from sftplay.reward.calls import RewardValues, RewardWorker
 from sftplay.reward.code_rewards import CodeTests

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sftplay.config.schema.reward import CODE_TESTS, SandboxConfig
+from sftplay.config.rewards import CODE_TESTS, SandboxConfig
 from sftplay.errors import DataError
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.code_answer import CodeAnswer, find_code

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sftplay.config.schema.section import Positive
+from sftplay.config.section import Positive
 from sftplay.reward.code_answer import PYTHON_LABELS, fenced_blocks, find_code, is_program
 from sftplay.reward.completions import Completion, text_of, without_reasoning
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from sftplay.config.schema.reward import CODE_TESTS
-from sftplay.config.schema.run import RewardConfig, RunConfig
+from sftplay.config.rewards import CODE_TESTS, RewardConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, RunError
 from sftplay.reward.calls import RewardValues, RewardWorker
 from sftplay.reward.code_rewards import CodeTests, limits_of

@@ -9,8 +9,8 @@ from typing import Literal, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from sftplay.config.schema.reward import CODE_TESTS
-from sftplay.config.schema.run import RewardConfig, RunConfig
+from sftplay.config.rewards import CODE_TESTS, RewardConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.reward.user_function import RewardFunction, is_user_function
 

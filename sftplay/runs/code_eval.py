@@ -11,7 +11,7 @@ from typing import Any
 
 from sftplay import log
 from sftplay.config.load import load_config
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder, find_run
 from sftplay.machine.probe import probe

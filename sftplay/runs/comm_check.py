@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.launch.command.command import WORKER, Launch, Scale, build_launch
 from sftplay.launch.command.network import list_interfaces, nccl_environment

@@ -14,14 +14,14 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.load import load_config
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
 from sftplay.launch.run_folder import RunFolder, find_run
+from sftplay.log import Screen
 from sftplay.model.libraries import unneeded
 from sftplay.model.source import is_local
 from sftplay.startup import leave_out
-from sftplay.terminal import Screen
 
 
 def open_run(

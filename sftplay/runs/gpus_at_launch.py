@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.launch.command.command import one_gpu_environment
 from sftplay.machine.libraries import compiler_remedy, find_compiler_problem
@@ -47,7 +47,7 @@ def refuse_missing_compiler(cfg: RunConfig, machine: Machine) -> None:
     key, is_compiled, other = find_sizing(cfg).compiled(cfg)
     if machine.gpus and is_compiled and (problem := find_compiler_problem()):
         where = f"{cfg.origins.get(key, 'chosen automatically')} {key}"
-        what = f"{cfg.value_of(key)} needs kernels that Triton builds, and {problem}"
+        what = f"{cfg.get_value(key)} needs kernels that Triton builds, and {problem}"
         raise MachineError(what, where=where, fix=f"{compiler_remedy()}, or write {key}: {other}")
 
 

@@ -12,10 +12,9 @@ from itertools import islice
 from pathlib import Path
 
 from sftplay import log
+from sftplay.config.data import SourceType, row_paths
 from sftplay.config.load import examine_config
-from sftplay.config.rules.data import row_paths
-from sftplay.config.schema.mixture import SourceType
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.layouts.convert import read_layout_options, to_record
 from sftplay.data.layouts.source_types import select_data_config
 from sftplay.data.read.files import find_suffix, list_files
@@ -81,7 +80,7 @@ def load_checked(
         # A key that is missing or was refused has no origin. Its stand-in says nothing about the inputs.
         keys = [key for key in _keys(cfg) if not found or key in cfg.origins]
         if not cfg.task.reads_text and not needs_puzzles:
-            keys = [key for key in keys if not key.startswith("data.") or Path(cfg.value_of(key)).exists()]
+            keys = [key for key in keys if not key.startswith("data.") or Path(cfg.get_value(key)).exists()]
         problems += _problems(cfg, keys, asks_hub=asks_hub and not found)
     if problems:
         raise _join_problems(problems)
@@ -91,7 +90,7 @@ def load_checked(
 
 def _keys(cfg: RunConfig) -> list[str]:
     if not cfg.task.reads_text:
-        given = [key for key in ("data.train_path", "data.val_path", START) if cfg.value_of(key)]
+        given = [key for key in ("data.train_path", "data.val_path", START) if cfg.get_value(key)]
         return [*given, "logging.backend"]
     return [KEYS[0], *(key for key, _ in row_paths(cfg)), *KEYS[1:]]
 
@@ -176,7 +175,7 @@ def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
 
 
 def _check_data(key: str, *, cfg: RunConfig) -> None:
-    path = cfg.value_of(key)
+    path = cfg.get_value(key)
     if not cfg.task.reads_text:
         check_puzzles(path, key, cfg=cfg)
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.model.source import BUILTIN_CONFIGS
 from sftplay.model.start_point import resolve_names

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.config.load import load_config
-from sftplay.config.read.resolved import flow
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.resolved import flow
+from sftplay.config.run import RunConfig
 from sftplay.data.layouts.convert import LayoutOptions, detect_layout, read_layout_options, to_record
 from sftplay.data.layouts.turns import listed
 from sftplay.data.read.sources import read_dialect, read_rows
@@ -98,7 +98,7 @@ class _Values:
     def set(self, key: str, value: Any, *, why: str) -> None:
         """Take a value for a key that the user did not give."""
         if key in self.given:
-            value, why = self.cfg.value_of(key), "as asked"
+            value, why = self.cfg.get_value(key), "as asked"
         else:
             self.cfg = self.cfg.with_values({key: value}, "init")
         self.lines[key] = (value, why)

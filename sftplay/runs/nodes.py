@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import __version__, log
+from sftplay.config.data import row_paths
+from sftplay.config.keys import flatten
 from sftplay.config.load import load_config
-from sftplay.config.rules.data import row_paths
-from sftplay.config.rules.resume_keys import flatten
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.read.sources import content_digest, is_hub_name
 from sftplay.errors import MachineError, RunError, SftplayError
 from sftplay.launch.command.command import Scale

@@ -10,10 +10,10 @@ from typing import Any
 
 from sftplay import log
 from sftplay.atomic import write_text
+from sftplay.config.keys import DRAWN, SIZES, differences, values_that_decide_weights
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.read.resolved import RESOLVED
-from sftplay.config.rules.resume_keys import DRAWN, SIZES, differences, values_that_decide_weights
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.resolved import RESOLVED
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch.checkpoints import list_checkpoints, read_marker
 from sftplay.launch.command.command import Scale
@@ -58,7 +58,7 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
         _say_moved(before, sized)
     resized = moves or not fits or bool(kept and smaller_rows)
     starts_anew |= resized
-    sizes = {key: sized.cfg.value_of(key) for key in (*SIZES, DRAWN)} if starts_anew else {}
+    sizes = {key: sized.cfg.get_value(key) for key in (*SIZES, DRAWN)} if starts_anew else {}
     _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder=folder)
     command = build_command(sized.cfg, folder, scale=scale, machine=machine)
     if args.dry_run:
@@ -89,13 +89,13 @@ def _rows_after_shortage(folder: RunFolder) -> int | None:
 
 def _kept_sizes(cfg: RunConfig, stored: RunConfig, *, smaller_rows: int | None) -> dict[str, Any]:
     """The run's last values of the sizes that `cfg` leaves open."""
-    last = {key: stored.value_of(key) for key in SIZES}
+    last = {key: stored.get_value(key) for key in SIZES}
     if smaller_rows:
         train = stored.train
         world_size = train.effective_batch_size // (int(train.batch_size) * int(train.grad_accum))
         last = sizes_of(stored, smaller_rows, world_size=world_size)
-    last[DRAWN] = stored.value_of(DRAWN)
-    return {key: value for key, value in last.items() if cfg.value_of(key) in ("auto", None)}
+    last[DRAWN] = stored.get_value(DRAWN)
+    return {key: value for key, value in last.items() if cfg.get_value(key) in ("auto", None)}
 
 
 def _refuse_other_processes(before: int | None, sized: SizedRun, *, scale: Scale) -> None:
@@ -122,7 +122,7 @@ def _refuse_other_processes(before: int | None, sized: SizedRun, *, scale: Scale
 
 
 def _leave_finished(args: Namespace, folder: RunFolder, *, stored: RunConfig, cfg: RunConfig) -> int:
-    filled = cfg.with_values({key: stored.value_of(key) for key in _left_open(cfg)}, "resume")
+    filled = cfg.with_values({key: stored.get_value(key) for key in _left_open(cfg)}, "resume")
     _refuse_changes(stored, resolve_names(filled), folder=folder)
     log.say(f"{folder.path} is finished: nothing to do", "resume")
     if args.json:

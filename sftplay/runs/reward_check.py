@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.layouts.convert import read_layout_options
 from sftplay.data.problems.load import sound_problems
 from sftplay.data.problems.problem import Problem

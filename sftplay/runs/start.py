@@ -17,9 +17,9 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.read.resolved import RESOLVED, flow
-from sftplay.config.rules.general import notes
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.resolved import RESOLVED, flow
+from sftplay.config.rules import notes
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.launch.checkpoints import newest_complete
 from sftplay.launch.command.command import Launch, Scale, build_launch
@@ -27,6 +27,7 @@ from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder, name_taken
 from sftplay.launch.supervise.exit_cause import cause_of_death
 from sftplay.launch.supervise.follow import FolderGone, follow
+from sftplay.log import is_terminal
 from sftplay.machine.ports import RENDEZVOUS_PORT, free_port
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Hardware
@@ -38,7 +39,6 @@ from sftplay.runs.gpus_at_launch import gpu_settings, refuse_missing_compiler, r
 from sftplay.runs.inputs import known_lengths, needs_no_hub
 from sftplay.runs.model_shape import known_shape
 from sftplay.runs.strategy_setup import environment_of, prepare_deepspeed, with_accumulation
-from sftplay.terminal import is_terminal
 from sftplay.units import GIB, format_bytes
 
 

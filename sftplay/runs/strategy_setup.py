@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sftplay import log
-from sftplay.config.schema.cluster import ZERO_STAGES
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.cluster import ZERO_STAGES
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command.command import Launch, Scale
 from sftplay.launch.run_folder import RunFolder

@@ -17,8 +17,8 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import locked, write_text
 from sftplay.config.load import load_config
-from sftplay.config.read.resolved import dump_given
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.resolved import dump_given
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, SftplayError
 from sftplay.launch.generation_server import starts_server
 from sftplay.launch.job_files import ClusterJob

@@ -14,8 +14,8 @@ class TaskRow:
     """Where a task is, and what the trunk knows of it without importing it."""
 
     folder: str
-    """Below this package. `task.py` trains; `spec.py` (rules) and `plan.py` are there where the task differs from sft.
-    """
+    """Below this package. `task.py` trains; `section.py` (its keys of the config), `spec.py` (rules) and `plan.py` are
+    there where the task differs from sft."""
 
     rates: Mapping[str, float] = field(default_factory=lambda: {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4})
     """tuning.mode -> what `train.learning_rate: auto` means: the usual peak rate."""
@@ -72,7 +72,7 @@ class TaskRow:
         return self.turns > 0
 
     def part(self, name: str) -> ModuleType | None:
-        """Import `spec`, `plan` or `finished` of the task; None where the task has no such module."""
+        """Import `section`, `spec`, `plan` or `finished` of the task; None where the task has no such module."""
         module = f"{__name__}.{self.folder}.{name}"
         return import_module(module) if util.find_spec(module) else None
 

@@ -18,8 +18,8 @@ from datasets import Dataset
 from torch import Tensor
 
 from sftplay.config.load import load_resolved
-from sftplay.config.read.resolved import RESOLVED
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.resolved import RESOLVED
+from sftplay.config.run import RunConfig
 from sftplay.errors import ran_out_of_memory
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_base

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 from sftplay import log
 from sftplay.atomic import locked_if_possible
 from sftplay.config.load import load_resolved
-from sftplay.config.read.resolved import RESOLVED
+from sftplay.config.resolved import RESOLVED
 from sftplay.errors import SftplayError, machine_refusal
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.exit_cause import LOST, Death

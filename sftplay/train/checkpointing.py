@@ -12,7 +12,7 @@ import torch
 
 from sftplay import log
 from sftplay.atomic import use_umask
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.launch.checkpoints import (
     find_damage,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ran_out_of_memory, said_of_memory
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import OUT_OF_MEMORY, RunFolder

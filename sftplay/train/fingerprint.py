@@ -16,9 +16,9 @@ import pyarrow as pa
 from datasets import Dataset
 
 from sftplay import __version__, log
-from sftplay.config.rules.resume_keys import DRAWN, SIZES, differences, held_out_decides, values_that_decide_weights
-from sftplay.config.rules.task_spec import find_spec
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.keys import DRAWN, SIZES, differences, held_out_decides, values_that_decide_weights
+from sftplay.config.run import RunConfig
+from sftplay.config.section import find_spec
 from sftplay.data.render.render import Renderer
 from sftplay.machine.probe import probe
 from sftplay.model.new_tokens.tokens import NewToken

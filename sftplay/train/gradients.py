@@ -12,8 +12,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from sftplay import log
-from sftplay.config.schema.cluster import SHARDED, CommConfig
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.cluster import SHARDED, CommConfig
+from sftplay.config.run import RunConfig
 from sftplay.heartbeat import Heartbeat
 from sftplay.train.observer import Observer, StepTrainer
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.out_of_memory import gather_objects

@@ -10,7 +10,7 @@ from transformers import set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import DataError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import describe_parameters, freeze_outside_text

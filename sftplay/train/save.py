@@ -11,7 +11,7 @@ import torch
 
 from sftplay import log
 from sftplay.atomic import whole_folder
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.export.model_card import write_adapter_card
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.source import BUILTIN

@@ -13,7 +13,7 @@ import torch
 from transformers import TrainingArguments
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.errors import MachineError
 from sftplay.launch.run_folder import RunFolder

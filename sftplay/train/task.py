@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from datasets import Dataset
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.train.exact_batch import StepSetup
 

@@ -16,7 +16,7 @@ from datasets import Dataset, concatenate_datasets
 from transformers.integrations import TensorBoardCallback
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError, RunError, ran_out_of_memory, said_of_memory
 from sftplay.heartbeat import Heartbeat, heartbeat_path

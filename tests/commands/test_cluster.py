@@ -14,7 +14,7 @@ import pytest
 from processes import HANG_S
 
 from sftplay.cli import main
-from sftplay.commands import cluster
+from sftplay.commands import machine as commands
 from sftplay.errors import MachineError
 from sftplay.launch.command.accelerate_yaml import accelerate_text
 from sftplay.machine.doctor.system import check_builds
@@ -118,7 +118,7 @@ def test_setup_accelerate_does_not_write_over_a_file_that_accelerate_made(tmp_pa
 
 def test_interactive_hands_over_to_accelerates_own_questions(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(cluster.subprocess, "call", lambda argv: started.append(argv) or 0)
+    monkeypatch.setattr(commands.subprocess, "call", lambda argv: started.append(argv) or 0)
     assert main(["setup-accelerate", "--interactive", "--out", str(tmp_path / "a.yaml")]) == 0
     assert started[0][1:4] == ["-m", "accelerate.commands.accelerate_cli", "config"]
     assert not (tmp_path / "a.yaml").exists()

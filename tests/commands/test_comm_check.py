@@ -261,7 +261,7 @@ def test_a_config_names_the_ways_that_are_checked(
 def test_values_without_a_config_to_set_them_in_are_refused(
     more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("sftplay.commands.comm_check.run_check", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr("sftplay.commands.gpu_check.run_check", lambda *_, **__: pytest.fail("ranks were started"))
     assert main(["comm-check", "--nproc", "2", "--json", "cluster.nccl.socket_ifname=nope", *more]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["where"] == "command line"

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.cli import VERBS, main
+from sftplay.cli import VERBS, list_flags, main
 from sftplay.commands.completion import MAKE_WORDS, bash_text, fish_text, zsh_text
-from sftplay.config.schema.keys import all_keys, list_keys
-from sftplay.flags import flags_of
+from sftplay.config.keys import all_keys, list_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 BASH = shutil.which("bash") or ""
@@ -38,7 +37,7 @@ def offered(tmp_path: Path, *words: str, function: str = "_sftplay") -> list[str
 @pytest.mark.skipif(not BASH, reason="needs bash")
 def test_bash_offers_verbs_flags_keys_files_and_the_targets_of_make(tmp_path):
     assert offered(tmp_path, "sftplay", "infer") == ["infer", "infer-batch"]
-    assert offered(tmp_path, "sftplay", "plan", "--") == ["--config", "--json", *flags_of("plan")]
+    assert offered(tmp_path, "sftplay", "plan", "--") == ["--config", "--json", *list_flags("plan")]
     assert offered(tmp_path, "sftplay", "train", "model.max") == ["model.max_seq_len="]
     assert offered(tmp_path, "sftplay", "train", "--config", "configs/run_de") == ["configs/run_demo.yaml"]
     assert "train-distributed" in offered(tmp_path, "make", "train-d", function="_sftplay_make")
@@ -48,7 +47,7 @@ def test_bash_offers_verbs_flags_keys_files_and_the_targets_of_make(tmp_path):
 @pytest.mark.parametrize("text", [bash_text(), zsh_text(), fish_text()], ids=["bash", "zsh", "fish"])
 def test_every_verb_flag_and_key_is_in_each_script_and_no_place_is_left_open(text):
     assert not [verb for verb in VERBS if verb not in text]
-    assert not [flag for verb in VERBS for flag in flags_of(verb) if flag.removeprefix("--") not in text]
+    assert not [flag for verb in VERBS for flag in list_flags(verb) if flag.removeprefix("--") not in text]
     single = [key for key in all_keys() if key.partition(".")[0] not in list_keys()]
     assert not [key for key in single if f"{key}=" not in text]
     assert "@" not in text.replace("[@]", "")

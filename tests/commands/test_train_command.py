@@ -12,8 +12,9 @@ import pytest
 from sftplay.atomic import write_text
 from sftplay.cli import main
 from sftplay.commands import train as train_command
+from sftplay.config.data import DataConfig
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.schema.run import DataConfig, ModelConfig, RunConfig
+from sftplay.config.run import ModelConfig, RunConfig
 from sftplay.errors import MachineError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from processes import ends_soon
 
 from sftplay.cli import main
-from sftplay.config.read.resolved import flow
-from sftplay.config.schema.describe import choices_of
-from sftplay.config.schema.keys import all_keys, all_sections, node_at
+from sftplay.config.keys import all_keys, all_sections, node_at
+from sftplay.config.manual import list_choices
+from sftplay.config.resolved import flow
 
 CPU_S = 30
 """No config takes the processor so long: only one that never ends does. They take a tenth of a second."""
@@ -32,7 +32,7 @@ SLIPS = st.sampled_from(["", "", "", "", "x", "s", "_", ".x", "."])
 
 
 def values_of(key: str) -> st.SearchStrategy[Any]:
-    words = choices_of(node_at(key)) if key in all_keys() else []
+    words = list_choices(node_at(key)) if key in all_keys() else []
     return st.sampled_from([*words, *words, *ODD]) if words else st.sampled_from(ODD)
 
 

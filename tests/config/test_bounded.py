@@ -9,7 +9,7 @@ import pytest
 from processes import ends_soon
 
 from sftplay.config.load import load_config
-from sftplay.config.read.yaml12 import MAX_BYTES
+from sftplay.config.yaml12 import MAX_BYTES
 from sftplay.errors import ConfigError
 from sftplay.launch.command.deepspeed_json import read_deepspeed
 

@@ -3,7 +3,7 @@
 import pytest
 
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.rules.general import check_rules, notes
+from sftplay.config.rules import check_rules, notes
 from sftplay.errors import MachineError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.sizing.size_run import size_run

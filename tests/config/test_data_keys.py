@@ -8,9 +8,9 @@ from typing import get_args
 
 import pytest
 
+from sftplay.config.data import Column, Layout
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.rules.general import notes
-from sftplay.config.schema.data import Column, Layout
+from sftplay.config.rules import notes
 from sftplay.data.layouts.columns import SHAPES
 from sftplay.errors import ConfigErrors
 

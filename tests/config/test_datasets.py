@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sftplay.config.keys import flatten
 from sftplay.config.load import dump_resolved, load_config, load_resolved
-from sftplay.config.rules.resume_keys import flatten
 from sftplay.errors import ConfigError, ConfigErrors
 
 MIXTURE = """\
@@ -84,7 +84,7 @@ def test_the_resolved_text_keeps_every_entry_and_its_origins(mixture, write, tmp
     again = load_resolved(tmp_path / "resolved.yaml")
     assert again == cfg
     assert again.origins == cfg.origins
-    assert again.value_of("datasets.1.split") == 0.2
+    assert again.get_value("datasets.1.split") == 0.2
     assert again.with_values({"datasets.0.weight": 0.5}, "x").datasets[0].weight == 0.5
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from sftplay.config.rules.general import notes
-from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
+from sftplay.config.keys import differences, values_that_decide_weights
+from sftplay.config.rules import notes
 
 GRPO = "task_mode: grpo\nrewards: [{name: answer, use: exact_match}]\n"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sftplay.cli import parse
+from sftplay.config.keys import path_keys
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.schema.keys import path_keys
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 
 PATH_KEYS = path_keys(RunConfig.model_validate({"model": {"name": "builtin:tiny"}}))
 BASE = ["model.name=builtin:tiny", "data.train_path=rows.jsonl"]
@@ -31,9 +31,9 @@ def test_every_key_that_takes_a_path_is_known():
 def test_a_path_key_takes_the_home_folder_from_file_and_command_line_alike(key, home, write):
     more = ["cluster.strategy=zero2"] if key == "cluster.deepspeed" else []
     cfg = load_config(write("seed: 1\n"), [*BASE, f"{key}=~/x/y", *more])
-    assert cfg.value_of(key) == str(home / "x" / "y")
+    assert cfg.get_value(key) == str(home / "x" / "y")
     resolved = write(dump_resolved(cfg), "resolved.yaml")
-    assert load_config(resolved).value_of(key) == str(home / "x" / "y")
+    assert load_config(resolved).get_value(key) == str(home / "x" / "y")
 
 
 @pytest.mark.parametrize("key", PATH_KEYS)

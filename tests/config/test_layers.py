@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sftplay.config.layers import merge, read_layers, read_overrides
 from sftplay.config.load import load_config
-from sftplay.config.read.layers import merge, read_layers, read_overrides
 from sftplay.errors import ConfigError, ConfigErrors
 
 

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from sftplay.cli import main
-from sftplay.config.explain.manual import manual_text, schema_text
-from sftplay.config.schema.keys import all_keys, all_sections
+from sftplay.config.keys import all_keys, all_sections
+from sftplay.config.manual import manual_text, schema_text
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,10 +11,11 @@ from typing import get_args
 
 import pytest
 
-from sftplay.config.explain.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE, as_markdown, as_table, rows
+from sftplay.config.cluster import Strategy
 from sftplay.config.load import load_config
-from sftplay.config.schema.cluster import Strategy
-from sftplay.config.schema.run import Precision, TuningConfig
+from sftplay.config.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE, as_markdown, as_table, rows
+from sftplay.config.run import TuningConfig
+from sftplay.config.train import Precision
 from sftplay.errors import ConfigErrors
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,13 +2,13 @@
 
 import pytest
 
-from sftplay.config.explain import other_kits
-from sftplay.config.explain.other_kits import OTHER_KITS, key_of
-from sftplay.config.schema.keys import all_keys, all_sections
+from sftplay.config import other_kits
+from sftplay.config.keys import all_keys, all_sections
+from sftplay.config.other_kits import OTHER_KITS, find_key
 
 
 def test_every_answer_begins_with_a_key_that_exists():
-    assert {key_of(action) for action in OTHER_KITS.values()} <= set(all_keys())
+    assert {find_key(action) for action in OTHER_KITS.values()} <= set(all_keys())
     assert len(OTHER_KITS) >= 160
 
 
@@ -27,7 +27,7 @@ def test_a_name_of_another_kit_is_answered_at_the_top_and_in_a_section(refusals,
     assert top.where == f"run.yaml:1 {name}"
     assert inner.where == f"run.yaml:2 train.{name}"
     assert top.fix == inner.fix == f"write {OTHER_KITS[name]}"
-    assert top.nearest == inner.nearest == [key_of(OTHER_KITS[name])]
+    assert top.nearest == inner.nearest == [find_key(OTHER_KITS[name])]
 
 
 def test_dashes_and_capitals_do_not_hide_a_name_of_another_kit(refusals):

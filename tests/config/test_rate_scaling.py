@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.config.load import dump_resolved, load_config, load_resolved
-from sftplay.config.schema.run import TrainConfig
+from sftplay.config.train import TrainConfig
 from sftplay.launch.command.deepspeed_json import run_values
 from sftplay.machine.probe import Machine
 from sftplay.plan.sizing.size_run import size_run

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.config.explain import problems
+from sftplay.config import problems
 from sftplay.config.load import load_config
 from sftplay.errors import MOST_PROBLEMS, ConfigError, ConfigErrors
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from sftplay.cli import main
+from sftplay.config.keys import RENAMED_KEYS, all_keys, all_sections
 from sftplay.config.load import dump_resolved, load_config, load_resolved
-from sftplay.config.read.resolved import dump_given
-from sftplay.config.schema.keys import all_keys, all_sections
-from sftplay.config.schema.renamed import RENAMED_KEYS
+from sftplay.config.resolved import dump_given
 from sftplay.errors import ConfigErrors
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.compare import compare_runs

@@ -7,20 +7,13 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sftplay.config import yaml12
+from sftplay.config.data import DataConfig, EvalConfig
+from sftplay.config.keys import all_keys
 from sftplay.config.load import dump_resolved, load_config, load_resolved
-from sftplay.config.read import yaml12
-from sftplay.config.read.resolved import flow
-from sftplay.config.schema.keys import all_keys
-from sftplay.config.schema.run import (
-    DataConfig,
-    EvalConfig,
-    LoggingConfig,
-    LoraConfig,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
-    TuningConfig,
-)
+from sftplay.config.resolved import flow
+from sftplay.config.run import LoggingConfig, LoraConfig, ModelConfig, RunConfig, TuningConfig
+from sftplay.config.train import TrainConfig
 
 AWKWARD = [
     "no",

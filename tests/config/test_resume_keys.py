@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
-from sftplay.config.schema.renamed import RENAMED_KEYS
+from sftplay.config.keys import RENAMED_KEYS, differences, values_that_decide_weights
 
 VAL, TEST = "data.val_path=v.jsonl", "data.test_path=t.jsonl"
 

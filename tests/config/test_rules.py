@@ -4,9 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sftplay.config.data import DataConfig
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.rules.general import check_rules, notes
-from sftplay.config.schema.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+from sftplay.config.rules import check_rules, notes
+from sftplay.config.run import ModelConfig, RunConfig
+from sftplay.config.train import TrainConfig
 from sftplay.errors import ConfigErrors
 
 REFUSED = {

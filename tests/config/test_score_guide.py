@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from sftplay.config.explain.other_kits import SECTIONS, key_of
+from sftplay.config.keys import all_keys, all_sections
 from sftplay.config.load import load_config
-from sftplay.config.schema.keys import all_keys, all_sections
+from sftplay.config.other_kits import SECTIONS, find_key
 from sftplay.errors import ConfigErrors
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,7 @@ def test_every_key_of_its_yaml_is_answered_with_a_key_of_ours_and_listed(tmp_pat
 
 def test_every_answer_begins_with_a_key_that_exists():
     names = {*all_keys(), *all_sections()}
-    assert {key_of(action) for keys in SECTIONS.values() for action in keys.values()} <= names
+    assert {find_key(action) for keys in SECTIONS.values() for action in keys.values()} <= names
     assert not set(SECTIONS) & names
 
 
@@ -104,7 +104,7 @@ def test_what_an_answer_says_to_write_is_accepted(monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(ROOT)
     said = dict(VALUE.findall(action))
     cfg = load_config("configs/run_score_gsm8k.yaml", [f"{key}={value}" for key, value in said.items()])
-    assert {key: str(cfg.value_of(key)) for key in said} == said
+    assert {key: str(cfg.get_value(key)) for key in said} == said
 
 
 @pytest.mark.contract

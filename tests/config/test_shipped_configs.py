@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from sftplay.config.data import row_paths
+from sftplay.config.keys import all_keys
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.rules.data import row_paths
-from sftplay.config.rules.general import notes
-from sftplay.config.schema.keys import all_keys
+from sftplay.config.rules import notes
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -71,7 +71,7 @@ def test_the_base_file_changes_no_default():
     cfg = load_config("configs/config_base.yaml", ["model.name=a", "data.train_path=b"])
     for key in cfg.origins:
         if key not in ("model.name", "data.train_path"):
-            assert cfg.value_of(key) == all_keys()[key].get_default(call_default_factory=True, validated_data={}), key
+            assert cfg.get_value(key) == all_keys()[key].get_default(call_default_factory=True, validated_data={}), key
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.config.explain.other_kits import CLUSTER_KEYS
+from sftplay.config.cluster import ClusterConfig
 from sftplay.config.load import load_config
-from sftplay.config.schema.cluster import ClusterConfig
+from sftplay.config.other_kits import CLUSTER_KEYS
 from sftplay.errors import ConfigErrors
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from sftplay.config.explain import other_kits as trl_arguments
-from sftplay.config.explain.other_kits import (
+from sftplay.config import other_kits as trl_arguments
+from sftplay.config.keys import all_keys
+from sftplay.config.other_kits import (
     OTHER_KITS,
     WITHOUT_KEY,
     WITHOUT_MEANING,
@@ -14,8 +15,7 @@ from sftplay.config.explain.other_kits import (
     config_kinds,
     kit_answer,
 )
-from sftplay.config.schema.keys import all_keys
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.tasks.grpo.arguments import grpo_arguments
 
 GRPO = "task_mode: grpo\nrewards: [{name: answer, use: exact_match}]\n"

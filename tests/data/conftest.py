@@ -12,7 +12,7 @@ from chat_reference import CONTROL, shipped_templates
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 
 SPECIALS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<bos>", "<|eot_id|>"]
 SPECIALS += ["<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "<end_of_turn>"]

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.pipeline import Examples, load_examples
 from sftplay.data.read.files import find_suffix
 from sftplay.errors import DataError

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftplay.config.schema.data import Column
+from sftplay.config.data import Column
 from sftplay.data.layouts.columns import SHAPES
 from sftplay.data.layouts.convert import LayoutOptions, read_prompt, to_record, unused_columns
 from sftplay.data.records import Source

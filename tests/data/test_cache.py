@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data import pipeline
 from sftplay.data.pipeline import load_examples
 from sftplay.data.tokenize.one_pass import Preparation, RowWriter

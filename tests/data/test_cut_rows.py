@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sftplay.config.load import load_config
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import Source
 from sftplay.data.tokenize.batch import RowOutcome

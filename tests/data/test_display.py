@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from sftplay.data.display import decoded, learned_texts, legend, marked, painted, stretches, visible
-from sftplay.terminal import has_colours
+from sftplay.log import has_colours
 
 COLOUR = re.compile("\x1b\\[[0-9;]*m")
 

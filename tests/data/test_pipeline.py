@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from processes import HANG_S
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.pipeline import load_examples, load_held_out
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import CHATML

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.pipeline import load_examples
 from sftplay.data.tokenize.report import report_table
 from sftplay.errors import DataError

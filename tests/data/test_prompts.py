@@ -16,7 +16,7 @@ from small_run import write_small_run
 from transformers import AutoTokenizer
 
 from sftplay.config.load import load_config
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.prompts.load import load_prompts
 from sftplay.data.prompts.questions import Question, Questions
 from sftplay.errors import DataError

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from processes import is_alive, wait_until
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.layouts.convert import LayoutOptions
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import Source

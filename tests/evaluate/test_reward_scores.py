@@ -1,6 +1,6 @@
 """Rewards as measures of answers: their values by row, their means, and what is said where nothing is known."""
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.evaluate.reward_scores import mean_rewards, score_by_rewards
 
 REWARDS = [

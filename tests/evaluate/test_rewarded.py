@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sftplay.config.schema.run import RewardConfig
+from sftplay.config.rewards import RewardConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.evaluate.rewarded import Rewarded, compute_figures, reward_answers, write_evaluation
 from sftplay.reward.calls import RewardValues

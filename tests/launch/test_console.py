@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from sftplay import log, terminal
-from sftplay.terminal import SIGN_OF_LIFE_S, Console, Progress
+from sftplay import log
+from sftplay import log as terminal
+from sftplay.log import SIGN_OF_LIFE_S, Console, Progress
 
 
 @pytest.fixture

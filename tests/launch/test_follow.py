@@ -15,7 +15,7 @@ import pytest
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay import log
-from sftplay import terminal as console
+from sftplay import log as console
 from sftplay.launch.command.command import Launch
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise import follow as following

@@ -22,7 +22,7 @@ from slurm_life import Life
 from trl.scripts.vllm_serve import ScriptArguments, build_command
 
 from sftplay.cli import main
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.launch.generation_server import client_environment, server_command, starts_server
 from sftplay.runs import submit
 

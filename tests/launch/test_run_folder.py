@@ -18,7 +18,7 @@ from processes import HANG_S
 from sftplay import atomic
 from sftplay.atomic import write_text
 from sftplay.config.load import load_config
-from sftplay.config.read.resolved import RESOLVED
+from sftplay.config.resolved import RESOLVED
 from sftplay.errors import ConfigError, MachineError
 from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.launch import run_folder as folders

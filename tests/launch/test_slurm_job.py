@@ -22,9 +22,9 @@ from slurm_life import Life
 
 from sftplay import signals
 from sftplay.cli import main
+from sftplay.config.keys import all_keys
 from sftplay.config.load import load_config
-from sftplay.config.read.resolved import dump_given
-from sftplay.config.schema.keys import all_keys
+from sftplay.config.resolved import dump_given
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.slurm import job

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import HANG_S
 
-from sftplay.config.schema.cluster import SHARDED, ZERO_STAGES
+from sftplay.config.cluster import SHARDED, ZERO_STAGES
 from sftplay.errors import ConfigError
 from sftplay.launch.command.strategy import strategy_environment
 

@@ -20,7 +20,7 @@ from huggingface_hub import snapshot_download
 from in_process import Inputs, sized, written_config
 from processes import HANG_S
 
-from sftplay.config.schema.run import ModelConfig
+from sftplay.config.run import ModelConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.libraries import hub_client
 from sftplay.model import source as hub

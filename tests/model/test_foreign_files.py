@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from sftplay.config.load import load_config
-from sftplay.config.schema.run import ModelConfig
+from sftplay.config.run import ModelConfig
 from sftplay.errors import MachineError, SftplayError
 from sftplay.model.failures import explain_failure, refusing
 from sftplay.model.load import load_base

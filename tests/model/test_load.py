@@ -14,7 +14,7 @@ from in_process import Inputs, sized, written_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from sftplay.config.schema.run import LoraConfig, ModelConfig
+from sftplay.config.run import LoraConfig, ModelConfig
 from sftplay.errors import ConfigError, DataError, MachineError
 from sftplay.model.adapter import add_adapter, attach_adapter, describe_parameters, freeze_outside_text
 from sftplay.model.load import load_base

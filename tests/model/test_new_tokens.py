@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sftplay.config.schema.run import DataConfig, LoraConfig, ModelConfig, NewTokensConfig, RunConfig, TuningConfig
+from sftplay.config.data import DataConfig
+from sftplay.config.run import LoraConfig, ModelConfig, NewTokensConfig, RunConfig, TuningConfig
 from sftplay.errors import ConfigError, DataError
 from sftplay.model.adapter import add_adapter
 from sftplay.model.new_tokens.embedding_rows import add_rows

@@ -17,7 +17,7 @@ from processes import HANG_S
 from safetensors.torch import load_file, save_file
 from unsloth_stand_in import FastLanguageModel, as_module
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.libraries import recomputation
 from sftplay.model.load import load_start, start_adapter

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oracle.gpu_kernels import CudaKernels, InPlaceSums, replaced
 from oracle.live_bytes import LiveBytes
-from sftplay.config.schema.hrm import HrmConfig
 from sftplay.tasks.hrm.act import Puzzles, all_halted, concatenate, reset_halted, run_segment
 from sftplay.tasks.hrm.network import Grid, PuzzleModel
+from sftplay.tasks.hrm.section import HrmConfig
 
 PHASES = {"segment": ("begin", "forward"), "layer": ("backward",), "step": ("together", "step")}
 """Phase of the plan -> phases of the trace."""

@@ -58,7 +58,7 @@ def run_really(how: TraceSettings) -> dict[str, int]:
     from accelerate.utils import convert_outputs_to_fp32
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from sftplay.config.schema.run import LoraConfig
+    from sftplay.config.run import LoraConfig
     from sftplay.model.adapter import add_adapter
     from sftplay.train.loss_heads import LabelHead, put_chunked_head
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sftplay.config.cluster import unsloth_conflicts
 from sftplay.config.load import load_config
-from sftplay.config.rules.cluster import unsloth_conflicts
-from sftplay.config.rules.general import check_rules
+from sftplay.config.rules import check_rules
 from sftplay.errors import MachineError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.sizing.size_run import size_run

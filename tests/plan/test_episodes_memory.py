@@ -14,7 +14,7 @@ from oracle.live_bytes import LiveBytes
 from oracle.shards_trace import LONGEST, ROWS, TOKENS, config_of, trace_shards
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.generate.generate import Generator
 from sftplay.plan.devices.layout import OWN, Layout
 from sftplay.plan.memory.memory_setup import WORKSPACE_BYTES, Adapter, MemorySetup

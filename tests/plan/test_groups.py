@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trl import GRPOConfig
 from trl import import_utils as trl_imports
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.libraries import recomputation_arguments
 from sftplay.machine.probe import Gpu, Machine

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import SftplayError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.devices.cards import find_card

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from oracle.cases import FAMILIES
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.plan.memory.budget import Device
 from sftplay.plan.memory.forecast import Setting
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup

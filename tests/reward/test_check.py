@@ -12,7 +12,8 @@ from processes import HANG_S
 from sftplay.cli import main
 from sftplay.commands.reward_check import reward_check
 from sftplay.config.load import load_config
-from sftplay.config.schema.run import RewardConfig, RunConfig
+from sftplay.config.rewards import RewardConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.reward.calls import RewardWorker
 from sftplay.reward.check import Case, check_before_training, check_reward

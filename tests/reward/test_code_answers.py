@@ -4,7 +4,7 @@ import pytest
 from patience import PATIENT_BOX
 from processes import HANG_S
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.reward.reward_set import RewardSet
 from sftplay.sandbox.choose import SAFE, problem_of
 

@@ -7,7 +7,7 @@ import pytest
 from patience import PATIENT_BOX
 from processes import HANG_S, wait_until
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, RunError
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, combined

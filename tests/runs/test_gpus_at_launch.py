@@ -18,7 +18,7 @@ from trl.kernels import chunked_logprob
 from sftplay.cli import main
 from sftplay.commands import train
 from sftplay.config.load import load_config
-from sftplay.config.schema.run import ModelConfig
+from sftplay.config.run import ModelConfig
 from sftplay.errors import MachineError
 from sftplay.launch.command.command import Scale, build_launch
 from sftplay.launch.run_folder import RunFolder

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from processes import HANG_S, wait_until
 
-from sftplay.commands.tensorboard import stop
+from sftplay.commands.report import stop
 from sftplay.errors import MachineError, RunError
 from sftplay.machine.ports import JOB_PORTS, QUIET, RENDEZVOUS_PORT, free_port
 from sftplay.runs import tensorboard

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from sftplay.config.load import load_config
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.evaluate.evaluate import held_out_loss, ready_to_answer
 from sftplay.machine.gpu import Gpu
@@ -312,7 +312,7 @@ def sized_for(cfg: RunConfig, gpu: Gpu) -> RunConfig:
         {
             key: each.value
             for key, each in decide_numerics(cfg, machine_with(gpu)).items()
-            if cfg.value_of(key) == "auto"
+            if cfg.get_value(key) == "auto"
         },
         "test",
     )

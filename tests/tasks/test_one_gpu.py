@@ -14,7 +14,7 @@ from in_process import Inputs, new_run
 from score_run import score_inputs, score_options
 from transformers import TrainingArguments
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.worker import runner_of
 from sftplay.train.guards import StopOnSignal

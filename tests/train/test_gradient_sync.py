@@ -19,8 +19,8 @@ from in_process import Inputs, written_config
 from processes import HANG_S
 
 from sftplay.atomic import write_text
+from sftplay.config.cluster import CommConfig
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.schema.cluster import CommConfig
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import free_port

@@ -24,7 +24,7 @@ from sftplay.data.problems.problem import format_answer, format_question, reward
 from sftplay.data.records import Message
 
 if TYPE_CHECKING:  # at run time it would bring pydantic into every worker
-    from sftplay.config.schema.data import Layout
+    from sftplay.config.data import Layout
 
 Names = tuple[str, ...]
 """A field's own name, then others under which it is found in files; the first that a row has is taken."""

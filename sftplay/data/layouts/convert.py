@@ -37,7 +37,7 @@ from sftplay.data.records import Chat, Message, Record, Source, Text
 from sftplay.errors import DataError
 
 if TYPE_CHECKING:
-    from sftplay.config.schema.data import DataConfig, Layout
+    from sftplay.config.data import DataConfig, Layout
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sftplay.config.schema.data import DataConfig
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.data import DataConfig
+from sftplay.config.run import RunConfig
 
 
 def select_data_config(cfg: RunConfig, kind: str) -> DataConfig:

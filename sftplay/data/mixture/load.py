@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.cache import fingerprint, is_sound
 from sftplay.data.mixture.mixture import BlockForm, Document, MixSource, Mixture, SourceRows
 from sftplay.data.mixture.report import mixture_report

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sftplay.config.schema.mixture import SourceType
+from sftplay.config.data import SourceType
 from sftplay.data.mixture.blocks import Blocks, ChatBlocks, TextBlocks, Unit
 from sftplay.data.mixture.documents import Ints
 from sftplay.data.mixture.order import ReadingOrder

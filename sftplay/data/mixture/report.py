@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.mixture.documents import Documents
 from sftplay.data.mixture.mixture import MixSource, Mixture
 from sftplay.data.mixture.sources import SourceJob

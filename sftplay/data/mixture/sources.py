@@ -8,9 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sftplay.config.rules.documents import held_out_share
-from sftplay.config.schema.mixture import DatasetConfig
-from sftplay.config.schema.run import DataConfig, RunConfig
+from sftplay.config.data import DataConfig, DatasetConfig, held_out_share
+from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.data.layouts.source_types import select_data_config
 from sftplay.data.mixture.store import Index

@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Dataset
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.data.layouts.convert import LayoutOptions, read_beginning, read_layout_options
 from sftplay.data.order import is_held_out

@@ -22,7 +22,7 @@ from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
 if TYPE_CHECKING:  # at run time it would bring pydantic into every worker
-    from sftplay.config.schema.data import DataConfig
+    from sftplay.config.data import DataConfig
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 LONGEST_NAME = 96

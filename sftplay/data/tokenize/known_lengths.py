@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.atomic import read_object, write_text
-from sftplay.config.rules.data import row_paths
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.data import row_paths
+from sftplay.config.run import RunConfig
 from sftplay.data.cache import fingerprint
 from sftplay.data.read.files import list_files
 from sftplay.errors import DataError

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from sftplay import log
-from sftplay.config.schema.run import DataConfig
+from sftplay.config.data import DataConfig
 from sftplay.data.layouts.convert import read_layout_options, to_record
 from sftplay.data.read.count import count_rows
 from sftplay.data.read.files import other_files

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sftplay.config.schema.run import DataConfig
+from sftplay.config.data import DataConfig
 from sftplay.data.layouts.turns import FIX_ROW
 from sftplay.data.records import Source
 from sftplay.data.tokenize.batch import CUT_AWAY, Example, RowOutcome

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sftplay.config.schema.cluster import Launcher
+from sftplay.config.cluster import Launcher
 from sftplay.errors import ConfigError
 from sftplay.launch.command.launchers import Scale as Scale
 from sftplay.launch.command.launchers import accelerate_config, launcher_command

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sftplay.config.read.yaml12 import check_small_file
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
+from sftplay.config.yaml12 import check_small_file
 from sftplay.errors import ConfigError, ConfigErrors, nearest_names
 
 ZERO = "zero_optimization"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sftplay.config.schema.cluster import Launcher
+from sftplay.config.cluster import Launcher
 from sftplay.errors import ConfigError
 from sftplay.launch.command.ray_command import ray_command
 

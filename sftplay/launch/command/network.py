@@ -10,8 +10,8 @@ import socket
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from sftplay.config.schema.cluster import NcclConfig
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.cluster import NcclConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors, nearest_names
 
 SECTION = "cluster.nccl"

@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from sftplay.config.schema.cluster import SHARDED, ZERO_STAGES
+from sftplay.config.cluster import SHARDED, ZERO_STAGES
 from sftplay.errors import ConfigError
 from sftplay.machine.doctor.system import builds_folder
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError, RunError
 from sftplay.launch.generation_server import host_command
 from sftplay.launch.run_folder import RunFolder

@@ -23,9 +23,8 @@ from sftplay.launch.supervise.exit_cause import Death, cause_of_death, find_deat
 from sftplay.launch.supervise.processes import ENDING_S, descends_from, rank_of
 from sftplay.launch.supervise.watchdog import Stall, Watchdog, timeout_of
 from sftplay.launch.variables import PARENT, PASSED_ON
-from sftplay.log import new_console, show_marked
+from sftplay.log import Console, new_console, show_marked
 from sftplay.signals import Echoes, catch_signals, popen_tied
-from sftplay.terminal import Console
 
 LAST_LINES = 20
 """How many of the launcher's last lines are shown when it ends without a message. logs/launch.log has all of them."""

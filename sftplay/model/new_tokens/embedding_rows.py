@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sftplay.config.schema.run import LoraConfig
+from sftplay.config.run import LoraConfig
 from sftplay.errors import ConfigError
 from sftplay.model.new_tokens.tokens import NewToken
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.layouts.convert import read_layout_options, to_record
 from sftplay.data.order import is_held_out
 from sftplay.data.read.sources import read_dialect, read_rows

@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.data.read.sources import content_digest
 from sftplay.errors import ConfigError, DataError

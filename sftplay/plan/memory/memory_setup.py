@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from sftplay.config.schema.run import FLASH_KERNELS, RunConfig
-from sftplay.config.schema.run import Optimizer as OptimizerName
+from sftplay.config.run import FLASH_KERNELS, RunConfig
+from sftplay.config.train import Optimizer as OptimizerName
 from sftplay.plan.shape.model_shape import Linear, ModelShape
 
 OPENED = "model_opened_on"

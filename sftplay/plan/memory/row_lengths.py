@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

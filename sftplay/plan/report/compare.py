@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.plan.memory.forecast import Forecast, Hardware
 from sftplay.plan.memory.sharding import STRATEGIES, Strategy
 from sftplay.plan.shape.model_shape import ModelShape

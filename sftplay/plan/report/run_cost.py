@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.plan.memory.forecast import Setting
 from sftplay.plan.memory.memory_setup import trained_params
 from sftplay.plan.memory.row_lengths import RowLengths

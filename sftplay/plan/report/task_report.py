@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.plan.memory.forecast import Forecast, Hardware
 from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.report.advice import Suggestion, suggest

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from sftplay.config.rules.cluster import BACKEND, unsloth_conflicts
-from sftplay.config.schema.run import FLASH_KERNELS, RunConfig
+from sftplay.config.cluster import BACKEND, unsloth_conflicts
+from sftplay.config.run import FLASH_KERNELS, RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Machine
 from sftplay.plan.shape.model_shape import ModelShape

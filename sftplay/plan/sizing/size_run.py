@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from sftplay.config.rules.cluster import BACKEND
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.cluster import BACKEND
+from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.budget import device_of
@@ -133,7 +133,7 @@ def fill_open(cfg: RunConfig, decisions: Decisions) -> RunConfig:
 
 
 def is_open(cfg: RunConfig, key: str) -> bool:
-    return cfg.value_of(key) in ("auto", None)
+    return cfg.get_value(key) in ("auto", None)
 
 
 def _decide_head(cfg: RunConfig, machine: Machine, *, hardware: Hardware, vocab_size: int | None) -> Decision:

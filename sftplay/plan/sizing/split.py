@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sftplay.config.rules.task_spec import find_spec
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
+from sftplay.config.section import find_spec
 from sftplay.errors import ConfigError
 from sftplay.plan.memory.forecast import Forecast, Hardware, forecast
 from sftplay.plan.memory.probe_fit import Fit

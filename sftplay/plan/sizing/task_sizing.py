@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Forecast, Hardware, Setting, TaskMemory, forecast, on_device
 from sftplay.plan.memory.memory_setup import execution_of

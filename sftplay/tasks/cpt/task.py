@@ -12,7 +12,7 @@ from typing import Any
 from datasets import Dataset
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.mixture.load import load_mixture
 from sftplay.data.mixture.report import mixture_table
 from sftplay.data.tokenize.known_lengths import note_blocks

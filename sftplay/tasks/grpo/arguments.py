@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.launch.generation_server import DEFAULT_URL, URL
 from sftplay.machine.libraries import page_argument
 from sftplay.machine.ports import free_port

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.evaluate.rewarded import PASS, Rewarded, compute_figures, format_summary, reward_answers, write_evaluation
 from sftplay.model.out_of_memory import gather_objects

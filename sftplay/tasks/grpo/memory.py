@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.plan.memory.forecast import Forecast, Hardware, Setting, forecast, with_loading
 from sftplay.plan.memory.head import head_in_forward
 from sftplay.plan.memory.layer import FP32, inner_bytes, stream_bytes

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.doctor.install import is_within
 from sftplay.machine.libraries import VLLM_INSTALL, vllm_problem

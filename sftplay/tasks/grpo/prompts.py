@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Self
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.data.prompts.load import Prompts
 from sftplay.data.prompts.questions import Question, Questions

@@ -16,7 +16,7 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.machine.libraries import compiler_remedy, find_compiler_problem
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.model.out_of_memory import AdaptiveBatches

@@ -16,7 +16,7 @@ import torch
 
 from sftplay import log
 from sftplay.atomic import whole_file
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.reward.code_answer import How

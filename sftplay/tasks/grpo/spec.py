@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from sftplay.config.rules.problem import Problem
-from sftplay.config.rules.task_spec import TaskSpec
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
+from sftplay.config.section import Problem, TaskSpec
 from sftplay.errors import ConfigError
 
 COMPLETION, PROMPT = "grpo.max_completion_length", "grpo.max_prompt_length"

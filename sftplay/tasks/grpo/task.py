@@ -10,7 +10,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.prompts.load import prepare_prompts, prompts_table
 from sftplay.evaluate.rewarded import evaluate_prompts, evenly_spaced
 from sftplay.launch.run_folder import RunFolder

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.trainer_callback import ExportableState
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.evaluate.rewarded import content_rewards
 from sftplay.launch.run_folder import RunFolder

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sftplay.config.schema.hrm import HrmConfig
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.tasks.hrm.network import PuzzleModel, SegmentOutput, State
+from sftplay.tasks.hrm.section import HrmConfig
 
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32}
 Q_WEIGHT = 0.5

@@ -12,7 +12,7 @@ from typing import Any
 
 from sftplay import log
 from sftplay.atomic import write_text
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.puzzles.folder import PuzzleFolder
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.hrm.measuring import FIGURES, Measured, measure

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.puzzles.arc import cropped, on_canvas
 from sftplay.data.puzzles.arc_votes import read_names
 from sftplay.data.puzzles.find import open_split

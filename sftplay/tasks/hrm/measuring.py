@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sftplay import log
-from sftplay.config.schema.hrm import HrmConfig
 from sftplay.data.puzzles.arc import ALPHABET, LARGEST
 from sftplay.data.puzzles.arc_votes import (
     CopyAnswer,
@@ -29,6 +28,7 @@ from sftplay.data.puzzles.written_grid import GridText
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.tasks.hrm.act import wants_to_halt
 from sftplay.tasks.hrm.network import PuzzleModel, SegmentOutput
+from sftplay.tasks.hrm.section import HrmConfig
 
 
 def objects_on(rank: int, mine: Any) -> list[Any]:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from sftplay.config.schema.hrm import HrmConfig, TablePlacement
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.plan.memory.forecast import Forecast, Hardware, Setting, forecast
 from sftplay.plan.memory.memory_setup import BYTES, WORKSPACE_BYTES, MemorySetup, workspace_bytes
 from sftplay.plan.memory.sharding import DeviceShare
 from sftplay.plan.memory.step import Footprint, Size
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision
+from sftplay.tasks.hrm.section import HrmConfig, TablePlacement
 from sftplay.units import format_bytes
 
 MULTIPLE, SMALL_WIDTH, SMALL_MULTIPLE = 256, 512, 32

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from sftplay.config.schema.hrm import HrmConfig
 from sftplay.tasks.hrm.embedding import ALL_ROWS, PuzzleTable, TableShare
+from sftplay.tasks.hrm.section import HrmConfig
 
 CUT = 2.0
 """Standard deviations beyond which a truncated normal distribution has nothing."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sftplay.config.rules.cluster import BACKEND
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.cluster import BACKEND
+from sftplay.config.run import RunConfig
 from sftplay.data.puzzles.find import BUILTIN, open_splits
 from sftplay.errors import ConfigError
 from sftplay.machine.libraries import find_compiler_problem
@@ -153,7 +153,7 @@ def _steps(cfg: RunConfig, shape: PuzzleModelShape, *, sized: SizedRun) -> Itera
     assert forecast is not None
     if sized.cfg.hrm.puzzle_emb_placement == "replicated" and can_be_shared_out(shape, processes):
         yield step_to({TABLE: "sharded"})
-    free = {key: "auto" for key in (BATCH_SIZE, GRAD_ACCUM) if cfg.value_of(key) != "auto"}
+    free = {key: "auto" for key in (BATCH_SIZE, GRAD_ACCUM) if cfg.get_value(key) != "auto"}
     if free:
         yield step_to(free)
     if hrm.loss_precision == "fp64":

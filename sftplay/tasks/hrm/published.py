@@ -11,10 +11,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from sftplay.atomic import whole_folder
-from sftplay.config.schema.hrm import HrmConfig
 from sftplay.data.puzzles.folder import PuzzleFolder
 from sftplay.errors import DataError
 from sftplay.tasks.hrm.network import Grid, PuzzleModel
+from sftplay.tasks.hrm.section import HrmConfig
 
 WEIGHTS, MODEL_CONFIG = "model.safetensors", "config.json"
 

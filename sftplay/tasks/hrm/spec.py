@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sftplay.config.read.spellings import NO_PRETRAINED
-from sftplay.config.rules.problem import Problem
-from sftplay.config.rules.task_spec import TaskSpec
-from sftplay.config.schema.hrm import HrmConfig
-from sftplay.config.schema.keys import keys_in
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.keys import keys_in
+from sftplay.config.layers import NO_PRETRAINED
+from sftplay.config.run import RunConfig
+from sftplay.config.section import Problem, TaskSpec
+from sftplay.tasks.hrm.section import HrmConfig
 
 OF_TEXT = ("model.", "tuning.", "cpt.", "rewards.", "sandbox.", "eval.")
 """Beginnings of keys about models that are trained already, and about texts."""
@@ -101,7 +100,7 @@ def _not_offered(cfg: RunConfig) -> Iterator[Problem]:
         what = "fp16 would overflow in its loss; bf16 needs a GPU from 2020 on, fp32 runs everywhere"
         yield Problem(("train.precision", "task_mode"), what, fix="write train.precision: auto")
     for key in ("train.best_metric", "train.early_stopping", "eval.before"):
-        if cfg.value_of(key):
+        if cfg.get_value(key):
             what = "is not offered in task mode hrm, which measures puzzles while it trains and keeps the last weights"
             yield Problem((key, "task_mode"), what, fix="remove it; hrm.ema averages, hrm.stop_at_exact stops")
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments, set_seed
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.puzzles.find import open_splits
 from sftplay.data.puzzles.folder import ARRAYS, FACTS, PuzzleFolder, array_file
 from sftplay.data.puzzles.sampler import TrainBatches

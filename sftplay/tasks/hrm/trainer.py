@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.puzzles.sampler import PuzzleBatch, TrainBatches
 from sftplay.tasks.hrm.act import (
     FIGURES,

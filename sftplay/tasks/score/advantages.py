@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sftplay.config.schema.score import ScoreConfig
+from sftplay.tasks.score.section import ScoreConfig
 
 Stage = Literal[1, 2]
 GuideReward = Literal["outcome", "progress", "signed"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sftplay import log
 from sftplay.atomic import write_text
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects

@@ -18,7 +18,7 @@ import torch
 
 from sftplay import log
 from sftplay.atomic import write_text
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
 from sftplay.model.out_of_memory import gather_objects

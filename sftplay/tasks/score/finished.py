@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from sftplay import log
 from sftplay.atomic import write_text
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.prompts.load import Prompts, not_asked
 from sftplay.data.prompts.prompt import Prompt
 from sftplay.data.prompts.questions import Question

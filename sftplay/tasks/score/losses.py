@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sftplay.config.schema.run import RunConfig
-from sftplay.config.schema.score import ScoreConfig
+from sftplay.config.run import RunConfig
 from sftplay.tasks.score.advantages import Stage
+from sftplay.tasks.score.section import ScoreConfig
 
 
 def sum_log_probs(log_probs: Tensor, mask: Tensor, *, longest: int) -> Tensor:

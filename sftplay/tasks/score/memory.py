@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from sftplay.config.schema.run import RunConfig
-from sftplay.config.schema.score import SEPARATE_WIDTH
+from sftplay.config.run import RunConfig
 from sftplay.plan.devices.layout import OWN, Layout, layout_of
 from sftplay.plan.memory.forecast import Forecast, Setting
 from sftplay.plan.memory.head import reference_scores
@@ -29,6 +28,7 @@ from sftplay.plan.memory.step import (
 )
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.tasks.grpo.memory import DRAW, REFERENCE, SAMPLING_LABELS, Rollout, forward_layer, newest_token
+from sftplay.tasks.score.section import SEPARATE_WIDTH
 
 START, GUIDE, COMPARE, CRITIC, VALUE = "start", "guide's ", "reference's answer", "critic", "value"
 

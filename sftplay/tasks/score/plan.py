@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.plan.devices.layout import DEVICES, PLACEMENT, layout_of, name_devices
 from sftplay.plan.memory.forecast import Forecast, Hardware
@@ -164,7 +164,7 @@ def _released(step: Step, cfg: RunConfig) -> Step:
     if not any(broken_score_rules(cfg.with_values(step.values, "suggestion"))):
         return step
     keys = (PLACEMENT, STRATEGY)
-    free = {key: "auto" for key in keys if cfg.value_of(key) in ("sharded", "fsdp")}
+    free = {key: "auto" for key in keys if cfg.get_value(key) in ("sharded", "fsdp")}
     return Step(", ".join([step.change, *(f"{key}=auto" for key in free)]), {**step.values, **free})
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.order import order_hash, training_order
 from sftplay.data.prompts.load import Prompts
 from sftplay.generate.sampling import derive_seed

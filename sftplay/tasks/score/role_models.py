@@ -15,10 +15,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 
-from sftplay.config.schema.score import CriticConfig
 from sftplay.machine.libraries import recompute
 from sftplay.model.adapter import make_trainable_fp32
 from sftplay.plan.devices.layout import Layout
+from sftplay.tasks.score.section import CriticConfig
 from sftplay.tasks.score.shards import create_mesh, is_sharded, shard
 from sftplay.tasks.score.value_model import Critic, SeparateValue, ValueHead, make_target_critic
 from sftplay.train.eval_mode import eval_mode

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from sftplay.config.schema.run import RunConfig
-from sftplay.config.schema.score import PLACE, PromptsConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.data.records import Message
 from sftplay.data.render.render import Renderer
@@ -26,6 +25,7 @@ from sftplay.model.out_of_memory import AdaptiveBatches
 from sftplay.reward.math_rewards import reference_answer
 from sftplay.tasks.score.hint_leak import states_answer, states_program
 from sftplay.tasks.score.role_models import Role
+from sftplay.tasks.score.section import PLACE, PromptsConfig
 
 PLACEHOLDER_MARKS = {"problem": "\ue000", "attempt": "\ue001", "hint": "\ue002"}
 """Characters of Unicode's private use: no template writes them."""

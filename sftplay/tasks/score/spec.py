@@ -10,12 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from sftplay.config.rules.problem import Problem
-from sftplay.config.rules.task_spec import TaskSpec
-from sftplay.config.schema.run import RunConfig
-from sftplay.config.schema.score import PLACE, PLACES
+from sftplay.config.run import RunConfig
+from sftplay.config.section import Problem, TaskSpec
 from sftplay.errors import nearest_names
 from sftplay.tasks.grpo.spec import settings_of_labels
+from sftplay.tasks.score.section import PLACE, PLACES
 
 EACH, EFFECTIVE, LENGTH = "score.episodes_per_problem", "train.effective_batch_size", "model.max_seq_len"
 STEPS_PER_GENERATION, NUM_ITERATIONS = "score.steps_per_generation", "score.num_iterations"

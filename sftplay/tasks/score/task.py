@@ -9,7 +9,7 @@ import torch
 from transformers import TrainingArguments
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.prompts.load import prepare_prompts, prompts_table
 from sftplay.evaluate.rewarded import evenly_spaced
 from sftplay.launch.run_folder import RunFolder

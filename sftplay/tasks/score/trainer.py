@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.generate.sampling import derive_seed
 from sftplay.launch.checkpoints import step_of

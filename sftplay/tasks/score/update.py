@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.func import functional_call
 
 from sftplay import log
-from sftplay.config.schema.score import ScoreConfig
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.score.advantages import Advantages, EpisodeRewards, compute_advantages
@@ -24,6 +23,7 @@ from sftplay.tasks.score.losses import choose_kl_coefficients, clipped_loss, fin
 from sftplay.tasks.score.role_models import Role, RoleModels
 from sftplay.tasks.score.sample_episodes import Action, Episode, ResampledAnswers
 from sftplay.tasks.score.scoring import ActionBatch, OutputHead, TokenScores, forward, score_actions
+from sftplay.tasks.score.section import ScoreConfig
 from sftplay.tasks.score.shards import run_with_weights
 from sftplay.tasks.score.value_model import (
     Critic,

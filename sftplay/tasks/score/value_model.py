@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sftplay.config.schema.score import SEPARATE_WIDTH
+from sftplay.tasks.score.section import SEPARATE_WIDTH
 
 
 class PaddedTokens(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 from trl import SFTConfig, SFTTrainer
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.pipeline import load_examples
 from sftplay.data.tokenize.report import report_table
 from sftplay.evaluate.evaluate import evaluate

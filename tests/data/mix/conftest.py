@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from tests.data.mix.sources_at_hand import chat, document
 
 Write = Callable[..., Path]

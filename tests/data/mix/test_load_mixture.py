@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.mixture.load import MixtureRows, load_mixture
 from sftplay.data.mixture.mixture import source_and_block
 from sftplay.data.pipeline import load_examples

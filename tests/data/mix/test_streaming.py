@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from processes import HANG_S
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.mixture import load, store_writer, streamed_store, tokenize_process
 from sftplay.data.mixture.load import load_mixture
 from sftplay.data.mixture.sources import Renderers, SourceJob, list_source_jobs

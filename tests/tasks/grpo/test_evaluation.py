@@ -15,7 +15,7 @@ from in_process import Finished, Inputs, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.heartbeat import Heartbeat
 from sftplay.reward.calls import RewardValues

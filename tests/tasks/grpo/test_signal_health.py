@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.tasks.grpo.watch import MEAN_WINDOW, SIGNAL_PROBLEMS, SignalHealth
 

@@ -13,7 +13,7 @@ import torch
 from grpo_toy import grpo_trainer
 from trl import GRPOTrainer
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.evaluate.rewarded import compute_figures, reward_answers
 from sftplay.reward.calls import RewardValues

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sftplay.config.schema.hrm import HrmConfig
 from sftplay.tasks.hrm.act import (
     FIGURES,
     Carry,
@@ -24,6 +23,7 @@ from sftplay.tasks.hrm.act import (
     worth_of_continuing,
 )
 from sftplay.tasks.hrm.network import Grid, PuzzleModel, SegmentOutput, State
+from sftplay.tasks.hrm.section import HrmConfig
 
 BATCH, CELLS, VOCAB = 4, 3, 5
 SMALL = {"hidden_size": 8, "num_heads": 2, "h_layers": 1, "l_layers": 1}

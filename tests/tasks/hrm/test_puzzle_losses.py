@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from sftplay.config.schema.hrm import HrmConfig
 from sftplay.tasks.hrm.act import cell_losses, log_stablemax, q_losses
 from sftplay.tasks.hrm.optimizer import AdamATan2, MovingAverage
+from sftplay.tasks.hrm.section import HrmConfig
 
 SCORES = [
     [0.0, 1.0, -1.0],

@@ -13,7 +13,6 @@ import torch
 from gloo_ranks import on_ranks
 
 from sftplay.cli import main
-from sftplay.config.schema.hrm import HrmConfig
 from sftplay.data.puzzles.arc import ALPHABET, Change, on_canvas
 from sftplay.data.puzzles.find import open_split
 from sftplay.data.puzzles.folder import Group, PuzzleFolder, write_folder
@@ -23,6 +22,7 @@ from sftplay.tasks.hrm.evaluation import format_summary
 from sftplay.tasks.hrm.finished import figures_table
 from sftplay.tasks.hrm.measuring import described, measure
 from sftplay.tasks.hrm.network import Grid, PuzzleModel, SegmentOutput
+from sftplay.tasks.hrm.section import HrmConfig
 
 SEGMENTS = 3
 HRM: dict[str, Any] = {
@@ -318,7 +318,7 @@ def test_verbs_for_texts_say_that_the_run_has_learned_puzzles(verb: str, home: P
 def test_a_run_on_puzzles_needs_a_file_and_other_runs_take_none(home: Path, capsys: pytest.CaptureFixture[str]):
     assert main(words(home, "infer")) == 2
     assert "IN=puzzle.txt" in capsys.readouterr().err
-    from sftplay.commands.puzzles import refuse_file
+    from sftplay.commands.infer import _refuse_puzzle_file as refuse_file
     from sftplay.errors import ConfigError
 
     refuse_file(Namespace(input=""))

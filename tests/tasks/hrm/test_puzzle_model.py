@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sftplay.config.schema.hrm import HrmConfig
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import DataError
 from sftplay.tasks.hrm.network import Grid, PuzzleModel, State
 from sftplay.tasks.hrm.published import load_published
+from sftplay.tasks.hrm.section import HrmConfig
 from sftplay.tasks.hrm.spec import broken_hrm_rules
 
 WIDTH, HEADS, CELLS, VOCAB, BATCH = 8, 2, 5, 4, 3

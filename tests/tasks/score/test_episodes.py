@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sftplay.config.schema.run import RunConfig
-from sftplay.config.schema.score import PromptsConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.data.render.render import Renderer
 from sftplay.errors import RunError
@@ -42,6 +41,7 @@ from sftplay.tasks.score.sample_episodes import (
     tokenize_texts,
     truncate_middle,
 )
+from sftplay.tasks.score.section import PromptsConfig
 
 
 @pytest.fixture(scope="module")

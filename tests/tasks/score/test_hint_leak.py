@@ -10,13 +10,13 @@ from score_run import score_options
 from small_run import Inputs, write_small_run
 
 from sftplay.config.load import load_config
-from sftplay.config.schema.score import ScoreConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.advantages import EpisodeRewards, compute_advantages
 from sftplay.tasks.score.episode_rewards import EpisodeResult, RewardScorer, describe
 from sftplay.tasks.score.sample_episodes import Action, Episode
+from sftplay.tasks.score.section import ScoreConfig
 
 N = 8
 PENALTY = 0.3

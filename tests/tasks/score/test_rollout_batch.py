@@ -13,7 +13,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from sftplay.config.schema.score import ScoreConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
@@ -25,6 +24,7 @@ from sftplay.tasks.score.role_models import RoleModels
 from sftplay.tasks.score.rollout_batch import EPISODES_FILE, RolloutBatch, load_rollout_batch, save_rollout_batch
 from sftplay.tasks.score.sample_episodes import Action, Episode
 from sftplay.tasks.score.scoring import ActionBatch, score_actions
+from sftplay.tasks.score.section import ScoreConfig
 from sftplay.tasks.score.update import MinibatchSetup, PolicyUpdate, ScoredEpisodes
 
 N = 4

@@ -11,12 +11,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from sftplay.config.schema.score import ScoreConfig
 from sftplay.machine.libraries import recompute
 from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.role_models import ADAPTER_NAMES, RoleModels
 from sftplay.tasks.score.sample_episodes import Action
 from sftplay.tasks.score.scoring import ActionBatch, score_actions
+from sftplay.tasks.score.section import ScoreConfig
 from sftplay.tasks.score.update import MinibatchSetup, PolicyGradients
 
 ACTIONS = [

@@ -11,8 +11,7 @@ import pytest
 import torch
 from gloo_ranks import on_ranks
 
-from sftplay.config.schema.run import RunConfig
-from sftplay.config.schema.score import ScoreConfig
+from sftplay.config.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
@@ -22,6 +21,7 @@ from sftplay.tasks.score.advantages import Advantages, EpisodeRewards, compute_a
 from sftplay.tasks.score.episode_rewards import EpisodeResult, RewardScorer, describe, expect_known, format_episode
 from sftplay.tasks.score.report import _correct
 from sftplay.tasks.score.sample_episodes import Action, Episode
+from sftplay.tasks.score.section import ScoreConfig
 from sftplay.tasks.score.value_model import ValueHead, value_loss
 
 GROUP = 4

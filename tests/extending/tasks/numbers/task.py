@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from sftplay import log
 from sftplay.atomic import write_text
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.evaluate.evaluate import held_out_loss
 from sftplay.tasks.sft import task as sft
 from sftplay.train.task import Rows, TrainerParts
@@ -24,15 +24,15 @@ FIRST_ID = 3
 
 
 def load_rows(cfg: RunConfig, _: Any) -> Rows:
-    """Return the numbers as token ids, each one the label of those before it; every tenth row is held out."""
+    """Return the numbers as token ids, each one the label of those before it."""
     content = Path(cfg.data.train_path).read_bytes()
-    rows = []
+    rows, every = [], cfg.get_value("numbers.held_out_every")
     for n, line in enumerate(content.splitlines()):
         ids = [FIRST_ID + int(number) for number in json.loads(line)["text"].split()]
         rows.append({"input_ids": ids, "labels": ids, "row": n})
     return Rows(
-        train=Dataset.from_list([row for row in rows if row["row"] % 10]),
-        held_out=Dataset.from_list([row for row in rows if row["row"] % 10 == 0]),
+        train=Dataset.from_list([row for row in rows if row["row"] % every]),
+        held_out=Dataset.from_list([row for row in rows if row["row"] % every == 0]),
         report={"files": {cfg.data.train_path: hashlib.sha256(content).hexdigest()}, "sources": {}, "read": len(rows)},
     )
 

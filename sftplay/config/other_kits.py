@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sftplay.config.read.spellings import SPELLINGS
-from sftplay.config.read.yaml12 import KeyPath
-from sftplay.config.schema.keys import homes_of
+from sftplay.config.keys import find_homes
+from sftplay.config.layers import SPELLINGS
+from sftplay.config.yaml12 import KeyPath
 
 _DEVICES = {
     "base_model_device": "score.devices.solver",
@@ -77,7 +77,7 @@ def keys_below(path: KeyPath, value: Any) -> Iterator[KeyPath]:
 
 
 def action_for(path: KeyPath) -> str:
-    """What to write in place of a key of the guide; empty for any other name."""
+    """What to write instead of a key of the guide; empty for any other name."""
     return SECTIONS.get(str(path[0]), {}).get(".".join(map(str, path[1:])), "")
 
 
@@ -134,7 +134,7 @@ def config_kinds(kind: str) -> dict[str, tuple[str, ...]] | None:
         found = classes.get(waiting.pop())
         if found is None:
             return None
-        fields = _fields_of(found) | fields
+        fields = _read_fields(found) | fields
         waiting += [base.id for base in found.bases if isinstance(base, ast.Name)]
     return fields
 
@@ -151,7 +151,7 @@ def _source(package: str, file: str) -> str | None:
     return None
 
 
-def _fields_of(node: ast.ClassDef) -> dict[str, tuple[str, ...]]:
+def _read_fields(node: ast.ClassDef) -> dict[str, tuple[str, ...]]:
     """The annotated names in a dataclass body that its constructor takes."""
     return {
         line.target.id: tuple(word.partition("[")[0] for word in ast.unparse(line.annotation).split(" | "))
@@ -373,7 +373,7 @@ class Answer(NamedTuple):
     fix: str
 
 
-def key_of(action: str) -> str:
+def find_key(action: str) -> str:
     """The key at the start of what to write."""
     return re.split(r"[^\w.]", action, maxsplit=1)[0]
 
@@ -386,13 +386,13 @@ def kit_answer(name: str, *, draws: bool = False) -> Answer | None:
     if draws and name in WITHOUT_MEANING:
         return Answer("", WITHOUT_MEANING[name], "remove it")
     sections = ("grpo", "", "train", "model") if draws else ("", "train", "model")
-    actions = [key for key in homes_of(name) if key.rpartition(".")[0] in sections]
+    actions = [key for key in find_homes(name) if key.rpartition(".")[0] in sections]
     actions += [LOSS_OF_SFT[name]] if name in LOSS_OF_SFT and not draws else []
     actions += ["train.precision"] if name in SPELLINGS else []
     actions += [OTHER_KITS[name]] if name in OTHER_KITS else []
     actions += [key for start, key in _PREFIXES.items() if name.startswith(start)]
     if actions:
-        key = key_of(actions[0])
+        key = find_key(actions[0])
         return Answer(key, f"the kit sets it from {key}", f"write {actions[0]}")
     return Answer("", _LAUNCH, "remove it") if name.startswith("ddp_") else None
 

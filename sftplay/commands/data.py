@@ -1,4 +1,4 @@
-"""The verbs that prepare data and show it, with the same checks as training and without a model."""
+"""The verbs that prepare the data of a config and show it, without a model: `process`, `inspect`, `render`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from sftplay import log
 from sftplay.atomic import check_new_file
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+from sftplay.log import has_colours
 from sftplay.model.libraries import unneeded_for_rows
 from sftplay.model.start_point import resolve_names
 from sftplay.runs.inputs import load_checked, needs_no_hub
 from sftplay.startup import leave_out
-from sftplay.terminal import has_colours
 
 if TYPE_CHECKING:
     from sftplay.data.mixture.load import MixtureRows

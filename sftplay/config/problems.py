@@ -11,27 +11,27 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from sftplay.config.explain.other_kits import (
-    CLUSTER_KEYS,
-    OTHER_KITS,
-    REFUSED_CHOICES,
-    action_for,
-    key_of,
-    keys_below,
-)
-from sftplay.config.read.layers import Layer, LocatedProblem, SourceLocation
-from sftplay.config.read.yaml12 import KeyPath, scalar
-from sftplay.config.schema.describe import accepts, choices_of, described
-from sftplay.config.schema.keys import (
+from sftplay.config.keys import (
+    RENAMED_KEYS,
     all_keys,
     all_sections,
-    homes_of,
+    find_homes,
     list_keys,
     node_at,
     required_below,
     section_at,
 )
-from sftplay.config.schema.renamed import RENAMED_KEYS
+from sftplay.config.layers import Layer, LocatedProblem, SourceLocation
+from sftplay.config.manual import accepts, described, list_choices
+from sftplay.config.other_kits import (
+    CLUSTER_KEYS,
+    OTHER_KITS,
+    REFUSED_CHOICES,
+    action_for,
+    find_key,
+    keys_below,
+)
+from sftplay.config.yaml12 import KeyPath, scalar
 from sftplay.errors import MOST_PROBLEMS, ConfigError, nearest_names
 
 _MEANT = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
@@ -131,25 +131,25 @@ def _unknown(path: KeyPath) -> _Explanation:
         return _Explanation(what, fix, [written])
     if renamed := RENAMED_KEYS.get(dotted):
         return _Explanation(what, f"write {renamed}: it was renamed", [renamed])
-    if told := action_for(path):
-        return _Explanation(f"{name!r} is the name of a guide", f"write {told}", [key_of(told)])
+    if guide_action := action_for(path):
+        return _Explanation(f"{name!r} is the name of a guide", f"write {guide_action}", [find_key(guide_action)])
     if inside == "cluster" and name in CLUSTER_KEYS:
         return _Explanation(f"{name!r} is another kit's name", CLUSTER_KEYS[name])
-    if homes := [home for home in homes_of(name) if home != dotted]:
+    if homes := [home for home in find_homes(name) if home != dotted]:
         return _Explanation(what, f"it belongs elsewhere: write {' or '.join(homes)}", homes)
     if action := OTHER_KITS.get(_plain(name)):
-        return _Explanation(f"{name!r} is another kit's name", f"write {action}", [key_of(action)])
+        return _Explanation(f"{name!r} is another kit's name", f"write {action}", [find_key(action)])
     if near := nearest_names(_plain(name), [*siblings, *(() if inside else ("include",))]):
         return _Explanation(what, f"did you mean {near[0]!r}?", [f"{inside}.{one}".lstrip(".") for one in near])
     if far := nearest_names(_plain(name), _names_at_home()):
-        return _Explanation(what, f"did you mean {' or '.join(homes_of(far[0]))}?", homes_of(far[0]))
+        return _Explanation(what, f"did you mean {' or '.join(find_homes(far[0]))}?", find_homes(far[0]))
     return _Explanation(what, f"remove it; {inside or 'the config'} has {', '.join(siblings)}")
 
 
 def _names_at_home() -> list[str]:
     """The last parts of all keys and sections that have one place."""
     names = (key.rpartition(".")[2] for key in [*all_keys(), *all_sections()] if key)
-    return [name for name in names if homes_of(name)]
+    return [name for name in names if find_homes(name)]
 
 
 def _missing(key: str) -> _Explanation:
@@ -174,7 +174,7 @@ def _wrong_value(path: KeyPath, values: Any) -> _Explanation:
     if isinstance(value, str):
         if refused := REFUSED_CHOICES.get((key, _plain(value))):
             return _Explanation(f"{value!r} {refused[0]}", refused[1])
-        if choices_of(node):
+        if list_choices(node):
             return _wrong_word(key, value, in_list=isinstance(path[-1], int))
     return _Explanation(f"{_as_yaml(value)} is not {described(node)}", _value_fix(value, node))
 
@@ -193,10 +193,10 @@ def _wrong_entry(key: str, name: str, *, value: Any) -> _Explanation:
 
 def _wrong_word(key: str, word: str, *, in_list: bool) -> _Explanation:
     node = node_at(key)
-    choices = choices_of(node)
+    choices = list_choices(node)
     if in_list and word == "none":
         return _Explanation("'none' stands in a list", f"write {key}: none, or remove it from the list")
-    only_words = all("enum" in form or "const" in form or choices_of(form) for form in node.get("anyOf", [node]))
+    only_words = all("enum" in form or "const" in form or list_choices(form) for form in node.get("anyOf", [node]))
     what = f"no {_noun(key)} called {word!r}" if only_words else f"{word!r} is not {described(node)}"
     near = nearest_names(_plain(word), choices)
     if not near:

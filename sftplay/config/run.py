@@ -1,6 +1,6 @@
-"""The sections of a run's YAML, typed and frozen; a string under each field is the manual.
+"""The config of a run, typed and frozen: the sections model, tuning and logging, and all others put together.
 
-It checks single values only. Rules between fields are in `rules`; `load` reads files.
+A string under each field is the manual. Only single values are checked here, rules between them in `rules`.
 """
 
 from __future__ import annotations
@@ -10,35 +10,27 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, PrivateAttr
 
-from sftplay.config.schema.cluster import SHARDED
-from sftplay.config.schema.cluster import ClusterConfig as ClusterConfig
-from sftplay.config.schema.data import DataConfig as DataConfig
-from sftplay.config.schema.data import EvalConfig as EvalConfig
-from sftplay.config.schema.grpo import GrpoConfig as GrpoConfig
-from sftplay.config.schema.hrm import HrmConfig as HrmConfig
-from sftplay.config.schema.mixture import CptConfig as CptConfig
-from sftplay.config.schema.mixture import DatasetConfig as DatasetConfig
-from sftplay.config.schema.reward import RewardConfig as RewardConfig
-from sftplay.config.schema.reward import SandboxConfig as SandboxConfig
-from sftplay.config.schema.score import ScoreConfig as ScoreConfig
-from sftplay.config.schema.section import Auto, Positive, PositiveFloat, Share, UserPath
-from sftplay.config.schema.section import Section as Section
-from sftplay.config.schema.train import Optimizer as Optimizer
-from sftplay.config.schema.train import Precision as Precision
-from sftplay.config.schema.train import ProfileConfig as ProfileConfig
-from sftplay.config.schema.train import TrainConfig as TrainConfig
+from sftplay.config.cluster import SHARDED, ClusterConfig
+from sftplay.config.data import CptConfig, DataConfig, DatasetConfig, EvalConfig
+from sftplay.config.rewards import RewardConfig, SandboxConfig
+from sftplay.config.section import Auto, Positive, PositiveFloat, Section, Share, UserPath
+from sftplay.config.train import TrainConfig
 from sftplay.tasks import TASKS, TaskRow
+
+if TYPE_CHECKING:
+    from sftplay.tasks.grpo.section import GrpoConfig
+    from sftplay.tasks.hrm.section import HrmConfig
+    from sftplay.tasks.score.section import ScoreConfig
+
+    TaskMode = str
+else:
+    TaskMode = Literal[tuple(TASKS)]
 
 Backend = Literal["bnb", "unsloth"]
 FlashKernel = Literal["flash_attention_2", "kernels-community/flash-attn2", "kernels-community/flash-attn3"]
 FLASH_KERNELS: tuple[str, ...] = get_args(FlashKernel)
 Attention = Literal["sdpa", "eager", FlashKernel]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "clearml", "dvclive", "neptune", "swanlab", "trackio"]
-
-if TYPE_CHECKING:
-    TaskMode = str
-else:
-    TaskMode = Literal[tuple(TASKS)]
 
 
 class ModelConfig(Section):
@@ -75,7 +67,7 @@ class ModelConfig(Section):
 
 
 class LoraConfig(Section):
-    """Which weights train beside the frozen base (modes lora and qlora)."""
+    """Which weights train on top of the frozen base (modes lora and qlora)."""
 
     r: Positive = 32
     """Rank of the adapter's matrices. Memory and capacity grow linearly with it."""
@@ -97,7 +89,7 @@ class LoraConfig(Section):
     """DoRA, weight-decomposed LoRA: better at small r, slower."""
 
     rslora: bool = False
-    """Rank-stabilised LoRA: scale by alpha / sqrt(r) in place of alpha / r, which keeps a large r useful."""
+    """Rank-stabilised LoRA: scale by alpha / sqrt(r) instead of alpha / r, which keeps a large r useful."""
 
 
 class NewTokensConfig(Section):
@@ -112,7 +104,7 @@ class NewTokensConfig(Section):
     """How often a term must occur in the training data to be found."""
 
     path: UserPath | None = None
-    """A text file with one term a line, in place of terms that are found."""
+    """A text file with one term a line, instead of terms that are found."""
 
     @property
     def is_on(self) -> bool:
@@ -145,7 +137,7 @@ class TuningConfig(Section):
 
     @property
     def trains_single_rows(self) -> bool:
-        """Whether rows of new tokens train beside an adapter: at least one end of the model does not train in full."""
+        """Whether rows of new tokens train next to an adapter: at least one end of the model does not train in full."""
         ends = [name for name in self.lora.modules_to_save if any(word in name for word in ("embed", "wte", "lm_head"))]
         return self.mode != "full" and self.new_tokens.is_on and len(ends) < 2
 
@@ -162,6 +154,16 @@ class LoggingConfig(Section):
 
     row_ids: bool = False
     """Write the ids of the rows that each step trained on into metrics.jsonl."""
+
+
+def _add_task_sections(annotations: dict[str, Any], namespace: dict[str, Any]) -> None:
+    """Add the sections that tasks define, from the table of tasks, to the body of a class of pydantic's."""
+    for row in TASKS.values():
+        if row.section and row.section not in annotations and (part := row.part("section")):
+            section = annotations[row.section] = part.SECTION
+            namespace[row.section] = Field(
+                default_factory=section, description=f"{row.title}: what this task alone reads."
+            )
 
 
 class RunConfig(Section):
@@ -207,14 +209,12 @@ class RunConfig(Section):
     rewards: list[RewardConfig] = Field(default_factory=list)
     """Rewards that score answers: `reward-check` tries them, `eval` measures them on the held-out prompts."""
 
-    grpo: GrpoConfig = Field(default_factory=GrpoConfig)
-    """How completions are drawn and learned from (task mode grpo)."""
-
-    score: ScoreConfig = Field(default_factory=ScoreConfig)
-    """How two-turn episodes are played and learned from (task mode score)."""
-
-    hrm: HrmConfig = Field(default_factory=HrmConfig)
-    """The recurrent model of puzzles, and how it learns (task mode hrm)."""
+    if TYPE_CHECKING:
+        grpo: GrpoConfig
+        score: ScoreConfig
+        hrm: HrmConfig
+    else:
+        _add_task_sections(__annotations__, vars())
 
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
     """Where programs of a model run."""
@@ -283,7 +283,7 @@ class RunConfig(Section):
         """Dotted key -> `file:line` or `command line`, for every value that is not a default."""
         return self._origins
 
-    def value_of(self, dotted: str) -> Any:
+    def get_value(self, dotted: str) -> Any:
         """The value of a dotted key; also of one below `data.columns` and `extra`, and of an entry of a list."""
         value: Any = self
         for name in dotted.split("."):

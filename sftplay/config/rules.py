@@ -8,22 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from sftplay.config.read.resolved import flow
-from sftplay.config.read.spellings import NO_PRETRAINED
-from sftplay.config.rules.cluster import broken_cluster_rules
-from sftplay.config.rules.data import (
+from sftplay.config.cluster import SPLIT_WEIGHTS, broken_cluster_rules
+from sftplay.config.data import (
+    broken_cpt_rules,
     broken_data_rules,
-    broken_new_token_rules,
-    broken_text_rules,
+    has_held_out,
+    idle_cpt_keys,
     idle_data_keys,
-    idle_new_token_keys,
 )
-from sftplay.config.rules.documents import broken_cpt_rules, has_held_out, idle_cpt_keys
-from sftplay.config.rules.problem import Problem
-from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
-from sftplay.config.rules.task_spec import find_spec
-from sftplay.config.schema.keys import keys_in
-from sftplay.config.schema.run import RunConfig, TrainConfig
+from sftplay.config.keys import keys_in, list_keys, path_keys
+from sftplay.config.layers import NO_PRETRAINED, is_overlong
+from sftplay.config.resolved import flow
+from sftplay.config.rewards import broken_reward_rules, idle_reward_keys
+from sftplay.config.run import RunConfig
+from sftplay.config.section import Problem, find_spec
+from sftplay.config.train import TrainConfig
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.tasks import TASKS
 from sftplay.units import parse_seconds
@@ -91,14 +90,14 @@ def idle_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _keys_of_other_tasks(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
-    mine = TASKS[cfg.task_mode].section
-    absent = {row.section: row.absent for row in TASKS.values() if row.section not in ("", "cpt", mine)}
+    section = TASKS[cfg.task_mode].section
+    absent = {row.section: row.absent for row in TASKS.values() if row.section not in ("", "cpt", section)}
     for key, _ in keys_in(cfg):
         if why := absent.get(key.partition(".")[0]):
             yield key, "task_mode", f"task_mode {cfg.task_mode} {why}"
 
 
-def _task(cfg: RunConfig) -> Iterator[Problem]:
+def _task_rules(cfg: RunConfig) -> Iterator[Problem]:
     """Rules of the task itself, and values that only another task takes."""
     yield from find_spec(cfg).broken_rules(cfg)
     if cfg.train.best_metric == "acc_t2" and cfg.task.best_metrics == ("loss",):
@@ -161,7 +160,7 @@ def _schedule(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem(("train.extra.lr_scheduler_kwargs", scheduler), what, fix="write these two keys in its place")
 
 
-def _held_out(cfg: RunConfig) -> Iterator[Problem]:
+def _held_out_rules(cfg: RunConfig) -> Iterator[Problem]:
     data = cfg.data
     if data.val_path is not None and data.split is not None:
         what = f"{data.split:g} is given, but data.val_path names the held-out rows already"
@@ -171,7 +170,7 @@ def _held_out(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.task.measures_training_rows:
         return
     for key in ("train.best_metric", "train.early_stopping", "train.eval_steps", "eval.before", "eval.after"):
-        if cfg.value_of(key):
+        if cfg.get_value(key):
             what = "needs held-out rows, but data.split is 0 and there is no data.val_path"
             fix = "give data.val_path, or a data.split above 0"
             yield Problem((key, "data.split", "data.val_path"), what, fix=fix)
@@ -243,7 +242,7 @@ def _extra(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def _extra_field(key: str, value: object, *, kind: str) -> Iterator[Problem]:
-    from sftplay.config.explain.other_kits import config_fields, kit_answer, unfit
+    from sftplay.config.other_kits import config_fields, kit_answer, unfit
 
     name, draws = key.rpartition(".")[2], kind == "GRPOConfig"
     fields = config_fields(kind)
@@ -272,16 +271,142 @@ def _lists(cfg: RunConfig) -> Iterator[Problem]:
         keys = ("tuning.lora.target_modules", "tuning.lora.modules_to_save")
         yield Problem(keys, what, fix="keep it in one of the two lists")
     for key in ("logging.backend", "eval.metrics"):
-        values = cfg.value_of(key)
+        values = cfg.get_value(key)
         if isinstance(values, list) and (twice := sorted({value for value in values if values.count(value) > 1})):
             yield Problem((key,), f"{', '.join(twice)} is listed twice", fix="list it once")
+
+
+COUNT, PATH = "tuning.new_tokens.count", "tuning.new_tokens.path"
+KEYS = (COUNT, PATH)
+
+
+def broken_new_token_rules(cfg: RunConfig) -> Iterator[Problem]:
+    """Two sources of terms, and settings under which the rows of new tokens would not train."""
+    wanted = cfg.tuning.new_tokens
+    if not wanted.is_on:
+        return
+    if wanted.count and wanted.path is not None:
+        what = f"{wanted.count} terms are to be found, but {PATH} lists them"
+        yield Problem(KEYS, what, fix="keep one of the two")
+    if cfg.model.adapter is not None and not cfg.model.merge_adapter:
+        what = "an adapter that is continued has no rows for new tokens"
+        fix = "write model.merge_adapter: true, which trains a new adapter, or remove tuning.new_tokens"
+        yield Problem((*_given(cfg), "model.adapter"), what, fix=fix)
+    if not cfg.tuning.trains_single_rows:
+        return
+    if cfg.cluster.strategy in SPLIT_WEIGHTS:
+        what = (
+            f"the rows of new tokens train where each process has the whole matrix, which {cfg.cluster.strategy} splits"
+        )
+        fix = "write cluster.strategy: ddp or zero2, or tuning.mode: full"
+        yield Problem(("cluster.strategy", *_given(cfg)), what, fix=fix)
+    if cfg.train.loss_head == "liger":
+        what = "liger was not tried with rows of new tokens, which PEFT puts into the head's weight at each step"
+        yield Problem(("train.loss_head", *_given(cfg)), what, fix="write train.loss_head: chunked")
+
+
+def idle_new_token_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Key, the key that takes its effect away, and why."""
+    wanted, key = cfg.tuning.new_tokens, "tuning.new_tokens.min_count"
+    if wanted.path is not None:
+        yield key, PATH, f"{PATH} lists the terms"
+    elif not wanted.count:
+        yield key, COUNT, f"{COUNT} 0 finds no terms"
+
+
+def _given(cfg: RunConfig) -> tuple[str, ...]:
+    return (COUNT,) if cfg.tuning.new_tokens.count else (PATH,)
+
+
+_CHOICES = {"train.resume": ("never", "auto"), "data.template": ("auto", "chatml")}
+"""Key -> the words it takes besides a path. A near miss of a word would be taken for a path."""
+
+
+def broken_text_rules(cfg: RunConfig) -> Iterator[Problem]:
+    """Every rule that a text of the config breaks."""
+    yield from _characters(cfg)
+    yield from _texts(cfg)
+    yield from _homes(cfg)
+    yield from _twins(cfg)
+
+
+def _characters(cfg: RunConfig) -> Iterator[Problem]:
+    """No path, name or text can hold a NUL or half of a character: files, processes and tokenizers refuse both."""
+    for key, _ in keys_in(cfg):
+        for place, text in _texts_in(cfg.get_value(key), key):
+            if "\0" in text:
+                yield Problem((place,), "holds a NUL character", fix="remove it")
+            elif not _is_unicode(text):
+                yield Problem((place,), f"{text!r} is not valid Unicode", fix="write it as UTF-8")
+            elif key != "data.system" and is_overlong(text):
+                yield Problem((place,), f"is longer than any name or path: {len(text):,} characters", fix="shorten it")
+
+
+def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts_in(inner, key)
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _texts_in(inner, f"{key}.{name}")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _texts(cfg: RunConfig) -> Iterator[Problem]:
+    name = cfg.run_name if cfg.run_name and _is_unicode(cfg.run_name) else None
+    if name is not None and (name in (".", "..") or "/" in name or "\\" in name or not name.isprintable()):
+        what = f"{name!r} is a path, not a name of a folder" if name.isprintable() else f"{name!r} is no folder's name"
+        yield Problem(("run_name",), what, fix="write a plain name; output_dir says where run folders go")
+    if name == "latest":
+        yield Problem(("run_name",), "'latest' always points at the newest run", fix="choose another name")
+    if name == ".set-aside":
+        yield Problem(("run_name",), "'.set-aside' keeps starts that made no step", fix="choose another name")
+    for key, field in keys_in(cfg):
+        value = cfg.get_value(key)
+        if isinstance(value, str) and not value.strip() and key != "data.delimiter":
+            yield Problem((key,), "is empty", fix="give it a value, or leave the key out")
+        elif isinstance(value, str) and value in ("None", "none") and field.default is None:
+            yield Problem((key,), f"{value!r} is a word in YAML, not nothing", fix="write null, or leave the key out")
+    for key, words in _CHOICES.items():
+        value = cfg.get_value(key)
+        near = nearest_names(value, words) if value not in words and not set("/.") & set(value) else []
+        if near:
+            fix = f"did you mean {near[0]!r}? A path of that name is written ./{value}"
+            yield Problem((key,), f"{value!r} is neither {' nor '.join(words)}", fix=fix, nearest=tuple(near))
+
+
+def _homes(cfg: RunConfig) -> Iterator[Problem]:
+    for key in path_keys(cfg):
+        value = cfg.get_value(key)
+        if isinstance(value, str) and value.startswith("~"):
+            what = f"{value!r}: this machine knows no home folder of {value.partition('/')[0]}"
+            yield Problem((key,), what, fix=f"write the whole path, or ./{value} for a folder of that very name")
+
+
+def _twins(cfg: RunConfig) -> Iterator[Problem]:
+    """Entries of a list (`datasets`, `rewards`) that are named like one before them."""
+    for outer in list_keys():
+        first: dict[str, int] = {}
+        for number, entry in enumerate(cfg.get_value(outer)):
+            if first.setdefault(entry.name, number) != number:
+                key, other = f"{outer}.{number}.name", f"{outer}.{first[entry.name]}.name"
+                yield Problem((key, other), f"{entry.name!r} is the name of {other} too", fix="give each its own name")
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     broken_text_rules,
     _batch_is_exact,
     _token_batches,
-    _held_out,
+    _held_out_rules,
     _saves_where_it_evaluates,
     _lists,
     _limits,
@@ -292,7 +417,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     broken_data_rules,
     broken_reward_rules,
     broken_cpt_rules,
-    _task,
+    _task_rules,
     broken_new_token_rules,
     broken_cluster_rules,
 )

@@ -1,6 +1,6 @@
 """The section `score`: two-turn episodes with a guide, and what both models learn from them (task mode score).
 
-Names are those of the literature where it has some. Rules between keys are in `rules.score`.
+Names are those of the literature where it has some. Rules between keys are in `spec`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sftplay.config.schema.section import NotNegative, Positive, PositiveFloat, Section
+from sftplay.config.section import NotNegative, Positive, PositiveFloat, Section
 
 Guidance = Literal["none", "static", "model", "model_trained"]
 Devices = Annotated[str, Field(pattern=r"^(auto|cpu|cuda:[0-9]+)$")]
@@ -246,7 +246,7 @@ class ScoreConfig(Section):
     tuning.mode full, every process holds a part of each weight (cluster.strategy fsdp). auto: the first that fits."""
 
     devices: DevicesConfig = Field(default_factory=DevicesConfig)
-    """A device for each part, in place of the placement's."""
+    """A device for each part, instead of the placement's."""
 
     critic: CriticConfig = Field(default_factory=CriticConfig)
     """The optional critic."""
@@ -263,3 +263,6 @@ class ScoreConfig(Section):
     def has_value(self) -> bool:
         """Whether there is a V: it is read from a guide."""
         return self.guidance in ("model", "model_trained") and (self.value_coef > 0 or self.advantage == "value")
+
+
+SECTION = ScoreConfig

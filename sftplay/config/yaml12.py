@@ -113,7 +113,7 @@ def read(path: Path, name: str) -> Document:
     if not isinstance(document.values, dict):
         kind = "a list" if isinstance(document.values, list) else "a single value"
         fix = "start with keys such as `model:` at the left margin"
-        raise ConfigError(f"the file holds {kind} in place of keys with values", where=name, fix=fix)
+        raise ConfigError(f"the file holds {kind} instead of keys with values", where=name, fix=fix)
     return document
 
 
@@ -221,18 +221,18 @@ class _Builder:
         for key_node, value_node in node.value:
             if _is_merge(key_node):
                 self._merge(value_node, path, into=values)
-        own: dict[str, int] = {}
+        lines: dict[str, int] = {}
         for key_node, value_node in node.value:
             if _is_merge(key_node):
                 continue
             key, line = self._key(key_node), key_node.start_mark.line + 1
             if key is None:
                 continue
-            if key in own:
-                what = f"the key {key!r} is given twice, first on line {own[key]}"
+            if key in lines:
+                what = f"the key {key!r} is given twice, first on line {lines[key]}"
                 self._problem(key_node, what, fix="keep one of them")
                 continue
-            own[key] = line
+            lines[key] = line
             if key in values:
                 drop_below(self.lines, (*path, key))
             self.lines[(*path, key)] = line

@@ -1,6 +1,6 @@
 """The section `hrm`: the recurrent model of puzzles, how it learns, and how it halts (task mode hrm).
 
-Names are those of the published code where it has some. Rules between keys are in `rules.hrm`.
+Names are those of the published code where it has some. Rules between keys are in `spec`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sftplay.config.schema.section import Auto, NotNegative, Positive, PositiveFloat, Section, Share, UserPath
+from sftplay.config.section import Auto, NotNegative, Positive, PositiveFloat, Section, Share, UserPath
 
 Architecture = Literal["hrm", "single"]
 TablePlacement = Literal["auto", "replicated", "sharded"]
@@ -20,7 +20,7 @@ class HrmConfig(Section):
 
     start_from: UserPath | None = None
     """A checkpoint of HRM's or TRM's own code (a file `step_N`) whose weights the run begins with. The sizes of this
-    section must be those of its model, which the file all_config.yaml beside it names. None begins with random
+    section must be those of its model, which the file all_config.yaml next to it names. None begins with random
     weights."""
 
     arch: Architecture = "hrm"
@@ -67,7 +67,7 @@ class HrmConfig(Section):
     """Probability with which a puzzle must go on for a random number of segments, though the model would halt."""
 
     q_continue: bool = True
-    """Learn the worth of going on beside that of halting. It takes another forward pass in each step. false: halt when
+    """Learn the worth of going on besides that of halting. It takes another forward pass in each step. false: halt when
     the answer is probably right."""
 
     eval_halt: Literal["max", "q"] = "max"
@@ -123,3 +123,6 @@ class HrmConfig(Section):
     compile: bool | Auto = "auto"
     """Compile the model with torch.compile: a slow start, then faster steps on a GPU. auto: true on a GPU, where a C
     compiler is installed."""
+
+
+SECTION = HrmConfig

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sftplay.config.read import yaml12
-from sftplay.config.read.layers import Layer
-from sftplay.config.schema.keys import entry_of, section_of
-from sftplay.config.schema.renamed import RENAMED_KEYS
-from sftplay.config.schema.run import RunConfig, Section
+from sftplay.config import yaml12
+from sftplay.config.keys import RENAMED_KEYS, find_entry_section, find_section
+from sftplay.config.layers import Layer
+from sftplay.config.run import RunConfig
+from sftplay.config.section import Section
 
 RESOLVED = "config.resolved.yaml"
 """Name of the file in a run's folder."""
@@ -42,8 +42,8 @@ def dump_given(cfg: RunConfig) -> str:
         return len(line) - len(line.lstrip())
 
     kept: list[str] = []
-    for key, line in reversed([each for each in _lines(cfg, "") if is_given(each[0])]):
-        if key or (kept and indent(kept[-1]) > indent(line)):  # a section of which nothing was set is left out
+    for key, line in reversed([entry for entry in _lines(cfg, "") if is_given(entry[0])]):
+        if key or (kept and indent(kept[-1]) > indent(line)):  # a section without anything that was set is left out
             kept.append(line + _comment(cfg.origins.get(key)))
     return "\n".join([_GIVEN, *reversed(kept)]) + "\n"
 
@@ -92,10 +92,10 @@ def _lines(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
     indent = "  " * prefix.count(".")
     for name, field in type(section).model_fields.items():
         value, dotted = getattr(section, name), prefix + name
-        if section_of(field):
+        if find_section(field):
             yield "", f"{indent}{name}:"
             yield from _lines(value, f"{dotted}.")
-        elif entry_of(field) and value:
+        elif find_entry_section(field) and value:
             yield dotted, f"{indent}{name}:"
             for number, entry in enumerate(value):
                 for line, (key, text) in enumerate(_lines(entry, f"{dotted}.{number}.")):

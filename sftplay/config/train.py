@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sftplay.config.schema.section import Auto, NotNegative, Positive, PositiveFloat, Section, Share, UserPath
+from sftplay.config.section import Auto, NotNegative, Positive, PositiveFloat, Section, Share, UserPath
 
 Precision = Literal["fp32", "bf16", "fp16"]
 LossHead = Literal["standard", "chunked", "liger"]

@@ -1,7 +1,7 @@
 """The section `grpo`: how completions are drawn, and how the model learns from their rewards.
 
 Names are the kit's where TRL has several for one thing; `tasks.grpo.arguments` translates them. Rules between keys are
-in `rules.grpo`.
+in `spec`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sftplay.config.schema.section import NotNegative, Positive, PositiveFloat, Section
+from sftplay.config.section import NotNegative, Positive, PositiveFloat, Section
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 Generation = Literal["transformers", "continuous", "vllm_colocate", "vllm_server"]
@@ -34,7 +34,7 @@ class VllmConfig(Section):
 
     url: str | None = None
     """vllm_server: address of a server that runs. None means the one that `make submit` and `make train-ray` start
-    beside the trainer; where neither starts one, port 8000 of this machine, as in TRL."""
+    next to the trainer; where neither starts one, port 8000 of this machine, as in TRL."""
 
     command: str | None = None
     """vllm_server: what starts the server, where the kit does. {model}, {host} and {port} become the model's name, and
@@ -136,7 +136,7 @@ class GrpoConfig(Section):
 
     generation_rows: Positive | None = None
     """Completions that a process draws at the same time (generation transformers, continuous); the rest follow. None
-    means as many as fit into memory beside the model. TRL draws all at once."""
+    means as many as fit into memory next to the model. TRL draws all at once."""
 
     vllm: VllmConfig = Field(default_factory=VllmConfig)
     """What vLLM is told."""
@@ -174,3 +174,6 @@ class GrpoConfig(Section):
     def step_multiple(self) -> int:
         """What the completions of a step must be a multiple of, so that every drawing holds whole groups."""
         return self.num_generations // math.gcd(self.num_generations, self.steps_per_generation)
+
+
+SECTION = GrpoConfig

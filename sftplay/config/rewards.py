@@ -5,11 +5,16 @@ What each shipped reward takes is in `sftplay.reward`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from sftplay.config.schema.section import Positive, PositiveFloat, Section
+from sftplay.config.section import Positive, PositiveFloat, Problem, Section
+from sftplay.units import parse_bytes
+
+if TYPE_CHECKING:
+    from sftplay.config.run import RunConfig
 
 CODE_TESTS = "code_tests"
 """The reward whose programs run in the sandbox."""
@@ -61,5 +66,37 @@ class SandboxConfig(Section):
     """Memory of one process of a program: 512MiB, 1GiB or a number of bytes. numpy needs 1GiB."""
 
     packages: list[str] = Field(default_factory=list)
-    """Packages that programs may import beside Python's own, as `import` names them: [numpy, sympy]. The box shows
+    """Packages that programs may import besides Python's own, as `import` names them: [numpy, sympy]. The box shows
     their folders and no others."""
+
+
+LEAST_MEMORY = 64 << 20
+"""Bytes that the interpreter itself needs, with room for a small program."""
+
+
+def broken_reward_rules(cfg: RunConfig) -> Iterator[Problem]:
+    """Limits of the sandbox that contradict each other, and deadlines that the sandbox cannot keep."""
+    box = cfg.sandbox
+    if box.test_timeout > box.timeout:
+        what = f"one test may take {box.test_timeout:g} s, and all tests together {box.timeout:g} s"
+        yield Problem(("sandbox.test_timeout", "sandbox.timeout"), what, fix="raise sandbox.timeout")
+    try:
+        n_bytes = parse_bytes(str(box.memory))
+    except ValueError as error:
+        yield Problem(("sandbox.memory",), str(error), fix="write 512MiB")
+    else:
+        if n_bytes < LEAST_MEMORY:
+            what = f"{n_bytes:,} bytes are not enough for Python"
+            yield Problem(("sandbox.memory",), what, fix="write 64MiB or more")
+    for number, reward in enumerate(cfg.rewards):
+        if reward.use == CODE_TESTS and reward.deadline < box.timeout:
+            what = f"ends before a program has had its {box.timeout:g} s: an endless loop would never count as 0"
+            keys = (f"rewards.{number}.deadline", "sandbox.timeout")
+            yield Problem(keys, what, fix="raise it above sandbox.timeout, or lower sandbox.timeout")
+
+
+def idle_reward_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Key, the key that takes its effect away, and why: the sandbox of a run that runs no programs."""
+    if not any(reward.use == CODE_TESTS for reward in cfg.rewards):
+        for name in type(cfg.sandbox).model_fields:
+            yield f"sandbox.{name}", f"sandbox.{name}", f"no reward uses {CODE_TESTS}"

@@ -1,0 +1,398 @@
+"""The sections about rows: `data`, where they are and what happens to unusual ones, and `eval`.
+
+Rows are read in `sftplay.data`; rules between keys are in `rules.data`.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from encodings.aliases import aliases
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from sftplay.config.section import Auto, NotNegative, Positive, Problem, Section, Share, UserPath
+from sftplay.errors import nearest_names
+from sftplay.places import cache_root
+
+if TYPE_CHECKING:
+    from sftplay.config.run import RunConfig
+
+Metric = Literal["exact_match", "rouge_l", "chrf"]
+Layout = Literal[
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "system_user_assistant",
+    "prompt_completion",
+    "question_answer",
+    "mbpp",
+    "humaneval",
+    "text",
+]
+Column = Literal[
+    "messages",
+    "conversations",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "user",
+    "assistant",
+    "prompt",
+    "completion",
+    "question",
+    "answer",
+    "text",
+    "tools",
+    "history",
+]
+"""What `data.columns` may map; `data.layouts` reads rows by these names."""
+
+
+class DataConfig(Section):
+    """Where the rows are and what happens to unusual ones."""
+
+    train_path: UserPath | None = None
+    """Training rows: a file (jsonl, json, csv, tsv, parquet; all but parquet also as .gz), a folder of such files, or
+    the hub name of a dataset. Required, unless datasets names the sources of a mixture."""
+
+    val_path: UserPath | None = None
+    """Held-out rows, in the same formats. None splits them off the training rows, see split."""
+
+    test_path: UserPath | None = None
+    """Rows for `eval --split test`, never seen in training."""
+
+    format: Layout | Auto = "auto"
+    """Layout of a row. auto finds it by the keys of each row."""
+
+    columns: dict[Column, str] = Field(default_factory=dict)
+    """Column names of your file where they differ, as field: column (`{question: frage}`). A field that is not listed
+    keeps its own name."""
+
+    encoding: str = "auto"
+    """Encoding of text files, by its name in Python (cp1252, shift_jis). auto: UTF-16 or UTF-32 if it is detected, else
+    UTF-8. A byte order mark always decides."""
+
+    delimiter: str = "auto"
+    """The one character between the cells of a csv or tsv file. auto finds it in the header."""
+
+    system: str | None = None
+    """System prompt for every chat that has none of its own, in training, eval and infer; `make style` writes it. None
+    adds none."""
+
+    split: Share | None = None
+    """Share of the training rows that is held out when there is no val_path. A hash of the prompt chooses them, so the
+    same prompt is always on the same side. None means 0.05; 0 holds out nothing."""
+
+    template: UserPath = "auto"
+    """Chat template: auto for the tokenizer's own, chatml for plain ChatML, else the path of a Jinja file."""
+
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What happens to a row that cannot be read. error: stop with exit code 4. skip: leave it out, count it, and list
+    it with file and line."""
+
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    """What happens to a row longer than max_seq_len. truncate: cut its end; where that would lose more than half of
+    what the rows teach, only if it is written down. drop: leave it out. error: stop with exit code 4. In task mode grpo
+    it is about prompts, which are never cut: truncate leaves them out too, see grpo.max_prompt_length."""
+
+    duplicates: Literal["keep", "drop"] = "keep"
+    """What happens to a row that equals an earlier one, or differs only in white space, case or Unicode normalisation.
+    keep: train on it again. drop: leave it out. Both are counted."""
+
+    contamination: Literal["error", "drop"] = "error"
+    """What happens to a training row that is also in val_path or test_path, compared in the same way, or that belongs
+    to the published test problems of MBPP or HumanEval. error: stop with exit code 4. drop: leave it out of
+    training."""
+
+    processed_dir: UserPath = str(cache_root() / "processed")
+    """Folder of the tokenised rows, which later runs use again; safe to delete."""
+
+
+class EvalConfig(Section):
+    """Evaluation of a model on the held-out rows."""
+
+    before: bool = False
+    """Evaluate the untrained model when the run starts."""
+
+    after: bool = False
+    """Evaluate the result when the run ends."""
+
+    limit: Positive | None = 200
+    """Maximum number of prompts to answer; the loss always uses every held-out row. None means all."""
+
+    max_new_tokens: Positive = 128
+    """Maximum length of an answer in tokens."""
+
+    batch_size: Positive = 16
+    """Number of prompts that are answered at the same time."""
+
+    metrics: list[Metric] = Field(default=["exact_match"], min_length=1)
+    """Metrics that compare an answer with its reference, without surrounding white space."""
+
+    stride: Positive | None = None
+    """Tokens by which the window slides over held-out documents (task modes cpt and cpt_mixed); the window is a block.
+    Smaller gives each token more text before it, and takes longer. None means half the window."""
+
+
+SourceType = Literal["cpt", "chat"]
+
+
+class DatasetConfig(Section):
+    """One source of a mixture. An entry is named on the command line by its name or its number, from 0:
+    `datasets.chat.weight=0`, `datasets.1.weight=0`."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=64)]
+    """Name of the source in logs, metrics and reports: letters, digits, `_`, `.` and `-`. Each source has its own."""
+
+    path: UserPath
+    """Rows of the source: a file (jsonl, json, csv, tsv, parquet; all but parquet also as .gz), a folder of such files,
+    or the hub name of a dataset."""
+
+    type: SourceType
+    """cpt: documents, every token is learned. chat: chats, learned and masked exactly as task_mode sft does it."""
+
+    weight: NotNegative = 1.0
+    """Share of this source in what is trained on, counted as cpt.weights_of says. Weights are divided by their sum. 0:
+    the source is not trained on, only measured."""
+
+    val_path: UserPath | None = None
+    """Held-out rows of the source. None splits them off its rows, see split."""
+
+    split: Share | None = None
+    """Share of the source's rows that is held out when it has no val_path; a document is held out as a whole. None
+    means data.split."""
+
+
+class CptConfig(Section):
+    """Continued pre-training: documents of tokens, packed into full blocks."""
+
+    block_size: Annotated[int, Field(ge=8)] | None = None
+    """Tokens of a block, which is the row of this task. None means model.max_seq_len."""
+
+    cross_document: bool = False
+    """Let tokens attend to the documents before theirs in a block, as the classical concatenation does. false: each
+    document is computed as if it stood alone; nothing is learned from unrelated text, and packing changes no loss."""
+
+    weights_of: Literal["trainable_tokens", "examples"] = "trainable_tokens"
+    """What datasets.weight is a share of. trainable_tokens: tokens that are learned. examples: documents and chats."""
+
+    on_source_end: Literal["repeat", "stop"] = "repeat"
+    """What happens when a source has been read once and the run goes on. repeat: read it again in a new order. stop:
+    the run ends."""
+
+    streaming: bool = False
+    """Read and tokenise the sources while training reads them, not before. The blocks are the same. Needs
+    train.max_steps or train_tokens, and no split of held-out rows."""
+
+    train_tokens: Positive | None = None
+    """Tokens to train on; the number of steps follows from it. None: train.max_steps or train.epochs decides."""
+
+
+DATASETS_EXAMPLE = "- {name: domain, path: data/processed/domain.jsonl, type: cpt, weight: 0.9}"
+
+
+def needs_train_path(cfg: RunConfig) -> bool:
+    """Whether data.train_path is missing: nothing else names the rows."""
+    return cfg.data.train_path is None and not cfg.datasets and not cfg.task.mixes_chats
+
+
+def broken_cpt_rules(cfg: RunConfig) -> Iterator[Problem]:
+    """Every rule that `datasets` and `cpt` break."""
+    yield from _dataset_rules(cfg)
+    yield from _held_out_twice(cfg)
+    if cfg.learns_documents:
+        yield from _block_sizes(cfg)
+        yield from _streaming_rules(cfg)
+
+
+def idle_cpt_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Key, the key that takes its effect away, and why."""
+    if not cfg.learns_documents:
+        task = f"task_mode {cfg.task_mode}"
+        yield from ((f"cpt.{name}", "task_mode", f"{task} has no blocks") for name in type(cfg.cpt).model_fields)
+        yield "eval.stride", "task_mode", f"{task} slides no window over documents"
+        return
+    yield "train.packing", "task_mode", f"the rows of task_mode {cfg.task_mode} are full blocks"
+    if cfg.cpt.train_tokens is not None:
+        yield "train.epochs", "cpt.train_tokens", f"cpt.train_tokens {cfg.cpt.train_tokens} ends the run"
+    if all(source.type == "cpt" for source in cfg.sources):
+        for key in ("data.too_long", "data.template", "data.system"):
+            yield key, "task_mode", "no chat is among the rows, and long documents continue over blocks"
+    if len(cfg.sources) == 1:
+        yield "cpt.weights_of", "datasets" if cfg.datasets else "task_mode", "there is one source"
+
+
+def has_held_out(cfg: RunConfig) -> bool:
+    """Whether the config asks for held-out rows of any source."""
+    return any(source.val_path is not None or held_out_share(cfg, source) != 0 for source in cfg.sources)
+
+
+def held_out_share(cfg: RunConfig, source: DatasetConfig) -> float | None:
+    """Share of a source's rows that is held out; None means the usual one."""
+    return cfg.data.split if source.split is None else source.split
+
+
+def _dataset_rules(cfg: RunConfig) -> Iterator[Problem]:
+    if not cfg.datasets:
+        if cfg.task.mixes_chats:
+            yield Problem(
+                ("task_mode", "datasets"), "cpt_mixed needs datasets", fix=f"write datasets: {DATASETS_EXAMPLE}"
+            )
+        return
+    if not cfg.learns_documents:
+        fix = "write task_mode: cpt_mixed, or name one file with data.train_path in their place"
+        yield Problem(
+            ("datasets", "task_mode"), f"are for task modes cpt and cpt_mixed, not for {cfg.task_mode}", fix=fix
+        )
+    for name in ("train_path", "val_path", "test_path"):
+        key = f"data.{name}"
+        if cfg.get_value(key) is not None:
+            fix = "remove it; each entry of datasets has path and val_path"
+            yield Problem((key, "datasets"), "is given, but datasets names the rows already", fix=fix)
+    for number, source in enumerate(cfg.datasets):
+        if not cfg.task.mixes_chats and cfg.learns_documents and source.type == "chat":
+            what = f"{source.name!r} is chat, but task_mode {cfg.task_mode} learns documents only"
+            yield Problem((f"datasets.{number}.type", "task_mode"), what, fix="write task_mode: cpt_mixed")
+    if not any(source.weight for source in cfg.datasets):
+        what = "every weight is 0, so nothing would be trained on"
+        yield Problem(("datasets.0.weight", "datasets"), what, fix="give one source a weight above 0")
+
+
+def _held_out_twice(cfg: RunConfig) -> Iterator[Problem]:
+    for number, source in enumerate(cfg.datasets):
+        if source.val_path is not None and source.split is not None:
+            key, other = f"datasets.{number}.split", f"datasets.{number}.val_path"
+            what = f"{source.split:g} is given, but {other} names the held-out rows already"
+            yield Problem((key, other), what, fix="remove one of the two")
+
+
+def _block_sizes(cfg: RunConfig) -> Iterator[Problem]:
+    size, limit, train = cfg.cpt.block_size, cfg.model.max_seq_len, cfg.train
+    if size is not None and size > limit:
+        what = f"{size} is more than model.max_seq_len {limit}"
+        fix = f"write model.max_seq_len: {size}, or a smaller block_size"
+        yield Problem(("cpt.block_size", "model.max_seq_len"), what, fix=fix)
+    if cfg.eval.stride is not None and cfg.eval.stride >= cfg.row_tokens:
+        what = f"{cfg.eval.stride} is not less than the window, a block of {cfg.row_tokens} tokens"
+        fix = f"write eval.stride: {cfg.row_tokens // 2}, or remove it"
+        yield Problem(("eval.stride", "cpt.block_size", "model.max_seq_len"), what, fix=fix)
+    if cfg.cpt.train_tokens is not None and train.max_steps is not None:
+        what = f"{cfg.cpt.train_tokens} is given, but train.max_steps {train.max_steps} says how long the run is"
+        yield Problem(("cpt.train_tokens", "train.max_steps"), what, fix="keep one of the two")
+
+
+def _streaming_rules(cfg: RunConfig) -> Iterator[Problem]:
+    if not cfg.cpt.streaming:
+        return
+    key = "cpt.streaming"
+    if cfg.cpt.train_tokens is None and cfg.train.max_steps is None:
+        what = "true needs the length of the run, which nobody knows before the sources are read"
+        yield Problem((key, "train.max_steps"), what, fix="give cpt.train_tokens or train.max_steps")
+    if cfg.cpt.on_source_end == "stop":
+        what = "stop is not known to fall into the run before the sources are read, but cpt.streaming is true"
+        yield Problem(("cpt.on_source_end", key), what, fix="write cpt.on_source_end: repeat, or cpt.streaming: false")
+    for number, source in enumerate(cfg.sources):
+        if source.val_path is None and held_out_share(cfg, source) != 0:
+            split_key = f"datasets.{number}.split" if cfg.datasets else "data.split"
+            what = f"true holds no rows out of a source that it has not read, but {source.name!r} has no val_path"
+            fix = f"give its val_path, or write {split_key}: 0"
+            yield Problem((key, split_key, "data.split"), what, fix=fix)
+
+
+_ESCAPES = {r"\t": r"\t", "tab": r"\t", "comma": ",", "semicolon": ";", "pipe": "|", "space": " "}
+"""What people write for a character that is hard to type -> how YAML spells it in double quotes."""
+
+_NOT_OF_FILES = ("undefined", "idna", "punycode", "unicode_escape", "raw_unicode_escape")
+
+_NO_CELLS = (".jsonl", ".ndjson", ".json", ".parquet")
+
+
+def broken_data_rules(cfg: RunConfig) -> Iterator[Problem]:
+    """Every rule that the section `data` breaks."""
+    yield from _folders(cfg)
+    yield from _columns(cfg.data)
+    yield from _encoding(cfg.data.encoding)
+    yield from _delimiter(cfg.data.delimiter)
+
+
+def row_paths(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Key and path of all rows that the run reads."""
+    keys = ["data.train_path", "data.val_path", "data.test_path"]
+    keys += [f"datasets.{number}.{name}" for number in range(len(cfg.datasets)) for name in ("path", "val_path")]
+    yield from ((key, path) for key in keys if (path := cfg.get_value(key)))
+
+
+def idle_data_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Key, the key that takes its effect away, and why."""
+    if all(path.lower().removesuffix(".gz").endswith(_NO_CELLS) for _, path in row_paths(cfg)):
+        yield "data.delimiter", "data.train_path", "no csv or tsv file is named"
+
+
+def _folders(cfg: RunConfig) -> Iterator[Problem]:
+    """A folder of rows is read with everything below it, except hidden files and folders."""
+    written = (("data.processed_dir", cfg.data.processed_dir), ("output_dir", cfg.output_dir))
+    for name, path in row_paths(cfg):
+        for key, folder in written:
+            if _is_read_with(path, folder):
+                what = f"{folder!r} lies in the folder of rows {path!r}: what is written there would be read as rows"
+                yield Problem((key, name), what, fix="name a folder outside of it, or one that is hidden")
+
+
+def _is_read_with(path: str, folder: str) -> bool:
+    above, below = Path(path).absolute(), Path(folder).absolute()
+    return below.is_relative_to(above) and not any(part.startswith(".") for part in below.relative_to(above).parts)
+
+
+def _columns(data: DataConfig) -> Iterator[Problem]:
+    first: dict[str, str] = {}
+    for name, column in data.columns.items():
+        key = f"data.columns.{name}"
+        if not column.strip():
+            yield Problem((key,), "is empty", fix="name a column of your file, or leave the key out")
+        elif column in first:
+            what = f"the column {column!r} is given to {first[column]!r} already"
+            yield Problem((key, f"data.columns.{first[column]}"), what, fix="keep it in one of the two")
+        else:
+            first[column] = name
+
+
+def _encoding(name: str) -> Iterator[Problem]:
+    if name == "auto" or not name.strip() or "\0" in name:
+        return
+    near = _near_encodings(name)
+    try:
+        # A codec such as base64 or zip turns bytes into bytes; those of _NOT_OF_FILES are no encodings of files.
+        found = codecs.lookup(name)
+        if found._is_text_encoding and found.name not in _NOT_OF_FILES:
+            return
+        what, near = f"{name!r} is no encoding of text", []
+    except (LookupError, ValueError):
+        what = f"Python knows no encoding called {name!r}"
+    fix = f"did you mean {near[0]!r}?" if near else "write auto, or a name such as utf-8, cp1252 or shift_jis"
+    yield Problem(("data.encoding",), what, fix=fix, nearest=tuple(near))
+
+
+def _near_encodings(name: str) -> list[str]:
+    plain = name.lower().replace("-", "_").replace(" ", "_")
+    known = {"auto", *aliases, *aliases.values()} - {"mbcs", "dbcs", "ansi", "oem"}  # these exist on Windows only
+    return nearest_names(plain, sorted(known))
+
+
+def _delimiter(text: str) -> Iterator[Problem]:
+    if text == "auto" or (len(text) == 1 and text not in '"\r\n\0'):
+        return
+    key = ("data.delimiter",)
+    if text.lower() in _ESCAPES:
+        yield Problem(
+            key, f"{text!r} is not one character", fix=f'write it in double quotes: "{_ESCAPES[text.lower()]}"'
+        )
+    elif len(text) == 1:
+        yield Problem(key, f"{text!r} cannot stand between cells", fix="write another character, or auto")
+    else:
+        near = tuple(nearest_names(text, ["auto"]))
+        fix = "did you mean 'auto'?" if near else "write the one character between two cells, or auto"
+        yield Problem(key, f"{text!r} is {'no' if not text else 'not one'} character", fix=fix, nearest=near)

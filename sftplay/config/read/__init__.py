@@ -1,1 +1,0 @@
-"""From text to values that remember where they were written, and back to text."""

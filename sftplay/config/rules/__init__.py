@@ -1,1 +1,0 @@
-"""What a valid config must satisfy beyond the type of each value."""

@@ -1,1 +1,0 @@
-"""The sections of a run's YAML, one a file: frozen, typed, documented field by field."""
