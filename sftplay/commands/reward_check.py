@@ -41,7 +41,7 @@ def reward_check(args: Namespace) -> int:
     if not cfg.rewards:
         fix = "write rewards: [{name: answer, use: exact_match}]"
         raise ConfigError("the config has no rewards", where=args.config, fix=fix)
-    from sftplay.reward.check import check_rewards, refusal_of
+    from sftplay.reward.check import check_rewards, make_error
     from sftplay.reward.reward_set import RewardSet
     from sftplay.runs.reward_check import check_solutions, read_cases
 
@@ -56,7 +56,7 @@ def reward_check(args: Namespace) -> int:
     for check in checks:
         _show(check)
     if bad:
-        raise refusal_of(bad)
+        raise make_error(bad)
     return 0
 
 

@@ -13,7 +13,7 @@ from sftplay.config.rewards import SandboxConfig
 from sftplay.data.problems.load import LIMITS, collect_reward_columns
 from sftplay.data.problems.problem import PROMPT_VERSION, Problem
 from sftplay.errors import RunError
-from sftplay.reward.code_rewards import Tried, limits_of, try_programs
+from sftplay.reward.code_rewards import Tried, read_limits, try_programs
 from sftplay.sandbox.pool import Sandbox
 from sftplay.sandbox.verdicts.job import Limits
 
@@ -41,7 +41,7 @@ class Graded:
 
 def measuring_limits(config: SandboxConfig) -> Limits:
     """The limits of what is measured: LIMITS, or those of the config where it gives a program more."""
-    own = limits_of(config)
+    own = read_limits(config)
     return replace(
         LIMITS,
         timeout_s=max(LIMITS.timeout_s, own.timeout_s),

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
@@ -21,7 +21,7 @@ from typing import Any
 
 from sftplay.errors import ConfigError, SftplayError
 from sftplay.reward.table import SHIPPED
-from sftplay.reward.user_function import RewardFunction, is_user_function, load_function
+from sftplay.reward.user_function import is_user_function, load_function
 from sftplay.signals import STOP_SIGNALS, die_with_parent
 
 START_S = 120.0
@@ -43,6 +43,9 @@ class RewardValues:
     reasons: list[str] = field(default_factory=list)
     """Why values are None, each reason once."""
 
+    verdicts: Sequence[dict[str, Any]] = ()
+    """What became of each completion's program; empty for a reward that runs none."""
+
 
 class RewardWorker:
     """A reward with its options, ready to be called. Close it to end its process."""
@@ -57,7 +60,7 @@ class RewardWorker:
         self._is_ready = self._is_over = False
 
     def __call__(self, completions: Sequence[Any], /, **columns: Any) -> RewardValues:
-        """The scores of the completions; `columns` are aligned with them."""
+        """Score the completions; `columns` are aligned with them."""
         if is_user_function(self.use):
             return self._whole(completions, columns)
         scores = RewardValues([])
@@ -76,13 +79,10 @@ class RewardWorker:
         if self._pipe is not None:
             return
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
+        ours, child_end = context.Pipe()
+        named = {"options": self.options, "parent": os.getpid()}
         process = context.Process(
-            target=_serve,
-            args=(theirs, self.use),
-            kwargs={"options": self.options, "parent": os.getpid()},
-            daemon=True,
-            name=f"reward {self.use}",
+            target=_serve, args=(child_end, self.use), kwargs=named, daemon=True, name=f"reward {self.use}"
         )
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # it inherits that until it can ignore them
         try:
@@ -90,7 +90,7 @@ class RewardWorker:
             self._process = process
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
+        child_end.close()
         self._pipe, self._is_ready = ours, False
         # At its exit this interpreter sends SIGTERM and waits for what it has started; the process ignores SIGTERM.
         self._at_exit = Finalize(self, kill_group, args=(process,), exitpriority=0)
@@ -98,11 +98,13 @@ class RewardWorker:
     def stop(self) -> None:
         """End its process from another thread than the one that may wait for it; no other process follows."""
         self._is_over = True
-        self._kill()
+        if self._process is not None:
+            kill_group(self._process)
 
     def close(self) -> None:
         """End the process, if there is one."""
-        self._kill()
+        if self._process is not None:
+            kill_group(self._process)
         if self._at_exit is not None:
             self._at_exit.cancel()
         if self._process is not None:
@@ -112,12 +114,8 @@ class RewardWorker:
             self._pipe.close()
         self._process = self._pipe = self._at_exit = None
 
-    def _kill(self) -> None:
-        if self._process is not None:
-            kill_group(self._process)
-
     def wait_ready(self) -> Connection:
-        """The pipe to a process that is ready.
+        """Return the pipe to a process that is ready.
 
         Raises:
             SftplayError: the reward cannot be loaded: a name is wrong, or a library is missing.
@@ -125,16 +123,24 @@ class RewardWorker:
         """
         self.start()
         assert self._pipe is not None
-        if not self._is_ready:
-            refusal = _first_word(self._pipe, self.use)
-            if refusal is not None:
-                self.close()
-                raise refusal
-            self._is_ready = True
+        if self._is_ready:
+            return self._pipe
+        problem: Exception | None
+        try:
+            has_started = self._pipe.poll(START_S)
+            problem = self._pipe.recv() if has_started else TimeoutError(f"did not start within {START_S:g} s")
+        except (EOFError, OSError):
+            what = f"{self.use!r} cannot be loaded: its process ended"
+            fix = "import it by hand: something in it ends the process"
+            problem = ConfigError(what, where="rewards", fix=fix)
+        if problem is not None:
+            self.close()
+            raise problem
+        self._is_ready = True
         return self._pipe
 
     def _whole(self, completions: Sequence[Any], columns: Mapping[str, Any]) -> RewardValues:
-        """One call for all of them: each gets a number, or none of them does."""
+        """Score all of them in one call: each gets a number, or none of them does."""
         n = len(completions)
         if self._is_over:
             return RewardValues([None] * n, ["it was ended"])
@@ -152,33 +158,21 @@ class RewardWorker:
             return RewardValues([None] * n, ["its process died"])
         if kind == "raised":
             return RewardValues([None] * n, [answer])
-        return checked(answer, n)
+        return check_values(answer, n)
 
 
 def kill_group(process: Any) -> None:
-    """End a reward's process, and those that it has started, unless they have left its group."""
+    """End a reward's process and the processes that it has started, unless they have left its group."""
     with suppress(OSError):  # it is reaped already: its number may be another's now
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
 
 
-def _first_word(pipe: Connection, use: str) -> Exception | None:
-    """Why the process cannot serve; None when it can."""
-    if not pipe.poll(START_S):
-        return TimeoutError(f"did not start within {START_S:g} s")
-    try:
-        said: Exception | None = pipe.recv()
-    except (EOFError, OSError):
-        fix = "import it by hand: something in it ends the process"
-        return ConfigError(f"{use!r} cannot be loaded: its process ended", where="rewards", fix=fix)
-    return said
+def check_values(answer: Any, n: int) -> RewardValues:
+    """Check a reward's answer: finite numbers and None pass, everything else is None with its reason.
 
-
-def checked(answer: Any, n: int) -> RewardValues:
-    """A reward's answer as scores: finite numbers and None pass, everything else is None with its reason.
-
-    >>> checked([1.0, None, float("nan")], 3).reasons
+    >>> check_values([1.0, None, float("nan")], 3).reasons
     ['returned None', 'returned nan, which is no finite number']
     """
     if not isinstance(answer, list) or len(answer) != n:
@@ -196,42 +190,41 @@ def checked(answer: Any, n: int) -> RewardValues:
     return scores
 
 
-def load_reward(use: str, options: Mapping[str, Any]) -> RewardFunction:
-    """The function of a shipped reward or of the user's, with its options filled in. No column replaces an option."""
-    function = load_function(use) if is_user_function(use) else SHIPPED[use].load()
-    return lambda **given: function(**{**given, **options})
-
-
 def _serve(pipe: Connection, use: str, *, options: dict[str, Any], parent: int) -> None:
     die_with_parent(parent)
-    for each in STOP_SIGNALS:  # the parent decides when to stop
-        signal.signal(each, signal.SIG_IGN)
+    for number in STOP_SIGNALS:  # the parent decides when to stop
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.setpgid(0, 0)
     os.dup2(2, 1)  # what the function prints is no output of the command
-    own = os.getpid()
+    pid = os.getpid()
     with suppress(EOFError, OSError):  # the parent has left
         try:
-            function = load_reward(use, options)
+            function = load_function(use) if is_user_function(use) else SHIPPED[use].load()
         except SftplayError as error:
             pipe.send(error)
             return
         pipe.send(None)
         while True:
-            answer = _answer(function, pipe.recv())
-            if os.getpid() != own:
+            answer = _answer(function, {**pipe.recv(), **options})  # no column replaces an option
+            if os.getpid() != pid:
                 os._exit(0)  # the function forked: two processes would answer
             pipe.send(answer)
 
 
-def _answer(function: RewardFunction, given: dict[str, Any]) -> tuple[str, Any]:
+def _answer(function: Callable[..., Any], given: dict[str, Any]) -> tuple[str, Any]:
     try:
         answer = function(**given)
     except SftplayError as error:
         return "raised", str(error)[:LONGEST_REASON]
     except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
         said = f"raised {type(error).__name__}: {error}"[:LONGEST_REASON]
-        return "raised", f"{said}{_place_of(error)}"
+        # With the line of the user's file; the lines of a shipped reward say nothing.
+        frames = traceback.extract_tb(error.__traceback__)
+        foreign = [frame for frame in frames if not frame.filename.startswith(PACKAGE)]
+        lines = [frame.lineno for frame in foreign if frame.filename == foreign[0].filename]
+        place = f" ({Path(foreign[0].filename).name}:{lines[-1]})" if frames[-1] in foreign and lines else ""
+        return "raised", f"{said}{place}"
     as_list = getattr(answer, "tolist", None)  # of a tensor or an array
     values = as_list() if as_list else answer
     if not isinstance(values, list | tuple):
@@ -239,16 +232,8 @@ def _answer(function: RewardFunction, given: dict[str, Any]) -> tuple[str, Any]:
     return "scores", [_as_number(value) for value in values]
 
 
-def _place_of(error: BaseException) -> str:
-    """The line of the user's file in which it was raised; empty for a shipped reward, whose lines say nothing."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(PACKAGE)]
-    lines = [frame.lineno for frame in own if frame.filename == own[0].filename]
-    return f" ({Path(own[0].filename).name}:{lines[-1]})" if frames[-1] in own and lines else ""
-
-
 def _as_number(value: Any) -> float | str | None:
-    """A plain float, so that nothing of a class of the user's crosses the pipe; else what was returned, in words."""
+    """Return a plain float, so that no class of the user's crosses the pipe; else what was returned, in words."""
     if value is None:
         return None
     try:

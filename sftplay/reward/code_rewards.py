@@ -26,7 +26,7 @@ COLUMNS = ("tests", "setup", "entry_point")
 """Columns of a row that say how its program is tried."""
 
 SHOWN_WEIGHT = 0.5
-"""What a test counts that stood in the prompt, beside 1 for a hidden one: it can be passed by heart."""
+"""What a test counts that stood in the prompt, where a hidden one counts 1: it can be passed by heart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Tried:
         return self.verdict is not None and 0 < self.verdict.total == self.verdict.passed and self.status == "ok"
 
     def as_json(self) -> dict[str, Any]:
-        """As it is written beside an answer."""
+        """Return it as it is written next to an answer."""
         verdict = self.verdict.as_dict() if self.verdict else {"status": NO_CODE}
         return {"how": self.found.how, **verdict}
 
@@ -75,20 +75,15 @@ def try_programs(
     """
     n = len(completions)
     points, before = entry_point or [None] * n, setup or [None] * n
-    found = [find_code(each, point or "") for each, point in zip(completions, points, strict=True)]
+    found = [find_code(completion, point or "") for completion, point in zip(completions, points, strict=True)]
+    limits = limits or Limits()
     jobs = [
-        Job(
-            code=each.code,
-            tests=tuple(row or ()),
-            setup=first or "",
-            entry_point=point or None,
-            limits=limits or Limits(),
-        )
-        for each, row, first, point in zip(found, tests, before, points, strict=True)
-        if each.code.strip()
+        Job(code=answer.code, tests=tuple(row or ()), setup=first or "", entry_point=point or None, limits=limits)
+        for answer, row, first, point in zip(found, tests, before, points, strict=True)
+        if answer.code.strip()
     ]
     verdicts = iter(sandbox.run(jobs, within_s=within_s))
-    return [Tried(each, next(verdicts) if each.code.strip() else None) for each in found]
+    return [Tried(answer, next(verdicts) if answer.code.strip() else None) for answer in found]
 
 
 def passes_tests(
@@ -98,7 +93,7 @@ def passes_tests(
     mode: Literal["fraction", "all"] = "fraction",
     shown_weight: float = SHOWN_WEIGHT,
 ) -> list[float | None]:
-    """The share of its row's tests that each program passes; with `mode: all` 1 for all of them, else 0.
+    """Return the share of its row's tests that each program passes; with `mode: all` 1 for all of them, else 0.
 
     The first `shown` tests of a row stood in its prompt and count `shown_weight` each, the others 1. A completion
     without a program gets 0. None where the sandbox failed, or where there are no tests.
@@ -107,25 +102,24 @@ def passes_tests(
     >>> passes_tests([Tried(CodeAnswer("...", "labelled"), ok)], shown=[1])
     [0.6]
     """
-    counts = shown or [0] * len(tried)
-    return [
-        _score(each.verdict, shown=count or 0, mode=mode, shown_weight=shown_weight) if each.verdict else 0.0
-        for each, count in zip(tried, counts, strict=True)
-    ]
-
-
-def _score(verdict: Verdict, *, shown: int, mode: str, shown_weight: float) -> float | None:
-    if verdict.status == MACHINERY or not verdict.total:
-        return None
-    if mode == "all":
-        return float(verdict.passed == verdict.total)
-    weights = [shown_weight if at < shown else 1.0 for at in range(len(verdict.per_test))]
-    passed = sum(weight for weight, status in zip(weights, verdict.per_test, strict=True) if status == "ok")
-    return passed / sum(weights) if sum(weights) else 0.0
+    scores: list[float | None] = []
+    for program, n_shown in zip(tried, shown or [0] * len(tried), strict=True):
+        verdict = program.verdict
+        if verdict is None:
+            scores.append(0.0)
+        elif verdict.status == MACHINERY or not verdict.total:
+            scores.append(None)
+        elif mode == "all":
+            scores.append(float(verdict.passed == verdict.total))
+        else:
+            weights = [shown_weight if at < (n_shown or 0) else 1.0 for at in range(len(verdict.per_test))]
+            passed = sum(weight for weight, status in zip(weights, verdict.per_test, strict=True) if status == "ok")
+            scores.append(passed / sum(weights) if sum(weights) else 0.0)
+    return scores
 
 
 def passes_hidden(tried: Tried, *, tests: int, shown: int) -> bool | None:
-    """Whether a program passes every one of its row's `tests` that did not stand in the prompt.
+    """Say whether a program passes every one of its row's `tests` that did not stand in the prompt.
 
     None where the sandbox failed, or where all of them stood there.
 
@@ -139,14 +133,14 @@ def passes_hidden(tried: Tried, *, tests: int, shown: int) -> bool | None:
     return len(rest) == tests - shown and set(rest) == {"ok"}
 
 
-def limits_of(config: SandboxConfig) -> Limits:
-    """The limits of a program as the config wants them."""
+def read_limits(config: SandboxConfig) -> Limits:
+    """Read the limits of a program from the config."""
     memory = parse_bytes(str(config.memory))
     return Limits(timeout_s=config.timeout, test_timeout_s=config.test_timeout, memory_bytes=memory)
 
 
 class CodeTests:
-    """The reward code_tests, ready to be called as a `RewardWorker` is; the boxes take the place of a process."""
+    """The reward code_tests, called as a `RewardWorker` is; programs run in boxes instead of a process."""
 
     use = CODE_TESTS
 
@@ -156,29 +150,22 @@ class CodeTests:
         self._sandbox, self._limits = sandbox, limits
 
     def __call__(self, completions: Sequence[Any], /, **columns: Any) -> RewardValues:
-        """The scores of the completions; `columns` are aligned with them."""
-        return self.judge(completions, columns)[0]
-
-    def judge(
-        self, completions: Sequence[Any], columns: Mapping[str, Any]
-    ) -> tuple[RewardValues, list[dict[str, Any]]]:
-        """The scores of the completions, and what became of each program."""
+        """Score the completions; `columns` are aligned with them. The values come with verdicts."""
         turns = math.ceil(len(completions) / self._sandbox.workers)
         read = {name: columns[name] for name in COLUMNS if name in columns}  # rows may have a column `limits`
+        shown = columns.get("shown") or [0] * len(completions)
         try:
             tried = try_programs(
                 completions, sandbox=self._sandbox, limits=self._limits, within_s=self.deadline_s * turns, **read
             )
         except DataError as error:
-            return RewardValues([None] * len(completions), [str(error)]), [{"status": MACHINERY} for _ in completions]
-        verdicts = [each.verdict for each in tried if each.verdict]
-        shown = columns.get("shown") or [0] * len(tried)
-        values = passes_tests(tried, shown=shown, **self.options)
-        hidden = [
-            passes_hidden(each, tests=len(tests or ()), shown=count or 0)
-            for each, tests, count in zip(tried, columns["tests"], shown, strict=True)
+            failed = [{"status": MACHINERY} for _ in completions]
+            return RewardValues([None] * len(completions), [str(error)], failed)
+        verdicts = [program.verdict for program in tried if program.verdict]
+        reasons = [f"the sandbox failed: {verdict.stderr}" for verdict in verdicts if verdict.status == MACHINERY]
+        reasons += ["a row has no tests" for found in verdicts if found.status != MACHINERY and not found.total]
+        lines = [
+            {**program.as_json(), "hidden_pass": passes_hidden(program, tests=len(tests or ()), shown=n_shown or 0)}
+            for program, tests, n_shown in zip(tried, columns["tests"], shown, strict=True)
         ]
-        reasons = [f"the sandbox failed: {each.stderr}" for each in verdicts if each.status == MACHINERY]
-        reasons += ["a row has no tests" for each in verdicts if each.status != MACHINERY and not each.total]
-        said = [{**each.as_json(), "hidden_pass": known} for each, known in zip(tried, hidden, strict=True)]
-        return RewardValues(values, list(dict.fromkeys(reasons))), said
+        return RewardValues(passes_tests(tried, shown=shown, **self.options), list(dict.fromkeys(reasons)), lines)

@@ -18,7 +18,7 @@ from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 from sftplay.reward.check import TRIED_ROWS, Case, check_before_training
 from sftplay.reward.code_answer import find_code
-from sftplay.reward.code_rewards import limits_of
+from sftplay.reward.code_rewards import read_limits
 from sftplay.reward.reward_set import RewardSet, aligned
 from sftplay.reward.table import judges_form, missing_column, reward_problems
 
@@ -56,7 +56,7 @@ def check_solutions(cfg: RunConfig, rewards: RewardSet) -> None:
         return
     problems = [problem for source, row in _first_rows(cfg, SOLVED_ROWS) if row and (problem := _problem(row, source))]
     if problems:
-        limits, outcome = limits_of(cfg.sandbox), "is solved by no answer"
+        limits, outcome = read_limits(cfg.sandbox), "is solved by no answer"
         sound_problems(problems, rewards.sandbox, limits=limits, outcome=outcome)
 
 

@@ -75,7 +75,7 @@ def test_a_row_may_have_columns_of_any_name():
     with RewardSet(RunConfig.model_validate(content)) as rewards:
         scored = rewards.score(RIGHT[:1], columns)
         assert [scores.values for scores in scored.by_name.values()] == [[1.0], [1.0]]
-        assert rewards.call_of("tests")(RIGHT[:1], **columns).values == [1.0]
+        assert rewards.workers["tests"](RIGHT[:1], **columns).values == [1.0]
 
 
 def test_programs_that_cheat_get_nothing():

@@ -10,7 +10,7 @@ import pytest
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.errors import ConfigError
-from sftplay.reward.calls import RewardWorker, checked
+from sftplay.reward.calls import RewardWorker, check_values
 from sftplay.signals import STOP_SIGNALS
 
 USER = """
@@ -293,7 +293,7 @@ def test_a_function_that_is_not_there_is_refused_by_name(name, said):
 
 
 def test_what_is_no_number_is_named():
-    assert checked(["'1'", 2.0], 2).reasons == ["returned '1', which is no finite number"]
+    assert check_values(["'1'", 2.0], 2).reasons == ["returned '1', which is no finite number"]
 
 
 def test_a_function_that_takes_too_long_to_load_is_said_so(tmp_path, monkeypatch):

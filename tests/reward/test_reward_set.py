@@ -116,7 +116,7 @@ def test_boxes_that_fail_or_hang_abstain_with_a_reason(monkeypatch):
         monkeypatch.setattr(sandbox, "_judge", lambda job: late)
         scores = rewards.score(answers, columns).by_name["r0"]
         assert (scores.values, scores.reasons) == ([None, 0.0], ["the sandbox failed: the box did not start"])
-        rewards.call_of("r0").deadline_s = 0.1
+        rewards.workers["r0"].deadline_s = 0.1
         monkeypatch.setattr(sandbox, "_judge", lambda job: let_go.wait(HANG_S) and late)
         scores = rewards.score(answers, columns).by_name["r0"]
         let_go.set()
