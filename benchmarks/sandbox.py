@@ -17,7 +17,7 @@ from statistics import quantiles
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sftplay.sandbox.choose import SAFE, WARM, problem_of
+from sftplay.sandbox.choose import SAFE, WARM, find_problem
 from sftplay.sandbox.executors.bootstrap import interpreter
 from sftplay.sandbox.executors.plain_process import PlainProcess
 from sftplay.sandbox.verdicts.job import Job
@@ -55,9 +55,9 @@ def in_boxes(make: Callable) -> Callable[[], tuple[Callable[[Job], None], Callab
 def kinds() -> dict[str, Callable[[], tuple[Callable[[Job], None], Callable[[], None]]]]:
     """Name -> what gives a function that runs a job, and one that ends what it keeps."""
     found = {"plain subprocess": lambda: (run_plainly, lambda: None), "none": in_boxes(PlainProcess)}
-    found |= {name: in_boxes(make) for name, make in SAFE.items() if not problem_of(name)}
+    found |= {name: in_boxes(make) for name, make in SAFE.items() if not find_problem(name)}
     return found | {
-        f"{name}, warm": in_boxes(make) for name, make in WARM.items() if not problem_of(name, is_warm=True)
+        f"{name}, warm": in_boxes(make) for name, make in WARM.items() if not find_problem(name, is_warm=True)
     }
 
 

@@ -73,7 +73,7 @@ def read_jobs(source: TextIO, *, timeout_s: float) -> Iterator[Job]:
 def self_test(args: Namespace) -> int:
     """`sandbox --self-test`: every attack on every executor that is here; code 5 where one gets through."""
     from sftplay.sandbox.attacks.conduct import ATTACKS, Row, conduct, table
-    from sftplay.sandbox.choose import SAFE, WARM, choose_executor, problem_of
+    from sftplay.sandbox.choose import SAFE, WARM, choose_executor, find_problem
 
     if args.executor == "none":
         raise ConfigError("has no box to test", where="--executor none", fix="leave --executor out")
@@ -82,7 +82,7 @@ def self_test(args: Namespace) -> int:
         if args.executor not in ("auto", name) or (is_warm and name not in WARM):
             continue
         column = f"{name}, warm" if is_warm else name
-        if problem := problem_of(name, is_warm=is_warm):
+        if problem := find_problem(name, is_warm=is_warm):
             log.show_error(f"{column}: {problem}")
             continue
         executor = (WARM if is_warm else SAFE)[name]()

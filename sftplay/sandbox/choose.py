@@ -6,7 +6,7 @@ import hashlib
 import platform
 import subprocess
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,7 +29,7 @@ WARM: dict[str, Callable[..., Executor]] = {"bwrap": WarmBwrap}
 
 
 def choose_executor(name: str, *, is_warm: bool) -> Callable[..., Executor]:
-    """What makes executors of that name, from the packages that programs may import.
+    """Choose what makes executors of that name, from the packages that programs may import.
 
     `auto` takes the best one that holds on this machine.
 
@@ -42,24 +42,23 @@ def choose_executor(name: str, *, is_warm: bool) -> Callable[..., Executor]:
         fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(NAMES)}"
         raise ConfigError(f"no executor is called {name!r}", where="executor", fix=fix, nearest=near)
     if name == "none":
-        log.say(
-            "WARNING: executor none: programs written by a model run on this machine WITHOUT ANY ISOLATION", "sandbox"
-        )
+        warning = "WARNING: executor none: programs written by a model run on this machine WITHOUT ANY ISOLATION"
+        log.say(warning, "sandbox")
         return PlainProcess
     problems = []
-    for each in SAFE if name == "auto" else (name,):
-        problem = problem_of(each)
+    for kind in SAFE if name == "auto" else (name,):
+        problem = find_problem(kind)
         if not problem:
-            has_warm = is_warm and each in WARM and not problem_of(each, is_warm=True)
-            return WARM[each] if has_warm else SAFE[each]
-        problems.append(f"{each}: {problem}")
+            has_warm = is_warm and kind in WARM and not find_problem(kind, is_warm=True)
+            return WARM[kind] if has_warm else SAFE[kind]
+        problems.append(f"{kind}: {problem}")
     fix = f"install bubblewrap: {INSTALL}; or in a container, where it cannot work: make install EXTRAS=sandbox"
     raise MachineError(f"nothing here can box a program ({'; '.join(problems)})", where="sandbox", fix=fix)
 
 
 @cache
-def problem_of(name: str, *, is_warm: bool = False) -> str:
-    """Why an executor cannot be used here, or nothing. It is asked once a process."""
+def find_problem(name: str, *, is_warm: bool = False) -> str:
+    """Say why an executor cannot be used here, or nothing. It is asked once a process."""
     try:
         executor = (WARM if is_warm else SAFE)[name]()
     except MachineError as error:
@@ -71,17 +70,13 @@ def problem_of(name: str, *, is_warm: bool = False) -> str:
 
 
 @cache
-def version_of(name: str) -> str:
-    """Name and version of an executor, Python's version, and a digest of this package's sources."""
-    versions: dict[str, Callable[[], str]] = {
-        "bwrap": _bwrap_version, "landlock": partial(version, "sandlock"), "none": str
-    }  # fmt: skip
+def read_version(name: str) -> str:
+    """Read an executor's name and version, Python's version, and a digest of this package's sources."""
+    release = version("sandlock") if name == "landlock" else ""
+    if name == "bwrap":
+        done = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True)
+        release = done.stdout.strip().removeprefix("bubblewrap ")
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
-    return f"{name} {versions[name]()}, python {platform.python_version()}, {digest.hexdigest()[:16]}"
-
-
-def _bwrap_version() -> str:
-    done = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True)
-    return done.stdout.strip().removeprefix("bubblewrap ")
+    return f"{name} {release}, python {platform.python_version()}, {digest.hexdigest()[:16]}"

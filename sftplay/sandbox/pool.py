@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib.metadata import packages_distributions, version
 from itertools import islice
 
 from sftplay import log
-from sftplay.sandbox.choose import choose_executor, version_of
+from sftplay.sandbox.choose import choose_executor, read_version
 from sftplay.sandbox.executors.executor import Executor
 from sftplay.sandbox.verdicts.job import Job, Verdict
 from sftplay.sandbox.verdicts.judge import judge
@@ -23,7 +22,7 @@ MOST_KEPT = 50_000
 
 
 def count_workers(processes: int | None = None) -> int:
-    """Boxes at the same time: this rank's share of the cores that the process may use, at most MOST_WORKERS.
+    """Count the boxes to run at the same time: this rank's share of the process's cores, at most MOST_WORKERS.
 
     `processes` share these cores; None means those that the launcher started on this machine.
     """
@@ -38,14 +37,9 @@ class Sandbox:
     """
 
     def __init__(
-        self,
-        executor: str = "auto",
-        *,
-        workers: int | None = None,
-        is_warm: bool = True,
-        packages: Sequence[str] = (),
+        self, executor: str = "auto", *, workers: int | None = None, is_warm: bool = True, packages: Sequence[str] = ()
     ) -> None:
-        """`packages`, such as numpy, are those that programs may import beside Python's own.
+        """Programs may import `packages`, such as numpy, besides Python's own.
 
         Raises:
             ConfigError: there is no such executor or package.
@@ -55,8 +49,8 @@ class Sandbox:
         self._packages = packages
         self._executors: queue.SimpleQueue[Executor] = queue.SimpleQueue()
         self._all = [make(packages) for _ in range(workers or count_workers())]
-        for each in self._all:
-            self._executors.put(each)
+        for opened in self._all:
+            self._executors.put(opened)
         self.workers = len(self._all)
         """How many boxes stand at the same time."""
         self.executor = self._all[0].name
@@ -65,15 +59,17 @@ class Sandbox:
         self._kept: dict[str, Verdict] = {}
 
     def run(self, jobs: Iterable[Job], *, within_s: float | None = None) -> list[Verdict]:
-        """The verdict of each job, in the order of the jobs. What is not judged in time is `infra`; every job ends by
-        its own limits, so this happens only where the boxes themselves hang."""
+        """Return the verdict of each job, in the order of the jobs. What is not judged in time is `infra`; every job
+        ends by its own limits, so this happens only where the boxes themselves hang."""
         listed = list(jobs)
         keys = [job.key(self.executor) for job in listed]
         new = {key: job for key, job in zip(keys, listed, strict=True) if key not in self._kept}
         futures = {key: self._threads.submit(self._judge, job) for key, job in new.items()}
         wait(futures.values(), timeout=within_s)
         late = Verdict(status="infra", stderr=f"no verdict within {within_s} s", executor=self.executor)
-        found = {key: _result(future, or_else=late) for key, future in futures.items()}
+        found = {key: future.result() if future.done() else late for key, future in futures.items()}
+        for future in futures.values():
+            future.cancel()  # does nothing to those that are done
         verdicts = [found[key] if key in found else self._kept[key] for key in keys]
         self._kept |= {key: verdict for key, verdict in found.items() if verdict.status != "infra"}
         for key in list(islice(self._kept, max(0, len(self._kept) - MOST_KEPT))):
@@ -81,47 +77,35 @@ class Sandbox:
         return verdicts
 
     def run_again(self, job: Job) -> Verdict:
-        """The verdict of one job that runs alone, whatever is known of it; it replaces what is known."""
+        """Return the verdict of one job that runs alone, whatever is known of it; it replaces what is known."""
         self._kept.pop(job.key(self.executor), None)
         return self.run([job])[0]
 
     @property
     def version(self) -> str:
-        """Changes with anything of the machinery that may change a verdict."""
-        names = packages_distributions() if self._packages else {}
-        packages = (f"{name} {version(each)}" for name in self._packages for each in names.get(name, ()))
-        return ", ".join([version_of(self.executor), *packages])
+        """The machinery's version: it changes with anything that may change a verdict."""
+        owners = packages_distributions() if self._packages else {}
+        packages = (f"{name} {version(owner)}" for name in self._packages for owner in owners.get(name, ()))
+        return ", ".join([read_version(self.executor), *packages])
 
     def _judge(self, job: Job) -> Verdict:
-        with self._borrowed() as executor:
+        executor = self._executors.get()
+        try:
             verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
             if executor.renew():  # the second boxes need nothing that could die
                 verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
             return verdict
-
-    @contextmanager
-    def _borrowed(self) -> Iterator[Executor]:
-        executor = self._executors.get()
-        try:
-            yield executor
         finally:
             self._executors.put(executor)
 
     def close(self) -> None:
         """End everything that runs. The sandbox cannot be used afterwards."""
         self._threads.shutdown(cancel_futures=True)
-        for each in self._all:
-            each.close()
+        for executor in self._all:
+            executor.close()
 
     def __enter__(self) -> Sandbox:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _result(future: Future[Verdict], *, or_else: Verdict) -> Verdict:
-    if future.done():
-        return future.result()
-    future.cancel()
-    return or_else

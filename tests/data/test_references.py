@@ -10,11 +10,11 @@ from patience import PATIENT
 from sftplay.data.problems.load import LIMITS, sound_problems
 from sftplay.data.problems.problem import Problem
 from sftplay.errors import ConfigError, DataError, RunError
-from sftplay.sandbox.choose import SAFE, problem_of
+from sftplay.sandbox.choose import SAFE, find_problem
 from sftplay.sandbox.pool import Sandbox
 from sftplay.sandbox.verdicts.job import Verdict
 
-pytestmark = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
+pytestmark = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 
 GOOD = Problem("1", "Add one.", ("assert f(1) == 2", "assert f(2) == 3"), "f", "def f(x): return x + 1")
 WRONG = replace(GOOD, task_id="2", reference="def f(x): return 2")

@@ -7,11 +7,11 @@ from sftplay.data.problems.problem import Problem
 from sftplay.errors import RunError
 from sftplay.evaluate.code import evaluate_code
 from sftplay.reward.code_rewards import passes_tests, try_programs
-from sftplay.sandbox.choose import SAFE, problem_of
+from sftplay.sandbox.choose import SAFE, find_problem
 from sftplay.sandbox.pool import Sandbox
 from sftplay.sandbox.verdicts.job import Verdict
 
-pytestmark = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
+pytestmark = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 
 PROBLEM = Problem("1", "Add one.", ("assert f(1) == 2", "assert f(2) == 3", "assert f(-1) == 0"), "f", "", shown=1)
 RIGHT = "def f(x): return x + 1"

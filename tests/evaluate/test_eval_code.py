@@ -17,12 +17,12 @@ from sftplay.data.problems.problem import format_question
 from sftplay.errors import MachineError, RunError
 from sftplay.runs import code_eval_ranks as ranks
 from sftplay.runs.code_eval import Questions
-from sftplay.sandbox.choose import SAFE, problem_of
+from sftplay.sandbox.choose import SAFE, find_problem
 
 MBPP = Path(__file__).resolve().parents[3] / "shared" / "data" / "mbpp" / "sanitized-mbpp.json"
 KNOWN = 100
 
-pytestmark = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
+pytestmark = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 
 
 @pytest.fixture

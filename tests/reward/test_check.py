@@ -18,11 +18,11 @@ from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.reward.calls import RewardWorker
 from sftplay.reward.check import Case, check_before_training, check_reward
 from sftplay.reward.reward_set import RewardSet
-from sftplay.sandbox.choose import SAFE, problem_of
+from sftplay.sandbox.choose import SAFE, find_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = [path for path in sorted(ROOT.glob("configs/*.yaml")) if "\nrewards:" in path.read_text()]
-needs_boxes = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
+needs_boxes = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 
 CASES = [Case(f"#### {n}", {"answer": f"#### {n}"}) for n in (3, 14, 159, 26)]
 
@@ -200,7 +200,7 @@ def test_a_function_that_is_not_there_is_named_with_its_line_before_a_run_begins
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_config_has_rewards_that_can_tell(path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    if "code_tests" in path.read_text() and all(map(problem_of, SAFE)):
+    if "code_tests" in path.read_text() and all(map(find_problem, SAFE)):
         pytest.skip("needs bubblewrap or sandlock")
     waits = [f"rewards.{n}.deadline={HANG_S}" for n in range(len(load_config(str(path)).rewards))]
     if "code_tests" in path.read_text():

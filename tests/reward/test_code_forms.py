@@ -6,9 +6,9 @@ from processes import HANG_S
 
 from sftplay.config.run import RunConfig
 from sftplay.reward.reward_set import RewardSet
-from sftplay.sandbox.choose import SAFE, problem_of
+from sftplay.sandbox.choose import SAFE, find_problem
 
-pytestmark = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
+pytestmark = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 
 TESTS = ["assert add(1, 2) == 3", "assert add(-4, 4) == 0", "assert add(7, 7) == 14"]
 

@@ -11,10 +11,10 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, RunError
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, combined
-from sftplay.sandbox.choose import SAFE, problem_of
+from sftplay.sandbox.choose import SAFE, find_problem
 from sftplay.sandbox.verdicts.job import Verdict
 
-needs_boxes = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
+needs_boxes = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 
 USER = """
 import os, time
@@ -186,7 +186,7 @@ def test_a_reward_of_the_user_s_that_fails_stops_the_run_by_name(user, use, dead
     assert "16 of the 16 answers" in refusal.value.what  # known to be too many for 20 calls as well
 
 
-@pytest.mark.skipif(bool(problem_of("bwrap")), reason="needs bubblewrap")
+@pytest.mark.skipif(bool(find_problem("bwrap")), reason="needs bubblewrap")
 def test_an_executor_that_is_gone_stops_the_run(monkeypatch):
     with RewardSet(config({"use": "code_tests"}, executor="bwrap")) as rewards:
         for executor in rewards.sandbox._all:

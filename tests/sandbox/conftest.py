@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from patience import PATIENT
 
-from sftplay.sandbox.choose import SAFE, WARM, problem_of
+from sftplay.sandbox.choose import SAFE, WARM, find_problem
 from sftplay.sandbox.executors.executor import Executor
 from sftplay.sandbox.verdicts.job import Job, Verdict
 from sftplay.sandbox.verdicts.judge import judge
@@ -26,7 +26,7 @@ def kind_of(name: str, is_warm: bool) -> object:
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     """Each executor, with a new box for each program and out of one that waits."""
     name, is_warm = request.param
-    if problem := problem_of(name, is_warm=is_warm):
+    if problem := find_problem(name, is_warm=is_warm):
         pytest.skip(f"needs {name}: {problem}")
     opened = (WARM if is_warm else SAFE)[name]()
     yield opened

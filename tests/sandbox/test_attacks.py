@@ -36,8 +36,8 @@ SYSTEM_PYTHON = Path("/usr/bin/python3")
 
 AS_NOBODY = """
 from sftplay.sandbox.attacks.conduct import conduct
-from sftplay.sandbox.choose import SAFE, WARM, problem_of
-if problem := problem_of({name!r}, is_warm={is_warm}):
+from sftplay.sandbox.choose import SAFE, WARM, find_problem
+if problem := find_problem({name!r}, is_warm={is_warm}):
     print("cannot be used here:", problem)
 else:
     executor = (WARM if {is_warm} else SAFE)[{name!r}]()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.sandbox.choose import SAFE, problem_of
+from sftplay.sandbox.choose import SAFE, find_problem
 from sftplay.sandbox.pool import Sandbox
 from sftplay.sandbox.verdicts.job import Job, Limits
 
@@ -21,7 +21,7 @@ PATIENT = Limits(timeout_s=60, test_timeout_s=30)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not MBPP.exists() or not HUMANEVAL.exists(), reason=f"needs MBPP and HumanEval in {DATA}"),
-    pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock"),
+    pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock"),
 ]
 
 
@@ -58,7 +58,7 @@ def with_a_broken_test(job: Job, which: int) -> Job:
     ],
 )
 def test_every_reference_solution_passes_and_a_broken_test_fails_alone(executor: str, sound: int, broken: int):
-    if executor != "auto" and (problem := problem_of(executor)):
+    if executor != "auto" and (problem := find_problem(executor)):
         pytest.skip(f"needs {executor}: {problem}")
     draw = random.Random(0)
     known = [*mbpp(), *humaneval()]
@@ -79,7 +79,7 @@ def test_64_at_once_are_judged_as_64_in_turn():
         assert judged(many, jobs) == judged(one, jobs)
 
 
-@pytest.mark.skipif(bool(problem_of("bwrap", is_warm=True)), reason="needs bubblewrap, and user namespaces in it")
+@pytest.mark.skipif(bool(find_problem("bwrap", is_warm=True)), reason="needs bubblewrap, and user namespaces in it")
 @pytest.mark.parametrize("count", [100, pytest.param(1_000, marks=pytest.mark.long)])
 def test_programs_are_judged_alike_by_new_boxes_and_by_one_that_waits(count):
     jobs = draw_jobs(count)

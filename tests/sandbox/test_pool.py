@@ -22,7 +22,7 @@ from processes import HANG_S
 from sftplay.commands.sandbox import read_jobs
 from sftplay.errors import ConfigError, MachineError
 from sftplay.sandbox import choose
-from sftplay.sandbox.choose import SAFE, problem_of
+from sftplay.sandbox.choose import SAFE, find_problem
 from sftplay.sandbox.executors.bwrap import Bwrap
 from sftplay.sandbox.executors.kernel_limits import Landlock
 from sftplay.sandbox.executors.warm import WarmBwrap
@@ -30,7 +30,7 @@ from sftplay.sandbox.pool import Sandbox, count_workers
 from sftplay.sandbox.verdicts.box import Box, Lost, Pipes
 from sftplay.sandbox.verdicts.job import Job, Limits
 
-pytestmark = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
+pytestmark = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +83,10 @@ def test_a_rank_takes_its_share_of_the_cores(monkeypatch):
 def test_without_an_executor_it_refuses_and_says_what_to_install(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(choose, "SAFE", {"bwrap": Bwrap})
-    choose.problem_of.cache_clear()
+    choose.find_problem.cache_clear()
     with pytest.raises(MachineError) as caught:
         Sandbox()
-    choose.problem_of.cache_clear()
+    choose.find_problem.cache_clear()
     assert "bubblewrap is not installed" in caught.value.what
     assert "apt-get install bubblewrap" in caught.value.fix
     assert caught.value.exit_code == 3
@@ -94,10 +94,10 @@ def test_without_an_executor_it_refuses_and_says_what_to_install(monkeypatch):
 
 def test_an_executor_with_a_hole_is_refused(monkeypatch):
     monkeypatch.setattr(choose, "SAFE", {"bwrap": choose.PlainProcess})
-    choose.problem_of.cache_clear()
+    choose.find_problem.cache_clear()
     with pytest.raises(MachineError, match="escaped: reads a private file"):
         Sandbox("bwrap")
-    choose.problem_of.cache_clear()
+    choose.find_problem.cache_clear()
 
 
 def test_an_unknown_executor_is_refused_with_the_nearest_name():
@@ -166,7 +166,7 @@ def test_a_program_may_have_any_bytes():
     assert [job.code for job in read_jobs(source, timeout_s=5.0)] == ["x = \udcff", "x = 1"]
 
 
-@pytest.mark.skipif(bool(problem_of("bwrap", is_warm=True)), reason="needs bubblewrap, and user namespaces in it")
+@pytest.mark.skipif(bool(find_problem("bwrap", is_warm=True)), reason="needs bubblewrap, and user namespaces in it")
 def test_a_server_that_dies_costs_no_verdict_however_often_it_does():
     with Sandbox("bwrap", workers=1) as sandbox:
         assert sandbox.run([adder(2)])[0].status == "ok"
@@ -191,7 +191,7 @@ def test_a_server_that_dies_costs_no_verdict_however_often_it_does():
         assert server._process.pid not in died
 
 
-@pytest.mark.skipif(bool(problem_of("bwrap")), reason="needs bubblewrap")
+@pytest.mark.skipif(bool(find_problem("bwrap")), reason="needs bubblewrap")
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_an_executor_that_is_gone_gives_no_verdict_until_it_is_back(is_warm, tmp_path):
     program = tmp_path / "bwrap"
@@ -209,7 +209,7 @@ def test_an_executor_that_is_gone_gives_no_verdict_until_it_is_back(is_warm, tmp
         assert [each.status for each in sandbox.run([adder(2), adder(3)])] == ["ok", "wrong"]
 
 
-@pytest.mark.skipif(bool(problem_of("bwrap")), reason="needs bubblewrap")
+@pytest.mark.skipif(bool(find_problem("bwrap")), reason="needs bubblewrap")
 def test_a_box_that_another_ends_is_no_wrong_answer(monkeypatch):
     started = []
     popen = subprocess.Popen
@@ -227,7 +227,7 @@ def test_a_box_that_another_ends_is_no_wrong_answer(monkeypatch):
     assert lost.value.status == "infra"
 
 
-@pytest.mark.skipif(bool(problem_of("landlock")), reason="needs sandlock")
+@pytest.mark.skipif(bool(find_problem("landlock")), reason="needs sandlock")
 def test_a_disk_without_room_is_no_wrong_answer(monkeypatch):
     def full(**_):
         raise OSError(28, "No space left on device")
@@ -243,7 +243,7 @@ def test_a_disk_without_room_is_no_wrong_answer(monkeypatch):
 )
 def test_a_program_imports_the_packages_that_are_named_and_no_others(name, is_warm):
     pytest.importorskip("numpy")
-    if problem := problem_of(name, is_warm=is_warm):
+    if problem := find_problem(name, is_warm=is_warm):
         pytest.skip(f"needs {name}: {problem}")
     code = "import numpy\ndef f(x): return numpy.arange(x).sum()\ndef g(): import yaml"
     tests = ("assert f(4) == 6", "assert f(4) + 1 == 7", "assert f(5) == 6", "assert g() is None")

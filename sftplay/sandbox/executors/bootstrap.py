@@ -10,9 +10,7 @@ import os
 import random
 import resource
 import sys
-import sysconfig
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,7 +55,7 @@ PYTHONHASHSEED, and a program that prints a set would be judged by chance."""
 
 
 def package_folders(packages: Sequence[str]) -> tuple[Path, ...]:
-    """Where packages lie that programs may import, and the shared libraries that came with them.
+    """Find the folders of packages that programs may import, and of the shared libraries that came with them.
 
     Raises:
         ConfigError: one is not installed here, or is a single file.
@@ -69,12 +67,12 @@ def package_folders(packages: Sequence[str]) -> tuple[Path, ...]:
             fix = "install it, or leave it out; give names as `import` takes them"
             raise ConfigError(f"no package is called {name!r} here", where="packages", fix=fix)
         folder = Path(next(iter(found.submodule_search_locations)))
-        folders += [each for each in (folder, folder.with_name(f"{name}.libs")) if each.is_dir()]
+        folders += [path for path in (folder, folder.with_name(f"{name}.libs")) if path.is_dir()]
     return tuple(folders)
 
 
 def environment(folder: str, *, site: str = "") -> dict[str, str]:
-    """All the variables of a program in the box; `site` holds the packages that it may import."""
+    """Return all the variables of a program in the box; `site` holds the packages that it may import."""
     return {
         **({"PYTHONPATH": site} if site else {}),
         "PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
@@ -83,7 +81,7 @@ def environment(folder: str, *, site: str = "") -> dict[str, str]:
 
 
 def interpreter() -> Path:
-    """The Python that runs the programs: the one below this environment, without its packages."""
+    """Find the Python that runs the programs: the one below this environment, without its packages."""
     return Path(getattr(sys, "_base_executable", "") or sys.executable).resolve()
 
 
@@ -91,11 +89,6 @@ def interpreter() -> Path:
 def is_part_of_system() -> bool:
     """True when the interpreter belongs to the system's own folders, which a box has anyway."""
     return Path(sys.base_prefix) == Path("/usr")
-
-
-def library_path() -> str:
-    """Where the interpreter's own shared library lies, below its prefix."""
-    return str(sysconfig.get_config_var("LIBDIR") or "")
 
 
 @cache
@@ -116,7 +109,7 @@ def _modules(last: ModuleType) -> tuple[tuple[str, Any], ...]:
 
 
 def boot_command(python: str, fd: int) -> list[str]:
-    """Start the program inside the box; it takes its modules from the descriptor.
+    """Return the command of the program inside the box; it takes its modules from the descriptor.
 
     Inside, the descriptor becomes number 3: a program must find the same box however many files this process has open.
     """
@@ -124,29 +117,26 @@ def boot_command(python: str, fd: int) -> list[str]:
 
 
 def first_message(hello: dict[str, Any], *, program: ModuleType = agent) -> bytes:
-    """What the program inside waits for first: its modules, and what it must give up."""
+    """Return what the program inside waits for first: its modules, and what it must give up."""
     content = marshal.dumps((_modules(program), hello))
     return len(content).to_bytes(4, "little") + content
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """What the program inside must do before it runs anything."""
+def make_hello(
+    limits: Limits,
+    *,
+    folder: str,
+    user: int = 0,
+    keeps_reading: bool = False,
+    limits_processes: bool = True,
+    filter: bytes = b"",
+) -> dict[str, Any]:
+    """Say what the program inside must do before it runs anything.
 
-    folder: str
-    """Where it works."""
-    user: int = 0
-    """Whom it becomes; 0: it stays who it is."""
-    keeps_reading: bool = False
-    """As that user it may still read what its mode keeps from others."""
-    limits_processes: bool = True
-    """The kernel counts processes by user. Without a user of its own the limit would count the whole machine's."""
-    filter: bytes = b""
-    """System calls to refuse, where nothing outside does it."""
-
-
-def hello_for(limits: Limits, arrival: Arrival) -> dict[str, Any]:
-    """The same as the program inside reads it."""
+    It works in `folder` and becomes `user`; with 0 it stays who it is. With `keeps_reading` it may, as that user, still
+    read what a file's mode keeps from others. `filter` refuses system calls, where nothing outside does it. The kernel
+    counts processes by user: without a user for the box, `limits_processes` would count the whole machine's.
+    """
     rlimits = [
         (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_CPU, int(limits.timeout_s) + 2),
@@ -158,13 +148,16 @@ def hello_for(limits: Limits, arrival: Arrival) -> dict[str, Any]:
         (resource.RLIMIT_MSGQUEUE, 0),
         (RLIMIT_SIGPENDING, 256),
     ]
-    if arrival.limits_processes:
+    if limits_processes:
         rlimits.append((resource.RLIMIT_NPROC, limits.processes))
-    return {**asdict(arrival), "limits": rlimits, "recursion": 1_000, "disk_bytes": limits.disk_bytes}
+    return {
+        "folder": folder, "user": user, "keeps_reading": keeps_reading, "filter": filter, "limits": rlimits,
+        "recursion": 1_000, "disk_bytes": limits.disk_bytes,
+    }  # fmt: skip
 
 
 def unused_user() -> int:
-    """A user id that nobody has, another one for each box.
+    """Choose a user id that nobody has, another one for each box.
 
     The kernel counts processes by user: boxes of one user would take each other's. Outside a user namespace of its own
     the ids go to 4 billion; in a container often only to 65,535.

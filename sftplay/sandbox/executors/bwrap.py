@@ -11,23 +11,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from sftplay.errors import MachineError
-from sftplay.sandbox.executors.bootstrap import (
-    Arrival,
-    boot_command,
-    environment,
-    interpreter,
-    is_part_of_system,
-    library_path,
-    package_folders,
-    unused_user,
-)  # fmt: skip
+from sftplay.sandbox.executors import bootstrap
 from sftplay.sandbox.executors.executor import new_pipes, start_box
-from sftplay.sandbox.executors.kernel_limits import build_filter
+from sftplay.sandbox.executors.kernel_limits import DEVICES, build_filter
 from sftplay.sandbox.verdicts.box import Box
 from sftplay.sandbox.verdicts.job import Limits
 
@@ -41,8 +33,6 @@ SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64", "/lib32", "/
 
 PARENTS = ("/usr", "/usr/bin", "/usr/share", "/etc", "/dev", "/site")
 
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-
 
 class Bwrap:
     """Opens a fresh box by bubblewrap for each program."""
@@ -50,32 +40,36 @@ class Bwrap:
     name = "bwrap"
 
     def __init__(self, packages: Sequence[str] = ()) -> None:
-        """`packages` are those that programs may import beside Python's own."""
+        """Programs may import `packages` besides Python's own."""
         found = shutil.which("bwrap")
         if not found:
             raise MachineError("bubblewrap is not installed", where="sandbox", fix=INSTALL)
         self._program = found
         self._filter = build_filter()
-        self._packages = package_folders(packages)
-        self._environment = inner_environment(site=SITE if packages else "")
+        self._packages = bootstrap.package_folders(packages)
+        # Of bubblewrap itself, too: it stays the first process in the box, where its variables can be read.
+        self._environment = bootstrap.environment(WORK, site=SITE if packages else "")
+        prefix, libraries = str(Path(sys.base_prefix).resolve()), str(sysconfig.get_config_var("LIBDIR") or "")
+        if not bootstrap.is_part_of_system() and libraries.startswith(prefix):
+            self._environment["LD_LIBRARY_PATH"] = PREFIX + libraries.removeprefix(prefix)
 
     def open(self, limits: Limits) -> Box:
-        """A box that stands.
+        """Open a box that stands.
 
         Raises:
             Lost: `infra`, the box did not start.
         """
-        user = unused_user()
-        with new_pipes() as (pipes, theirs, writing), open(os.memfd_create("filter"), "w+b") as code:
+        user = bootstrap.unused_user()
+        with new_pipes() as (pipes, far, writing), open(os.memfd_create("filter"), "w+b") as code:
             code.write(self._filter)
             code.seek(0)
             argv = [
                 self._program, *box_arguments(limits, self._packages, is_root=user != 0), "--seccomp",
-                str(code.fileno()), "--", *boot_command(inner_interpreter(), theirs.fileno()),
+                str(code.fileno()), "--", *bootstrap.boot_command(inner_interpreter(), far.fileno()),
             ]  # fmt: skip
             process = subprocess.Popen(
                 argv, env=self._environment, stdin=subprocess.DEVNULL, stdout=writing, stderr=writing, cwd="/",
-                pass_fds=(theirs.fileno(), code.fileno()), start_new_session=True,
+                pass_fds=(far.fileno(), code.fileno()), start_new_session=True,
             )  # fmt: skip
 
         def kill() -> None:
@@ -85,7 +79,8 @@ class Bwrap:
         def is_cut() -> bool:
             return process.poll() == -signal.SIGKILL  # no program sees bubblewrap: another did it
 
-        return start_box(pipes, limits=limits, kill=kill, arrival=Arrival(folder=WORK, user=user), is_cut=is_cut)
+        box = Box(pipes, limits=limits, kill=kill, is_cut=is_cut)
+        return start_box(box, bootstrap.first_message(bootstrap.make_hello(limits, folder=WORK, user=user)))
 
     def renew(self) -> bool:
         """Nothing runs between boxes that could die."""
@@ -96,24 +91,15 @@ class Bwrap:
 
 
 def inner_interpreter() -> str:
-    """The interpreter's path inside the box."""
-    python = interpreter()
-    if is_part_of_system():
+    """Find the interpreter's path inside the box."""
+    python = bootstrap.interpreter()
+    if bootstrap.is_part_of_system():
         return str(python)
     return f"{PREFIX}/{python.relative_to(Path(sys.base_prefix).resolve())}"
 
 
-def inner_environment(*, site: str = "") -> dict[str, str]:
-    """The environment of bubblewrap itself: it stays the first process in the box, where its own could be read."""
-    variables = environment(WORK, site=site)
-    prefix, libraries = str(Path(sys.base_prefix).resolve()), library_path()
-    if not is_part_of_system() and libraries.startswith(prefix):
-        variables["LD_LIBRARY_PATH"] = PREFIX + libraries.removeprefix(prefix)
-    return variables
-
-
 def box_arguments(limits: Limits, packages: Sequence[Path], *, is_root: bool, has_proc: bool = False) -> list[str]:
-    """bubblewrap's arguments: namespaces, rights, and what the box sees of the file system.
+    """Return bubblewrap's arguments: namespaces, rights, and what the box sees of the file system.
 
     A signal to a process group crosses namespaces: without a session of its own a program could end bubblewrap, where
     both belong to one ordinary user.
@@ -144,8 +130,8 @@ def _file_system() -> tuple[str, ...]:
             words += ["--ro-bind", str(path), str(path)]
     for device in DEVICES:
         words += ["--dev-bind", device, device]
-    if is_part_of_system():
-        python = str(interpreter())
+    if bootstrap.is_part_of_system():
+        python = str(bootstrap.interpreter())
         words += ["--ro-bind", python, python]
     else:
         words += ["--ro-bind", str(Path(sys.base_prefix).resolve()), PREFIX]

@@ -13,15 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sftplay.errors import MachineError
-from sftplay.sandbox.executors.bootstrap import (
-    Arrival,
-    boot_command,
-    environment,
-    interpreter,
-    is_closed_to_others,
-    package_folders,
-    unused_user,
-)  # fmt: skip
+from sftplay.sandbox.executors import bootstrap
 from sftplay.sandbox.executors.executor import start_box
 from sftplay.sandbox.verdicts.box import Box, Lost, Pipes
 from sftplay.sandbox.verdicts.job import Limits
@@ -79,7 +71,7 @@ CLONE3 = 435
 
 
 def build_filter(*, keeps_marks: bool = False) -> bytes:
-    """The filter for this machine's architecture, as the kernel and bubblewrap take it: a `struct sock_filter` array.
+    """Build the filter for this machine's architecture: a `struct sock_filter` array, for kernel and bubblewrap.
 
     With `keeps_marks` it refuses MARKS too.
 
@@ -123,8 +115,6 @@ READABLE = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/us
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
-GONE_S = 60.0
-
 
 class Landlock:
     """Opens a box of this process's own namespaces for each program, with landlock around it."""
@@ -132,7 +122,7 @@ class Landlock:
     name = "landlock"
 
     def __init__(self, packages: Sequence[str] = ()) -> None:
-        """`packages` are those that programs may import beside Python's own."""
+        """Programs may import `packages` besides Python's own."""
         if find_spec("sandlock") is None:
             raise MachineError("sandlock is not installed", where="sandbox", fix="make install EXTRAS=sandbox")
         import sandlock
@@ -141,10 +131,10 @@ class Landlock:
         if has < needs:
             raise MachineError(f"the kernel's landlock is version {has} of {needs}", where="sandbox", fix="use bwrap")
         self._filter = build_filter(keeps_marks=os.getuid() != 0)
-        self._packages = package_folders(packages)
+        self._packages = bootstrap.package_folders(packages)
 
     def open(self, limits: Limits) -> Box:
-        """A box that stands.
+        """Open a box that stands.
 
         Raises:
             Lost: `infra`, the box did not start.
@@ -153,37 +143,41 @@ class Landlock:
 
         top = self._folders()
         work, storage, site = top / "work", top / "storage", top / "site"
-        user = unused_user()
+        user = bootstrap.unused_user()
+        python = bootstrap.interpreter() if bootstrap.is_part_of_system() else Path(sys.base_prefix).resolve()
+        readable = [*map(Path, (*READABLE, *DEVICES)), python, *self._packages]
         box = sandlock.Sandbox(
-            fs_readable=[*self._readable(), str(site)], fs_writable=[str(work)], cwd=str(work), workdir=str(work),
+            fs_readable=[*(str(path) for path in readable if path.exists()), str(site)],
+            fs_writable=[str(work)], cwd=str(work), workdir=str(work),
             fs_storage=str(storage), max_disk=limits.disk_bytes, on_exit=sandlock.BranchAction.ABORT,
             on_error=sandlock.BranchAction.ABORT, clean_env=True,
-            env=environment(str(work), site=str(site) if self._packages else ""),
+            env=bootstrap.environment(str(work), site=str(site) if self._packages else ""),
             max_processes=limits.processes, no_coredump=True,
         )  # fmt: skip
         piped = sandlock.StdioMode.PIPED
         try:
-            process = box.popen(boot_command(str(interpreter()), 0), stdin=piped, stdout=piped, stderr=piped)
-            fds = [os.dup(each.fileno()) for each in (process.stdout, process.stdin, process.stderr)]
+            command = bootstrap.boot_command(str(bootstrap.interpreter()), 0)
+            process = box.popen(command, stdin=piped, stdout=piped, stderr=piped)
+            fds = [os.dup(stream.fileno()) for stream in (process.stdout, process.stdin, process.stderr)]
         except (RuntimeError, OSError, sandlock.SandlockError) as error:
             shutil.rmtree(top, ignore_errors=True)
             raise Lost("infra", f"the box did not start: {error}") from error
-        for each in (process.stdout, process.stdin, process.stderr):
-            each.close()
+        for stream in (process.stdout, process.stdin, process.stderr):
+            stream.close()
 
         def kill() -> None:
             process.kill()
-            process.wait(timeout=GONE_S)
+            process.wait(timeout=60.0)
             shutil.rmtree(top, ignore_errors=True)
 
-        arrival = Arrival(
-            folder=str(work), user=user, keeps_reading=user != 0 and is_closed_to_others(),
+        hello = bootstrap.make_hello(
+            limits, folder=str(work), user=user, keeps_reading=user != 0 and bootstrap.is_closed_to_others(),
             limits_processes=user != 0, filter=self._filter,
         )  # fmt: skip
-        return start_box(Pipes(*fds), limits=limits, kill=kill, arrival=arrival)
+        return start_box(Box(Pipes(*fds), limits=limits, kill=kill), bootstrap.first_message(hello))
 
     def _folders(self) -> Path:
-        """A new folder, and in it one to work in, one for what sandlock keeps, and one with links to the packages."""
+        """Make a folder, and in it one to work in, one for what sandlock keeps, and one with links to the packages."""
         try:
             top = Path(tempfile.mkdtemp(prefix=f"sftplay-box-{os.getpid()}-"))
             top.chmod(0o711)
@@ -195,10 +189,6 @@ class Landlock:
         except OSError as error:
             raise Lost("infra", f"no folder for the box: {error}") from error
         return top
-
-    def _readable(self) -> list[str]:
-        prefix = [str(interpreter())] if sys.base_prefix == "/usr" else [str(Path(sys.base_prefix).resolve())]
-        return [path for path in (*READABLE, *DEVICES, *prefix, *map(str, self._packages)) if Path(path).exists()]
 
     def renew(self) -> bool:
         """Nothing runs between boxes that could die."""

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 
-from sftplay.sandbox.executors.bootstrap import Arrival, boot_command, environment, interpreter, package_folders
+from sftplay.sandbox.executors import bootstrap
 from sftplay.sandbox.executors.executor import new_pipes, start_box
 from sftplay.sandbox.verdicts.box import Box
 from sftplay.sandbox.verdicts.job import Limits
@@ -24,21 +24,22 @@ class PlainProcess:
     name = "none"
 
     def __init__(self, packages: Sequence[str] = ()) -> None:
-        """`packages`: those that programs may import. With them come all others beside them."""
-        self._site = os.pathsep.join({str(folder.parent): "" for folder in package_folders(packages)})
+        """`packages`: those that programs may import. With them come all others in the same folder."""
+        self._site = os.pathsep.join({str(folder.parent): "" for folder in bootstrap.package_folders(packages)})
 
     def open(self, limits: Limits) -> Box:
-        """A process that is ready. It is ended with its session, and its folder is removed.
+        """Start a process and wait until it is ready. It is ended with its session, and its folder is removed.
 
         Raises:
             Lost: `infra`, it did not start.
         """
-        with new_pipes() as (pipes, theirs, writing):
+        with new_pipes() as (pipes, far, writing):
             folder = tempfile.mkdtemp(prefix="sftplay-unboxed-")
             process = subprocess.Popen(
-                boot_command(str(interpreter()), theirs.fileno()), env=environment(folder, site=self._site),
+                bootstrap.boot_command(str(bootstrap.interpreter()), far.fileno()),
+                env=bootstrap.environment(folder, site=self._site),
                 stdin=subprocess.DEVNULL, stdout=writing, stderr=writing, cwd="/",
-                pass_fds=(theirs.fileno(),), start_new_session=True,
+                pass_fds=(far.fileno(),), start_new_session=True,
             )  # fmt: skip
 
         def kill() -> None:
@@ -46,7 +47,8 @@ class PlainProcess:
             process.wait()
             shutil.rmtree(folder, ignore_errors=True)
 
-        return start_box(pipes, limits=limits, kill=kill, arrival=Arrival(folder=folder))
+        hello = bootstrap.make_hello(limits, folder=folder)
+        return start_box(Box(pipes, limits=limits, kill=kill), bootstrap.first_message(hello))
 
     def renew(self) -> bool:
         """Nothing runs between boxes that could die."""

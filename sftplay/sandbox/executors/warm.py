@@ -13,15 +13,9 @@ import subprocess
 from collections.abc import Sequence
 from itertools import count
 
-from sftplay.sandbox.executors.bootstrap import (
-    Arrival,
-    boot_command,
-    first_message,
-    hello_for,
-    unused_user,
-)  # fmt: skip
+from sftplay.sandbox.executors import bootstrap
 from sftplay.sandbox.executors.bwrap import WORK, Bwrap, box_arguments, inner_interpreter
-from sftplay.sandbox.executors.executor import new_pipes, wait_for_box
+from sftplay.sandbox.executors.executor import new_pipes, start_box
 from sftplay.sandbox.inside import server
 from sftplay.sandbox.verdicts.box import START_S, Box, Lost, is_ready
 from sftplay.sandbox.verdicts.job import Limits
@@ -40,7 +34,7 @@ class WarmBwrap(Bwrap):
         self._has_died = self._is_fresh = False
 
     def open(self, limits: Limits) -> Box:
-        """A box that stands.
+        """Open a box that stands.
 
         Raises:
             Lost: `infra`, the server or the box did not start, twice.
@@ -56,10 +50,10 @@ class WarmBwrap(Bwrap):
     def _fork(self, limits: Limits) -> Box:
         orders = self._orders or self._start()
         number = next(self._numbers)
-        hello = hello_for(limits, Arrival(folder=WORK, filter=self._filter))
-        with new_pipes() as (pipes, theirs, writing):
-            socket.send_fds(orders, [marshal.dumps(("start", number, hello))], [theirs.fileno(), writing])
-        return wait_for_box(Box(pipes, limits=limits, kill=lambda: self._kill(number, orders)))
+        hello = bootstrap.make_hello(limits, folder=WORK, filter=self._filter)
+        with new_pipes() as (pipes, far, writing):
+            socket.send_fds(orders, [marshal.dumps(("start", number, hello))], [far.fileno(), writing])
+        return start_box(Box(pipes, limits=limits, kill=lambda: self._kill(number, orders)))
 
     def _kill(self, number: int, orders: socket.socket) -> None:
         """Have the server end a program. A server that does not answer is ended itself, and all programs with it."""
@@ -78,21 +72,21 @@ class WarmBwrap(Bwrap):
         self.close()
 
     def _start(self) -> socket.socket:
-        orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        user = unused_user()
+        orders, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        user = bootstrap.unused_user()
         argv = [
             self._program, *box_arguments(Limits(), self._packages, is_root=user != 0, has_proc=True), "--",
-            *boot_command(inner_interpreter(), theirs.fileno()),
+            *bootstrap.boot_command(inner_interpreter(), far.fileno()),
         ]  # fmt: skip
         self._orders = orders
-        hello = hello_for(Limits(), Arrival(folder=WORK, user=user))
+        hello = bootstrap.make_hello(Limits(), folder=WORK, user=user)
         try:
-            with theirs:
+            with far:
                 self._process = subprocess.Popen(
                     argv, env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL, cwd="/", pass_fds=(theirs.fileno(),), start_new_session=True,
+                    stderr=subprocess.DEVNULL, cwd="/", pass_fds=(far.fileno(),), start_new_session=True,
                 )  # fmt: skip
-            orders.sendall(first_message(hello, program=server))
+            orders.sendall(bootstrap.first_message(hello, program=server))
             if not is_ready(orders.fileno(), select.POLLIN, within_s=START_S) or orders.recv(16) != b"ready":
                 raise OSError("it did not start")
         except OSError as error:

@@ -34,7 +34,7 @@ class Channel:
         self.incoming, self.outgoing = incoming, outgoing
 
     def receive(self) -> tuple[Any, ...]:
-        """The next order. The process ends with the other side."""
+        """Read the next order. The process ends with the other side."""
         size = int.from_bytes(self._exactly(4), "little")
         order: tuple[Any, ...] = marshal.loads(self._exactly(size))
         return order
@@ -70,8 +70,8 @@ def main(fd: int, hello: dict[str, Any]) -> None:
     serve(channel)
 
 
-class Place:
-    """Where an order is carried out: the way out, and the names of the module `candidate`."""
+class Session:
+    """What orders work on: the way out, and the names of the module `candidate`."""
 
     def __init__(self, channel: Channel, names: dict[str, Any]) -> None:
         self.channel, self.names = channel, names
@@ -79,7 +79,7 @@ class Place:
         """Objects that the candidate gave and a test may hand back."""
 
     def keep(self, value: Any) -> int:
-        """The number of an object, which then stays as long as the process."""
+        """Number an object, which then stays as long as the process."""
         self.kept[id(value)] = value
         return id(value)
 
@@ -88,28 +88,23 @@ def serve(channel: Channel) -> None:
     """Answer orders for ever. Each names the candidate's module, `candidate`, and the nonce to answer with."""
     module = type(sys)("candidate")
     sys.modules["candidate"] = module
-    place = Place(channel, vars(module))
+    session = Session(channel, vars(module))
     while True:
         order, nonce, parts = channel.receive()
         run: Any = ORDERS[order]
-        fields = run(place, **parts)
-        flush()
+        fields = run(session, **parts)
+        for stream in (sys.stdout, sys.stderr):  # what was printed arrives before the answer does
+            try:
+                stream.flush()
+            except BaseException:  # noqa: BLE001  (it may be an object of the candidate's)
+                continue
         channel.send(nonce=quoted(nonce), **fields)
 
 
-def flush() -> None:
-    """Let what was printed arrive before the answer does."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BaseException:  # noqa: BLE001  (it may be an object of the candidate's)
-            continue
-
-
-def prepare(place: Place, *, setup: str) -> dict[str, str]:
+def prepare(session: Session, *, setup: str) -> dict[str, str]:
     """Run the setup, before any code of the candidate: what fails here is not the candidate's fault."""
     try:
-        exec(compile(setup, "setup.py", "exec"), place.names)
+        exec(compile(setup, "setup.py", "exec"), session.names)
     except NameError as error:
         return described(error, "later")  # it needs names of the code
     except BaseException as error:  # noqa: BLE001  (foreign code)
@@ -117,29 +112,31 @@ def prepare(place: Place, *, setup: str) -> dict[str, str]:
     return {"status": '"ok"'}
 
 
-def load(place: Place, *, code: str, late_setup: str) -> dict[str, str]:
+def load(session: Session, *, code: str, late_setup: str) -> dict[str, str]:
     """Run the candidate's code, and a setup that needs its names behind it."""
     try:
         program = compile(code, "candidate.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, OverflowError, MemoryError) as error:
         return described(error, "syntax")  # MemoryError: brackets that are nested too deep for the parser
     try:
-        exec(program, place.names)
-        exec(compile(late_setup, "setup.py", "exec"), place.names)
+        exec(program, session.names)
+        exec(compile(late_setup, "setup.py", "exec"), session.names)
     except BaseException as error:  # noqa: BLE001  (foreign code)
         return described(error)
     return {"status": '"ok"'}
 
 
-def call(place: Place, *, name: str, args: list[Any], named: dict[str, Any], is_encoded: bool) -> dict[str, str]:
+def call(session: Session, *, name: str, args: list[Any], named: dict[str, Any], is_encoded: bool) -> dict[str, str]:
     """Call a function of the candidate with plain data; its value, or what it raised, and the arguments afterwards."""
     if is_encoded:
-        args = [decode(each, place.kept) for each in args]
-        named = {key: decode(value, place.kept) for key, value in named.items()}
-    before = [encode(each, place.keep) for each in args] if is_encoded else []
+        args = [decode(arg, session.kept) for arg in args]
+        named = {key: decode(value, session.kept) for key, value in named.items()}
+    before = [encode(arg, session.keep) for arg in args] if is_encoded else []
     try:
-        value = encode(place.names[name](*args, **named) if name in place.names else missing(name), place.keep)
-        after = [encode(each, place.keep) for each in args] if is_encoded else []
+        if name not in session.names:
+            raise NameError(f"name {name!r} is not defined")
+        value = encode(session.names[name](*args, **named), session.keep)
+        after = [encode(arg, session.keep) for arg in args] if is_encoded else []
     except BaseException as error:  # noqa: BLE001  (foreign code)
         return described(error)
     changed = ",".join(text if text != old else "0" for text, old in zip(after, before, strict=True))
@@ -147,15 +144,10 @@ def call(place: Place, *, name: str, args: list[Any], named: dict[str, Any], is_
     return {"status": '"ok"', "value": value, "args": f"[{changed}]", "changed": f"[{flags}]"}
 
 
-def missing(name: str) -> Any:
-    """Say what Python says of a name that nothing defines."""
-    raise NameError(f"name {name!r} is not defined")
-
-
-def test(place: Place, *, source: str) -> dict[str, str]:
+def test(session: Session, *, source: str) -> dict[str, str]:
     """Run a test where its names are."""
     try:
-        exec(compile(source, "test.py", "exec"), place.names)
+        exec(compile(source, "test.py", "exec"), session.names)
     except AssertionError as error:
         return described(error, "wrong")
     except BaseException as error:  # noqa: BLE001  (foreign code)
@@ -163,19 +155,19 @@ def test(place: Place, *, source: str) -> dict[str, str]:
     return {"status": '"ok"'}
 
 
-def bind(place: Place, *, functions: list[str], setup: str) -> dict[str, str]:
-    """Stand-ins for functions of a candidate in another box, then the setup."""
+def bind(session: Session, *, functions: list[str], setup: str) -> dict[str, str]:
+    """Make stand-ins for functions of a candidate in another box, then run the setup."""
     for name in functions:
-        place.names[name] = stand_in(place.channel, name)
+        session.names[name] = stand_in(session.channel, name)
     try:
-        exec(compile(setup, "setup.py", "exec"), place.names)
+        exec(compile(setup, "setup.py", "exec"), session.names)
     except BaseException as error:  # noqa: BLE001  (foreign code)
         return described(error, "infra")
     return {"status": '"ok"'}
 
 
 def stand_in(channel: Channel, name: str) -> Any:
-    """A function that has the candidate's function of that name called in its own box."""
+    """Make a function that has the candidate's function of that name called in its box."""
 
     def ask(*args: Any, **named: Any) -> Any:
         channel.send(
@@ -186,8 +178,14 @@ def stand_in(channel: Channel, name: str) -> Any:
         if answer["status"] != "ok":
             raise raised(answer)
         for arg, new, is_changed in zip(args, answer["args"], answer["changed"], strict=True):
-            if is_changed:
-                replace_content(arg, decode(new))
+            if not is_changed:
+                continue
+            content = decode(new)  # do to the argument here what the candidate did to its copy
+            if isinstance(arg, (list, bytearray)):
+                arg[:] = content
+            elif isinstance(arg, (dict, set)):
+                arg.clear()
+                arg.update(content)
         return decode(answer["value"])
 
     ask.__name__ = name
@@ -195,26 +193,16 @@ def stand_in(channel: Channel, name: str) -> Any:
 
 
 def outgoing(value: Any) -> str:
-    """An argument's text. What the candidate gave goes back to it; an object of the test's own cannot go."""
+    """Return an argument's text. What the candidate gave goes back to it; an object of the test cannot go."""
+
+    def refuse(value: Any) -> int:
+        raise NeedsObjects("a test hands over an object")
+
     return encode(value, refuse)
 
 
-def refuse(value: Any) -> int:
-    """Say that a test has an object of its own for the candidate."""
-    raise NeedsObjects("a test hands over an object")
-
-
-def replace_content(arg: Any, new: Any) -> None:
-    """Do to an argument here what the candidate did to its copy."""
-    if isinstance(arg, (list, bytearray)):
-        arg[:] = new
-    elif isinstance(arg, (dict, set)):
-        arg.clear()
-        arg.update(new)
-
-
 def raised(answer: dict[str, Any]) -> BaseException:
-    """The nearest built-in exception to what the candidate raised; none that ends a loop of the test in silence."""
+    """Make the built-in exception nearest to what the candidate raised; none ends a loop of the test in silence."""
     for name in answer.get("kinds", []):
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDS_LOOPS):
@@ -227,7 +215,7 @@ def raised(answer: dict[str, Any]) -> BaseException:
 
 
 def described(error: BaseException, status: str = "") -> dict[str, str]:
-    """A failure as fields: the status, the last line of the candidate that it came from, the names of its kinds."""
+    """Return a failure as fields: the status, the last line of the candidate that it came from, the names of its kinds."""
     if isinstance(error, NeedsObjects):
         status = "objects"
     kind = "memory" if isinstance(error, MemoryError) else "output" if isinstance(error, NotPlain) else "runtime"
@@ -240,7 +228,7 @@ def described(error: BaseException, status: str = "") -> dict[str, str]:
         text = f"{type(error).__name__}: {error}"[:LONGEST_TEXT] + (f" (line {line})" if line else "")
     except BaseException:  # noqa: BLE001  (its __str__ is foreign code)
         text = type(error).__name__
-    kinds = ",".join(quoted(each.__name__) for each in type(error).__mro__)
+    kinds = ",".join(quoted(base.__name__) for base in type(error).__mro__)
     return {"status": quoted(status or kind), "text": quoted(text), "kinds": f"[{kinds}]"}
 
 

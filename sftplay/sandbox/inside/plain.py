@@ -42,7 +42,7 @@ class NotPlain(Exception):
 
 
 def encode(value: Any, keep: Callable[[Any], int] = lambda value: 0, *, depth: int = 0) -> str:
-    """The JSON text of a value. `keep` gets each object and iterator in it, and gives the number to hand it back by.
+    """Return the JSON text of a value. `keep` gets each object and iterator in it, and numbers it to be handed back.
 
     Raises:
         NotPlain: it is nested deeper than MOST_DEPTH, or an iterator does not end.
@@ -55,9 +55,7 @@ def encode(value: Any, keep: Callable[[Any], int] = lambda value: 0, *, depth: i
         return quoted(str.__str__(value))
     if isinstance(value, int):
         return _int(int.__int__(value))
-    if isinstance(value, float):
-        return _float(float.__float__(value))
-    return _compound(value, keep, depth=depth + 1)
+    return _float(float.__float__(value)) if isinstance(value, float) else _compound(value, keep, depth=depth + 1)
 
 
 def _int(value: int) -> str:
@@ -76,10 +74,8 @@ def _compound(value: Any, keep: Callable[[Any], int], *, depth: int) -> str:
         if isinstance(value, kind):
             return _tagged(tag, [encode(item, keep, depth=depth) for item in kind.__iter__(value)])
     if isinstance(value, dict):
-        pairs = [
-            f"[{encode(key, keep, depth=depth)},{encode(item, keep, depth=depth)}]" for key, item in dict.items(value)
-        ]
-        return _tagged("d", pairs)
+        pairs = [[encode(part, keep, depth=depth) for part in pair] for pair in dict.items(value)]
+        return _tagged("d", [f"[{key},{item}]" for key, item in pairs])
     if isinstance(value, (bytes, bytearray)):
         return f'["{"b" if isinstance(value, bytes) else "a"}","{memoryview(value).hex()}"]'
     if isinstance(value, complex):
@@ -97,12 +93,17 @@ def _compound(value: Any, keep: Callable[[Any], int], *, depth: int) -> str:
         return text
     number = keep(value)
     if hasattr(value, "__next__"):
-        return _tagged("i", _yielded(value, keep, depth=depth))
+        items = []
+        for item in value:
+            items.append(encode(item, keep, depth=depth))
+            if len(items) > MOST_ITEMS:
+                raise NotPlain(f"an iterator yields more than {MOST_ITEMS:,} items")
+        return _tagged("i", items)
     return f'["?",{"true" if value else "false"},{quoted(type(value).__name__)},{number}]'
 
 
 def _exact(value: Any, keep: Callable[[Any], int], *, depth: int) -> str:
-    """The text of a value of a few classes of Python's own, which are not imported for that; empty for all others."""
+    """Return the text of a value of a few classes of Python's own, which need no import; empty for all others."""
     if type(value) in VIEWS:
         return _tagged(VIEWS[type(value)], [encode(item, keep, depth=depth) for item in value])
     kind = (type(value).__module__, type(value).__name__)
@@ -115,15 +116,6 @@ def _exact(value: Any, keep: Callable[[Any], int], *, depth: int) -> str:
     if kind[0] == "datetime" and kind[1] in DATES:
         return f'["D","{kind[1]}",{quoted(value.isoformat())}]'
     return _tagged("e", [encode(item, keep, depth=depth) for item in value]) if kind == ("collections", "deque") else ""
-
-
-def _yielded(value: Any, keep: Callable[[Any], int], *, depth: int) -> list[str]:
-    items = []
-    for item in value:
-        items.append(encode(item, keep, depth=depth))
-        if len(items) > MOST_ITEMS:
-            raise NotPlain(f"an iterator yields more than {MOST_ITEMS:,} items")
-    return items
 
 
 def _tagged(tag: str, items: list[str]) -> str:
@@ -167,7 +159,7 @@ class Yielded:
 
 
 def decode(structure: Any, kept: Mapping[int, Any] = {}) -> Any:
-    """The value of a structure; the reverse of `encode` for plain data. `kept` has the objects that are handed back.
+    """Return the value of a structure; the reverse of `encode` for plain data. `kept` has objects that are handed back.
 
     Raises:
         TypeError, ValueError, KeyError: no `encode` wrote it.
@@ -177,43 +169,17 @@ def decode(structure: Any, kept: Mapping[int, Any] = {}) -> Any:
     tag, items = structure[0], structure[1:]
     if tag == "d":
         return {decode(key, kept): decode(value, kept) for key, value in items}
-    kinds: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "i": Yielded, **_CLASSES}
+    kinds: dict[str, Callable[[list[Any]], Any]] = {
+        "l": list, "t": tuple, "s": set, "f": frozenset, "i": Yielded, "k": lambda items: dict.fromkeys(items).keys(),
+        "v": lambda items: dict(enumerate(items)).values(), "m": lambda items: dict(items).items(),
+    }  # fmt: skip
     if tag in kinds:
         return kinds[tag]([decode(item, kept) for item in items])
-    if tag == "h":
-        return kept[items[0]]
-    return _decode_atom(tag, items)
+    if tag == "e":
+        from collections import deque
 
-
-def _deque(items: list[Any]) -> Any:
-    from collections import deque
-
-    return deque(items)
-
-
-_CLASSES: dict[str, Callable[[list[Any]], Any]] = {
-    "k": lambda items: dict.fromkeys(items).keys(),
-    "v": lambda items: dict(enumerate(items)).values(),
-    "m": lambda items: dict(items).items(),
-    "e": _deque,
-}
-
-
-def _decode_exact(tag: str, items: list[Any]) -> Any:
-    if any(isinstance(each, str) and len(each) > LONGEST_DIGITS for each in items):
-        raise ValueError("too many digits")
-    if tag == "q":
-        from fractions import Fraction
-
-        return Fraction(int(items[0], 16), int(items[1], 16))
-    if tag == "n":
-        from decimal import Decimal
-
-        return Decimal(items[0])
-    import datetime
-
-    kind = getattr(datetime, DATES[DATES.index(items[0])])
-    return kind(*items[1:]) if items[0] == "timedelta" else kind.fromisoformat(items[1])
+        return deque([decode(item, kept) for item in items])
+    return kept[items[0]] if tag == "h" else _decode_atom(tag, items)
 
 
 def _decode_atom(tag: str, items: list[Any]) -> Any:
@@ -226,8 +192,21 @@ def _decode_atom(tag: str, items: list[Any]) -> Any:
         return complex(items[0], items[1])
     if tag == "r":
         return range(*items)
-    if tag in ("q", "n", "D"):
-        return _decode_exact(tag, items)
+    if tag in ("q", "n", "D") and any(isinstance(item, str) and len(item) > LONGEST_DIGITS for item in items):
+        raise ValueError("too many digits")
+    if tag == "q":
+        from fractions import Fraction
+
+        return Fraction(int(items[0], 16), int(items[1], 16))
+    if tag == "n":
+        from decimal import Decimal
+
+        return Decimal(items[0])
+    if tag == "D":
+        import datetime
+
+        kind = getattr(datetime, DATES[DATES.index(items[0])])
+        return kind(*items[1:]) if items[0] == "timedelta" else kind.fromisoformat(items[1])
     if tag == "?":
         return Opaque(items[0] is True, str(items[1]), number=items[2] if type(items[2]) is int else 0)
     raise ValueError(f"no tag is called {tag!r}")
@@ -248,22 +227,19 @@ def is_same(structure: Any, expected: Any) -> bool:
         if isinstance(expected, (set, frozenset)):
             return tag in ("s", "f", "k", "m") and len(items) == len(expected) and set(map(decode, items)) == expected
         if isinstance(expected, dict):
-            return tag == "d" and len(items) == len(expected) and _is_same_dict(items, expected)
+            if tag != "d" or len(items) != len(expected):
+                return False
+            found = {decode(key): value for key, value in items}
+            pairs = expected.items()
+            return len(found) == len(pairs) and all(key in found and is_same(found[key], value) for key, value in pairs)
         is_atom = isinstance(tag, str) and tag in ("x", "b", "a", "c", "q", "n", "D")
         return is_atom and bool(_decode_atom(tag, items) == expected)
     except NO_VALUE:
         return False
 
 
-def _is_same_dict(items: list[Any], expected: dict[Any, Any]) -> bool:
-    found = {decode(key): value for key, value in items}
-    return len(found) == len(expected) and all(
-        key in found and is_same(found[key], value) for key, value in expected.items()
-    )
-
-
 def is_true(structure: Any) -> bool:
-    """The truth of a structure's value, as `assert value` has it."""
+    """Return the truth of a structure's value, as `assert value` has it."""
     if not isinstance(structure, list) or not structure:
         return bool(structure)
     tag, items = structure[0], structure[1:]

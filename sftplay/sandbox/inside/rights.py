@@ -17,8 +17,17 @@ LINUX_CAPABILITY_VERSION_3, CAP_DAC_READ_SEARCH = 0x20080522, 2
 
 def give_up_rights(hello: dict[str, Any]) -> None:
     """Become the user that the box is for, and take the limits on."""
-    if hello["user"]:
-        become(hello["user"], keeps_reading=hello["keeps_reading"])
+    user, keeps_reading = hello["user"], hello["keeps_reading"]
+    if user and keeps_reading:
+        # It stays able to read what a file's mode keeps from others (capabilities(7)): an interpreter below a home
+        # folder could not import anything otherwise. What may be read at all is said by landlock.
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0)
+    if user:
+        become(user)
+    if user and keeps_reading:
+        set_capabilities(1 << CAP_DAC_READ_SEARCH)
     take_limits(hello)
     if hello["filter"]:
         install_filter(hello["filter"])
@@ -35,21 +44,11 @@ def take_limits(hello: dict[str, Any]) -> None:
     os.chdir(hello["folder"])
 
 
-def become(user: int, *, keeps_reading: bool) -> None:
-    """Become a user without rights; with `keeps_reading` one that no file's mode keeps from reading it.
-
-    Source: capabilities(7). An interpreter below a home folder could not import anything otherwise. What may be read at
-    all is said by landlock.
-    """
-    if keeps_reading:
-        import ctypes
-
-        ctypes.CDLL(None).prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0)
+def become(user: int) -> None:
+    """Become a user without rights."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    if keeps_reading:
-        set_capabilities(1 << CAP_DAC_READ_SEARCH)
 
 
 def set_capabilities(kept: int) -> None:

@@ -17,7 +17,7 @@ import socket
 from typing import Any
 
 from sftplay.sandbox.inside.agent import Channel, serve
-from sftplay.sandbox.inside.rights import install_filter, set_capabilities, take_limits
+from sftplay.sandbox.inside.rights import become, install_filter, set_capabilities, take_limits
 
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
@@ -39,9 +39,7 @@ PRELOADED = (
 def main(fd: int, hello: dict[str, Any]) -> None:
     """Become the user that the box is for, and serve until the other side hangs up."""
     if hello["user"]:
-        os.setgroups([])
-        os.setresgid(hello["user"], hello["user"], hello["user"])
-        os.setresuid(hello["user"], hello["user"], hello["user"])
+        become(hello["user"])
     for name in PRELOADED:
         importlib.import_module(name)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -68,7 +66,10 @@ class Server:
                 return
             order, number, hello = marshal.loads(content)
             if order == "kill":
-                self.kill(number)
+                pid = self.running.pop(number)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                self.orders.send(b"gone")
             elif (pid := os.fork()) == 0:
                 try:
                     self.isolate(hello, control=fds[0], output=fds[1])
@@ -78,13 +79,6 @@ class Server:
                 self.running[number] = pid
             for fd in fds:
                 os.close(fd)
-
-    def kill(self, number: int) -> None:
-        """End all that came of a program, and say so."""
-        pid = self.running.pop(number)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        self.orders.send(b"gone")
 
     def isolate(self, hello: dict[str, Any], *, control: int, output: int) -> None:
         """In a process of its own: make the namespaces, start the first process in them, and wait for its end.
@@ -101,11 +95,17 @@ class Server:
         options = f"size={hello['disk_bytes']},nr_inodes={MOST_FILES},mode=0700"
         self.mount(hello["folder"], flags=MS_NOSUID | MS_NODEV | MS_NOEXEC, options=options)
         self.mount("/proc", flags=MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY, options="size=4k,nr_inodes=1")
+        program = -1
         if (first := os.fork()) == 0:
             self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            self.be_first(hello, control=control, output=output)
+            if (program := os.fork()) == 0:
+                run_program(hello, control=control, output=output)
         os.close(control)
         os.close(output)
+        if first == 0:  # the first process of the namespace waits for the program, and takes in what that leaves
+            while os.wait()[0] != program:
+                pass
+            os._exit(0)
         os.waitpid(first, 0)
 
     def mount(self, path: str, *, flags: int, options: str) -> None:
@@ -116,20 +116,9 @@ class Server:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
 
-    def be_first(self, hello: dict[str, Any], *, control: int, output: int) -> None:
-        """The first process of the namespace: it waits for the program, and takes in what that leaves."""
-        program = os.fork()
-        if program == 0:
-            run_program(hello, control=control, output=output)
-        os.close(control)
-        os.close(output)
-        while os.wait()[0] != program:
-            pass
-        os._exit(0)
-
 
 def run_program(hello: dict[str, Any], *, control: int, output: int) -> None:
-    """The program's own process: give up what is left of rights, and take orders."""
+    """Give up what is left of rights in the program's process, and take orders."""
     os.setsid()
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     os.dup2(output, 1)

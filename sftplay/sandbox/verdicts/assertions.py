@@ -56,41 +56,39 @@ class Plan:
 
 
 def plan_tests(job: Job) -> Plan:
-    """The strongest way to judge that the tests of a job allow."""
+    """Find the strongest way to judge that the tests of a job allow."""
     free = free_names([*job.tests, job.setup])
     # A test may use `sys` because the solution that it was written for imports it.
     modules = [name for name in free if name in sys.stdlib_module_names and _is_module(name, job.tests)]
-    own = {job.entry_point} if job.entry_point else set()
-    functions = tuple(sorted({*free, *own} - {*modules}))
+    named = {job.entry_point} if job.entry_point else set()
+    functions = tuple(sorted({*free, *named} - {*modules}))
     if not functions:  # the program's function has the name of one of Python's own, as in `assert sum(1, 2) == 3`
-        functions = tuple(sorted({name for test in job.tests if (name := _outermost_call(test))}))
+        outermost: list[Any] = [next(filter(_is_named_call, ast.walk(parse(test))), None) for test in job.tests]
+        functions = tuple(sorted({call.func.id for call in outermost if call}))
     comparisons = tuple(read_comparison(test, functions) for test in job.tests)
+    # Python's convention for classes. What the program makes of a name is not asked: it would choose the weaker way.
+    has_class = any(name.lstrip("_")[:1].isupper() for name in functions)
     if not job.tests:
         mode: Mode = "none"
     elif all(comparisons):
         mode = "pair"
-    elif any(_is_class_name(name) for name in functions) or any(_looks_inside(each, functions) for each in job.tests):
+    elif has_class or any(_looks_inside(test, functions) for test in job.tests):
         mode = "in_process"
+        comparisons = (None,) * len(job.tests)
     else:
         mode = "proxy"
-    if mode == "in_process":
-        comparisons = (None,) * len(job.tests)
     return Plan(mode, comparisons, functions, "".join(f"import {name}\n" for name in modules) + job.setup)
 
 
-def _outermost_call(test: str) -> str:
-    """`f` of `assert f(1) == 2`; empty where the test is anything else."""
-    for node in ast.walk(parse(test)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            return node.func.id
-    return ""
+def _is_named_call(node: Any) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
 
 
 def _looks_inside(test: str, functions: Sequence[str]) -> bool:
     """True when the test reads an attribute, which no plain value has, of what the program gave: `f(2).head`."""
 
-    def is_given(node: ast.expr) -> bool:
-        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions
+    def is_given(node: Any) -> bool:
+        return _is_named_call(node) and node.func.id in functions
 
     nodes = list(ast.walk(parse(test)))
     assigned = [node for node in nodes if isinstance(node, ast.Assign) and is_given(node.value)]
@@ -112,49 +110,31 @@ def _is_module(name: str, tests: Sequence[str]) -> bool:
 
 
 def read_comparison(test: str, functions: Sequence[str]) -> Comparison | None:
-    """The test as a comparison of what one of the functions gives; None where it is anything else."""
+    """Read the test as a comparison of what one of the functions gives; None where it is anything else."""
     body = parse(test).body
     if len(body) != 1 or not isinstance(body[0], ast.Assert):
         return None
-    asserted = body[0].test
-    if isinstance(asserted, ast.Compare) and len(asserted.ops) == 1:
-        read = _read_relation(asserted)
-    else:
-        is_negated = isinstance(asserted, ast.UnaryOp) and isinstance(asserted.op, ast.Not)
-        inner = asserted.operand if isinstance(asserted, ast.UnaryOp) and is_negated else asserted
-        read = _read_call(inner, relation="false" if is_negated else "true")
-    return read if read and read.name in functions else None
-
-
-def _read_relation(asserted: ast.Compare) -> Comparison | None:
-    operator, other = asserted.ops[0], asserted.comparators[0]
-    if isinstance(operator, ast.Is) and not (isinstance(other, ast.Constant) and other.value is None):
-        return None
-    if not isinstance(operator, (ast.Eq, ast.NotEq, ast.Is)):
+    call: Any = body[0].test
+    relation: Relation = "true"
+    other: ast.expr | None = None
+    if isinstance(call, ast.Compare) and len(call.ops) == 1:
+        operator, other = call.ops[0], call.comparators[0]
+        is_none = isinstance(operator, ast.Is) and isinstance(other, ast.Constant) and other.value is None
+        if not is_none and not isinstance(operator, (ast.Eq, ast.NotEq)):
+            return None
+        relation, call = "unequal" if isinstance(operator, ast.NotEq) else "equal", call.left
+    elif isinstance(call, ast.UnaryOp) and isinstance(call.op, ast.Not):
+        relation, call = "false", call.operand
+    if not _is_named_call(call) or call.func.id not in functions or any(word.arg is None for word in call.keywords):
         return None
     try:
-        expected = ast.literal_eval(other)
+        expected = ast.literal_eval(other) if other else None
+        args = [ast.literal_eval(arg) for arg in call.args]
+        named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    if not _is_plain(expected):
-        return None
-    relation: Relation = "unequal" if isinstance(operator, ast.NotEq) else "equal"
-    return _read_call(asserted.left, relation=relation, expected=expected)
-
-
-def _read_call(node: ast.expr, *, relation: Relation, expected: Any = None) -> Comparison | None:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        return None
-    if any(keyword.arg is None for keyword in node.keywords):
-        return None
-    try:
-        args = [ast.literal_eval(each) for each in node.args]
-        named = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return None
-    if not all(map(_is_plain, [*args, *named.values()])):
-        return None
-    return Comparison(node.func.id, args, named, relation, expected)
+    is_all_plain = all(map(_is_plain, [expected, *args, *named.values()]))
+    return Comparison(call.func.id, args, named, relation, expected) if is_all_plain else None
 
 
 def _is_plain(value: Any) -> bool:
@@ -166,7 +146,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def free_names(sources: Sequence[str]) -> tuple[str, ...]:
-    """Names that the sources use and none of them defines, sorted, without Python's own."""
+    """Find the names that the sources use and none of them defines, sorted, without Python's own."""
     used: set[str] = set()
     defined: set[str] = set()
     for source in sources:
@@ -182,8 +162,3 @@ def free_names(sources: Sequence[str]) -> tuple[str, ...]:
             elif isinstance(node, ast.ExceptHandler) and node.name:
                 defined.add(node.name)
     return tuple(sorted(name for name in used - defined if not hasattr(builtins, name)))
-
-
-def _is_class_name(name: str) -> bool:
-    """Python's convention. What the program makes of the name is not asked: it would choose the weaker way."""
-    return name.lstrip("_")[:1].isupper()

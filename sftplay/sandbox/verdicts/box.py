@@ -60,7 +60,6 @@ class Box:
     ) -> None:
         """`kill` ends all that runs in the box. `is_cut`: somebody else has ended the box around the program."""
         self.printed = b""
-        """The end of what the program printed."""
         self._pipes, self._limits, self._kill, self._is_cut = pipes, limits, kill, is_cut
         self._answers, self._output = pipes.answers, pipes.output
         self._orders = pipes.answers if pipes.orders is None else pipes.orders
@@ -72,7 +71,7 @@ class Box:
         self._poll.register(self._output, select.POLLIN)
 
     def wait_ready(self) -> None:
-        """Return when the box stands.
+        """Wait until the box stands.
 
         Raises:
             Lost: `infra`, with what it said.
@@ -124,7 +123,7 @@ class Box:
                 raise self._ended("the process had ended", until) from error
 
     def read(self, nonce: str, until: float) -> dict[str, Any]:
-        """The answer to the order with this nonce, or a question that the box asks first: it has no status."""
+        """Read the answer to the order with this nonce, or a question that the box asks first: it has no status."""
         answer = self._read_answer(until)
         if not isinstance(answer, dict) or (answer.pop("nonce", "") != nonce and "status" in answer):
             raise Lost("tampered", "the answer is to no order of ours")
@@ -136,7 +135,9 @@ class Box:
             if size is None and len(self._incoming) >= 4:
                 size = int.from_bytes(self._incoming[:4], "little")
                 if size > self._limits.answer_bytes:
-                    self._refuse_size(size)
+                    if self._incoming[4:5] in (b"", b"{") and size < 1 << 30:
+                        raise Lost("output", f"an answer of {size:,} bytes")
+                    raise Lost("tampered", "the answer has no proper length")
                 continue
             self._receive(until)
         text, self._incoming = self._incoming[4 : size + 4], self._incoming[size + 4 :]
@@ -144,12 +145,6 @@ class Box:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise Lost("tampered", "the answer is no JSON") from error
-
-    def _refuse_size(self, size: int) -> None:
-        starts_well = not (rest := self._incoming[4:5]) or rest == b"{"
-        if starts_well and size < 1 << 30:
-            raise Lost("output", f"an answer of {size:,} bytes")
-        raise Lost("tampered", "the answer has no proper length")
 
     def _receive(self, until: float) -> None:
         """Wait for bytes of either kind. What is printed counts first: a flood of it is no timeout."""
@@ -165,12 +160,14 @@ class Box:
             except OSError:
                 part = b""
             if not part:
-                self._drain_output()
+                # What is in the pipe at this moment; others may hold its end open.
+                while is_ready(self._output, select.POLLIN, within_s=0) and self._take_output():
+                    pass
                 raise self._ended("the process ended without an answer", until)
             self._incoming += part
 
     def _ended(self, text: str, until: float) -> Lost:
-        """Behind its time it may have met the limit of the processor's, before this process could look."""
+        # Behind its time it may have met the processor's limit, before this process could look.
         if self._is_cut():
             return Lost("infra", "something else on the machine ended the box")
         return Lost("timeout") if time.monotonic() >= until else Lost("killed", text)
@@ -187,13 +184,8 @@ class Box:
             raise Lost("output", f"more than {self._limits.output_bytes:,} bytes printed")
         return True
 
-    def _drain_output(self) -> None:
-        """What is in the pipe at this moment; others may hold its end open."""
-        while is_ready(self._output, select.POLLIN, within_s=0) and self._take_output():
-            pass
-
     def shown(self) -> str:
-        """The end of what the program printed."""
+        """Return the end of what the program printed."""
         return self.printed.decode("utf-8", "replace").strip()
 
     def close(self) -> None:

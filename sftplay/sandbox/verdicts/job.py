@@ -6,16 +6,14 @@ import ast
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Literal
 
 from sftplay.errors import DataError, nearest_names
 
-Status = Literal[
-    "ok", "wrong", "runtime", "syntax", "timeout", "memory", "output", "killed", "tampered", "infra"
-]  # fmt: skip
+Status = Literal["ok", "wrong", "runtime", "syntax", "timeout", "memory", "output", "killed", "tampered", "infra"]
 """How a test, or a job, ended.
 
 `ok` passed; `wrong` another value; `runtime` raised; `syntax` is no Python; `timeout` took too long; `memory` wanted
@@ -58,20 +56,21 @@ class Limits:
     stack_bytes: int = 8 * MIB
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for name in LIMIT_NAMES:
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise DataError(f"{value!r} is no limit", where=each.name, fix="give a number above 0")
-            if not each.name.endswith("_s") and not isinstance(value, int):
-                raise DataError(f"{value!r} is no whole number", where=each.name, fix="give one above 0")
+                raise DataError(f"{value!r} is no limit", where=name, fix="give a number above 0")
+            if not name.endswith("_s") and not isinstance(value, int):
+                raise DataError(f"{value!r} is no whole number", where=name, fix="give one above 0")
 
 
-_values_of = attrgetter(*(each.name for each in fields(Limits)))
+LIMIT_NAMES = tuple(limit.name for limit in fields(Limits))
+_read_values = attrgetter(*LIMIT_NAMES)
 
 
 @lru_cache(maxsize=4_096)
 def parse(source: str) -> ast.Module:
-    """The tree of a trusted source, which nobody changes: the same tests come with many programs."""
+    """Parse a trusted source. Nobody changes the tree: the same tests come with many programs."""
     return ast.parse(source)
 
 
@@ -98,8 +97,8 @@ class Job:
                 raise DataError(f"is no Python ({error})", where=where, fix=fix) from error
 
     def key(self, executor: str) -> str:
-        """Changes with anything that may change the verdict."""
-        parts = json.dumps([self.code, self.tests, self.setup, self.entry_point, _values_of(self.limits), executor])
+        """Return a digest that changes with anything that may change the verdict."""
+        parts = json.dumps([self.code, self.tests, self.setup, self.entry_point, _read_values(self.limits), executor])
         return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -120,16 +119,15 @@ class Verdict:
     executor: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """As the verb `sandbox` writes it."""
-        content = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {**content, "per_test": list(self.per_test), "seconds": round(self.seconds, 4)}
+        """Return it as the verb `sandbox` writes it."""
+        return {**asdict(self), "per_test": list(self.per_test), "seconds": round(self.seconds, 4)}
 
 
 JOB_KEYS = ("code", "tests", "setup", "entry_point", "limits")
 
 
 def job_from_dict(content: object, *, limits: Limits) -> Job:
-    """The job of one JSON object; `limits` hold where it names none of its own. Keys of the caller's own stay away.
+    """Make the job of one JSON object; `limits` hold where it names none.
 
     Raises:
         DataError: a key is missing, unknown or of the wrong type, or a test is no Python.
@@ -149,16 +147,16 @@ def job_from_dict(content: object, *, limits: Limits) -> Job:
     ):
         if not is_right:
             raise DataError(f"is not {kind}", where=key, fix=f"give {kind}")
-    own = content.get("limits", {})
-    known = [each.name for each in fields(Limits)]
-    if unknown := next((key for key in own if key not in known), None):
-        fix = f"there are {', '.join(known)}"
-        raise DataError("is no limit", where=f"limits.{unknown}", fix=fix, nearest=nearest_names(unknown, known))
+    named = content.get("limits", {})
+    if unknown := next((key for key in named if key not in LIMIT_NAMES), None):
+        near = nearest_names(unknown, LIMIT_NAMES)
+        fix = f"there are {', '.join(LIMIT_NAMES)}"
+        raise DataError("is no limit", where=f"limits.{unknown}", fix=fix, nearest=near)
     return Job(
         code=content["code"], tests=tuple(content.get("tests", [])), setup=content.get("setup", ""),
-        entry_point=content.get("entry_point"), limits=replace(limits, **own),
+        entry_point=content.get("entry_point"), limits=replace(limits, **named),
     )  # fmt: skip
 
 
 def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)

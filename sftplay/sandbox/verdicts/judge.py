@@ -30,7 +30,7 @@ class NeedsObjects(Exception):
 
 
 def judge(job: Job, open_box: Callable[[], Box], *, executor: str) -> Verdict:
-    """The verdict of a job. `open_box` gives a new box that stands, or raises `Lost`."""
+    """Judge a job. `open_box` gives a new box that stands, or raises `Lost`."""
     started = time.monotonic()
     plan = plan_tests(job)
     try:
@@ -38,25 +38,16 @@ def judge(job: Job, open_box: Callable[[], Box], *, executor: str) -> Verdict:
     except NeedsObjects:
         plan = replace(plan, mode="in_process", comparisons=(None,) * len(job.tests))
         per_test, text = JobRunner(job, plan=plan, open_box=open_box).run()
-    per_job = per_test if job.tests else per_test[:1]
+    # `infra` and `tampered` where any test has it; else what the first test that failed has.
+    worst: tuple[Status, ...] = ("infra", "tampered")
+    ranked = [*(status for status in worst if status in per_test), *per_test]
     return Verdict(
-        status=_overall(per_job), per_test=tuple(per_test) if job.tests else (), total=len(job.tests),
-        passed=sum(each == "ok" for each in per_test) if job.tests else 0,
-        seconds=time.monotonic() - started, stderr=_without_surrogates(text), mode=plan.mode, executor=executor,
+        status=next((status for status in ranked if status != "ok"), "ok"),
+        per_test=tuple(per_test) if job.tests else (), total=len(job.tests),
+        passed=per_test.count("ok") if job.tests else 0, seconds=time.monotonic() - started,
+        stderr=text.encode("utf-8", "replace").decode(),  # without surrogates: every file can take it
+        mode=plan.mode, executor=executor,
     )  # fmt: skip
-
-
-def _without_surrogates(text: str) -> str:
-    """The program's text so that every file can take it."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def _overall(per_test: list[Status]) -> Status:
-    """`infra` and `tampered` where any test has it; else what the first test that failed has."""
-    for status in ("infra", "tampered"):
-        if status in per_test:
-            return status
-    return next((each for each in per_test if each != "ok"), "ok")
 
 
 class JobRunner:
@@ -71,14 +62,16 @@ class JobRunner:
         self._n_lost = 0
 
     def run(self) -> tuple[list[Status], str]:
-        """The status of each test, or of the program alone where there is none; and what to show of it."""
+        """Find the status of each test, or of the program alone where there is none; and what to show of it."""
         per_test: list[Status] = []
         try:
             for number in range(max(1, len(self.job.tests))):
-                if self._n_lost >= MOST_LOST or (number and self.left_s <= 0):
-                    per_test.append(per_test[-1] if self._n_lost >= MOST_LOST else "timeout")
-                    continue
-                per_test.append(self._status_of(number))
+                if self._n_lost >= MOST_LOST:
+                    per_test.append(per_test[-1])
+                elif number and self.left_s <= 0:
+                    per_test.append("timeout")
+                else:
+                    per_test.append(self._run_in_turn(number))
             return per_test, self.text or self._printed()
         finally:
             self._close()
@@ -86,10 +79,9 @@ class JobRunner:
     def _printed(self) -> str:
         return self._candidate.shown() if self._candidate else ""
 
-    def _status_of(self, number: int) -> Status:
+    def _run_in_turn(self, number: int) -> Status:
         try:
-            loaded = self._loaded()
-            if (status := self._note(loaded)) != "ok":
+            if self._candidate is None and (status := self._note(self._load())) != "ok":
                 self._n_lost = MOST_LOST  # it would not load another time either
                 return status
             if not self.job.tests:
@@ -103,7 +95,7 @@ class JobRunner:
             return lost.status
 
     def _note(self, answer: dict[str, Any]) -> Status:
-        """The answer's status; the first failure's text is kept."""
+        """Return the answer's status; keep the first failure's text."""
         status = answer.get("status")
         if status not in STATUSES:
             raise Lost("tampered", "the answer has no proper status")
@@ -120,10 +112,8 @@ class JobRunner:
         finally:
             self.left_s -= time.monotonic() - asked
 
-    def _loaded(self) -> dict[str, Any]:
-        """The program's box with the program in it."""
-        if self._candidate is not None:
-            return {"status": "ok"}
+    def _load(self) -> dict[str, Any]:
+        """Open the program's box, with the program in it."""
         self._candidate = self._open_box()
         prepared = {"status": "ok"}
         if self.job.setup:
@@ -134,12 +124,11 @@ class JobRunner:
         return self._ask(self._candidate, "load", code=self.job.code, late_setup=late_setup, within_s=self.left_s)
 
     def _compare(self, comparison: Comparison) -> Status:
-        """The program gives a value; it never sees what is expected."""
+        """Ask the program for a value; it never sees what is expected."""
         assert self._candidate is not None
         answer = self._ask(
             self._candidate, "call", name=comparison.name, args=comparison.args, named=comparison.named,
-            is_encoded=False,
-            within_s=self.job.limits.test_timeout_s,
+            is_encoded=False, within_s=self.job.limits.test_timeout_s,
         )  # fmt: skip
         if (status := self._note(answer)) != "ok":
             return status if status in ("memory", "output") else "runtime"
@@ -149,7 +138,7 @@ class JobRunner:
         return "wrong"
 
     def _run_test(self, number: int) -> Status:
-        """The test runs in a box, beside the program or in one of its own."""
+        """Run the test in a box: the program's or another."""
         assert self._candidate is not None
         source, within_s = self.job.tests[number], self.job.limits.test_timeout_s
         if self.plan.mode == "in_process":
@@ -185,8 +174,15 @@ class JobRunner:
                 "call", name=answer["name"], args=answer["args"], named=answer["named"], is_encoded=True,
                 within_s=left_s,
             )  # fmt: skip
+            # The stand-in reads these fields, and nothing else.
+            lists = value.get("changed"), value.get("args")
+            is_whole = all(isinstance(found, list) and len(found) == len(answer["args"]) for found in lists)
+            if value.get("status") == "ok" and (not is_whole or "value" not in value):
+                raise Lost("tampered", "the answer has no value")
+            if value.get("status") not in STATUSES:
+                raise Lost("tampered", "the answer has no proper status")
             try:
-                tester.send((_without_surprises(value, len(answer["args"])),), until)
+                tester.send((value,), until)
             except ValueError as error:  # too deep for marshal
                 raise Lost("tampered", "the answer is nested too deep") from error
 
@@ -195,14 +191,3 @@ class JobRunner:
             if box is not None:
                 box.close()
         self._candidate = self._tester = None
-
-
-def _without_surprises(answer: dict[str, Any], n_args: int) -> dict[str, Any]:
-    """The program's answer with what the stand-in reads, and nothing else."""
-    changed, args = answer.get("changed"), answer.get("args")
-    is_whole = isinstance(changed, list) and isinstance(args, list) and len(changed) == len(args) == n_args
-    if answer.get("status") == "ok" and (not is_whole or "value" not in answer):
-        raise Lost("tampered", "the answer has no value")
-    if answer.get("status") not in STATUSES:
-        raise Lost("tampered", "the answer has no proper status")
-    return answer
