@@ -202,7 +202,7 @@ def outgoing(value: Any) -> str:
 
 
 def raised(answer: dict[str, Any]) -> BaseException:
-    """Make the built-in exception nearest to what the candidate raised; none ends a loop of the test in silence."""
+    """Make the built-in exception nearest to what the candidate raised; none that ends a loop in silence."""
     for name in answer.get("kinds", []):
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDS_LOOPS):
@@ -215,7 +215,7 @@ def raised(answer: dict[str, Any]) -> BaseException:
 
 
 def described(error: BaseException, status: str = "") -> dict[str, str]:
-    """Return a failure as fields: the status, the last line of the candidate that it came from, the names of its kinds."""
+    """Return a failure as fields: the status, the last line of the candidate that led to it, its classes."""
     if isinstance(error, NeedsObjects):
         status = "objects"
     kind = "memory" if isinstance(error, MemoryError) else "output" if isinstance(error, NotPlain) else "runtime"
