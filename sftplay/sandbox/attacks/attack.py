@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ ESCAPED = ("assert f() == 'escaped'",)
 """The test of a program that says whether it reached what it should not: in a box it fails."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Attack:
     """A program, the tests that it must not pass, and how the verdict may say so."""
 
     name: str
+    _: KW_ONLY
     code: str
     tests: tuple[str, ...] = ESCAPED
     statuses: tuple[Status, ...] = ("wrong", "runtime")
@@ -37,10 +38,10 @@ class Attack:
     setup: str = ""
     limits: dict[str, Any] = field(default_factory=dict)
 
-    def job(self, targets: Targets | None = None) -> Job:
-        """The attack as a job, with the names of what it reaches for put in."""
-        head = targets.names() if targets else ""
-        return Job(code=head + self.code, tests=self.tests, setup=self.setup, limits=Limits(**self.limits))
+    def job(self, targets: Targets) -> Job:
+        """Make a job of the attack, with the names of what it reaches for put in."""
+        code = targets.names() + self.code
+        return Job(code=code, tests=self.tests, setup=self.setup, limits=Limits(**self.limits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Targets:
     victim: subprocess.Popen[bytes]
 
     def names(self) -> str:
-        """Assignments that tell a program where they are."""
+        """Write the assignments that tell a program where they are."""
         values = {
             "FOLDER": str(self.folder), "SECRET": str(self.folder / "secret"),
             "TREASURE": str(self.folder / "treasure"),
@@ -65,7 +66,7 @@ class Targets:
         return "; ".join(f"{name} = {value!r}" for name, value in values.items()) + "\n"
 
     def losses(self) -> list[str]:
-        """What an attack has done to them."""
+        """List what an attack has done to them."""
         found = sorted(path.name for path in self.folder.iterdir())
         losses = [] if found == ["secret", "socket", "treasure"] else [f"the folder holds {', '.join(found)}"]
         if "treasure" in found and (self.folder / "treasure").read_text() != self.mark:
@@ -73,7 +74,7 @@ class Targets:
         return [*losses, "a process was killed"] if self.victim.poll() is not None else losses
 
     def leftovers(self, *, known: frozenset[str]) -> list[str]:
-        """Files that an attack has left on the machine, and processes beside the known ones."""
+        """List the files that an attack has left on the machine, and the processes that are not known."""
         left = [f"process {number}" for number in sorted(boxed_processes() - known)]
         for folder in ("/tmp", "/var/tmp", "/dev/shm", str(Path.home())):
             left += [str(path) for path in Path(folder).glob(f"*sftplay-{self.mark}*")]
@@ -82,20 +83,17 @@ class Targets:
 
 
 def boxed_processes() -> frozenset[str]:
-    """The numbers of all processes on the machine that came out of boxes that this process opened."""
-    return frozenset(path.name for path in Path("/proc").glob("[0-9]*") if _is_ours(path))
-
-
-def _is_ours(process: Path) -> bool:
-    """True for a process that came out of a box that this process opened."""
-    try:
-        return f"{OWNER}={os.getpid()}".encode() in (process / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
+    """Number all processes on the machine that came out of boxes that this process opened."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"{OWNER}={os.getpid()}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                found.add(path.name)
+    return frozenset(found)
 
 
 def used_cpu_s(processes: Iterable[str]) -> dict[str, float]:
-    """What each of these processes has used of the processor; those that are gone are left out."""
+    """Read what each of these processes has used of the processor; those that are gone are left out."""
     found = {}
     for number in processes:
         with suppress(OSError):
@@ -106,7 +104,7 @@ def used_cpu_s(processes: Iterable[str]) -> dict[str, float]:
 
 @contextmanager
 def targets() -> Iterator[Targets]:
-    """Set them up, and take them away again."""
+    """Set targets up, and take them away again."""
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="sftplay-targets-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -114,13 +112,18 @@ def targets() -> Iterator[Targets]:
         for name in ("secret", "treasure"):
             (folder / name).write_text(mark)
             (folder / name).chmod(0o600)
-        listening = [
-            _listen(stack, family=socket.AF_INET, kind=socket.SOCK_STREAM, address=("127.0.0.1", 0)),
-            _listen(stack, family=socket.AF_INET, kind=socket.SOCK_DGRAM, address=("127.0.0.1", 0)),
-            _listen(stack, family=socket.AF_UNIX, kind=socket.SOCK_STREAM, address=str(folder / "socket")),
-            _listen(stack, family=socket.AF_UNIX, kind=socket.SOCK_STREAM, address=f"\0sftplay-{mark}"),
-        ]
-        ports = [each.getsockname()[1] for each in listening[:2]]
+        ports = []
+        for family, kind, address in (
+            (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
+            (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
+            (socket.AF_UNIX, socket.SOCK_STREAM, str(folder / "socket")),
+            (socket.AF_UNIX, socket.SOCK_STREAM, f"\0sftplay-{mark}"),
+        ):
+            listening = stack.enter_context(socket.socket(family, kind))
+            listening.bind(address)
+            if kind == socket.SOCK_STREAM:
+                listening.listen(64)
+            ports.append(listening.getsockname()[1])
         # `cat` ends with its standard input, that is with this process at the latest.
         victim = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={"MARK": mark})
         stack.callback(victim.wait)
@@ -128,11 +131,3 @@ def targets() -> Iterator[Targets]:
         yield Targets(folder, mark, ports[0], ports[1], f"sftplay-{mark}", victim)
         assert victim.stdin is not None
         victim.stdin.close()
-
-
-def _listen(stack: ExitStack, *, family: int, kind: int, address: Any) -> socket.socket:
-    listening = stack.enter_context(socket.socket(family, kind))
-    listening.bind(address)
-    if kind == socket.SOCK_STREAM:
-        listening.listen(64)
-    return listening

@@ -66,7 +66,7 @@ def conduct(executor: Executor, *, chosen: Iterable[Attack] = ATTACKS, note: Cal
 
 
 def try_attack(attack: Attack, *, executor: Executor, reached: Targets, known: frozenset[str] = frozenset()) -> Row:
-    """Run one attack, look what it has done and left, and see that an honest program still passes.
+    """Run one attack, see what it has done and left, and check that an honest program still passes.
 
     `known` are processes that were there before.
     """
@@ -87,7 +87,7 @@ def try_attack(attack: Attack, *, executor: Executor, reached: Targets, known: f
 
 
 def wait_gone(reached: Targets, *, known: frozenset[str] = frozenset()) -> list[str]:
-    """What an attack has left, once all of it should be gone.
+    """Wait until all of an attack is gone; list what it has left.
 
     A process that still works ends the waiting: its own limit of the processor would end it as well, a little later.
     """
@@ -102,7 +102,7 @@ def wait_gone(reached: Targets, *, known: frozenset[str] = frozenset()) -> list[
 
 
 def table(rows: dict[str, list[Row]]) -> str:
-    """A line for each attack and a column for each executor, as Markdown."""
+    """Write a line for each attack and a column for each executor, as Markdown."""
     names = list(rows)
     lines = [f"| attack | tests | {' | '.join(names)} |", f"| --- | --- |{' --- |' * len(names)}"]
     groups = {id(attack): group for group, attacks in GROUPS.items() for attack in attacks}

@@ -9,15 +9,10 @@ SHORT = {"timeout_s": 1, "test_timeout_s": 0.25}
 NEVER = ("assert f() == 'never'",)
 
 TIME = (
-    Attack(name="loops", statuses=("timeout",), limits=SHORT, code="def f():\n    while True:\n        pass"),
-    Attack(name="loops while it loads", statuses=("timeout",), limits={"timeout_s": 0.5}, code="while True:\n    pass"),
-    Attack(
-        name="sleeps", statuses=("timeout",), limits=SHORT,
-        code="import time\ndef f():\n    time.sleep(10**6)",
-    ),
-    Attack(
-        name="loops and catches everything", statuses=("timeout",), limits=SHORT,
-        code="""
+    Attack("loops", statuses=("timeout",), limits=SHORT, code="def f():\n    while True:\n        pass"),
+    Attack("loops while it loads", statuses=("timeout",), limits={"timeout_s": 0.5}, code="while True:\n    pass"),
+    Attack("sleeps", statuses=("timeout",), limits=SHORT, code="import time\ndef f():\n    time.sleep(10**6)"),
+    Attack("loops and catches everything", statuses=("timeout",), limits=SHORT, code="""
 def f():
     while True:
         try:
@@ -25,11 +20,8 @@ def f():
                 pass
         except BaseException:
             pass
-""",
-    ),
-    Attack(
-        name="loops and ignores signals", statuses=("timeout",), limits=SHORT,
-        code="""
+"""),
+    Attack("loops and ignores signals", statuses=("timeout",), limits=SHORT, code="""
 import signal
 def f():
     for each in range(1, 65):
@@ -39,56 +31,36 @@ def f():
             pass
     while True:
         pass
-""",
-    ),
-    Attack(
-        name="loops in a session of its own", statuses=("timeout",), limits=SHORT,
-        code="import os\ndef f():\n    if os.fork(): os.wait()\n    os.setsid()\n    while True:\n        pass",
-    ),
-    Attack(
-        name="waits for itself", statuses=("timeout",), limits=SHORT,
-        code="import threading\ndef f():\n    lock = threading.Lock()\n    lock.acquire()\n    lock.acquire()",
-    ),
-    Attack(
-        name="matches a pattern for ever", statuses=("timeout",), limits=SHORT,
-        code="import re\ndef f():\n    return re.match('(a+)+$', 'a' * 60 + 'b')",
-    ),
-    Attack(
-        name="computes a number without end", statuses=("timeout", "memory"), limits=SHORT,
-        code="def f():\n    return 7 ** 10 ** 9",
-    ),
-    Attack(
-        name="loops in the text of its error", statuses=("timeout",), limits=SHORT,
-        code="""
+"""),
+    Attack("loops in a session of its own", statuses=("timeout",), limits=SHORT,
+        code="import os\ndef f():\n    if os.fork(): os.wait()\n    os.setsid()\n    while True:\n        pass"),
+    Attack("waits for itself", statuses=("timeout",), limits=SHORT,
+        code="import threading\ndef f():\n    lock = threading.Lock()\n    lock.acquire()\n    lock.acquire()"),
+    Attack("matches a pattern for ever", statuses=("timeout",), limits=SHORT,
+        code="import re\ndef f():\n    return re.match('(a+)+$', 'a' * 60 + 'b')"),
+    Attack("computes a number without end", statuses=("timeout", "memory"), limits=SHORT,
+        code="def f():\n    return 7 ** 10 ** 9"),
+    Attack("loops in the text of its error", statuses=("timeout",), limits=SHORT, code="""
 class Endless(Exception):
     def __str__(self):
         while True:
             pass
 def f():
     raise Endless
-""",
-    ),
-    Attack(
-        name="keeps a thread running", tests=NEVER, statuses=("wrong",),
-        code="import threading\ndef f():\n    threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()",
-    ),
-    Attack(name="asks for input", code="def f():\n    return input()"),
-    Attack(name="reads its standard input", code="import sys\ndef f():\n    return sys.stdin.read()"),
+"""),
+    Attack("keeps a thread running", tests=NEVER, statuses=("wrong",),
+        code="import threading\ndef f():\n    threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()"),
+    Attack("asks for input", code="def f():\n    return input()"),
+    Attack("reads its standard input", code="import sys\ndef f():\n    return sys.stdin.read()"),
 )  # fmt: skip
 
 MEMORY = (
-    Attack(name="makes a list of 80 GB", statuses=("memory",), code="def f():\n    return [0] * 10**10"),
-    Attack(
-        name="grows a list", statuses=("memory",), limits={"timeout_s": 20, "test_timeout_s": 20},
-        code="def f():\n    kept = []\n    while True:\n        kept.append(bytearray(1 << 20))",
-    ),
-    Attack(
-        name="doubles a text", statuses=("memory",), limits={"timeout_s": 20, "test_timeout_s": 20},
-        code="def f():\n    text = 'x'\n    while True:\n        text += text",
-    ),
-    Attack(
-        name="takes memory in its children", statuses=("wrong", "runtime"),
-        code="""
+    Attack("makes a list of 80 GB", statuses=("memory",), code="def f():\n    return [0] * 10**10"),
+    Attack("grows a list", statuses=("memory",), limits={"timeout_s": 20, "test_timeout_s": 20},
+        code="def f():\n    kept = []\n    while True:\n        kept.append(bytearray(1 << 20))"),
+    Attack("doubles a text", statuses=("memory",), limits={"timeout_s": 20, "test_timeout_s": 20},
+        code="def f():\n    text = 'x'\n    while True:\n        text += text"),
+    Attack("takes memory in its children", statuses=("wrong", "runtime"), code="""
 import os
 def f():
     for _ in range(4):
@@ -102,15 +74,11 @@ def f():
             os.wait()
         except ChildProcessError:
             return 'held'
-""",
-    ),
-    Attack(name="maps memory", statuses=("runtime",), code="import mmap\ndef f():\n    mmap.mmap(-1, 4 << 30)"),
-    Attack(
-        name="calls itself without end", statuses=("runtime",), code="def f():\n    return f()",
-    ),
-    Attack(
-        name="calls itself deeper than the stack", statuses=("killed", "memory", "runtime"),
-        code="""
+"""),
+    Attack("maps memory", statuses=("runtime",), code="import mmap\ndef f():\n    mmap.mmap(-1, 4 << 30)"),
+    Attack("calls itself without end", statuses=("runtime",), code="def f():\n    return f()"),
+    Attack("calls itself deeper than the stack", statuses=("killed", "memory", "runtime"),
+        limits={"timeout_s": 20, "test_timeout_s": 20}, code="""
 import sys
 sys.setrecursionlimit(10**9)
 def f():
@@ -118,26 +86,16 @@ def f():
     for _ in range(10**6):
         x = [x]
     return repr(x)
-""",
-        limits={"timeout_s": 20, "test_timeout_s": 20},
-    ),
-    Attack(
-        name="nests brackets", statuses=("syntax",), code="def f():\n    return " + "(" * 5_000 + ")" * 5_000,
-    ),
-    Attack(
-        name="compiles without end", statuses=("runtime", "memory", "killed", "wrong"),
-        code="def f():\n    return eval('-' * 10**6 + '1')",
-    ),
+"""),
+    Attack("nests brackets", statuses=("syntax",), code="def f():\n    return " + "(" * 5_000 + ")" * 5_000),
+    Attack("compiles without end", statuses=("runtime", "memory", "killed", "wrong"),
+        code="def f():\n    return eval('-' * 10**6 + '1')"),
 )  # fmt: skip
 
 PROCESSES = (
-    Attack(
-        name="forks without end", statuses=("runtime",), limits={"timeout_s": 10, "test_timeout_s": 10},
-        code="import os\ndef f():\n    while True:\n        os.fork()",
-    ),
-    Attack(
-        name="forks and each child goes on", statuses=("wrong", "runtime", "tampered", "timeout"),
-        code="""
+    Attack("forks without end", statuses=("runtime",), limits={"timeout_s": 10, "test_timeout_s": 10},
+        code="import os\ndef f():\n    while True:\n        os.fork()"),
+    Attack("forks and each child goes on", statuses=("wrong", "runtime", "tampered", "timeout"), code="""
 import os
 def f():
     for _ in range(300):
@@ -146,21 +104,15 @@ def f():
         except OSError:
             pass
     return 'done'
-""",
-    ),
-    Attack(
-        name="starts threads without end", statuses=("runtime", "memory", "timeout"),
-        limits={"timeout_s": 10, "test_timeout_s": 10},
-        code="""
+"""),
+    Attack("starts threads without end", statuses=("runtime", "memory", "timeout"),
+        limits={"timeout_s": 10, "test_timeout_s": 10}, code="""
 import threading, time
 def f():
     while True:
         threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-""",
-    ),
-    Attack(
-        name="leaves a daemon", tests=NEVER, statuses=("wrong",),
-        code="""
+"""),
+    Attack("leaves a daemon", tests=NEVER, statuses=("wrong",), code="""
 import os, time
 def f():
     if os.fork() == 0:
@@ -170,11 +122,8 @@ def f():
         os._exit(0)
     os.wait()
     return 'done'
-""",
-    ),
-    Attack(
-        name="leaves a daemon without open files", tests=NEVER, statuses=("wrong",),
-        code="""
+"""),
+    Attack("leaves a daemon without open files", tests=NEVER, statuses=("wrong",), code="""
 import os, time
 if os.fork() == 0:
     os.setsid()
@@ -182,11 +131,8 @@ if os.fork() == 0:
     time.sleep(1000)
 def f():
     return 'done'
-""",
-    ),
-    Attack(
-        name="leaves a daemon that kills what comes", tests=NEVER, statuses=("wrong", "killed"),
-        code="""
+"""),
+    Attack("leaves a daemon that kills what comes", tests=NEVER, statuses=("wrong", "killed"), code="""
 import os, time
 def f():
     if os.fork() == 0:
@@ -200,90 +146,56 @@ def f():
                         pass
             time.sleep(0.01)
     return 'done'
-""",
-    ),
-    Attack(
-        name="leaves zombies", tests=NEVER, statuses=("wrong", "runtime"),
-        code="import os\ndef f():\n    for _ in range(10):\n        os.fork() or os._exit(0)\n    return 'done'",
-    ),
-    Attack(
-        name="becomes another program", statuses=("killed", "wrong", "runtime"),
-        code="import os, sys\ndef f():\n    os.execv(sys.executable, ['python', '-c', 'print(1)'])",
-    ),
+"""),
+    Attack("leaves zombies", tests=NEVER, statuses=("wrong", "runtime"),
+        code="import os\ndef f():\n    for _ in range(10):\n        os.fork() or os._exit(0)\n    return 'done'"),
+    Attack("becomes another program", statuses=("killed", "wrong", "runtime"),
+        code="import os, sys\ndef f():\n    os.execv(sys.executable, ['python', '-c', 'print(1)'])"),
 )  # fmt: skip
 
 ROOM = (
-    Attack(
-        name="fills the disk", statuses=("runtime",), limits={"timeout_s": 10, "test_timeout_s": 10},
-        code="""
+    Attack("fills the disk", statuses=("runtime",), limits={"timeout_s": 10, "test_timeout_s": 10}, code="""
 def f():
     for number in range(10**6):
         with open(str(number), 'wb') as handle:
             handle.write(bytes(1 << 19))
     return 'escaped'
-""",
-    ),
-    Attack(
-        name="writes one large file", statuses=("runtime",), is_quick=True,
-        code="def f():\n    with open('x', 'wb') as out:\n        out.write(bytes(64 << 20))\n    return 'escaped'",
-    ),
-    Attack(
-        name="makes a file of a terabyte", statuses=("runtime",), is_quick=True,
-        code="import os\ndef f():\n    os.ftruncate(os.open('y', 66), 1 << 40)\n    return 'escaped'",
-    ),
-    Attack(
-        name="opens files without end", statuses=("runtime",),
-        code="def f():\n    return len([open('/dev/null') for _ in range(10**5)])",
-    ),
-    Attack(
-        name="opens pipes without end", statuses=("runtime",),
-        code="import os\ndef f():\n    return len([os.pipe() for _ in range(10**5)])",
-    ),
-    Attack(name="prints 300 MB", statuses=("output",), code="import os\ndef f():\n    for _ in range(300):\n"
-        "        os.write(1, b'x' * (1 << 20))"),
-    Attack(
-        name="prints without end", statuses=("output",), code="def f():\n    while True:\n        print('x' * 4_000)",
-    ),
-    Attack(
-        name="writes errors without end", statuses=("output",),
-        code="import os\ndef f():\n    while True:\n        os.write(2, b'x' * 4_000)",
-    ),
-    Attack(
-        name="prints from a daemon", statuses=("output", "wrong"), tests=NEVER,
-        code="import os\ndef f():\n    if os.fork() == 0:\n        while True:\n            os.write(1, b'x' * 4_000)",
-    ),
-    Attack(name="returns 20 MB", statuses=("output",), code="def f():\n    return 'x' * (20 << 20)",
-           limits={"timeout_s": 20, "test_timeout_s": 20}),
-    Attack(
-        name="returns an endless iterator", statuses=("output",), limits={"timeout_s": 10, "test_timeout_s": 10},
-        code="import itertools\ndef f():\n    return itertools.count()",
-    ),
-    Attack(
-        name="returns a list in a list in a list", statuses=("output",),
-        code="def f():\n    x = []\n    for _ in range(500):\n        x = [x]\n    return x",
-    ),
-    Attack(
-        name="returns a list that holds itself", statuses=("output",),
-        code="def f():\n    x = []\n    x.append(x)\n    return x",
-    ),
-    Attack(
-        name="returns keys with one hash", tests=("assert f() == {1: 2}",), statuses=("wrong",),
-        code="def f():\n    return dict.fromkeys(map(str, range(20_000)))",
-    ),
-    Attack(
-        name="has an error text of 20 MB", statuses=("runtime",),
-        code="def f():\n    raise ValueError('x' * (20 << 20))",
-    ),
+"""),
+    Attack("writes one large file", statuses=("runtime",), is_quick=True,
+        code="def f():\n    with open('x', 'wb') as out:\n        out.write(bytes(64 << 20))\n    return 'escaped'"),
+    Attack("makes a file of a terabyte", statuses=("runtime",), is_quick=True,
+        code="import os\ndef f():\n    os.ftruncate(os.open('y', 66), 1 << 40)\n    return 'escaped'"),
+    Attack("opens files without end", statuses=("runtime",),
+        code="def f():\n    return len([open('/dev/null') for _ in range(10**5)])"),
+    Attack("opens pipes without end", statuses=("runtime",),
+        code="import os\ndef f():\n    return len([os.pipe() for _ in range(10**5)])"),
+    Attack("prints 300 MB", statuses=("output",), code="import os\ndef f():\n    for _ in range(300):\n"
+            "        os.write(1, b'x' * (1 << 20))"),
+    Attack("prints without end", statuses=("output",), code="def f():\n    while True:\n        print('x' * 4_000)"),
+    Attack("writes errors without end", statuses=("output",),
+        code="import os\ndef f():\n    while True:\n        os.write(2, b'x' * 4_000)"),
+    Attack("prints from a daemon", tests=NEVER, statuses=("output", "wrong"),
+        code="import os\ndef f():\n    if os.fork() == 0:\n        while True:\n            os.write(1, b'x' * 4_000)"),
+    Attack("returns 20 MB", statuses=("output",), limits={"timeout_s": 20, "test_timeout_s": 20},
+        code="def f():\n    return 'x' * (20 << 20)"),
+    Attack("returns an endless iterator", statuses=("output",), limits={"timeout_s": 10, "test_timeout_s": 10},
+        code="import itertools\ndef f():\n    return itertools.count()"),
+    Attack("returns a list in a list in a list", statuses=("output",),
+        code="def f():\n    x = []\n    for _ in range(500):\n        x = [x]\n    return x"),
+    Attack("returns a list that holds itself", statuses=("output",),
+        code="def f():\n    x = []\n    x.append(x)\n    return x"),
+    Attack("returns keys with one hash", tests=("assert f() == {1: 2}",), statuses=("wrong",),
+        code="def f():\n    return dict.fromkeys(map(str, range(20_000)))"),
+    Attack("has an error text of 20 MB", statuses=("runtime",),
+        code="def f():\n    raise ValueError('x' * (20 << 20))"),
 )  # fmt: skip
 
 END = (
-    Attack(name="ends by a bad pointer", statuses=("killed",), code="import ctypes\ndef f():\n    ctypes.string_at(0)"),
-    Attack(name="aborts", statuses=("killed",), code="import os\ndef f():\n    os.abort()"),
-    Attack(name="kills itself", statuses=("killed",), code="import os\ndef f():\n    os.kill(os.getpid(), 9)"),
-    Attack(
-        name="sets an alarm", statuses=("killed",),
-        code="import signal, time\ndef f():\n    signal.setitimer(signal.ITIMER_REAL, 0.01)\n    time.sleep(0.4)",
-    ),
+    Attack("ends by a bad pointer", statuses=("killed",), code="import ctypes\ndef f():\n    ctypes.string_at(0)"),
+    Attack("aborts", statuses=("killed",), code="import os\ndef f():\n    os.abort()"),
+    Attack("kills itself", statuses=("killed",), code="import os\ndef f():\n    os.kill(os.getpid(), 9)"),
+    Attack("sets an alarm", statuses=("killed",),
+        code="import signal, time\ndef f():\n    signal.setitimer(signal.ITIMER_REAL, 0.01)\n    time.sleep(0.4)"),
 )  # fmt: skip
 
 ATTACKS = (*TIME, *MEMORY, *PROCESSES, *ROOM, *END)

@@ -23,17 +23,11 @@ def f(x):
 """
 
 FORGERIES = (
-    Attack(
-        name="writes an answer to every descriptor", tests=TASK, statuses=("tampered", "killed", "wrong"),
-        code=FORGES.format(text='{"nonce":"","status":"ok","value":3}'),
-    ),
-    Attack(
-        name="writes a verdict to every descriptor", tests=TASK, statuses=("tampered", "killed", "wrong"),
-        code=FORGES.format(text='{"status":"ok","passed":2,"total":2,"per_test":["ok","ok"],"reward":1.0}'),
-    ),
-    Attack(
-        name="writes noise to every descriptor", tests=TASK, statuses=("tampered", "output", "killed"),
-        code="""
+    Attack("writes an answer to every descriptor", tests=TASK, statuses=("tampered", "killed", "wrong"),
+        code=FORGES.format(text='{"nonce":"","status":"ok","value":3}')),
+    Attack("writes a verdict to every descriptor", tests=TASK, statuses=("tampered", "killed", "wrong"),
+        code=FORGES.format(text='{"status":"ok","passed":2,"total":2,"per_test":["ok","ok"],"reward":1.0}')),
+    Attack("writes noise to every descriptor", tests=TASK, statuses=("tampered", "output", "killed"), code="""
 import os
 def f(x):
     for fd in range(3, 64):
@@ -42,20 +36,13 @@ def f(x):
         except OSError:
             pass
     return 3
-""",
-    ),
-    Attack(
-        name="answers brackets in brackets", tests=TASK, statuses=("tampered", "killed"),
-        code=FORGES.replace("b'{text}'", "b'{{\"nonce\":' + b'[' * 200_000").format(),
-    ),
-    Attack(
-        name="announces an answer of 4 GB", tests=TASK, statuses=("tampered", "output"),
+"""),
+    Attack("answers brackets in brackets", tests=TASK, statuses=("tampered", "killed"),
+        code=FORGES.replace("b'{text}'", "b'{{\"nonce\":' + b'[' * 200_000").format()),
+    Attack("announces an answer of 4 GB", tests=TASK, statuses=("tampered", "output"),
         code="import os\nfor fd in range(3, 64):\n    try:\n        os.write(fd, b'\\xff\\xff\\xff\\xff{')\n"
-        "    except OSError:\n        pass\ndef f(x): return 3",
-    ),
-    Attack(
-        name="finds the nonce and answers for itself", tests=TASK, statuses=("wrong", "tampered"),
-        code="""
+            "    except OSError:\n        pass\ndef f(x): return 3"),
+    Attack("finds the nonce and answers for itself", tests=TASK, statuses=("wrong", "tampered"), code="""
 import os, struct, sys
 def f(x):
     frame, nonce, fd = sys._getframe(), None, 3
@@ -69,10 +56,8 @@ def f(x):
     text = ('{"nonce":"%s","status":"ok","value":true,"passed":true}' % nonce).encode()
     os.write(fd, (struct.pack('<I', len(text)) + text) * 3)
     return x
-""",
-    ),
-    Attack(
-        name="serves its own answers from a thread", tests=TASK, statuses=("wrong", "tampered", "killed"),
+"""),
+    Attack("serves its own answers from a thread", tests=TASK, statuses=("wrong", "tampered", "killed"),
         code=AGENT + """
 import gc, threading
 channel = next(each for each in gc.get_objects() if isinstance(each, agent.Channel))
@@ -81,19 +66,12 @@ def flood():
         channel.send(nonce='"0"', status='"ok"', value='3')
 threading.Thread(target=flood, daemon=True).start()
 def f(x): return x
-""",
-    ),
-    Attack(
-        name="two processes answer", tests=TASK, statuses=("wrong", "tampered", "killed", "timeout"),
-        code="import os\nos.fork()\ndef f(x): return x",
-    ),
-    Attack(
-        name="closes every descriptor", tests=TASK, statuses=("killed",),
-        code="import os\ndef f(x):\n    os.closerange(0, 300)\n    return 3",
-    ),
-    Attack(
-        name="another program inherits the socket", tests=TASK, statuses=("tampered", "killed", "wrong"),
-        code="""
+"""),
+    Attack("two processes answer", tests=TASK, statuses=("wrong", "tampered", "killed", "timeout"),
+        code="import os\nos.fork()\ndef f(x): return x"),
+    Attack("closes every descriptor", tests=TASK, statuses=("killed",),
+        code="import os\ndef f(x):\n    os.closerange(0, 300)\n    return 3"),
+    Attack("another program inherits the socket", tests=TASK, statuses=("tampered", "killed", "wrong"), code="""
 import os, sys
 def f(x):
     for fd in range(3, 64):
@@ -103,11 +81,8 @@ def f(x):
             pass
     forge = "import os\\nfor fd in range(3, 64):\\n    try: os.write(fd, b'{}{}{}{}{}')\\n    except OSError: pass"
     os.execv(sys.executable, [sys.executable, '-S', '-c', forge])
-""",
-    ),
-    Attack(
-        name="dumps Python objects as its answer", tests=TASK, statuses=("tampered", "killed", "wrong"),
-        code="""
+"""),
+    Attack("dumps Python objects as its answer", tests=TASK, statuses=("tampered", "killed", "wrong"), code="""
 import marshal, os, pickle, struct
 class Run:
     def __reduce__(self): return (os.system, (f'touch {FOLDER}/pwned',))
@@ -119,15 +94,12 @@ def f(x):
             except OSError:
                 pass
     return x
-""",
-    ),
+"""),
 )  # fmt: skip
 
 SPYING = (
-    Attack(
-        name="looks for the expected values in memory", tests=("assert f() == 'w' 'hat-is-expected'",),
-        statuses=("wrong",),
-        code="""
+    Attack("looks for the expected values in memory", tests=("assert f() == 'w' 'hat-is-expected'",),
+        statuses=("wrong",), code="""
 import gc, sys
 def f():
     found = [v for v in gc.get_objects() if isinstance(v, (dict, list, tuple))]
@@ -139,11 +111,8 @@ def f():
         for value in (each.values() if isinstance(each, dict) else each):
             if isinstance(value, str) and value.startswith('what-is') and len(value) == 16:
                 return value
-""",
-    ),
-    Attack(
-        name="looks for the tests in files", tests=("assert f() == 'what-' 'is-expected'",), statuses=("wrong",),
-        code="""
+"""),
+    Attack("looks for the tests in files", tests=("assert f() == 'what-' 'is-expected'",), statuses=("wrong",), code="""
 import os
 def f():
     for root, _, files in [(r, d, n) for top in ('.', '/tmp', '/box', '/work', '/tests') for r, d, n in os.walk(top)]:
@@ -154,12 +123,9 @@ def f():
                 continue
             if 'what-is' in text:
                 return text[text.index('what-is') :][:16]
-""",
-    ),
-    Attack(
-        name="looks for the tests in its command line and input", tests=("assert f() == 'what-is-' 'expected'",),
-        statuses=("wrong",),
-        code="""
+"""),
+    Attack("looks for the tests in its command line and input", tests=("assert f() == 'what-is-' 'expected'",),
+        statuses=("wrong",), code="""
 import sys, linecache, inspect
 def f():
     seen = [' '.join(sys.orig_argv), ' '.join(sys.argv), sys.stdin.read(), *linecache.cache]
@@ -169,8 +135,7 @@ def f():
         at = text.find('what-is-')
         if at >= 0 and text[at + 8 : at + 9] == 'e':
             return text[at:][:16]
-""",
-    ),
+"""),
 )  # fmt: skip
 
 ATTACKS = (*FORGERIES, *SPYING)

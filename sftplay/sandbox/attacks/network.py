@@ -17,43 +17,25 @@ def f():
 """
 
 NETWORK = (
-    Attack(
-        name="connects by TCP", is_harmless=True, is_quick=True,
-        code=CONNECTS.format(kind="", verb="connect(('127.0.0.1', PORT))"),
-    ),
-    Attack(
-        name="sends by UDP", is_harmless=True, is_quick=True,
-        code=CONNECTS.format(kind="socket.AF_INET, socket.SOCK_DGRAM", verb="sendto(b'x', ('127.0.0.1', UDP_PORT))"),
-    ),
-    Attack(
-        name="connects to a unix socket", is_harmless=True, is_quick=True,
-        code=CONNECTS.format(kind="socket.AF_UNIX", verb="connect(UNIX)"),
-    ),
-    Attack(
-        name="connects to an abstract unix socket", is_harmless=True, is_quick=True,
-        code=CONNECTS.format(kind="socket.AF_UNIX", verb="connect('\\0' + ABSTRACT)"),
-    ),
-    Attack(
-        name="listens on a port", is_harmless=True,
-        code=CONNECTS.format(kind="", verb="bind(('0.0.0.0', 0)); wire.listen()"),
-    ),
-    Attack(
-        name="asks the kernel for the routes", is_harmless=True,
-        code=CONNECTS.format(kind="socket.AF_NETLINK, socket.SOCK_RAW, 0", verb="bind((0, 0))"),
-    ),
-    Attack(
-        name="sends raw packets",
-        code=CONNECTS.format(kind="socket.AF_INET, socket.SOCK_RAW, 1", verb="sendto(b'x', ('127.0.0.1', 0))"),
-    ),
-    Attack(
-        name="asks for the address of a name",
-        code="import socket\ndef f():\n    return 'escaped' if socket.gethostbyname('example.com') else 'held'",
-    ),
-    Attack(
-        name="fetches a page",
+    Attack("connects by TCP", is_harmless=True, is_quick=True,
+        code=CONNECTS.format(kind="", verb="connect(('127.0.0.1', PORT))")),
+    Attack("sends by UDP", is_harmless=True, is_quick=True,
+        code=CONNECTS.format(kind="socket.AF_INET, socket.SOCK_DGRAM", verb="sendto(b'x', ('127.0.0.1', UDP_PORT))")),
+    Attack("connects to a unix socket", is_harmless=True, is_quick=True,
+        code=CONNECTS.format(kind="socket.AF_UNIX", verb="connect(UNIX)")),
+    Attack("connects to an abstract unix socket", is_harmless=True, is_quick=True,
+        code=CONNECTS.format(kind="socket.AF_UNIX", verb="connect('\\0' + ABSTRACT)")),
+    Attack("listens on a port", is_harmless=True,
+        code=CONNECTS.format(kind="", verb="bind(('0.0.0.0', 0)); wire.listen()")),
+    Attack("asks the kernel for the routes", is_harmless=True,
+        code=CONNECTS.format(kind="socket.AF_NETLINK, socket.SOCK_RAW, 0", verb="bind((0, 0))")),
+    Attack("sends raw packets",
+        code=CONNECTS.format(kind="socket.AF_INET, socket.SOCK_RAW, 1", verb="sendto(b'x', ('127.0.0.1', 0))")),
+    Attack("asks for the address of a name",
+        code="import socket\ndef f():\n    return 'escaped' if socket.gethostbyname('example.com') else 'held'"),
+    Attack("fetches a page",
         code="import urllib.request\ndef f():\n    urllib.request.urlopen('http://127.0.0.1:%d' % PORT, timeout=1)\n"
-        "    return 'escaped'",
-    ),
+            "    return 'escaped'"),
 )  # fmt: skip
 
 ATTACKS = (*NETWORK,)

@@ -13,9 +13,7 @@ SHORT = {"timeout_s": 1, "test_timeout_s": 0.25}
 LONG = {"timeout_s": 10, "test_timeout_s": 10}
 
 STAYS = (
-    Attack(
-        name="leaves a daemon that no death of its parent ends", tests=TASK, statuses=("wrong",),
-        code="""
+    Attack("leaves a daemon that no death of its parent ends", tests=TASK, statuses=("wrong",), code="""
 import ctypes, os, time
 def f(x):
     if os.fork() == 0:
@@ -25,11 +23,8 @@ def f(x):
             time.sleep(1000)
         os._exit(0)
     return x
-""",
-    ),
-    Attack(
-        name="sends every signal to the first process", tests=TASK, statuses=("wrong", "killed"),
-        code="""
+"""),
+    Attack("sends every signal to the first process", tests=TASK, statuses=("wrong", "killed"), code="""
 import os
 def f(x):
     for number in range(1, 65):
@@ -39,38 +34,23 @@ def f(x):
             except OSError:
                 pass
     return x
-""",
-    ),
-    Attack(
-        name="stops the first process", tests=TASK, statuses=("wrong", "runtime"),
-        code="import os, signal\ndef f(x):\n    os.kill(1, signal.SIGSTOP)\n    return x",
-    ),
-    Attack(
-        name="stops itself", tests=TASK[:1], statuses=("timeout",), limits=SHORT,
-        code="import os, signal\ndef f(x):\n    os.kill(os.getpid(), signal.SIGSTOP)",
-    ),
-    Attack(
-        name="loops in ten processes", tests=TASK[:1], statuses=("timeout",), limits=SHORT,
-        code="import os\ndef f(x):\n    for _ in range(10):\n        if os.fork() == 0: break\n    while True: pass",
-    ),
-    Attack(
-        name="is right and then sleeps", tests=TASK, statuses=("timeout",), limits=SHORT,
-        code="import time\ndef f(x):\n    if x == 40: time.sleep(1000)\n    return x + 1",
-    ),
-    Attack(
-        name="is right and then ends", tests=TASK, statuses=("killed",),
-        code="import os\ndef f(x):\n    if x == 40: os._exit(0)\n    return x + 1",
-    ),
+"""),
+    Attack("stops the first process", tests=TASK, statuses=("wrong", "runtime"),
+        code="import os, signal\ndef f(x):\n    os.kill(1, signal.SIGSTOP)\n    return x"),
+    Attack("stops itself", tests=TASK[:1], statuses=("timeout",), limits=SHORT,
+        code="import os, signal\ndef f(x):\n    os.kill(os.getpid(), signal.SIGSTOP)"),
+    Attack("loops in ten processes", tests=TASK[:1], statuses=("timeout",), limits=SHORT,
+        code="import os\ndef f(x):\n    for _ in range(10):\n        if os.fork() == 0: break\n    while True: pass"),
+    Attack("is right and then sleeps", tests=TASK, statuses=("timeout",), limits=SHORT,
+        code="import time\ndef f(x):\n    if x == 40: time.sleep(1000)\n    return x + 1"),
+    Attack("is right and then ends", tests=TASK, statuses=("killed",),
+        code="import os\ndef f(x):\n    if x == 40: os._exit(0)\n    return x + 1"),
 )  # fmt: skip
 
 FILES = (
-    Attack(
-        name="nests 3,000 folders", tests=TASK[:1], statuses=("wrong", "runtime"), limits=LONG,
-        code="import os\ndef f(x):\n    for _ in range(3_000):\n        os.mkdir('d'); os.chdir('d')\n    return x",
-    ),
-    Attack(
-        name="closes its own folders", tests=TASK[:1], statuses=("wrong", "runtime"),
-        code="""
+    Attack("nests 3,000 folders", tests=TASK[:1], statuses=("wrong", "runtime"), limits=LONG,
+        code="import os\ndef f(x):\n    for _ in range(3_000):\n        os.mkdir('d'); os.chdir('d')\n    return x"),
+    Attack("closes its own folders", tests=TASK[:1], statuses=("wrong", "runtime"), code="""
 import os
 def f(x):
     os.mkdir('z', 0o300)
@@ -80,29 +60,20 @@ def f(x):
     for folder in ('a/b', 'a', '.'):
         os.chmod(folder, 0)
     return x
-""",
-    ),
-    Attack(
-        name="makes empty files without end", tests=("assert f() == 2",), statuses=("runtime", "timeout", "killed"),
-        code="import os\ndef f():\n    n = 0\n    while True:\n        os.close(os.open(f'{n}', 66))\n        n += 1",
+"""),
+    Attack("makes empty files without end", tests=("assert f() == 2",), statuses=("runtime", "timeout", "killed"),
         limits=SHORT,
-    ),
+        code="import os\ndef f():\n    n = 0\n    while True:\n        os.close(os.open(f'{n}', 66))\n        n += 1"),
 )  # fmt: skip
 
 OUTPUT = (
-    Attack(
-        name="prints from a thread while it is judged", tests=TASK, statuses=("output", "wrong"),
+    Attack("prints from a thread while it is judged", tests=TASK, statuses=("output", "wrong"),
         code="import os, threading\ndef flood():\n    while True: os.write(2, b'x' * 65_536)\n"
-        "threading.Thread(target=flood, daemon=True).start()\ndef f(x): return x",
-    ),
-    Attack(
-        name="prints a half of what is too much twice", tests=TASK, statuses=("output",),
-        code="import os\nos.write(1, b'x' * 60_000)\ndef f(x):\n    os.write(2, b'x' * 6_000)\n    return x",
-    ),
-    Attack(
-        name="closes its standard streams", tests=TASK, statuses=("wrong",),
-        code="import os, sys\nos.close(1)\nos.close(2)\nsys.stdout = None\nsys.stderr = 3\ndef f(x): return x",
-    ),
+            "threading.Thread(target=flood, daemon=True).start()\ndef f(x): return x"),
+    Attack("prints a half of what is too much twice", tests=TASK, statuses=("output",),
+        code="import os\nos.write(1, b'x' * 60_000)\ndef f(x):\n    os.write(2, b'x' * 6_000)\n    return x"),
+    Attack("closes its standard streams", tests=TASK, statuses=("wrong",),
+        code="import os, sys\nos.close(1)\nos.close(2)\nsys.stdout = None\nsys.stderr = 3\ndef f(x): return x"),
 )  # fmt: skip
 
 ATTACKS = (*STAYS, *FILES, *OUTPUT)

@@ -15,17 +15,11 @@ def f():
 """
 
 PROCESSES = (
-    Attack(
-        name="signals another process", is_harmless=True, is_quick=True,
-        code="import os\ndef f():\n    os.kill(VICTIM, 0)\n    return 'escaped'",
-    ),
-    Attack(
-        name="kills another process", statuses=("wrong", "runtime", "killed"),
-        code="import os\ndef f():\n    os.kill(VICTIM, 9)\n    return 'done'",
-    ),
-    Attack(
-        name="kills all processes", statuses=("wrong", "runtime", "killed"),
-        code="""
+    Attack("signals another process", is_harmless=True, is_quick=True,
+        code="import os\ndef f():\n    os.kill(VICTIM, 0)\n    return 'escaped'"),
+    Attack("kills another process", statuses=("wrong", "runtime", "killed"),
+        code="import os\ndef f():\n    os.kill(VICTIM, 9)\n    return 'done'"),
+    Attack("kills all processes", statuses=("wrong", "runtime", "killed"), code="""
 import os
 def f():
     try:
@@ -33,64 +27,40 @@ def f():
         return 'escaped'
     except OSError:
         os.kill(-1, 9)
-""",
-    ),
-    Attack(
-        name="kills its group and its parent", statuses=("wrong", "runtime", "killed"),
+"""),
+    Attack("kills its group and its parent", statuses=("wrong", "runtime", "killed"),
         code="import os\ndef f():\n    if os.getppid() != PARENT:\n        os.kill(os.getppid(), 9)\n"
-        "        os.killpg(0, 9)\n    return 'done'",
-    ),
-    Attack(
-        name="slows another process down", is_harmless=True,
-        code="import os\ndef f():\n    os.setpriority(os.PRIO_PROCESS, VICTIM, 5)\n    return 'escaped'",
-    ),
-    Attack(
-        name="moves another process to one core", is_harmless=True,
-        code="import os\ndef f():\n    os.sched_setaffinity(VICTIM, os.sched_getaffinity(0))\n    return 'escaped'",
-    ),
-    Attack(
-        name="limits another process", is_harmless=True,
+            "        os.killpg(0, 9)\n    return 'done'"),
+    Attack("slows another process down", is_harmless=True,
+        code="import os\ndef f():\n    os.setpriority(os.PRIO_PROCESS, VICTIM, 5)\n    return 'escaped'"),
+    Attack("moves another process to one core", is_harmless=True,
+        code="import os\ndef f():\n    os.sched_setaffinity(VICTIM, os.sched_getaffinity(0))\n    return 'escaped'"),
+    Attack("limits another process", is_harmless=True,
         code="import resource\ndef f():\n    resource.prlimit(VICTIM, resource.RLIMIT_CORE, (0, 0))\n"
-        "    return 'escaped'",
-    ),
-    Attack(
-        name="traces another process",
-        code=CALLS.format(call="ptrace(16, VICTIM, 0, 0)"),
-    ),
-    Attack(
-        name="reads the memory of another process",
-        code="""
+            "    return 'escaped'"),
+    Attack("traces another process", code=CALLS.format(call="ptrace(16, VICTIM, 0, 0)")),
+    Attack("reads the memory of another process", code="""
 import ctypes
 def f():
     libc, buffer = ctypes.CDLL(None), ctypes.create_string_buffer(8)
     vector = (ctypes.c_ulong * 2)(ctypes.addressof(buffer), 8)
     return 'escaped' if libc.process_vm_readv(PARENT, vector, 1, vector, 1, 0) > 0 else 'held'
-""",
-    ),
-    Attack(
-        name="starts a shell", is_harmless=True,
+"""),
+    Attack("starts a shell", is_harmless=True,
         code="import subprocess\ndef f():\n    subprocess.run(['/bin/sh', '-c', 'exit 0'], check=True)\n"
-        "    return 'escaped'",
-    ),
+            "    return 'escaped'"),
 )  # fmt: skip
 
 RIGHTS = (
-    Attack(name="becomes root", code="import os\ndef f():\n    os.setuid(0)\n    return 'escaped'"),
-    Attack(
-        name="raises its own limits",
-        code="""
+    Attack("becomes root", code="import os\ndef f():\n    os.setuid(0)\n    return 'escaped'"),
+    Attack("raises its own limits", code="""
 import resource
 def f():
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return 'escaped'
-""",
-    ),
-    Attack(
-        name="makes a user namespace", is_quick=True, code=CALLS.format(call="unshare(0x10000000)"),
-    ),
-    Attack(
-        name="makes a user namespace by clone", is_quick=True,
-        code="""
+"""),
+    Attack("makes a user namespace", is_quick=True, code=CALLS.format(call="unshare(0x10000000)")),
+    Attack("makes a user namespace by clone", is_quick=True, code="""
 import ctypes, os, platform
 def f():
     libc = ctypes.CDLL(None)
@@ -98,22 +68,16 @@ def f():
     if pid == 0:
         os._exit(0)
     return 'escaped' if pid > 0 else 'held'
-""",
-    ),
-    Attack(
-        name="takes the machine's places for asynchronous reads", is_quick=True,
-        code="""
+"""),
+    Attack("takes the machine's places for asynchronous reads", is_quick=True, code="""
 import ctypes, platform
 def f():
     libc, is_x86 = ctypes.CDLL(None), platform.machine() == 'x86_64'
     reads = libc.syscall(206 if is_x86 else 0, 60_000, ctypes.byref(ctypes.c_ulong()))
     watches = libc.inotify_init()
     return 'held' if reads and watches < 0 else 'escaped'
-""",
-    ),
-    Attack(
-        name="locks a file of the machine",
-        code="""
+"""),
+    Attack("locks a file of the machine", code="""
 import fcntl, os
 def f():
     handle = open(os.__file__)
@@ -124,11 +88,8 @@ def f():
         except PermissionError:
             pass
     return 'held'
-""",
-    ),
-    Attack(
-        name="has a signal sent for a pipe",
-        code="""
+"""),
+    Attack("has a signal sent for a pipe", code="""
 import fcntl, os, signal, time
 def f():
     reading, writing = os.pipe()
@@ -138,11 +99,8 @@ def f():
     os.write(writing, b'x')
     time.sleep(0.05)
     return 'tried'
-""",
-    ),
-    Attack(
-        name="calls the kernel with bad pointers", statuses=("wrong", "killed"),
-        code="""
+"""),
+    Attack("calls the kernel with bad pointers", statuses=("wrong", "killed"), code="""
 import ctypes
 def f():
     call = ctypes.CDLL(None).syscall
@@ -151,20 +109,19 @@ def f():
             call(*map(ctypes.c_long, (number, -100, bad, bad, bad)))
             call(*map(ctypes.c_long, (number, bad, bad, bad, bad)))
     return 'tried'
-""",
-    ),
-    Attack(name="mounts a file system", code=CALLS.format(call="mount(b't', b'/tmp', b'tmpfs', 0, 0)")),
-    Attack(name="takes the read-only mark off", code=CALLS.format(call="mount(0, b'/', 0, 32, 0)")),
-    Attack(name="changes its root", code="import os\ndef f():\n    os.chroot('.')\n    return 'escaped'"),
-    Attack(name="asks for the kernel's io ring", code=CALLS.format(
-        call="syscall(425, 1, ctypes.create_string_buffer(120))",
-    )),
-    Attack(name="counts the processor's events", code=CALLS.format(
-        call="syscall(298, ctypes.create_string_buffer(b'\\0\\0\\0\\0' + b'p', 112), 0, -1, -1, 0)",
-    )),
-    Attack(name="makes shared memory", code=CALLS.format(call="shmget(0, 4096, 0o1600)")),
-    Attack(name="makes memory that is a file", is_quick=True, code=CALLS.format(call="memfd_create(b'x', 0)")),
-    Attack(name="joins the namespaces of the first process", code="""
+"""),
+    Attack("mounts a file system", code=CALLS.format(call="mount(b't', b'/tmp', b'tmpfs', 0, 0)")),
+    Attack("takes the read-only mark off", code=CALLS.format(call="mount(0, b'/', 0, 32, 0)")),
+    Attack("changes its root", code="import os\ndef f():\n    os.chroot('.')\n    return 'escaped'"),
+    Attack("asks for the kernel's io ring", code=CALLS.format(
+                call="syscall(425, 1, ctypes.create_string_buffer(120))",
+                )),
+    Attack("counts the processor's events", code=CALLS.format(
+                call="syscall(298, ctypes.create_string_buffer(b'\\0\\0\\0\\0' + b'p', 112), 0, -1, -1, 0)",
+                )),
+    Attack("makes shared memory", code=CALLS.format(call="shmget(0, 4096, 0o1600)")),
+    Attack("makes memory that is a file", is_quick=True, code=CALLS.format(call="memfd_create(b'x', 0)")),
+    Attack("joins the namespaces of the first process", code="""
 import ctypes, os
 def f():
     libc, fd = ctypes.CDLL(None), os.open('/proc/1/ns/mnt', os.O_RDONLY)
