@@ -139,7 +139,7 @@ def held_out_loss(model: Any, rows: Any, *, pad_token_id: int) -> float:
     room = min(LOSS_TOKENS, SCORES_BYTES // (4 * model.config.get_text_config().vocab_size))
     batches = AdaptiveBatches(len(rows), "the held-out loss")
     for batch in _by_length(rows["input_ids"], rows["labels"], room=room):
-        for loss, labels in batches.each(
+        for loss, labels in batches.map(
             len(batch), partial(_summed_loss, model, batch=batch, pad_token_id=pad_token_id)
         ):
             total, count = total + loss, count + labels

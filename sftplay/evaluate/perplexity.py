@@ -92,7 +92,7 @@ def measure_perplexity(
         batches = AdaptiveBatches(len(pieces), "the perplexity")
         total = 0.0
         for batch in scorer.batches(pieces):
-            total += math.fsum(batches.each(len(batch), partial(scorer.summed_loss, batch)))
+            total += math.fsum(batches.map(len(batch), partial(scorer.summed_loss, batch)))
             done += len(batch)
             log.progress(done, None, what="windows read", tag="eval")
         n_bytes = sum(document.n_bytes for document in group)

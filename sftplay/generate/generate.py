@@ -129,7 +129,7 @@ def answer_all(
             answers[i] = text
         return part.stop
 
-    for done in batches.each(len(order), answer):
+    for done in batches.map(len(order), answer):
         progress(done)
     return answers
 

@@ -53,11 +53,11 @@ def add_adapter(model: Any, lora: LoraConfig, *, new_ids: Sequence[int] = ()) ->
         try:
             adapted = get_peft_model(model, config)
         except ValueError as error:
-            raise ConfigError(
-                f"PEFT cannot adapt these modules ({str(error).splitlines()[0]})",
-                where="tuning.lora.target_modules",
-                fix=f"name layers that multiply with a matrix, such as {', '.join(_linear_names(model)[:8])}",
-            ) from error
+            linear = (path for path, module in model.named_modules() if isinstance(module, nn.Linear))
+            names = sorted({path.rpartition(".")[2] for path in linear})
+            what = f"PEFT cannot adapt these modules ({str(error).splitlines()[0]})"
+            fix = f"name layers that multiply with a matrix, such as {', '.join(names[:8])}"
+            raise ConfigError(what, where="tuning.lora.target_modules", fix=fix) from error
     make_trainable_fp32(adapted)
     return adapted
 
@@ -87,12 +87,10 @@ def continue_adapter(model: Any, lora: LoraConfig, *, adapter: Path) -> Any:
     adapted = {name for name, module in continued.get_base_model().named_modules() if hasattr(module, "lora_A")}
     if adapted != wanted:
         stored, named = (sorted({path.rpartition(".")[2] for path in paths}) for paths in (adapted, wanted))
-        count = f"{len(wanted)} layers ({', '.join(named)})"
-        raise ConfigError(
-            f"{count} here, but the adapter {adapter} that is continued has {len(adapted)} ({', '.join(stored)})",
-            where="tuning.lora.target_modules",
-            fix=f"write [{', '.join(stored)}], or model.merge_adapter: true, which trains a new adapter of any shape",
-        )
+        here, there = f"{len(wanted)} layers ({', '.join(named)})", f"{len(adapted)} ({', '.join(stored)})"
+        what = f"{here} here, but the adapter {adapter} that is continued has {there}"
+        fix = f"write [{', '.join(stored)}], or model.merge_adapter: true, which trains a new adapter of any shape"
+        raise ConfigError(what, where="tuning.lora.target_modules", fix=fix)
     make_trainable_fp32(continued)
     return continued
 
@@ -103,39 +101,32 @@ def attach_adapter(model: Any, adapter: Path, *, dropout: float | None = None) -
     Raises:
         MachineError: its files cannot be read, or hold what PEFT cannot use, or are a pickle that torch refuses.
     """
-    with refusing(lambda error: _explain(error, adapter)):
-        return _attached(model, adapter, dropout=dropout)
 
+    def explain(error: Exception) -> MachineError:
+        if isinstance(error, pickle.UnpicklingError):
+            return MachineError(f"the adapter's pickle {describe_pickle(error)}", where=str(adapter), fix=SAFE_COPY)
+        fix = "correct the files there, or copy the adapter again"
+        return MachineError(f"the adapter cannot be used ({describe_error(error)})", where=str(adapter), fix=fix)
 
-def _explain(error: Exception, adapter: Path) -> MachineError:
-    if isinstance(error, pickle.UnpicklingError):
-        return MachineError(f"the adapter's pickle {describe_pickle(error)}", where=str(adapter), fix=SAFE_COPY)
-    fix = "correct the files there, or copy the adapter again"
-    return MachineError(f"the adapter cannot be used ({describe_error(error)})", where=str(adapter), fix=fix)
-
-
-def _attached(model: Any, adapter: Path, *, dropout: float | None) -> Any:
-    config = PeftConfig.from_pretrained(str(adapter))
-    if dropout is not None:
-        config.lora_dropout = dropout
-    with _no_peft_warnings():
-        attached = PeftModel.from_pretrained(
-            model, str(adapter), config=config, is_trainable=dropout is not None, torch_device=str(model.device)
-        )
-    rounded = [_find_full_module(module) for module in attached.modules()]
-    if any(rounded):
-        # PEFT rounds them to the base's dtype, https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py
+    with refusing(explain):
+        config = PeftConfig.from_pretrained(str(adapter))
+        if dropout is not None:
+            config.lora_dropout = dropout
+        with _no_peft_warnings():
+            attached = PeftModel.from_pretrained(
+                model, str(adapter), config=config, is_trainable=dropout is not None, torch_device=str(model.device)
+            )
+        # What an adapter stores of modules that train in full, or in some of their rows. PEFT rounds it to the base's
+        # dtype, https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py
+        modules = list(attached.modules())
+        rounded = [found.modules_to_save for found in modules if isinstance(found, ModulesToSaveWrapper)]
+        wrapped = [found for found in modules if isinstance(found, TrainableTokensWrapper)]
+        rounded += [found.token_adapter.trainable_tokens_delta for found in wrapped]
         for module in filter(None, rounded):
             module.float()
-        set_peft_model_state_dict(attached, load_peft_weights(str(adapter), device="cpu"))
-    return attached
-
-
-def _find_full_module(module: nn.Module) -> nn.Module | None:
-    """Return the part that an adapter stores of a module that trains in full, or in some of its rows."""
-    if isinstance(module, ModulesToSaveWrapper):
-        return module.modules_to_save
-    return module.token_adapter.trainable_tokens_delta if isinstance(module, TrainableTokensWrapper) else None
+        if any(rounded):
+            set_peft_model_state_dict(attached, load_peft_weights(str(adapter), device="cpu"))
+        return attached
 
 
 @contextmanager
@@ -199,23 +190,14 @@ def describe_parameters(model: nn.Module) -> dict[str, Any]:
     """Return the manifest's counts: parameters, trainable parameters, their dtypes, and real 4-bit layers."""
     parameters = list(model.parameters())
     trainable = [p for p in parameters if p.requires_grad]
+    sizes = (p.quant_state.shape if getattr(p, "quant_state", None) is not None else p for p in parameters)
     return {
-        "parameters": sum(_count(p) for p in parameters),
+        "parameters": sum(int(size.numel()) for size in sizes),
         "trainable_parameters": sum(p.numel() for p in trainable),
         "trainable_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in trainable}),
         # By weights, not by modules: PEFT wraps each 4-bit layer in one of its own of the same class name.
         "four_bit_layers": sum(p.dtype == torch.uint8 and hasattr(p, "quant_state") for p in parameters),
     }
-
-
-def _count(parameter: Any) -> int:
-    state = getattr(parameter, "quant_state", None)
-    return int(state.shape.numel()) if state is not None else int(parameter.numel())
-
-
-def _linear_names(model: nn.Module) -> list[str]:
-    named = model.named_modules()
-    return sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, nn.Linear)})
 
 
 def check_names(model: nn.Module, lora: LoraConfig) -> None:
@@ -227,9 +209,6 @@ def check_names(model: nn.Module, lora: LoraConfig) -> None:
         for name in names:
             if not any(path == name or path.endswith(f".{name}") for path in full):
                 near = nearest_names(name, known)
-                raise ConfigError(
-                    f"no module of this model is called {name!r}",
-                    where=f"tuning.lora.{key}",
-                    fix=f"did you mean {near[0]!r}?" if near else f"use names such as {', '.join(sorted(known)[:8])}",
-                    nearest=near,
-                )
+                fix = f"did you mean {near[0]!r}?" if near else f"use names such as {', '.join(sorted(known)[:8])}"
+                what = f"no module of this model is called {name!r}"
+                raise ConfigError(what, where=f"tuning.lora.{key}", fix=fix, nearest=near)

@@ -17,18 +17,25 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sftplay.atomic import locked, whole_folder
+from sftplay.atomic import locked
 from sftplay.data.render.templates import CHATML
 from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.model.toys.shipped import read_shipped
-from sftplay.model.toys.tasks import DigitsRecipe, Muon, StepsRecipe, make_digits, set_induction_heads
+from sftplay.model.toys.tasks import (
+    DigitsRecipe,
+    Muon,
+    StepsRecipe,
+    make_digits,
+    make_llama,
+    save_model,
+    set_induction_heads,
+)
 from sftplay.places import shipped
 
 ROPE_THETA = 10_000.0
 TEXT_DIR = shipped("data/base")
-Streams = dict[str, torch.Tensor]
 PRACTICE = "practice.txt"
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -90,8 +97,8 @@ def ensure_builtin(
     """Return the folder of the built-in model `name`, made under `cache_dir` if it is missing.
 
     The shipped weights are copied. Another recipe or text is trained, about a minute on two cores. Neither needs a
-    network. The folder appears under its final name only when it is complete; of several processes one makes it and
-    the others wait. `recipe` replaces the shipped recipe.
+    network. The folder appears under its final name only when it is complete; of several processes one makes it and the
+    others wait. `recipe` replaces the shipped recipe.
 
     Raises:
         ConfigError: there is no built-in model of that name.
@@ -152,11 +159,9 @@ def train_tokenizer(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFa
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, TURN_START, TURN_END],
+        vocab_size=vocab_size, special_tokens=[PAD, TURN_START, TURN_END], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     lines = [line for path in files for line in path.read_text(encoding="utf-8").splitlines(keepends=True)]
     pairs = [f"{number:02d}" for number in range(100)] * len(lines)  # so often that each pair is one id
     tokenizer.train_from_iterator(lines + pairs, trainer)
@@ -166,22 +171,11 @@ def train_tokenizer(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFa
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Return an untrained fp32 Llama of the recipe's shape, with induction heads; the caller seeds torch."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.heads,
+    model = make_llama(
+        recipe, tokenizer, intermediate_size=recipe.intermediate_size, tie_word_embeddings=True,
         max_position_embeddings=recipe.max_position_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    model = LlamaForCausalLM(config)
+    )  # fmt: skip
     if recipe.layers > 1 and recipe.heads > 2:
         set_induction_heads(model, rope_theta=ROPE_THETA)
     return model
@@ -196,35 +190,28 @@ def make_base(folder: Path, *, recipe: Recipe, text_dir: Path, say: Callable[[st
     with _two_threads(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = new_model(recipe, tokenizer)
-        _train_base(model, _token_streams(files, tokenizer), recipe=recipe, say=say)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    with whole_folder(folder) as scratch:
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
+        # Each text as int64 [tokens]; chat markers in the text become their special ids.
+        encode = tokenizer.backend_tokenizer.encode
+        streams = {path.name: torch.tensor(encode(path.read_text(encoding="utf-8")).ids) for path in files}
+        _train_base(model, streams, recipe=recipe, say=say)
+    save_model(folder, model, tokenizer)
     say(f"{folder.name} is ready after {time.monotonic() - started:.0f} s")
 
 
-def _token_streams(files: list[Path], tokenizer: PreTrainedTokenizerFast) -> Streams:
-    """Return each text as one int64 [tokens] tensor; chat markers in the text become their special ids."""
-    encode = tokenizer.backend_tokenizer.encode
-    return {path.name: torch.tensor(encode(path.read_text(encoding="utf-8")).ids) for path in files}
-
-
-def _sample_windows(streams: Streams, recipe: Recipe, *, generator: torch.Generator) -> torch.Tensor:
-    """Sample windows at random places of the texts: int64 [rows, tokens]."""
+def _train_base(
+    model: LlamaForCausalLM, streams: dict[str, torch.Tensor], *, recipe: Recipe, say: Callable[[str], None]
+) -> None:
+    """Train the model in place by plain language modelling on the shipped text."""
+    generator = torch.Generator().manual_seed(recipe.seed)
     others = [stream for file, stream in streams.items() if file != PRACTICE]
-    windows = []
-    for _ in range(recipe.rows):
+
+    def sample_window() -> torch.Tensor:
+        """Sample `recipe.tokens` tokens at a random place of the texts."""
         is_practice = torch.rand((), generator=generator).item() < recipe.practice_share
         stream = streams[PRACTICE] if is_practice else others[int(torch.randint(len(others), (), generator=generator))]
         start = int(torch.randint(len(stream) - recipe.tokens, (), generator=generator))
-        windows.append(stream[start : start + recipe.tokens])
-    return torch.stack(windows)
+        return stream[start : start + recipe.tokens]
 
-
-def _train_base(model: LlamaForCausalLM, streams: Streams, *, recipe: Recipe, say: Callable[[str], None]) -> None:
-    """Train the model in place by plain language modelling on the shipped text."""
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     rest = [weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)]
     # Muon ends at a lower loss than AdamW in the same minute.
@@ -237,11 +224,10 @@ def _train_base(model: LlamaForCausalLM, streams: Streams, *, recipe: Recipe, sa
         return min(20 * (step + 1) / recipe.steps, 0.02 + 0.49 * (1 + math.cos(math.pi * step / recipe.steps)))
 
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak) for optimizer in optimizers]
-    generator = torch.Generator().manual_seed(recipe.seed)
     model.train()
     last_line_at = time.monotonic()
     for step in range(recipe.steps):
-        input_ids = _sample_windows(streams, recipe, generator=generator)
+        input_ids = torch.stack([sample_window() for _ in range(recipe.rows)])
         loss = model(input_ids=input_ids, labels=input_ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

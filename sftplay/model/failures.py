@@ -59,19 +59,15 @@ def explain_failure(error: Exception, model: ModelConfig, *, where: str) -> Sftp
         return MachineError(f"the model's pickle {describe_pickle(error)}", where=where, fix=SAFE_COPY)
     fix = f"check the name, the connection and the files, {FOLDER_FIX}; the run's log says more"
     if is_local(model.name):
-        fix = f"correct its files, or copy the model again{_guilty(model.name, error)}; the run's log says more"
+        found = ""
+        if isinstance(error, KeyError | AttributeError):  # a setting of config.json that a library does not know
+            words = {str(value): key for key, value in _settings(read_shape(model.name)) if isinstance(value, str)}
+            word = max((word for word in words if len(word) > 2 and word in str(error)), key=len, default="")
+            found = f": {words[word]} is {word!r} in its config.json" if word else ""
+        fix = f"correct its files, or copy the model again{found}; the run's log says more"
     elif "safetensors" in str(error):
         fix = f"if it has pickled weights only: {PICKLE_FIX}"
     return MachineError(f"the model cannot be loaded ({describe_error(error)})", where=where, fix=fix)
-
-
-def _guilty(folder: str, error: Exception) -> str:
-    """Return the setting of config.json with a value that a library does not know."""
-    if not isinstance(error, KeyError | AttributeError):
-        return ""
-    words = {str(value): key for key, value in _settings(read_shape(folder)) if isinstance(value, str)}
-    found = max((word for word in words if len(word) > 2 and word in str(error)), key=len, default="")
-    return f": {words[found]} is {found!r} in its config.json" if found else ""
 
 
 def _settings(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:

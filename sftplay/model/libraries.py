@@ -16,12 +16,6 @@ from sftplay.places import cache_root
 PATCHED_LIBRARIES = ("transformers", "trl", "peft")
 """Libraries that unsloth patches: they must not be imported before it, or their classes stay unpatched."""
 
-SETTINGS = {"UNSLOTH_DISABLE_STATISTICS": "1"}
-"""Without it, unsloth counts its users by a download."""
-
-COMPILED_CODE = cache_root() / "unsloth"
-"""Folder for the code that unsloth generates; by default it uses one in the current directory."""
-
 
 def import_unsloth() -> Any:
     """Import the package unsloth, in a process without the libraries that it patches.
@@ -31,17 +25,16 @@ def import_unsloth() -> Any:
     """
     early = [name for name in PATCHED_LIBRARIES if name in sys.modules]
     assert not early, f"unsloth must come before {', '.join(early)}"
-    for key, value in {**SETTINGS, "UNSLOTH_COMPILE_LOCATION": str(COMPILED_CODE.resolve())}.items():
-        os.environ.setdefault(key, value)
+    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # else it counts its users by a download
+    # By default the code that it generates goes to a folder in the current directory.
+    os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str((cache_root() / "unsloth").resolve()))
     try:
         return importlib.import_module("unsloth")
     except (ImportError, NotImplementedError, RuntimeError, AttributeError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise MachineError(
-            f"unsloth cannot be imported ({reason})",
-            where="tuning.backend unsloth",
-            fix="install what it misses, see the run's log; or write tuning.backend: bnb",
-        ) from error
+        what = f"unsloth cannot be imported ({reason})"
+        fix = "install what it misses, see the run's log; or write tuning.backend: bnb"
+        raise MachineError(what, where="tuning.backend unsloth", fix=fix) from error
 
 
 def unneeded(cfg: RunConfig) -> list[str]:

@@ -72,7 +72,8 @@ def load_base(cfg: RunConfig, *, source: str | None = None, is_on_host: bool = F
     cfg = resolve_names(cfg)
     if cfg.model.adapter is None or not cfg.model.merge_adapter:
         base = _open_named(cfg, dtype, is_on_host=is_on_host)
-        return base if cfg.model.adapter is None else _continued(base, cfg)
+        adapter = cfg.model.adapter
+        return base if adapter is None else continue_adapter(base, cfg.tuning.lora, adapter=Path(adapter))
     from sftplay.model.merged_start import keep_base, merged_start
 
     if cfg.tuning.mode == "full":
@@ -101,23 +102,24 @@ def load_result(cfg: RunConfig, folder: Path) -> Any:
     """Load the tuned model of a finished run, in evaluation mode: `folder/model`, or the base with `folder/adapter`."""
     if (folder / "model").is_dir():
         return open_model(cfg, str(folder / "model"), dtype=frozen_dtype(cfg)).eval()
-    kept_base = folder / "base"
-    is_kept = kept_base.is_dir()
-    base = load_base(cfg, source=str(kept_base)) if is_kept else _open_named(resolve_names(cfg), _start_dtype(cfg))
+    if (kept_base := folder / "base").is_dir():
+        base = load_base(cfg, source=str(kept_base))
+    else:
+        base = _open_named(resolve_names(cfg), _start_dtype(cfg))
     return attach_adapter(base, folder / "adapter").eval()
 
 
 def load_untrained(cfg: RunConfig, folder: Path) -> Any:
     """Load the model that a finished run started from, in evaluation mode, with rows for its tokenizer's tokens."""
     kept_base = folder / "base"
-    if not cfg.tuning.new_tokens.is_on or not kept_base.is_dir():
-        from sftplay.model.new_tokens.embedding_rows import add_rows
-        from sftplay.model.new_tokens.tokens import kept_tokens
+    if cfg.tuning.new_tokens.is_on and kept_base.is_dir():
+        return load_base(cfg, source=str(kept_base)).eval()
+    from sftplay.model.new_tokens.embedding_rows import add_rows
+    from sftplay.model.new_tokens.tokens import kept_tokens
 
-        base = load_base(cfg)
-        add_rows(base, kept_tokens(folder))
-        return base.eval()
-    return load_base(cfg, source=str(kept_base)).eval()
+    base = load_base(cfg)
+    add_rows(base, kept_tokens(folder))
+    return base.eval()
 
 
 def _open_named(cfg: RunConfig, dtype: torch.dtype, *, is_on_host: bool = False) -> Any:
@@ -127,7 +129,3 @@ def _open_named(cfg: RunConfig, dtype: torch.dtype, *, is_on_host: bool = False)
 
 def _start_dtype(cfg: RunConfig) -> torch.dtype:
     return torch.float32 if cfg.tuning.mode == "full" else frozen_dtype(cfg)
-
-
-def _continued(base: Any, cfg: RunConfig) -> Any:
-    return continue_adapter(base, cfg.tuning.lora, adapter=Path(str(cfg.model.adapter)))

@@ -29,37 +29,33 @@ from sftplay.units import format_bytes
 def keep_base(cfg: RunConfig, folder: Path, *, dtype: torch.dtype, new_tokens: Sequence[NewToken] = ()) -> Path:
     """Return the folder `folder/base` with the model that the resolved `cfg` starts from, made if it is missing.
 
-    That is the merged start in `dtype`, or the base as it is stored; either with rows for `new_tokens`.
-
-    It appears under its name only when it is complete; of several processes one makes it and the others wait.
+    That is the merged start in `dtype`, or the base as it is stored; either with rows for `new_tokens`. It appears
+    under its name only when it is complete; of several processes one makes it and the others wait.
     """
     target = folder / "base"
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".base.lock"):
-        if not target.is_dir():
-            merges = cfg.model.merge_adapter
-            with whole_folder(target) as scratch:
-                start = merged_start(cfg, dtype) if merges else _plain_base(cfg, None)
-                tokenizer = load_tokenizer(cfg.model)
-                add_to(tokenizer, new_tokens)
-                add_rows(start, new_tokens)
-                _check_room(start, scratch)
-                start.save_pretrained(scratch)
-                tokenizer.save_pretrained(scratch)
-            if merges:
-                log.say(f"merged {cfg.model.adapter} into its base: {target}", "model")
-            if new_tokens:
-                log.say(f"the base with rows for {len(new_tokens)} new tokens: {target}", "model")
+        if target.is_dir():
+            return target
+        merges = cfg.model.merge_adapter
+        with whole_folder(target) as scratch:
+            start = merged_start(cfg, dtype) if merges else _plain_base(cfg, None)
+            tokenizer = load_tokenizer(cfg.model)
+            add_to(tokenizer, new_tokens)
+            add_rows(start, new_tokens)
+            needed = sum(weight.nbytes for weight in start.parameters())
+            if (free := shutil.disk_usage(scratch).free) < needed:
+                sizes = f"{format_bytes(needed)} and {format_bytes(free)} are free"
+                fix = "make room, or name a folder on another disk: output_dir"
+                where = str(scratch.parent)
+                raise MachineError(f"the base that this run trains on needs {sizes}", where=where, fix=fix)
+            start.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+    if merges:
+        log.say(f"merged {cfg.model.adapter} into its base: {target}", "model")
+    if new_tokens:
+        log.say(f"the base with rows for {len(new_tokens)} new tokens: {target}", "model")
     return target
-
-
-def _check_room(model: Any, folder: Path) -> None:
-    needed = sum(weight.nbytes for weight in model.parameters())
-    if (free := shutil.disk_usage(folder).free) < needed:
-        what = f"the base that this run trains on needs {format_bytes(needed)} and {format_bytes(free)} are free"
-        raise MachineError(
-            what, where=str(folder.parent), fix="make room, or name a folder on another disk: output_dir"
-        )
 
 
 def merged_start(cfg: RunConfig, dtype: torch.dtype) -> Any:
@@ -109,7 +105,14 @@ def merge_adapter(base: Any, adapter: Path, *, dtype: torch.dtype | None, fix: s
     whole = attached.unload()  # every layer is merged already; modules that trained in full replace the originals
     if dtype:
         whole.to(dtype)
-    is_untied = _resolve_tie(whole)
+    # Head and input embedding are tied again if they are still equal, else marked as untied in the config.
+    head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
+    was_tied = head is not None and whole.config.get_text_config().tie_word_embeddings
+    is_untied = bool(was_tied) and not torch.equal(embedding.weight, head.weight)
+    if is_untied:
+        whole.config.tie_word_embeddings = whole.config.get_text_config().tie_word_embeddings = False
+    elif was_tied:
+        head.weight = embedding.weight
     for name, parameter in whole.named_parameters():
         if parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
             kind = str(parameter.dtype).removeprefix("torch.")
@@ -131,22 +134,6 @@ def attach_for_merging(base: Any, adapter: Path) -> Any:
         if first.weight is last.weight:
             last.weight = nn.Parameter(last.weight.detach().clone())
     return attached
-
-
-def _resolve_tie(model: Any) -> bool:
-    """Tie head and input embedding again if they are still equal, else mark them as untied in the config.
-
-    Return True when they were one and are two now.
-    """
-    head = model.get_output_embeddings()
-    if head is None or not model.config.get_text_config().tie_word_embeddings:
-        return False
-    embedding = model.get_input_embeddings()
-    if torch.equal(embedding.weight, head.weight):
-        head.weight = embedding.weight
-        return False
-    model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
-    return True
 
 
 def _merge_layer(layer: Any, dtype: torch.dtype | None, *, adapter: Path) -> None:

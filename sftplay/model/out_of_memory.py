@@ -138,7 +138,7 @@ class AdaptiveBatches:
         self.batch_size = batch_size
         self._activity, self._fix = activity, fix
 
-    def each(self, rows: int, compute: Callable[[slice], T]) -> Iterator[T]:
+    def map(self, rows: int, compute: Callable[[slice], T]) -> Iterator[T]:
         """Yield the result of `compute` for each batch of range(`rows`), in order.
 
         Raises:
@@ -148,16 +148,14 @@ class AdaptiveBatches:
         start = 0
         while start < rows:
             batch = slice(start, min(rows, start + self.batch_size))
-            results = self._attempt(compute, batch)
-            if not results:
-                self.batch_size = max(1, (batch.stop - batch.start) // 2)
-                free_memory()
-                log.show_error(
-                    f"[memory] out of memory in {self._activity}: it goes on with {self.batch_size} rows at a time"
-                )
+            if results := self._attempt(compute, batch):
+                yield results[0]
+                start = batch.stop
                 continue
-            yield results[0]
-            start = batch.stop
+            self.batch_size = max(1, (batch.stop - batch.start) // 2)
+            free_memory()
+            what = f"out of memory in {self._activity}: it goes on with {self.batch_size} rows at a time"
+            log.show_error(f"[memory] {what}")
 
     def _attempt(self, compute: Callable[[slice], T], batch: slice) -> list[T]:
         """Return a list of the one result; empty when memory ran out. The error and its tensors are released then."""

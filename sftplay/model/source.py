@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +19,18 @@ from sftplay.places import cache_root
 BUILTIN = "builtin:"
 ADAPTER_CONFIG = "adapter_config.json"
 
-DIGITS = {
-    "model_type": "llama",
-    "vocab_size": 11,
-    "hidden_size": 48,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
+TINY: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 768, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 2048, "tie_word_embeddings": True,
     "hidden_act": "silu",
-}
-
-BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {
-    "builtin:tiny": {
-        "model_type": "llama",
-        "vocab_size": 768,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-    },
-    "builtin:digits": DIGITS,
-    "builtin:copier": DIGITS,
-    "builtin:steps": DIGITS,
-}
+}  # fmt: skip
+DIGITS = TINY | {
+    "vocab_size": 11, "hidden_size": 48, "intermediate_size": 192, "num_hidden_layers": 2,
+    "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+BUILTIN_CONFIGS = {
+    "builtin:tiny": TINY, "builtin:digits": DIGITS, "builtin:copier": DIGITS, "builtin:steps": DIGITS
+}  # fmt: skip
 """The shape in the config.json of a built-in model, for use before the model is made."""
 
 _HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|[.-]/))\w[\w.-]*(?:/\w[\w.-]*)?(?<![.-])(?<!\.git)", re.ASCII)
@@ -66,17 +49,17 @@ changed by hand in a few places can go unnoticed."""
 
 
 def is_local(name: str) -> bool:
-    """True when opening the model needs no hub."""
+    """Say whether opening the model needs no hub."""
     return name.startswith(BUILTIN) or Path(name).is_dir()
 
 
 def is_hub_shaped(name: str) -> bool:
-    """True when a hub could have a model of this name."""
+    """Say whether a hub could have a model of this name."""
     return len(name) <= LONGEST_HUB_NAME and _HUB_NAME.fullmatch(name) is not None
 
 
 def is_downloaded(name: str) -> bool:
-    """True when the hub cache of this machine holds something of the model `name`."""
+    """Say whether the hub cache of this machine holds something of the model `name`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
     hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or cache) / "hub"
     return (Path(hub).expanduser() / f"models--{name.replace('/', '--')}").is_dir()
@@ -92,17 +75,15 @@ def check_source(name: str, where: str, *, allow_pickle: bool = False) -> None:
         return
     folder = Path(name)
     if not folder.is_dir():
-        raise ConfigError(
-            f"no model folder {name!r}", where=where, fix="check the path, or give a hub name (org/model)"
-        )
+        fix = "check the path, or give a hub name (org/model)"
+        raise ConfigError(f"no model folder {name!r}", where=where, fix=fix)
     if (folder / ADAPTER_CONFIG).is_file():
         # transformers would open the adapter's base instead.
         fix = f"write model.adapter: {name}, and the adapter's base as model.name"
         raise ConfigError(f"{name!r} holds an adapter, not a model", where=where, fix=fix)
     if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{name!r} holds no config.json", where=where, fix="point to a folder made by save_pretrained"
-        )
+        fix = "point to a folder made by save_pretrained"
+        raise ConfigError(f"{name!r} holds no config.json", where=where, fix=fix)
     check_pickles(folder, where, allow_pickle=allow_pickle)
 
 
@@ -145,7 +126,7 @@ def read_shape(name: str) -> dict[str, Any]:
 
 
 def is_quantised(name: str, revision: str | None) -> bool:
-    """Whether the model is published in quantised form. True as well where its config.json is not on this machine."""
+    """Say whether the model is published in quantised form. True as well where its config.json is not here."""
     if name.startswith(BUILTIN):
         return False
     path: Path | str | object | None = Path(name) / "config.json"
@@ -168,9 +149,8 @@ def locate(name: str) -> str:
         return name
     from sftplay.model.builtin import ensure_builtin
 
-    return str(
-        ensure_builtin(name.removeprefix(BUILTIN), BUILTIN_CACHE, say=lambda message: log.status(message, "model"))
-    )
+    say = partial(log.status, tag="model")
+    return str(ensure_builtin(name.removeprefix(BUILTIN), BUILTIN_CACHE, say=say))
 
 
 def weights_digests(folder: str | None, *, whole_bytes: int = WHOLE_BYTES, chunks: int = CHUNKS) -> dict[str, str]:
@@ -185,18 +165,14 @@ def weights_digest(path: Path, *, whole_bytes: int = WHOLE_BYTES, chunks: int = 
     """Return the hex sha256 of the file's size and bytes; above `whole_bytes`, of `chunks` chunks of them."""
     size_bytes = path.stat().st_size
     digest = hashlib.sha256(str(size_bytes).encode())
+    starts: Iterable[int] = range(0, size_bytes, CHUNK_BYTES)
+    if size_bytes > whole_bytes:
+        starts = ((size_bytes - CHUNK_BYTES) * n // (chunks - 1) for n in range(chunks))
     with path.open("rb") as handle:
-        for start in _starts(size_bytes, whole_bytes, chunks=chunks):
+        for start in starts:
             handle.seek(start)
             digest.update(handle.read(CHUNK_BYTES))
     return digest.hexdigest()
-
-
-def _starts(size_bytes: int, whole_bytes: int, *, chunks: int) -> Iterator[int]:
-    if size_bytes <= whole_bytes:
-        return iter(range(0, size_bytes, CHUNK_BYTES))
-    last = size_bytes - CHUNK_BYTES
-    return (last * n // (chunks - 1) for n in range(chunks))
 
 
 CONNECT_S = 9.0
@@ -221,30 +197,31 @@ def check_reachable(name: str, revision: str | None, *, where: str) -> bool:
         return True
     if not is_hub_shaped(name):
         check_source(name, where)
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HfHubHTTPError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     from sftplay.machine.libraries import hub_client
 
     cached = isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=CONNECT_S)
-    except (hub_client().TransportError, OfflineModeIsEnabled) as error:
+    except (hub_client().TransportError, errors.OfflineModeIsEnabled) as error:
         if cached:
             return False
         raise unreachable(name, error, where=where) from error
-    except EntryNotFoundError:
+    except errors.EntryNotFoundError:
         return True  # the library that opens it reports what is missing
-    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise _refused(name, error, where=where) from error
-    except (HfHubHTTPError, OSError, ValueError):
+    except errors.GatedRepoError as error:
+        fix = f"accept its terms on its page, and log in with `hf auth login` or HF_TOKEN; {FOLDER_FIX}"
+        what = f"the hub gives {name} only to those who accepted its terms"
+        raise MachineError(what, where=where, fix=fix) from error
+    except errors.RevisionNotFoundError as error:
+        fix = "correct model.revision, or leave it out"
+        raise MachineError(f"{name} has no such revision", where=where, fix=fix) from error
+    except errors.RepositoryNotFoundError as error:
+        fix = f"check the name; if it is private, log in with `hf auth login` or HF_TOKEN; {FOLDER_FIX}"
+        what = f"there is no folder {name}, and the hub has no such model"
+        raise MachineError(what, where=where, fix=fix) from error
+    except (errors.HfHubHTTPError, OSError, ValueError):
         return True  # a mirror with answers of its own
     return True
 
@@ -275,22 +252,9 @@ def fetch_weights(name: str, revision: str | None) -> None:
 
 def unreachable(name: str, error: BaseException, *, where: str) -> MachineError:
     """Return the error for a hub that does not answer, with what to do about the model `name`."""
-    fix = (
-        f"download it where there is a connection (make download-model MODEL={name}) and point model.name to the folder"
-    )
+    command = f"make download-model MODEL={name}"
+    fix = f"download it where there is a connection ({command}) and point model.name to the folder"
     return MachineError(f"the hub cannot be reached ({first_line(error)})", where=where, fix=fix)
-
-
-def _refused(name: str, error: BaseException, *, where: str) -> MachineError:
-    from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
-
-    if isinstance(error, GatedRepoError):
-        fix = f"accept its terms on its page, and log in with `hf auth login` or HF_TOKEN; {FOLDER_FIX}"
-        return MachineError(f"the hub gives {name} only to those who accepted its terms", where=where, fix=fix)
-    if isinstance(error, RevisionNotFoundError):
-        return MachineError(f"{name} has no such revision", where=where, fix="correct model.revision, or leave it out")
-    fix = f"check the name; if it is private, log in with `hf auth login` or HF_TOKEN; {FOLDER_FIX}"
-    return MachineError(f"there is no folder {name}, and the hub has no such model", where=where, fix=fix)
 
 
 FOLDER_FIX = "or point model.name to a folder with its files"

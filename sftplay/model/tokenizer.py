@@ -27,12 +27,26 @@ def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
         MachineError: the hub or the folder has none.
         DataError: it has neither a pad nor an end-of-text token.
     """
-    kept = folder or _kept_by_adapter(model)
+    kept = folder
+    if kept is None and model.adapter is not None:
+        adapter = Path(model.adapter)
+        if not (adapter / ADAPTER_CONFIG).is_file():
+            fix = "name the folder of the adapter, such as outputs/RUN/adapter"
+            raise ConfigError(f"{model.adapter} is no adapter's folder", where="model.adapter", fix=fix)
+        kept = model.adapter if (adapter / "tokenizer_config.json").is_file() else None
     source, revision = (kept, None) if kept else (locate(model.name), model.revision)
     where = f"model.name {source}"
     options = {} if check_reachable(source, revision, where=where) else {"local_files_only": True}
     announce_trust(model, f"the tokenizer {source}")
-    with refusing(lambda error: _explain(error, model, where=where)):
+
+    def explain(error: Exception) -> SftplayError:
+        fix = f"check the name and the connection, {FOLDER_FIX}"
+        if Path(source).is_dir():
+            fix = "correct the files of the tokenizer and config.json there, or copy the model again"
+        refusal = MachineError(f"no tokenizer could be opened ({describe_error(error)})", where=where, fix=fix)
+        return refused_code(error, model) or refusal
+
+    with refusing(explain):
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=revision, trust_remote_code=model.trust_remote_code, **options
         )
@@ -72,25 +86,7 @@ def set_end_tokens(config: GenerationConfig, tokenizer: Any) -> None:
 
 
 def end_token_ids(tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: the chat template's, or the tokenizer's own where it has no template."""
+    """Return the tokens that end an answer: the chat template's, or the tokenizer's own where it has no template."""
     if tokenizer.chat_template:
         return list(Renderer.prove(tokenizer, tokenizer.chat_template, samples=[]).end_token_ids)
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-
-def _explain(error: Exception, model: ModelConfig, *, where: str) -> SftplayError:
-    if refusal := refused_code(error, model):
-        return refusal
-    fix = f"check the name and the connection, {FOLDER_FIX}"
-    if Path(where.removeprefix("model.name ")).is_dir():
-        fix = "correct the files of the tokenizer and config.json there, or copy the model again"
-    return MachineError(f"no tokenizer could be opened ({describe_error(error)})", where=where, fix=fix)
-
-
-def _kept_by_adapter(model: ModelConfig) -> str | None:
-    if model.adapter is None:
-        return None
-    if not (Path(model.adapter) / ADAPTER_CONFIG).is_file():
-        fix = "name the folder of the adapter, such as outputs/RUN/adapter"
-        raise ConfigError(f"{model.adapter} is no adapter's folder", where="model.adapter", fix=fix)
-    return model.adapter if (Path(model.adapter) / "tokenizer_config.json").is_file() else None

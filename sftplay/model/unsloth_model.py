@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-
 from sftplay import log
 from sftplay.config.other_kits import kit_answer
 from sftplay.config.run import RunConfig
@@ -21,9 +19,6 @@ from sftplay.model.adapter import check_names, describe_parameters, make_trainab
 from sftplay.model.failures import announce_trust, explain_failure, refusing
 from sftplay.model.source import check_reachable, first_line, quieten_hub
 from sftplay.model.weights import frozen_dtype, keep_four_bit_exact
-
-REPORTER = "transformers.modeling_utils"
-"""The logger that lists weights missing from the files; unsloth returns no loading information."""
 
 WATCHED = ("bf16", "fp16", "optim", "dataloader_pin_memory")
 """Arguments of TRL's config that the kit decides and unsloth rewrites on a CPU."""
@@ -61,7 +56,17 @@ def open_by_unsloth(cfg: RunConfig, name: str, *, revision: str | None = None) -
             fix_tokenizer=False,
             **options,
         )
-    _check_held_as_asked(model, cfg, where=where, missing=missing)
+    # unsloth falls back to other numbers with a printed line, where the kit promised to stop.
+    if missing:
+        raise MachineError(f"the model cannot be loaded ({missing[0]})", where=where, fix="check its files")
+    four_bit = describe_parameters(model)["four_bit_layers"] > 0
+    if four_bit != (cfg.tuning.mode == "qlora"):
+        what = "unsloth opened it in 4 bits" if four_bit else "unsloth could not hold this model in 4 bits"
+        raise MachineError(what, where=where, fix="write tuning.mode: lora, or tuning.backend: bnb")
+    dtype, wanted = next(p.dtype for p in model.parameters() if p.is_floating_point()), frozen_dtype(cfg)
+    if dtype != wanted:
+        fix = f"write train.precision for {dtype}, or tuning.backend: bnb"
+        raise MachineError(f"unsloth opened the model in {dtype}, not in {wanted}", where=where, fix=fix)
     keep_four_bit_exact(model)
     return model
 
@@ -110,21 +115,6 @@ def _checkpointing(cfg: RunConfig) -> str | bool:
     return "unsloth" if cfg.train.gradient_checkpointing else False
 
 
-def _check_held_as_asked(model: nn.Module, cfg: RunConfig, *, where: str, missing: list[str]) -> None:
-    """unsloth falls back to other numbers with a printed line, where the kit promised to stop."""
-    if missing:
-        raise MachineError(f"the model cannot be loaded ({missing[0]})", where=where, fix="check its files")
-    four_bit = describe_parameters(model)["four_bit_layers"] > 0
-    if four_bit != (cfg.tuning.mode == "qlora"):
-        what = "unsloth could not hold this model in 4 bits" if not four_bit else "unsloth opened it in 4 bits"
-        fix = "write tuning.mode: lora, or tuning.backend: bnb"
-        raise MachineError(what, where=where, fix=fix)
-    dtype, wanted = next(p.dtype for p in model.parameters() if p.is_floating_point()), frozen_dtype(cfg)
-    if dtype != wanted:
-        fix = f"write train.precision for {dtype}, or tuning.backend: bnb"
-        raise MachineError(f"unsloth opened the model in {dtype}, not in {wanted}", where=where, fix=fix)
-
-
 @contextmanager
 def _missing_weights() -> Iterator[list[str]]:
     """Yield a list that gets a line for each weight in no file; transformers fills these with random numbers."""
@@ -134,7 +124,8 @@ def _missing_weights() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             seen.extend(line.strip() for line in record.getMessage().splitlines() if "MISSING" in line)
 
-    listener, logger = Listener(logging.WARNING), logging.getLogger(REPORTER)
+    # This logger lists weights missing from the files; unsloth returns no loading information.
+    listener, logger = Listener(logging.WARNING), logging.getLogger("transformers.modeling_utils")
     logger.addHandler(listener)
     try:
         yield seen

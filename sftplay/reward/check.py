@@ -20,9 +20,6 @@ from sftplay.reward.reward_set import RewardSet
 from sftplay.reward.table import judges_form, missing_column
 
 NOISE = "lorem ipsum dolor sit amet consectetur adipiscing elit sed do eiusmod tempor incididunt"
-REPEATS = 400
-SEVERAL = 4
-"""Answers that one junk answer gives side by side."""
 
 TESTS = "tests"
 """The column that rows have whose answers are programs."""
@@ -38,11 +35,6 @@ FORGERIES = (
 Verdict = Literal["ok", "cannot_tell", "constant", "raises"]
 
 TRIED_ROWS = 32
-
-RESULT_MARKS = ("####", "\\boxed", "answer is")
-
-MOST_NAMED = 5
-"""Rows that a message names."""
 
 APART = 0.3
 """How far the mean of gold answers must lie above the mean of every kind of junk, in shares of the values' range."""
@@ -67,7 +59,7 @@ def junk_answers(cases: Sequence[Case]) -> dict[str, list[str]]:
     answers = {
         "nothing": ["" for _ in golds],
         "noise": [NOISE for _ in golds],
-        "again and again": [" ".join([other or NOISE] * REPEATS) for other in others],
+        "again and again": [" ".join([other or NOISE] * 400) for other in others],
     }
     if all(others):
         answers["another row's answer"] = others
@@ -75,7 +67,7 @@ def junk_answers(cases: Sequence[Case]) -> dict[str, list[str]]:
         programs = [cheating_programs(case.columns) for case in cases]
         answers |= {kind: [f"```python\n{made[kind]}\n```" for made in programs] for kind in programs[0]}
     elif all(others):  # of several programs the one with the right name is the answer
-        several = list(dict.fromkeys(golds))[:SEVERAL]
+        several = list(dict.fromkeys(golds))[:4]
         answers["several answers"] = [
             "\n".join(dict.fromkeys([gold, *several, other])) for gold, other in zip(golds, others, strict=True)
         ]
@@ -159,7 +151,7 @@ def check_reward(call: RewardWorker | CodeTests, cases: Sequence[Case], *, rewar
         if value is not None and right is not None and value >= right > 0
     ]  # fmt: skip
     if paid and verdict == "ok":
-        verdict, why = "cannot_tell", "; ".join(paid[:MOST_NAMED])
+        verdict, why = "cannot_tell", "; ".join(paid[:5])
     verdicts = zip(places, gold.verdicts, strict=True) if gold.verdicts else ()
     return RewardCheck(
         reward.name,
@@ -179,7 +171,7 @@ def _marked(call: RewardWorker | CodeTests, gold: str) -> str:
     if call.use == "format":
         return in_form(gold, **call.options)
     if call.use == "math":
-        return gold if any(mark in gold for mark in RESULT_MARKS) else in_form(gold, form="boxed")
+        return gold if any(mark in gold for mark in ("####", "\\boxed", "answer is")) else in_form(gold, form="boxed")
     after = str(call.options.get("after", "")) if call.use == "exact_match" else ""
     return gold if after in gold else f"{after} {gold}"
 

@@ -8,8 +8,8 @@ from itertools import islice
 from textwrap import dedent
 from typing import Literal
 
-from sftplay.reward.completions import Completion, text_of, without_reasoning
-from sftplay.reward.reading.programs import complete, defined, find_definitions, from_session, tree_of
+from sftplay.reward.completions import Completion, read_text, without_reasoning
+from sftplay.reward.reading.programs import complete, defined, find_definitions, from_session, parse_program
 
 How = Literal["labelled", "unlabelled", "unclosed", "whole_text", "none"]
 
@@ -20,7 +20,7 @@ MOST_ENDS = 20
 """Fences behind an opening one that are tried as its end."""
 
 MOST_BLOCKS = 50
-"""Blocks of a text of which more than the first end is tried; a model may write thousands of fences."""
+"""Blocks of a text for which more than the first end is tried; a model may write thousands of fences."""
 
 PYTHON_LABELS = ("python", "py", "python3")
 """Labels that the reward `format` asks for."""
@@ -56,7 +56,7 @@ class CodeAnswer:
 
 
 def find_code(completion: Completion, entry_point: str = "") -> CodeAnswer:
-    """The program that the completion gives as its answer.
+    """Find the program that the completion gives as its answer.
 
     Behind the reasoning, blocks labelled as Python go before those without a language. Of them the last counts that
     parses and defines `entry_point`, else the last; functions that it calls and other blocks define come with it.
@@ -65,7 +65,7 @@ def find_code(completion: Completion, entry_point: str = "") -> CodeAnswer:
     >>> find_code("Here:\\n```python\\ndef f(): return 1\\n```", "f").how
     'labelled'
     """
-    text = without_reasoning(text_of(completion)).replace("\r\n", "\n").replace("\r", "\n")
+    text = without_reasoning(read_text(completion)).replace("\r\n", "\n").replace("\r", "\n")
     blocks = fenced_blocks(text)
     labelled = [block for block in blocks if _PYTHON_LABEL.fullmatch(block.label)]
     found = labelled + [block for block in blocks if block.label.lower() in _NO_LANGUAGE]
@@ -80,23 +80,23 @@ def find_code(completion: Completion, entry_point: str = "") -> CodeAnswer:
     if blocks or len(text) > LONGEST_CODE or "\0" in text:
         return CodeAnswer("", "none")
     whole = text if text.strip() and is_program(text, entry_point) else find_definitions(text, entry_point)
-    return (
-        _bounded(complete(whole, others=[], entry_point=entry_point), "whole_text") if whole else CodeAnswer("", "none")
-    )
+    if not whole:
+        return CodeAnswer("", "none")
+    return _bounded(complete(whole, others=[], entry_point=entry_point), "whole_text")
 
 
 def _best(blocks: list[Fenced], entry_point: str) -> tuple[Fenced, str] | None:
-    """The last block that defines the function, else the last that imports it, else one with it in a `Solution`."""
+    """Find the last block that defines the function, else that imports it, else one with it in a `Solution`."""
     for imports, methods in ((False, False), (True, False), (True, True)):
         for block in reversed(blocks):
-            tree = tree_of(block.code)
+            tree = parse_program(block.code)
             if tree and (not entry_point or entry_point in defined(tree, imports=imports, methods=methods)):
                 return block, block.code
     return None
 
 
 def fenced_blocks(text: str) -> list[Fenced]:
-    """The fenced blocks of a Markdown text, without the indentation and the quote marks around them.
+    """Return the fenced blocks of a Markdown text, without the indentation and the quote marks around them.
 
     A fence ends a block of Python where what lies between is Python, so that one in a docstring ends nothing. The last
     block may lack its closing fence.
@@ -104,42 +104,40 @@ def fenced_blocks(text: str) -> list[Fenced]:
     blocks: list[Fenced] = []
     at = 0
     while opening := _OPENING.search(text, at):
-        block = _block(text, opening, most=MOST_ENDS if len(blocks) < MOST_BLOCKS else 1)
-        blocks.append(block)
-        at = block.end
+        blocks.append(_read_block(text, opening, most=MOST_ENDS if len(blocks) < MOST_BLOCKS else 1))
+        at = blocks[-1].end
     return blocks
 
 
-def _block(text: str, opening: re.Match[str], *, most: int) -> Fenced:
-    fence, begin = opening["fence"], min(opening.end() + 1, len(text))
-    closings = (each for each in _CLOSING.finditer(text, begin) if each["fence"].startswith(fence))
+def _read_block(text: str, opening: re.Match[str], *, most: int) -> Fenced:
+    begin, label = min(opening.end() + 1, len(text)), opening["label"]
+    closings = (found for found in _CLOSING.finditer(text, begin) if found["fence"].startswith(opening["fence"]))
     near = list(islice(closings, 2 * most))
-    whole = [each for each in near if each["before"] is not None and not each["rest"].strip()]
-    for closing in [*whole, *(each for each in near if each not in whole)]:
-        code = _undressed(text[begin : closing.start()], opening)
-        if tree_of(code):
-            return Fenced(opening["label"], code, closing.end("fence"), True)
-    if whole:
-        code = _undressed(text[begin : whole[0].start()], opening)
-        return Fenced(opening["label"], code, whole[0].end("fence"), True)
-    return Fenced(opening["label"], _undressed(text[begin:], opening), len(text), False)
+    whole = [found for found in near if found["before"] is not None and not found["rest"].strip()]
+    for closing in [*whole, *(found for found in near if found not in whole)]:
+        code = _strip_marks(text[begin : closing.start()], opening)
+        if parse_program(code):
+            return Fenced(label, code, closing.end("fence"), True)
+    end = whole[0].start() if whole else len(text)
+    code = _strip_marks(text[begin:end], opening)
+    return Fenced(label, code, whole[0].end("fence") if whole else end, bool(whole))
 
 
-def _undressed(code: str, opening: re.Match[str]) -> str:
-    """The lines of a block without what its place in the text put before them, and without prompts."""
+def _strip_marks(code: str, opening: re.Match[str]) -> str:
+    """Return the lines of a block without what its place in the text put before them, and without prompts."""
     if quotes := opening["before"].count(">"):
         code = re.sub(rf"^(?:[ \t]*>[ ]?){{1,{quotes}}}", "", code, flags=re.MULTILINE)
     code = dedent(code)
-    return code if tree_of(code) else from_session(code)
+    return code if parse_program(code) else from_session(code)
 
 
 def is_program(code: str, entry_point: str = "") -> bool:
-    """True for Python that parses and, where one is named, defines `entry_point` at its top level.
+    """Say whether this is Python that parses and, where one is named, defines `entry_point` at its top level.
 
     >>> is_program("def f(): return 1", "f"), is_program("f = 1", "g")
     (True, False)
     """
-    tree = tree_of(code) if len(code) <= LONGEST_CODE else None
+    tree = parse_program(code) if len(code) <= LONGEST_CODE else None
     return tree is not None and (not entry_point or entry_point in defined(tree))
 
 

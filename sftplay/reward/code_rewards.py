@@ -119,7 +119,7 @@ def passes_tests(
 
 
 def passes_hidden(tried: Tried, *, tests: int, shown: int) -> bool | None:
-    """Say whether a program passes every one of its row's `tests` that did not stand in the prompt.
+    """Say whether a program passes all of its row's `tests` but the first `shown`, which stood in the prompt.
 
     None where the sandbox failed, or where all of them stood there.
 

@@ -13,10 +13,10 @@ Completion = str | Sequence[Mapping[str, Any]]
 """A text, or the messages of a chat; TRL hands over the second form where the prompt is a chat."""
 
 
-def text_of(completion: Completion) -> str:
-    """What the model has written; of messages the content of the last one.
+def read_text(completion: Completion) -> str:
+    """Read what the model has written; of messages the content of the last one.
 
-    >>> text_of([{"role": "assistant", "content": "42"}])
+    >>> read_text([{"role": "assistant", "content": "42"}])
     '42'
     """
     if isinstance(completion, str):
@@ -26,7 +26,7 @@ def text_of(completion: Completion) -> str:
 
 
 def without_reasoning(text: str) -> str:
-    """The text behind the last closing think tag; nothing of a text that ends in its reasoning; else all of it.
+    """Return the text behind the last closing think tag; nothing of a text that ends in its reasoning; else all of it.
 
     >>> without_reasoning("<think>6 x 7</think> 42"), without_reasoning("<think>perhaps 42")
     (' 42', '')

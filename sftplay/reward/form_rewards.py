@@ -10,7 +10,7 @@ from pydantic import Field
 
 from sftplay.config.section import Positive
 from sftplay.reward.code_answer import PYTHON_LABELS, fenced_blocks, find_code, is_program
-from sftplay.reward.completions import Completion, text_of, without_reasoning
+from sftplay.reward.completions import Completion, read_text, without_reasoning
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -25,12 +25,9 @@ _FORMS = {
 """Each allows its mark once."""
 
 _EXAMPLES = {
-    "code_block": "```python\n{}\n```",
-    "reasoning": "<think>so it is</think>{}",
-    "answer_tag": "<answer>{}</answer>",
-    "boxed": "\\boxed{{{}}}",
-    "hashes": "#### {}",
-}
+    "code_block": "```python\n{}\n```", "reasoning": "<think>so it is</think>{}", "answer_tag": "<answer>{}</answer>",
+    "boxed": "\\boxed{{{}}}", "hashes": "#### {}",
+}  # fmt: skip
 
 
 def has_form(completions: Sequence[Completion], *, form: Form = "code_block", **_: Any) -> list[float]:
@@ -43,11 +40,11 @@ def has_form(completions: Sequence[Completion], *, form: Form = "code_block", **
     >>> has_form(["So:\\n```python\\nx = 1\\n```", "x = 1"], form="code_block")
     [1.0, 0.0]
     """
-    return [float(_is_of_form(text_of(completion), form)) for completion in completions]
+    return [float(_is_of_form(read_text(completion), form)) for completion in completions]
 
 
 def in_form(answer: str, *, form: Form = "code_block") -> str:
-    """The answer in the form, which it may have already.
+    """Return the answer in the form, which it may have already.
 
     >>> in_form("42", form="boxed")
     '\\\\boxed{42}'
@@ -101,7 +98,7 @@ def not_repetitive(completions: Sequence[Completion], *, words: Positive = 3, **
     """
     scores = []
     for completion in completions:
-        found = text_of(completion).lower().split()
+        found = read_text(completion).lower().split()
         runs = [tuple(found[at : at + words]) for at in range(len(found) - words + 1)]
         scores.append(-(1 - len(set(runs)) / len(runs)) if runs else 0.0)
     return [round(score, 12) + 0.0 for score in scores]
@@ -120,4 +117,4 @@ def _is_of_form(text: str, form: Form) -> bool:
 def _lengths(completions: Sequence[Completion], completion_ids: Any) -> list[int]:
     if completion_ids is not None:
         return [len(ids) for ids in completion_ids]
-    return [len(text_of(completion).split()) for completion in completions]
+    return [len(read_text(completion).split()) for completion in completions]

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from sftplay.errors import MachineError
-from sftplay.reward.completions import Completion, text_of, without_reasoning
+from sftplay.reward.completions import Completion, read_text, without_reasoning
 
 LONGEST_ANSWER = 500
 """Characters of an answer, or from the end of a sentence, that are read; a longer answer is wrong."""
@@ -106,22 +106,22 @@ def solves(
     >>> solves(["So \\\\boxed{1{,}234}.", "#### 7"], answer=["1234", "... #### 8"])
     [1.0, 0.0]
     """
-    given = [find_answer(without_reasoning(text_of(completion)), fallback=fallback) for completion in completions]
+    given = [find_answer(without_reasoning(read_text(completion)), fallback=fallback) for completion in completions]
     return [float(is_equal(found, reference_answer(str(right)))) for found, right in zip(given, answer, strict=True)]
 
 
 def reference_answer(text: str) -> str:
-    """The answer in a reference: behind `####`, in the last box, or the whole text."""
+    """Read the answer in a reference: behind `####`, in the last box, or the whole text."""
     return text.rpartition("####")[2].strip() if "####" in text else last_box(text) or text.strip()
 
 
 def last_box(text: str) -> str:
-    """The content of the last `\\boxed{...}` with balanced braces; empty without any."""
+    """Return the content of the last `\\boxed{...}` with balanced braces; empty without any."""
     return ["", *re.findall(_BOX, text)][-1].strip()
 
 
 def find_answer(text: str, *, fallback: str = "none") -> str:
-    """The answer that a completion states last; empty where it states none, or takes it back.
+    """Find the answer that a completion states last; empty where it states none, or takes it back.
 
     >>> find_answer("First 3. The answer is 4."), find_answer("The answer is 4. Wait, no.")
     ('4', '')
@@ -149,7 +149,7 @@ def find_answer(text: str, *, fallback: str = "none") -> str:
 
 
 def _stated(sentence: str, pattern: re.Pattern[str]) -> str:
-    """The answer that a pattern finds in a sentence, without explanations; empty where this denies it, or asks."""
+    """Return the answer that a pattern finds in a sentence, without explanations; empty if that denies it, or asks."""
     found = pattern.search(sentence[-LONGEST_ANSWER:])
     if found is None or sentence.endswith("?"):
         return ""
@@ -161,7 +161,7 @@ def _stated(sentence: str, pattern: re.Pattern[str]) -> str:
 
 
 def is_equal(given: str, right: str) -> bool:
-    """True when both say the same: as numbers with their units, item by item of a list, else as formulas.
+    """Say whether both say the same: as numbers with their units, item by item of a list, else as formulas.
 
     >>> is_equal("$1,200", "1200"), is_equal("5 cm", "5 m"), is_equal("1/2", "0.5"), is_equal("5 or 6", "5")
     (True, False, True, False)
@@ -193,7 +193,7 @@ def is_equal(given: str, right: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """An answer without the dress of LaTeX and Markdown: 42 of `x = 42`, or of `6 * 7 = 42`, which must be true."""
+    """Strip an answer of LaTeX and Markdown: 42 of `x = 42`, or of `6 * 7 = 42`, which must be true."""
     text = re.sub("([⁰¹²³⁴-⁹⁻]+)", r"^{\1}", re.sub("([¼-¾⅐-⅞])", r" \1", text))
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("μ", "u")
     for pattern, replacement in _PLAIN.items():
@@ -212,7 +212,7 @@ def _split_list(text: str) -> tuple[str, list[str]]:
 
 
 def read_number(text: str) -> tuple[Fraction, str] | None:
-    """The value of a number with its unit, which is `%` of a percentage; None where it is anything else.
+    """Read the value of a number with its unit, which is `%` of a percentage; None where it is anything else.
 
     >>> read_number("-3 1/2 hours"), read_number("50%"), read_number("3 + 4")
     ((Fraction(-7, 2), 'hour'), (Fraction(1, 2), '%'), None)
@@ -231,7 +231,7 @@ def read_number(text: str) -> tuple[Fraction, str] | None:
 
 
 def _unit(text: str) -> str:
-    """A unit in one spelling: words as sympy names them, `km` as kilometer; other words in the singular."""
+    """Write a unit in one spelling: words as sympy names them, `km` as kilometer; other words in the singular."""
     if not text:
         return ""
     from sympy.physics import units  # type: ignore[import-untyped]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal, get_args, get_type_hints
@@ -14,8 +14,6 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.reward.user_function import RewardFunction, is_user_function
 
-Judges = Literal["content", "form"]
-
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
@@ -23,7 +21,7 @@ class Shipped:
 
     module: str
     function: str
-    judges: Judges
+    judges: Literal["content", "form"]
     """content: only a right answer scores. form: any answer of the right shape does."""
 
     columns: tuple[str, ...] = ()
@@ -36,7 +34,7 @@ class Shipped:
     """Options that may be given."""
 
     def load(self) -> RewardFunction:
-        """The function. The types of its parameters say what options may be."""
+        """Import the function. The types of its parameters say what options may be."""
         function: RewardFunction = getattr(import_module(f"sftplay.reward.{self.module}"), self.function)
         return function
 
@@ -50,26 +48,20 @@ SHIPPED = {
     "exact_match": Shipped("text_rewards", "exact_match", "content", ("answer",), options=("after", "ignore_case")),
     "regex": Shipped("text_rewards", "matches", "form", needs=("pattern",), options=("whole",)),
     "json_schema": Shipped("text_rewards", "fits_schema", "form", needs=("schema",)),
-    CODE_TESTS: Shipped(
-        "code_rewards",
-        "passes_tests",
-        "content",
-        ("tests",),
-        options=("mode", "shown_weight"),
-    ),
+    CODE_TESTS: Shipped("code_rewards", "passes_tests", "content", ("tests",), options=("mode", "shown_weight")),
     "math": Shipped("math_rewards", "solves", "content", ("answer",), options=("fallback",)),
 }
 """Name in a config -> reward."""
 
 
 def judges_form(reward: RewardConfig) -> bool:
-    """True for a reward that scores any answer of the right shape."""
+    """Say whether a reward scores any answer of the right shape."""
     known = SHIPPED[reward.use].judges if reward.use in SHIPPED else "content"
     return (reward.judges or known) == "form"
 
 
 def missing_column(reward: RewardConfig, columns: Collection[str]) -> str:
-    """A column that a shipped reward reads and that is neither among these nor in its options; empty if there is none.
+    """Find a column that a shipped reward reads and that is neither among these nor in its options; empty if none is.
 
     What a function of the user's reads is not known.
     """
@@ -78,18 +70,16 @@ def missing_column(reward: RewardConfig, columns: Collection[str]) -> str:
 
 
 def reward_problems(cfg: RunConfig) -> Iterator[ConfigError]:
-    """What is wrong with the names and options of `rewards`. A user's function is not imported here."""
+    """Yield what is wrong with the names and options of `rewards`. A user's function is not imported here."""
     for number, reward in enumerate(cfg.rewards):
         key = f"rewards.{number}"
-        if is_user_function(reward.use):
-            continue
-        if reward.use not in SHIPPED:
+        where = f"{cfg.origins.get(f'{key}.use', 'default')} {key}"
+        if reward.use in SHIPPED:
+            yield from _option_problems(reward, key=key, where=f"{where}.options")
+        elif not is_user_function(reward.use):
             near = nearest_names(reward.use, list(SHIPPED))
             fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(SHIPPED)}, and path.py:function"
-            where = f"{cfg.origins.get(f'{key}.use', 'default')} {key}.use"
-            yield ConfigError(f"there is no reward {reward.use!r}", where=where, fix=fix, nearest=near)
-            continue
-        yield from _option_problems(reward, key=key, where=f"{cfg.origins.get(f'{key}.use', 'default')} {key}.options")
+            yield ConfigError(f"there is no reward {reward.use!r}", where=f"{where}.use", fix=fix, nearest=near)
 
 
 def _option_problems(reward: RewardConfig, *, key: str, where: str) -> Iterator[ConfigError]:
@@ -111,20 +101,14 @@ def _option_problems(reward: RewardConfig, *, key: str, where: str) -> Iterator[
         try:
             TypeAdapter(types[name]).validate_python(value, strict=True)
         except ValidationError as error:
-            words = [each for each in get_args(types[name]) if isinstance(each, str)]
-            near = nearest_names(str(value), words)
-            fix = f"did you mean {near[0]!r}?" if near else _wanted(error, words)
+            words = [word for word in get_args(types[name]) if isinstance(word, str)]
+            near, first = nearest_names(str(value), words), error.errors()[0]
+            kinds = {"int_type": "a whole number", "string_type": "a text", "bool_type": "true or false"}
+            fix = f"write {kinds.get(first['type'], 'what docs/rewards.md says')}"
+            if words:
+                fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(words)}"
+            elif first["type"] == "greater_than_equal":
+                fix = f"write {first['ctx']['ge']:g} or more"
+            elif first["type"] == "value_error":
+                fix = f"mend it: {first['ctx']['error']}"
             yield ConfigError(f"{name} of the reward {reward.use} is {value!r}", where=where, fix=fix, nearest=near)
-
-
-def _wanted(error: ValidationError, words: Sequence[str]) -> str:
-    """What to write in place of a value that was refused; `words` are the choices, if there are some."""
-    first = error.errors()[0]
-    kinds = {"int_type": "a whole number", "string_type": "a text", "bool_type": "true or false"}
-    if words:
-        return f"there are {', '.join(words)}"
-    if first["type"] == "greater_than_equal":
-        return f"write {first['ctx']['ge']:g} or more"
-    if first["type"] == "value_error":
-        return f"mend it: {first['ctx']['error']}"
-    return f"write {kinds.get(first['type'], 'what docs/rewards.md says')}"

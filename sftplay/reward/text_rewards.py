@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 
 from sftplay.reward.code_answer import fenced_blocks
-from sftplay.reward.completions import Completion, text_of, without_reasoning
+from sftplay.reward.completions import Completion, read_text, without_reasoning
 
 
 def _compiles(pattern: str) -> str:
@@ -37,12 +37,7 @@ Schema = Annotated[Mapping[str, Any] | str | Sequence[Mapping[str, Any] | str], 
 
 
 def exact_match(
-    completions: Sequence[Completion],
-    *,
-    answer: Sequence[str],
-    after: str = "",
-    ignore_case: bool = False,
-    **_: Any,
+    completions: Sequence[Completion], *, answer: Sequence[str], after: str = "", ignore_case: bool = False, **_: Any
 ) -> list[float]:
     """1 where the answer is the row's `answer` to the character, but for white space around it; else 0.
 
@@ -54,7 +49,7 @@ def exact_match(
     """
     scores = []
     for completion, wanted in zip(completions, answer, strict=True):
-        text = without_reasoning(text_of(completion))
+        text = without_reasoning(read_text(completion))
         begin = text.rfind(after) if after else 0
         given, right = text[begin + len(after) :].strip() if begin >= 0 else "", str(wanted).strip()
         if ignore_case:
@@ -71,15 +66,10 @@ def matches(completions: Sequence[Completion], *, pattern: Pattern, whole: bool 
     """
     compiled = re.compile(pattern)
     find = compiled.fullmatch if whole else compiled.search
-    return [float(find(without_reasoning(text_of(each)).strip()) is not None) for each in completions]
+    return [float(find(without_reasoning(read_text(text)).strip()) is not None) for text in completions]
 
 
-def fits_schema(
-    completions: Sequence[Completion],
-    *,
-    schema: Schema,
-    **_: Any,
-) -> list[float]:
+def fits_schema(completions: Sequence[Completion], *, schema: Schema, **_: Any) -> list[float]:
     """1 where the answer is one JSON value that fits the JSON schema, else 0.
 
     The answer is the text behind the reasoning, or its only fenced block. It must be JSON to the letter: no NaN, no
@@ -96,17 +86,22 @@ def fits_schema(
         wanted = json.loads(written) if isinstance(written, str) else written
         kind = validators.validator_for(wanted)
         kind.check_schema(wanted)
+        text = without_reasoning(read_text(completion)).strip()
+        blocks = fenced_blocks(text)
+        is_block = len(blocks) == 1 and blocks[0].is_closed and blocks[0].end == len(text)
+        if is_block and text.startswith(("```", "~~~")) and blocks[0].label.lower() in ("", "json"):
+            text = blocks[0].code
         try:
-            value = strict_json(_json_text(completion))
+            value = strict_json(text)
         except (ValueError, RecursionError):
             scores.append(0.0)
-            continue
-        scores.append(float(kind(wanted).is_valid(value)))
+        else:
+            scores.append(float(kind(wanted).is_valid(value)))
     return scores
 
 
 def strict_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Read the value of a JSON text.
 
     Raises:
         ValueError: it is no JSON, or only for readers that overlook something.
@@ -121,12 +116,3 @@ def strict_json(text: str) -> Any:
         raise ValueError(f"{word} is no JSON")
 
     return json.loads(text, object_pairs_hook=single, parse_constant=refuse)
-
-
-def _json_text(completion: Completion) -> str:
-    text = without_reasoning(text_of(completion)).strip()
-    blocks = fenced_blocks(text)
-    is_block = (
-        len(blocks) == 1 and blocks[0].is_closed and text.startswith(("```", "~~~")) and blocks[0].end == len(text)
-    )
-    return blocks[0].code if is_block and blocks[0].label.lower() in ("", "json") else text

@@ -16,36 +16,32 @@ RewardFunction = Callable[..., list[float | None]]
 
 
 def is_user_function(name: str) -> bool:
-    """True for a name that has the form of a user's function."""
+    """Say whether a name has the form of a user's function."""
     return ":" in name
 
 
 def load_function(name: str, *, where: str = "rewards") -> RewardFunction:
-    """The function behind `module:function` or `path.py:function`. Imports the user's module.
+    """Import the function behind `module:function` or `path.py:function`, and with it the user's module.
 
     Raises:
         ConfigError: there is no such file, module or function, or importing it fails.
     """
     place, _, function_name = name.rpartition(":")
     try:
-        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
         what = f"{place!r} cannot be imported: {type(error).__name__}: {error}"
-        raise ConfigError(
-            what, where=where, fix="name a Python file (path.py:function) or an installed module"
-        ) from error
+        fix = "name a Python file (path.py:function) or an installed module"
+        raise ConfigError(what, where=where, fix=fix) from error
     found = getattr(module, function_name, None)
     if not callable(found):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise ConfigError(
-            f"{place!r} has no function {function_name!r}",
-            where=where,
-            fix=f"it has {', '.join(known) or 'no function at all'}",
-        )
+        fix = f"it has {', '.join(known) or 'no function at all'}"
+        raise ConfigError(f"{place!r} has no function {function_name!r}", where=where, fix=fix)
     return found
 
 
-def _from_file(path: Path) -> Any:
+def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no file {str(path)!r}")
     name = f"sftplay_user_reward_{path.stem}"

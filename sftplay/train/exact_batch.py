@@ -368,7 +368,7 @@ class ExactBatchMixin(Base):
             return measured if return_outputs else measured[0]
         total = outputs = None
         for source, batch in by_source(inputs):
-            for loss, each_outputs in self.eval_batches.each(len(batch["input_ids"]), partial(measure, batch)):
+            for loss, each_outputs in self.eval_batches.map(len(batch["input_ids"]), partial(measure, batch)):
                 total, outputs = loss if total is None else total + loss, each_outputs
                 if source is not None:
                     self._held_out_tally.add(source, loss * n_items / self.accelerator.num_processes)

@@ -9,7 +9,7 @@ import torch
 from domain import TERMS, domain_texts, write_texts
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.config.data import DataConfig
@@ -18,7 +18,7 @@ from sftplay.errors import ConfigError, DataError
 from sftplay.model.adapter import add_adapter
 from sftplay.model.new_tokens.embedding_rows import add_rows
 from sftplay.model.new_tokens.terms import find_terms, read_terms
-from sftplay.model.new_tokens.tokens import HAS_NO_FORM, IS_ONE_TOKEN, NewToken, TermForm, add_to, choose_forms
+from sftplay.model.new_tokens.tokens import HAS_NO_FORM, IS_ONE_TOKEN, NewToken, add_to, choose_forms, make_token
 from sftplay.model.tokenizer import load_extended
 
 PLAIN_TEXT = "the old light walks under green hills and asks why seven quiet boats carry salt"
@@ -95,9 +95,9 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def with_terms(tokenizer: Tokenizer, forms: dict[str, TermForm]) -> Tokenizer:
+def with_terms(tokenizer: Tokenizer, forms: dict[str, AddedToken]) -> Tokenizer:
     extended = Tokenizer.from_str(tokenizer.to_str())
-    extended.add_tokens([form.as_token() for form in forms.values()])
+    extended.add_tokens(list(forms.values()))
     return extended
 
 
@@ -109,8 +109,8 @@ def test_extended_tokenizers_are_lossless_and_shorter(make: Callable[[], Tokeniz
     plain = make()
     forms, refused = choose_forms(plain, WANTED)
     assert refused == {}
-    assert forms["aileron"] == TermForm(" aileron")
-    assert (forms["<tool>"], forms["空气动力学"]) == (TermForm("<tool>"), TermForm("空气动力学"))
+    assert forms["aileron"] == make_token(" aileron")
+    assert (forms["<tool>"], forms["空气动力学"]) == (make_token("<tool>"), make_token("空气动力学"))
     extended = with_terms(plain, forms)
     for text in (f"the {term} and {term}s, ({term}).\n{term}  {term} x{term}2" for term in WANTED):
         assert extended.decode(ids(extended, text), skip_special_tokens=False) == text
@@ -131,7 +131,7 @@ def test_a_term_that_begins_a_longer_token_leaves_that_token_whole():
     assert len(before) == 3
     begins = next(part for part in ("quie", "qui", "qu") if len(ids(plain, f" {part}")) > 2)
     forms, _ = choose_forms(plain, [begins])
-    assert forms[begins] == TermForm(begins, single_word=True)
+    assert forms[begins] == make_token(begins, single_word=True)
     assert ids(with_terms(plain, forms), "the quiet hills") == before
     assert choose_forms(plain, ["quiet"])[1] == {"quiet": IS_ONE_TOKEN}
 

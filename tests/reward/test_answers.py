@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("jsonschema", reason="needs jsonschema: make install EXTRAS=reward")
 
-from sftplay.reward.completions import text_of
+from sftplay.reward.completions import read_text
 from sftplay.reward.form_rewards import has_form, has_length, is_code, not_overlong, not_repetitive
 from sftplay.reward.math_rewards import solves
 from sftplay.reward.text_rewards import exact_match, fits_schema, matches
@@ -459,9 +459,9 @@ def test_tokens_are_counted_where_their_ids_are_known():
 
 def test_a_chat_s_completion_is_its_last_message():
     messages = [{"role": "assistant", "content": "17"}, {"role": "assistant", "content": "#### 18"}]
-    assert text_of(messages) == "#### 18"
+    assert read_text(messages) == "#### 18"
     assert solves([messages], answer=["18"]) == [1.0]
-    assert text_of([]) == text_of([{"role": "assistant", "content": None}]) == ""
+    assert read_text([]) == read_text([{"role": "assistant", "content": None}]) == ""
 
 
 def test_a_schema_may_differ_by_row_and_be_text():

@@ -147,7 +147,7 @@ def test_any_other_error_goes_through_untouched(
         raise error
 
     with pytest.raises(type(error)) as caught:
-        list(batches.each(4, work))
+        list(batches.map(4, work))
     assert caught.value is error
     assert batches.batch_size == 4
 
@@ -158,7 +158,7 @@ def test_a_shortage_outside_an_evaluation_is_not_told_as_one_of_an_evaluation(ca
             raise torch.OutOfMemoryError("no room")
         return 0
 
-    assert list(AdaptiveBatches(2, "generation").each(2, work)) == [0, 0]
+    assert list(AdaptiveBatches(2, "generation").map(2, work)) == [0, 0]
     assert capsys.readouterr().out == "[memory] out of memory in generation: it goes on with 1 rows at a time\n"
 
 
@@ -201,7 +201,7 @@ def test_a_step_runs_again_whichever_library_found_no_memory(
             raise error
         return batch
 
-    assert list(batches.each(4, work)) == [slice(0, 2), slice(2, 4)]
+    assert list(batches.map(4, work)) == [slice(0, 2), slice(2, 4)]
     if library in ("cuBLAS", "Triton"):
         setup = {"micro_batcher": SameAgain(4), "train__batch_size": 4, "train__max_steps": 1, "eval__after": False}
         again = train_failing(tmp_path, inputs, monkeypatch, failing(error, {2}), **setup)
@@ -276,9 +276,9 @@ def test_portions_are_halved_until_they_fit_and_stay_so():
             raise NO_MEMORY
         return sum(range(10)[part])
 
-    assert sum(batches.each(10, work)) == sum(range(10))
+    assert sum(batches.map(10, work)) == sum(range(10))
     assert asked == [8, 4, 2, 2, 2, 2, 2]
-    assert sum(batches.each(3, work)) == 3
+    assert sum(batches.map(3, work)) == 3
     assert asked[7:] == [2, 1]
 
 
@@ -289,7 +289,7 @@ def test_ranks_that_compute_together_take_no_smaller_portions():
         raise NO_MEMORY
 
     with pytest.raises(OutOfMemory, match="out of memory in a test: 8 rows at a time") as caught:
-        list(batches.each(10, work))
+        list(batches.map(10, work))
     assert (batches.batch_size, caught.value.fix) == (8, "lower a.key")
     assert caught.value.batch_size is None  # another start with smaller micro-batches would change nothing
 

@@ -28,20 +28,15 @@ def add_rows(model: Any, tokens: Sequence[NewToken]) -> None:
     if needed > len(model.get_input_embeddings().weight):
         model.resize_token_embeddings(needed, mean_resizing=False)
     ids = [token.id for token in tokens]
-    with torch.no_grad():
-        for values in _list_end_weights(model):
-            means = [values[list(token.pieces)].float().mean(dim=0) for token in tokens]
-            values[ids] = torch.stack(means).to(values.dtype)
-
-
-def _list_end_weights(model: Any) -> list[torch.Tensor]:
-    head = model.get_output_embeddings()
-    ends = [model.get_input_embeddings().weight]
+    head, ends = model.get_output_embeddings(), [model.get_input_embeddings().weight]
     if head is not None and head.weight is not ends[0]:
         ends.append(head.weight)
     if getattr(head, "bias", None) is not None:
         ends.append(head.bias)
-    return ends
+    with torch.no_grad():
+        for values in ends:
+            means = [values[list(token.pieces)].float().mean(dim=0) for token in tokens]
+            values[ids] = torch.stack(means).to(values.dtype)
 
 
 def find_trainable_rows(model: Any, lora: LoraConfig, *, ids: Sequence[int]) -> dict[str, list[int]] | None:
@@ -54,7 +49,8 @@ def find_trainable_rows(model: Any, lora: LoraConfig, *, ids: Sequence[int]) -> 
         return None
     first, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head.weight is first.weight
-    names = [_find_name(model, end) for end in (first, head)]
+    paths = {id(module): path for path, module in model.named_modules()}
+    names = [paths[id(end)].rpartition(".")[2] for end in (first, head)]  # as configs name them
     in_full = [name for name in names if name in lora.modules_to_save]
     if is_tied and len(in_full) == 1:
         what = f"{in_full[0]} trains in full, but new tokens are added, and it is one weight with the other of {names}"
@@ -69,8 +65,3 @@ def find_trainable_rows(model: Any, lora: LoraConfig, *, ids: Sequence[int]) -> 
         what = f"{names[1]} has a bias, which PEFT leaves out where single rows train"
         raise ConfigError(what, where=IN_FULL, fix=f"write [{', '.join(names)}]")
     return {name: list(ids) for name in (left[:1] if is_tied else left)} or None
-
-
-def _find_name(model: Any, wanted: Any) -> str:
-    """Return the last part of a module's name, as configs name it."""
-    return next(name for name, module in model.named_modules() if module is wanted).rpartition(".")[2]

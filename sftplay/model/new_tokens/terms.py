@@ -49,9 +49,8 @@ def read_terms(path: str) -> list[str]:
     for number, line in enumerate(lines, 1):
         if len(line.strip()) > LONGEST_TERM or "\0" in line:
             what = f"this is no term: {line.strip()[:40]!r}, {len(line.strip()):,} characters"
-            raise ConfigError(
-                what, where=f"{where}:{number}", fix=f"one term a line, {LONGEST_TERM} characters at most"
-            )
+            fix = f"one term a line, {LONGEST_TERM} characters at most"
+            raise ConfigError(what, where=f"{where}:{number}", fix=fix)
     terms = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
     if not terms:
         raise ConfigError("holds no term", where=where, fix="write one term a line")
@@ -126,9 +125,9 @@ def _count(texts: Iterable[str], min_count: int) -> dict[Words, int]:
                     break
                 counts[tuple(run[start:end])] += 1
     return {
-        sequence: count
-        for sequence, count in counts.items()
-        if count >= min_count and 2 * count >= min(words[word] for word in sequence)
+        sequence: n
+        for sequence, n in counts.items()
+        if n >= min_count and 2 * n >= min(words[word] for word in sequence)
     }
 
 
@@ -177,6 +176,5 @@ def _select(counts: Mapping[Words, int], costs: Mapping[Words, int], *, wanted: 
 
 
 def _holds(outer: Words, inner: Words) -> bool:
-    return len(outer) > len(inner) and any(
-        outer[at : at + len(inner)] == inner for at in range(len(outer) - len(inner) + 1)
-    )
+    starts = range(len(outer) - len(inner) + 1)
+    return len(outer) > len(inner) and any(outer[at : at + len(inner)] == inner for at in starts)

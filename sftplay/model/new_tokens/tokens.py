@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,53 +23,43 @@ from sftplay.errors import ConfigError, DataError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.new_tokens.terms import find_terms, find_text_source, list_words, read_terms, training_texts
 
-SPACES = ("Ġ", "▁")
-"""How vocabularies write a space."""
-
 HAS_NO_FORM = "this tokenizer would not give texts with it back unchanged, or would split other words"
 IS_ONE_TOKEN = "it is one token already"
 
 
-@dataclass(frozen=True)
-class TermForm:
-    """A term as the tokenizer searches for it."""
-
-    content: str
-    single_word: bool = False
-
-    def as_token(self) -> AddedToken:
-        """Return the token to add. It absorbs no spaces around it, and is searched for in the unchanged text."""
-        return AddedToken(self.content, single_word=self.single_word, lstrip=False, rstrip=False, normalized=False)
+def make_token(content: str, *, single_word: bool = False) -> AddedToken:
+    """Make a token to add. It absorbs no spaces around it, and is searched for in the unchanged text."""
+    return AddedToken(content, single_word=single_word, lstrip=False, rstrip=False, normalized=False)
 
 
 def choose_forms(
     backend: Tokenizer, terms: Sequence[str], *, words: Sequence[str] = ()
-) -> tuple[dict[str, TermForm], dict[str, str]]:
+) -> tuple[dict[str, AddedToken], dict[str, str]]:
     """Return the form of each term, and the reason for each term that cannot be a token.
 
     Args:
         words: sorted; those among them that begin with a term must not get longer either.
     """
-    open_forms = {term: list(_list_forms(term)) for term in terms}
-    pieces, refused = _sorted_pieces(backend), {}
+    open_forms: dict[str, list[AddedToken]] = {}
+    refused: dict[str, str] = {}
+    pieces = sorted(piece.replace("Ġ", " ").replace("▁", " ") for piece in backend.get_vocab())
     for term in terms:
         if backend.token_to_id(term) is not None or len(find_term_ids(backend, term)) < 2:
             refused[term] = IS_ONE_TOKEN
-            del open_forms[term]
             continue
-        if _begins_another(f" {term}", pieces):
-            open_forms[term] = [form for form in open_forms[term] if form.content[:1] != " "]
+        is_word = _is_word(term[0]) and _is_word(term[-1])
+        open_forms[term] = [make_token(term, single_word=is_word)]
+        # As in vocabularies, a word has the space before it; where that splits no longer piece, this form comes first.
+        after = bisect_right(pieces, f" {term}")
+        if is_word and not (after < len(pieces) and pieces[after].startswith(f" {term}")):
+            open_forms[term].insert(0, make_token(f" {term}"))
     while True:
         for term in [term for term, forms in open_forms.items() if not forms]:
             refused[term] = HAS_NO_FORM
             del open_forms[term]
         trial = Tokenizer.from_str(backend.to_str())
-        trial.add_tokens([forms[0].as_token() for forms in open_forms.values()])
-        failed = [
-            term
-            for term in open_forms
-            if not _works(term, [*_probes(term), *_longer(term, words)], backend=backend, trial=trial)
-        ]
+        trial.add_tokens([forms[0] for forms in open_forms.values()])
+        failed = [term for term in open_forms if not _works(term, words, backend=backend, trial=trial)]
         if not failed:
             return {term: forms[0] for term, forms in open_forms.items()}, refused
         for term in failed:
@@ -82,50 +72,23 @@ def find_term_ids(backend: Tokenizer, term: str) -> list[int]:
     return [id for id, (_, end) in zip(encoding.ids, encoding.offsets, strict=True) if end > 1]
 
 
-def _list_forms(term: str) -> Iterator[TermForm]:
-    """Yield the term with the space before it, as in vocabularies; then the bare word, which keeps the space apart."""
-    if _is_word(term[0]) and _is_word(term[-1]):
-        yield TermForm(f" {term}")
-        yield TermForm(term, single_word=True)
-    else:
-        yield TermForm(term)
-
-
 def _is_word(character: str) -> bool:
-    """Whether the character belongs to a script that puts spaces between words."""
+    """Say whether the character belongs to a script that puts spaces between words."""
     return character.isalnum() and unicodedata.east_asian_width(character) not in "WF"
 
 
-def _sorted_pieces(backend: Tokenizer) -> list[str]:
-    pieces = list(backend.get_vocab())
-    for mark in SPACES:
-        pieces = [piece.replace(mark, " ") for piece in pieces]
-    return sorted(pieces)
-
-
-def _begins_another(text: str, pieces: Sequence[str]) -> bool:
-    """Whether one of the sorted `pieces` begins with the text and goes on: it would be split."""
-    after = bisect_right(pieces, text)
-    return after < len(pieces) and pieces[after].startswith(text)
-
-
-def _longer(term: str, words: Sequence[str]) -> Iterator[str]:
-    for word in words[bisect_right(words, term) :]:
-        if not word.startswith(term):
-            return
-        yield f"the {word}"
-
-
-def _works(term: str, texts: Sequence[str], *, backend: Tokenizer, trial: Tokenizer) -> bool:
-    saves = len(find_term_ids(trial, term)) < len(find_term_ids(backend, term))
-    return saves and all(_is_kept(text, backend, trial=trial) for text in texts)
-
-
-def _is_kept(text: str, backend: Tokenizer, *, trial: Tokenizer) -> bool:
-    """Whether the text decodes as before or unchanged, and has no more tokens than before."""
-    before, after = (tokenizer.encode(text, add_special_tokens=False).ids for tokenizer in (backend, trial))
-    kept = (text, backend.decode(before, skip_special_tokens=False))
-    return trial.decode(after, skip_special_tokens=False) in kept and len(after) <= len(before)
+def _works(term: str, words: Sequence[str], *, backend: Tokenizer, trial: Tokenizer) -> bool:
+    """Say whether `trial` saves tokens of the term, and every text with it decodes as before or unchanged, and is no
+    longer than before."""
+    if len(find_term_ids(trial, term)) >= len(find_term_ids(backend, term)):
+        return False
+    longer = takewhile(lambda word: word.startswith(term), words[bisect_right(words, term) :])
+    for text in (*_probes(term), *(f"the {word}" for word in longer)):
+        before, after = (tokenizer.encode(text, add_special_tokens=False).ids for tokenizer in (backend, trial))
+        kept = (text, backend.decode(before, skip_special_tokens=False))
+        if trial.decode(after, skip_special_tokens=False) not in kept or len(after) > len(before):
+            return False
+    return True
 
 
 def _probes(term: str) -> Iterator[str]:
@@ -145,8 +108,6 @@ LIST = "new_tokens.json"
 """The file with the list, in the cache and in the run folder."""
 
 KEY = "tuning.new_tokens"
-SHOWN = 5
-ENCODED_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -167,7 +128,7 @@ class NewToken:
 
     @property
     def tokens_saved(self) -> int:
-        """The tokens that it saves in the training texts."""
+        """Tokens saved in the training texts."""
         return self.count * (len(self.pieces) - 1)
 
 
@@ -193,7 +154,8 @@ def extend(tokenizer: Any, cfg: RunConfig) -> list[NewToken]:
     folder = Path(data.processed_dir) / f"terms-{fingerprint(parts)}"
 
     def write_list(unfinished: Path) -> None:
-        (unfinished / LIST).write_text(_as_text(_choose(cfg, tokenizer)), encoding="utf-8")
+        chosen = json.dumps([asdict(token) for token in _choose(cfg, tokenizer)], ensure_ascii=False, indent=1)
+        (unfinished / LIST).write_text(chosen, encoding="utf-8")
 
     ensure_folder(folder, write_list)
     tokens = _from_entries(json.loads((folder / LIST).read_text(encoding="utf-8")))
@@ -213,7 +175,12 @@ def extend_for_run(tokenizer: Any, cfg: RunConfig, *, folder: RunFolder) -> list
         add_to(tokenizer, tokens)
         return tokens
     if tokens := extend(tokenizer, cfg):
-        folder.write_json(LIST, {**_totals(tokens), "tokens": [_shown(token) for token in tokens]})
+        shown = [
+            {**asdict(token), "pieces_before": len(token.pieces), "tokens_saved": token.tokens_saved}
+            for token in tokens
+        ]
+        totals = {"count": len(tokens), "tokens_saved": sum(token.tokens_saved for token in tokens)}
+        folder.write_json(LIST, {**totals, "tokens": shown})
     return tokens
 
 
@@ -223,7 +190,7 @@ def add_to(tokenizer: Any, tokens: Sequence[NewToken]) -> None:
     Raises:
         ConfigError: they would get other ids, because the list was made for another tokenizer.
     """
-    tokenizer.add_tokens([TermForm(token.content, token.single_word).as_token() for token in tokens])
+    tokenizer.add_tokens([make_token(token.content, single_word=token.single_word) for token in tokens])
     for token in tokens:
         if (found := tokenizer.convert_tokens_to_ids(token.content)) != token.id:
             what = f"the tokenizer is another one than when {token.term!r} became token {token.id}: it is {found} now"
@@ -237,7 +204,7 @@ def _check_terms(tokens: Sequence[NewToken], cfg: RunConfig) -> None:
     if before == now:
         return
     lost, found = ([repr(term) for term in a if term not in b] for a, b in ((before, now), (now, before)))
-    changes = [f"{word} {', '.join(terms[:SHOWN])}" for word, terms in (("without", lost), ("with", found)) if terms]
+    changes = [f"{word} {', '.join(terms[:5])}" for word, terms in (("without", lost), ("with", found)) if terms]
     what = f"the new tokens are others than when the run began: {'; '.join(changes) or 'in another order'}"
     raise ConfigError(what, where=f"{KEY}.path {source}", fix="restore the file, or train under a new run_name")
 
@@ -261,13 +228,11 @@ def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
         forms = _found_forms(cfg, texts, backend=backend)
     replaced = {term: tuple(find_term_ids(backend, term)) for term in forms}
     before = _count_ids(backend, texts)
-    tokenizer.add_tokens([form.as_token() for form in forms.values()])
+    tokenizer.add_tokens(list(forms.values()))
     after = _count_ids(backend, texts)
-    log.say(
-        f"{len(forms)} new tokens: the texts of {find_text_source(cfg)[0]} have {after.total():,} tokens with them, "
-        f"{before.total():,} without ({1 - after.total() / max(1, before.total()):.1%} less)",
-        "data",
-    )
+    less = f"{before.total():,} without ({1 - after.total() / max(1, before.total()):.1%} less)"
+    source = find_text_source(cfg)[0]
+    log.say(f"{len(forms)} new tokens: the texts of {source} have {after.total():,} tokens with them, {less}", "data")
     ids = {term: tokenizer.convert_tokens_to_ids(form.content) for term, form in forms.items()}
     return [
         NewToken(term, form.content, form.single_word, ids[term], replaced[term], after[ids[term]])
@@ -275,16 +240,14 @@ def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
     ]
 
 
-def _found_forms(cfg: RunConfig, texts: Sequence[str], *, backend: Any) -> dict[str, TermForm]:
+def _found_forms(cfg: RunConfig, texts: Sequence[str], *, backend: Any) -> dict[str, AddedToken]:
     wanted = cfg.tuning.new_tokens
     log.status(f"looking for {wanted.count} terms in {find_text_source(cfg)[0]}", "data")
     # Some will have no form in this tokenizer.
     terms = find_terms(
-        texts,
-        lambda candidates: [len(find_term_ids(backend, term)) for term in candidates],
-        wanted=2 * wanted.count,
-        min_count=wanted.min_count,
-    )
+        texts, lambda candidates: [len(find_term_ids(backend, term)) for term in candidates],
+        wanted=2 * wanted.count, min_count=wanted.min_count,
+    )  # fmt: skip
     forms, refused = choose_forms(backend, terms, words=list_words(texts))
     forms = dict(list(forms.items())[: wanted.count])
     if not forms:
@@ -299,25 +262,12 @@ def _found_forms(cfg: RunConfig, texts: Sequence[str], *, backend: Any) -> dict[
 
 def _count_ids(backend: Any, texts: Sequence[str]) -> Counter[int]:
     counts: Counter[int] = Counter()
-    for start in range(0, len(texts), ENCODED_AT_ONCE):
-        for encoding in backend.encode_batch(list(texts[start : start + ENCODED_AT_ONCE]), add_special_tokens=False):
+    for start in range(0, len(texts), 1000):
+        for encoding in backend.encode_batch(list(texts[start : start + 1000]), add_special_tokens=False):
             counts.update(encoding.ids)
     return counts
 
 
-def _totals(tokens: Sequence[NewToken]) -> dict[str, int]:
-    return {"count": len(tokens), "tokens_saved": sum(token.tokens_saved for token in tokens)}
-
-
-def _shown(token: NewToken) -> dict[str, Any]:
-    return {**asdict(token), "pieces_before": len(token.pieces), "tokens_saved": token.tokens_saved}
-
-
-def _as_text(tokens: Sequence[NewToken]) -> str:
-    return json.dumps([asdict(token) for token in tokens], ensure_ascii=False, indent=1)
-
-
 def _from_entries(entries: Sequence[dict[str, Any]]) -> list[NewToken]:
     names = [field.name for field in fields(NewToken)]
-    known = ({name: entry[name] for name in names} for entry in entries)
-    return [NewToken(**{**entry, "pieces": tuple(entry["pieces"])}) for entry in known]
+    return [NewToken(**{name: entry[name] for name in names} | {"pieces": tuple(entry["pieces"])}) for entry in entries]

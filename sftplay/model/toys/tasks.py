@@ -26,6 +26,16 @@ def set_induction_heads(model: LlamaForCausalLM, *, rope_theta: float) -> None:
     passes on their tokens. Models of this size find it only after some millions of tokens, more than fit in a minute;
     from this start, training adapts it to the text. The figures were found by trial, they are starting values only.
     """
+
+    def set_head(layer: int, head: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """Set the weights of one head: query, key and value [width, size], output [size, width]."""
+        attention = model.model.layers[layer].self_attn
+        rows = slice(head * width, (head + 1) * width)
+        attention.q_proj.weight[rows] = query
+        attention.k_proj.weight[rows] = key
+        attention.v_proj.weight[rows] = value
+        attention.o_proj.weight[:, rows] = output
+
     size, width = model.config.hidden_size, model.config.hidden_size // model.config.num_attention_heads
     half, embedding_std = width // 2, 0.5
     embeddings = model.model.embed_tokens.weight.normal_(0, embedding_std)
@@ -43,37 +53,11 @@ def set_induction_heads(model: LlamaForCausalLM, *, rope_theta: float) -> None:
         key[:half, 0] = fast
         query[:, 0] = torch.cat([fast * torch.cos(places * turns), -fast * torch.sin(places * turns)])
         output = embedding_std * written[head].T
-        _set_head(model, layer=0, head=head, query=query, key=key, value=content[what], output=output)
+        set_head(0, head, query, key, content[what], output)
     matches = [(content[0], written[0]), (content[1], written[1]), (written[0], written[2])]
     for head, (query, key) in enumerate(matches):
         output = 8 * embedding_std * content[head].T
-        _set_head(model, layer=1, head=head, query=slow * query, key=slow * key, value=content[head], output=output)
-
-
-def _set_head(
-    model: LlamaForCausalLM,
-    *,
-    layer: int,
-    head: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-) -> None:
-    """Set the weights of one head: query, key and value [width, size], output [size, width]."""
-    attention = model.model.layers[layer].self_attn
-    rows = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
-    attention.q_proj.weight[rows] = query
-    attention.k_proj.weight[rows] = key
-    attention.v_proj.weight[rows] = value
-    attention.o_proj.weight[:, rows] = output
-
-
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic Newton-Schulz step, as in torch 2.13, torch/optim/_muon.py."""
-
-STEPS = 5
-EPSILON = 1e-7
+        set_head(1, head, slow * query, slow * key, content[head], output)
 
 
 class Muon(torch.optim.Optimizer):
@@ -90,27 +74,22 @@ class Muon(torch.optim.Optimizer):
         """Update each matrix that has a gradient."""
         loss = closure() if closure else None
         for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix.grad is not None:
-                    self._change(matrix, group)
+            for matrix in (weight for weight in group["params"] if weight.grad is not None):
+                average = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix.grad))
+                average.lerp_(matrix.grad, 1 - group["momentum"])
+                direction = orthogonal(matrix.grad.lerp(average, group["momentum"]))
+                rows, columns = matrix.shape
+                matrix.add_(direction, alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
         return loss
-
-    def _change(self, matrix: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[matrix]
-        average = state.setdefault("momentum_buffer", torch.zeros_like(matrix.grad))
-        average.lerp_(matrix.grad, 1 - group["momentum"])
-        direction = orthogonal(matrix.grad.lerp(average, group["momentum"]))
-        rows, columns = matrix.shape
-        matrix.add_(direction, alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
     """Return about U V^T of the matrix's U S V^T, with singular values from 0.7 to 1.2, by five Newton-Schulz steps."""
-    a, b, c = COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315  # of the quintic step, as in torch 2.13, torch/optim/_muon.py
     is_tall = matrix.size(0) > matrix.size(1)
     found = matrix.T if is_tall else matrix
-    found = found / found.norm().clamp(min=EPSILON)
-    for _ in range(STEPS):
+    found = found / found.norm().clamp(min=1e-7)
+    for _ in range(5):
         gram = found @ found.T
         found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
     return found.T if is_tall else found
@@ -132,7 +111,7 @@ class DigitsRecipe:
     steps: int = 300
     rows: int = 128
     learning_rate: float = 2e-3
-    spread: float = 0.2
+    init_std: float = 0.2
     """Standard deviation of the first weights. With transformers' 0.02 a model of this width learns no sums in time."""
 
     solves: float = 0.16
@@ -154,83 +133,73 @@ class DigitsRecipe:
 
         One trace teaches all three actions: after y and h the target is the end, although the trace continues.
         """
-        return _traces(self, generator)
+        rows = self.rows
+
+        def digits() -> Tensor:
+            return torch.randint(BASE, (rows,), generator=generator)
+
+        def mostly(value: Tensor, share: float) -> Tensor:
+            return torch.where(torch.rand(rows, generator=generator) < share, value, digits())
+
+        a, b = digits(), digits()
+        total = (a + b) % BASE
+        first, hint = mostly(total, self.solves), mostly(total, self.hints)
+        second = mostly(first if self.copies else hint, self.follows)
+        wild = mostly(first, self.follows) if self.copies else digits()
+        first_digit, end, nothing = ID["0"], torch.full((rows,), ID[END]), torch.full((rows,), -100)
+        plus, equals, asks, gives, pad = (torch.full((rows,), ID[word]) for word in ("+", "=", "?", ">", PAD))
+        a, b, first, hint, second, wild = (digit + first_digit for digit in (a, b, first, hint, second, wild))
+        hinted = torch.stack([a, plus, b, equals, first, asks, hint, gives, second], 1)
+        hinted_targets = torch.stack([nothing, nothing, nothing, first, end, hint, end, second, end], 1)
+        blank = torch.stack([a, plus, b, equals, first, asks, gives, wild, pad], 1)
+        blank_targets = torch.stack([nothing, nothing, nothing, first, end, nothing, wild, end, nothing], 1)
+        is_blank = (torch.rand(rows, generator=generator) < self.blanks)[:, None]
+        return torch.where(is_blank, blank, hinted), torch.where(is_blank, blank_targets, hinted_targets)
 
 
 def make_digits(folder: Path, recipe: DigitsRecipe, *, say: Callable[[str], None]) -> None:
     """Train the model, a few seconds, and save it with its tokenizer in `folder`."""
     say(f"making {folder.name} (once, some seconds)")
-    tokenizer = _tokenizer()
+    words = Tokenizer(models.WordLevel(ID, unk_token=PAD))
+    words.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
+    words.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=PAD, eos_token=END)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=len(ALPHABET),
-                hidden_size=recipe.hidden_size,
-                intermediate_size=4 * recipe.hidden_size,
-                num_hidden_layers=recipe.layers,
-                num_attention_heads=recipe.heads,
-                num_key_value_heads=recipe.heads,
-                max_position_embeddings=64,
-                initializer_range=recipe.spread,
-                tie_word_embeddings=False,
-                bos_token_id=None,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-                dtype="float32",
-            )
-        )
-        _warm_up(model, recipe)
+        model = make_llama(
+            recipe, tokenizer, intermediate_size=4 * recipe.hidden_size, max_position_embeddings=64,
+            initializer_range=recipe.init_std, tie_word_embeddings=False,
+        )  # fmt: skip
+        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
+        generator = torch.Generator().manual_seed(recipe.seed)
+        model.train()
+        for _ in range(recipe.steps):
+            ids, targets = recipe.traces(generator)
+            scores = model(input_ids=ids, attention_mask=(ids != ID[PAD]).long()).logits
+            cross_entropy(scores.flatten(0, 1), targets.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+    save_model(folder, model, tokenizer)
+
+
+def make_llama(recipe: Any, tokenizer: PreTrainedTokenizerFast, **shape: Any) -> LlamaForCausalLM:
+    """Make an untrained fp32 Llama of the recipe's `hidden_size`, `layers` and `heads`; the caller seeds torch."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=recipe.hidden_size, num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads, num_key_value_heads=recipe.heads, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32", **shape,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def save_model(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Save both in `folder`, whole or not at all; generation stops at the tokenizer's end token."""
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     with whole_folder(folder) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordLevel(ID, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
-
-
-def _warm_up(model: LlamaForCausalLM, recipe: DigitsRecipe) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
-    generator = torch.Generator().manual_seed(recipe.seed)
-    model.train()
-    for _ in range(recipe.steps):
-        ids, targets = recipe.traces(generator)
-        scores = model(input_ids=ids, attention_mask=(ids != ID[PAD]).long()).logits
-        cross_entropy(scores.flatten(0, 1), targets.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval()
-
-
-def _traces(recipe: DigitsRecipe, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    rows = recipe.rows
-
-    def digits() -> Tensor:
-        return torch.randint(BASE, (rows,), generator=generator)
-
-    def mostly(value: Tensor, share: float) -> Tensor:
-        return torch.where(torch.rand(rows, generator=generator) < share, value, digits())
-
-    a, b = digits(), digits()
-    total = (a + b) % BASE
-    first, hint = mostly(total, recipe.solves), mostly(total, recipe.hints)
-    second = mostly(first if recipe.copies else hint, recipe.follows)
-    wild = mostly(first, recipe.follows) if recipe.copies else digits()
-    first_digit, end, nothing = ID["0"], torch.full((rows,), ID[END]), torch.full((rows,), -100)
-    plus, equals, asks, gives, pad = (torch.full((rows,), ID[word]) for word in ("+", "=", "?", ">", PAD))
-    a, b, first, hint, second, wild = (digit + first_digit for digit in (a, b, first, hint, second, wild))
-    hinted = torch.stack([a, plus, b, equals, first, asks, hint, gives, second], 1)
-    hinted_targets = torch.stack([nothing, nothing, nothing, first, end, hint, end, second, end], 1)
-    blank = torch.stack([a, plus, b, equals, first, asks, gives, wild, pad], 1)
-    blank_targets = torch.stack([nothing, nothing, nothing, first, end, nothing, wild, end, nothing], 1)
-    is_blank = (torch.rand(rows, generator=generator) < recipe.blanks)[:, None]
-    return torch.where(is_blank, blank, hinted), torch.where(is_blank, blank_targets, hinted_targets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,9 +215,11 @@ class StepsRecipe(DigitsRecipe):
     """Share of the second answers that keep the steps before the hinted step."""
 
     def traces(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """As in DigitsRecipe."""
+        """Return traces and targets as `DigitsRecipe` does."""
         rows = self.rows
-        operands = _problems(rows, generator)
+        a, b, c, d = torch.randint(BASE, (4, rows), generator=generator)
+        is_held_out = (a + 2 * b + 3 * c + 4 * d) % BASE == 0  # as in data/step_sums/generate.py
+        operands = [a, b, c, torch.where(is_held_out, (d + 1) % BASE, d)]
 
         def mostly(value: Tensor, share: float) -> Tensor:
             chance = torch.rand(rows, generator=generator) < share
@@ -272,18 +243,10 @@ class StepsRecipe(DigitsRecipe):
         for step, (operand, kept) in enumerate(zip(operands[1:], first, strict=True), 1):
             before = torch.where(redone_from > step, kept, mostly((before + operand) % BASE, self.solves))
             second.append(before)
-        return _rows(operands, first, hint=hint, second=second, is_blank=is_blank)
+        return _stack_steps(operands, first, hint=hint, second=second, is_blank=is_blank)
 
 
-def _problems(rows: int, generator: torch.Generator) -> list[Tensor]:
-    """Return the four digits of each problem, none of them held out; see data/step_sums/generate.py."""
-    digits = torch.randint(BASE, (4, rows), generator=generator)
-    a, b, c, d = digits
-    is_held_out = (a + 2 * b + 3 * c + 4 * d) % BASE == 0
-    return [a, b, c, torch.where(is_held_out, (d + 1) % BASE, d)]
-
-
-def _rows(
+def _stack_steps(
     operands: list[Tensor], first: list[Tensor], *, hint: Tensor, second: list[Tensor], is_blank: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return tokens and targets of traces, with the hint or, where `is_blank`, without it."""

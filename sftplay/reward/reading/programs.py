@@ -20,11 +20,11 @@ MOST_STARTS, MOST_CUTS = 40, 10
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 IMPORTS = (ast.Import, ast.ImportFrom)
 SOLUTION = "Solution"
-"""The class of the site LeetCode, a method of which may be the answer."""
+"""The class of the site LeetCode; one of its methods may be the answer."""
 
 
-def tree_of(code: str) -> ast.Module | None:
-    """The tree of a model's text; None where it is no Python."""
+def parse_program(code: str) -> ast.Module | None:
+    """Parse a model's text; None where it is no Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd escapes and comparisons
@@ -34,14 +34,14 @@ def tree_of(code: str) -> ast.Module | None:
 
 
 def defined(tree: ast.Module, *, imports: bool = True, methods: bool = False) -> set[str]:
-    """The names that a program defines at its top level; with `methods` also those in its class `Solution`.
+    """Find the names that a program defines at its top level; with `methods` also those in its class `Solution`.
 
     >>> sorted(defined(ast.parse("import os as a; b = 1\\ndef c(): d = 1")))
     ['a', 'b', 'c']
     """
     names = {name for statement in tree.body for name in _names(statement, imports=imports)}
-    own = [each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == SOLUTION]
-    return names | {name for each in own for inner in each.body for name in _names(inner)} if methods else names
+    found = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == SOLUTION and methods]
+    return names | {name for node in found for inner in node.body for name in _names(inner)}
 
 
 def _names(statement: ast.stmt, *, imports: bool = True) -> set[str]:
@@ -49,15 +49,15 @@ def _names(statement: ast.stmt, *, imports: bool = True) -> set[str]:
         return {statement.name}
     if isinstance(statement, ast.Assign | ast.AnnAssign):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        return {node.id for each in targets for node in ast.walk(each) if isinstance(node, ast.Name)}
+        return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
     if isinstance(statement, IMPORTS) and imports:
         return {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
     return set()
 
 
 def complete(code: str, *, others: Sequence[str], entry_point: str) -> str:
-    """The program with the definitions of other blocks that it lacks before it, and a method `entry_point` set free."""
-    tree = tree_of(code)
+    """Put the definitions of other blocks that a program lacks before it, and set a method `entry_point` free."""
+    tree = parse_program(code)
     if tree is None:
         return code
     if entry_point and entry_point not in defined(tree) and entry_point in defined(tree, methods=True):
@@ -65,10 +65,10 @@ def complete(code: str, *, others: Sequence[str], entry_point: str) -> str:
     known = defined(tree)
     added: list[str] = []
     wanted = _free(tree) - known
-    there = [(each, other) for other in others if (parsed := tree_of(other)) for each in parsed.body]
+    there = [(node, other) for other in others if (parsed := parse_program(other)) for node in parsed.body]
     while wanted:
         name = wanted.pop()
-        found = next((each for each in reversed(there) if name in _names(each[0])), None)
+        found = next((pair for pair in reversed(there) if name in _names(pair[0])), None)
         known.add(name)
         if found:
             added.insert(0, _source(*found))
@@ -79,7 +79,7 @@ def complete(code: str, *, others: Sequence[str], entry_point: str) -> str:
 
 
 def _free(tree: ast.AST) -> set[str]:
-    """Names that are read somewhere and bound nowhere in the tree."""
+    """Find the names that are read somewhere and bound nowhere in the tree."""
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
     bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
@@ -88,12 +88,12 @@ def _free(tree: ast.AST) -> set[str]:
 
 
 def _source(statement: ast.stmt, code: str) -> str:
-    first = min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", []))])
+    first = min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", []))])
     return "\n".join(code.split("\n")[first - 1 : statement.end_lineno])
 
 
 def from_session(code: str) -> str:
-    """The program of an interpreter's session: what stands behind its prompts. Other text as it is.
+    """Read the program of an interpreter's session: what stands behind its prompts. Other text as it is.
 
     >>> from_session(">>> def f():\\n...     return 1\\n>>> f()\\n1")
     'def f():\\n    return 1\\nf()'
@@ -107,7 +107,7 @@ def from_session(code: str) -> str:
 
 
 def find_definitions(text: str, entry_point: str = "") -> str:
-    """The imports, assignments, functions and classes between prose; empty unless they define the function.
+    """Find the imports, assignments, functions and classes between prose; empty unless they define the function.
 
     A definition in which a line is no Python counts for nothing.
     """
@@ -126,39 +126,33 @@ def find_definitions(text: str, entry_point: str = "") -> str:
         found += code
         at += max(1, n_lines)
     for program in ["\n".join(found), *reversed(inline)]:
-        tree = tree_of(program)
+        tree = parse_program(program)
         names = defined(tree, methods=True) if tree else set()
-        functions = tree is not None and any(isinstance(each, DEFINITIONS[:3]) for each in tree.body)
+        functions = tree is not None and any(isinstance(node, DEFINITIONS[:3]) for node in tree.body)
         if entry_point in names if entry_point else functions:
             return program
     return ""
 
 
 def _definitions(lines: list[str]) -> tuple[list[str], int]:
-    """The definitions with which these lines begin, and how many lines they take."""
+    """Return the definitions with which these lines begin, and how many lines they take."""
     margin = len(lines[0]) - len(lines[0].lstrip())
     inside = [not line.strip() or len(line) - len(line.lstrip()) >= margin for line in lines]
     lines = lines[: inside.index(False)] if False in inside else lines
     for _ in range(MOST_CUTS):
         code = dedent("\n".join(lines))
-        tree = tree_of(code)
+        tree = parse_program(code)
         if tree is not None:
-            kept = [each for each in tree.body if isinstance(each, (*DEFINITIONS, *IMPORTS))]
-            return [_source(each, code) for each in kept], len(lines)
-        lines = lines[: _last_statement(code, lines, margin=margin)]
+            kept = [node for node in tree.body if isinstance(node, (*DEFINITIONS, *IMPORTS))]
+            return [_source(node, code) for node in kept], len(lines)
+        try:
+            ast.parse(code)
+            break
+        except SyntaxError as error:
+            at = min(max((error.lineno or 1) - 1, 0), len(lines) - 1)
+        except (ValueError, MemoryError, RecursionError):
+            break
+        while at and (not lines[at].strip() or len(lines[at]) - len(lines[at].lstrip()) > margin):
+            at -= 1
+        lines = lines[:at]  # up to the statement that is no Python
     return [], 0
-
-
-def _last_statement(code: str, lines: list[str], *, margin: int) -> int:
-    """The line on which the statement begins that is no Python."""
-    try:
-        ast.parse(code)
-    except SyntaxError as error:
-        at = min(max((error.lineno or 1) - 1, 0), len(lines) - 1)
-    except (ValueError, MemoryError, RecursionError):
-        return 0
-    else:
-        return 0
-    while at and (not lines[at].strip() or len(lines[at]) - len(lines[at].lstrip()) > margin):
-        at -= 1
-    return at

@@ -228,7 +228,7 @@ class RolloutMixin(Base):
         if has_sharded_weights(self):  # ranks generate together: none may take smaller batches than the others
             parts = [generate(slice(at, at + size)) for at in range(0, rows, size)]
         else:
-            parts = list(self._generation_batches.each(rows, generate))
+            parts = list(self._generation_batches.map(rows, generate))
         return [ids for part in parts for ids in part], None
 
     def _generate(self, prompts: list[list[int]]) -> Any:

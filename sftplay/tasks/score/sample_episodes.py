@@ -466,7 +466,7 @@ class EpisodeSampler:
             return sample_actions(generator, prompts[part], rows=numbers[part])
 
         with self.role_models.use_role(role) as model:
-            return [action for part in self._batches.each(len(prompts), sample) for action in part]
+            return [action for part in self._batches.map(len(prompts), sample) for action in part]
 
 
 def exchange_hints(by_number: Mapping[int, list[int]]) -> dict[int, list[int]]:
