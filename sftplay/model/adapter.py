@@ -38,17 +38,11 @@ def add_adapter(model: Any, lora: LoraConfig, *, new_ids: Sequence[int] = ()) ->
 
         token_rows = find_trainable_rows(model, lora, ids=new_ids)
     config = PeftLora(
-        r=lora.r,
-        lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.r,
-        lora_dropout=lora.dropout,
-        target_modules=_every_linear_of_text(model) if targets == "auto" else list(targets),
-        modules_to_save=list(lora.modules_to_save) or None,
-        trainable_token_indices=token_rows,
-        use_dora=lora.dora,
-        use_rslora=lora.rslora,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
+        r=lora.r, lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.r, lora_dropout=lora.dropout,
+        target_modules=_every_linear_of_text(model) if targets == "auto" else list(targets), bias="none",
+        modules_to_save=list(lora.modules_to_save) or None, trainable_token_indices=token_rows,
+        use_dora=lora.dora, use_rslora=lora.rslora, task_type="CAUSAL_LM",
+    )  # fmt: skip
     with _no_peft_warnings():
         try:
             adapted = get_peft_model(model, config)

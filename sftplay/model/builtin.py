@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from sftplay.atomic import locked
 from sftplay.data.render.templates import CHATML
 from sftplay.errors import ConfigError, MachineError, nearest_names
-from sftplay.model.toys.shipped import read_shipped
+from sftplay.model.toys.shipped import check_files, read_shipped
 from sftplay.model.toys.tasks import (
     DigitsRecipe,
     Muon,
@@ -34,10 +34,8 @@ from sftplay.model.toys.tasks import (
 )
 from sftplay.places import shipped
 
-ROPE_THETA = 10_000.0
 TEXT_DIR = shipped("data/base")
 PRACTICE = "practice.txt"
-SECONDS_BETWEEN_LINES = 5.0
 
 PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 
@@ -79,11 +77,7 @@ RECIPES: dict[str, Recipe | DigitsRecipe] = {
     "copier": DigitsRecipe(copies=True, solves=0.5, hints=0.0, follows=0.9),
     "steps": StepsRecipe(),
 }
-
-
-def builtin_names() -> list[str]:
-    """Return the names that may follow `builtin:` in `model.name`."""
-    return sorted(RECIPES)
+"""By the names that may follow `builtin:` in `model.name`."""
 
 
 def ensure_builtin(
@@ -105,7 +99,7 @@ def ensure_builtin(
         MachineError: the shipped text is missing, or a file of the shipped model or of its copy is damaged.
     """
     if name not in RECIPES:
-        near = nearest_names(name, RECIPES) or builtin_names()
+        near = nearest_names(name, RECIPES) or sorted(RECIPES)
         fix = f"use builtin:{near[0]}"
         raise ConfigError(f"no built-in model called {name!r}", where="model.name", fix=fix, nearest=near)
     chosen = recipe or RECIPES[name]
@@ -127,7 +121,8 @@ def ensure_builtin(
             else:
                 make_digits(folder, chosen, say=say)
     if shipped_model:
-        shipped_model.check_copy(folder)
+        fix = f"remove the copy, the next start makes it again: rm -r {folder}"
+        check_files(folder, shipped_model.files, fix=fix)
     return folder
 
 
@@ -169,18 +164,6 @@ def train_tokenizer(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFa
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML, **names)
 
 
-def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Return an untrained fp32 Llama of the recipe's shape, with induction heads; the caller seeds torch."""
-    model = make_llama(
-        recipe, tokenizer, intermediate_size=recipe.intermediate_size, tie_word_embeddings=True,
-        max_position_embeddings=recipe.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-    )  # fmt: skip
-    if recipe.layers > 1 and recipe.heads > 2:
-        set_induction_heads(model, rope_theta=ROPE_THETA)
-    return model
-
-
 def make_base(folder: Path, *, recipe: Recipe, text_dir: Path, say: Callable[[str], None]) -> None:
     """Train a tokenizer and a model on the texts and save both in `folder`, which must not exist."""
     started = time.monotonic()
@@ -189,7 +172,14 @@ def make_base(folder: Path, *, recipe: Recipe, text_dir: Path, say: Callable[[st
     tokenizer = train_tokenizer(files, recipe.vocab_size)
     with _two_threads(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        model = new_model(recipe, tokenizer)
+        rope_theta = 10_000.0
+        model = make_llama(
+            recipe, tokenizer, intermediate_size=recipe.intermediate_size, tie_word_embeddings=True,
+            max_position_embeddings=recipe.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        )  # fmt: skip
+        if recipe.layers > 1 and recipe.heads > 2:
+            set_induction_heads(model, rope_theta=rope_theta)
         # Each text as int64 [tokens]; chat markers in the text become their special ids.
         encode = tokenizer.backend_tokenizer.encode
         streams = {path.name: torch.tensor(encode(path.read_text(encoding="utf-8")).ids) for path in files}
@@ -235,7 +225,7 @@ def _train_base(
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        if time.monotonic() - last_line_at >= SECONDS_BETWEEN_LINES or step == recipe.steps - 1:
+        if time.monotonic() - last_line_at >= 5.0 or step == recipe.steps - 1:
             last_line_at = time.monotonic()
             say(f"base training: step {step + 1} of {recipe.steps}, loss {loss.item():.2f}")
     model.eval()

@@ -43,19 +43,12 @@ def open_by_unsloth(cfg: RunConfig, name: str, *, revision: str | None = None) -
     options |= {} if cfg.model.allow_pickle else {"use_safetensors": True}
     with refusing(lambda error: explain_failure(error, cfg.model, where=where)), _missing_weights() as missing:
         model, _ = FastLanguageModel.from_pretrained(
-            model_name=name,
-            revision=revision,
-            max_seq_length=cfg.model.max_seq_len,
-            dtype=frozen_dtype(cfg),
-            load_in_4bit=cfg.tuning.mode == "qlora",
-            use_gradient_checkpointing=_checkpointing(cfg),
-            trust_remote_code=cfg.model.trust_remote_code,
-            attn_implementation=cfg.model.attn,
-            random_state=cfg.seed,
+            model_name=name, revision=revision, max_seq_length=cfg.model.max_seq_len, dtype=frozen_dtype(cfg),
+            load_in_4bit=cfg.tuning.mode == "qlora", use_gradient_checkpointing=_checkpointing(cfg),
+            trust_remote_code=cfg.model.trust_remote_code, attn_implementation=cfg.model.attn, random_state=cfg.seed,
             use_exact_model_name=True,  # else it opens its own copy under another name
-            fix_tokenizer=False,
-            **options,
-        )
+            fix_tokenizer=False, **options,
+        )  # fmt: skip
     # unsloth falls back to other numbers with a printed line, where the kit promised to stop.
     if missing:
         raise MachineError(f"the model cannot be loaded ({missing[0]})", where=where, fix="check its files")
@@ -84,19 +77,11 @@ def adapt_by_unsloth(model: Any, cfg: RunConfig) -> Any:
     wanted = target_paths(model, lora)
     try:
         adapted = FastLanguageModel.get_peft_model(
-            model,
-            r=lora.r,
-            lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.r,
-            lora_dropout=lora.dropout,
-            target_modules=sorted({path.rpartition(".")[2] for path in wanted}),
-            modules_to_save=list(lora.modules_to_save) or None,
-            use_rslora=lora.rslora,
-            use_dora=lora.dora,
-            bias="none",
-            use_gradient_checkpointing=_checkpointing(cfg),
-            random_state=cfg.seed,
-            max_seq_length=cfg.model.max_seq_len,
-        )
+            model, r=lora.r, lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.r, lora_dropout=lora.dropout,
+            target_modules=sorted({path.rpartition(".")[2] for path in wanted}), bias="none", use_dora=lora.dora,
+            modules_to_save=list(lora.modules_to_save) or None, use_rslora=lora.rslora, random_state=cfg.seed,
+            use_gradient_checkpointing=_checkpointing(cfg), max_seq_length=cfg.model.max_seq_len,
+        )  # fmt: skip
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         what = f"unsloth cannot put this adapter on the model ({first_line(error)})"
         refusal = ConfigError(what, where="tuning.lora", fix="change tuning.lora, or write tuning.backend: bnb")

@@ -43,15 +43,21 @@ def open_model(
     repeat_shared_keys()
     where = f"{cfg.origins.get('model.name', 'model')} model.name {name}"
     options: dict[str, Any] = {
-        "revision": revision,
-        "trust_remote_code": cfg.model.trust_remote_code,
-        "dtype": dtype or "auto",
+        "revision": revision, "trust_remote_code": cfg.model.trust_remote_code, "dtype": dtype or "auto",
         "attn_implementation": cfg.model.attn,
-    }
-    if not is_plain:
-        options["quantization_config"] = quantization(cfg) if cfg.tuning.mode == "qlora" else None
-        waits = is_on_host and cfg.tuning.mode != "qlora"
-        options["device_map"] = {"": local_rank()} if torch.cuda.is_available() and not waits else None
+    }  # fmt: skip
+    in_four_bits = cfg.tuning.mode == "qlora" and not is_plain
+    if in_four_bits:
+        # A strategy that splits weights over processes needs them stored in the type it computes in: the 4-bit codes
+        # are then packed into numbers of that type.
+        splits = cfg.cluster.strategy in SPLIT_WEIGHTS
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type=cfg.tuning.quant_type, bnb_4bit_compute_dtype=frozen_dtype(cfg),
+            bnb_4bit_use_double_quant=cfg.tuning.double_quant,
+            bnb_4bit_quant_storage=frozen_dtype(cfg) if splits else torch.uint8,
+        )  # fmt: skip
+    is_on_device = torch.cuda.is_available() and not is_plain and (in_four_bits or not is_on_host)
+    options["device_map"] = {"": local_rank()} if is_on_device else None
     if not cfg.model.allow_pickle:
         options["use_safetensors"] = True
     if not check_reachable(name, revision, where=where):
@@ -103,22 +109,6 @@ def _has_grouped_kernel(key: torch.Tensor) -> bool:
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else key.dtype
     is_half = dtype in (torch.float16, torch.bfloat16)
     return kind != "cuda" or (is_half and torch.cuda.get_device_capability(key.device) >= (8, 0))
-
-
-def quantization(cfg: RunConfig) -> BitsAndBytesConfig:
-    """Return the quantization of a qlora base: 4-bit codes, computed in the run's precision.
-
-    A strategy that splits weights over processes needs them stored in the type it computes in: the 4-bit codes are then
-    packed into numbers of that type.
-    """
-    splits = cfg.cluster.strategy in SPLIT_WEIGHTS
-    return BitsAndBytesConfig(
-        bnb_4bit_quant_storage=frozen_dtype(cfg) if splits else torch.uint8,
-        load_in_4bit=True,
-        bnb_4bit_quant_type=cfg.tuning.quant_type,
-        bnb_4bit_use_double_quant=cfg.tuning.double_quant,
-        bnb_4bit_compute_dtype=frozen_dtype(cfg),
-    )
 
 
 def frozen_dtype(cfg: RunConfig) -> torch.dtype:

@@ -17,9 +17,6 @@ from sftplay.sandbox.verdicts.judge import judge
 
 MOST_WORKERS = 16
 
-MOST_KEPT = 50_000
-"""Verdicts in memory, about 1 KB each. The oldest goes first."""
-
 
 def count_workers(processes: int | None = None) -> int:
     """Count the boxes to run at the same time: this rank's share of the process's cores, at most MOST_WORKERS.
@@ -72,7 +69,7 @@ class Sandbox:
             future.cancel()  # does nothing to those that are done
         verdicts = [found[key] if key in found else self._kept[key] for key in keys]
         self._kept |= {key: verdict for key, verdict in found.items() if verdict.status != "infra"}
-        for key in list(islice(self._kept, max(0, len(self._kept) - MOST_KEPT))):
+        for key in list(islice(self._kept, max(0, len(self._kept) - 50_000))):  # about 1 KB each; the oldest go first
             del self._kept[key]
         return verdicts
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sftplay.config.run import RunConfig
@@ -28,8 +28,6 @@ READ_CHARACTERS = 20_000_000
 
 LONGEST_TERM = 100
 """Characters of a term in a file."""
-
-DEFAULT_SPLIT = 0.05
 
 Words = tuple[str, ...]
 
@@ -66,7 +64,7 @@ def find_text_source(cfg: RunConfig) -> tuple[str, float]:
         split = cfg.data.split if source.split is None else source.split
     else:
         path, has_held_out, split = cfg.rows_path, cfg.data.val_path, cfg.data.split
-    return path, 0.0 if has_held_out else DEFAULT_SPLIT if split is None else split
+    return path, 0.0 if has_held_out else 0.05 if split is None else split
 
 
 def training_texts(cfg: RunConfig) -> list[str]:
@@ -106,29 +104,22 @@ def find_terms(
     Args:
         count_pieces: returns the number of tokens of each term behind a space.
     """
-    counts = _count(texts, min_count)
-    ordered = sorted(counts)
-    pieces = count_pieces([" ".join(words) for words in ordered])
-    costs = {words: cost for words, cost in zip(ordered, pieces, strict=True) if cost > 1}
-    return [" ".join(words) for words in _select(counts, costs, wanted=wanted, min_count=min_count)]
-
-
-def _count(texts: Iterable[str], min_count: int) -> dict[Words, int]:
     runs = [run for text in texts for run in _runs(text)]
     words = Counter(word for run in runs for word in run)
     frequent = {word for word, count in words.items() if count >= min_count}
-    counts: Counter[Words] = Counter({(word,): words[word] for word in frequent})
+    found: Counter[Words] = Counter({(word,): words[word] for word in frequent})
     for run in runs:
         for start in range(len(run)):
             for end in range(start + 2, min(start + MOST_WORDS, len(run)) + 1):
                 if run[end - 1] not in frequent or run[start] not in frequent:
                     break
-                counts[tuple(run[start:end])] += 1
-    return {
-        sequence: n
-        for sequence, n in counts.items()
-        if n >= min_count and 2 * n >= min(words[word] for word in sequence)
-    }
+                found[tuple(run[start:end])] += 1
+    rarest = {term: min(words[word] for word in term) for term in found}
+    counts = {term: count for term, count in found.items() if count >= min_count and 2 * count >= rarest[term]}
+    ordered = sorted(counts)
+    pieces = count_pieces([" ".join(term) for term in ordered])
+    costs = {term: cost for term, cost in zip(ordered, pieces, strict=True) if cost > 1}
+    return [" ".join(term) for term in _select(counts, costs, wanted=wanted, min_count=min_count)]
 
 
 def _runs(text: str) -> Iterator[list[str]]:

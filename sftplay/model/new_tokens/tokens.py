@@ -169,9 +169,16 @@ def extend_for_run(tokenizer: Any, cfg: RunConfig, *, folder: RunFolder) -> list
     Raises:
         ConfigError: the file of terms or the tokenizer has changed since the run began; and what `extend` raises.
     """
-    tokens = kept_tokens(folder.path)
-    if tokens:
-        _check_terms(tokens, cfg)
+    if tokens := kept_tokens(folder.path):
+        source = cfg.tuning.new_tokens.path  # without one, the data have their own digests
+        before, now = [token.term for token in tokens], read_terms(source) if source else []
+        if source and before != now:
+            lost, found = ([repr(term) for term in a if term not in b] for a, b in ((before, now), (now, before)))
+            pairs = (("without", lost), ("with", found))
+            changes = "; ".join(f"{word} {', '.join(terms[:5])}" for word, terms in pairs if terms)
+            what = f"the new tokens are others than when the run began: {changes or 'in another order'}"
+            fix = "restore the file, or train under a new run_name"
+            raise ConfigError(what, where=f"{KEY}.path {source}", fix=fix)
         add_to(tokenizer, tokens)
         return tokens
     if tokens := extend(tokenizer, cfg):
@@ -195,18 +202,6 @@ def add_to(tokenizer: Any, tokens: Sequence[NewToken]) -> None:
         if (found := tokenizer.convert_tokens_to_ids(token.content)) != token.id:
             what = f"the tokenizer is another one than when {token.term!r} became token {token.id}: it is {found} now"
             raise ConfigError(what, where=KEY, fix="restore the model's tokenizer, or train under a new run_name")
-
-
-def _check_terms(tokens: Sequence[NewToken], cfg: RunConfig) -> None:
-    if (source := cfg.tuning.new_tokens.path) is None:
-        return  # the data have their own digests
-    before, now = [token.term for token in tokens], read_terms(source)
-    if before == now:
-        return
-    lost, found = ([repr(term) for term in a if term not in b] for a, b in ((before, now), (now, before)))
-    changes = [f"{word} {', '.join(terms[:5])}" for word, terms in (("without", lost), ("with", found)) if terms]
-    what = f"the new tokens are others than when the run began: {'; '.join(changes) or 'in another order'}"
-    raise ConfigError(what, where=f"{KEY}.path {source}", fix="restore the file, or train under a new run_name")
 
 
 def kept_tokens(run: Path) -> list[NewToken]:

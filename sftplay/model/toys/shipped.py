@@ -15,6 +15,8 @@ from sftplay.errors import MachineError
 MANIFEST = "made.json"
 """The origin of the files in its folder, and the sha256 of each."""
 
+RESTORE = "restore it from the repository: git checkout -- data/base"
+
 
 @dataclass(frozen=True)
 class ShippedModel:
@@ -31,23 +33,11 @@ class ShippedModel:
         return hashlib.sha256(json.dumps([self.fingerprint, self.files]).encode()).hexdigest()[:12]
 
     def copy_to(self, folder: Path) -> None:
-        """Copy it to `folder`, whole or not at all.
-
-        Raises:
-            MachineError: a shipped file is missing, or is not the one that was shipped.
-        """
-        check_files(self.folder, self.files, fix="restore it from the repository: git checkout -- data/base")
+        """Copy it to `folder`, whole or not at all. Raises what `check_files` raises."""
+        check_files(self.folder, self.files, fix=RESTORE)
         with whole_folder(folder) as scratch:
             for name in self.files:
                 shutil.copyfile(self.folder / name, scratch / name)
-
-    def check_copy(self, folder: Path) -> None:
-        """Refuse a copy that has changed.
-
-        Raises:
-            MachineError: a file is missing, or has another content.
-        """
-        check_files(folder, self.files, fix=f"remove the copy, the next start makes it again: rm -r {folder}")
 
 
 def read_shipped(folder: Path) -> ShippedModel | None:
@@ -64,13 +54,13 @@ def read_shipped(folder: Path) -> ShippedModel | None:
         return ShippedModel(folder, dict(content["sha256"]), content["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"it does not list the files of the built-in model ({type(error).__name__}: {error})"
-        fix = "restore it from the repository: git checkout -- data/base"
-        raise MachineError(what, where=str(path), fix=fix) from None
+        raise MachineError(what, where=str(path), fix=RESTORE) from None
 
 
 def write_manifest(folder: Path, *, fingerprint: str, recipe: dict[str, Any], made_with: dict[str, str]) -> None:
     """Write a list of the files of `folder` with their hashes and their origin."""
-    hashes = {path.name: compute_sha256(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
+    files = (path for path in sorted(folder.iterdir()) if path.name != MANIFEST)
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     content = {"fingerprint": fingerprint, "sha256": hashes, "made_with": made_with, "recipe": recipe}
     write_text(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
 
@@ -85,12 +75,6 @@ def check_files(folder: Path, hashes: dict[str, str], *, fix: str) -> None:
         path = folder / name
         if not path.is_file():
             raise MachineError("this file of the built-in model is missing", where=str(path), fix=fix)
-        if (found := compute_sha256(path)) != expected:
+        if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != expected:
             what = f"not the file that was shipped: sha256 {found[:12]}..., expected {expected[:12]}..."
             raise MachineError(what, where=str(path), fix=fix)
-
-
-def compute_sha256(path: Path) -> str:
-    """Return the hex sha256 of a file's content."""
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -243,29 +243,15 @@ class StepsRecipe(DigitsRecipe):
         for step, (operand, kept) in enumerate(zip(operands[1:], first, strict=True), 1):
             before = torch.where(redone_from > step, kept, mostly((before + operand) % BASE, self.solves))
             second.append(before)
-        return _stack_steps(operands, first, hint=hint, second=second, is_blank=is_blank)
-
-
-def _stack_steps(
-    operands: list[Tensor], first: list[Tensor], *, hint: Tensor, second: list[Tensor], is_blank: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets of traces, with the hint or, where `is_blank`, without it."""
-    zero, like = ID["0"], operands[0]
-
-    def same(number: int) -> Tensor:
-        return torch.full_like(like, number)
-
-    plus, end, nothing = same(ID["+"]), same(ID["<end>"]), same(-100)
-    asked = [token for operand in operands for token in (operand + zero, plus)]
-    asked[-1] = same(ID["="])
-    y, z, h = [digit + zero for digit in first], [digit + zero for digit in second], hint + zero
-    untrained = [nothing] * (len(asked) - 1)
-    hinted = [*asked, *y, same(ID["?"]), h, same(ID[">"]), *z]
-    hinted_targets = [*untrained, *y, end, h, end, *z, end]
-    blank = [*asked, *y, same(ID["?"]), same(ID[">"]), *z, same(ID["<pad>"])]
-    blank_targets = [*untrained, *y, end, nothing, *z, end, nothing]
-    choose = is_blank[:, None]
-    return (
-        torch.where(choose, torch.stack(blank, 1), torch.stack(hinted, 1)),
-        torch.where(choose, torch.stack(blank_targets, 1), torch.stack(hinted_targets, 1)),
-    )
+        zero, nothing = ID["0"], torch.full((rows,), -100)
+        plus, equals, asks, gives, end, pad = (torch.full((rows,), ID[word]) for word in ("+", "=", "?", ">", END, PAD))
+        asked = [token for operand in operands for token in (operand + zero, plus)]
+        asked[-1] = equals
+        y, z, h = [digit + zero for digit in first], [digit + zero for digit in second], hint + zero
+        untrained = [nothing] * (len(asked) - 1)
+        hinted = torch.stack([*asked, *y, asks, h, gives, *z], 1)
+        hinted_targets = torch.stack([*untrained, *y, end, h, end, *z, end], 1)
+        blank = torch.stack([*asked, *y, asks, gives, *z, pad], 1)
+        blank_targets = torch.stack([*untrained, *y, end, nothing, *z, end, nothing], 1)
+        without_hint = is_blank[:, None]
+        return torch.where(without_hint, blank, hinted), torch.where(without_hint, blank_targets, hinted_targets)

@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.sandbox.executors.bootstrap import OWNER
-from sftplay.sandbox.verdicts.job import Job, Limits, Status
-
-ESCAPED = ("assert f() == 'escaped'",)
-"""The test of a program that says whether it reached what it should not: in a box it fails."""
+from sftplay.sandbox.verdicts.job import Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +25,8 @@ class Attack:
     name: str
     _: KW_ONLY
     code: str
-    tests: tuple[str, ...] = ESCAPED
+    tests: tuple[str, ...] = ("assert f() == 'escaped'",)
+    """They fail in a box: the program says whether it reached what it should not."""
     statuses: tuple[Status, ...] = ("wrong", "runtime")
     """Those that are right. Which of them it is depends on what the box is made of."""
     is_harmless: bool = False
@@ -37,11 +35,6 @@ class Attack:
     """It belongs to the self-test at the start."""
     setup: str = ""
     limits: dict[str, Any] = field(default_factory=dict)
-
-    def job(self, targets: Targets) -> Job:
-        """Make a job of the attack, with the names of what it reaches for put in."""
-        code = targets.names() + self.code
-        return Job(code=code, tests=self.tests, setup=self.setup, limits=Limits(**self.limits))
 
 
 @dataclass(frozen=True, slots=True)

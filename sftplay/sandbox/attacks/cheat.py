@@ -33,7 +33,8 @@ agent = sys.modules['sftplay.sandbox.inside.agent']
 plain = sys.modules['sftplay.sandbox.inside.plain']
 """
 
-EXITS = (
+ATTACKS = (
+    # exits
     Attack("os._exit(0)", tests=TASK, statuses=("killed",), code="import os\nos._exit(0)"),
     Attack("os._exit(0) in the call", tests=TASK, statuses=("killed",), code="def f(x): __import__('os')._exit(0)"),
     Attack("sys.exit(0)", tests=TASK, statuses=("runtime",), code="import sys\nsys.exit(0)"),
@@ -62,15 +63,10 @@ def f(x):
 """),
     Attack("solves only the test that it was shown", tests=TASK, statuses=("wrong",),
         code="def f(x): return {2: 3}.get(x)"),
-)  # fmt: skip
-
-OBJECTS = (
-    Attack("an object that equals everything", tests=TASK, statuses=("wrong",), code=EQUAL.format(kind="")),
-    Attack("an int that equals everything", tests=TASK, statuses=("wrong",), code=EQUAL.format(kind="int")),
-    Attack("a float that equals everything", tests=TASK, statuses=("wrong",), code=EQUAL.format(kind="float")),
-    Attack("a text that equals everything", tests=TASK, statuses=("wrong",), code=EQUAL.format(kind="str")),
-    Attack("a list that equals everything", tests=TASK, statuses=("wrong",), code=EQUAL.format(kind="list")),
-    Attack("a dict that equals everything", tests=TASK, statuses=("wrong",), code=EQUAL.format(kind="dict")),
+    # objects
+    *(Attack(f"{what} that equals everything", tests=TASK, statuses=("wrong",), code=EQUAL.format(kind=kind))
+      for what, kind in (("an object", ""), ("an int", "int"), ("a float", "float"), ("a text", "str"),
+                         ("a list", "list"), ("a dict", "dict"))),
     Attack("an object that equals everything, in the test's box", tests=PROXY, statuses=WRONG_OR_RAISES,
         code=EQUAL.format(kind="")),
     Attack("an int that equals everything, in the test's box", tests=PROXY, statuses=("wrong",),
@@ -91,9 +87,7 @@ OBJECTS = (
         code="def f(x): return float('nan')"),
     Attack("nothing is false", tests=("assert not f(2)", "assert f(2)"), statuses=("runtime", "wrong"),
         code="class N:\n    def __bool__(self): raise SystemExit\ndef f(x): return N()"),
-)  # fmt: skip
-
-HANDED_BACK = (
+    # handed back
     Attack("an object that equals everything, handed back to it", tests=("assert f(f(2)) == 4",), statuses=("wrong",),
         code=EQUAL.format(kind="")),
     Attack("a list with such an object, handed back to it", tests=("x = f(2)\nassert f(x) == [4]",),
@@ -103,9 +97,7 @@ HANDED_BACK = (
     Attack("an object of another number, handed back to it", tests=("assert f(f(2)) == 4",),
         statuses=("wrong", "runtime", "killed"),
         code=AGENT + "plain._tagged = lambda *a: '[\"?\",true,\"x\",7]'\ndef f(x): return [x]"),
-)  # fmt: skip
-
-PATCHES = (
+    # patches
     Attack("patches built-in functions", tests=TASK, statuses=("wrong", "tampered"), code="""
 import builtins
 for name in ('all', 'any', 'isinstance', 'len', 'bool', 'print', 'type', 'repr', 'set', 'sorted'):
@@ -145,5 +137,3 @@ def f(x): return x
         code=AGENT + "agent.ORDERS['call'] = lambda *a, **k: {'status': '\"ok\"', 'value': '0', 'args': '[[\"l\"],1]', "
             "'changed': '[true,true]'}"),
 )  # fmt: skip
-
-ATTACKS = (*EXITS, *OBJECTS, *HANDED_BACK, *PATCHES)

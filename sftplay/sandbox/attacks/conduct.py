@@ -31,15 +31,6 @@ GOOD = Job(
 )
 """A program that must still be judged well, after each attack; a busy machine may be slow with it."""
 
-SPARE_S = START_S + 20.0
-"""What a machine may add to a job's limits: a box that is slow to start, and other work on it."""
-
-GONE_S = 60.0
-"""For the kernel to clear a killed namespace away."""
-
-WORKS_S = 1.0
-"""Of the processor. A killed process uses less until it is gone, on a busy machine too."""
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -70,14 +61,16 @@ def try_attack(attack: Attack, *, executor: Executor, reached: Targets, known: f
 
     `known` are processes that were there before.
     """
-    job = attack.job(reached)
+    code, limits = reached.names() + attack.code, Limits(**attack.limits)  # it is told what to reach for
+    job = Job(code=code, tests=attack.tests, setup=attack.setup, limits=limits)
     verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
     problems = reached.losses()
     if verdict.passed >= verdict.total:
         problems.append("it passed")
     if verdict.status not in attack.statuses:
         problems.append(f"status {verdict.status}: {verdict.stderr[-200:]}")
-    if verdict.seconds > 3 * job.limits.timeout_s + SPARE_S:
+    # A machine may add to a job's limits: a box that is slow to start, and other work on it.
+    if verdict.seconds > 3 * job.limits.timeout_s + START_S + 20.0:
         problems.append(f"it took {verdict.seconds:.1f} s")
     left = wait_gone(reached, known=known)
     after = judge(GOOD, lambda: executor.open(GOOD.limits), executor=executor.name)
@@ -92,10 +85,11 @@ def wait_gone(reached: Targets, *, known: frozenset[str] = frozenset()) -> list[
     A process that still works ends the waiting: its own limit of the processor would end it as well, a little later.
     """
     before = used_cpu_s(boxed_processes() - known)
-    until = time.monotonic() + GONE_S
+    until = time.monotonic() + 60.0  # for the kernel to clear a killed namespace away
     while (left := reached.leftovers(known=known)) and time.monotonic() < until:
         used = used_cpu_s(boxed_processes() - known)
-        if working := [number for number in sorted(used) if used[number] - before.get(number, 0.0) > WORKS_S]:
+        # A killed process uses less than 1 s of the processor until it is gone, on a busy machine too.
+        if working := [number for number in sorted(used) if used[number] - before.get(number, 0.0) > 1.0]:
             return [f"process {number} still works" for number in working]
         time.sleep(0.02)
     return left

@@ -26,7 +26,8 @@ ANSWERS = AGENT + "agent.ORDERS['call'] = lambda *a, **k: {{'status': {status}, 
 
 OK, RAISED = "'\"ok\"'", "'\"runtime\"'"
 
-NO_ANSWERS = (
+ATTACKS = (
+    # no answers
     Attack("answers without a status before it is asked", tests=TASK, statuses=("tampered",), code=SAY + "say(b'{}')"),
     Attack("answers a number before it is asked", tests=TASK, statuses=("tampered",), code=SAY + "say(b'3')"),
     Attack("has a list for its status", tests=TASK, statuses=("tampered",),
@@ -50,9 +51,7 @@ NO_ANSWERS = (
     Attack("answers a range of a year, in the test's box", tests=("assert len(list(f(2))) == 3",),
         statuses=("memory", "timeout"), limits={"timeout_s": 1, "test_timeout_s": 0.5},
         code="def f(x): return range(10**15)"),
-)  # fmt: skip
-
-LATE = (
+    # late
     Attack("answers from another process as well", tests=TASK, statuses=("tampered", "wrong"), code=SAY + """
 def f(x):
     if os.fork() == 0:
@@ -98,9 +97,7 @@ sys.modules.clear()
 for name in [each for each in vars(builtins) if each != 'delattr']:
     delattr(builtins, name)
 """),
-)  # fmt: skip
-
-ENDS = (
+    # ends
     Attack("has an error that hides where it comes from", tests=TASK, statuses=("killed", "runtime"),
         code="class E(Exception):\n    __traceback__ = property(lambda self: 1 / 0)\ndef f(x): raise E"),
     Attack("has an error whose class has no name", tests=TASK, statuses=("killed", "runtime"),
@@ -114,5 +111,3 @@ ENDS = (
         code="x = '\ud800'\ndef f(x): return 3"),
     Attack("has a zero byte", tests=TASK, statuses=("syntax",), code="\0def f(x): return x"),
 )  # fmt: skip
-
-ATTACKS = (*NO_ANSWERS, *LATE, *ENDS)

@@ -8,7 +8,8 @@ SHORT = {"timeout_s": 1, "test_timeout_s": 0.25}
 
 NEVER = ("assert f() == 'never'",)
 
-TIME = (
+ATTACKS = (
+    # time
     Attack("loops", statuses=("timeout",), limits=SHORT, code="def f():\n    while True:\n        pass"),
     Attack("loops while it loads", statuses=("timeout",), limits={"timeout_s": 0.5}, code="while True:\n    pass"),
     Attack("sleeps", statuses=("timeout",), limits=SHORT, code="import time\ndef f():\n    time.sleep(10**6)"),
@@ -52,9 +53,7 @@ def f():
         code="import threading\ndef f():\n    threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()"),
     Attack("asks for input", code="def f():\n    return input()"),
     Attack("reads its standard input", code="import sys\ndef f():\n    return sys.stdin.read()"),
-)  # fmt: skip
-
-MEMORY = (
+    # memory
     Attack("makes a list of 80 GB", statuses=("memory",), code="def f():\n    return [0] * 10**10"),
     Attack("grows a list", statuses=("memory",), limits={"timeout_s": 20, "test_timeout_s": 20},
         code="def f():\n    kept = []\n    while True:\n        kept.append(bytearray(1 << 20))"),
@@ -90,9 +89,7 @@ def f():
     Attack("nests brackets", statuses=("syntax",), code="def f():\n    return " + "(" * 5_000 + ")" * 5_000),
     Attack("compiles without end", statuses=("runtime", "memory", "killed", "wrong"),
         code="def f():\n    return eval('-' * 10**6 + '1')"),
-)  # fmt: skip
-
-PROCESSES = (
+    # processes
     Attack("forks without end", statuses=("runtime",), limits={"timeout_s": 10, "test_timeout_s": 10},
         code="import os\ndef f():\n    while True:\n        os.fork()"),
     Attack("forks and each child goes on", statuses=("wrong", "runtime", "tampered", "timeout"), code="""
@@ -151,9 +148,7 @@ def f():
         code="import os\ndef f():\n    for _ in range(10):\n        os.fork() or os._exit(0)\n    return 'done'"),
     Attack("becomes another program", statuses=("killed", "wrong", "runtime"),
         code="import os, sys\ndef f():\n    os.execv(sys.executable, ['python', '-c', 'print(1)'])"),
-)  # fmt: skip
-
-ROOM = (
+    # room
     Attack("fills the disk", statuses=("runtime",), limits={"timeout_s": 10, "test_timeout_s": 10}, code="""
 def f():
     for number in range(10**6):
@@ -188,14 +183,10 @@ def f():
         code="def f():\n    return dict.fromkeys(map(str, range(20_000)))"),
     Attack("has an error text of 20 MB", statuses=("runtime",),
         code="def f():\n    raise ValueError('x' * (20 << 20))"),
-)  # fmt: skip
-
-END = (
+    # end
     Attack("ends by a bad pointer", statuses=("killed",), code="import ctypes\ndef f():\n    ctypes.string_at(0)"),
     Attack("aborts", statuses=("killed",), code="import os\ndef f():\n    os.abort()"),
     Attack("kills itself", statuses=("killed",), code="import os\ndef f():\n    os.kill(os.getpid(), 9)"),
     Attack("sets an alarm", statuses=("killed",),
         code="import signal, time\ndef f():\n    signal.setitimer(signal.ITIMER_REAL, 0.01)\n    time.sleep(0.4)"),
 )  # fmt: skip
-
-ATTACKS = (*TIME, *MEMORY, *PROCESSES, *ROOM, *END)

@@ -25,7 +25,8 @@ def f():
     return 'held'
 """
 
-FILES = (
+ATTACKS = (
+    # files
     Attack("reads a private file", is_harmless=True, is_quick=True, code=READS.format(path="SECRET")),
     Attack("reads it through a symbolic link", is_harmless=True,
         code="import os\nos.symlink(SECRET, 'link')" + READS.format(path="'link'")),
@@ -116,9 +117,7 @@ def f():
         os.remove(folder + '/' + LEFT)
     return 'escaped' if found else 'held'
 """),
-)  # fmt: skip
-
-SECRETS = (
+    # secrets
     Attack("reads the environment of the first process", code=SCANS.format(names="['/proc/1/environ']")),
     Attack("reads the environment of another process", is_harmless=True, is_quick=True,
         code=SCANS.format(names="[f'/proc/{VICTIM}/environ']")),
@@ -157,5 +156,3 @@ def f():
     return 'escaped' if ctypes.CDLL(None).klogctl(read_all, buffer, 99) >= 0 else 'held'
 """),
 )  # fmt: skip
-
-ATTACKS = (*FILES, *SECRETS)

@@ -22,7 +22,8 @@ def f(x):
     return x
 """
 
-FORGERIES = (
+ATTACKS = (
+    # forgeries
     Attack("writes an answer to every descriptor", tests=TASK, statuses=("tampered", "killed", "wrong"),
         code=FORGES.format(text='{"nonce":"","status":"ok","value":3}')),
     Attack("writes a verdict to every descriptor", tests=TASK, statuses=("tampered", "killed", "wrong"),
@@ -95,9 +96,7 @@ def f(x):
                 pass
     return x
 """),
-)  # fmt: skip
-
-SPYING = (
+    # spying
     Attack("looks for the expected values in memory", tests=("assert f() == 'w' 'hat-is-expected'",),
         statuses=("wrong",), code="""
 import gc, sys
@@ -137,5 +136,3 @@ def f():
             return text[at:][:16]
 """),
 )  # fmt: skip
-
-ATTACKS = (*FORGERIES, *SPYING)

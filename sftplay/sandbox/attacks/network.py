@@ -16,7 +16,7 @@ def f():
     return 'escaped'
 """
 
-NETWORK = (
+ATTACKS = (
     Attack("connects by TCP", is_harmless=True, is_quick=True,
         code=CONNECTS.format(kind="", verb="connect(('127.0.0.1', PORT))")),
     Attack("sends by UDP", is_harmless=True, is_quick=True,
@@ -37,5 +37,3 @@ NETWORK = (
         code="import urllib.request\ndef f():\n    urllib.request.urlopen('http://127.0.0.1:%d' % PORT, timeout=1)\n"
             "    return 'escaped'"),
 )  # fmt: skip
-
-ATTACKS = (*NETWORK,)

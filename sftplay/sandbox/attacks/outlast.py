@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from sftplay.sandbox.attacks.attack import Attack
 from sftplay.sandbox.attacks.cheat import TASK
-
-SHORT = {"timeout_s": 1, "test_timeout_s": 0.25}
+from sftplay.sandbox.attacks.exhaust import SHORT
 
 LONG = {"timeout_s": 10, "test_timeout_s": 10}
 
-STAYS = (
+ATTACKS = (
+    # stays
     Attack("leaves a daemon that no death of its parent ends", tests=TASK, statuses=("wrong",), code="""
 import ctypes, os, time
 def f(x):
@@ -45,9 +45,7 @@ def f(x):
         code="import time\ndef f(x):\n    if x == 40: time.sleep(1000)\n    return x + 1"),
     Attack("is right and then ends", tests=TASK, statuses=("killed",),
         code="import os\ndef f(x):\n    if x == 40: os._exit(0)\n    return x + 1"),
-)  # fmt: skip
-
-FILES = (
+    # files
     Attack("nests 3,000 folders", tests=TASK[:1], statuses=("wrong", "runtime"), limits=LONG,
         code="import os\ndef f(x):\n    for _ in range(3_000):\n        os.mkdir('d'); os.chdir('d')\n    return x"),
     Attack("closes its own folders", tests=TASK[:1], statuses=("wrong", "runtime"), code="""
@@ -64,9 +62,7 @@ def f(x):
     Attack("makes empty files without end", tests=("assert f() == 2",), statuses=("runtime", "timeout", "killed"),
         limits=SHORT,
         code="import os\ndef f():\n    n = 0\n    while True:\n        os.close(os.open(f'{n}', 66))\n        n += 1"),
-)  # fmt: skip
-
-OUTPUT = (
+    # output
     Attack("prints from a thread while it is judged", tests=TASK, statuses=("output", "wrong"),
         code="import os, threading\ndef flood():\n    while True: os.write(2, b'x' * 65_536)\n"
             "threading.Thread(target=flood, daemon=True).start()\ndef f(x): return x"),
@@ -75,5 +71,3 @@ OUTPUT = (
     Attack("closes its standard streams", tests=TASK, statuses=("wrong",),
         code="import os, sys\nos.close(1)\nos.close(2)\nsys.stdout = None\nsys.stderr = 3\ndef f(x): return x"),
 )  # fmt: skip
-
-ATTACKS = (*STAYS, *FILES, *OUTPUT)

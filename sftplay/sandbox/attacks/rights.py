@@ -14,7 +14,8 @@ def f():
     return 'escaped' if libc.{call} >= 0 else 'held'
 """
 
-PROCESSES = (
+ATTACKS = (
+    # processes
     Attack("signals another process", is_harmless=True, is_quick=True,
         code="import os\ndef f():\n    os.kill(VICTIM, 0)\n    return 'escaped'"),
     Attack("kills another process", statuses=("wrong", "runtime", "killed"),
@@ -49,9 +50,7 @@ def f():
     Attack("starts a shell", is_harmless=True,
         code="import subprocess\ndef f():\n    subprocess.run(['/bin/sh', '-c', 'exit 0'], check=True)\n"
             "    return 'escaped'"),
-)  # fmt: skip
-
-RIGHTS = (
+    # rights
     Attack("becomes root", code="import os\ndef f():\n    os.setuid(0)\n    return 'escaped'"),
     Attack("raises its own limits", code="""
 import resource
@@ -128,5 +127,3 @@ def f():
     return 'escaped' if libc.setns(fd, 0) == 0 else 'held'
 """),
 )  # fmt: skip
-
-ATTACKS = (*PROCESSES, *RIGHTS)

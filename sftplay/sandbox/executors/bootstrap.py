@@ -46,13 +46,6 @@ module.main(FD, hello)
 OWNER = "SFTPLAY_BOX"
 """The variable by which a process in a box can be told from all others on the machine: the pid of who opened it."""
 
-RLIMIT_SIGPENDING = 11
-"""Signals and timers that wait; they count for the user's other processes. The module resource has no name for it."""
-
-PYTHON_FLAGS = ("-s", "-S", "-B", "-P")
-"""Neither the user's packages, nor the site's, nor bytecode files, nor the script's folder. Not -I: that would ignore
-PYTHONHASHSEED, and a program that prints a set would be judged by chance."""
-
 
 def package_folders(packages: Sequence[str]) -> tuple[Path, ...]:
     """Find the folders of packages that programs may import, and of the shared libraries that came with them.
@@ -113,7 +106,9 @@ def boot_command(python: str, fd: int) -> list[str]:
 
     Inside, the descriptor becomes number 3: a program must find the same box however many files this process has open.
     """
-    return [python, *PYTHON_FLAGS, "-c", f"FD={fd}\n{BOOT}"]
+    # Neither the user's packages, nor the site's, nor bytecode files, nor the script's folder. -I would ignore
+    # PYTHONHASHSEED, and a program that prints a set would be judged by chance.
+    return [python, "-s", "-S", "-B", "-P", "-c", f"FD={fd}\n{BOOT}"]
 
 
 def first_message(hello: dict[str, Any], *, program: ModuleType = agent) -> bytes:
@@ -146,7 +141,7 @@ def make_hello(
         (resource.RLIMIT_STACK, limits.stack_bytes),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
-        (RLIMIT_SIGPENDING, 256),
+        (11, 256),  # RLIMIT_SIGPENDING: signals and timers that wait; they count for the user's other processes
     ]
     if limits_processes:
         rlimits.append((resource.RLIMIT_NPROC, limits.processes))

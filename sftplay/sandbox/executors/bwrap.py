@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sftplay.errors import MachineError
 from sftplay.sandbox.executors import bootstrap
-from sftplay.sandbox.executors.executor import new_pipes, start_box
+from sftplay.sandbox.executors.executor import Executor, new_pipes, start_box
 from sftplay.sandbox.executors.kernel_limits import DEVICES, build_filter
 from sftplay.sandbox.verdicts.box import Box
 from sftplay.sandbox.verdicts.job import Limits
@@ -31,10 +31,8 @@ INSTALL = "apt-get install bubblewrap (Debian, Ubuntu) or dnf install bubblewrap
 SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 """What an interpreter needs of the system. No programs: there is nothing to run but Python."""
 
-PARENTS = ("/usr", "/usr/bin", "/usr/share", "/etc", "/dev", "/site")
 
-
-class Bwrap:
+class Bwrap(Executor):
     """Opens a fresh box by bubblewrap for each program."""
 
     name = "bwrap"
@@ -82,13 +80,6 @@ class Bwrap:
         box = Box(pipes, limits=limits, kill=kill, is_cut=is_cut)
         return start_box(box, bootstrap.first_message(bootstrap.make_hello(limits, folder=WORK, user=user)))
 
-    def renew(self) -> bool:
-        """Nothing runs between boxes that could die."""
-        return False
-
-    def close(self) -> None:
-        """Nothing runs between boxes."""
-
 
 def inner_interpreter() -> str:
     """Find the interpreter's path inside the box."""
@@ -121,7 +112,8 @@ def box_arguments(limits: Limits, packages: Sequence[Path], *, is_root: bool, ha
 @cache
 def _file_system() -> tuple[str, ...]:
     words = []
-    for parent in PARENTS:  # those that bubblewrap makes by itself are closed to everybody but root
+    for parent in ("/usr", "/usr/bin", "/usr/share", "/etc", "/dev", "/site"):
+        # those that bubblewrap makes by itself are closed to everybody but root
         words += ["--perms", "0755", "--dir", parent]
     for path in map(Path, SYSTEM):
         if path.is_symlink() and path.parent == Path("/"):

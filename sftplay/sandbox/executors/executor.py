@@ -6,22 +6,23 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
 
 from sftplay.sandbox.verdicts.box import Box, Lost, Pipes
 from sftplay.sandbox.verdicts.job import Limits
 
 
-class Executor(Protocol):
-    """Opens boxes, for one thread at a time."""
+class Executor:
+    """Opens boxes, for one thread at a time. Nothing is kept running between boxes unless a subclass does so."""
 
     name: str
 
     def open(self, limits: Limits) -> Box:
         """Open a box and wait until it stands. It raises `Lost` with `infra` where it does not."""
+        raise NotImplementedError
 
     def renew(self) -> bool:
-        """True where what was kept running has died since the last time: a program may not be at fault."""
+        """Say whether what is kept running has died since the last time: a program may not be at fault."""
+        return False
 
     def close(self) -> None:
         """End what is kept running between boxes."""

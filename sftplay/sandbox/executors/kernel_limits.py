@@ -14,20 +14,13 @@ from pathlib import Path
 
 from sftplay.errors import MachineError
 from sftplay.sandbox.executors import bootstrap
-from sftplay.sandbox.executors.executor import start_box
+from sftplay.sandbox.executors.executor import Executor, start_box
 from sftplay.sandbox.verdicts.box import Box, Lost, Pipes
 from sftplay.sandbox.verdicts.job import Limits
 
 ALLOW, FAIL, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 EPERM, ENOSYS = 1, 38
 EQUAL, AT_LEAST, ANY_BIT = 0x15, 0x35, 0x45
-
-NEW_NAMESPACES = 0x7E020000
-"""The flags of clone(2) that make a namespace."""
-
-UNKNOWN = 451
-"""Calls from here on came after Linux 6.4, or belong to another binary interface of x86_64. They do not exist in the
-box: C libraries do without them, and nobody has looked at what they open."""
 
 # Numbers on x86_64 and on aarch64, None where there is no such call. Source: the kernel's syscall tables.
 DENIED: dict[str, tuple[int | None, int | None]] = {
@@ -63,12 +56,6 @@ the user may change those of all his files."""
 ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56, 302, 72), "aarch64": (1, 0xC00000B7, 220, 261, 25)}
 """Column of DENIED, the kernel's mark of the architecture, the numbers of clone(2), prlimit64(2) and fcntl(2)."""
 
-F_SETLEASE = 1024
-"""With a lease on a file that the user owns, all who open it wait."""
-
-CLONE3 = 435
-"""Its flags lie in memory, where no filter sees them. C libraries take clone(2) where it does not exist."""
-
 
 def build_filter(*, keeps_marks: bool = False) -> bytes:
     """Build the filter for this machine's architecture: a `struct sock_filter` array, for kernel and bubblewrap.
@@ -84,16 +71,20 @@ def build_filter(*, keeps_marks: bool = False) -> bytes:
         raise MachineError(f"no system call filter for {machine}", where="sandbox", fix=f"use a machine with {known}")
     column, mark, clone, prlimit, fcntl = ARCHITECTURES[machine]
     code = [_load(4), _jump(mark, skip_if_not=0, skip_if=1), _answer(KILL), _load(0)]
-    code += [_jump(UNKNOWN, how=AT_LEAST, skip_if_not=1), _answer(FAIL | ENOSYS)]
+    # Calls from 451 on came after Linux 6.4, or belong to another binary interface of x86_64. They do not exist in the
+    # box: C libraries do without them, and nobody has looked at what they open.
+    code += [_jump(451, how=AT_LEAST, skip_if_not=1), _answer(FAIL | ENOSYS)]
     for numbers in (DENIED | MARKS if keeps_marks else DENIED).values():
         if (number := numbers[column]) is not None:
             code += [_jump(number, skip_if_not=1), _answer(FAIL | EPERM)]
-    code += [_jump(CLONE3, skip_if_not=1), _answer(FAIL | ENOSYS)]
-    code += [_jump(fcntl, skip_if_not=3), _load(24), _jump(F_SETLEASE, skip_if_not=1), _answer(FAIL | EPERM), _load(0)]
+    # The flags of clone3 lie in memory, where no filter sees them. C libraries take clone(2) where it does not exist.
+    code += [_jump(435, skip_if_not=1), _answer(FAIL | ENOSYS)]
+    # F_SETLEASE: with a lease on a file that the user owns, all who open it wait.
+    code += [_jump(fcntl, skip_if_not=3), _load(24), _jump(1024, skip_if_not=1), _answer(FAIL | EPERM), _load(0)]
     # A program may limit itself, which is process 0, and no other.
     code += [_jump(prlimit, skip_if_not=3), _load(16), _jump(0, skip_if=1, skip_if_not=0), _answer(FAIL | EPERM)]
-    code += [_load(0), _jump(clone, skip_if_not=3), _load(16)]
-    code += [_jump(NEW_NAMESPACES, how=ANY_BIT, skip_if_not=1), _answer(FAIL | EPERM)]
+    code += [_load(0), _jump(clone, skip_if_not=3), _load(16)]  # the flags of clone(2) that make a namespace
+    code += [_jump(0x7E020000, how=ANY_BIT, skip_if_not=1), _answer(FAIL | EPERM)]
     return b"".join([*code, _answer(ALLOW)])
 
 
@@ -116,7 +107,7 @@ READABLE = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/us
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
-class Landlock:
+class Landlock(Executor):
     """Opens a box of this process's own namespaces for each program, with landlock around it."""
 
     name = "landlock"
@@ -189,10 +180,3 @@ class Landlock:
         except OSError as error:
             raise Lost("infra", f"no folder for the box: {error}") from error
         return top
-
-    def renew(self) -> bool:
-        """Nothing runs between boxes that could die."""
-        return False
-
-    def close(self) -> None:
-        """Nothing runs between boxes."""

@@ -13,12 +13,12 @@ import tempfile
 from collections.abc import Sequence
 
 from sftplay.sandbox.executors import bootstrap
-from sftplay.sandbox.executors.executor import new_pipes, start_box
+from sftplay.sandbox.executors.executor import Executor, new_pipes, start_box
 from sftplay.sandbox.verdicts.box import Box
 from sftplay.sandbox.verdicts.job import Limits
 
 
-class PlainProcess:
+class PlainProcess(Executor):
     """Opens a process in an empty folder for each program."""
 
     name = "none"
@@ -49,10 +49,3 @@ class PlainProcess:
 
         hello = bootstrap.make_hello(limits, folder=folder)
         return start_box(Box(pipes, limits=limits, kill=kill), bootstrap.first_message(hello))
-
-    def renew(self) -> bool:
-        """Nothing runs between boxes that could die."""
-        return False
-
-    def close(self) -> None:
-        """Nothing runs between boxes."""

@@ -20,8 +20,6 @@ from sftplay.sandbox.inside import server
 from sftplay.sandbox.verdicts.box import START_S, Box, Lost, is_ready
 from sftplay.sandbox.verdicts.job import Limits
 
-GONE_S = 60.0
-
 
 class WarmBwrap(Bwrap):
     """Forks a box for each program out of one that is kept."""
@@ -61,7 +59,7 @@ class WarmBwrap(Bwrap):
             return  # that server is gone, and all its programs with it
         try:
             orders.send(marshal.dumps(("kill", number, None)))
-            if not is_ready(orders.fileno(), select.POLLIN, within_s=GONE_S) or orders.recv(16) != b"gone":
+            if not is_ready(orders.fileno(), select.POLLIN, within_s=60.0) or orders.recv(16) != b"gone":
                 self._give_up()
         except OSError:
             self._give_up()

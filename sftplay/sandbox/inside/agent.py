@@ -17,11 +17,6 @@ from typing import Any
 from sftplay.sandbox.inside.plain import NotPlain, decode, encode
 from sftplay.sandbox.inside.rights import give_up_rights
 
-LONGEST_TEXT = 2_000
-
-ENDS_LOOPS = (StopIteration, StopAsyncIteration)
-"""`all(map(f, cases))` is true where `f` raises one of them."""
-
 
 class NeedsObjects(BaseException):
     """A test hands the candidate something that is not plain data. No test catches it."""
@@ -203,9 +198,10 @@ def outgoing(value: Any) -> str:
 
 def raised(answer: dict[str, Any]) -> BaseException:
     """Make the built-in exception nearest to what the candidate raised; none that ends a loop in silence."""
+    ends_loops = (StopIteration, StopAsyncIteration)  # `all(map(f, cases))` is true where `f` raises one of them
     for name in answer.get("kinds", []):
         kind = getattr(builtins, str(name), None)
-        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDS_LOOPS):
+        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ends_loops):
             break
     else:
         kind = RuntimeError
@@ -225,7 +221,7 @@ def described(error: BaseException, status: str = "") -> dict[str, str]:
             line = trace.tb_lineno
         trace = trace.tb_next
     try:
-        text = f"{type(error).__name__}: {error}"[:LONGEST_TEXT] + (f" (line {line})" if line else "")
+        text = f"{type(error).__name__}: {error}"[:2_000] + (f" (line {line})" if line else "")
     except BaseException:  # noqa: BLE001  (its __str__ is foreign code)
         text = type(error).__name__
     kinds = ",".join(quoted(base.__name__) for base in type(error).__mro__)

@@ -24,12 +24,6 @@ MOST_DEPTH = 100
 MOST_ITEMS = 100_000
 """Of an iterator; one without an end is refused there."""
 
-LONGEST_INT_BITS = 8_000
-"""Above that an int goes as hexadecimal: Python refuses decimal texts of over 4,300 digits."""
-
-LONGEST_DIGITS = 20_000
-"""Of each part of a Fraction, and of a Decimal: what is longer takes too long to compare."""
-
 VIEWS = {type({}.keys()): "k", type({}.values()): "v", type({}.items()): "m"}
 DATES = ("date", "datetime", "time", "timedelta")
 
@@ -59,7 +53,8 @@ def encode(value: Any, keep: Callable[[Any], int] = lambda value: 0, *, depth: i
 
 
 def _int(value: int) -> str:
-    return str(value) if value.bit_length() <= LONGEST_INT_BITS else f'["x","{value:x}"]'
+    # A long int goes as hexadecimal: Python refuses decimal texts of over 4,300 digits.
+    return str(value) if value.bit_length() <= 8_000 else f'["x","{value:x}"]'
 
 
 def _float(value: float) -> str:
@@ -192,8 +187,8 @@ def _decode_atom(tag: str, items: list[Any]) -> Any:
         return complex(items[0], items[1])
     if tag == "r":
         return range(*items)
-    if tag in ("q", "n", "D") and any(isinstance(item, str) and len(item) > LONGEST_DIGITS for item in items):
-        raise ValueError("too many digits")
+    if tag in ("q", "n", "D") and any(isinstance(item, str) and len(item) > 20_000 for item in items):
+        raise ValueError("too many digits")  # a longer Fraction or Decimal takes too long to compare
     if tag == "q":
         from fractions import Fraction
 

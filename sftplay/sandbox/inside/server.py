@@ -24,11 +24,6 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 """Source: linux/sched.h, linux/mount.h, linux/prctl.h."""
 
-LONGEST_ORDER = 1 << 16
-
-MOST_FILES = 4_096
-"""In the folder of one program."""
-
 PRELOADED = (
     "abc", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools",
     "heapq", "itertools", "json", "math", "operator", "random", "re", "statistics", "string", "sys", "time", "typing",
@@ -61,7 +56,7 @@ class Server:
     def serve(self) -> None:
         """Start and kill until the other side is gone."""
         while True:
-            content, fds, _, _ = socket.recv_fds(self.orders, LONGEST_ORDER, 2)
+            content, fds, _, _ = socket.recv_fds(self.orders, 1 << 16, 2)
             if not content:
                 return
             order, number, hello = marshal.loads(content)
@@ -92,7 +87,7 @@ class Server:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as handle:
                 handle.write(text)
-        options = f"size={hello['disk_bytes']},nr_inodes={MOST_FILES},mode=0700"
+        options = f"size={hello['disk_bytes']},nr_inodes=4096,mode=0700"
         self.mount(hello["folder"], flags=MS_NOSUID | MS_NODEV | MS_NOEXEC, options=options)
         self.mount("/proc", flags=MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY, options="size=4k,nr_inodes=1")
         program = -1

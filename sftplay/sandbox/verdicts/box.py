@@ -20,9 +20,6 @@ from sftplay.sandbox.verdicts.job import Limits, Status
 START_S = 60.0
 """For a box to stand. It takes milliseconds; a machine that is busy may stall for half a minute."""
 
-KEPT_BYTES = 2_000
-"""Of what the program printed, from the end."""
-
 
 class Lost(Exception):
     """The box gave no proper answer and must not be asked again."""
@@ -179,7 +176,7 @@ class Box:
                 self._poll.unregister(self._output)
             return False
         self._n_printed += len(part)
-        self.printed = (self.printed + part)[-KEPT_BYTES:]
+        self.printed = (self.printed + part)[-2_000:]
         if self._n_printed > self._limits.output_bytes:
             raise Lost("output", f"more than {self._limits.output_bytes:,} bytes printed")
         return True
