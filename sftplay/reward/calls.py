@@ -150,15 +150,13 @@ class RewardWorker:
             if not pipe.poll(self.deadline_s):
                 self.close()
                 return RewardValues([None] * n, [f"took longer than {self.deadline_s:g} s"])
-            kind, answer = pipe.recv()
+            values: RewardValues = pipe.recv()
         except TimeoutError as error:
             return RewardValues([None] * n, [str(error)])
         except (EOFError, OSError):
             self.close()
             return RewardValues([None] * n, ["its process died"])
-        if kind == "raised":
-            return RewardValues([None] * n, [answer])
-        return check_values(answer, n)
+        return values
 
 
 def kill_group(process: Any) -> None:
@@ -170,24 +168,28 @@ def kill_group(process: Any) -> None:
 
 
 def check_values(answer: Any, n: int) -> RewardValues:
-    """Check a reward's answer: finite numbers and None pass, everything else is None with its reason.
+    """Read a reward's answer: finite numbers pass as plain floats, everything else is None with its reason.
 
-    >>> check_values([1.0, None, float("nan")], 3).reasons
+    >>> check_values([1, None, float("nan")], 3).reasons
     ['returned None', 'returned nan, which is no finite number']
     """
-    if not isinstance(answer, list) or len(answer) != n:
-        said = f"{len(answer)} values" if isinstance(answer, list) else answer
+    as_list = getattr(answer, "tolist", None)  # of a tensor or an array
+    values = as_list() if as_list else answer
+    if not isinstance(values, list | tuple) or len(values) != n:
+        said = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
         return RewardValues([None] * n, [f"returned {said} for {n} completions"])
-    scores = RewardValues([])
-    for value in answer:
-        if isinstance(value, float) and isfinite(value):
-            scores.values.append(value)
-            continue
-        scores.values.append(None)
-        reason = "returned None" if value is None else f"returned {value}, which is no finite number"
-        if reason not in scores.reasons:
-            scores.reasons.append(reason[:LONGEST_REASON])
-    return scores
+    checked = RewardValues([])
+    for value in values:
+        try:
+            found = float(value) if isinstance(value, Number) or hasattr(value, "item") else repr(value)
+        except Exception as error:  # noqa: BLE001 - an object of foreign code
+            found = f"{type(value).__name__} ({type(error).__name__})"
+        number = found if isinstance(found, float) and isfinite(found) else None
+        checked.values.append(number)
+        reason = "returned None" if value is None else f"returned {found}, which is no finite number"[:LONGEST_REASON]
+        if number is None and reason not in checked.reasons:
+            checked.reasons.append(reason)
+    return checked
 
 
 def _serve(pipe: Connection, use: str, *, options: dict[str, Any], parent: int) -> None:
@@ -212,11 +214,12 @@ def _serve(pipe: Connection, use: str, *, options: dict[str, Any], parent: int) 
             pipe.send(answer)
 
 
-def _answer(function: Callable[..., Any], given: dict[str, Any]) -> tuple[str, Any]:
+def _answer(function: Callable[..., Any], given: dict[str, Any]) -> RewardValues:
+    n = len(given["completions"])
     try:
         answer = function(**given)
     except SftplayError as error:
-        return "raised", str(error)[:LONGEST_REASON]
+        return RewardValues([None] * n, [str(error)[:LONGEST_REASON]])
     except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
         said = f"raised {type(error).__name__}: {error}"[:LONGEST_REASON]
         # With the line of the user's file; the lines of a shipped reward say nothing.
@@ -224,19 +227,5 @@ def _answer(function: Callable[..., Any], given: dict[str, Any]) -> tuple[str, A
         foreign = [frame for frame in frames if not frame.filename.startswith(PACKAGE)]
         lines = [frame.lineno for frame in foreign if frame.filename == foreign[0].filename]
         place = f" ({Path(foreign[0].filename).name}:{lines[-1]})" if frames[-1] in foreign and lines else ""
-        return "raised", f"{said}{place}"
-    as_list = getattr(answer, "tolist", None)  # of a tensor or an array
-    values = as_list() if as_list else answer
-    if not isinstance(values, list | tuple):
-        return "scores", f"a {type(values).__name__}"
-    return "scores", [_as_number(value) for value in values]
-
-
-def _as_number(value: Any) -> float | str | None:
-    """Return a plain float, so that no class of the user's crosses the pipe; else what was returned, in words."""
-    if value is None:
-        return None
-    try:
-        return float(value) if isinstance(value, Number) or hasattr(value, "item") else repr(value)[:LONGEST_REASON]
-    except Exception as error:  # noqa: BLE001 - an object of foreign code
-        return f"{type(value).__name__} ({type(error).__name__})"
+        return RewardValues([None] * n, [f"{said}{place}"])
+    return check_values(answer, n)

@@ -293,7 +293,7 @@ def test_a_function_that_is_not_there_is_refused_by_name(name, said):
 
 
 def test_what_is_no_number_is_named():
-    assert check_values(["'1'", 2.0], 2).reasons == ["returned '1', which is no finite number"]
+    assert check_values(["1", 2.0], 2).reasons == ["returned '1', which is no finite number"]
 
 
 def test_a_function_that_takes_too_long_to_load_is_said_so(tmp_path, monkeypatch):
