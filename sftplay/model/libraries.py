@@ -13,9 +13,6 @@ from sftplay.errors import MachineError
 from sftplay.model.source import BUILTIN, is_quantised
 from sftplay.places import cache_root
 
-PATCHED_LIBRARIES = ("transformers", "trl", "peft")
-"""Libraries that unsloth patches: they must not be imported before it, or their classes stay unpatched."""
-
 
 def import_unsloth() -> Any:
     """Import the package unsloth, in a process without the libraries that it patches.
@@ -23,7 +20,8 @@ def import_unsloth() -> Any:
     Raises:
         MachineError: it does not import here. There is no fallback.
     """
-    early = [name for name in PATCHED_LIBRARIES if name in sys.modules]
+    # Imported before it, the libraries that it patches would keep their classes unpatched.
+    early = [name for name in ("transformers", "trl", "peft") if name in sys.modules]
     assert not early, f"unsloth must come before {', '.join(early)}"
     os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # else it counts its users by a download
     # By default the code that it generates goes to a folder in the current directory.

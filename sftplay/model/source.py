@@ -34,11 +34,6 @@ BUILTIN_CONFIGS = {
 """The shape in the config.json of a built-in model, for use before the model is made."""
 
 _HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|[.-]/))\w[\w.-]*(?:/\w[\w.-]*)?(?<![.-])(?<!\.git)", re.ASCII)
-LONGEST_HUB_NAME = 96
-"""The hub's own rules for names (huggingface_hub, utils/_validators.py)."""
-
-WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")
-"""Files of a folder that say which numbers a run starts from."""
 
 WHOLE_BYTES = 2**31
 """Up to here a file of weights is read to its end, in a second or two; of a larger one only chunks are."""
@@ -54,8 +49,8 @@ def is_local(name: str) -> bool:
 
 
 def is_hub_shaped(name: str) -> bool:
-    """Say whether a hub could have a model of this name."""
-    return len(name) <= LONGEST_HUB_NAME and _HUB_NAME.fullmatch(name) is not None
+    """Say whether a hub could have a model of this name, by its own rules (huggingface_hub, utils/_validators.py)."""
+    return len(name) <= 96 and _HUB_NAME.fullmatch(name) is not None
 
 
 def is_downloaded(name: str) -> bool:
@@ -108,10 +103,7 @@ def check_pickles(folder: Path, where: str, *, allow_pickle: bool) -> None:
 PICKLE_FIX = (
     "take a copy in safetensors (save_pretrained writes one), or set model.allow_pickle: true if you trust its maker"
 )
-
-
 SAFE_COPY = "take a copy in safetensors from its maker; the kit never opens such a pickle"
-
 REFUSED_PICKLE = "Weights only load failed"
 """The beginning of torch's advice to switch `weights_only` off (torch 2.13, `serialization.py`)."""
 
@@ -140,9 +132,6 @@ def is_quantised(name: str, revision: str | None) -> bool:
         return True
 
 
-BUILTIN_CACHE = cache_root() / "builtin"
-
-
 def locate(name: str) -> str:
     """Return what the libraries can open: a folder for `builtin:` names, built at first use; other names unchanged."""
     if not name.startswith(BUILTIN):
@@ -150,14 +139,16 @@ def locate(name: str) -> str:
     from sftplay.model.builtin import ensure_builtin
 
     say = partial(log.status, tag="model")
-    return str(ensure_builtin(name.removeprefix(BUILTIN), BUILTIN_CACHE, say=say))
+    return str(ensure_builtin(name.removeprefix(BUILTIN), cache_root() / "builtin", say=say))
 
 
 def weights_digests(folder: str | None, *, whole_bytes: int = WHOLE_BYTES, chunks: int = CHUNKS) -> dict[str, str]:
     """Return path -> hex sha256 of each weight file in a folder; empty for a name on a hub, or None."""
     if folder is None or not Path(folder).is_dir():
         return {}
-    files = {path for pattern in WEIGHT_PATTERNS for path in Path(folder).glob(pattern)}
+    # The files that say which numbers a run starts from.
+    patterns = ("*.safetensors", "*.bin", "config.json", ADAPTER_CONFIG)
+    files = {path for pattern in patterns for path in Path(folder).glob(pattern)}
     return {str(path): weights_digest(path, whole_bytes=whole_bytes, chunks=chunks) for path in sorted(files)}
 
 
@@ -177,10 +168,6 @@ def weights_digest(path: Path, *, whole_bytes: int = WHOLE_BYTES, chunks: int = 
 
 CONNECT_S = 9.0
 """Longest wait for the hub's first answer. Its client would try six times and give up after about 50 s."""
-
-WEIGHTS = "model.safetensors"
-INDEX = f"{WEIGHTS}.index.json"
-"""File names in which transformers looks for weights: the one file, or the list of its parts."""
 
 
 def check_reachable(name: str, revision: str | None, *, where: str) -> bool:
@@ -242,10 +229,12 @@ def fetch_weights(name: str, revision: str | None) -> None:
     from sftplay.machine.libraries import hub_client
 
     with suppress(hub_client().HTTPError, OSError, ValueError, KeyError):
+        # transformers looks for weights in one file, or in the list of its parts.
         try:
-            hf_hub_download(name, WEIGHTS, revision=revision)
+            hf_hub_download(name, "model.safetensors", revision=revision)
         except EntryNotFoundError:
-            index = json.loads(Path(hf_hub_download(name, INDEX, revision=revision)).read_text(encoding="utf-8"))
+            parts = hf_hub_download(name, "model.safetensors.index.json", revision=revision)
+            index = json.loads(Path(parts).read_text(encoding="utf-8"))
             for file in sorted(set(index["weight_map"].values())):
                 hf_hub_download(name, file, revision=revision)
 

@@ -20,9 +20,6 @@ from sftplay.model.failures import announce_trust, explain_failure, refusing
 from sftplay.model.source import check_reachable, first_line, quieten_hub
 from sftplay.model.weights import frozen_dtype, keep_four_bit_exact
 
-WATCHED = ("bf16", "fp16", "optim", "dataloader_pin_memory")
-"""Arguments of TRL's config that the kit decides and unsloth rewrites on a CPU."""
-
 
 def open_by_unsloth(cfg: RunConfig, name: str, *, revision: str | None = None) -> Any:
     """Open the base in the folder or of the hub name `name`, in the run's precision, in 4 bits for qlora.
@@ -128,7 +125,7 @@ def check_arguments(given: dict[str, Any], taken: Any) -> None:
     Raises:
         ConfigError: naming the first such argument, as given and as taken.
     """
-    for key in (*WATCHED, recomputation()):
+    for key in ("bf16", "fp16", "optim", "dataloader_pin_memory", recomputation()):  # what the kit decides
         found = getattr(taken, key)
         found = getattr(found, "value", found)
         if key in given and found != given[key]:

@@ -29,9 +29,6 @@ START_S = 120.0
 
 LONGEST_REASON = 500
 
-PACKAGE = str(Path(__file__).parents[1])
-"""Where the kit's own code lies."""
-
 
 @dataclass(frozen=True, slots=True)
 class RewardValues:
@@ -222,9 +219,9 @@ def _answer(function: Callable[..., Any], given: dict[str, Any]) -> RewardValues
         return RewardValues([None] * n, [str(error)[:LONGEST_REASON]])
     except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
         said = f"raised {type(error).__name__}: {error}"[:LONGEST_REASON]
-        # With the line of the user's file; the lines of a shipped reward say nothing.
-        frames = traceback.extract_tb(error.__traceback__)
-        foreign = [frame for frame in frames if not frame.filename.startswith(PACKAGE)]
+        # With the line of the user's file; lines of the kit's own code say nothing.
+        frames, package = traceback.extract_tb(error.__traceback__), str(Path(__file__).parents[1])
+        foreign = [frame for frame in frames if not frame.filename.startswith(package)]
         lines = [frame.lineno for frame in foreign if frame.filename == foreign[0].filename]
         place = f" ({Path(foreign[0].filename).name}:{lines[-1]})" if frames[-1] in foreign and lines else ""
         return RewardValues([None] * n, [f"{said}{place}"])

@@ -36,9 +36,6 @@ Verdict = Literal["ok", "cannot_tell", "constant", "raises"]
 
 TRIED_ROWS = 32
 
-APART = 0.3
-"""How far the mean of gold answers must lie above the mean of every kind of junk, in shares of the values' range."""
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -247,7 +244,8 @@ def _judge(gold: RewardValues, junk: Mapping[str, float | None], *, only_form: b
     width = max(values) - min(values)
     if width == 0:
         return "constant", f"everything gets {best:g}"
-    near = {kind: mean for kind, mean in known.items() if best - mean < APART * width}
+    # The mean of gold answers must lie 0.3 of the values' range above the mean of every kind of junk.
+    near = {kind: mean for kind, mean in known.items() if best - mean < 0.3 * width}
     # An answer of the right form may be wrong: it is enough that something falls behind.
     if near and not (only_form and len(near) < len(known)):
         worst = max(near, key=lambda kind: near[kind])

@@ -16,12 +16,6 @@ How = Literal["labelled", "unlabelled", "unclosed", "whole_text", "none"]
 LONGEST_CODE = 64 << 10
 """Characters of a program; a longer one counts as none."""
 
-MOST_ENDS = 20
-"""Fences behind an opening one that are tried as its end."""
-
-MOST_BLOCKS = 50
-"""Blocks of a text for which more than the first end is tried; a model may write thousands of fences."""
-
 PYTHON_LABELS = ("python", "py", "python3")
 """Labels that the reward `format` asks for."""
 
@@ -104,15 +98,16 @@ def fenced_blocks(text: str) -> list[Fenced]:
     blocks: list[Fenced] = []
     at = 0
     while opening := _OPENING.search(text, at):
-        blocks.append(_read_block(text, opening, most=MOST_ENDS if len(blocks) < MOST_BLOCKS else 1))
+        # A model may write thousands of fences: after some blocks only the first end is tried.
+        blocks.append(_read_block(text, opening, most_ends=20 if len(blocks) < 50 else 1))
         at = blocks[-1].end
     return blocks
 
 
-def _read_block(text: str, opening: re.Match[str], *, most: int) -> Fenced:
+def _read_block(text: str, opening: re.Match[str], *, most_ends: int) -> Fenced:
     begin, label = min(opening.end() + 1, len(text)), opening["label"]
     closings = (found for found in _CLOSING.finditer(text, begin) if found["fence"].startswith(opening["fence"]))
-    near = list(islice(closings, 2 * most))
+    near = list(islice(closings, 2 * most_ends))
     whole = [found for found in near if found["before"] is not None and not found["rest"].strip()]
     for closing in [*whole, *(found for found in near if found not in whole)]:
         code = _strip_marks(text[begin : closing.start()], opening)

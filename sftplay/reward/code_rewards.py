@@ -22,12 +22,6 @@ MACHINERY = "infra"
 NO_CODE = "no_code"
 """The status of an answer in which no program was found."""
 
-COLUMNS = ("tests", "setup", "entry_point")
-"""Columns of a row that say how its program is tried."""
-
-SHOWN_WEIGHT = 0.5
-"""What a test counts that stood in the prompt, where a hidden one counts 1: it can be passed by heart."""
-
 
 @dataclass(frozen=True, slots=True)
 class Tried:
@@ -91,12 +85,12 @@ def passes_tests(
     *,
     shown: Sequence[int | None] | None = None,
     mode: Literal["fraction", "all"] = "fraction",
-    shown_weight: float = SHOWN_WEIGHT,
+    shown_weight: float = 0.5,
 ) -> list[float | None]:
     """Return the share of its row's tests that each program passes; with `mode: all` 1 for all of them, else 0.
 
-    The first `shown` tests of a row stood in its prompt and count `shown_weight` each, the others 1. A completion
-    without a program gets 0. None where the sandbox failed, or where there are no tests.
+    The first `shown` tests of a row stood in its prompt, so that they can be passed by heart: they count `shown_weight`
+    each, the others 1. A completion without a program gets 0. None where the sandbox failed, or without tests.
 
     >>> ok = Verdict(status="wrong", per_test=("ok", "wrong", "ok"), passed=2, total=3)
     >>> passes_tests([Tried(CodeAnswer("...", "labelled"), ok)], shown=[1])
@@ -152,7 +146,8 @@ class CodeTests:
     def __call__(self, completions: Sequence[Any], /, **columns: Any) -> RewardValues:
         """Score the completions; `columns` are aligned with them. The values come with verdicts."""
         turns = math.ceil(len(completions) / self._sandbox.workers)
-        read = {name: columns[name] for name in COLUMNS if name in columns}  # rows may have a column `limits`
+        names = ("tests", "setup", "entry_point")  # rows may have a column `limits`
+        read = {name: columns[name] for name in names if name in columns}
         shown = columns.get("shown") or [0] * len(completions)
         try:
             tried = try_programs(
