@@ -36,9 +36,8 @@ def load_start(cfg: RunConfig, *, source: str | None = None, is_on_host: bool = 
     from sftplay.model.unsloth_model import open_by_unsloth
 
     cfg = resolve_names(cfg)
-    if source is not None:
-        return open_by_unsloth(cfg, source)
-    return open_by_unsloth(cfg, locate(cfg.model.name), revision=cfg.model.revision)
+    revision = cfg.model.revision if source is None else None
+    return open_by_unsloth(cfg, source or locate(cfg.model.name), revision=revision)
 
 
 def start_adapter(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sftplay.config.run import RunConfig
@@ -19,7 +19,10 @@ from sftplay.data.read.sources import read_dialect, read_rows
 from sftplay.data.records import Refused, Text, compute_keys
 from sftplay.errors import ConfigError, DataError
 
-WORD = re.compile(r"[^\W\d_]\w*(?:['’-]\w+)*")
+WORD = r"[^\W\d_]\w*(?:['’-]\w+)*"
+RUN = re.compile(rf"(?<= ){WORD}(?: {WORD})*")
+"""Words with one space between; the first follows a space too."""
+
 MOST_WORDS = 3
 """Of a word sequence."""
 
@@ -90,7 +93,7 @@ def training_texts(cfg: RunConfig) -> list[str]:
 
 def list_words(texts: Sequence[str]) -> list[str]:
     """Return all words of the texts, sorted, each once."""
-    return sorted({match[0] for text in texts for match in WORD.finditer(text)})
+    return sorted({word for text in texts for word in re.findall(WORD, text)})
 
 
 def find_terms(
@@ -104,7 +107,7 @@ def find_terms(
     Args:
         count_pieces: returns the number of tokens of each term behind a space.
     """
-    runs = [run for text in texts for run in _runs(text)]
+    runs = [run.split(" ") for text in texts for run in RUN.findall(text)]
     words = Counter(word for run in runs for word in run)
     frequent = {word for word, count in words.items() if count >= min_count}
     found: Counter[Words] = Counter({(word,): words[word] for word in frequent})
@@ -120,23 +123,6 @@ def find_terms(
     pieces = count_pieces([" ".join(term) for term in ordered])
     costs = {term: cost for term, cost in zip(ordered, pieces, strict=True) if cost > 1}
     return [" ".join(term) for term in _select(counts, costs, wanted=wanted, min_count=min_count)]
-
-
-def _runs(text: str) -> Iterator[list[str]]:
-    """Yield runs of words with one space between; the first follows a space too."""
-    run: list[str] = []
-    end = -1
-    for match in WORD.finditer(text):
-        start = match.start()
-        follows_space = start > 0 and text[start - 1] == " "
-        if run and not (follows_space and start == end + 1):
-            yield run
-            run = []
-        if follows_space:
-            run.append(match[0])
-        end = match.end()
-    if run:
-        yield run
 
 
 def _select(counts: Mapping[Words, int], costs: Mapping[Words, int], *, wanted: int, min_count: int) -> list[Words]:

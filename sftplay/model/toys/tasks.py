@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,19 +134,12 @@ class DigitsRecipe:
 
         One trace teaches all three actions: after y and h the target is the end, although the trace continues.
         """
-        rows = self.rows
-
-        def digits() -> Tensor:
-            return torch.randint(BASE, (rows,), generator=generator)
-
-        def mostly(value: Tensor, share: float) -> Tensor:
-            return torch.where(torch.rand(rows, generator=generator) < share, value, digits())
-
-        a, b = digits(), digits()
+        rows, mostly = self.rows, partial(self._mostly, generator=generator)
+        a, b = (torch.randint(BASE, (rows,), generator=generator) for _ in range(2))
         total = (a + b) % BASE
         first, hint = mostly(total, self.solves), mostly(total, self.hints)
         second = mostly(first if self.copies else hint, self.follows)
-        wild = mostly(first, self.follows) if self.copies else digits()
+        wild = mostly(first, self.follows) if self.copies else torch.randint(BASE, (rows,), generator=generator)
         first_digit, end, nothing = ID["0"], torch.full((rows,), ID[END]), torch.full((rows,), -100)
         plus, equals, asks, gives, pad = (torch.full((rows,), ID[word]) for word in ("+", "=", "?", ">", PAD))
         a, b, first, hint, second, wild = (digit + first_digit for digit in (a, b, first, hint, second, wild))
@@ -155,6 +149,11 @@ class DigitsRecipe:
         blank_targets = torch.stack([nothing, nothing, nothing, first, end, nothing, wild, end, nothing], 1)
         is_blank = (torch.rand(rows, generator=generator) < self.blanks)[:, None]
         return torch.where(is_blank, blank, hinted), torch.where(is_blank, blank_targets, hinted_targets)
+
+    def _mostly(self, digits: Tensor, share: float, *, generator: torch.Generator) -> Tensor:
+        """Keep a share of the digits, and replace the others by chance."""
+        is_kept = torch.rand(self.rows, generator=generator) < share
+        return torch.where(is_kept, digits, torch.randint(BASE, (self.rows,), generator=generator))
 
 
 def make_digits(folder: Path, recipe: DigitsRecipe, *, say: Callable[[str], None]) -> None:
@@ -216,15 +215,10 @@ class StepsRecipe(DigitsRecipe):
 
     def traces(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return traces and targets as `DigitsRecipe` does."""
-        rows = self.rows
+        rows, mostly = self.rows, partial(self._mostly, generator=generator)
         a, b, c, d = torch.randint(BASE, (4, rows), generator=generator)
         is_held_out = (a + 2 * b + 3 * c + 4 * d) % BASE == 0  # as in data/step_sums/generate.py
         operands = [a, b, c, torch.where(is_held_out, (d + 1) % BASE, d)]
-
-        def mostly(value: Tensor, share: float) -> Tensor:
-            chance = torch.rand(rows, generator=generator) < share
-            return torch.where(chance, value, torch.randint(BASE, (rows,), generator=generator))
-
         first, is_right = list[Tensor](), list[Tensor]()
         total, before = operands[0], operands[0]
         for operand in operands[1:]:
