@@ -184,7 +184,7 @@ def make_base(folder: Path, *, recipe: Recipe, text_dir: Path, say: Callable[[st
         encode = tokenizer.backend_tokenizer.encode
         streams = {path.name: torch.tensor(encode(path.read_text(encoding="utf-8")).ids) for path in files}
         _train_base(model, streams, recipe=recipe, say=say)
-    save_model(folder, model, tokenizer)
+    save_model(folder, model, tokenizer=tokenizer)
     say(f"{folder.name} is ready after {time.monotonic() - started:.0f} s")
 
 

@@ -42,14 +42,14 @@ def resolve_names(cfg: RunConfig) -> RunConfig:
     if model.adapter is None:
         if model.merge_adapter:
             fix = f"name one with {ADAPTER}, or leave {MERGE} out"
-            raise _error(cfg, MERGE, "there is no adapter to merge", fix=fix)
+            raise _error(cfg, MERGE, what="there is no adapter to merge", fix=fix)
         return cfg
     folder = Path(model.adapter)
     check_pickles(folder, describe_origin(cfg, ADAPTER), allow_pickle=model.allow_pickle)
     if not model.merge_adapter:
         if mode == "full":
             fix = f"set {MERGE}: true, which merges it first, or lora"
-            raise _error(cfg, ADAPTER, "tuning.mode full trains every weight, not an adapter", fix=fix)
+            raise _error(cfg, ADAPTER, what="tuning.mode full trains every weight, not an adapter", fix=fix)
         _check_shape(cfg, folder)
     return cfg
 
@@ -59,7 +59,7 @@ def describe_origin(cfg: RunConfig, key: str) -> str:
     return f"{cfg.origins.get(key, 'default')} {key}"
 
 
-def _error(cfg: RunConfig, key: str, what: str, *, fix: str) -> ConfigError:
+def _error(cfg: RunConfig, key: str, *, what: str, fix: str) -> ConfigError:
     return ConfigError(what, where=describe_origin(cfg, key), fix=fix)
 
 
@@ -105,13 +105,13 @@ def _resolve_model(cfg: RunConfig) -> RunConfig:
     result = _find_result(found, cfg, key=NAME)
     if cfg.model.revision is not None:
         fix = "leave model.revision out; the run knows its base's"
-        raise _error(cfg, NAME, f"model.name {name} is a run, which has no revision", fix=fix)
+        raise _error(cfg, NAME, what=f"model.name {name} is a run, which has no revision", fix=fix)
     origin = f"{cfg.origins.get(NAME, 'default')} (the run {found})"
     if result.name == "model":
         return cfg.with_values({NAME: str(result.resolve())}, origin)
     if cfg.model.adapter is not None:
         fix = f"leave {ADAPTER} out, or name the base as {NAME}"
-        raise _error(cfg, NAME, f"{name} is a run with an adapter, and model.adapter names a second one", fix=fix)
+        raise _error(cfg, NAME, what=f"{name} is a run with an adapter, and model.adapter names a second one", fix=fix)
     base, revision = find_adapter_base(result)
     return cfg.with_values({NAME: base, "model.revision": revision, ADAPTER: str(result.resolve())}, origin)
 
@@ -123,26 +123,26 @@ def _resolve_adapter(cfg: RunConfig) -> RunConfig:
     found = _find(cfg, ADAPTER, name=name)
     if found is None:
         fix = "name a finished run, its folder, or a folder with adapter_config.json"
-        raise _error(cfg, ADAPTER, f"there is no run or adapter {name!r}", fix=fix)
+        raise _error(cfg, ADAPTER, what=f"there is no run or adapter {name!r}", fix=fix)
     if (found / RESOLVED).is_file():
         found = _find_result(found, cfg, key=ADAPTER)
         if found.name == "model":
             what = f"{name} trained every weight, so it has a model and no adapter"
-            raise _error(cfg, ADAPTER, what, fix=f"start from it with {NAME}: {name}")
+            raise _error(cfg, ADAPTER, what=what, fix=f"start from it with {NAME}: {name}")
     if not (found / ADAPTER_CONFIG).is_file():
         fix = "name a finished run, its folder, or a folder with adapter_config.json"
-        raise _error(cfg, ADAPTER, f"{found} holds no adapter", fix=fix)
+        raise _error(cfg, ADAPTER, what=f"{found} holds no adapter", fix=fix)
     if not any(found.glob("adapter_model*")):
         fix = "name a finished run, its folder, or a folder with adapter_model.safetensors"
-        raise _error(cfg, ADAPTER, f"{found} holds no weights of an adapter", fix=fix)
+        raise _error(cfg, ADAPTER, what=f"{found} holds no weights of an adapter", fix=fix)
     (base, revision), start = find_adapter_base(found), cfg.model.name
     if start != base and not (Path(start).is_dir() and Path(base).is_dir() and Path(start).samefile(base)):
         files = f"if that model only moved, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
         what = f"the adapter {found} belongs to {base}, not to {start}"
-        raise _error(cfg, NAME, what, fix=f"write model.name: {base}; {files}")
+        raise _error(cfg, NAME, what=what, fix=f"write model.name: {base}; {files}")
     if revision != cfg.model.revision and not Path(base).is_dir():
         what = f"the adapter {found} belongs to revision {revision} of {base}, not to {cfg.model.revision}"
-        raise _error(cfg, "model.revision", what, fix=f"write model.revision: {revision or 'null'}")
+        raise _error(cfg, "model.revision", what=what, fix=f"write model.revision: {revision or 'null'}")
     absolute = str(found.resolve())
     if absolute == name:
         return cfg
@@ -161,10 +161,10 @@ def _find(cfg: RunConfig, key: str, *, name: str) -> Path | None:
         meanings.append(f"the hub's model {name}, which was downloaded")
     if len(meanings) > 1:
         fix = f"write ./{found[0]} for that folder, or rename it" if not found[0].is_absolute() else "write its path"
-        raise _error(cfg, key, f"{name!r} could be {' or '.join(meanings)}", fix=fix)
+        raise _error(cfg, key, what=f"{name!r} could be {' or '.join(meanings)}", fix=fix)
     if found and (found[0] / RESOLVED).is_file() and (found[0] / "config.json").is_file():
         fix = f"write {found[0]}/model or {found[0]}/adapter, or move config.json away"
-        raise _error(cfg, key, f"{found[0]} holds both a run and a model", fix=fix)
+        raise _error(cfg, key, what=f"{found[0]} holds both a run and a model", fix=fix)
     return found[0] if found else None
 
 
@@ -174,7 +174,7 @@ def _find_result(run: Path, cfg: RunConfig, *, key: str) -> Path:
     result = RunFolder(run).result
     if result is None:
         fix = "finish it with `make resume`, or name a run that is finished"
-        raise _error(cfg, key, f"the run {run} has no result yet", fix=fix)
+        raise _error(cfg, key, what=f"the run {run} has no result yet", fix=fix)
     return result
 
 
@@ -183,7 +183,7 @@ def _check_shape(cfg: RunConfig, adapter: Path) -> None:
     stored, lora = read_adapter(adapter), cfg.tuning.lora
     if stored.get("peft_type") != "LORA":
         what = f"{adapter} is an adapter of the kind {stored.get('peft_type')}"
-        raise _error(cfg, ADAPTER, what, fix=f"only LoRA is continued; set {MERGE}: true")
+        raise _error(cfg, ADAPTER, what=what, fix=f"only LoRA is continued; set {MERGE}: true")
     wanted = {
         "r": (lora.r, stored.get("r")),
         "alpha": (float(lora.alpha or 2 * lora.r), float(stored.get("lora_alpha") or 0)),
@@ -196,8 +196,8 @@ def _check_shape(cfg: RunConfig, adapter: Path) -> None:
             here, there = (f"{v:g}" if isinstance(v, float) else json.dumps(v) for v in (configured, found))
             what = f"{here} here, but the adapter {adapter} that is continued has {there}"
             fix = f"write tuning.lora.{key}: {there}, or {MERGE}: true, which trains a new adapter of any shape"
-            raise _error(cfg, f"tuning.lora.{key}", what, fix=fix)
+            raise _error(cfg, f"tuning.lora.{key}", what=what, fix=fix)
     for key in ("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"):
         if stored.get(key):
             what = f"the adapter {adapter} has a {key}, which the config cannot say"
-            raise _error(cfg, ADAPTER, what, fix=f"set {MERGE}: true")
+            raise _error(cfg, ADAPTER, what=what, fix=f"set {MERGE}: true")

@@ -28,7 +28,7 @@ def set_induction_heads(model: LlamaForCausalLM, *, rope_theta: float) -> None:
     from this start, training adapts it to the text. The figures were found by trial, they are starting values only.
     """
 
-    def set_head(layer: int, head: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+    def set_head(layer: int, head: int, *, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """Set the weights of one head: query, key and value [width, size], output [size, width]."""
         attention = model.model.layers[layer].self_attn
         rows = slice(head * width, (head + 1) * width)
@@ -54,11 +54,11 @@ def set_induction_heads(model: LlamaForCausalLM, *, rope_theta: float) -> None:
         key[:half, 0] = fast
         query[:, 0] = torch.cat([fast * torch.cos(places * turns), -fast * torch.sin(places * turns)])
         output = embedding_std * written[head].T
-        set_head(0, head, query, key, content[what], output)
+        set_head(0, head, query=query, key=key, value=content[what], output=output)
     matches = [(content[0], written[0]), (content[1], written[1]), (written[0], written[2])]
     for head, (query, key) in enumerate(matches):
         output = 8 * embedding_std * content[head].T
-        set_head(1, head, slow * query, slow * key, content[head], output)
+        set_head(1, head, query=slow * query, key=slow * key, value=content[head], output=output)
 
 
 class Muon(torch.optim.Optimizer):
@@ -179,7 +179,7 @@ def make_digits(folder: Path, recipe: DigitsRecipe, *, say: Callable[[str], None
             optimizer.step()
             optimizer.zero_grad()
         model.eval()
-    save_model(folder, model, tokenizer)
+    save_model(folder, model, tokenizer=tokenizer)
 
 
 def make_llama(recipe: Any, tokenizer: PreTrainedTokenizerFast, **shape: Any) -> LlamaForCausalLM:
@@ -192,7 +192,7 @@ def make_llama(recipe: Any, tokenizer: PreTrainedTokenizerFast, **shape: Any) ->
     return LlamaForCausalLM(config)
 
 
-def save_model(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def save_model(folder: Path, model: LlamaForCausalLM, *, tokenizer: PreTrainedTokenizerFast) -> None:
     """Save both in `folder`, whole or not at all; generation stops at the tokenizer's end token."""
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
