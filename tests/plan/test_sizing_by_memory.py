@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.memory.budget import device_of
+from sftplay.plan.memory.budget import find_device
 from sftplay.plan.memory.forecast import Hardware
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing import placement as strategy
@@ -116,7 +116,7 @@ def test_a_model_is_split_only_where_one_gpu_cannot_hold_it(monkeypatch, mode, c
     shape = find_shape("Qwen/Qwen2.5-7B")
     changes = {"tuning.mode": mode, "model.max_seq_len": 512, "train.gradient_checkpointing": True}
     cfg = size_run(BASE.with_values(changes, "test"), gpus(80 * GIB), shape=shape).cfg
-    decision = strategy.choose_strategy(cfg, shape, hardware=Hardware(device_of(gpus(*[card_gib * GIB] * 8), 8), 8))
+    decision = strategy.choose_strategy(cfg, shape, hardware=Hardware(find_device(gpus(*[card_gib * GIB] * 8), 8), 8))
     assert (decision.value, reason in decision.reason) == (taken, True), decision
 
 

@@ -13,7 +13,7 @@ from sftplay.config.cluster import BACKEND
 from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.machine.probe import Machine
-from sftplay.plan.memory.budget import device_of
+from sftplay.plan.memory.budget import find_device
 from sftplay.plan.memory.forecast import Forecast, Hardware
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
@@ -68,7 +68,7 @@ def size_run(
     refuse_hook(cfg, machine, world_size=world_size)
     task = find_sizing(cfg)
     task.refuse_machine(cfg, machine, world_size=world_size)
-    hardware = Hardware(device_of(machine, local_processes or world_size), world_size, lengths)
+    hardware = Hardware(find_device(machine, local_processes or world_size), world_size, lengths)
     if shape is not None and (whole := task.size_whole(cfg, machine, shape=shape, hardware=hardware)):
         return whole
     first = {BACKEND: choose_backend(cfg, machine, world_size=world_size)}

@@ -9,7 +9,7 @@ from typing import Any, cast
 from sftplay.config.run import RunConfig
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Forecast, Hardware, Setting, TaskMemory, forecast, on_device
-from sftplay.plan.memory.memory_setup import execution_of
+from sftplay.plan.memory.memory_setup import read_memory_setup
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import planned_tokens
 from sftplay.plan.memory.sharding import Strategy
@@ -143,7 +143,7 @@ def setting_of(
     """The setting of a config in which all but the sizes is decided."""
     return Setting(
         shape=shape,
-        execution=on_device(execution_of(cfg), shape, device=hardware.device),
+        execution=on_device(read_memory_setup(cfg), shape, device=hardware.device),
         device=hardware.device,
         strategy=strategy,
         world_size=hardware.world_size,
