@@ -300,8 +300,10 @@ class RunConfig(Section):
         return copy
 
     def with_values(self, values: dict[str, Any], origin: str) -> RunConfig:
-        """A copy with dotted keys replaced and checked again; `origin` is remembered for each."""
-        tree = self.model_dump()
+        """A copy with dotted keys replaced, their sections checked again; `origin` is remembered for each."""
+        # pydantic takes the sections that stay as they are, objects of their classes, without a second check.
+        changed = {dotted.partition(".")[0] for dotted in values}
+        tree = dict(self) | self.model_dump(include=changed)
         for dotted, value in values.items():
             *path, last = dotted.split(".")
             branch: Any = tree

@@ -52,7 +52,7 @@ def gpus(*sizes, name="NVIDIA H200"):
 def test_the_automatic_micro_batch_is_the_largest_divisor_that_fits_and_still_helps(share, processes, cap, length):
     values = {"train.effective_batch_size": share * processes, "model.max_seq_len": length}
     cfg = BASE.with_values(values, "test")
-    batch, accum, _ = split_batch(cfg, processes, has_gpu=True, look=lambda rows: Seen(rows, cap))
+    batch, accum, _ = split_batch(cfg, processes, has_gpu=True, estimate_for=lambda rows: Seen(rows, cap))
     assert batch * accum == share
     room = max(1, PLATEAU_TOKENS // length)
     fitting = [n for n in range(1, share + 1) if share % n == 0 and n <= min(cap, room)]
@@ -62,7 +62,7 @@ def test_the_automatic_micro_batch_is_the_largest_divisor_that_fits_and_still_he
 @given(st.integers(1, 64), st.integers(0, 3))
 def test_a_size_that_is_given_is_kept_however_little_fits(size, cap):
     cfg = BASE.with_values({"train.effective_batch_size": 2 * size, "train.batch_size": size}, "test")
-    assert split_batch(cfg, 1, has_gpu=True, look=lambda rows: Seen(rows, cap))[:2] == (size, 2)
+    assert split_batch(cfg, 1, has_gpu=True, estimate_for=lambda rows: Seen(rows, cap))[:2] == (size, 2)
 
 
 def test_unequal_gpus_are_planned_for_the_smallest():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any
 
 from sftplay.config.cluster import BACKEND, unsloth_conflicts
@@ -31,7 +32,7 @@ UNSLOTH_FIX = f"`make train-unsloth` builds and uses an environment that has it;
 
 
 def choose_backend(cfg: RunConfig, machine: Machine, *, world_size: int) -> Decision:
-    """`bnb` or `unsloth`.
+    """Choose `bnb` or `unsloth`.
 
     Raises:
         MachineError: unsloth is asked for and cannot be used. It is never replaced in silence.
@@ -39,7 +40,13 @@ def choose_backend(cfg: RunConfig, machine: Machine, *, world_size: int) -> Deci
     wanted = cfg.tuning.backend
     if wanted == "bnb":
         return Decision("bnb", "as given")
-    obstacle, fix = _unsloth_obstacle(cfg, machine, world_size=world_size)
+    obstacle, fix = machine.unsloth_problem, UNSLOTH_FIX
+    if world_size > 1:
+        # Not tried here with several GPUs, and its own source calls that a beta.
+        obstacle = f"it trains in one process, not in {world_size}"
+        fix = f"use one process, or write {BACKEND}: bnb"
+    for conflict in islice(unsloth_conflicts(cfg), 1):
+        obstacle, fix = f"{conflict.keys[0]}: {conflict.what}", conflict.fix
     if wanted == "unsloth":
         if obstacle:
             where = f"{cfg.origins.get(BACKEND, 'default')} {BACKEND}"
@@ -52,18 +59,8 @@ def choose_backend(cfg: RunConfig, machine: Machine, *, world_size: int) -> Deci
     return Decision("unsloth", "it is installed, there is a GPU, and every library is within the versions it asks for")
 
 
-def _unsloth_obstacle(cfg: RunConfig, machine: Machine, *, world_size: int) -> tuple[str, str]:
-    """Why unsloth cannot be used and what to do about it; both are empty when nothing is known against it."""
-    for conflict in unsloth_conflicts(cfg):
-        return f"{conflict.keys[0]}: {conflict.what}", conflict.fix
-    if world_size > 1:
-        # Not tried here with several GPUs, and its own source calls that a beta.
-        return f"it trains in one process, not in {world_size}", f"use one process, or write {BACKEND}: bnb"
-    return machine.unsloth_problem, UNSLOTH_FIX
-
-
 def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | None = None) -> Decisions:
-    """Precision, attention, packing, optimizer, pinned memory, learning rate.
+    """Decide precision, attention, packing, optimizer, pinned memory, learning rate.
 
     `shape` is the model's, None where it is not known.
 
@@ -142,7 +139,7 @@ def _decide_precision(cfg: RunConfig, machine: Machine) -> Decision:
 
 
 def scaled_rate(cfg: RunConfig) -> tuple[str, ...]:
-    """A note on the rate that `train.lr_scaling` makes of the one written down; none where nothing is scaled."""
+    """Return a note on the rate that `train.lr_scaling` makes of the one written down; none where nothing is scaled."""
     train = cfg.train
     if train.lr_scaling == "none":
         return ()
@@ -152,7 +149,7 @@ def scaled_rate(cfg: RunConfig) -> tuple[str, ...]:
 
 
 def without_effect(cfg: RunConfig, machine: Machine) -> tuple[str, ...]:
-    """A note on each setting that was asked for and has no effect on this machine."""
+    """Return a note on each setting that was asked for and has no effect on this machine."""
     if machine.gpus:
         return ()
     asked = {"train.dataloader_pin_memory": cfg.train.dataloader_pin_memory is True}

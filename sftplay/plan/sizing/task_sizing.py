@@ -137,10 +137,10 @@ def find_sizing(cfg: RunConfig) -> TaskSizing:
     return cast("TaskSizing", part.PLAN) if part else TaskSizing()
 
 
-def setting_of(
+def build_setting(
     cfg: RunConfig, shape: ModelShape, *, hardware: Hardware, strategy: Strategy, fit: Fit | None = None
 ) -> Setting:
-    """The setting of a config in which all but the sizes is decided."""
+    """Build the setting of a config in which all but the sizes is decided."""
     return Setting(
         shape=shape,
         execution=on_device(read_memory_setup(cfg), shape, device=hardware.device),
@@ -154,10 +154,10 @@ def setting_of(
 
 
 def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware, strategy: Strategy) -> Forecast:
-    """The forecast with one row a micro-batch, and one completion drawn at a time, the least that a run can do with.
+    """Forecast one row a micro-batch, and one completion sampled at a time, the least that a run can do with.
 
     `cfg` has no `auto` besides its sizes.
     """
-    setting = setting_of(cfg, shape, hardware=hardware, strategy=strategy)
+    setting = build_setting(cfg, shape, hardware=hardware, strategy=strategy)
     accumulates = cfg.train.effective_batch_size > hardware.world_size
     return forecast(setting, Size(rows=1, seq=planned_tokens(cfg, hardware.lengths), accumulates=accumulates))
