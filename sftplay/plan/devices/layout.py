@@ -44,15 +44,15 @@ class Layout:
 
     def devices(self) -> dict[str, str]:
         """Part -> device."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "placement"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "placement"}
 
-    def as_torch(self, own: str) -> dict[str, str]:
-        """The same in torch's names; `own` is that of the process's device."""
-        return {part: own if device == OWN else device for part, device in self.devices().items()}
+    def as_torch(self, here: str) -> dict[str, str]:
+        """The same in torch's names; `here` is that of the process's device."""
+        return {part: here if device == OWN else device for part, device in self.devices().items()}
 
 
-def layout_of(cfg: RunConfig, *, placement: Placed, gpus: int, processes: int) -> Layout:
-    """The layout of `placement` with what `score.devices` says, on a machine with so many visible GPUs.
+def resolve_layout(cfg: RunConfig, *, placement: Placed, gpus: int, processes: int) -> Layout:
+    """Find the layout of `placement` with what `score.devices` says, on a machine with so many visible GPUs.
 
     Raises:
         ConfigError: the devices contradict the placement or the number of processes.
@@ -69,14 +69,18 @@ def layout_of(cfg: RunConfig, *, placement: Placed, gpus: int, processes: int) -
     named = {part: device for part, device in dict(cfg.score.devices).items() if device != "auto"}
     for part, device in named.items():
         _refuse_device(cfg, part, device=device, gpus=gpus, processes=processes)
-    devices = _standard(placement, gpus=gpus)
-    if placement == "roles" and "guide" in named:  # what lies beside the guide follows it
+    devices: dict[str, str] = {}
+    if placement == "roles" and gpus:
+        devices = dict.fromkeys(("guide", "value", "target_critic", "ref"), "cuda:1")
+    elif placement == "roles4" and gpus:
+        devices = {"critic": "cuda:1", "guide": "cuda:2", "value": "cuda:3", "target_critic": "cpu", "ref": "cpu"}
+    if placement == "roles" and "guide" in named:  # these follow the guide
         devices |= dict.fromkeys(("value", "target_critic", "ref"), named["guide"])
-    own = "cuda:0" if gpus else "cpu"
-    devices |= {part: OWN if device == own else device for part, device in named.items()}
+    here = "cuda:0" if gpus else "cpu"
+    devices |= {part: OWN if device == here else device for part, device in named.items()}
     layout = Layout(placement=placement, **devices)
     for part, device in layout.devices().items():
-        if device.startswith("cuda:") and number_of(device) >= gpus:
+        if device.startswith("cuda:") and gpu_number(device) >= gpus:
             raise MachineError(
                 f"{placement} lays the {part} on {device}, and this machine shows {gpus} GPU{'s' * (gpus > 1)}",
                 where=_where(cfg, PLACEMENT),
@@ -86,24 +90,15 @@ def layout_of(cfg: RunConfig, *, placement: Placed, gpus: int, processes: int) -
 
 
 def uses_several_gpus(cfg: RunConfig) -> bool:
-    """True where one process may use a second GPU; `score.placement` may be undecided."""
+    """Return whether one process may use a second GPU; `score.placement` may be undecided."""
     named = (str(device) for device in dict(cfg.score.devices).values())
     is_placed = cfg.score.placement not in ("shared", "sharded") or any(device.startswith("cuda:") for device in named)
     return cfg.task.turns == 2 and is_placed
 
 
-def number_of(device: str) -> int:
-    """The number of a GPU; the process's own is the first."""
+def gpu_number(device: str) -> int:
+    """Return the number of a GPU; the process's own is the first."""
     return int(device.removeprefix("cuda:")) if device.startswith("cuda:") else 0
-
-
-def _standard(placement: Placed, *, gpus: int) -> dict[str, str]:
-    """Devices of the parts that do not lie on the process's own."""
-    if placement in ("shared", "sharded") or not gpus:
-        return {}
-    if placement == "roles":
-        return dict.fromkeys(("guide", "value", "target_critic", "ref"), "cuda:1")
-    return {"critic": "cuda:1", "guide": "cuda:2", "value": "cuda:3", "target_critic": "cpu", "ref": "cpu"}
 
 
 def _refuse_shards(cfg: RunConfig, *, processes: int) -> None:
@@ -127,33 +122,25 @@ def _refuse_shards(cfg: RunConfig, *, processes: int) -> None:
 
 def _refuse_device(cfg: RunConfig, part: str, *, device: str, gpus: int, processes: int) -> None:
     key = f"{DEVICES}.{part}"
-    if device == "cpu":
-        if part == "solver" and gpus:
-            _refuse_solver(cfg, key, device=device)
-        return
-    if processes > 1:
+    if device != "cpu" and processes > 1:
         raise ConfigError(
             f"{device}: {processes} processes are started, and every one of them would lay its {part} on this one GPU",
             where=_where(cfg, key),
             fix=f"write {key}: auto, which is each process's own GPU, or start one process (NPROC=1)",
         )
-    if number_of(device) >= gpus:
+    if device != "cpu" and gpu_number(device) >= gpus:
         shown = ", ".join(f"cuda:{n}" for n in range(gpus)) or "none"
         raise MachineError(
             f"{device}: this machine shows {gpus} GPUs ({shown})",
             where=_where(cfg, key),
             fix=f"write {key}: auto{', cpu' if part != 'solver' else ''}{f' or cuda:{gpus - 1}' if gpus else ''}",
         )
-    if part == "solver" and device != "cuda:0":
-        _refuse_solver(cfg, key, device=device)
-
-
-def _refuse_solver(cfg: RunConfig, key: str, *, device: str) -> None:
-    raise ConfigError(
-        f"{device}: the solver lies on the process's own device, which is the first visible GPU",
-        where=_where(cfg, key),
-        fix=f"write {key}: auto, and choose the first GPU with CUDA_VISIBLE_DEVICES, such as 1,0",
-    )
+    if part == "solver" and device != ("cuda:0" if gpus else "cpu"):
+        raise ConfigError(
+            f"{device}: the solver lies on the process's own device, which is the first visible GPU",
+            where=_where(cfg, key),
+            fix=f"write {key}: auto, and choose the first GPU with CUDA_VISIBLE_DEVICES, such as 1,0",
+        )
 
 
 def _where(cfg: RunConfig, key: str) -> str:
@@ -162,5 +149,5 @@ def _where(cfg: RunConfig, key: str) -> str:
 
 def name_devices(devices: Mapping[str, Any], *, is_gpu: bool) -> dict[str, Any]:
     """Return the same by the usual names: a process's own device is its first GPU, or the CPU."""
-    own = "cuda:0" if is_gpu else "cpu"
-    return {own if name == OWN else name: value for name, value in devices.items()}
+    here = "cuda:0" if is_gpu else "cpu"
+    return {here if name == OWN else name: value for name, value in devices.items()}

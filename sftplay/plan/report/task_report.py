@@ -11,7 +11,7 @@ from sftplay.plan.memory.forecast import Forecast, Hardware
 from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.report.advice import Suggestion, suggest
 from sftplay.plan.report.compare import compare
-from sftplay.plan.report.run_cost import Workload, workload_of
+from sftplay.plan.report.run_cost import Workload, estimate_workload
 from sftplay.plan.report.tables import describe_rows
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.task_sizing import SizedRun
@@ -41,7 +41,7 @@ class TaskReport:
 
     def workload(self, cfg: RunConfig, seen: Forecast, *, lengths: RowLengths | None = None) -> Workload:
         """Return steps, disk and time of a run."""
-        return workload_of(cfg, seen.setting, lengths=lengths)
+        return estimate_workload(cfg, seen.setting, lengths=lengths)
 
     def compare(self, cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> tuple[list[Any], Iterator[str]]:
         """Compare what could be chosen: rows with `as_dict`, and the lines of their table.
