@@ -7,7 +7,6 @@ import json
 import re
 from typing import Any
 
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sftplay.config.keys import all_sections, find_entry_section, find_section, json_schema, list_keys, node_at
@@ -43,13 +42,16 @@ def manual_text() -> str:
     for dotted, section in all_sections().items():
         title = f"## {dotted}{' (a list)' if dotted in list_keys() else ''}" if dotted else "## Top level"
         about = f"\n{_one_line(section.__doc__ or '')}\n" if dotted else ""
-        rows = [
-            _row(dotted, name, field=field)
-            for name, field in section.model_fields.items()
-            if not find_section(field) and not find_entry_section(field)
-        ]
-        table = "\n".join(["| key | takes | default | effect |", "| --- | --- | --- | --- |", *rows])
-        parts.append(f"{title}\n{about}\n{table}\n")
+        table = ["| key | takes | default | effect |", "| --- | --- | --- | --- |"]
+        for name, field in section.model_fields.items():
+            if find_section(field) or find_entry_section(field):
+                continue
+            value: Any = field.get_default(call_default_factory=True, validated_data={})
+            default = "required" if value is PydanticUndefined else f"`{flow(value)}`"
+            takes = described(node_at(f"{dotted}.{name}".lstrip(".")))
+            cells = [f"`{name}`", takes, default, _effect(field.description or "")]
+            table.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        parts.append("\n".join([title, about, *table, ""]))
     return "\n".join(parts)
 
 
@@ -76,17 +78,6 @@ def schema_text() -> str:
     return json.dumps({**head, **schema}, indent=2, ensure_ascii=False) + "\n"
 
 
-def _row(section: str, name: str, *, field: FieldInfo) -> str:
-    dotted = f"{section}.{name}".lstrip(".")
-    cells = [f"`{name}`", described(node_at(dotted)), _default(field), _effect(field.description or "")]
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _default(field: FieldInfo) -> str:
-    value: Any = field.get_default(call_default_factory=True, validated_data={})
-    return "required" if value is PydanticUndefined else f"`{flow(value)}`"
-
-
 def _effect(docstring: str) -> str:
     """A field's docstring on one line, with None written as null."""
     return re.sub(r"\bNone\b", "null", _one_line(docstring))
@@ -97,11 +88,12 @@ def _one_line(text: str) -> str:
 
 
 def described(node: dict[str, Any]) -> str:
-    """What a JSON schema node accepts, in words."""
+    """Describe in words what a JSON schema node accepts."""
     forms = node.get("anyOf", [node])
-    words = [word for form in forms if _is_choice(form) for word in list_choices(form)]
+    choices = [form for form in forms if "enum" in form or "const" in form]
+    words = [word for form in choices for word in list_choices(form)]
     lists = [form for form in forms if form.get("type") == "array"]
-    others = [_form(form) for form in forms if not _is_choice(form) and form.get("type") not in ("array", "null")]
+    others = [_form(form) for form in forms if form not in choices and form.get("type") not in ("array", "null")]
     parts = [*others, *([listed(words)] if words else []), *(_list_form(form, words) for form in lists)]
     if accepts(node, "null"):
         parts.append("null")
@@ -109,7 +101,7 @@ def described(node: dict[str, Any]) -> str:
 
 
 def list_choices(node: dict[str, Any]) -> list[str]:
-    """The words a JSON schema node accepts, list items included."""
+    """List the words a JSON schema node accepts, list items included."""
     found = [str(word) for word in [*node.get("enum", ()), *([node["const"]] if "const" in node else ())]]
     for inner in (*node.get("anyOf", ()), *([node["items"]] if "items" in node else ())):
         found += [word for word in list_choices(inner) if word not in found]
@@ -117,18 +109,18 @@ def list_choices(node: dict[str, Any]) -> list[str]:
 
 
 def accepts(node: dict[str, Any], kind: str) -> bool:
-    """True if one of the forms a node takes is of that JSON type."""
+    """Return whether one of the forms a node takes is of that JSON type."""
     return any(form.get("type") == kind for form in node.get("anyOf", [node]))
-
-
-def _is_choice(node: dict[str, Any]) -> bool:
-    return "enum" in node or "const" in node
 
 
 def _form(node: dict[str, Any]) -> str:
     kind = str(node.get("type"))
     if kind in ("integer", "number"):
-        return ("a whole number" if kind == "integer" else "a number") + _limits(node)
+        words = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of at most",
+                 "exclusiveMaximum": "below"}  # fmt: skip
+        limits = [f"{word} {node[name]:.15g}" for name, word in words.items() if name in node]
+        kind = "a whole number" if kind == "integer" else "a number"
+        return f"{kind} {' and '.join(limits)}" if limits else kind
     if "propertyNames" in node:
         return f"text for any of {listed(node['propertyNames']['enum'])}"
     if "pattern" in node:
@@ -145,24 +137,6 @@ def _list_form(node: dict[str, Any], words: list[str]) -> str:
     return "a list of several" if set(items) <= set(words) else f"{some} words out of {listed(items)}"
 
 
-def _limits(node: dict[str, Any]) -> str:
-    limits = [
-        f"{word} {_number(node[name])}"
-        for name, word in (
-            ("minimum", "of at least"),
-            ("exclusiveMinimum", "above"),
-            ("maximum", "of at most"),
-            ("exclusiveMaximum", "below"),
-        )
-        if name in node
-    ]
-    return " " + " and ".join(limits) if limits else ""
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else str(value)
-
-
 def listed(words: list[str]) -> str:
-    """The words as a sentence lists them: `a, b or c`."""
+    """Join words as a sentence lists them: `a, b or c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -47,10 +47,6 @@ class Row:
         return place | {"state": self.cell.state, "why": self.cell.why, "nearest": self.cell.nearest}
 
 
-def _runs(test: str) -> Cell:
-    return Cell("works", test)
-
-
 _SINGLE = "tests/tasks/test_sft.py"
 _PAIR = "tests/tasks/test_processes.py::test_two_processes_train_and_measure_as_one_does"
 _FP16 = Cell("gpu", "fp16 and its loss scale need a GPU; a CPU would ignore it")
@@ -75,22 +71,22 @@ _STAGES = Cell(
 
 TABLE: dict[tuple[str, str], tuple[Cell, Cell, Cell]] = {
     ("full", "single"): (
-        _runs(f"{_SINGLE}::test_loss_falls[full]"),
-        _runs(f"{_SINGLE}::test_full_16_bit_run_trains_fp32_weights_and_saves_16_bits"),
+        Cell("works", f"{_SINGLE}::test_loss_falls[full]"),
+        Cell("works", f"{_SINGLE}::test_full_16_bit_run_trains_fp32_weights_and_saves_16_bits"),
         _FP16,
     ),
     ("lora", "single"): (
-        _runs(f"{_SINGLE}::test_loss_falls[lora]"),
-        _runs(f"{_SINGLE}::test_16_bit_run_with_modules_trained_in_full_can_be_measured"),
+        Cell("works", f"{_SINGLE}::test_loss_falls[lora]"),
+        Cell("works", f"{_SINGLE}::test_16_bit_run_with_modules_trained_in_full_can_be_measured"),
         _FP16,
     ),
-    ("qlora", "single"): (_runs(f"{_SINGLE}::test_loss_falls[qlora]"), _BF16, _FP16),
+    ("qlora", "single"): (Cell("works", f"{_SINGLE}::test_loss_falls[qlora]"), _BF16, _FP16),
     **{
-        (method, strategy): (_runs(f"{SHARDED_TEST}[{strategy}-{method}]"), _BF16, _FP16)
+        (method, strategy): (Cell("works", f"{SHARDED_TEST}[{strategy}-{method}]"), _BF16, _FP16)
         for method in METHODS
         for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3")
     },
-    ("lora", "ddp"): (_runs(_PAIR), _BF16, _FP16),
+    ("lora", "ddp"): (Cell("works", _PAIR), _BF16, _FP16),
     **{(method, "hsdp"): (_FOUR, _FOUR, _FP16) for method in METHODS},
     ("full", "tensor"): (_CUT, _CUT, _CUT),
     ("lora", "tensor"): (_CUT, _CUT, _CUT),
@@ -149,7 +145,7 @@ def as_table(width: int) -> str:
     notes = [
         "yes: a test of this kit runs it, without a GPU. gpu: it runs where a GPU is; no test here has run it. "
         "no: refused when the config is read. All tests and reasons: docs/strategies.md.",
-        *(line for line in _section("Refused", "blocked")[2:]),
+        *_section("Refused", "blocked")[2:],
     ]
     below = [textwrap.fill(line.replace("`", ""), width, subsequent_indent="  ") for line in notes]
     return "\n".join([*(line.rstrip() for line in lines), "", *below]) + "\n"
@@ -166,14 +162,11 @@ def _section(title: str, state: State) -> list[str]:
     for cell, places in found.items():
         why = f"`{cell.why}`" if state == "works" else cell.why
         near = f" Nearest: `{cell.nearest}`." if cell.nearest else ""
-        where = "; ".join(_place(precision, places[precision]) for precision in places)
-        lines.append(f"- {where}: {why}.{near}")
+        where = []
+        for precision, strategies in places.items():
+            methods: dict[str, list[str]] = {}  # methods with the same strategies stand together
+            for method, names in strategies.items():
+                methods.setdefault(", ".join(names), []).append(method)
+            where += [f"{precision} {', '.join(same)} under {names}" for names, same in methods.items()]
+        lines.append(f"- {'; '.join(where)}: {why}.{near}")
     return lines
-
-
-def _place(precision: str, strategies: dict[str, list[str]]) -> str:
-    """The strategies of each method; methods with the same strategies stand together."""
-    methods: dict[str, list[str]] = {}
-    for method, names in strategies.items():
-        methods.setdefault(", ".join(names), []).append(method)
-    return "; ".join(f"{precision} {', '.join(found)} under {names}" for names, found in methods.items())

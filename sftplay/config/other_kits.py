@@ -10,64 +10,59 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sftplay.config.keys import find_homes
+from sftplay.config.keys import all_homes
 from sftplay.config.layers import SPELLINGS
 from sftplay.config.yaml12 import KeyPath
 
-_DEVICES = {
-    "base_model_device": "score.devices.solver",
-    "guidance_model_device": "score.devices.guide",
-    "critic_device": "score.devices.critic",
-    "value_function_device": "score.devices.value",
-    "target_critic_device": "score.devices.target_critic",
-    "reference_model_device": "score.devices.ref",
-}
-
-_MEMORY = {
-    "use_gradient_checkpointing": "train.gradient_checkpointing",
-    "use_flash_attention_2": "model.attn: flash_attention_2, or leave it to auto",
-    "use_bf16_mixed_precision": "train.precision: bf16",
-    "cpu_offloading.enable": (
-        "score.devices.ref: cpu, with tuning.mode: full; adapters need none, their reference is the base without them"
-    ),
-    "cpu_offloading.offload_targets": (
-        "score.devices.ref: cpu and score.devices.target_critic: cpu, with tuning.mode: full; adapters: the second"
-    ),
-}
-
-_BATCH = {
-    "total_batch_size": "train.effective_batch_size: the episodes of a step over all processes",
-    "per_gpu_batch_size": "train.effective_batch_size: all GPUs together, each process has an equal share",
-    "micro_batch_size": "train.batch_size",
-    "gradient_accumulation_steps": "train.grad_accum: auto; it follows from the two sizes and the processes",
-    "adaptive_batch_sizing": "train.batch_size: auto; it is measured at the start, and halved where memory runs out",
-    "min_batch_size": "train.batch_size: auto; it has no lower bound, as each size learns the same",
-    "max_batch_size": "train.batch_size: auto, or the largest yourself",
-}
-
-_DEEPSPEED = {
-    "zero_stage": "score.placement: sharded, with tuning.mode: full; DeepSpeed trains one model, and here are two",
-    "offload_optimizer": "tuning.mode: lora; its state is small, and nothing offloads it",
-    "offload_param": "score.placement: sharded, with tuning.mode: full; a process holds a part, nothing is offloaded",
-}
-
-_COMMUNICATION = {
-    "gradient_compression": "cluster.comm.hook: none; task score sends gradients whole, once a step",
-    "compression_ratio": "cluster.comm.hook: none; task score sends gradients whole, once a step",
-}
-
 SECTIONS: dict[str, dict[str, str]] = {
-    "distributed": {f"device_placement.{name}": action for name, action in _DEVICES.items()},
-    "memory_optimization": _MEMORY,
-    "batch_optimization": _BATCH,
-    "deepspeed_config": _DEEPSPEED,
-    "communication": _COMMUNICATION,
+    "distributed": {
+        "device_placement.base_model_device": "score.devices.solver",
+        "device_placement.guidance_model_device": "score.devices.guide",
+        "device_placement.critic_device": "score.devices.critic",
+        "device_placement.value_function_device": "score.devices.value",
+        "device_placement.target_critic_device": "score.devices.target_critic",
+        "device_placement.reference_model_device": "score.devices.ref",
+    },
+    "memory_optimization": {
+        "use_gradient_checkpointing": "train.gradient_checkpointing",
+        "use_flash_attention_2": "model.attn: flash_attention_2, or leave it to auto",
+        "use_bf16_mixed_precision": "train.precision: bf16",
+        "cpu_offloading.enable": (
+            "score.devices.ref: cpu, with tuning.mode: full; adapters need none, their reference is the base without "
+            "them"
+        ),
+        "cpu_offloading.offload_targets": (
+            "score.devices.ref: cpu and score.devices.target_critic: cpu, with tuning.mode: full; adapters: the second"
+        ),
+    },
+    "batch_optimization": {
+        "total_batch_size": "train.effective_batch_size: the episodes of a step over all processes",
+        "per_gpu_batch_size": "train.effective_batch_size: all GPUs together, each process has an equal share",
+        "micro_batch_size": "train.batch_size",
+        "gradient_accumulation_steps": "train.grad_accum: auto; it follows from the two sizes and the processes",
+        "adaptive_batch_sizing": (
+            "train.batch_size: auto; it is measured at the start, and halved where memory runs out"
+        ),
+        "min_batch_size": "train.batch_size: auto; it has no lower bound, as each size learns the same",
+        "max_batch_size": "train.batch_size: auto, or the largest yourself",
+    },
+    "deepspeed_config": {
+        "zero_stage": "score.placement: sharded, with tuning.mode: full; DeepSpeed trains one model, and here are two",
+        "offload_optimizer": "tuning.mode: lora; its state is small, and nothing offloads it",
+        "offload_param": (
+            "score.placement: sharded, with tuning.mode: full; a process holds a part, nothing is offloaded"
+        ),
+    },
+    "communication": {
+        "gradient_compression": "cluster.comm.hook: none; task score sends gradients whole, once a step",
+        "compression_ratio": "cluster.comm.hook: none; task score sends gradients whole, once a step",
+    },
 }
 """Section -> its keys -> what to write here, the key first."""
 
 
 def keys_below(path: KeyPath, value: Any) -> Iterator[KeyPath]:
-    """The keys of a section of the guide, each to be answered by itself; any other unknown name is one key."""
+    """Yield the keys of a section of the guide, each to be answered by itself; any other unknown name is one key."""
     known = SECTIONS.get(str(path[0]))
     if known is None or action_for(path) or not isinstance(value, dict) or not value:
         yield path
@@ -77,7 +72,7 @@ def keys_below(path: KeyPath, value: Any) -> Iterator[KeyPath]:
 
 
 def action_for(path: KeyPath) -> str:
-    """What to write instead of a key of the guide; empty for any other name."""
+    """Return what to write instead of a key of the guide; empty for any other name."""
     return SECTIONS.get(str(path[0]), {}).get(".".join(map(str, path[1:])), "")
 
 
@@ -99,7 +94,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def config_fields(kind: str) -> frozenset[str] | None:
-    """The names that the config `kind` of TRL takes, inherited ones too; None where its source cannot be found or read.
+    """Read the names that the config `kind` of TRL takes, inherited ones too; None where its source cannot be read.
 
     None leaves the check to the run, where the library itself refuses what it does not know.
     """
@@ -124,10 +119,16 @@ def config_kinds(kind: str) -> dict[str, tuple[str, ...]] | None:
     """Field -> the words of its annotation, `dict[str, Any] | None` as dict and None."""
     classes: dict[str, ast.ClassDef] = {}
     for package, file in (("trl", _FILES[kind]), *_SOURCES):
-        source = _source(package, file)
-        if source is None:
+        try:
+            spec = find_spec(package)
+        except (ImportError, ValueError):
             return None
-        classes |= {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+        paths = [Path(folder, file) for folder in spec.submodule_search_locations or ()] if spec else []
+        path = next((path for path in paths if path.is_file()), None)
+        if path is None:
+            return None
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        classes |= {node.name: node for node in body if isinstance(node, ast.ClassDef)}
     fields: dict[str, tuple[str, ...]] = {}
     waiting = [kind]
     while waiting:
@@ -137,18 +138,6 @@ def config_kinds(kind: str) -> dict[str, tuple[str, ...]] | None:
         fields = _read_fields(found) | fields
         waiting += [base.id for base in found.bases if isinstance(base, ast.Name)]
     return fields
-
-
-def _source(package: str, file: str) -> str | None:
-    try:
-        spec = find_spec(package)
-    except (ImportError, ValueError):
-        return None
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(folder, file)
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    return None
 
 
 def _read_fields(node: ast.ClassDef) -> dict[str, tuple[str, ...]]:
@@ -316,11 +305,9 @@ OTHER_KITS: dict[str, str] = {name: action for action, names in _NAMES.items() f
 """Name in another kit -> what to write here, the key first."""
 
 _PREFIXES = {
-    "eval_": "train.eval_steps",
-    "save_": "train.save_steps",
-    "logging_": "logging.steps",
+    "eval_": "train.eval_steps", "save_": "train.save_steps", "logging_": "logging.steps",
     "warmup_": "train.warmup_ratio",
-}
+}  # fmt: skip
 """Start of the name of an argument of TRL -> the key that decides this group of arguments."""
 
 _ROWS = "rows reach the trainer rendered, masked, cut and in order"
@@ -374,19 +361,19 @@ class Answer(NamedTuple):
 
 
 def find_key(action: str) -> str:
-    """The key at the start of what to write."""
+    """Return the key at the start of what to write."""
     return re.split(r"[^\w.]", action, maxsplit=1)[0]
 
 
 def kit_answer(name: str, *, draws: bool = False) -> Answer | None:
-    """The answer to an argument of TRL's SFTConfig, or of its GRPOConfig where a run `draws` completions; None when it
+    """Answer an argument of TRL's SFTConfig, or of its GRPOConfig where a run `draws` completions; None when it
     may be given."""
     if name in WITHOUT_KEY:
         return Answer("", WITHOUT_KEY[name], "remove it")
     if draws and name in WITHOUT_MEANING:
         return Answer("", WITHOUT_MEANING[name], "remove it")
     sections = ("grpo", "", "train", "model") if draws else ("", "train", "model")
-    actions = [key for key in find_homes(name) if key.rpartition(".")[0] in sections]
+    actions = [key for key in all_homes().get(name, []) if key.rpartition(".")[0] in sections]
     actions += [LOSS_OF_SFT[name]] if name in LOSS_OF_SFT and not draws else []
     actions += ["train.precision"] if name in SPELLINGS else []
     actions += [OTHER_KITS[name]] if name in OTHER_KITS else []

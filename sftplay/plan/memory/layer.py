@@ -199,11 +199,8 @@ def _mlp_transient(shape: ModelShape, setup: MemorySetup, *, tokens: int) -> flo
     if down is None:  # a mixture of experts, which transformers does not build of linears
         return streams
     factors = 3 if shape.gated_mlp or shape.activation in COMPOSED else 2
-    in_forward, in_pair, released = (
-        0.0,
-        0.0,
-        float(into if setup.trains_all else 0),
-    )  # a frozen projection keeps no input
+    # A frozen projection keeps no input.
+    in_forward, in_pair, released = 0.0, 0.0, float(into if setup.trains_all else 0)
     is_pair = adapter is not None and adapter.covers(down)
     if adapter is not None and is_pair:
         is_fused = any(linear.is_mlp and linear.outputs == 2 * shape.mlp for linear in shape.linears)
