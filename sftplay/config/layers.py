@@ -262,7 +262,7 @@ SPELLINGS = ("bf16", "fp16")
 
 
 def resolve_precision(layers: Sequence[Layer]) -> tuple[list[Layer], list[LocatedProblem]]:
-    """Replace the switches `train.bf16` and `train.fp16` by `train.precision`; the contradictions found, lowest first."""
+    """Replace the switches `train.bf16` and `train.fp16` by `train.precision`; return what contradicts too."""
     resolved, problems = [], []
     decided: Any = None
     undecided: list[LocatedProblem] = []

@@ -57,7 +57,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "gradient_compression": "cluster.comm.hook: none; task score sends gradients whole, once a step",
         "compression_ratio": "cluster.comm.hook: none; task score sends gradients whole, once a step",
     },
-}
+}  # fmt: skip
 """Section -> its keys -> what to write here, the key first."""
 
 
@@ -89,7 +89,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "dict": ((dict,), "keys with values"),
     "list": ((list,), "a list"),
     "None": ((type(None),), "null"),
-}
+}  # fmt: skip
 """Word of an annotation -> the types it stands for, and how they are called."""
 
 
@@ -156,9 +156,8 @@ _NAMES: dict[str, str] = {
     # rows and steps
     "train.batch_size": "micro_batch_size per_device_train_batch_size per_gpu_train_batch_size",
     "train.batch_size: auto": "auto_find_batch_size",
-    "train.batching: tokens; a micro-batch then holds batch_size x max_seq_len tokens": (
-        "max_tokens_per_batch max_batch_tokens"
-    ),
+    "train.batching: tokens; a micro-batch then holds batch_size x max_seq_len tokens":
+        "max_tokens_per_batch max_batch_tokens",
     "train.effective_batch_size": "train_batch_size global_batch_size total_batch_size",
     "train.grad_accum": "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches",
     "train.epochs": "num_train_epochs num_epochs max_epochs",
@@ -181,9 +180,8 @@ _NAMES: dict[str, str] = {
     "train.max_grad_norm": "gradient_clipping clip_grad_norm grad_clip",
     # memory and numbers
     "train.precision": "mixed_precision dtype torch_dtype compute_dtype",
-    "train.gradient_checkpointing": (
-        "enable_activation_checkpointing activation_checkpointing use_gradient_checkpointing"
-    ),
+    "train.gradient_checkpointing":
+        "enable_activation_checkpointing activation_checkpointing use_gradient_checkpointing",
     "train.packing": "sample_packing packed eval_packing packing_strategy padding_free",
     "train.loss_head: liger": "use_liger_kernel liger_kernel enable_liger_kernel",
     "train.neftune_alpha": "neftune_noise_alpha",
@@ -208,12 +206,10 @@ _NAMES: dict[str, str] = {
     "tuning.lora.dropout": "lora_dropout",
     "tuning.lora.target_modules": "lora_target lora_target_modules lora_target_linear lora_attn_modules",
     "tuning.lora.modules_to_save": "lora_modules_to_save additional_target",
-    "tuning.new_tokens.path, a file with one term a line": (
-        "add_tokens add_special_tokens new_special_tokens additional_special_tokens tokens"
-    ),
-    "tuning.new_tokens.count or path; the model gets the rows it needs, each the mean of its pieces": (
-        "resize_vocab resize_token_embeddings_to_32x mean_resizing_embeddings init_special_tokens"
-    ),
+    "tuning.new_tokens.path, a file with one term a line":
+        "add_tokens add_special_tokens new_special_tokens additional_special_tokens tokens",
+    "tuning.new_tokens.count or path; the model gets the rows it needs, each the mean of its pieces":
+        "resize_vocab resize_token_embeddings_to_32x mean_resizing_embeddings init_special_tokens",
     "tuning.lora.dora": "use_dora peft_use_dora",
     "tuning.lora.rslora": "use_rslora peft_use_rslora",
     # data
@@ -239,14 +235,12 @@ _NAMES: dict[str, str] = {
     "data.encoding": "file_encoding charset",
     "data.delimiter": "sep separator csv_delimiter",
     "data.duplicates: drop": "dataset_exact_deduplication deduplicate dedup remove_duplicates",
-    "data.contamination: drop, and name the other rows with data.val_path or data.test_path": (
-        "decontaminate decontamination"
-    ),
+    "data.contamination: drop, and name the other rows with data.val_path or data.test_path":
+        "decontaminate decontamination",
     # continued pre-training
     "task_mode: cpt, and name the documents with data.train_path": "pretraining_dataset",
-    "datasets.weight, the share of each source": (
-        "interleave_probs interleave_prob mix_strategy dataset_weights dataset_mixture dataset_mixer"
-    ),
+    "datasets.weight, the share of each source":
+        "interleave_probs interleave_prob mix_strategy dataset_weights dataset_mixture dataset_mixer",
     "cpt.on_source_end": "stopping_strategy",
     # rewards and completions
     "grpo.num_generations": "n_samples_per_prompt num_samples_per_prompt rollout_n group_size",
@@ -268,13 +262,11 @@ _NAMES: dict[str, str] = {
     "grpo.vllm.tensor_parallel": "vllm_tensor_parallel_size tensor_parallel_size",
     "grpo.vllm.url": "vllm_server_base_url vllm_server_host vllm_server_port",
     "grpo.vllm.timeout": "vllm_server_timeout",
-    "grpo.max_prompt_length and grpo.max_completion_length; vLLM gets their sum": (
-        "vllm_max_model_length vllm_max_model_len"
-    ),
+    "grpo.max_prompt_length and grpo.max_completion_length; vLLM gets their sum":
+        "vllm_max_model_length vllm_max_model_len",
     # two turns and a guide
-    "score.value_flow: shared_trunk is full gradient flow, stop is partial": (
-        "gradient_flow value_gradient_flow full_gradient_flow stop_gradient stop_value_gradient"
-    ),
+    "score.value_flow: shared_trunk is full gradient flow, stop is partial":
+        "gradient_flow value_gradient_flow full_gradient_flow stop_gradient stop_value_gradient",
     "score.value_coef": "value_coefficient value_function_coef value_loss_coef",
     "score.stage1_steps": "stage1_iterations stage_1_steps num_stage1_steps",
     "score.stage2_steps": "stage2_iterations stage_2_steps num_stage2_steps",
@@ -298,7 +290,7 @@ _NAMES: dict[str, str] = {
     "logging.backend": "report_to metric_logger",
     "logging.backend: wandb": "use_wandb",
     "cluster.timeout": "ddp_timeout",
-}
+}  # fmt: skip
 """What to write here, the key first -> names of axolotl, LLaMA-Factory, TRL, ms-swift, Unsloth or torchtune for it."""
 
 OTHER_KITS: dict[str, str] = {name: action for action, names in _NAMES.items() for name in names.split()}
@@ -320,25 +312,23 @@ _WITHOUT_KEY: dict[str, str] = {
         "train_sampling_strategy length_column_name group_by_length"
     ),
     _LAUNCH: "accelerator_config parallelism_config fsdp fsdp_config deepspeed local_rank use_cpu",
-    "the kit writes and restores checkpoints itself": (
-        "ignore_data_skip restore_callback_states_from_checkpoint enable_jit_checkpoint"
-    ),
+    "the kit writes and restores checkpoints itself":
+        "ignore_data_skip restore_callback_states_from_checkpoint enable_jit_checkpoint",
     "the Make target decides what is done": "do_train do_eval do_predict",
     "the kit prints its own lines": "disable_tqdm log_level log_level_replica",
     "see the section eval": "prediction_loss_only batch_eval_metrics include_for_metrics",
     "the kit opens the model, see the section model": "model_init_kwargs",
     "the loss is always averaged over all tokens of a step": "average_tokens_across_devices",
     "a token does not belong in a file; set HF_TOKEN in the environment": "hub_token",
-}
+}  # fmt: skip
 
 _WITHOUT_MEANING: dict[str, str] = {
     "task_mode grpo has no labels": "label_smoothing_factor",
     "the kit measures the held-out prompts itself, see the section eval": "num_generations_eval",
     "completions belong to samples/ in the run folder, see grpo.samples": "log_completions_hub_repo log_multimodal",
-    "the moved reference model would not be in the checkpoints, so a resume would be another run": (
-        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"
-    ),
-}
+    "the moved reference model would not be in the checkpoints, so a resume would be another run":
+        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
+}  # fmt: skip
 
 WITHOUT_MEANING: dict[str, str] = {name: reason for reason, names in _WITHOUT_MEANING.items() for name in names.split()}
 """Argument of TRL's GRPOConfig -> why it cannot be given where a run draws completions."""
@@ -401,7 +391,7 @@ CLUSTER_KEYS: dict[str, str] = {
         "train.gradient_checkpointing, and for offloading cluster.deepspeed"
     ),
     "pipeline_config": "write cluster.strategy: fsdp; a pipeline needs a schedule that the Trainer does not have",
-}
+}  # fmt: skip
 """Key below `cluster` as guides for Ray and NeMo RL write it -> what to do here."""
 
 REFUSED_CHOICES: dict[tuple[str, str], tuple[str, str]] = {
@@ -412,5 +402,5 @@ REFUSED_CHOICES: dict[tuple[str, str], tuple[str, str]] = {
         "of them, and dies (torch 2.13)",
         "write powersgd",
     ),
-}
+}  # fmt: skip
 """(key, word) -> why a choice that exists elsewhere is none here, and what to write."""
