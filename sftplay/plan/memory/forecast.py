@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
 from sftplay.plan.memory.memory_setup import OPENED, MemorySetup, gpu_chunk_tokens, workspace_bytes
-from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.memory.sharding import DeviceShare, Strategy, find_share, loading_bytes
 from sftplay.plan.memory.step import Footprint, Size, estimate, standing_bytes
 from sftplay.plan.shape.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from sftplay.plan.memory.probe_fit import Fit
 
 Verdict = Literal["fits", "tight", "does_not_fit"]
 

@@ -10,7 +10,6 @@ from sftplay.config.run import RunConfig
 from sftplay.plan.memory.forecast import Setting
 from sftplay.plan.memory.memory_setup import trained_params
 from sftplay.plan.memory.row_lengths import RowLengths
-from sftplay.plan.report.flops import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from sftplay.plan.sizing.task_sizing import find_sizing
 
 COUNTED_BYTES = 2**28
@@ -104,8 +103,8 @@ def _seconds(setting: Setting, tokens: int | None, *, rows: str) -> tuple[float 
 def flops_per_token(setting: Setting) -> float:
     """Operations of one step per token in products with weights; those between queries and keys come to a few percent
     below some thousand tokens (PaLM, Chowdhery 2022, appendix B) and are left out."""
-    shape, execution = setting.shape, setting.execution
-    passes = FORWARD + BACKWARD_INPUT + (FORWARD if execution.checkpointing else 0)
-    passes += BACKWARD_WEIGHT if execution.trains_all else 0
-    weights = shape.linear_params + shape.vocab * shape.hidden
-    return float(passes * weights)
+    shape, setup = setting.shape, setting.execution
+    # A multiplication and an addition each: forward, once more where it is recomputed, and for the gradients of the
+    # input and of the weight where that trains.
+    passes = 2 + setup.checkpointing + setup.trains_all
+    return float(2 * passes * (shape.linear_params + shape.vocab * shape.hidden))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from sftplay.plan.memory.forecast import LOAD, MARGIN, RUNTIME, Forecast
-from sftplay.plan.report.advice import Suggestion
-from sftplay.plan.report.compare import Row
-from sftplay.plan.report.run_cost import Workload
 from sftplay.units import GIB, format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from sftplay.plan.report.advice import Suggestion
+    from sftplay.plan.report.compare import Row
+    from sftplay.plan.report.run_cost import Workload
 
 LABELS = {
     "weights": "weights",

@@ -7,6 +7,7 @@ never changed, and every choice comes with its reason. Below this module no conf
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from sftplay.config.cluster import BACKEND
 from sftplay.config.run import RunConfig
@@ -14,7 +15,6 @@ from sftplay.errors import MachineError
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.budget import find_device
 from sftplay.plan.memory.forecast import Hardware
-from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import (
@@ -29,6 +29,9 @@ from sftplay.plan.sizing.placement import STRATEGY, choose_strategy
 from sftplay.plan.sizing.split import foresight, split_batch
 from sftplay.plan.sizing.task_sizing import SizedRun, find_sizing
 from sftplay.units import format_bytes
+
+if TYPE_CHECKING:
+    from sftplay.plan.memory.probe_fit import Fit
 
 LOSS_HEAD, BATCH_SIZE, GRAD_ACCUM = "train.loss_head", "train.batch_size", "train.grad_accum"
 

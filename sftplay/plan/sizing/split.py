@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sftplay.config.run import RunConfig
 from sftplay.config.section import find_spec
 from sftplay.errors import ConfigError
 from sftplay.plan.memory.forecast import Forecast, Hardware, forecast
-from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import planned_tokens
 from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.placement import planned_strategy
 from sftplay.plan.sizing.task_sizing import build_setting
 from sftplay.units import format_bytes
+
+if TYPE_CHECKING:
+    from sftplay.plan.memory.probe_fit import Fit
 
 TOKENS_PER_MICRO_BATCH = {"gpu": 16_384, "cpu": 1_024}
 """Tokens of an automatic micro-batch where memory is not planned. A GPU needs them to be busy. A CPU is busy with one

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sftplay.config.run import RunConfig
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Forecast, Hardware, Setting, TaskMemory, forecast, on_device
 from sftplay.plan.memory.memory_setup import read_memory_setup
-from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import planned_tokens
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision, Decisions
+
+if TYPE_CHECKING:
+    from sftplay.plan.memory.probe_fit import Fit
 
 
 @dataclass(frozen=True)
