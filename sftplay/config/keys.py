@@ -16,24 +16,24 @@ from sftplay.config.section import WITH_HOME, Section, UserPath
 
 
 def find_section(field: FieldInfo) -> type[Section] | None:
-    """The section a field opens, or None for a field that holds a value."""
+    """Return the section a field opens, or None for a field that holds a value."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def find_entry_section(field: FieldInfo) -> type[Section] | None:
-    """The section that each entry of a field's list is, or None for any other field."""
+    """Return the section that each entry of a field's list is, or None for any other field."""
     inner = get_args(field.annotation)[:1] if get_origin(field.annotation) is list else ()
     return inner[0] if inner and isinstance(inner[0], type) and issubclass(inner[0], Section) else None
 
 
 def general_key(dotted: str) -> str:
-    """The key of a list's entry without the entry's number: `datasets.weight` for `datasets.0.weight`."""
+    """Return the key of a list's entry without the entry's number: `datasets.weight` for `datasets.0.weight`."""
     return ".".join(part for part in dotted.split(".") if not part.isdecimal())
 
 
 def section_at(path: tuple[str, ...]) -> type[Section] | None:
-    """The section at a path without numbers; RunConfig at the empty one, None where no section is."""
+    """Find the section at a path without numbers; RunConfig at the empty one, None where no section is."""
     section: type[Section] | None = RunConfig
     for name in path:
         field = section.model_fields.get(name) if section else None
@@ -85,12 +85,12 @@ def keys_in(cfg: RunConfig) -> Iterator[tuple[str, FieldInfo]]:
 
 
 def path_keys(cfg: RunConfig) -> list[str]:
-    """The keys of a config that take a path, or a name in its place."""
+    """List the keys of a config that take a path, or a name in its place."""
     return [key for key, field in keys_in(cfg) if WITH_HOME in field.metadata or UserPath in get_args(field.annotation)]
 
 
 def required_below(dotted: str) -> list[str]:
-    """The required keys at `dotted`: itself if it holds a value, else those of the section ("" is the config)."""
+    """List the required keys at `dotted`: itself if it holds a value, else those of the section ("" is the config)."""
     start = f"{general_key(dotted)}." if dotted else ""
     lists = () if start else tuple(f"{key}." for key in list_keys())
     return [
@@ -117,7 +117,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def node_at(dotted: str) -> dict[str, Any]:
-    """The JSON schema of one key, without the name of its section."""
+    """Return the JSON schema of one key, without the name of its section."""
     node = json_schema()
     for name in general_key(dotted).split("."):
         node = node.get("items", node)
@@ -202,7 +202,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tup
 
 
 def held_out_decides(values: Mapping[str, Any]) -> bool:
-    """True when held-out rows decide which rows are trained on, or which weights are kept."""
+    """Return whether held-out rows decide which rows are trained on, or which weights are kept."""
     seeks_best = values.get("train.best_metric") is not None or values.get("train.early_stopping") is not None
     return values.get("data.contamination") == "drop" or seeks_best
 

@@ -52,12 +52,12 @@ class Layer:
     locations: dict[KeyPath, SourceLocation] = field(default_factory=dict)
 
     def find_location(self, path: KeyPath) -> SourceLocation | None:
-        """The place of a key, or of the nearest section around it that was written down."""
+        """Find the place of a key, or of the nearest section around it that was written down."""
         sections = (path[:length] for length in range(len(path), 0, -1))
         return next((self.locations[section] for section in sections if section in self.locations), None)
 
     def find_location_within(self, path: KeyPath) -> SourceLocation | None:
-        """The place of a key, or of the first one below it: an override names no section by itself."""
+        """Find the place of a key, or of the first one below it: an override names no section by itself."""
         return self.locations.get(path) or next(
             (at for known, at in self.locations.items() if known[: len(path)] == path), None
         )

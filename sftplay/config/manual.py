@@ -29,15 +29,9 @@ are texts, only `true` and `false` are booleans. A key that is not listed here i
   word.
 """
 
-_INCLUDE = {
-    "anyOf": [{"type": "string"}, {"items": {"type": "string"}, "type": "array"}],
-    "description": "A YAML file, or a list of them, read before this one. Paths start at the including file.",
-    "title": "Include",
-}
-
 
 def manual_text() -> str:
-    """docs/config.md: a table for each section, in the order of the schema."""
+    """Write docs/config.md: a table for each section, in the order of the schema."""
     parts = [_HEAD]
     for dotted, section in all_sections().items():
         title = f"## {dotted}{' (a list)' if dotted in list_keys() else ''}" if dotted else "## Top level"
@@ -56,7 +50,7 @@ def manual_text() -> str:
 
 
 def schema_text() -> str:
-    """configs/schema.json: the JSON schema of a config file, `include` and the accepted spellings with it.
+    """Write configs/schema.json: the JSON schema of a config file, `include` and the accepted spellings with it.
 
     It requires no key, because an included file or the command line may give what a file lacks.
     """
@@ -70,7 +64,12 @@ def schema_text() -> str:
         about = f"Accepted spelling of precision: {name} when true; both bf16 and fp16 false mean fp32."
         train[name] = {"type": "boolean", "description": about, "title": name}
     schema["properties"]["task_mode"]["enum"] += list(TASK_SPELLINGS)
-    schema["properties"] = {"include": copy.deepcopy(_INCLUDE), **schema["properties"]}
+    include = {
+        "anyOf": [{"type": "string"}, {"items": {"type": "string"}, "type": "array"}],
+        "description": "A YAML file, or a list of them, read before this one. Paths start at the including file.",
+        "title": "Include",
+    }
+    schema["properties"] = {"include": include, **schema["properties"]}
     schema["description"] = (
         "One run of SFT-Play. Required once includes are read: model.name, and data.train_path or datasets."
     )
@@ -130,11 +129,10 @@ def _form(node: dict[str, Any]) -> str:
 
 
 def _list_form(node: dict[str, Any], words: list[str]) -> str:
-    items = list_choices(node)
-    some = "a list of one or more" if node.get("minItems") else "a list of"
-    if not items:
-        return f"{some} names"
-    return "a list of several" if set(items) <= set(words) else f"{some} words out of {listed(items)}"
+    items, some = list_choices(node), "a list of one or more" if node.get("minItems") else "a list of"
+    if items and set(items) <= set(words):
+        return "a list of several"
+    return f"{some} words out of {listed(items)}" if items else f"{some} names"
 
 
 def listed(words: list[str]) -> str:

@@ -88,16 +88,16 @@ TABLE: dict[tuple[str, str], tuple[Cell, Cell, Cell]] = {
     },
     ("lora", "ddp"): (Cell("works", _PAIR), _BF16, _FP16),
     **{(method, "hsdp"): (_FOUR, _FOUR, _FP16) for method in METHODS},
-    ("full", "tensor"): (_CUT, _CUT, _CUT),
-    ("lora", "tensor"): (_CUT, _CUT, _CUT),
-    ("qlora", "tensor"): (_CUT_CODES, _CUT_CODES, _CUT_CODES),
-    **{(method, "pipeline"): (_STAGES, _STAGES, _STAGES) for method in METHODS},
+    ("full", "tensor"): (_CUT,) * 3,
+    ("lora", "tensor"): (_CUT,) * 3,
+    ("qlora", "tensor"): (_CUT_CODES,) * 3,
+    **{(method, "pipeline"): (_STAGES,) * 3 for method in METHODS},
 }
 """(method, strategy) -> the cells of fp32, bf16 and fp16."""
 
 
 def rows() -> Iterator[Row]:
-    """Every combination, methods together, strategies in the order of `STRATEGIES`."""
+    """Yield every combination, methods together, strategies in the order of `STRATEGIES`."""
     for method in METHODS:
         for strategy in STRATEGIES:
             for precision, cell in zip(PRECISIONS, TABLE[method, strategy], strict=True):
@@ -120,7 +120,7 @@ cell). `single` is one process.
 
 
 def as_markdown() -> str:
-    """docs/strategies.md."""
+    """Write docs/strategies.md."""
     words = {"works": "**yes**", "gpu": "gpu", "blocked": "no"}
     lines = [f"| | {' | '.join(STRATEGIES)} |", f"| --- |{' --- |' * len(STRATEGIES)}"]
     for method in METHODS:
@@ -131,7 +131,7 @@ def as_markdown() -> str:
 
 
 def as_table(width: int) -> str:
-    """The matrix for a terminal of so many columns; what is refused stands below it with its reason."""
+    """Write the matrix for a terminal of so many columns; what is refused stands below it with its reason."""
     words = {"works": "yes", "gpu": "gpu", "blocked": "no"}
     gap, first = "   ", max(map(len, STRATEGIES))
     precisions = " ".join(f"{name:4}" for name in PRECISIONS)

@@ -108,10 +108,9 @@ def unfit(kind: str, name: str, *, value: object) -> str:
     words = (config_kinds(kind) or {}).get(name, ())
     if any(word not in _KINDS for word in words):
         return ""
-    for word in words:
-        if isinstance(value, _KINDS[word][0]) and (word == "bool" or not isinstance(value, bool)):
-            return ""
-    return " or ".join(_KINDS[word][1] for word in words)
+    fitting = [word for word in words if word == "bool" or not isinstance(value, bool)]
+    is_fit = any(isinstance(value, _KINDS[word][0]) for word in fitting)
+    return "" if is_fit else " or ".join(_KINDS[word][1] for word in words)
 
 
 @cache
@@ -343,9 +342,7 @@ LOSS_OF_SFT = {"loss_type": "train.loss_head"}
 class Answer(NamedTuple):
     """Why an argument of TRL cannot be given in `train.extra` or `grpo.extra`, and what to do."""
 
-    key: str
-    """The key that decides it; empty when there is none."""
-
+    key: str  # the key that decides it; empty when there is none
     what: str
     fix: str
 

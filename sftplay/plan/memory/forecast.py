@@ -219,11 +219,11 @@ def on_device(setup: MemorySetup, shape: ModelShape, *, device: Device) -> Memor
 
     From capability 8.0 on, padded rows of a plain decoder in 16 bits need no mask (`train.isolation`).
     """
+    here = replace(setup, workspace_bytes=workspace_bytes(device.capability))
     if not device.is_gpu:
-        return replace(setup, folds_tiles=False, workspace_bytes=workspace_bytes(device.capability))
+        return replace(here, folds_tiles=False)
     is_half, is_plain = setup.compute_bytes == 2, shape.sliding_window is None and shape.layer_pattern == 1
-    workspace = workspace_bytes(device.capability)
-    here = replace(setup, chunk_tokens=gpu_chunk_tokens(shape.vocab), workspace_bytes=workspace)
+    here = replace(here, chunk_tokens=gpu_chunk_tokens(shape.vocab))
     if device.capability >= (8, 0) and is_half and is_plain and setup.attention == "efficient":
         here = replace(here, attention="flash", is_masked=False, repeats_kv=False)
     return here

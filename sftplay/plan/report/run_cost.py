@@ -70,7 +70,7 @@ def _steps(cfg: RunConfig, lengths: RowLengths | None) -> tuple[int | None, str]
     if decided := find_sizing(cfg).steps(cfg):
         return decided
     if cfg.learns_documents and cfg.cpt.train_tokens is not None:
-        return cfg.steps_of_tokens(cfg.cpt.train_tokens), f"cpt.train_tokens, {_described(cfg, lengths)}"
+        return cfg.count_steps(cfg.cpt.train_tokens), f"cpt.train_tokens, {_described(cfg, lengths)}"
     rows = lengths.count if lengths else None
     path = Path(cfg.rows_path)
     is_counted = not cfg.learns_documents and path.suffix in LINE_FILES and path.is_file()

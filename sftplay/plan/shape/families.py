@@ -67,21 +67,12 @@ class Family:
 
 
 KEYS: Mapping[str, str] = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "mlp": "intermediate_size",
-    "vocab": "vocab_size",
-    "max_positions": "max_position_embeddings",
-    "activation": "hidden_act",
-    "sliding_window": "sliding_window",
-    "pattern": "sliding_window_pattern",
-    "experts": "num_experts",
-    "expert_mlp": "intermediate_size",
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp": "intermediate_size", "vocab": "vocab_size",
+    "max_positions": "max_position_embeddings", "activation": "hidden_act", "sliding_window": "sliding_window",
+    "pattern": "sliding_window_pattern", "experts": "num_experts", "expert_mlp": "intermediate_size",
     "shared_mlp": "shared_expert_intermediate_size",
-}
+}  # fmt: skip
 """Our word -> the key most families use."""
 
 
@@ -101,10 +92,9 @@ _PLAIN_LAYER_NORM: dict[str, Any] = {"norm": "layer", "norm_vectors": 2, "gated"
 _GEMMA: dict[str, Any] = {"tied": True, **_ATTENTION_BIAS}
 
 _GLM: dict[str, Any] = {
-    "defaults": {"head_dim": 128, "attention_bias": True},
-    "mlp": ("gate_up_proj", "down_proj"),
+    "defaults": {"head_dim": 128, "attention_bias": True}, "mlp": ("gate_up_proj", "down_proj"),
     "qkv_bias": "attention_bias",
-}
+}  # fmt: skip
 _WINDOW = {"sliding_window": 4096}
 _GELU_TANH = {**_WINDOW, "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256}
 

@@ -203,34 +203,18 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     window_key = text.key("sliding_window")
     has_window = not text.is_off(window_key) and text.raw("use_sliding_window") is not False
     return ModelShape(
-        name=name,
-        family=text.model_type,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        mlp=mlp,
-        vocab=vocab,
-        max_positions=text.optional("max_positions"),
-        tied=tied,
-        gated_mlp=family.gated,
-        linears=linears,
-        layer_other_params=other,
-        other_params=_count_outside(text, hidden, vocab=vocab, tied=tied),
-        norm=family.norm,
-        norms_per_layer=norms,
-        qk_norm=has_qk_norm,
-        activation=text.word(text.key("activation"), "silu"),
+        name=name, family=text.model_type, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim, mlp=mlp, vocab=vocab, max_positions=text.optional("max_positions"), tied=tied,
+        gated_mlp=family.gated, linears=linears, layer_other_params=other,
+        other_params=_count_outside(text, hidden, vocab=vocab, tied=tied), norm=family.norm, norms_per_layer=norms,
+        qk_norm=has_qk_norm, activation=text.word(text.key("activation"), "silu"),
         parallel_block=text.flag(family.parallel),
         softcap_final=not text.is_off("final_logit_softcapping"),
         softcap_attn=not text.is_off("attn_logit_softcapping"),
         sliding_window=(text.whole(window_key, smallest=0) or None) if has_window else None,
-        layer_pattern=_pattern(text),
-        experts=experts,
-        vision_params=vision or 0,
+        layer_pattern=_pattern(text), experts=experts, vision_params=vision or 0,
         unmodelled=tuple(_unmodelled(text, experts=experts, vision=vision)),
-    )
+    )  # fmt: skip
 
 
 def _count_heads(text: ConfigJson, hidden: int) -> tuple[int, int, int]:
