@@ -187,9 +187,21 @@ def _read_files(path: Path, name: str, *, including: list[Path], at: str = "") -
     for order, included in enumerate(listed):
         line = document.lines.get(("include", order), document.lines["include",])
         inner = path.parent / os.path.expanduser(included)  # noqa: PTH111 - an unknown user's `~` stays as it is
-        location = f"{name}:{line} include"
-        _check_include(inner, included, opened=opened, where=location)
-        yield from _read_files(inner, _display_name(inner), including=opened, at=location)
+        here, shown = f"{name}:{line} include", _display_name(inner)
+        if _real(inner) in opened:
+            chain = " -> ".join(_display_name(file) for file in [*opened, _real(inner)])
+            raise ConfigError(f"leads back to itself: {chain}", where=here, fix="remove one of these includes")
+        try:
+            inner.stat()
+        except FileNotFoundError:
+            fix = "correct the path; it starts at the folder of the including file"
+            if Path(included).exists():
+                relative = os.path.relpath(included, opened[-1].parent)
+                fix = f"paths start at the including file: write include: {relative}"
+            raise ConfigError(f"no such file: {shown}", where=here, fix=fix) from None
+        except OSError:
+            pass  # reading it says why
+        yield from _read_files(inner, shown, including=opened, at=here)
     yield name, document
 
 
@@ -208,22 +220,6 @@ def _is_path(text: str) -> bool:
         return bool(text) and not is_overlong(text) and b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
-
-
-def _check_include(inner: Path, included: str, *, opened: list[Path], where: str) -> None:
-    if _real(inner) in opened:
-        chain = " -> ".join(_display_name(path) for path in [*opened, _real(inner)])
-        raise ConfigError(f"leads back to itself: {chain}", where=where, fix="remove one of these includes")
-    try:
-        inner.stat()
-    except FileNotFoundError:
-        fix = "correct the path; it starts at the folder of the including file"
-        if Path(included).exists():
-            path = os.path.relpath(included, opened[-1].parent)
-            fix = f"paths start at the including file: write include: {path}"
-        raise ConfigError(f"no such file: {_display_name(inner)}", where=where, fix=fix) from None
-    except OSError:
-        return  # reading it says why
 
 
 def _display_name(path: Path) -> str:

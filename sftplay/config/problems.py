@@ -23,14 +23,7 @@ from sftplay.config.keys import (
 )
 from sftplay.config.layers import Layer, LocatedProblem, SourceLocation
 from sftplay.config.manual import accepts, described, list_choices
-from sftplay.config.other_kits import (
-    CLUSTER_KEYS,
-    OTHER_KITS,
-    REFUSED_CHOICES,
-    action_for,
-    find_key,
-    keys_below,
-)
+from sftplay.config.other_kits import CLUSTER_KEYS, OTHER_KITS, REFUSED_CHOICES, action_for, find_key, keys_below
 from sftplay.config.yaml12 import KeyPath, scalar
 from sftplay.errors import MOST_PROBLEMS, ConfigError, nearest_names
 

@@ -9,13 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from sftplay.config.cluster import SPLIT_WEIGHTS, broken_cluster_rules
-from sftplay.config.data import (
-    broken_cpt_rules,
-    broken_data_rules,
-    has_held_out,
-    idle_cpt_keys,
-    idle_data_keys,
-)
+from sftplay.config.data import broken_cpt_rules, broken_data_rules, has_held_out, idle_cpt_keys, idle_data_keys
 from sftplay.config.keys import keys_in, list_keys, path_keys
 from sftplay.config.layers import NO_PRETRAINED, is_overlong
 from sftplay.config.resolved import flow
@@ -299,12 +293,10 @@ def _characters(cfg: RunConfig) -> Iterator[Problem]:
 def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield key, value
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _texts_in(inner, key)
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _texts_in(inner, f"{key}.{name}")
+    pairs = [(key, inner) for inner in value] if isinstance(value, list) else []
+    pairs += [(f"{key}.{name}", inner) for name, inner in value.items()] if isinstance(value, dict) else []
+    for place, inner in pairs:
+        yield from _texts_in(inner, place)
 
 
 def _is_unicode(text: str) -> bool:
@@ -336,9 +328,6 @@ def _texts(cfg: RunConfig) -> Iterator[Problem]:
         if near:
             fix = f"did you mean {near[0]!r}? A path of that name is written ./{value}"
             yield Problem((key,), f"{value!r} is neither {' nor '.join(words)}", fix=fix, nearest=tuple(near))
-
-
-def _homes(cfg: RunConfig) -> Iterator[Problem]:
     for key in path_keys(cfg):
         value = cfg.get_value(key)
         if isinstance(value, str) and value.startswith("~"):
@@ -359,7 +348,6 @@ def _twins(cfg: RunConfig) -> Iterator[Problem]:
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _characters,
     _texts,
-    _homes,
     _twins,
     _batch_is_exact,
     _held_out_rules,

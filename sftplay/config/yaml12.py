@@ -186,13 +186,12 @@ class _Builder:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         self._open.add(id(node))
-        is_mapping = isinstance(node, yaml.MappingNode)
-        if node.tag != _TAG + ("map" if is_mapping else "seq"):
+        built: Any = []
+        if node.tag != _TAG + ("map" if isinstance(node, yaml.MappingNode) else "seq"):
             self._refuse_tag(node)
-        if is_mapping:
+        if isinstance(node, yaml.MappingNode):
             built = self._mapping(node, path)
         else:
-            built = []
             for place, item in enumerate(node.value):
                 self.lines[(*path, place)] = item.start_mark.line + 1
                 built.append(self.value(item, (*path, place)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
@@ -179,30 +180,26 @@ def with_loading(seen: Forecast, *, share: DeviceShare) -> Forecast:
 
     FSDP can split a model that lies in the host's memory. It does so where the whole model would not fit the device.
     """
-    setting, phases = seen.setting, seen.footprint.phases
-    standing = standing_bytes(setting.shape, setting.execution)
-    about = {"standing": standing, "share": share, "strategy": setting.strategy}
-    parts = loading_bytes(setting.shape, setting.execution, **about)  # type: ignore[arg-type]
+    setting, setup, phases = seen.setting, seen.setting.execution, seen.footprint.phases
+    standing = standing_bytes(setting.shape, setup)
+    load = partial(loading_bytes, setting.shape, setup, standing=standing, share=share, strategy=setting.strategy)
+    parts = load()
     if not parts or not setting.device.is_gpu:
         return seen
     loading = replace(seen, footprint=Footprint({LOAD: parts}))
-    can_wait = setting.strategy.startswith("fsdp") and not setting.execution.four_bit and not setting.measures_first
+    can_wait = setting.strategy.startswith("fsdp") and not setup.four_bit and not setting.measures_first
     if loading.verdict == "fits" or not can_wait:
         return replace(seen, footprint=Footprint({LOAD: parts, **phases}))
-    parts = loading_bytes(setting.shape, setting.execution, is_on_host=True, **about)  # type: ignore[arg-type]
+    parts = load(is_on_host=True)
     # A base that is frozen stays in the pages of its files, which processes share.
-    opened = standing.weights if setting.execution.trains_all else standing.adapters
-    return replace(
-        seen,
-        footprint=Footprint({LOAD: parts, **phases}),
-        host_bytes=max(seen.host_bytes, round(opened)),
-        opens_on_host=True,
-    )
+    opened = standing.weights if setup.trains_all else standing.adapters
+    host, footprint = max(seen.host_bytes, round(opened)), Footprint({LOAD: parts, **phases})
+    return replace(seen, footprint=footprint, host_bytes=host, opens_on_host=True)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where a run would be: the kind of device, how many processes, and what is known of its rows."""
+    """The place of a run: the kind of device, how many processes, and what is known of its rows."""
 
     device: Device
     world_size: int

@@ -15,7 +15,7 @@ NF4_BLOCK = 64
 """Weights to a scale (QLoRA, Dettmers 2023, section 3)."""
 
 COMPOSED = ("gelu_new",)
-"""Activations that transformers writes out in elementary operations, four of which keep what they read or made: the
+"""Activations that transformers writes out in elementary operations; four of them keep what they read or made: the
 cube's input, tanh, 1 + tanh and x / 2. Under autocast the cube and what follows are fp32 (torch, autocast's list)."""
 
 UNROTATED = ("gpt2", "gpt_bigcode", "mpt", "bloom")

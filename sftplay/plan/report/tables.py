@@ -25,7 +25,7 @@ LABELS = {
     "mask": "attention mask",
     "buckets and sharding": "buckets and sharding",
     "workspace": "cuBLAS workspaces",
-    RUNTIME: "process beside it",
+    RUNTIME: "process itself",
     MARGIN: "margin of the estimate",
 }
 

@@ -74,20 +74,16 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
     has_flash = has_bf16 and chosen != "fp32" and find_spec("flash_attn") is not None
     package = "kernels" if "/" in cfg.model.attn else "flash_attn"
     can_flash = has_bf16 and chosen != "fp32" and find_spec(package) is not None
+    where = f"{cfg.origins.get('model.attn', 'model')} model.attn"
     if cfg.model.attn in FLASH_KERNELS and not can_flash:
-        raise MachineError(
-            f"{cfg.model.attn} needs an Ampere GPU, 16-bit precision and the package {package.replace('_', '-')}",
-            where=f"{cfg.origins.get('model.attn', 'model')} model.attn",
-            fix="leave model.attn on auto (sdpa here)",
-        )
+        needs = f"an Ampere GPU, 16-bit precision and the package {package.replace('_', '-')}"
+        raise MachineError(f"{cfg.model.attn} needs {needs}", where=where, fix="leave model.attn on auto (sdpa here)")
     attn = Decision("flash_attention_2" if has_flash else "sdpa", "fastest kernel installed for this device")
     if shape is not None and shape.softcap_attn:
         if cfg.model.attn == "sdpa":
-            raise MachineError(
-                "the model caps the scores of its attention, which sdpa does not do",
-                where=f"{cfg.origins.get('model.attn', 'model')} model.attn",
-                fix=f"leave model.attn on auto ({'flash_attention_2' if has_flash else 'eager'} here)",
-            )
+            fix = f"leave model.attn on auto ({'flash_attention_2' if has_flash else 'eager'} here)"
+            what = "the model caps the scores of its attention, which sdpa does not do"
+            raise MachineError(what, where=where, fix=fix)
         attn = attn if has_flash else Decision("eager", "the model caps the scores of its attention; sdpa does not")
     has_varlen = (attn.value if cfg.model.attn == "auto" else cfg.model.attn) in FLASH_KERNELS
     by_tokens = train.batching == "tokens"
