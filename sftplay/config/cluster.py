@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 Strategy = Literal["auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "tensor", "pipeline"]
 Launcher = Literal["auto", "torchrun", "accelerate", "deepspeed", "ray"]
-CommHook = Literal["none", "fp16", "bf16", "powersgd"]
-NcclDebug = Literal["VERSION", "WARN", "INFO", "TRACE"]
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -29,7 +27,7 @@ SPLIT_WEIGHTS = ("fsdp", "hsdp", "zero3")
 class CommConfig(Section):
     """How gradients are exchanged in data parallelism (ddp)."""
 
-    hook: CommHook = "none"
+    hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Gradient compression: fp16, bf16 (NCCL only), or powersgd (lossy; its state is not in checkpoints). It helps on
     slow networks only; measure with `make comm-check`. The tasks score and hrm send gradients whole."""
 
@@ -48,7 +46,7 @@ class NcclConfig(Section):
     """Network interfaces to use, separated by commas (`ip -br addr` lists them). NCCL and gloo use it. Set it when
     ranks on several nodes wait for each other at the start: a Docker bridge or a management network was chosen."""
 
-    debug: NcclDebug | None = None
+    debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
     """What NCCL writes into logs/rank*.log. WARN explains errors; INFO also names interfaces and transports. Set INFO
     to examine a launch that fails or is slow, and remove it afterwards."""
 

@@ -139,11 +139,6 @@ RENAMED_KEYS = {
 """Old dotted key -> the new one, which is in the same section."""
 
 
-def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping by dotted keys with old names replaced by the new ones."""
-    return {RENAMED_KEYS.get(key, key): value for key, value in values.items()}
-
-
 FREE_TO_CHANGE = (
     "logging", "eval", "sandbox.executor", "run_name", "output_dir", "data.processed_dir", "cpt.streaming",
     "train.resume", "train.save_total_limit", "train.probe", "train.oom_recovery", "train.stall_timeout",
@@ -155,12 +150,6 @@ FREE_TO_CHANGE = (
     "cluster.max_restarts", "cluster.timeout", "cluster.nccl", "cluster.launcher",
 )  # fmt: skip
 """Config keys that may differ when a run is resumed: they change neither rows nor weights."""
-
-STRATEGY = "cluster.strategy"
-"""In task score it goes with `score.placement`, and checkpoints are those of whole models."""
-
-OF_REWARDS = ("rewards", "sandbox")
-"""Keys that are measured with. They decide weights only where the model learns from rewards (grpo and score)."""
 
 OTHER_ROWS = ("data.val_path", "data.test_path")
 """Files that are only evaluated on. Another file may be named as long as it decides nothing. Having one or none may not
@@ -176,8 +165,11 @@ DRAWN = "grpo.generation_rows"
 
 def values_that_decide_weights(cfg: RunConfig) -> dict[str, Any]:
     """Dotted key -> JSON value of every key that decides which weights come out."""
-    free = FREE_TO_CHANGE if cfg.task.learns_from_rewards else (*FREE_TO_CHANGE, *OF_REWARDS)
-    free = (*free, STRATEGY) if cfg.task.splits_itself else free
+    free = [*FREE_TO_CHANGE]
+    if not cfg.task.learns_from_rewards:  # then they only measure
+        free += ["rewards", "sandbox"]
+    if cfg.task.splits_itself:  # it goes with `score.placement`, and checkpoints are those of whole models
+        free.append("cluster.strategy")
     prefixes = tuple(f"{key}." for key in free)
     return {key: value for key, value in flatten(cfg).items() if not f"{key}.".startswith(prefixes)}
 
@@ -188,7 +180,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tup
     Both mappings are those of `values_that_decide_weights`. A key that is missing in one of them has its default there:
     the run was begun before the kit had the key. `before` may have keys by the names of an older release.
     """
-    before = with_new_names(before)
+    before = {RENAMED_KEYS.get(key, key): value for key, value in before.items()}
     free = () if held_out_decides(after) else OTHER_ROWS
     optional = {key: field for key, field in all_keys().items() if not field.is_required()}
     defaults = {key: field.get_default(call_default_factory=True) for key, field in optional.items()}

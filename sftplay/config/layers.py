@@ -243,15 +243,15 @@ def _override(text: str, location: SourceLocation) -> Layer:
     except ConfigError as error:
         what = f"the value {value!r} is {error.what}"
         raise ConfigError(what, where=f"{COMMAND_LINE} {key}", fix="check its quotes and brackets") from None
-    return Layer(nested(key, parsed), dict.fromkeys(_paths_in(parsed, tuple(key.split("."))), location))
+    return Layer(nested(key, parsed), {path: location for path, _ in walk(parsed, tuple(key.split(".")))})
 
 
-def _paths_in(value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """The path of a value, and the paths of everything in it."""
-    yield path
+def walk(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield a value with its path, and everything in it."""
+    yield path, value
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, below in inner:
-        yield from _paths_in(below, (*path, key))
+        yield from walk(below, (*path, key))
 
 
 SPELLINGS = ("bf16", "fp16")
@@ -324,18 +324,15 @@ NO_PRETRAINED = "builtin:hrm"
 
 
 def resolve_task_mode(layers: Sequence[Layer]) -> list[Layer]:
-    """Replace accepted words by the task's own name."""
-    return [
-        Layer({**layer.values, "task_mode": TASK_SPELLINGS[word]}, layer.locations)
-        if isinstance(word := layer.values.get("task_mode"), str) and word in TASK_SPELLINGS
-        else layer
-        for layer in layers
-    ]
-
-
-def with_own_model(layers: Sequence[Layer]) -> list[Layer]:
-    """Put a layer below the others that says what task mode hrm has instead of a pretrained model."""
-    words = [layer.values["task_mode"] for layer in layers if "task_mode" in layer.values]
-    if words[-1:] != ["hrm"]:
-        return list(layers)
-    return [Layer(nested("model.name", NO_PRETRAINED) | nested("tuning.mode", "full")), *layers]
+    """Replace accepted words by the task's own name, and put a layer below that says what task mode hrm has instead of
+    a pretrained model."""
+    resolved, word = [], None
+    for layer in layers:
+        if "task_mode" in layer.values:
+            word = layer.values["task_mode"]
+            word = TASK_SPELLINGS.get(word, word) if isinstance(word, str) else word
+            layer = Layer({**layer.values, "task_mode": word}, layer.locations)
+        resolved.append(layer)
+    if word == "hrm":
+        resolved.insert(0, Layer(nested("model.name", NO_PRETRAINED) | nested("tuning.mode", "full")))
+    return resolved

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -34,13 +34,12 @@ from sftplay.config.layers import (
     read_overrides,
     resolve_precision,
     resolve_task_mode,
-    with_own_model,
+    walk,
 )
 from sftplay.config.resolved import dump_resolved, is_written_by_kit, read_origins, with_new_names
 from sftplay.config.rules import broken_rules
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Section
-from sftplay.config.yaml12 import KeyPath
 from sftplay.errors import ConfigError, ConfigErrors
 
 __all__ = ["dump_resolved", "examine_config", "load_config", "load_resolved"]
@@ -81,9 +80,14 @@ def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Run
         written = with_new_names(written)
     layers, contradictions = resolve_precision([*included, written, override_layer])
     problems += contradictions
-    merged = merge(with_own_model(resolve_task_mode(layers)))
+    merged = merge(resolve_task_mode(layers))
     merged = Layer(_with_empty_sections(merged.values, RunConfig), merged.locations)
-    problems += _tokens_in(merged.values, merged)
+    for at, value in walk(merged.values):
+        if isinstance(value, str) and TOKEN.search(value):  # run folder, report and export would repeat it
+            location = merged.find_location(at) or SourceLocation(0, 0, "")
+            what, fix = "holds a token of the Hugging Face hub", "remove it, and set HF_TOKEN in the environment"
+            where = f"{location} {'.'.join(map(str, at))}"
+            problems.append(LocatedProblem(location, ConfigError(what, where=where, fix=fix)))
     cfg: RunConfig | None
     try:
         cfg = RunConfig.model_validate(merged.values)
@@ -125,17 +129,6 @@ def offending_keys(problems: Iterable[LocatedProblem]) -> set[str]:
         key = error.where.rpartition(" ")[2]
         found |= {key, *error.nearest, *(outer for outer in list_keys() if key.startswith(f"{outer}."))}
     return found
-
-
-def _tokens_in(value: Any, merged: Layer, *, path: KeyPath = ()) -> Iterator[LocatedProblem]:
-    """A problem for each text with a token of the hub in it: run folder, report and export would repeat it."""
-    if isinstance(value, str) and TOKEN.search(value):
-        location = merged.find_location(path) or SourceLocation(0, 0, "")
-        what, fix = "holds a token of the Hugging Face hub", "remove it, and set HF_TOKEN in the environment"
-        yield LocatedProblem(location, ConfigError(what, where=f"{location} {'.'.join(map(str, path))}", fix=fix))
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, below in inner:
-        yield from _tokens_in(below, merged, path=(*path, key))
 
 
 def _with_empty_sections(values: dict[str, Any], section: type[Section]) -> dict[str, Any]:

@@ -76,8 +76,6 @@ def action_for(path: KeyPath) -> str:
     return SECTIONS.get(str(path[0]), {}).get(".".join(map(str, path[1:])), "")
 
 
-_SOURCES = (("trl", "trainer/base_config.py"), ("transformers", "training_args.py"))
-
 _FILES = {"SFTConfig": "trainer/sft_config.py", "GRPOConfig": "trainer/grpo_config.py"}
 """Class -> its file in the package trl."""
 
@@ -117,7 +115,8 @@ def unfit(kind: str, name: str, *, value: object) -> str:
 def config_kinds(kind: str) -> dict[str, tuple[str, ...]] | None:
     """Field -> the words of its annotation, `dict[str, Any] | None` as dict and None."""
     classes: dict[str, ast.ClassDef] = {}
-    for package, file in (("trl", _FILES[kind]), *_SOURCES):
+    bases = (("trl", "trainer/base_config.py"), ("transformers", "training_args.py"))
+    for package, file in (("trl", _FILES[kind]), *bases):
         try:
             spec = find_spec(package)
         except (ImportError, ValueError):
@@ -301,11 +300,10 @@ _PREFIXES = {
 }  # fmt: skip
 """Start of the name of an argument of TRL -> the key that decides this group of arguments."""
 
-_ROWS = "rows reach the trainer rendered, masked, cut and in order"
 _LAUNCH = "the launcher decides how processes work together"
 
 _WITHOUT_KEY: dict[str, str] = {
-    _ROWS: (
+    "rows reach the trainer rendered, masked, cut and in order": (
         "dataset_kwargs dataset_num_proc shuffle_dataset completion_only_loss assistant_only_loss eos_token pad_token "
         "dataloader_drop_last dataloader_in_order dataloader_shuffle remove_unused_columns label_names "
         "train_sampling_strategy length_column_name group_by_length"
@@ -335,9 +333,6 @@ WITHOUT_MEANING: dict[str, str] = {name: reason for reason, names in _WITHOUT_ME
 WITHOUT_KEY: dict[str, str] = {name: reason for reason, names in _WITHOUT_KEY.items() for name in names.split()}
 """Argument of TRL's configs that no key here decides -> why it cannot be given."""
 
-LOSS_OF_SFT = {"loss_type": "train.loss_head"}
-"""Field of SFTConfig whose name stands for something else in GRPOConfig -> the key that decides it."""
-
 
 class Answer(NamedTuple):
     """Why an argument of TRL cannot be given in `train.extra` or `grpo.extra`, and what to do."""
@@ -361,7 +356,7 @@ def kit_answer(name: str, *, draws: bool = False) -> Answer | None:
         return Answer("", WITHOUT_MEANING[name], "remove it")
     sections = ("grpo", "", "train", "model") if draws else ("", "train", "model")
     actions = [key for key in all_homes().get(name, []) if key.rpartition(".")[0] in sections]
-    actions += [LOSS_OF_SFT[name]] if name in LOSS_OF_SFT and not draws else []
+    actions += ["train.loss_head"] if name == "loss_type" and not draws else []  # in GRPOConfig it is something else
     actions += ["train.precision"] if name in SPELLINGS else []
     actions += [OTHER_KITS[name]] if name in OTHER_KITS else []
     actions += [key for start, key in _PREFIXES.items() if name.startswith(start)]

@@ -5,7 +5,7 @@ It translates; it decides nothing about what is valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from sftplay.config.keys import (
     required_below,
     section_at,
 )
-from sftplay.config.layers import Layer, LocatedProblem, SourceLocation
+from sftplay.config.layers import Layer, LocatedProblem, SourceLocation, walk
 from sftplay.config.manual import accepts, described, list_choices
 from sftplay.config.other_kits import CLUSTER_KEYS, OTHER_KITS, REFUSED_CHOICES, action_for, find_key, keys_below
 from sftplay.config.yaml12 import KeyPath, scalar
@@ -41,12 +41,8 @@ class _Explanation(NamedTuple):
 def translated(error: ValidationError, merged: Layer, *, file: str) -> list[LocatedProblem]:
     """Return a problem for each key that pydantic refuses; `file` is named for keys that are missing."""
     refused, nowhere = _by_key(error.errors(), merged.values), SourceLocation(0, 0, file)
-    unknown = (
-        key
-        for path, kind in refused.items()
-        if kind == "extra_forbidden"
-        for key in keys_below(path, _value_at(path, merged.values))
-    )
+    named = (path for path, kind in refused.items() if kind == "extra_forbidden")
+    unknown = (key for path in named for key in keys_below(path, _value_at(path, merged.values)))
     # A problem looks for near names, which takes a millisecond: only those that are shown do.
     problems = [
         _problem(key, merged.find_location_within(key) or nowhere, explanation=_unknown(key))
@@ -85,21 +81,14 @@ def _by_key(errors: Iterable[Any], values: dict[str, Any]) -> dict[KeyPath, str]
                 value = value[part]
                 path.append(part)
         if error["type"] == "string_unicode" and not isinstance(value, str):
-            # A key that pydantic cannot read and does not name.
-            found |= dict.fromkeys(_keys_with_half_characters(values), "extra_forbidden")
+            # A key with half of a character, which pydantic cannot read and does not name.
+            keys = (key for key, _ in walk(values) if key and any("\ud800" <= c <= "\udfff" for c in str(key[-1])))
+            found |= dict.fromkeys(keys, "extra_forbidden")
             continue
         named = error["type"] in ("extra_forbidden", "missing")
         found.setdefault(error["loc"] if named else tuple(path), error["type"])
     lists = {path[:-1] for path in found if isinstance(path[-1], int)}
     return {path: kind for path, kind in found.items() if path not in lists}
-
-
-def _keys_with_half_characters(values: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
-    for key, value in values.items() if isinstance(values, dict) else ():
-        if isinstance(key, str) and any("\ud800" <= c <= "\udfff" for c in key):
-            yield (*path, key)
-        else:
-            yield from _keys_with_half_characters(value, (*path, key))
 
 
 def _value_at(path: KeyPath, values: Any) -> Any:

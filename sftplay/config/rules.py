@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from sftplay.config.cluster import SPLIT_WEIGHTS, broken_cluster_rules
 from sftplay.config.data import broken_cpt_rules, broken_data_rules, has_held_out, idle_cpt_keys, idle_data_keys
 from sftplay.config.keys import keys_in, list_keys, path_keys
-from sftplay.config.layers import NO_PRETRAINED, is_overlong
+from sftplay.config.layers import NO_PRETRAINED, is_overlong, walk
 from sftplay.config.resolved import flow
 from sftplay.config.rewards import broken_reward_rules, idle_reward_keys
 from sftplay.config.run import RunConfig
@@ -281,22 +281,15 @@ _CHOICES = {"train.resume": ("never", "auto"), "data.template": ("auto", "chatml
 def _characters(cfg: RunConfig) -> Iterator[Problem]:
     """No path, name or text can hold a NUL or half of a character: files, processes and tokenizers refuse both."""
     for key, _ in keys_in(cfg):
-        for place, text in _texts_in(cfg.get_value(key), key):
+        texts = [pair for pair in walk(cfg.get_value(key)) if isinstance(pair[1], str)]
+        for path, text in texts:
+            place = ".".join([key, *(part for part in path if isinstance(part, str))])
             if "\0" in text:
                 yield Problem((place,), "holds a NUL character", fix="remove it")
             elif not _is_unicode(text):
                 yield Problem((place,), f"{text!r} is not valid Unicode", fix="write it as UTF-8")
             elif key != "data.system" and is_overlong(text):
                 yield Problem((place,), f"is longer than any name or path: {len(text):,} characters", fix="shorten it")
-
-
-def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
-        yield key, value
-    pairs = [(key, inner) for inner in value] if isinstance(value, list) else []
-    pairs += [(f"{key}.{name}", inner) for name, inner in value.items()] if isinstance(value, dict) else []
-    for place, inner in pairs:
-        yield from _texts_in(inner, place)
 
 
 def _is_unicode(text: str) -> bool:

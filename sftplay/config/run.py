@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 else:
     TaskMode = Literal[tuple(TASKS)]
 
-Backend = Literal["bnb", "unsloth"]
 FlashKernel = Literal["flash_attention_2", "kernels-community/flash-attn2", "kernels-community/flash-attn3"]
 FLASH_KERNELS: tuple[str, ...] = get_args(FlashKernel)
 Attention = Literal["sdpa", "eager", FlashKernel]
@@ -118,7 +117,7 @@ class TuningConfig(Section):
     mode: Literal["full", "lora", "qlora"] = "lora"
     """full trains every weight; lora an adapter; qlora an adapter on a base held in 4 bits."""
 
-    backend: Backend | Auto = "bnb"
+    backend: Literal["bnb", "unsloth"] | Auto = "bnb"
     """What loads the model and adds the adapter. bnb: transformers and PEFT, 4 bits by bitsandbytes. unsloth: its
     kernels, for lora and qlora in one process (`make train-unsloth`). auto: unsloth if GPU and installed versions allow
     it, else bnb; the log says which and why."""

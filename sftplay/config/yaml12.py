@@ -27,14 +27,8 @@ MAX_BYTES = 1_000_000
 
 _PLAIN = "plain"
 _TAG = "tag:yaml.org,2002:"
-_NULL = re.compile(r"~|null|Null|NULL|")
-_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
-_INT = re.compile(r"[-+]?[0-9]+")
 _OTHER_INT = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_INF = re.compile(r"[-+]?\.(inf|Inf|INF)")
-_MAX_DIGITS = 4000  # Python refuses to read integers of more than 4300
-_NAN = re.compile(r"\.(nan|NaN|NAN)")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 @dataclass(frozen=True)
@@ -50,17 +44,17 @@ def scalar(text: str) -> Any:
 
     A word that is no null, boolean or number is text: for example `no`, `on`, `1_000`, `12:30` and `2024-05-01`.
     """
-    if _NULL.fullmatch(text):
+    if text in ("", "~", "null", "Null", "NULL"):
         return None
-    if _BOOL.fullmatch(text):
+    if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
         return text.lower() == "true"
-    if len(text) > _MAX_DIGITS:
+    if len(text) > 4000:  # Python refuses to read integers of more than 4300 digits
         return text
-    if _INT.fullmatch(text):
+    if re.fullmatch(r"[-+]?[0-9]+", text):
         return int(text)
     if _OTHER_INT.fullmatch(text):
         return int(text[2:], 8 if text[1] == "o" else 16)
-    if _FLOAT.fullmatch(text) or _NAN.fullmatch(text) or _INF.fullmatch(text):
+    if _FLOAT.fullmatch(text):
         return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     return text
 

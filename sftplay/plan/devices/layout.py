@@ -58,9 +58,21 @@ def resolve_layout(cfg: RunConfig, *, placement: Placed, gpus: int, processes: i
         ConfigError: the devices contradict the placement or the number of processes.
         MachineError: the machine has too few GPUs.
     """
-    if placement == "sharded":
-        _refuse_shards(cfg, processes=processes)
-    elif placement != "shared" and processes > 1:
+    if placement == "sharded" and processes == 1:
+        by_strategy = cfg.score.placement == "auto" and cfg.cluster.strategy == "fsdp"
+        others = [] if by_strategy else [f"{PLACEMENT}: roles or shared"]
+        others += [f"{STRATEGY}: ddp"] if cfg.cluster.strategy == "fsdp" else []
+        raise ConfigError(
+            f"{'fsdp' if by_strategy else 'sharded'}: each process holds a part of each model, and one is started",
+            where=_where(cfg, STRATEGY if by_strategy else PLACEMENT),
+            fix=f"start several (NPROC=2, `make train-distributed`), or write {' and '.join(others)}",
+        )
+    # Of a config that says fp16 itself the rules know. This is what `auto` became.
+    if placement == "sharded" and cfg.train.precision == "fp16":
+        what = "sharded: the scaler of fp16 looks for numbers that are not finite on each process alone"
+        fix = "write train.precision: fp32; bf16 needs a GPU from 2020 on"
+        raise ConfigError(what, where=_where(cfg, "train.precision"), fix=fix)
+    if placement not in ("sharded", "shared") and processes > 1:
         raise ConfigError(
             f"{placement}: one process holds all parts, and {processes} are started",
             where=_where(cfg, PLACEMENT),
@@ -99,25 +111,6 @@ def uses_several_gpus(cfg: RunConfig) -> bool:
 def gpu_number(device: str) -> int:
     """Return the number of a GPU; the process's own is the first."""
     return int(device.removeprefix("cuda:")) if device.startswith("cuda:") else 0
-
-
-def _refuse_shards(cfg: RunConfig, *, processes: int) -> None:
-    if processes == 1:
-        by_strategy = cfg.score.placement == "auto" and cfg.cluster.strategy == "fsdp"
-        others = [] if by_strategy else [f"{PLACEMENT}: roles or shared"]
-        others += [f"{STRATEGY}: ddp"] if cfg.cluster.strategy == "fsdp" else []
-        raise ConfigError(
-            f"{'fsdp' if by_strategy else 'sharded'}: each process holds a part of each model, and one is started",
-            where=_where(cfg, STRATEGY if by_strategy else PLACEMENT),
-            fix=f"start several (NPROC=2, `make train-distributed`), or write {' and '.join(others)}",
-        )
-    # Of a config that says fp16 itself the rules know. This is what `auto` became.
-    if cfg.train.precision == "fp16":
-        raise ConfigError(
-            "sharded: the scaler of fp16 looks for numbers that are not finite on each process alone",
-            where=_where(cfg, "train.precision"),
-            fix="write train.precision: fp32; bf16 needs a GPU from 2020 on",
-        )
 
 
 def _refuse_device(cfg: RunConfig, part: str, *, device: str, gpus: int, processes: int) -> None:
