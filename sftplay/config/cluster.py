@@ -20,8 +20,7 @@ ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 SHARDED = ("fsdp", "hsdp", *ZERO_STAGES)
 """Strategies in which a process holds only a shard of the weights, gradients or optimizer state."""
 
-SPLIT_WEIGHTS = ("fsdp", "hsdp", "zero3")
-"""Strategies in which a process holds only a shard of the weights."""
+SPLIT_WEIGHTS = ("fsdp", "hsdp", "zero3")  # strategies in which a process holds only a shard of the weights
 
 
 class CommConfig(Section):

@@ -17,8 +17,7 @@ from sftplay.config.yaml12 import Document, KeyPath, drop_below
 from sftplay.errors import ConfigError, nearest_names
 
 COMMAND_LINE = "command line"
-MAX_FILES = 100
-"""Most files of one config: 24 files that each include two others would be read 16 million times."""
+MAX_FILES = 100  # most files of one config: 24 files that each include two others would be read 16 million times
 
 _FIRST_OVERRIDE = 1_000_000  # its rank comes after that of any file
 
@@ -316,11 +315,9 @@ def _problem(location: SourceLocation, keys: str, *, what: str, fix: str) -> Loc
     return LocatedProblem(location, ConfigError(what, where=f"{location} {keys}", fix=fix))
 
 
-TASK_SPELLINGS = {"dapt": "cpt"}
-"""Accepted word -> the task that it stands for."""
+TASK_SPELLINGS = {"dapt": "cpt"}  # accepted word -> the task that it stands for
 
-NO_PRETRAINED = "builtin:hrm"
-"""model.name in task mode hrm: the model is made of the section hrm, from nothing."""
+NO_PRETRAINED = "builtin:hrm"  # model.name in task mode hrm: the model is made of the section hrm, from nothing
 
 
 def resolve_task_mode(layers: Sequence[Layer]) -> list[Layer]:

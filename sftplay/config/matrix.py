@@ -26,11 +26,8 @@ class Cell:
     """How one combination is known to work, or why it does not."""
 
     state: State
-    why: str
-    """The test that runs it, what a GPU is needed for, or what upstream lacks."""
-
-    nearest: str = ""
-    """What to write instead of a blocked one, as `key: value`."""
+    why: str  # the test that runs it, what a GPU is needed for, or what upstream lacks
+    nearest: str = ""  # what to write instead of a blocked one, as `key: value`
 
 
 @dataclass(frozen=True)

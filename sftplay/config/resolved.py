@@ -13,8 +13,7 @@ from sftplay.config.layers import Layer
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Section
 
-RESOLVED = "config.resolved.yaml"
-"""Name of the file in a run's folder."""
+RESOLVED = "config.resolved.yaml"  # name of the file in a run's folder
 
 # Files in the folders of older runs are recognised by these lines.
 _HEAD = "# Every key of the run; a comment names where a value comes from, all others are defaults."

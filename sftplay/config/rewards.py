@@ -16,8 +16,7 @@ from sftplay.units import parse_bytes
 if TYPE_CHECKING:
     from sftplay.config.run import RunConfig
 
-CODE_TESTS = "code_tests"
-"""The reward whose programs run in the sandbox."""
+CODE_TESTS = "code_tests"  # the reward whose programs run in the sandbox
 
 
 class RewardConfig(Section):
@@ -70,8 +69,7 @@ class SandboxConfig(Section):
     their folders and no others."""
 
 
-LEAST_MEMORY = 64 << 20
-"""Bytes that the interpreter itself needs, with room for a small program."""
+LEAST_MEMORY = 64 << 20  # bytes that the interpreter itself needs, with room for a small program
 
 
 def broken_reward_rules(cfg: RunConfig) -> Iterator[Problem]:

@@ -16,14 +16,12 @@ import yaml
 
 from sftplay.errors import ConfigError, ConfigErrors
 
-KeyPath = tuple[str | int, ...]
-"""Where a value is in a document: keys, and positions in lists."""
+KeyPath = tuple[str | int, ...]  # where a value is in a document: keys, and positions in lists
 
 MAX_VALUES = 20_000
 """Most values of one document with its aliases unfolded: a few lines of aliases can unfold into gigabytes."""
 
-MAX_BYTES = 1_000_000
-"""Most bytes of a config file. PyYAML reads about 100,000 a second, comments too."""
+MAX_BYTES = 1_000_000  # most bytes of a config file. PyYAML reads about 100,000 a second, comments too.
 
 _PLAIN = "plain"
 _TAG = "tag:yaml.org,2002:"

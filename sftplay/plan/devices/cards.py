@@ -22,8 +22,7 @@ class Card:
     name: str
     total_mib: int
     capability: tuple[int, int]
-    tflops: float
-    """Peak dense 16-bit tensor throughput, in 10**12 operations a second."""
+    tflops: float  # peak dense 16-bit tensor throughput, in 10**12 operations a second
 
     @property
     def total_bytes(self) -> int:

@@ -16,8 +16,7 @@ Placed = Literal["shared", "roles", "roles4", "sharded"]
 
 PLACEMENT, DEVICES, STRATEGY = "score.placement", "score.devices", "cluster.strategy"
 
-OWN = "own"
-"""The device that a process has anyway: its GPU, or the CPU where there is none."""
+OWN = "own"  # the device that a process has anyway: its GPU, or the CPU where there is none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,7 @@ CONTEXT_BYTES = {(7, 0): int(0.4 * GIB), (7, 5): int(0.14 * GIB), (8, 0): int(0.
 public table); 0.3 to 0.4 GiB on a V100 (pytorch #20532), 320 MB of it without torch (pytorch #28394, on a Titan V,
 which has the same chip); 0.3 to 0.6 GiB assumed on later cards (not measured)."""
 
-NCCL_BYTES = int(0.5 * GIB)
-"""Communicators of one process group: between 0.3 and 1 GiB (assumed, not measured)."""
+NCCL_BYTES = int(0.5 * GIB)  # communicators of one process group: between 0.3 and 1 GiB (assumed, not measured)
 
 CPU_PROCESS_BYTES = 545 * 2**20
 """Resident memory of a training process without its model: Python, torch, transformers, TRL, TensorBoard and what they

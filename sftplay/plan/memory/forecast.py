@@ -21,12 +21,10 @@ Verdict = Literal["fits", "tight", "does_not_fit"]
 
 RUNTIME, MARGIN = "runtime", "margin"
 
-LOAD = "load"
-"""The phase in which a model is opened whole and then split over the processes."""
+LOAD = "load"  # the phase in which a model is opened whole and then split over the processes
 
 
-UNMODELLED_SHARE = 0.25
-"""Added to the margin for a model with parts that no plan accounts for."""
+UNMODELLED_SHARE = 0.25  # added to the margin for a model with parts that no plan accounts for
 
 UNTRACED_SHARE = 0.12
 """Added to the margin for a family whose closed form nobody has held against a trace; Falcon's was 11 % too low."""
@@ -62,14 +60,11 @@ class Setting:
     device: Device
     strategy: Strategy = "single"
     world_size: int = 1
+    # What a probe measured of this model and code on this device; None leaves the estimate as it is.
     fit: Fit | None = None
-    """What a probe measured of this model and code on this device; None leaves the estimate as it is."""
-
-    task: TaskMemory | None = None
-    """Of a task with a step of its own; None for a step of plain rows."""
-
+    task: TaskMemory | None = None  # of a task with a step of its own; None for a step of plain rows
+    # True where the untrained model answers before it is split (eval.before), for which it lies on the device.
     measures_first: bool = False
-    """True where the untrained model answers before it is split (eval.before), for which it lies on the device."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +75,11 @@ class Forecast:
     size: Size
     footprint: Footprint
     host_bytes: int
-    sampled: int = 0
-    """Completions that a process samples at a time; 0 where it samples none."""
-
+    sampled: int = 0  # completions that a process samples at a time; 0 where it samples none
+    # Of a run whose parts lie on several devices; `footprint` is that of the fullest GPU.
     by_device: Mapping[str, Footprint] = field(default_factory=dict)
-    """Of a run whose parts lie on several devices; `footprint` is that of the fullest GPU."""
-
+    # True where the model would not fit the device before it is split, so that it is opened in the host's memory.
     opens_on_host: bool = False
-    """True where the model would not fit the device before it is split, so that it is opened in the host's memory."""
 
     @property
     def allocated_bytes(self) -> int:

@@ -21,8 +21,7 @@ TILE_TOKENS, TILE_VOCAB = 4096, 32_768
 FORWARD_COPIES, BACKWARD_COPIES = 3, 7
 """fp32 copies of a tile where torch folds it, instead of a kernel (ibid., `_forward_tile` and `_backward_tile`)."""
 
-TOKEN_SUMS = 9
-"""fp32 numbers a token next to the tile: running maxima, sums, and what is made of them (ibid.)."""
+TOKEN_SUMS = 9  # fp32 numbers a token next to the tile: running maxima, sums, and what is made of them (ibid.)
 
 
 def head_in_forward(shape: ModelShape, setup: MemorySetup, *, tokens: int, labelled: int) -> float:

@@ -7,22 +7,18 @@ from dataclasses import dataclass
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
 from sftplay.plan.shape.model_shape import Linear, ModelShape
 
-MASK = 1
-"""Bytes of one element of a dropout mask."""
+MASK = 1  # bytes of one element of a dropout mask
 
 FP32 = 4
-NF4_BLOCK = 64
-"""Weights to a scale (QLoRA, Dettmers 2023, section 3)."""
+NF4_BLOCK = 64  # weights to a scale (QLoRA, Dettmers 2023, section 3)
 
 COMPOSED = ("gelu_new",)
 """Activations that transformers writes out in elementary operations; four of them keep what they read or made: the
 cube's input, tanh, 1 + tanh and x / 2. Under autocast the cube and what follows are fp32 (torch, autocast's list)."""
 
-UNROTATED = ("gpt2", "gpt_bigcode", "mpt", "bloom")
-"""Families without rotation of queries and keys."""
+UNROTATED = ("gpt2", "gpt_bigcode", "mpt", "bloom")  # families without rotation of queries and keys
 
-POST_NORMED = ("olmo2", "olmo3")
-"""Families with two norms in a layer, both behind attention and MLP."""
+POST_NORMED = ("olmo2", "olmo3")  # families with two norms in a layer, both behind attention and MLP
 
 CONCATENATED = ("phi3", "phi", "gpt_neox", "stablelm")
 """Families whose rotation ends in a concatenation, so that the product's output has to be laid out anew afterwards."""

@@ -61,18 +61,15 @@ class Adapter:
     """A LoRA pair on some of a layer's linears."""
 
     rank: int
-    targets: tuple[str, ...] | None = None
-    """Names of the linears; None means all of a layer."""
-
+    targets: tuple[str, ...] | None = None  # names of the linears; None means all of a layer
     weight_bytes: int = 4
     has_dropout: bool = False
     is_dora: bool = False
+    # Modules that train in full next to the pairs; PEFT keeps the frozen one too (`ModulesToSaveWrapper`).
     in_full: tuple[str, ...] = ()
-    """Modules that train in full next to the pairs; PEFT keeps the frozen one too (`ModulesToSaveWrapper`)."""
-
+    # Rows of new tokens that train next to the pairs. PEFT makes a copy of the embedding and of the head with them in
+    # each step (peft 0.21, `tuners/trainable_tokens/layer.py`).
     new_rows: int = 0
-    """Rows of new tokens that train next to the pairs. PEFT makes a copy of the embedding and of the head with them in
-    each step (peft 0.21, `tuners/trainable_tokens/layer.py`)."""
 
     def covers(self, linear: Linear) -> bool:
         """True when `linear` has a pair."""
@@ -83,59 +80,36 @@ class Adapter:
 class MemorySetup:
     """The code that runs. Every byte of a plan follows from it, a shape and a size."""
 
+    # Bytes of a weight that is not in 4 bits: embedding, head, norms, and the linears unless `four_bit`.
     weight_bytes: int
-    """Bytes of a weight that is not in 4 bits: embedding, head, norms, and the linears unless `four_bit`."""
-
-    compute_bytes: int
-    """Bytes of a number that enters a matrix product."""
-
-    stream_bytes: int
-    """Bytes of a number in the residual stream between the layers."""
-
+    compute_bytes: int  # bytes of a number that enters a matrix product
+    stream_bytes: int  # bytes of a number in the residual stream between the layers
     four_bit: bool = False
     double_quant: bool = False
-    has_autocast: bool = False
-    """True when matrix products round their inputs to `compute_bytes` themselves."""
-
-    adapter: Adapter | None = None
-    """None means that everything trains."""
-
+    has_autocast: bool = False  # True when matrix products round their inputs to `compute_bytes` themselves
+    adapter: Adapter | None = None  # None means that everything trains
     checkpointing: bool = True
     attention: Attention = "flash"
-    repeats_kv: bool = False
-    """True where grouped keys and values are copied out to the heads before the product."""
-
-    is_masked: bool = False
-    """True where rows are padded, so that the kernel needs a mask over rows x tokens x tokens."""
-
+    repeats_kv: bool = False  # True where grouped keys and values are copied out to the heads before the product
+    is_masked: bool = False  # True where rows are padded, so that the kernel needs a mask over rows x tokens x tokens
     head: Head = "standard"
+    # Of the head `tiled`: True where a kernel folds a tile of scores in place, as TRL's does on a GPU. Elsewhere torch
+    # makes copies of it.
     folds_tiles: bool = True
-    """Of the head `tiled`: True where a kernel folds a tile of scores in place, as TRL's does on a GPU. Elsewhere torch
-    makes copies of it."""
-
-    chunk_tokens: int = 256
-    """Of the head `chunked`: tokens whose scores exist at a time."""
-
-    logits_bytes: int = 2
-    """Bytes of a score as the head writes it; the loss always works on fp32."""
-
+    chunk_tokens: int = 256  # of the head `chunked`: tokens whose scores exist at a time
+    logits_bytes: int = 2  # bytes of a score as the head writes it; the loss always works on fp32
+    # True where the caller keeps the model's output, and so the scores, until backward has ended.
     holds_scores: bool = False
-    """True where the caller keeps the model's output, and so the scores, until backward has ended."""
-
+    # True where the loss copies the scores without the last token's (transformers before 4.46).
     shifts_scores: bool = False
-    """True where the loss copies the scores without the last token's (transformers before 4.46)."""
-
+    # True where each layer's input and the gradient of it live until backward has ended: torch's first FSDP around
+    # frozen layers that are checkpointed with `use_reentrant=True`. Its hook on the input refers to that input's
+    # gradient accumulator, which holds both (torch, `register_multi_grad_hook`; `tests/oracle/test_fsdp.py` shows it).
     holds_inputs: bool = False
-    """True where each layer's input and the gradient of it live until backward has ended: torch's first FSDP around
-    frozen layers that are checkpointed with `use_reentrant=True`. Its hook on the input refers to that input's gradient
-    accumulator, which holds both (torch, `register_multi_grad_hook`; `tests/oracle/test_fsdp.py` shows it)."""
-
-    workspace_bytes: int = WORKSPACE_BYTES
-    """What cuBLAS takes of the allocator's memory."""
-
+    workspace_bytes: int = WORKSPACE_BYTES  # what cuBLAS takes of the allocator's memory
     optimizer: Optimizer = "adamw"
+    # True for torch's foreach optimizers, which hold one more copy of what trains while they step.
     is_foreach: bool = False
-    """True for torch's foreach optimizers, which hold one more copy of what trains while they step."""
 
     @property
     def trains_all(self) -> bool:

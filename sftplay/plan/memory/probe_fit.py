@@ -20,14 +20,9 @@ class Point:
 
     rows: int
     tokens: int
-    peaks_bytes: Mapping[str, int]
-    """By phase of a step, as `memory.Footprint` names them."""
-
-    reserved_bytes: int | None = None
-    """The most that torch's allocator held, cached blocks with it; None without one."""
-
-    seconds: float = 0.0
-    """Of one optimizer step."""
+    peaks_bytes: Mapping[str, int]  # by phase of a step, as `memory.Footprint` names them
+    reserved_bytes: int | None = None  # the most that torch's allocator held, cached blocks with it; None without one
+    seconds: float = 0.0  # of one optimizer step
 
     @property
     def peak_phase(self) -> str:
@@ -54,15 +49,10 @@ class Fit:
     """What was measured, as lines; `at` gives the peak of any number of tokens."""
 
     lines: Mapping[str, MemoryLine]
-    peak_phase: str
-    """The phase of the measured peaks."""
-
-    accumulates: bool = True
-    """True when the measured steps had several micro-batches, as most runs' steps do."""
-
+    peak_phase: str  # the phase of the measured peaks
+    accumulates: bool = True  # True when the measured steps had several micro-batches, as most runs' steps do
+    # What the process took on the device outside torch's allocator; None where that cannot be told.
     context_bytes: int | None = None
-    """What the process took on the device outside torch's allocator; None where that cannot be told."""
-
     points: Sequence[Point] = field(default=())
 
     def at(self, tokens: int) -> float:

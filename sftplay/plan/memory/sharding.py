@@ -23,8 +23,7 @@ BUCKET_ELEMENTS = 500_000_000
 """Size of DeepSpeed's reduce bucket and of its all-gather bucket (deepspeed 0.19, `zero/config.py`)."""
 
 HALF = 2
-PINNED = 1.5
-"""Host memory of pinned buffers over their content; the allocator rounds up to powers of two."""
+PINNED = 1.5  # host memory of pinned buffers over their content; the allocator rounds up to powers of two
 
 
 @dataclass(frozen=True)

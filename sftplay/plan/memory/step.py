@@ -14,8 +14,7 @@ from sftplay.plan.memory.layer import FP32, copies_of_stream, layer_bytes, norm_
 from sftplay.plan.memory.memory_setup import MemorySetup, trained_params
 from sftplay.plan.shape.model_shape import ModelShape
 
-MASK_BYTES = 1
-"""An entry of the mask of booleans that transformers makes for all layers (`sdpa_mask`)."""
+MASK_BYTES = 1  # an entry of the mask of booleans that transformers makes for all layers (`sdpa_mask`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +24,8 @@ class Size:
     rows: int
     seq: int
     labelled: int | None = None
+    # True when an optimizer step has several micro-batches: all but the first then run while gradients are whole.
     accumulates: bool = False
-    """True when an optimizer step has several micro-batches: all but the first then run while gradients are whole."""
 
     @property
     def tokens(self) -> int:
@@ -67,14 +66,10 @@ class StaticMemory:
 class Communication:
     """Bytes that working with other devices adds to one device."""
 
-    buffers: float = 0.0
-    """Held throughout a step."""
-
+    buffers: float = 0.0  # held throughout a step
+    # Whole weights outside the layers and of the layer at work; none are left when the optimizer steps.
     gathered: float = 0.0
-    """Whole weights outside the layers and of the layer at work; none are left when the optimizer steps."""
-
-    ahead: float = 0.0
-    """Whole weights of the layer after that, fetched before they are needed."""
+    ahead: float = 0.0  # whole weights of the layer after that, fetched before they are needed
 
 
 ALONE = Communication()

@@ -13,8 +13,7 @@ from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.task_sizing import find_sizing, forecast_one_row
 
-SHORTEST = 128
-"""Tokens below which shorter rows are no advice."""
+SHORTEST = 128  # tokens below which shorter rows are no advice
 
 ENOUGH = 5
 
@@ -26,8 +25,7 @@ class Suggestion:
     change: str
     peak_bytes: int
     fits: bool
-    batch_size: int = 1
-    """Rows of a micro-batch that `peak_bytes` are for."""
+    batch_size: int = 1  # rows of a micro-batch that `peak_bytes` are for
 
     def as_dict(self) -> dict[str, Any]:
         return vars(self)

@@ -16,33 +16,22 @@ from sftplay.plan.shape.model_shape import Linear, ModelShape
 FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = 2, 2, 2
 """Operations a weight and token: a multiplication and an addition each."""
 
-PRODUCTS = 2
-"""Of attention: queries with keys, and weights with values."""
+PRODUCTS = 2  # of attention: queries with keys, and weights with values
 
 
 EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings")
-HEADS = ("lm_head", "embed_out")
-"""What transformers' models call them, as modules_to_save may name them."""
+HEADS = ("lm_head", "embed_out")  # what transformers' models call them, as modules_to_save may name them
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
     """Operations of one forward and one backward pass, by what they grow with."""
 
-    per_token: float
-    """The layers' linears, adapters and weight gradients included."""
-
-    per_label_token: float
-    """The head, which only a token with a label needs; the usual 6 N counts it for every token."""
-
-    per_pair: float
-    """Attention of all layers that see the whole row, for a query and one key that it sees."""
-
-    per_near_pair: float
-    """The same of all layers with a sliding window."""
-
-    window: int | None
-    """Keys that a query sees in layers with a sliding window, itself included."""
+    per_token: float  # the layers' linears, adapters and weight gradients included
+    per_label_token: float  # the head, which only a token with a label needs; the usual 6 N counts it for every token
+    per_pair: float  # attention of all layers that see the whole row, for a query and one key that it sees
+    per_near_pair: float  # the same of all layers with a sliding window
+    window: int | None  # keys that a query sees in layers with a sliding window, itself included
 
     def of_rows(self, lengths: Iterable[int], label_tokens: int) -> float:
         """Count the operations of rows of so many real tokens, `label_tokens` of all of them learned."""

@@ -12,16 +12,13 @@ from sftplay.plan.memory.memory_setup import trained_params
 from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.sizing.task_sizing import find_sizing
 
-COUNTED_BYTES = 2**28
-"""Files up to this size are counted; larger ones would keep the answer waiting."""
+COUNTED_BYTES = 2**28  # files up to this size are counted; larger ones would keep the answer waiting
 
 LINE_FILES = (".jsonl", ".ndjson")
 
-USED_SHARE = 0.35
-"""Of a GPU's peak arithmetic that fine-tuning usually reaches."""
+USED_SHARE = 0.35  # of a GPU's peak arithmetic that fine-tuning usually reaches
 
-CPU_FLOPS_PER_CORE = 2e10
-"""What a core does in fp32 products of a middling size; half or double is usual."""
+CPU_FLOPS_PER_CORE = 2e10  # what a core does in fp32 products of a middling size; half or double is usual
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from sftplay.plan.sizing.task_sizing import SizedRun
 if TYPE_CHECKING:
     from sftplay.plan.report.advice import Suggestion
 
-Sizing = Callable[..., SizedRun]
-"""Sizes a config for the machine in question; `shape` is that of its model."""
+Sizing = Callable[..., SizedRun]  # sizes a config for the machine in question; `shape` is that of its model
 
 
 class TaskReport:

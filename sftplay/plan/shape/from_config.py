@@ -10,12 +10,10 @@ from sftplay.errors import ConfigError
 from sftplay.plan.shape.families import FAMILIES, KEYS, MIXTURES, Family, Flag
 from sftplay.plan.shape.model_shape import Linear, ModelShape
 
-NESTED = ("text_config", "llm_config", "language_config")
-"""Where multimodal configs keep the text model."""
+NESTED = ("text_config", "llm_config", "language_config")  # where multimodal configs keep the text model
 
 LARGEST = {"layers": 10_000, "experts": 100_000}
-LARGEST_WIDTH = 2**31 - 1
-"""Beyond these a figure is a slip: no public model comes near."""
+LARGEST_WIDTH = 2**31 - 1  # beyond these a figure is a slip: no public model comes near
 
 AS_PUBLISHED = "write it as the model's own config.json has it"
 
@@ -25,9 +23,7 @@ class ConfigJson:
     """The text model's part of a config.json with its family; `where` stands for the file in messages."""
 
     values: Mapping[str, Any]
-    outer: Mapping[str, Any]
-    """The whole file: the same mapping unless the model is multimodal."""
-
+    outer: Mapping[str, Any]  # the whole file: the same mapping unless the model is multimodal
     model_type: str
     where: str
     prefix: str = ""

@@ -15,8 +15,7 @@ NVLINK_BYTES_PER_S = {6: 20e9, 7: 25e9, 8: 25e9, 9: 25e9, 10: 50e9}
 the architectures Pascal to Blackwell (a V100 has 6 links and 300 GB/s both ways, an H100 18 and 900, a B200 18 and
 1800)."""
 
-SLOWER_NVLINK = (8, 6)
-"""Capability of cards with slower links, which are left out."""
+SLOWER_NVLINK = (8, 6)  # capability of cards with slower links, which are left out
 
 SIZES_BYTES = tuple(2**power for power in range(12, 27, 2))
 """Exchanges that a check of the communication measures: 4 KiB to 64 MiB, by fours."""

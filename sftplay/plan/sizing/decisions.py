@@ -25,8 +25,7 @@ class Decision:
     reason: str
 
 
-Decisions = dict[str, Decision]
-"""By config key."""
+Decisions = dict[str, Decision]  # by config key
 
 UNSLOTH_FIX = f"`make train-unsloth` builds and uses an environment that has it; or write {BACKEND}: bnb"
 

@@ -38,8 +38,7 @@ LOSS_HEAD, BATCH_SIZE, GRAD_ACCUM = "train.loss_head", "train.batch_size", "trai
 LARGE_SCORES_BYTES = 2**31
 """From here on the scores of one micro-batch are computed in chunks: a tenth of the RAM these kits usually run in."""
 
-ASSUMED_VOCAB = 128_000
-"""Taken for a model whose config.json is not on this machine yet; few have more."""
+ASSUMED_VOCAB = 128_000  # taken for a model whose config.json is not on this machine yet; few have more
 
 CHUNKED_WINS_VOCAB = 32_000
 """Vocabulary above which holding all scores costs a GPU more than recomputing them in chunks."""

@@ -26,14 +26,9 @@ class SizedRun:
 
     cfg: RunConfig
     world_size: int
-    decisions: Decisions
-    """Of the keys that stood on `auto`."""
-
-    notes: tuple[str, ...] = ()
-    """Settings without effect on this machine, and what could not be planned."""
-
-    forecast: Forecast | None = None
-    """None where the model's shape is not known before the download."""
+    decisions: Decisions  # of the keys that stood on `auto`
+    notes: tuple[str, ...] = ()  # settings without effect on this machine, and what could not be planned
+    forecast: Forecast | None = None  # None where the model's shape is not known before the download
 
     def as_plan(self) -> dict[str, Any]:
         """What goes to plan.json."""
