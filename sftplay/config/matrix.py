@@ -49,22 +49,13 @@ _PAIR = "tests/tasks/test_processes.py::test_two_processes_train_and_measure_as_
 _FP16 = Cell("gpu", "fp16 and its loss scale need a GPU; a CPU would ignore it")
 _BF16 = Cell("gpu", "bf16 as in a single process, gathered as in fp32; not run without a GPU")
 _FOUR = Cell("gpu", "needs four devices: two copies, each on two")
-_CUT = Cell(
-    "blocked",
+_FSDP = "cluster.strategy: fsdp"
+_CUT = (
     "the kit does not cut a model's layers: transformers does so on GPUs, for models that bring a plan, and nobody "
-    "here has tried it",
-    "cluster.strategy: fsdp",
+    "here has tried it"
 )
-_CUT_CODES = Cell(
-    "blocked",
-    "bitsandbytes packs 4-bit codes in blocks that do not follow a matrix's rows, so they cannot be cut",
-    "cluster.strategy: fsdp",
-)
-_STAGES = Cell(
-    "blocked",
-    "a pipeline needs a schedule of its own instead of the Trainer's step, which neither transformers nor TRL has",
-    "cluster.strategy: fsdp",
-)
+_CUT_CODES = "bitsandbytes packs 4-bit codes in blocks that do not follow a matrix's rows, so they cannot be cut"
+_STAGES = "a pipeline needs a schedule of its own instead of the Trainer's step, which neither transformers nor TRL has"
 
 TABLE: dict[tuple[str, str], tuple[Cell, Cell, Cell]] = {
     ("full", "single"): (
@@ -85,10 +76,10 @@ TABLE: dict[tuple[str, str], tuple[Cell, Cell, Cell]] = {
     },
     ("lora", "ddp"): (Cell("works", _PAIR), _BF16, _FP16),
     **{(method, "hsdp"): (_FOUR, _FOUR, _FP16) for method in METHODS},
-    ("full", "tensor"): (_CUT,) * 3,
-    ("lora", "tensor"): (_CUT,) * 3,
-    ("qlora", "tensor"): (_CUT_CODES,) * 3,
-    **{(method, "pipeline"): (_STAGES,) * 3 for method in METHODS},
+    ("full", "tensor"): (Cell("blocked", _CUT, _FSDP),) * 3,
+    ("lora", "tensor"): (Cell("blocked", _CUT, _FSDP),) * 3,
+    ("qlora", "tensor"): (Cell("blocked", _CUT_CODES, _FSDP),) * 3,
+    **{(method, "pipeline"): (Cell("blocked", _STAGES, _FSDP),) * 3 for method in METHODS},
 }
 """(method, strategy) -> the cells of fp32, bf16 and fp16."""
 

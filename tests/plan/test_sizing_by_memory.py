@@ -153,3 +153,10 @@ def test_a_family_that_nobody_has_traced_gets_a_wider_margin():
         kept[shape.family] = (seen.components["margin"] - 1.6 * GIB) / seen.allocated_bytes
     assert kept["llama"] == pytest.approx(0.06, abs=1e-6)
     assert kept["falcon"] == pytest.approx(0.18, abs=1e-6)
+
+
+def test_a_mixture_of_experts_without_linears_in_its_mlp_is_planned():
+    machine = Machine((Gpu(0, "H200", 140 * GIB, 140 * GIB, (9, 0)),), "", 2**36, 8, "3.11", "Linux", {})
+    sized = size_run(BASE, machine, shape=find_shape("mistralai/Mixtral-8x7B-v0.1"))
+    assert sized.forecast.setting.shape.unmodelled
+    assert sized.forecast.peak_bytes > sized.forecast.setting.shape.total_params * 2

@@ -91,11 +91,8 @@ def parse_fleet(text: str, where: str) -> tuple[int, Card]:
     if count < 1 or card is None:
         near = nearest_names(name, [known.name for known in CARDS])
         meant = f"did you mean {' or '.join(near)}? else " if near else ""
-        raise ConfigError(
-            f"no card called {text!r} is known",
-            where=where,
-            fix=f"{meant}write a number and a card, such as 2xH200, or its memory with VRAM=24GiB",
-        )
+        fix = f"{meant}write a number and a card, such as 2xH200, or its memory with VRAM=24GiB"
+        raise ConfigError(f"no card called {text!r} is known", where=where, fix=fix)
     return count, card
 
 

@@ -61,22 +61,18 @@ def resolve_layout(cfg: RunConfig, *, placement: Placed, gpus: int, processes: i
         by_strategy = cfg.score.placement == "auto" and cfg.cluster.strategy == "fsdp"
         others = [] if by_strategy else [f"{PLACEMENT}: roles or shared"]
         others += [f"{STRATEGY}: ddp"] if cfg.cluster.strategy == "fsdp" else []
-        raise ConfigError(
-            f"{'fsdp' if by_strategy else 'sharded'}: each process holds a part of each model, and one is started",
-            where=_where(cfg, STRATEGY if by_strategy else PLACEMENT),
-            fix=f"start several (NPROC=2, `make train-distributed`), or write {' and '.join(others)}",
-        )
+        what = f"{'fsdp' if by_strategy else 'sharded'}: each process holds a part of each model, and one is started"
+        fix = f"start several (NPROC=2, `make train-distributed`), or write {' and '.join(others)}"
+        raise ConfigError(what, where=_where(cfg, STRATEGY if by_strategy else PLACEMENT), fix=fix)
     # Of a config that says fp16 itself the rules know. This is what `auto` became.
     if placement == "sharded" and cfg.train.precision == "fp16":
         what = "sharded: the scaler of fp16 looks for numbers that are not finite on each process alone"
         fix = "write train.precision: fp32; bf16 needs a GPU from 2020 on"
         raise ConfigError(what, where=_where(cfg, "train.precision"), fix=fix)
     if placement not in ("sharded", "shared") and processes > 1:
-        raise ConfigError(
-            f"{placement}: one process holds all parts, and {processes} are started",
-            where=_where(cfg, PLACEMENT),
-            fix=f"start one process (NPROC=1, `make train`), or write {PLACEMENT}: shared",
-        )
+        what = f"{placement}: one process holds all parts, and {processes} are started"
+        fix = f"start one process (NPROC=1, `make train`), or write {PLACEMENT}: shared"
+        raise ConfigError(what, where=_where(cfg, PLACEMENT), fix=fix)
     named = {part: device for part, device in dict(cfg.score.devices).items() if device != "auto"}
     for part, device in named.items():
         _refuse_device(cfg, part, device=device, gpus=gpus, processes=processes)
@@ -92,11 +88,9 @@ def resolve_layout(cfg: RunConfig, *, placement: Placed, gpus: int, processes: i
     layout = Layout(placement=placement, **devices)
     for part, device in layout.devices().items():
         if device.startswith("cuda:") and gpu_number(device) >= gpus:
-            raise MachineError(
-                f"{placement} lays the {part} on {device}, and this machine shows {gpus} GPU{'s' * (gpus > 1)}",
-                where=_where(cfg, PLACEMENT),
-                fix=f"write {PLACEMENT}: {'roles' if gpus > 1 else 'shared'}, or {DEVICES}: {{{part}: cpu}}",
-            )
+            what = f"{placement} lays the {part} on {device}, and this machine shows {gpus} GPU{'s' * (gpus > 1)}"
+            fix = f"write {PLACEMENT}: {'roles' if gpus > 1 else 'shared'}, or {DEVICES}: {{{part}: cpu}}"
+            raise MachineError(what, where=_where(cfg, PLACEMENT), fix=fix)
     return layout
 
 
@@ -114,25 +108,19 @@ def gpu_number(device: str) -> int:
 
 def _refuse_device(cfg: RunConfig, part: str, *, device: str, gpus: int, processes: int) -> None:
     key = f"{DEVICES}.{part}"
+    where, auto = _where(cfg, key), f"write {key}: auto"
     if device != "cpu" and processes > 1:
-        raise ConfigError(
-            f"{device}: {processes} processes are started, and every one of them would lay its {part} on this one GPU",
-            where=_where(cfg, key),
-            fix=f"write {key}: auto, which is each process's own GPU, or start one process (NPROC=1)",
-        )
+        what = f"{processes} processes are started, and every one of them would lay its {part} on this one GPU"
+        fix = f"{auto}, which is each process's own GPU, or start one process (NPROC=1)"
+        raise ConfigError(f"{device}: {what}", where=where, fix=fix)
     if device != "cpu" and gpu_number(device) >= gpus:
         shown = ", ".join(f"cuda:{n}" for n in range(gpus)) or "none"
-        raise MachineError(
-            f"{device}: this machine shows {gpus} GPUs ({shown})",
-            where=_where(cfg, key),
-            fix=f"write {key}: auto{', cpu' if part != 'solver' else ''}{f' or cuda:{gpus - 1}' if gpus else ''}",
-        )
+        fix = f"{auto}{', cpu' if part != 'solver' else ''}{f' or cuda:{gpus - 1}' if gpus else ''}"
+        raise MachineError(f"{device}: this machine shows {gpus} GPUs ({shown})", where=where, fix=fix)
     if part == "solver" and device != ("cuda:0" if gpus else "cpu"):
-        raise ConfigError(
-            f"{device}: the solver lies on the process's own device, which is the first visible GPU",
-            where=_where(cfg, key),
-            fix=f"write {key}: auto, and choose the first GPU with CUDA_VISIBLE_DEVICES, such as 1,0",
-        )
+        what = f"{device}: the solver lies on the process's own device, which is the first visible GPU"
+        fix = f"{auto}, and choose the first GPU with CUDA_VISIBLE_DEVICES, such as 1,0"
+        raise ConfigError(what, where=where, fix=fix)
 
 
 def _where(cfg: RunConfig, key: str) -> str:

@@ -67,15 +67,9 @@ def find_device(machine: Machine, local_processes: int = 1) -> Device:
     used = machine.gpus[:local_processes]
     smallest = min(used, key=lambda gpu: min(USABLE_SHARE * gpu.total_bytes, gpu.plannable_bytes))
     card = find_card(smallest.name)
-    return Device(
-        smallest.name,
-        smallest.total_bytes,
-        smallest.plannable_bytes,
-        True,
-        min(gpu.capability for gpu in used),
-        len(machine.gpus),
-        card.tflops if card else None,
-    )
+    capability = min(gpu.capability for gpu in used)
+    size, free, tflops = smallest.total_bytes, smallest.plannable_bytes, card.tflops if card else None
+    return Device(smallest.name, size, free, True, capability, len(machine.gpus), tflops)
 
 
 def runtime_bytes(device: Device, world_size: int) -> int:

@@ -101,14 +101,12 @@ def list_steps(cfg: RunConfig, hardware: Hardware) -> Iterator[Step]:
     if mode in ("full", "lora"):
         yield step_to({"tuning.mode": "qlora"})
     if hardware.world_size > 1 and find_sizing(cfg).splits_by_strategy:
-        yield from (
-            Step(f"cluster.strategy={name}: the processes share the model out", {"cluster.strategy": name}, name)
-            for name in ("zero2", "zero3", "fsdp")
-        )
-        yield Step(
-            "cluster.deepspeed=deepspeed_configs/zero3_offload.json: share it out and keep it on the host",
-            {}, "zero3_offload",
-        )  # fmt: skip
+        names: tuple[Strategy, ...] = ("zero2", "zero3", "fsdp")
+        for name in names:
+            shared = f"cluster.strategy={name}: the processes share the model out"
+            yield Step(shared, {"cluster.strategy": name}, name)
+        offloaded = "cluster.deepspeed=deepspeed_configs/zero3_offload.json: share it out and keep it on the host"
+        yield Step(offloaded, {}, "zero3_offload")
     for key, length, room in find_sizing(cfg).lengths(cfg):
         while (length := length // 2) >= max(SHORTEST, room + 1):
             yield step_to({key: length})

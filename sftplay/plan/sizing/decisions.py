@@ -109,11 +109,9 @@ def _decide_optimizer(cfg: RunConfig, precision: str) -> Decision:
     if precision != "fp16":
         return Decision("adamw_torch_fused", "one kernel a step, no copy of the gradients")
     if cfg.train.optim == "adamw_torch_fused":
-        raise ConfigError(
-            "in fp16 it hides from the schedule which steps overflowed and were left out",
-            where=f"{cfg.origins.get('train.optim', 'train')} train.optim adamw_torch_fused",
-            fix="write train.optim: adamw_torch, or leave it on auto",
-        )
+        what = "in fp16 it hides from the schedule which steps overflowed and were left out"
+        where = f"{cfg.origins.get('train.optim', 'train')} train.optim adamw_torch_fused"
+        raise ConfigError(what, where=where, fix="write train.optim: adamw_torch, or leave it on auto")
     return Decision("adamw_torch", "in fp16 the fused one hides which steps were left out")
 
 
@@ -125,11 +123,9 @@ def _decide_precision(cfg: RunConfig, machine: Machine) -> Decision:
             return Decision("fp32", "a GPU older than Ampere has no bf16, and fp16 would overflow in the loss")
         return Decision("fp16", "a GPU older than Ampere has no bf16")
     if cfg.train.precision == "fp16":
-        raise MachineError(
-            "fp16 needs a GPU; on a CPU it would be ignored",
-            where=f"{cfg.origins.get('train.precision', 'train')} train.precision",
-            fix="leave train.precision on auto (fp32 here), or use bf16",
-        )
+        where = f"{cfg.origins.get('train.precision', 'train')} train.precision"
+        fix = "leave train.precision on auto (fp32 here), or use bf16"
+        raise MachineError("fp16 needs a GPU; on a CPU it would be ignored", where=where, fix=fix)
     return Decision("fp32", "no GPU: a CPU computes fp32 fastest")
 
 

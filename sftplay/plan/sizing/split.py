@@ -78,11 +78,9 @@ def split_batch(
         sizes = " x ".join([*(f"{name} {n}" for name, n in given.items()), f"{world_size} process(es)"])
         near = " or ".join(map(str, spec.near_batches(cfg, unit, is_fixed=len(given) == 2)))
         other = "leave batch_size and grad_accum on auto" if given else "use another number of processes"
-        raise ConfigError(
-            f"effective batch {total} cannot be split exactly over {sizes}",
-            where=f"{cfg.origins.get('train.effective_batch_size', 'default')} train.effective_batch_size",
-            fix=f"set train.effective_batch_size to {near}, or {other}" if near else other,
-        )
+        where = f"{cfg.origins.get('train.effective_batch_size', 'default')} train.effective_batch_size"
+        fix = f"set train.effective_batch_size to {near}, or {other}" if near else other
+        raise ConfigError(f"effective batch {total} cannot be split exactly over {sizes}", where=where, fix=fix)
     share = total // world_size
     if not cfg.task.reads_text and estimate_for is None and not given:
         return Split(share, 1, f"all {share} puzzles of a process at once: each keeps its state between steps anyway")
