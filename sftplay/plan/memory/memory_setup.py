@@ -189,22 +189,14 @@ def read_memory_setup(cfg: RunConfig) -> MemorySetup:
         new_rows=_count_new_rows(cfg),
     )
     return MemorySetup(
-        weight_bytes=weights,
-        compute_bytes=compute,
-        stream_bytes=weights,
-        four_bit=mode == "qlora",
-        double_quant=cfg.tuning.double_quant,
-        has_autocast=compute < 4,
-        adapter=None if mode == "full" else adapter,
+        weight_bytes=weights, compute_bytes=compute, stream_bytes=weights, four_bit=mode == "qlora",
+        double_quant=cfg.tuning.double_quant, has_autocast=compute < 4, adapter=None if mode == "full" else adapter,
         checkpointing=train.gradient_checkpointing,
         attention="eager" if cfg.model.attn == "eager" else "efficient" if is_masked else "flash",
-        repeats_kv=is_masked,
-        is_masked=is_masked,
-        head=cast("Head", cfg.task.memory_head or train.loss_head),
-        logits_bytes=compute,
-        optimizer=OPTIMIZERS[train.optim],  # type: ignore[index]
+        repeats_kv=is_masked, is_masked=is_masked, head=cast("Head", cfg.task.memory_head or train.loss_head),
+        logits_bytes=compute, optimizer=OPTIMIZERS[train.optim],  # type: ignore[index]
         is_foreach=train.optim == "adamw_torch",
-    )
+    )  # fmt: skip
 
 
 def _count_new_rows(cfg: RunConfig) -> int:

@@ -97,10 +97,8 @@ def fit(points: Sequence[Point], slopes: Mapping[str, float] | None = None) -> F
         return Fit(lines, last.peak_phase, points=(last,))
     before = ordered[-2]
     if before.peak_phase != last.peak_phase:
-        return NoFit(
-            f"the peak of {before.tokens} tokens lies in the phase {before.peak_phase!r}, that of {last.tokens} in "
-            f"{last.peak_phase!r}: no one line goes through both"
-        )
+        phases = f"the phase {before.peak_phase!r}, that of {last.tokens} in {last.peak_phase!r}"
+        return NoFit(f"the peak of {before.tokens} tokens lies in {phases}: no one line goes through both")
     lines = {}
     for phase in (phase for phase in last.peaks_bytes if phase in before.peaks_bytes):
         low, high = before.peaks_bytes[phase], last.peaks_bytes[phase]

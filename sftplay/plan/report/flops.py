@@ -19,8 +19,8 @@ FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = 2, 2, 2
 PRODUCTS = 2  # of attention: queries with keys, and weights with values
 
 
-EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings")
-HEADS = ("lm_head", "embed_out")  # what transformers' models call them, as modules_to_save may name them
+# What transformers' models call them, as modules_to_save may name them.
+EMBEDDINGS, HEADS = ("embed_tokens", "embed_in", "wte", "word_embeddings"), ("lm_head", "embed_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +89,7 @@ def _count_layer(shape: ModelShape, adapter: Adapter | None, *, reached: bool) -
     *up, down = [linear for linear in shape.linears if linear.is_mlp]
     total, flows = _products(inward, adapter, reached=reached)
     attention = FORWARD + (2 * BACKWARD_INPUT if flows else 0)  # a product of two inputs has two gradients
-    more, flows = _products([outward], adapter, reached=flows)
-    total += more
-    for linears in (up, [down]):
+    for linears in ([outward], up, [down]):
         if linears is up and shape.parallel_block:
             flows = reached
         more, flows = _products(linears, adapter, reached=flows)

@@ -12,8 +12,8 @@ from sftplay.plan.shape.model_shape import Linear, ModelShape
 
 NESTED = ("text_config", "llm_config", "language_config")  # where multimodal configs keep the text model
 
-LARGEST = {"layers": 10_000, "experts": 100_000}
-LARGEST_WIDTH = 2**31 - 1  # beyond these a figure is a slip: no public model comes near
+# Beyond these a figure is a slip: no public model comes near.
+LARGEST, LARGEST_WIDTH = {"layers": 10_000, "experts": 100_000}, 2**31 - 1
 
 AS_PUBLISHED = "write it as the model's own config.json has it"
 

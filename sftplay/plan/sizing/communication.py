@@ -84,12 +84,9 @@ def refuse_hook(cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
     """
     key = "cluster.comm.hook"
     if cfg.cluster.comm.hook == "bf16" and world_size > 1 and not machine.gpus:
-        raise MachineError(
-            "torch's bf16 hook runs on NCCL only, and without a GPU processes talk through gloo",
-            where=f"{cfg.origins.get(key, 'cluster')} {key}",
-            fix="write fp16, or none, which is faster on one machine",
-            nearest=("fp16", "none"),
-        )
+        what = "torch's bf16 hook runs on NCCL only, and without a GPU processes talk through gloo"
+        where, fix = f"{cfg.origins.get(key, 'cluster')} {key}", "write fp16, or none, which is faster on one machine"
+        raise MachineError(what, where=where, fix=fix, nearest=("fp16", "none"))
 
 
 def _latency_s(sweep: Sequence[Exchange], size_bytes: float) -> float:

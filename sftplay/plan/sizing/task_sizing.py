@@ -138,16 +138,11 @@ def build_setting(
     cfg: RunConfig, shape: ModelShape, *, hardware: Hardware, strategy: Strategy, fit: Fit | None = None
 ) -> Setting:
     """Build the setting of a config in which all but the sizes is decided."""
+    execution = on_device(read_memory_setup(cfg), shape, device=hardware.device)
     return Setting(
-        shape=shape,
-        execution=on_device(read_memory_setup(cfg), shape, device=hardware.device),
-        device=hardware.device,
-        strategy=strategy,
-        world_size=hardware.world_size,
-        fit=fit,
-        task=find_sizing(cfg).memory(cfg, hardware=hardware),
-        measures_first=cfg.eval.before,
-    )
+        shape=shape, execution=execution, device=hardware.device, strategy=strategy, world_size=hardware.world_size,
+        fit=fit, task=find_sizing(cfg).memory(cfg, hardware=hardware), measures_first=cfg.eval.before,
+    )  # fmt: skip
 
 
 def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware, strategy: Strategy) -> Forecast:
