@@ -46,7 +46,7 @@ from sftplay.machine.probe import probe
 from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.plan.devices.cards import find_card
-from sftplay.plan.memory.memory_setup import execution_of
+from sftplay.plan.memory.memory_setup import read_memory_setup
 from sftplay.plan.report.flops import model_flops
 from sftplay.plan.shape.find import find_shape, read_table
 from sftplay.plan.sizing.size_run import size_run
@@ -282,7 +282,7 @@ def mfu(cfg: RunConfig, case: Case, seconds: float) -> float | None:
     """Model FLOPs of a step over what the card could have done in its time; None where one of them is not known."""
     card = find_card(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     shape = find_shape(cfg.model.name)
-    flops = model_flops(shape, execution_of(cfg)) if shape else None
+    flops = model_flops(shape, read_memory_setup(cfg)) if shape else None
     if card is None or flops is None or cfg.train.precision == "fp32":
         return None
     labels = case.effective * (case.tokens - 1)

@@ -17,7 +17,7 @@ from small_run import Inputs
 
 from sftplay.config.keys import differences, values_that_decide_weights
 from sftplay.errors import ConfigError
-from sftplay.plan.devices.layout import layout_of
+from sftplay.plan.devices.layout import resolve_layout
 from sftplay.tasks.score.advantages import EpisodeRewards, compute_advantages
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
 from sftplay.tasks.score.losses import choose_kl_coefficients, find_stage
@@ -295,7 +295,7 @@ def lies(part: str, device: str, *, refused: str = "") -> Check:
     def check(bench: Any) -> None:
         cfg = _pair(bench.home)[0].cfg.with_values({f"score.devices.{part}": device}, "test")
         with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
-            assert layout_of(cfg, placement="roles", gpus=2, processes=1).devices()[part] == device
+            assert resolve_layout(cfg, placement="roles", gpus=2, processes=1).devices()[part] == device
 
     return check
 

@@ -9,7 +9,7 @@ from benchmarks.memory.measured_rows import MeasuredRow, NotModelledError
 from sftplay.plan.devices.cards import find_card
 from sftplay.plan.memory.budget import Device, runtime_bytes
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
-from sftplay.plan.memory.sharding import share_of
+from sftplay.plan.memory.sharding import find_share
 from sftplay.plan.memory.step import Footprint, Size, estimate, standing_bytes
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.shape.model_shape import ModelShape
@@ -47,7 +47,7 @@ def predict(row: MeasuredRow) -> Prediction:
 
 def _footprint(shape: ModelShape, execution: MemorySetup, row: MeasuredRow) -> Footprint:
     standing = standing_bytes(shape, execution)
-    share = share_of(shape, execution, standing=standing, strategy=row.strategy, world_size=row.gpus)
+    share = find_share(shape, execution, standing=standing, strategy=row.strategy, world_size=row.gpus)
     size = Size(rows=row.rows, seq=row.tokens)
     return estimate(shape, execution, size=size, standing=share.standing, communication=share.communication)
 

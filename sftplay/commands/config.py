@@ -8,7 +8,6 @@ from argparse import Namespace
 from pathlib import Path
 
 from sftplay import log
-from sftplay.atomic import check_new_file, write_text
 from sftplay.config.load import load_config
 from sftplay.config.rules import check_rules, notes
 from sftplay.config.run import RunConfig
@@ -53,6 +52,8 @@ def init(args: Namespace) -> int:
     if not args.data:
         fix = "name a file with rows: sftplay init data.jsonl, or make init DATA=data.jsonl OUT=run.yaml"
         raise ConfigError("init needs a data file", where="DATA", fix=fix)
+    from sftplay.atomic import check_new_file, write_text
+
     out = Path(args.out)
     if out.suffix not in (".yaml", ".yml"):
         raise ConfigError("a config is a YAML file", where=str(out), fix="give it a name that ends in .yaml")

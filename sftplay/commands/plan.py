@@ -12,7 +12,7 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine, probe
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.devices.cards import Card, find_card, parse_fleet
-from sftplay.plan.memory.budget import device_of
+from sftplay.plan.memory.budget import find_device
 from sftplay.plan.memory.forecast import Hardware
 from sftplay.plan.report.tables import (
     describe_memory,
@@ -41,7 +41,7 @@ def plan(args: Namespace) -> int:
     fitted = partial(task.size, sizing=sizing, world_size=world_size, is_free=not args.nproc)
     sized = fitted(cfg, shape=shape)
     world_size = sized.world_size
-    hardware = Hardware(device_of(machine, world_size), world_size, lengths)
+    hardware = Hardware(find_device(machine, world_size), world_size, lengths)
     if args.compare:
         return _compare(args, sized, task=task, shape=shape, hardware=hardware)
     forecast = sized.forecast

@@ -14,22 +14,19 @@ if TYPE_CHECKING:
 
 Strategy = Literal["auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "tensor", "pipeline"]
 Launcher = Literal["auto", "torchrun", "accelerate", "deepspeed", "ray"]
-CommHook = Literal["none", "fp16", "bf16", "powersgd"]
-NcclDebug = Literal["VERSION", "WARN", "INFO", "TRACE"]
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 SHARDED = ("fsdp", "hsdp", *ZERO_STAGES)
 """Strategies in which a process holds only a shard of the weights, gradients or optimizer state."""
 
-SPLIT_WEIGHTS = ("fsdp", "hsdp", "zero3")
-"""Strategies in which a process holds only a shard of the weights."""
+SPLIT_WEIGHTS = ("fsdp", "hsdp", "zero3")  # strategies in which a process holds only a shard of the weights
 
 
 class CommConfig(Section):
     """How gradients are exchanged in data parallelism (ddp)."""
 
-    hook: CommHook = "none"
+    hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Gradient compression: fp16, bf16 (NCCL only), or powersgd (lossy; its state is not in checkpoints). It helps on
     slow networks only; measure with `make comm-check`. The tasks score and hrm send gradients whole."""
 
@@ -48,7 +45,7 @@ class NcclConfig(Section):
     """Network interfaces to use, separated by commas (`ip -br addr` lists them). NCCL and gloo use it. Set it when
     ranks on several nodes wait for each other at the start: a Docker bridge or a management network was chosen."""
 
-    debug: NcclDebug | None = None
+    debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
     """What NCCL writes into logs/rank*.log. WARN explains errors; INFO also names interfaces and transports. Set INFO
     to examine a launch that fails or is slow, and remove it afterwards."""
 
@@ -109,21 +106,21 @@ class ClusterConfig(Section):
 
 STRATEGY = "cluster.strategy"
 BACKEND = "tuning.backend"
-ZERO = ("zero1", "zero2", "zero3")
 
 
 def broken_cluster_rules(cfg: RunConfig) -> Iterator[Problem]:
-    """Combinations that upstream cannot run, and settings that the chosen strategy or backend would not follow."""
-    strategy, uses_zero = cfg.cluster.strategy, cfg.cluster.strategy in (*ZERO, "auto")
+    """Yield combinations that upstream cannot run, and settings that the strategy or backend would not follow."""
+    strategy, zero = cfg.cluster.strategy, ", ".join(ZERO_STAGES)
+    uses_zero = strategy in (*ZERO_STAGES, "auto")
     if strategy != "auto":
         yield from _blocked(cfg)
     if cfg.cluster.deepspeed is not None and not uses_zero:
         what = f"names a DeepSpeed file, but {STRATEGY} {strategy} does not use one"
-        fix = f"write {STRATEGY}: {', '.join(ZERO)}; or remove cluster.deepspeed"
+        fix = f"write {STRATEGY}: {zero}; or remove cluster.deepspeed"
         yield Problem(("cluster.deepspeed", STRATEGY), what, fix=fix)
     if cfg.cluster.launcher == "deepspeed" and not uses_zero:
-        what = f"deepspeed starts runs of {', '.join(ZERO)} only, but {STRATEGY} is {strategy}"
-        fix = f"write cluster.launcher: torchrun or accelerate; or {STRATEGY}: {', '.join(ZERO)}"
+        what = f"deepspeed starts runs of {zero} only, but {STRATEGY} is {strategy}"
+        fix = f"write cluster.launcher: torchrun or accelerate; or {STRATEGY}: {zero}"
         yield Problem(("cluster.launcher", STRATEGY), what, fix=fix)
     if cfg.tuning.backend == "unsloth":
         if strategy not in ("auto", "ddp"):  # in a single process, auto becomes ddp
@@ -133,37 +130,36 @@ def broken_cluster_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def unsloth_conflicts(cfg: RunConfig) -> Iterator[Problem]:
-    """Every key that unsloth would not follow, whatever backend is asked for.
+    """Yield every key that unsloth would not follow, whatever backend is asked for.
 
     Source: unsloth and unsloth_zoo 2026.10.9.
     """
-    for key, conflicts, what, remedy in _unsloth_table(cfg):
-        if conflicts:
-            yield Problem((key, BACKEND), f"{what}, with {BACKEND} unsloth", fix=f"write {remedy}, or {BACKEND}: bnb")
-
-
-def _unsloth_table(cfg: RunConfig) -> Iterator[tuple[str, bool, str, str]]:
-    """Key, whether it conflicts, what would happen, what to write instead."""
     model, tuning, train = cfg.model, cfg.tuning, cfg.train
     in_4_bits = tuning.mode == "qlora"
-    yield "tuning.mode", tuning.mode == "full", "full is not offered", "tuning.mode: lora or qlora"
-    # Both loaders write nf4 and double quantisation into a BitsAndBytesConfig of their own.
-    fixed = in_4_bits and tuning.quant_type != "nf4"
-    yield "tuning.quant_type", fixed, f"{tuning.quant_type} would be ignored for nf4", "tuning.quant_type: nf4"
-    fixed = in_4_bits and not tuning.double_quant
-    yield "tuning.double_quant", fixed, "false would be ignored", "tuning.double_quant: true"
     # It reopens an adapter with a base that it chooses by the adapter's own file.
     continued = model.adapter is not None and not model.merge_adapter
-    yield "model.adapter", continued, "an adapter cannot be continued", "model.merge_adapter: true"
     source = "tuning.new_tokens.path" if tuning.new_tokens.path else "tuning.new_tokens.count"
-    yield source, tuning.new_tokens.is_on, "the rows of new tokens would not train", "tuning.new_tokens.count: 0"
-    yield "model.attn", model.attn == "eager", "eager would be ignored for its own attention", "model.attn: auto"
-    # Its attention separates packed rows by a list of lengths from its own trainer, not by the position ids used here.
-    kept_apart = cfg.learns_documents
-    yield "task_mode", kept_apart, f"{cfg.task_mode} would not keep the documents of a block apart", "task_mode: sft"
-    yield "train.packing", train.packing is True, "packed rows would not be kept apart", "train.packing: auto"
-    other = train.loss_head in ("chunked", "liger")
-    yield "train.loss_head", other, f"{train.loss_head} would meet a loss of its own", "train.loss_head: auto"
+    has_loss, new = train.loss_head in ("chunked", "liger"), tuning.new_tokens.is_on
+    # Key, whether it conflicts, what would happen, what to write instead.
+    table = [
+        ("tuning.mode", tuning.mode == "full", "full is not offered", "tuning.mode: lora or qlora"),
+        # Both loaders write nf4 and double quantisation into a BitsAndBytesConfig of their own.
+        ("tuning.quant_type", in_4_bits and tuning.quant_type != "nf4",
+         f"{tuning.quant_type} would be ignored for nf4", "tuning.quant_type: nf4"),
+        ("tuning.double_quant", in_4_bits and not tuning.double_quant, "false would be ignored",
+         "tuning.double_quant: true"),
+        ("model.adapter", continued, "an adapter cannot be continued", "model.merge_adapter: true"),
+        (source, new, "the rows of new tokens would not train", "tuning.new_tokens.count: 0"),
+        ("model.attn", model.attn == "eager", "eager would be ignored for its own attention", "model.attn: auto"),
+        # Its attention separates packed rows by a list of lengths from its own trainer, not by the position ids.
+        ("task_mode", cfg.learns_documents, f"{cfg.task_mode} would not keep the documents of a block apart",
+         "task_mode: sft"),
+        ("train.packing", train.packing is True, "packed rows would not be kept apart", "train.packing: auto"),
+        ("train.loss_head", has_loss, f"{train.loss_head} would meet a loss of its own", "train.loss_head: auto"),
+    ]  # fmt: skip
+    for key, conflicts, what, remedy in table:
+        if conflicts:
+            yield Problem((key, BACKEND), f"{what}, with {BACKEND} unsloth", fix=f"write {remedy}, or {BACKEND}: bnb")
 
 
 def _blocked(cfg: RunConfig) -> Iterator[Problem]:

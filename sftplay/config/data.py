@@ -1,6 +1,6 @@
 """The sections about rows: `data`, where they are and what happens to unusual ones, and `eval`.
 
-Rows are read in `sftplay.data`; rules between keys are in `rules.data`.
+Rows are read in `sftplay.data`.
 """
 
 from __future__ import annotations
@@ -22,33 +22,13 @@ if TYPE_CHECKING:
 
 Metric = Literal["exact_match", "rouge_l", "chrf"]
 Layout = Literal[
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "system_user_assistant",
-    "prompt_completion",
-    "question_answer",
-    "mbpp",
-    "humaneval",
-    "text",
-]
+    "messages", "sharegpt", "alpaca", "system_user_assistant", "prompt_completion", "question_answer", "mbpp",
+    "humaneval", "text",
+]  # fmt: skip
 Column = Literal[
-    "messages",
-    "conversations",
-    "instruction",
-    "input",
-    "output",
-    "system",
-    "user",
-    "assistant",
-    "prompt",
-    "completion",
-    "question",
-    "answer",
-    "text",
-    "tools",
-    "history",
-]
+    "messages", "conversations", "instruction", "input", "output", "system", "user", "assistant", "prompt",
+    "completion", "question", "answer", "text", "tools", "history",
+]  # fmt: skip
 """What `data.columns` may map; `data.layouts` reads rows by these names."""
 
 
@@ -196,21 +176,33 @@ DATASETS_EXAMPLE = "- {name: domain, path: data/processed/domain.jsonl, type: cp
 
 
 def needs_train_path(cfg: RunConfig) -> bool:
-    """Whether data.train_path is missing: nothing else names the rows."""
+    """Return whether data.train_path is missing: nothing else names the rows."""
     return cfg.data.train_path is None and not cfg.datasets and not cfg.task.mixes_chats
 
 
 def broken_cpt_rules(cfg: RunConfig) -> Iterator[Problem]:
-    """Every rule that `datasets` and `cpt` break."""
+    """Yield every rule that `datasets` and `cpt` break."""
     yield from _dataset_rules(cfg)
-    yield from _held_out_twice(cfg)
-    if cfg.learns_documents:
-        yield from _block_sizes(cfg)
+    if not cfg.learns_documents:
+        return
+    size, limit, steps = cfg.cpt.block_size, cfg.model.max_seq_len, cfg.train.max_steps
+    if size is not None and size > limit:
+        what = f"{size} is more than model.max_seq_len {limit}"
+        fix = f"write model.max_seq_len: {size}, or a smaller block_size"
+        yield Problem(("cpt.block_size", "model.max_seq_len"), what, fix=fix)
+    if cfg.eval.stride is not None and cfg.eval.stride >= cfg.row_tokens:
+        what = f"{cfg.eval.stride} is not less than the window, a block of {cfg.row_tokens} tokens"
+        fix = f"write eval.stride: {cfg.row_tokens // 2}, or remove it"
+        yield Problem(("eval.stride", "cpt.block_size", "model.max_seq_len"), what, fix=fix)
+    if cfg.cpt.train_tokens is not None and steps is not None:
+        what = f"{cfg.cpt.train_tokens} is given, but train.max_steps {steps} says how long the run is"
+        yield Problem(("cpt.train_tokens", "train.max_steps"), what, fix="keep one of the two")
+    if cfg.cpt.streaming:
         yield from _streaming_rules(cfg)
 
 
 def idle_cpt_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Key, the key that takes its effect away, and why."""
+    """Yield each key without effect, the key that takes its effect away, and why."""
     if not cfg.learns_documents:
         task = f"task_mode {cfg.task_mode}"
         yield from ((f"cpt.{name}", "task_mode", f"{task} has no blocks") for name in type(cfg.cpt).model_fields)
@@ -227,27 +219,25 @@ def idle_cpt_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def has_held_out(cfg: RunConfig) -> bool:
-    """Whether the config asks for held-out rows of any source."""
+    """Return whether the config asks for held-out rows of any source."""
     return any(source.val_path is not None or held_out_share(cfg, source) != 0 for source in cfg.sources)
 
 
 def held_out_share(cfg: RunConfig, source: DatasetConfig) -> float | None:
-    """Share of a source's rows that is held out; None means the usual one."""
+    """Return the share of a source's rows that is held out; None means the usual one."""
     return cfg.data.split if source.split is None else source.split
 
 
 def _dataset_rules(cfg: RunConfig) -> Iterator[Problem]:
     if not cfg.datasets:
         if cfg.task.mixes_chats:
-            yield Problem(
-                ("task_mode", "datasets"), "cpt_mixed needs datasets", fix=f"write datasets: {DATASETS_EXAMPLE}"
-            )
+            fix = f"write datasets: {DATASETS_EXAMPLE}"
+            yield Problem(("task_mode", "datasets"), "cpt_mixed needs datasets", fix=fix)
         return
     if not cfg.learns_documents:
         fix = "write task_mode: cpt_mixed, or name one file with data.train_path in their place"
-        yield Problem(
-            ("datasets", "task_mode"), f"are for task modes cpt and cpt_mixed, not for {cfg.task_mode}", fix=fix
-        )
+        what = f"are for task modes cpt and cpt_mixed, not for {cfg.task_mode}"
+        yield Problem(("datasets", "task_mode"), what, fix=fix)
     for name in ("train_path", "val_path", "test_path"):
         key = f"data.{name}"
         if cfg.get_value(key) is not None:
@@ -260,9 +250,6 @@ def _dataset_rules(cfg: RunConfig) -> Iterator[Problem]:
     if not any(source.weight for source in cfg.datasets):
         what = "every weight is 0, so nothing would be trained on"
         yield Problem(("datasets.0.weight", "datasets"), what, fix="give one source a weight above 0")
-
-
-def _held_out_twice(cfg: RunConfig) -> Iterator[Problem]:
     for number, source in enumerate(cfg.datasets):
         if source.val_path is not None and source.split is not None:
             key, other = f"datasets.{number}.split", f"datasets.{number}.val_path"
@@ -270,24 +257,7 @@ def _held_out_twice(cfg: RunConfig) -> Iterator[Problem]:
             yield Problem((key, other), what, fix="remove one of the two")
 
 
-def _block_sizes(cfg: RunConfig) -> Iterator[Problem]:
-    size, limit, train = cfg.cpt.block_size, cfg.model.max_seq_len, cfg.train
-    if size is not None and size > limit:
-        what = f"{size} is more than model.max_seq_len {limit}"
-        fix = f"write model.max_seq_len: {size}, or a smaller block_size"
-        yield Problem(("cpt.block_size", "model.max_seq_len"), what, fix=fix)
-    if cfg.eval.stride is not None and cfg.eval.stride >= cfg.row_tokens:
-        what = f"{cfg.eval.stride} is not less than the window, a block of {cfg.row_tokens} tokens"
-        fix = f"write eval.stride: {cfg.row_tokens // 2}, or remove it"
-        yield Problem(("eval.stride", "cpt.block_size", "model.max_seq_len"), what, fix=fix)
-    if cfg.cpt.train_tokens is not None and train.max_steps is not None:
-        what = f"{cfg.cpt.train_tokens} is given, but train.max_steps {train.max_steps} says how long the run is"
-        yield Problem(("cpt.train_tokens", "train.max_steps"), what, fix="keep one of the two")
-
-
 def _streaming_rules(cfg: RunConfig) -> Iterator[Problem]:
-    if not cfg.cpt.streaming:
-        return
     key = "cpt.streaming"
     if cfg.cpt.train_tokens is None and cfg.train.max_steps is None:
         what = "true needs the length of the run, which nobody knows before the sources are read"
@@ -312,44 +282,19 @@ _NO_CELLS = (".jsonl", ".ndjson", ".json", ".parquet")
 
 
 def broken_data_rules(cfg: RunConfig) -> Iterator[Problem]:
-    """Every rule that the section `data` breaks."""
-    yield from _folders(cfg)
-    yield from _columns(cfg.data)
-    yield from _encoding(cfg.data.encoding)
-    yield from _delimiter(cfg.data.delimiter)
-
-
-def row_paths(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    """Key and path of all rows that the run reads."""
-    keys = ["data.train_path", "data.val_path", "data.test_path"]
-    keys += [f"datasets.{number}.{name}" for number in range(len(cfg.datasets)) for name in ("path", "val_path")]
-    yield from ((key, path) for key in keys if (path := cfg.get_value(key)))
-
-
-def idle_data_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Key, the key that takes its effect away, and why."""
-    if all(path.lower().removesuffix(".gz").endswith(_NO_CELLS) for _, path in row_paths(cfg)):
-        yield "data.delimiter", "data.train_path", "no csv or tsv file is named"
-
-
-def _folders(cfg: RunConfig) -> Iterator[Problem]:
-    """A folder of rows is read with everything below it, except hidden files and folders."""
+    """Yield every rule that the section `data` breaks."""
+    # A folder of rows is read with everything below it, except hidden files and folders.
     written = (("data.processed_dir", cfg.data.processed_dir), ("output_dir", cfg.output_dir))
     for name, path in row_paths(cfg):
+        above = Path(path).absolute()
         for key, folder in written:
-            if _is_read_with(path, folder):
+            below = Path(folder).absolute()
+            parts = below.relative_to(above).parts if below.is_relative_to(above) else (".",)
+            if not any(part.startswith(".") for part in parts):
                 what = f"{folder!r} lies in the folder of rows {path!r}: what is written there would be read as rows"
                 yield Problem((key, name), what, fix="name a folder outside of it, or one that is hidden")
-
-
-def _is_read_with(path: str, folder: str) -> bool:
-    above, below = Path(path).absolute(), Path(folder).absolute()
-    return below.is_relative_to(above) and not any(part.startswith(".") for part in below.relative_to(above).parts)
-
-
-def _columns(data: DataConfig) -> Iterator[Problem]:
     first: dict[str, str] = {}
-    for name, column in data.columns.items():
+    for name, column in cfg.data.columns.items():
         key = f"data.columns.{name}"
         if not column.strip():
             yield Problem((key,), "is empty", fix="name a column of your file, or leave the key out")
@@ -358,12 +303,28 @@ def _columns(data: DataConfig) -> Iterator[Problem]:
             yield Problem((key, f"data.columns.{first[column]}"), what, fix="keep it in one of the two")
         else:
             first[column] = name
+    yield from _encoding(cfg.data.encoding)
+    yield from _delimiter(cfg.data.delimiter)
+
+
+def row_paths(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield key and path of all rows that the run reads."""
+    keys = ["data.train_path", "data.val_path", "data.test_path"]
+    keys += [f"datasets.{number}.{name}" for number in range(len(cfg.datasets)) for name in ("path", "val_path")]
+    yield from ((key, path) for key in keys if (path := cfg.get_value(key)))
+
+
+def idle_data_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield each key without effect, the key that takes its effect away, and why."""
+    if all(path.lower().removesuffix(".gz").endswith(_NO_CELLS) for _, path in row_paths(cfg)):
+        yield "data.delimiter", "data.train_path", "no csv or tsv file is named"
 
 
 def _encoding(name: str) -> Iterator[Problem]:
     if name == "auto" or not name.strip() or "\0" in name:
         return
-    near = _near_encodings(name)
+    known = {"auto", *aliases, *aliases.values()} - {"mbcs", "dbcs", "ansi", "oem"}  # these exist on Windows only
+    near = nearest_names(name.lower().replace("-", "_").replace(" ", "_"), sorted(known))
     try:
         # A codec such as base64 or zip turns bytes into bytes; those of _NOT_OF_FILES are no encodings of files.
         found = codecs.lookup(name)
@@ -376,20 +337,13 @@ def _encoding(name: str) -> Iterator[Problem]:
     yield Problem(("data.encoding",), what, fix=fix, nearest=tuple(near))
 
 
-def _near_encodings(name: str) -> list[str]:
-    plain = name.lower().replace("-", "_").replace(" ", "_")
-    known = {"auto", *aliases, *aliases.values()} - {"mbcs", "dbcs", "ansi", "oem"}  # these exist on Windows only
-    return nearest_names(plain, sorted(known))
-
-
 def _delimiter(text: str) -> Iterator[Problem]:
     if text == "auto" or (len(text) == 1 and text not in '"\r\n\0'):
         return
     key = ("data.delimiter",)
     if text.lower() in _ESCAPES:
-        yield Problem(
-            key, f"{text!r} is not one character", fix=f'write it in double quotes: "{_ESCAPES[text.lower()]}"'
-        )
+        fix = f'write it in double quotes: "{_ESCAPES[text.lower()]}"'
+        yield Problem(key, f"{text!r} is not one character", fix=fix)
     elif len(text) == 1:
         yield Problem(key, f"{text!r} cannot stand between cells", fix="write another character, or auto")
     else:

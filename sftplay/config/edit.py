@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -50,7 +49,8 @@ def amend_file(path: Path, dotted: str, *, value: str) -> None:
 
 
 def amended(text: str, dotted: str, *, value: str) -> str:
-    """The YAML text with `dotted` set: its value replaced, else a line added below its section, else a section added.
+    """Return the YAML text with `dotted` set: its value replaced, else a line added below its section, else a section
+    added.
 
     Raises:
         Unclear: none of these can be done, or something else would change too.
@@ -59,11 +59,11 @@ def amended(text: str, dotted: str, *, value: str) -> str:
     section, _, name = dotted.partition(".")
     bom = BOM if text.startswith(BOM) else ""
     text = text.removeprefix(BOM)
-    wanted = _values(text)
+    wanted = dict(yaml12.parse(text, "").values)
     wanted[section] = {**(wanted.get(section) or {}), name: value}
     start, end, inserted = _edit(text, section, name=name, value=quoted(value))
     changed = text[:start] + inserted + text[end:]
-    if _values(changed) != wanted:
+    if yaml12.parse(changed, "").values != wanted:
         raise Unclear
     return bom + changed
 
@@ -71,41 +71,39 @@ def amended(text: str, dotted: str, *, value: str) -> str:
 def _edit(text: str, section: str, *, name: str, value: str) -> tuple[int, int, str]:
     """Start and end of what is replaced, and the text that takes its place."""
     newline = "\r\n" if "\r\n" in text else "\n"
-    root = _composed(text)
+    loader = yaml12.Loader(text)
+    try:
+        root = loader.get_single_node()
+    finally:
+        loader.dispose()
     if not isinstance(root, yaml.MappingNode):
         raise Unclear
     found = _child(root, section)
     if found is None:
-        _mapping(root)
+        _check_block(root)
         before = "" if text.endswith("\n") else newline
         return len(text), len(text), f"{before}{section}:{newline}  {name}: {value}{newline}"
     key, body = found
-    inner = _child(body, name) if isinstance(body, yaml.MappingNode) else None
-    if inner is not None:
-        start, end = _span(*inner)
-        return start, end, (" " if text[start - 1] == ":" else "") + value
+    if isinstance(body, yaml.MappingNode) and (inner := _child(body, name)):
+        # Its value is replaced where it is one word or text on the line of its key.
+        start, end = inner[1].start_mark, inner[1].end_mark
+        is_here = inner[0].end_mark.line == start.line == end.line and inner[0].end_mark.index < start.index
+        if not isinstance(inner[1], yaml.ScalarNode) or not is_here or inner[1].style in ("|", ">"):
+            raise Unclear  # an alias, for one, stands where its anchor is
+        return start.index, end.index, (" " if text[start.index - 1] == ":" else "") + value
     if isinstance(body, yaml.MappingNode) and body.flow_style:
         at = body.start_mark.index + 1
         is_json = any(known.style == '"' for known, _ in body.value)
         return at, at, f"{quoted(name) if is_json else name}: {value}{', ' if body.value else ''}"
     is_empty = isinstance(body, yaml.ScalarNode) and body.start_mark.index == body.end_mark.index
-    indent = 2 if is_empty else _mapping(body).value[0][0].start_mark.column
+    indent = 2 if is_empty else _check_block(body).value[0][0].start_mark.column
     line = f"{' ' * indent}{name}: {value}{newline}"
     at = text.find("\n", key.end_mark.index) + 1
     return (at, at, line) if at else (len(text), len(text), newline + line)
 
 
-def _composed(text: str) -> yaml.Node | None:
-    loader = yaml12.Loader(text)
-    try:
-        node: yaml.Node | None = loader.get_single_node()
-        return node
-    finally:
-        loader.dispose()
-
-
-def _mapping(node: yaml.Node | None) -> yaml.MappingNode:
-    """A mapping of one key a line with something in it."""
+def _check_block(node: yaml.Node) -> yaml.MappingNode:
+    """Return the node, a mapping of one key a line with something in it."""
     if isinstance(node, yaml.MappingNode) and not node.flow_style and node.value:
         return node
     raise Unclear
@@ -116,16 +114,3 @@ def _child(node: yaml.MappingNode, name: str) -> tuple[yaml.ScalarNode, yaml.Nod
         if isinstance(key, yaml.ScalarNode) and key.value == name:
             return key, value
     return None
-
-
-def _span(key: yaml.ScalarNode, value: yaml.Node) -> tuple[int, int]:
-    """Where a value starts and ends that is one word or text on the line of its key."""
-    start, end = value.start_mark, value.end_mark
-    is_here = key.end_mark.line == start.line == end.line and key.end_mark.index < start.index
-    if not isinstance(value, yaml.ScalarNode) or not is_here or value.style in ("|", ">"):
-        raise Unclear  # an alias, for one, stands where its anchor is
-    return start.index, end.index
-
-
-def _values(text: str) -> dict[str, Any]:
-    return dict(yaml12.parse(text, "").values)

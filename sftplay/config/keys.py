@@ -16,24 +16,24 @@ from sftplay.config.section import WITH_HOME, Section, UserPath
 
 
 def find_section(field: FieldInfo) -> type[Section] | None:
-    """The section a field opens, or None for a field that holds a value."""
+    """Return the section a field opens, or None for a field that holds a value."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def find_entry_section(field: FieldInfo) -> type[Section] | None:
-    """The section that each entry of a field's list is, or None for any other field."""
+    """Return the section that each entry of a field's list is, or None for any other field."""
     inner = get_args(field.annotation)[:1] if get_origin(field.annotation) is list else ()
     return inner[0] if inner and isinstance(inner[0], type) and issubclass(inner[0], Section) else None
 
 
 def general_key(dotted: str) -> str:
-    """The key of a list's entry without the entry's number: `datasets.weight` for `datasets.0.weight`."""
+    """Return the key of a list's entry without the entry's number: `datasets.weight` for `datasets.0.weight`."""
     return ".".join(part for part in dotted.split(".") if not part.isdecimal())
 
 
 def section_at(path: tuple[str, ...]) -> type[Section] | None:
-    """The section at a path without numbers; RunConfig at the empty one, None where no section is."""
+    """Find the section at a path without numbers; RunConfig at the empty one, None where no section is."""
     section: type[Section] | None = RunConfig
     for name in path:
         field = section.model_fields.get(name) if section else None
@@ -47,7 +47,14 @@ def all_sections() -> dict[str, type[Section]]:
 
     A list of sections is one of them: `datasets` is the section that each of its entries is.
     """
-    return {"": RunConfig, **dict(_walk_sections(RunConfig, ""))}
+
+    def walk(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+        for name, field in section.model_fields.items():
+            if inner := find_section(field) or find_entry_section(field):
+                yield prefix + name, inner
+                yield from walk(inner, f"{prefix}{name}.")
+
+    return {"": RunConfig, **dict(walk(RunConfig, ""))}
 
 
 @cache
@@ -78,12 +85,12 @@ def keys_in(cfg: RunConfig) -> Iterator[tuple[str, FieldInfo]]:
 
 
 def path_keys(cfg: RunConfig) -> list[str]:
-    """The keys of a config that take a path, or a name in its place."""
+    """List the keys of a config that take a path, or a name in its place."""
     return [key for key, field in keys_in(cfg) if WITH_HOME in field.metadata or UserPath in get_args(field.annotation)]
 
 
 def required_below(dotted: str) -> list[str]:
-    """The required keys at `dotted`: itself if it holds a value, else those of the section ("" is the config)."""
+    """List the required keys at `dotted`: itself if it holds a value, else those of the section ("" is the config)."""
     start = f"{general_key(dotted)}." if dotted else ""
     lists = () if start else tuple(f"{key}." for key in list_keys())
     return [
@@ -93,18 +100,13 @@ def required_below(dotted: str) -> list[str]:
     ]
 
 
-def find_homes(name: str) -> list[str]:
-    """The dotted keys and sections whose last part is `name`; keys of a list's entries are not among them."""
-    return _homes().get(name, [])
-
-
 @cache
-def _homes() -> dict[str, list[str]]:
+def all_homes() -> dict[str, list[str]]:
+    """Last part of a name -> the dotted keys and sections that end in it, without the keys of a list's entries."""
     homes: dict[str, list[str]] = {}
     entries = tuple(f"{key}." for key in list_keys())
-    for dotted in [*all_keys(), *all_sections()]:
-        if not dotted.startswith(entries):
-            homes.setdefault(dotted.rpartition(".")[2], []).append(dotted)
+    for dotted in (dotted for dotted in [*all_keys(), *all_sections()] if dotted and not dotted.startswith(entries)):
+        homes.setdefault(dotted.rpartition(".")[2], []).append(dotted)
     return homes
 
 
@@ -115,7 +117,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def node_at(dotted: str) -> dict[str, Any]:
-    """The JSON schema of one key, without the name of its section."""
+    """Return the JSON schema of one key, without the name of its section."""
     node = json_schema()
     for name in general_key(dotted).split("."):
         node = node.get("items", node)
@@ -123,14 +125,6 @@ def node_at(dotted: str) -> dict[str, Any]:
         node = json_schema()["$defs"][reference.rpartition("/")[2]] if reference else node
         node = node["properties"][name]
     return node
-
-
-def _walk_sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
-    for name, field in section.model_fields.items():
-        inner = find_section(field) or find_entry_section(field)
-        if inner:
-            yield prefix + name, inner
-            yield from _walk_sections(inner, f"{prefix}{name}.")
 
 
 RENAMED_KEYS = {
@@ -145,55 +139,17 @@ RENAMED_KEYS = {
 """Old dotted key -> the new one, which is in the same section."""
 
 
-def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping by dotted keys with old names replaced by the new ones."""
-    return {RENAMED_KEYS.get(key, key): value for key, value in values.items()}
-
-
 FREE_TO_CHANGE = (
-    "train.resume",
-    "logging",
-    "eval",
-    "sandbox.executor",
-    "run_name",
-    "output_dir",
-    "train.save_total_limit",
-    "train.probe",
-    "train.oom_recovery",
-    "train.stall_timeout",
-    "train.time_limit",
-    "train.profile",
-    "train.dataloader_num_workers",
-    "train.dataloader_pin_memory",
-    "data.processed_dir",
-    "cpt.streaming",
-    "grpo.samples",
-    "grpo.stop_without_signal",
-    "grpo.logprob_check_steps",
-    "grpo.vllm",
-    "score.samples",
-    "score.generation_rows",
-    "score.kl1_max",
-    "score.min_hint_gain",
-    "score.eval_samples",
-    "score.eval_temperature",
-    "score.placement",
-    "score.devices",
-    "hrm.eval_limit",
-    "hrm.eval_halt",
-    "hrm.puzzle_emb_placement",
-    "cluster.max_restarts",
-    "cluster.timeout",
-    "cluster.nccl",
-    "cluster.launcher",
-)
+    "logging", "eval", "sandbox.executor", "run_name", "output_dir", "data.processed_dir", "cpt.streaming",
+    "train.resume", "train.save_total_limit", "train.probe", "train.oom_recovery", "train.stall_timeout",
+    "train.time_limit", "train.profile", "train.dataloader_num_workers", "train.dataloader_pin_memory",
+    "grpo.samples", "grpo.stop_without_signal", "grpo.logprob_check_steps", "grpo.vllm",
+    "score.samples", "score.generation_rows", "score.kl1_max", "score.min_hint_gain", "score.eval_samples",
+    "score.eval_temperature", "score.placement", "score.devices",
+    "hrm.eval_limit", "hrm.eval_halt", "hrm.puzzle_emb_placement",
+    "cluster.max_restarts", "cluster.timeout", "cluster.nccl", "cluster.launcher",
+)  # fmt: skip
 """Config keys that may differ when a run is resumed: they change neither rows nor weights."""
-
-STRATEGY = "cluster.strategy"
-"""In task score it goes with `score.placement`, and checkpoints are those of whole models."""
-
-OF_REWARDS = ("rewards", "sandbox")
-"""Keys that are measured with. They decide weights only where the model learns from rewards (grpo and score)."""
 
 OTHER_ROWS = ("data.val_path", "data.test_path")
 """Files that are only evaluated on. Another file may be named as long as it decides nothing. Having one or none may not
@@ -204,15 +160,18 @@ SIZES = ("train.batch_size", "train.grad_accum")
 
 
 DRAWN = "grpo.generation_rows"
-"""How a drawing is cut into parts. In other parts, random numbers are drawn in another order."""
+"""How a rollout batch is cut into parts. In other parts, random numbers are drawn in another order."""
 
 
 def values_that_decide_weights(cfg: RunConfig) -> dict[str, Any]:
     """Dotted key -> JSON value of every key that decides which weights come out."""
-    flat = flatten(cfg)
-    free = FREE_TO_CHANGE if cfg.task.learns_from_rewards else (*FREE_TO_CHANGE, *OF_REWARDS)
-    free = (*free, STRATEGY) if cfg.task.splits_itself else free
-    return {key: value for key, value in flat.items() if not any(key == f or key.startswith(f"{f}.") for f in free)}
+    free = [*FREE_TO_CHANGE]
+    if not cfg.task.learns_from_rewards:  # then they only measure
+        free += ["rewards", "sandbox"]
+    if cfg.task.splits_itself:  # it goes with `score.placement`, and checkpoints are those of whole models
+        free.append("cluster.strategy")
+    prefixes = tuple(f"{key}." for key in free)
+    return {key: value for key, value in flatten(cfg).items() if not f"{key}.".startswith(prefixes)}
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -221,41 +180,34 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tup
     Both mappings are those of `values_that_decide_weights`. A key that is missing in one of them has its default there:
     the run was begun before the kit had the key. `before` may have keys by the names of an older release.
     """
-    before = with_new_names(before)
+    before = {RENAMED_KEYS.get(key, key): value for key, value in before.items()}
     free = () if held_out_decides(after) else OTHER_ROWS
-    pairs = [
-        (key, before.get(key, _defaults().get(key)), after.get(key, _defaults().get(key)))
-        for key in sorted({*before, *after})
-    ]
-    return [
-        (key, old, new)
-        for key, old, new in pairs
-        if old != new and not (key in free and (old is None) == (new is None))
-    ]
-
-
-@cache
-def _defaults() -> dict[str, Any]:
     optional = {key: field for key, field in all_keys().items() if not field.is_required()}
-    found = {key: field.get_default(call_default_factory=True) for key, field in optional.items()}
-    return found | {key: [] for key in list_keys()}
+    defaults = {key: field.get_default(call_default_factory=True) for key, field in optional.items()}
+    defaults |= {key: [] for key in list_keys()}
+    found = []
+    for key in sorted({*before, *after}):
+        old, new = (values.get(key, defaults.get(key)) for values in (before, after))
+        if old != new and not (key in free and (old is None) == (new is None)):
+            found.append((key, old, new))
+    return found
 
 
 def held_out_decides(values: Mapping[str, Any]) -> bool:
-    """True when held-out rows decide which rows are trained on, or which weights are kept."""
+    """Return whether held-out rows decide which rows are trained on, or which weights are kept."""
     seeks_best = values.get("train.best_metric") is not None or values.get("train.early_stopping") is not None
     return values.get("data.contamination") == "drop" or seeks_best
 
 
 def flatten(cfg: RunConfig) -> dict[str, Any]:
-    """Dotted key -> JSON value of every key."""
-    return _flat(cfg.model_dump(mode="json"))
+    """Return dotted key -> JSON value of every key."""
 
+    def flat(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in tree.items():
+            if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+                value = {str(number): entry for number, entry in enumerate(value)}
+            found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        return found
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, list) and all(isinstance(entry, dict) for entry in value) and value:
-            value = {str(number): entry for number, entry in enumerate(value)}
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+    return flat(cfg.model_dump(mode="json"), "")

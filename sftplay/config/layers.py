@@ -17,8 +17,7 @@ from sftplay.config.yaml12 import Document, KeyPath, drop_below
 from sftplay.errors import ConfigError, nearest_names
 
 COMMAND_LINE = "command line"
-MAX_FILES = 100
-"""Most files of one config: 24 files that each include two others would be read 16 million times."""
+MAX_FILES = 100  # most files of one config: 24 files that each include two others would be read 16 million times
 
 _FIRST_OVERRIDE = 1_000_000  # its rank comes after that of any file
 
@@ -52,19 +51,19 @@ class Layer:
     locations: dict[KeyPath, SourceLocation] = field(default_factory=dict)
 
     def find_location(self, path: KeyPath) -> SourceLocation | None:
-        """The place of a key, or of the nearest section around it that was written down."""
+        """Find the place of a key, or of the nearest section around it that was written down."""
         sections = (path[:length] for length in range(len(path), 0, -1))
         return next((self.locations[section] for section in sections if section in self.locations), None)
 
     def find_location_within(self, path: KeyPath) -> SourceLocation | None:
-        """The place of a key, or of the first one below it: an override names no section by itself."""
+        """Find the place of a key, or of the first one below it: an override names no section by itself."""
         return self.locations.get(path) or next(
             (at for known, at in self.locations.items() if known[: len(path)] == path), None
         )
 
 
 def read_layers(path: str | Path) -> list[Layer]:
-    """The layers of a file: its includes, lowest first, and then the file itself.
+    """Read the layers of a file: its includes, lowest first, and then the file itself.
 
     Raises:
         ConfigError: a file that cannot be read, an include that is no path, or one that leads back to itself.
@@ -73,13 +72,17 @@ def read_layers(path: str | Path) -> list[Layer]:
     if len(files) > MAX_FILES:
         what = f"includes more than {MAX_FILES} files; each counts as often as it is included"
         raise ConfigError(what, where=f"{os.fspath(path)} include", fix="put what they share into one file")
-    return [
-        _make_layer(document, len(files) - order, name=name) for order, (name, document) in enumerate(files, start=1)
-    ]
+    layers = []
+    for order, (name, document) in enumerate(files, start=1):
+        rank = len(files) - order
+        values = {key: value for key, value in document.values.items() if key != "include"}
+        lines = {path: SourceLocation(rank, line, name) for path, line in document.lines.items() if path[0] in values}
+        layers.append(Layer(values, lines))
+    return layers
 
 
 def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[LocatedProblem]]:
-    """The layer of `a.b=value` texts, where later ones win, and a problem for each that cannot be read.
+    """Read the layer of `a.b=value` texts, where later ones win, and a problem for each that cannot be read.
 
     A value that starts with a bracket, a brace or a quote is read as YAML. Any other is one plain word: a number, a
     boolean or null of YAML 1.2, else the text as it stands. So `model.name=a: b` and `run_name=#1` are texts.
@@ -95,7 +98,7 @@ def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[LocatedProblem
 
 
 def merge(layers: Sequence[Layer]) -> Layer:
-    """All layers in one: sections merged key by key, every other value taken from the highest layer that has it.
+    """Merge all layers: sections key by key, every other value taken from the highest layer that has it.
 
     Where a list of sections stands below, keys by the name or the number of an entry change that entry alone.
 
@@ -112,7 +115,7 @@ def merge(layers: Sequence[Layer]) -> Layer:
 
 
 def nested(dotted: str, value: Any) -> dict[str, Any]:
-    """The tree in which only that key is set."""
+    """Build the tree in which only that key is set."""
     for part in reversed(dotted.split(".")):
         value = {part: value}
     return dict(value)
@@ -153,9 +156,7 @@ def _numbered(layer: Layer, *, below: dict[str, Any]) -> Layer:
 
 def _entry_number(name: str, entries: list[Any], *, layer: Layer, key: str) -> int:
     """The place in the list of the entry that has this name, or else this number."""
-    names = [
-        str(entry["name"]) if isinstance(entry, dict) and "name" in entry else str(n) for n, entry in enumerate(entries)
-    ]
+    names = [str(entry.get("name", n) if isinstance(entry, dict) else n) for n, entry in enumerate(entries)]
     if name in names:
         return names.index(name)
     if name.isdecimal() and int(name) < len(entries):
@@ -163,16 +164,8 @@ def _entry_number(name: str, entries: list[Any], *, layer: Layer, key: str) -> i
     where = f"{layer.find_location_within((key, name)) or ''} {key}.{name}".strip()
     near = nearest_names(name, names)
     fix = f"did you mean {near[0]!r}?" if near else f"{key} has {', '.join(names)}"
-    raise ConfigError(
-        f"{key} has no entry called {name!r}", where=where, fix=fix, nearest=[f"{key}.{one}" for one in near]
-    )
-
-
-def _make_layer(document: Document, rank: int, *, name: str) -> Layer:
-    values = {key: value for key, value in document.values.items() if key != "include"}
-    return Layer(
-        values, {path: SourceLocation(rank, line, name) for path, line in document.lines.items() if path[0] in values}
-    )
+    nearest = [f"{key}.{known}" for known in near]
+    raise ConfigError(f"{key} has no entry called {name!r}", where=where, fix=fix, nearest=nearest)
 
 
 def _read_files(path: Path, name: str, *, including: list[Path], at: str = "") -> Iterator[tuple[str, Document]]:
@@ -185,27 +178,35 @@ def _read_files(path: Path, name: str, *, including: list[Path], at: str = "") -
             raise
         raise ConfigError(f"{name}: {error.what}", where=at, fix=error.fix) from None
     opened = [*including, _real(path)]
-    for order, included in enumerate(_include_list(document, name)):
+    given = document.values.get("include", [])
+    listed = [given] if isinstance(given, str) else given
+    if not isinstance(listed, list) or not all(isinstance(path, str) and _is_path(path) for path in listed):
+        what = f"{'null' if given is None else repr(given)} is no path and no list of paths"
+        raise ConfigError(what, where=f"{name}:{document.lines['include',]} include", fix="name a YAML file")
+    for order, included in enumerate(listed):
         line = document.lines.get(("include", order), document.lines["include",])
         inner = path.parent / os.path.expanduser(included)  # noqa: PTH111 - an unknown user's `~` stays as it is
-        location = f"{name}:{line} include"
-        _check_include(inner, included, opened=opened, where=location)
-        yield from _read_files(inner, _display_name(inner), including=opened, at=location)
+        here, shown = f"{name}:{line} include", _display_name(inner)
+        if _real(inner) in opened:
+            chain = " -> ".join(_display_name(file) for file in [*opened, _real(inner)])
+            raise ConfigError(f"leads back to itself: {chain}", where=here, fix="remove one of these includes")
+        try:
+            inner.stat()
+        except FileNotFoundError:
+            fix = "correct the path; it starts at the folder of the including file"
+            if Path(included).exists():
+                relative = os.path.relpath(included, opened[-1].parent)
+                fix = f"paths start at the including file: write include: {relative}"
+            raise ConfigError(f"no such file: {shown}", where=here, fix=fix) from None
+        except OSError:
+            pass  # reading it says why
+        yield from _read_files(inner, shown, including=opened, at=here)
     yield name, document
 
 
 def _real(path: Path) -> Path:
     """The path without links; unlike `Path.resolve` it takes links that lead to themselves."""
     return Path(os.path.realpath(path))
-
-
-def _include_list(document: Document, name: str) -> list[str]:
-    included = document.values.get("include", [])
-    listed = [included] if isinstance(included, str) else included
-    if not isinstance(listed, list) or not all(isinstance(one, str) and _is_path(one) for one in listed):
-        what = f"{'null' if included is None else repr(included)} is no path and no list of paths"
-        raise ConfigError(what, where=f"{name}:{document.lines['include',]} include", fix="name a YAML file")
-    return listed
 
 
 def is_overlong(text: str) -> bool:
@@ -218,22 +219,6 @@ def _is_path(text: str) -> bool:
         return bool(text) and not is_overlong(text) and b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
-
-
-def _check_include(inner: Path, included: str, *, opened: list[Path], where: str) -> None:
-    if _real(inner) in opened:
-        chain = " -> ".join(_display_name(path) for path in [*opened, _real(inner)])
-        raise ConfigError(f"leads back to itself: {chain}", where=where, fix="remove one of these includes")
-    try:
-        inner.stat()
-    except FileNotFoundError:
-        fix = "correct the path; it starts at the folder of the including file"
-        if Path(included).exists():
-            path = os.path.relpath(included, opened[-1].parent)
-            fix = f"paths start at the including file: write include: {path}"
-        raise ConfigError(f"no such file: {_display_name(inner)}", where=where, fix=fix) from None
-    except OSError:
-        return  # reading it says why
 
 
 def _display_name(path: Path) -> str:
@@ -250,127 +235,101 @@ def _override(text: str, location: SourceLocation) -> Layer:
         raise ConfigError(what, where=COMMAND_LINE, fix="write it like train.max_steps=100, without spaces around =")
     if key == "include":
         raise ConfigError("include works in a file only", where=COMMAND_LINE, fix="put it into the YAML file")
-    parsed = _parsed(value.strip(), key)
-    return Layer(nested(key, parsed), dict.fromkeys(_paths_in(parsed, tuple(key.split("."))), location))
-
-
-def _parsed(value: str, key: str) -> Any:
-    if not value.startswith(("[", "{", '"', "'")):
-        return yaml12.scalar(value)
+    value = value.strip()
     try:
-        return yaml12.parse(value, COMMAND_LINE).values
+        is_yaml = value.startswith(("[", "{", '"', "'"))
+        parsed = yaml12.parse(value, COMMAND_LINE).values if is_yaml else yaml12.scalar(value)
     except ConfigError as error:
         what = f"the value {value!r} is {error.what}"
         raise ConfigError(what, where=f"{COMMAND_LINE} {key}", fix="check its quotes and brackets") from None
+    return Layer(nested(key, parsed), {path: location for path, _ in walk(parsed, tuple(key.split(".")))})
 
 
-def _paths_in(value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """The path of a value, and the paths of everything in it."""
-    yield path
+def walk(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield a value with its path, and everything in it."""
+    yield path, value
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, below in inner:
-        yield from _paths_in(below, (*path, key))
+        yield from walk(below, (*path, key))
 
 
 SPELLINGS = ("bf16", "fp16")
 
 
-@dataclass(frozen=True)
-class _Switches:
-    """What the switches of one layer allow, and the switch that problems are reported at."""
-
-    allowed: tuple[str, ...]
-    location: SourceLocation
-    name: str
-
-    def problem(self, what: str, fix: str) -> LocatedProblem:
-        return _problem(self.location, f"train.{self.name}", what=what, fix=fix)
-
-
 def resolve_precision(layers: Sequence[Layer]) -> tuple[list[Layer], list[LocatedProblem]]:
-    """The layers with the switches replaced by `train.precision`, and the contradictions found, lowest first."""
+    """Replace the switches `train.bf16` and `train.fp16` by `train.precision`; return what contradicts too."""
     resolved, problems = [], []
     decided: Any = None
     undecided: list[LocatedProblem] = []
     for layer in layers:
-        switches, found = _read_switches(layer)
+        train = layer.values.get("train")
+        if not isinstance(train, dict):
+            resolved.append(layer)
+            continue
+        allowed, name, found = _read_switches(layer, train)
         problems += found
-        given = layer.values["train"].get("precision") if isinstance(layer.values.get("train"), dict) else None
-        if switches and given is None and len(switches.allowed) == 1:
-            given = switches.allowed[0]
-        elif switches and given is not None and given not in switches.allowed:
-            said = switches.allowed[0] if len(switches.allowed) == 1 else f"not {switches.name}"
-            what = f"says {said}, but train.precision says {given}"
-            problems.append(switches.problem(what, "keep train.precision alone"))
+        given, location = train.get("precision"), layer.locations.get(("train", name))
+        if allowed and location:
+            said = allowed[0] if len(allowed) == 1 else f"not {name}"
+            if given is None and len(allowed) == 1:
+                given = allowed[0]
+            elif given is not None and given not in allowed:
+                what = f"says {said}, but train.precision says {given}"
+                problems.append(_problem(location, f"train.{name}", what=what, fix="keep train.precision alone"))
         if given is not None:
             decided, undecided = given, []
-        elif switches and decided not in switches.allowed:
+        elif allowed and location and decided not in allowed:
+            fix = f"write train.precision: {' or '.join(allowed)}"
             what = "false says what not to use, and nothing says what to use"
-            undecided = [switches.problem(what, f"write train.precision: {' or '.join(switches.allowed)}")]
-        resolved.append(_with_precision(layer, given, switches=switches))
+            undecided = [_problem(location, f"train.{name}", what=what, fix=fix)]
+        kept = {key: value for key, value in train.items() if key not in SPELLINGS}
+        switches = [("train", spelling) for spelling in SPELLINGS]
+        locations = {path: location for path, location in layer.locations.items() if path[:2] not in switches}
+        if allowed and location and given is not None and kept.get("precision") is None:
+            kept["precision"], locations["train", "precision"] = given, location
+        resolved.append(Layer({**layer.values, "train": kept}, locations))
     return resolved, problems + undecided
 
 
-def _read_switches(layer: Layer) -> tuple[_Switches | None, list[LocatedProblem]]:
-    train = layer.values.get("train")
-    values = {name: train[name] for name in SPELLINGS if name in train} if isinstance(train, dict) else {}
-    problems = [_no_boolean(layer, name, value=value) for name, value in values.items() if not isinstance(value, bool)]
+def _read_switches(layer: Layer, train: dict[str, Any]) -> tuple[list[str], str, list[LocatedProblem]]:
+    """What the switches of a layer allow, the switch that problems are reported at, and problems of the switches."""
+    values = {name: train[name] for name in SPELLINGS if name in train}
+    problems = []
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            location, what = layer.locations["train", name], f"{value!r} is not true or false"
+            usual = "write true or false, or use train.precision"
+            fix = "write train.precision: auto" if value == "auto" else usual
+            problems.append(_problem(location, f"train.{name}", what=what, fix=fix))
     if problems or not values:
-        return None, problems
+        return [], "", problems
     chosen = [name for name, on in values.items() if on]
     location, name = min((layer.locations["train", name], name) for name in chosen or values)
     if len(chosen) == 2:
         fix = "keep one of them, or write train.precision: bf16"
-        return None, [_problem(location, "train.bf16, train.fp16", what="both are true", fix=fix)]
-    allowed = chosen or [word for word in ("fp32", *SPELLINGS) if word not in values]
-    return _Switches(tuple(allowed), location, name), []
-
-
-def _no_boolean(layer: Layer, name: str, *, value: Any) -> LocatedProblem:
-    fix = "write train.precision: auto" if value == "auto" else "write true or false, or use train.precision"
-    return _problem(layer.locations["train", name], f"train.{name}", what=f"{value!r} is not true or false", fix=fix)
+        return [], "", [_problem(location, "train.bf16, train.fp16", what="both are true", fix=fix)]
+    return chosen or [word for word in ("fp32", *SPELLINGS) if word not in values], name, []
 
 
 def _problem(location: SourceLocation, keys: str, *, what: str, fix: str) -> LocatedProblem:
     return LocatedProblem(location, ConfigError(what, where=f"{location} {keys}", fix=fix))
 
 
-def _with_precision(layer: Layer, precision: Any, *, switches: _Switches | None) -> Layer:
-    """The layer without its switches, and with the precision that they decide."""
-    train = layer.values.get("train")
-    if not isinstance(train, dict):
-        return layer
-    train = {key: value for key, value in train.items() if key not in SPELLINGS}
-    locations = {
-        path: location
-        for path, location in layer.locations.items()
-        if path[:2] not in [("train", n) for n in SPELLINGS]
-    }
-    if switches and precision is not None and train.get("precision") is None:
-        train["precision"], locations["train", "precision"] = precision, switches.location
-    return Layer({**layer.values, "train": train}, locations)
+TASK_SPELLINGS = {"dapt": "cpt"}  # accepted word -> the task that it stands for
 
-
-TASK_SPELLINGS = {"dapt": "cpt"}
-"""Accepted word -> the task that it stands for."""
-
-NO_PRETRAINED = "builtin:hrm"
-"""model.name in task mode hrm: the model is made of the section hrm, from nothing."""
+NO_PRETRAINED = "builtin:hrm"  # model.name in task mode hrm: the model is made of the section hrm, from nothing
 
 
 def resolve_task_mode(layers: Sequence[Layer]) -> list[Layer]:
-    """The layers with the accepted words replaced by the task's own name."""
-    return [
-        Layer({**layer.values, "task_mode": TASK_SPELLINGS[word]}, layer.locations)
-        if isinstance(word := layer.values.get("task_mode"), str) and word in TASK_SPELLINGS
-        else layer
-        for layer in layers
-    ]
-
-
-def with_own_model(layers: Sequence[Layer]) -> list[Layer]:
-    """The layers, above one that says what task mode hrm has instead of a pretrained model."""
-    words = [layer.values["task_mode"] for layer in layers if "task_mode" in layer.values]
-    if words[-1:] != ["hrm"]:
-        return list(layers)
-    return [Layer(nested("model.name", NO_PRETRAINED) | nested("tuning.mode", "full")), *layers]
+    """Replace accepted words by the task's own name, and put a layer below that says what task mode hrm has instead of
+    a pretrained model."""
+    resolved, word = [], None
+    for layer in layers:
+        if "task_mode" in layer.values:
+            word = layer.values["task_mode"]
+            word = TASK_SPELLINGS.get(word, word) if isinstance(word, str) else word
+            layer = Layer({**layer.values, "task_mode": word}, layer.locations)
+        resolved.append(layer)
+    if word == "hrm":
+        resolved.insert(0, Layer(nested("model.name", NO_PRETRAINED) | nested("tuning.mode", "full")))
+    return resolved

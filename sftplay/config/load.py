@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -34,13 +34,12 @@ from sftplay.config.layers import (
     read_overrides,
     resolve_precision,
     resolve_task_mode,
-    with_own_model,
+    walk,
 )
 from sftplay.config.resolved import dump_resolved, is_written_by_kit, read_origins, with_new_names
 from sftplay.config.rules import broken_rules
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Section
-from sftplay.config.yaml12 import KeyPath
 from sftplay.errors import ConfigError, ConfigErrors
 
 __all__ = ["dump_resolved", "examine_config", "load_config", "load_resolved"]
@@ -49,7 +48,7 @@ TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config in a YAML file, laid over what it includes, with `a.b=c` texts laid over both.
+    """Load the config in a YAML file, laid over what it includes, with `a.b=c` texts laid over both.
 
     `--a.b=c` is the same as `a.b=c`; of two overrides of one key the later one counts. Paths in messages and origins
     are as the user typed them, those of includes relative to the current folder. In a file that the kit wrote into a
@@ -67,7 +66,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig | None, list[ConfigError]]:
-    """The config and everything that is wrong with it, for callers that look for more problems first.
+    """Return the config and everything that is wrong with it, for callers that look for more problems first.
 
     Where something is wrong, the config has defaults instead of what was refused, and `origins` names only what was
     accepted. It is None where nothing sensible is left.
@@ -81,9 +80,14 @@ def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Run
         written = with_new_names(written)
     layers, contradictions = resolve_precision([*included, written, override_layer])
     problems += contradictions
-    merged = merge(with_own_model(resolve_task_mode(layers)))
+    merged = merge(resolve_task_mode(layers))
     merged = Layer(_with_empty_sections(merged.values, RunConfig), merged.locations)
-    problems += _tokens_in(merged.values, merged)
+    for at, value in walk(merged.values):
+        if isinstance(value, str) and TOKEN.search(value):  # run folder, report and export would repeat it
+            location = merged.find_location(at) or SourceLocation(0, 0, "")
+            what, fix = "holds a token of the Hugging Face hub", "remove it, and set HF_TOKEN in the environment"
+            where = f"{location} {'.'.join(map(str, at))}"
+            problems.append(LocatedProblem(location, ConfigError(what, where=where, fix=fix)))
     cfg: RunConfig | None
     try:
         cfg = RunConfig.model_validate(merged.values)
@@ -98,14 +102,18 @@ def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Run
             from sftplay.config.problems import missing_key
 
             problems.append(missing_key("data.train_path", merged, file=os.fspath(path)))
-        problems += _rule_problems(cfg, merged, offending=offending_keys(problems))
+        # Rules look only at values which are right in themselves.
+        offending = offending_keys(problems)
+        for broken in (problem for problem in broken_rules(cfg) if offending.isdisjoint(problem.keys)):
+            location = merged.find_location(tuple(broken.key_in(cfg).split("."))) or SourceLocation(0, 0, "")
+            problems.append(LocatedProblem(location, broken.as_error(cfg)))
         offending = offending_keys(problems)
         cfg = cfg.with_origins({key: location for key, location in cfg.origins.items() if key not in offending})
     return cfg, [problem.error for problem in sorted(problems, key=lambda problem: problem.location)]
 
 
 def load_resolved(path: Path) -> RunConfig:
-    """The config in a file that `dump_resolved` wrote, with the origins that its comments name.
+    """Load the config in a file that `dump_resolved` wrote, with the origins that its comments name.
 
     Raises:
         ConfigError: as `load_config`.
@@ -115,23 +123,12 @@ def load_resolved(path: Path) -> RunConfig:
 
 
 def offending_keys(problems: Iterable[LocatedProblem]) -> set[str]:
-    """The dotted keys that problems are about, and those that an unknown name may have meant."""
+    """Return the dotted keys that problems are about, and those that an unknown name may have meant."""
     found: set[str] = set()
     for _, error in problems:
         key = error.where.rpartition(" ")[2]
         found |= {key, *error.nearest, *(outer for outer in list_keys() if key.startswith(f"{outer}."))}
     return found
-
-
-def _tokens_in(value: Any, merged: Layer, *, path: KeyPath = ()) -> Iterator[LocatedProblem]:
-    """A problem for each text with a token of the hub in it: run folder, report and export would repeat it."""
-    if isinstance(value, str) and TOKEN.search(value):
-        location = merged.find_location(path) or SourceLocation(0, 0, "")
-        what, fix = "holds a token of the Hugging Face hub", "remove it, and set HF_TOKEN in the environment"
-        yield LocatedProblem(location, ConfigError(what, where=f"{location} {'.'.join(map(str, path))}", fix=fix))
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, below in inner:
-        yield from _tokens_in(below, merged, path=(*path, key))
 
 
 def _with_empty_sections(values: dict[str, Any], section: type[Section]) -> dict[str, Any]:
@@ -153,7 +150,14 @@ def _without_refused(values: dict[str, Any], error: ValidationError) -> RunConfi
     """The config without the refused values, so that the rules between the others are checked in the same go."""
     tree = dict(values)
     for refused in error.errors():
-        _remove(tree, refused["loc"])
+        # Inside a list or one form of a union, the whole value of the key is dropped.
+        branch = tree
+        for part in refused["loc"]:
+            inner = branch.get(str(part))
+            if not isinstance(inner, dict) or part == refused["loc"][-1]:
+                branch.pop(str(part), None)
+                break
+            branch[str(part)] = branch = dict(inner)
     stand_ins = [Layer(nested(key, "unknown")) for key in required_below("")]
     try:
         return RunConfig.model_validate(merge([*stand_ins, Layer(tree)]).values)
@@ -161,36 +165,13 @@ def _without_refused(values: dict[str, Any], error: ValidationError) -> RunConfi
         return None
 
 
-def _remove(tree: dict[str, Any], path: KeyPath) -> None:
-    """Drop the value at a path. Inside a list or one form of a union, the whole value of the key is dropped."""
-    branch = tree
-    for part in path:
-        inner = branch.get(str(part))
-        if not isinstance(inner, dict) or part == path[-1]:
-            branch.pop(str(part), None)
-            return
-        branch[str(part)] = branch = dict(inner)
-
-
 def _origins(merged: Layer) -> dict[str, str]:
     """Dotted key -> place, of every key that holds a value, of a list's entries too, and of every key below `extra`."""
-    dotted = {".".join(map(str, path)): (path, str(location)) for path, location in merged.locations.items()}
-    return {
-        key: location
-        for key, (path, location) in dotted.items()
-        if (key not in all_sections() or key in list_keys())
-        and (all(isinstance(part, str) for part in path) or general_key(key) in all_keys())
-        and isinstance(path[-1], str)
-    }
-
-
-def _rule_problems(cfg: RunConfig, merged: Layer, *, offending: set[str]) -> list[LocatedProblem]:
-    """The broken rules that look only at values which are right in themselves."""
-    return [
-        LocatedProblem(
-            merged.find_location(tuple(violation.key_in(cfg).split("."))) or SourceLocation(0, 0, ""),
-            violation.as_error(cfg),
-        )
-        for violation in broken_rules(cfg)
-        if offending.isdisjoint(violation.keys)
-    ]
+    origins = {}
+    for path, location in merged.locations.items():
+        key = ".".join(map(str, path))
+        holds_value = key not in all_sections() or key in list_keys()
+        is_key = all(isinstance(part, str) for part in path) or general_key(key) in all_keys()
+        if holds_value and is_key and isinstance(path[-1], str):
+            origins[key] = str(location)
+    return origins

@@ -7,7 +7,6 @@ import json
 import re
 from typing import Any
 
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sftplay.config.keys import all_sections, find_entry_section, find_section, json_schema, list_keys, node_at
@@ -30,31 +29,28 @@ are texts, only `true` and `false` are booleans. A key that is not listed here i
   word.
 """
 
-_INCLUDE = {
-    "anyOf": [{"type": "string"}, {"items": {"type": "string"}, "type": "array"}],
-    "description": "A YAML file, or a list of them, read before this one. Paths start at the including file.",
-    "title": "Include",
-}
-
 
 def manual_text() -> str:
-    """docs/config.md: a table for each section, in the order of the schema."""
+    """Write docs/config.md: a table for each section, in the order of the schema."""
     parts = [_HEAD]
     for dotted, section in all_sections().items():
         title = f"## {dotted}{' (a list)' if dotted in list_keys() else ''}" if dotted else "## Top level"
         about = f"\n{_one_line(section.__doc__ or '')}\n" if dotted else ""
-        rows = [
-            _row(dotted, name, field=field)
-            for name, field in section.model_fields.items()
-            if not find_section(field) and not find_entry_section(field)
-        ]
-        table = "\n".join(["| key | takes | default | effect |", "| --- | --- | --- | --- |", *rows])
-        parts.append(f"{title}\n{about}\n{table}\n")
+        table = ["| key | takes | default | effect |", "| --- | --- | --- | --- |"]
+        for name, field in section.model_fields.items():
+            if find_section(field) or find_entry_section(field):
+                continue
+            value: Any = field.get_default(call_default_factory=True, validated_data={})
+            default = "required" if value is PydanticUndefined else f"`{flow(value)}`"
+            takes = described(node_at(f"{dotted}.{name}".lstrip(".")))
+            cells = [f"`{name}`", takes, default, _effect(field.description or "")]
+            table.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        parts.append("\n".join([title, about, *table, ""]))
     return "\n".join(parts)
 
 
 def schema_text() -> str:
-    """configs/schema.json: the JSON schema of a config file, `include` and the accepted spellings with it.
+    """Write configs/schema.json: the JSON schema of a config file, `include` and the accepted spellings with it.
 
     It requires no key, because an included file or the command line may give what a file lacks.
     """
@@ -68,23 +64,17 @@ def schema_text() -> str:
         about = f"Accepted spelling of precision: {name} when true; both bf16 and fp16 false mean fp32."
         train[name] = {"type": "boolean", "description": about, "title": name}
     schema["properties"]["task_mode"]["enum"] += list(TASK_SPELLINGS)
-    schema["properties"] = {"include": copy.deepcopy(_INCLUDE), **schema["properties"]}
+    include = {
+        "anyOf": [{"type": "string"}, {"items": {"type": "string"}, "type": "array"}],
+        "description": "A YAML file, or a list of them, read before this one. Paths start at the including file.",
+        "title": "Include",
+    }
+    schema["properties"] = {"include": include, **schema["properties"]}
     schema["description"] = (
         "One run of SFT-Play. Required once includes are read: model.name, and data.train_path or datasets."
     )
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return json.dumps({**head, **schema}, indent=2, ensure_ascii=False) + "\n"
-
-
-def _row(section: str, name: str, *, field: FieldInfo) -> str:
-    dotted = f"{section}.{name}".lstrip(".")
-    cells = [f"`{name}`", described(node_at(dotted)), _default(field), _effect(field.description or "")]
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _default(field: FieldInfo) -> str:
-    value: Any = field.get_default(call_default_factory=True, validated_data={})
-    return "required" if value is PydanticUndefined else f"`{flow(value)}`"
 
 
 def _effect(docstring: str) -> str:
@@ -97,11 +87,12 @@ def _one_line(text: str) -> str:
 
 
 def described(node: dict[str, Any]) -> str:
-    """What a JSON schema node accepts, in words."""
+    """Describe in words what a JSON schema node accepts."""
     forms = node.get("anyOf", [node])
-    words = [word for form in forms if _is_choice(form) for word in list_choices(form)]
+    choices = [form for form in forms if "enum" in form or "const" in form]
+    words = [word for form in choices for word in list_choices(form)]
     lists = [form for form in forms if form.get("type") == "array"]
-    others = [_form(form) for form in forms if not _is_choice(form) and form.get("type") not in ("array", "null")]
+    others = [_form(form) for form in forms if form not in choices and form.get("type") not in ("array", "null")]
     parts = [*others, *([listed(words)] if words else []), *(_list_form(form, words) for form in lists)]
     if accepts(node, "null"):
         parts.append("null")
@@ -109,7 +100,7 @@ def described(node: dict[str, Any]) -> str:
 
 
 def list_choices(node: dict[str, Any]) -> list[str]:
-    """The words a JSON schema node accepts, list items included."""
+    """List the words a JSON schema node accepts, list items included."""
     found = [str(word) for word in [*node.get("enum", ()), *([node["const"]] if "const" in node else ())]]
     for inner in (*node.get("anyOf", ()), *([node["items"]] if "items" in node else ())):
         found += [word for word in list_choices(inner) if word not in found]
@@ -117,18 +108,18 @@ def list_choices(node: dict[str, Any]) -> list[str]:
 
 
 def accepts(node: dict[str, Any], kind: str) -> bool:
-    """True if one of the forms a node takes is of that JSON type."""
+    """Return whether one of the forms a node takes is of that JSON type."""
     return any(form.get("type") == kind for form in node.get("anyOf", [node]))
-
-
-def _is_choice(node: dict[str, Any]) -> bool:
-    return "enum" in node or "const" in node
 
 
 def _form(node: dict[str, Any]) -> str:
     kind = str(node.get("type"))
     if kind in ("integer", "number"):
-        return ("a whole number" if kind == "integer" else "a number") + _limits(node)
+        words = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of at most",
+                 "exclusiveMaximum": "below"}  # fmt: skip
+        limits = [f"{word} {node[name]:.15g}" for name, word in words.items() if name in node]
+        kind = "a whole number" if kind == "integer" else "a number"
+        return f"{kind} {' and '.join(limits)}" if limits else kind
     if "propertyNames" in node:
         return f"text for any of {listed(node['propertyNames']['enum'])}"
     if "pattern" in node:
@@ -138,31 +129,12 @@ def _form(node: dict[str, Any]) -> str:
 
 
 def _list_form(node: dict[str, Any], words: list[str]) -> str:
-    items = list_choices(node)
-    some = "a list of one or more" if node.get("minItems") else "a list of"
-    if not items:
-        return f"{some} names"
-    return "a list of several" if set(items) <= set(words) else f"{some} words out of {listed(items)}"
-
-
-def _limits(node: dict[str, Any]) -> str:
-    limits = [
-        f"{word} {_number(node[name])}"
-        for name, word in (
-            ("minimum", "of at least"),
-            ("exclusiveMinimum", "above"),
-            ("maximum", "of at most"),
-            ("exclusiveMaximum", "below"),
-        )
-        if name in node
-    ]
-    return " " + " and ".join(limits) if limits else ""
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else str(value)
+    items, some = list_choices(node), "a list of one or more" if node.get("minItems") else "a list of"
+    if items and set(items) <= set(words):
+        return "a list of several"
+    return f"{some} words out of {listed(items)}" if items else f"{some} names"
 
 
 def listed(words: list[str]) -> str:
-    """The words as a sentence lists them: `a, b or c`."""
+    """Join words as a sentence lists them: `a, b or c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

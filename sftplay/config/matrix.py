@@ -26,11 +26,8 @@ class Cell:
     """How one combination is known to work, or why it does not."""
 
     state: State
-    why: str
-    """The test that runs it, what a GPU is needed for, or what upstream lacks."""
-
-    nearest: str = ""
-    """What to write instead of a blocked one, as `key: value`."""
+    why: str  # the test that runs it, what a GPU is needed for, or what upstream lacks
+    nearest: str = ""  # what to write instead of a blocked one, as `key: value`
 
 
 @dataclass(frozen=True)
@@ -47,61 +44,48 @@ class Row:
         return place | {"state": self.cell.state, "why": self.cell.why, "nearest": self.cell.nearest}
 
 
-def _runs(test: str) -> Cell:
-    return Cell("works", test)
-
-
 _SINGLE = "tests/tasks/test_sft.py"
 _PAIR = "tests/tasks/test_processes.py::test_two_processes_train_and_measure_as_one_does"
 _FP16 = Cell("gpu", "fp16 and its loss scale need a GPU; a CPU would ignore it")
 _BF16 = Cell("gpu", "bf16 as in a single process, gathered as in fp32; not run without a GPU")
 _FOUR = Cell("gpu", "needs four devices: two copies, each on two")
-_CUT = Cell(
-    "blocked",
+_FSDP = "cluster.strategy: fsdp"
+_CUT = (
     "the kit does not cut a model's layers: transformers does so on GPUs, for models that bring a plan, and nobody "
-    "here has tried it",
-    "cluster.strategy: fsdp",
+    "here has tried it"
 )
-_CUT_CODES = Cell(
-    "blocked",
-    "bitsandbytes packs 4-bit codes in blocks that do not follow a matrix's rows, so they cannot be cut",
-    "cluster.strategy: fsdp",
-)
-_STAGES = Cell(
-    "blocked",
-    "a pipeline needs a schedule of its own instead of the Trainer's step, which neither transformers nor TRL has",
-    "cluster.strategy: fsdp",
-)
+_CUT_CODES = "bitsandbytes packs 4-bit codes in blocks that do not follow a matrix's rows, so they cannot be cut"
+_STAGES = "a pipeline needs a schedule of its own instead of the Trainer's step, which neither transformers nor TRL has"
 
 TABLE: dict[tuple[str, str], tuple[Cell, Cell, Cell]] = {
     ("full", "single"): (
-        _runs(f"{_SINGLE}::test_loss_falls[full]"),
-        _runs(f"{_SINGLE}::test_full_16_bit_run_trains_fp32_weights_and_saves_16_bits"),
+        Cell("works", f"{_SINGLE}::test_loss_falls[full]"),
+        Cell("works", f"{_SINGLE}::test_full_16_bit_run_trains_fp32_weights_and_saves_16_bits"),
         _FP16,
     ),
     ("lora", "single"): (
-        _runs(f"{_SINGLE}::test_loss_falls[lora]"),
-        _runs(f"{_SINGLE}::test_16_bit_run_with_modules_trained_in_full_can_be_measured"),
+        Cell("works", f"{_SINGLE}::test_loss_falls[lora]"),
+        Cell("works", f"{_SINGLE}::test_16_bit_run_with_modules_trained_in_full_can_be_measured"),
         _FP16,
     ),
-    ("qlora", "single"): (_runs(f"{_SINGLE}::test_loss_falls[qlora]"), _BF16, _FP16),
+    ("qlora", "single"): (Cell("works", f"{_SINGLE}::test_loss_falls[qlora]"), _BF16, _FP16),
     **{
-        (method, strategy): (_runs(f"{SHARDED_TEST}[{strategy}-{method}]"), _BF16, _FP16)
+        (method, strategy): (Cell("works", f"{SHARDED_TEST}[{strategy}-{method}]"), _BF16, _FP16)
         for method in METHODS
         for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3")
     },
-    ("lora", "ddp"): (_runs(_PAIR), _BF16, _FP16),
+    ("lora", "ddp"): (Cell("works", _PAIR), _BF16, _FP16),
     **{(method, "hsdp"): (_FOUR, _FOUR, _FP16) for method in METHODS},
-    ("full", "tensor"): (_CUT, _CUT, _CUT),
-    ("lora", "tensor"): (_CUT, _CUT, _CUT),
-    ("qlora", "tensor"): (_CUT_CODES, _CUT_CODES, _CUT_CODES),
-    **{(method, "pipeline"): (_STAGES, _STAGES, _STAGES) for method in METHODS},
+    ("full", "tensor"): (Cell("blocked", _CUT, _FSDP),) * 3,
+    ("lora", "tensor"): (Cell("blocked", _CUT, _FSDP),) * 3,
+    ("qlora", "tensor"): (Cell("blocked", _CUT_CODES, _FSDP),) * 3,
+    **{(method, "pipeline"): (Cell("blocked", _STAGES, _FSDP),) * 3 for method in METHODS},
 }
 """(method, strategy) -> the cells of fp32, bf16 and fp16."""
 
 
 def rows() -> Iterator[Row]:
-    """Every combination, methods together, strategies in the order of `STRATEGIES`."""
+    """Yield every combination, methods together, strategies in the order of `STRATEGIES`."""
     for method in METHODS:
         for strategy in STRATEGIES:
             for precision, cell in zip(PRECISIONS, TABLE[method, strategy], strict=True):
@@ -124,7 +108,7 @@ cell). `single` is one process.
 
 
 def as_markdown() -> str:
-    """docs/strategies.md."""
+    """Write docs/strategies.md."""
     words = {"works": "**yes**", "gpu": "gpu", "blocked": "no"}
     lines = [f"| | {' | '.join(STRATEGIES)} |", f"| --- |{' --- |' * len(STRATEGIES)}"]
     for method in METHODS:
@@ -135,7 +119,7 @@ def as_markdown() -> str:
 
 
 def as_table(width: int) -> str:
-    """The matrix for a terminal of so many columns; what is refused stands below it with its reason."""
+    """Write the matrix for a terminal of so many columns; what is refused stands below it with its reason."""
     words = {"works": "yes", "gpu": "gpu", "blocked": "no"}
     gap, first = "   ", max(map(len, STRATEGIES))
     precisions = " ".join(f"{name:4}" for name in PRECISIONS)
@@ -149,7 +133,7 @@ def as_table(width: int) -> str:
     notes = [
         "yes: a test of this kit runs it, without a GPU. gpu: it runs where a GPU is; no test here has run it. "
         "no: refused when the config is read. All tests and reasons: docs/strategies.md.",
-        *(line for line in _section("Refused", "blocked")[2:]),
+        *_section("Refused", "blocked")[2:],
     ]
     below = [textwrap.fill(line.replace("`", ""), width, subsequent_indent="  ") for line in notes]
     return "\n".join([*(line.rstrip() for line in lines), "", *below]) + "\n"
@@ -166,14 +150,11 @@ def _section(title: str, state: State) -> list[str]:
     for cell, places in found.items():
         why = f"`{cell.why}`" if state == "works" else cell.why
         near = f" Nearest: `{cell.nearest}`." if cell.nearest else ""
-        where = "; ".join(_place(precision, places[precision]) for precision in places)
-        lines.append(f"- {where}: {why}.{near}")
+        where = []
+        for precision, strategies in places.items():
+            methods: dict[str, list[str]] = {}  # methods with the same strategies stand together
+            for method, names in strategies.items():
+                methods.setdefault(", ".join(names), []).append(method)
+            where += [f"{precision} {', '.join(same)} under {names}" for names, same in methods.items()]
+        lines.append(f"- {'; '.join(where)}: {why}.{near}")
     return lines
-
-
-def _place(precision: str, strategies: dict[str, list[str]]) -> str:
-    """The strategies of each method; methods with the same strategies stand together."""
-    methods: dict[str, list[str]] = {}
-    for method, names in strategies.items():
-        methods.setdefault(", ".join(names), []).append(method)
-    return "; ".join(f"{precision} {', '.join(found)} under {names}" for names, found in methods.items())

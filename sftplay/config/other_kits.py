@@ -10,64 +10,59 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sftplay.config.keys import find_homes
+from sftplay.config.keys import all_homes
 from sftplay.config.layers import SPELLINGS
 from sftplay.config.yaml12 import KeyPath
 
-_DEVICES = {
-    "base_model_device": "score.devices.solver",
-    "guidance_model_device": "score.devices.guide",
-    "critic_device": "score.devices.critic",
-    "value_function_device": "score.devices.value",
-    "target_critic_device": "score.devices.target_critic",
-    "reference_model_device": "score.devices.ref",
-}
-
-_MEMORY = {
-    "use_gradient_checkpointing": "train.gradient_checkpointing",
-    "use_flash_attention_2": "model.attn: flash_attention_2, or leave it to auto",
-    "use_bf16_mixed_precision": "train.precision: bf16",
-    "cpu_offloading.enable": (
-        "score.devices.ref: cpu, with tuning.mode: full; adapters need none, their reference is the base without them"
-    ),
-    "cpu_offloading.offload_targets": (
-        "score.devices.ref: cpu and score.devices.target_critic: cpu, with tuning.mode: full; adapters: the second"
-    ),
-}
-
-_BATCH = {
-    "total_batch_size": "train.effective_batch_size: the episodes of a step over all processes",
-    "per_gpu_batch_size": "train.effective_batch_size: all GPUs together, each process has an equal share",
-    "micro_batch_size": "train.batch_size",
-    "gradient_accumulation_steps": "train.grad_accum: auto; it follows from the two sizes and the processes",
-    "adaptive_batch_sizing": "train.batch_size: auto; it is measured at the start, and halved where memory runs out",
-    "min_batch_size": "train.batch_size: auto; it has no lower bound, as each size learns the same",
-    "max_batch_size": "train.batch_size: auto, or the largest yourself",
-}
-
-_DEEPSPEED = {
-    "zero_stage": "score.placement: sharded, with tuning.mode: full; DeepSpeed trains one model, and here are two",
-    "offload_optimizer": "tuning.mode: lora; its state is small, and nothing offloads it",
-    "offload_param": "score.placement: sharded, with tuning.mode: full; a process holds a part, nothing is offloaded",
-}
-
-_COMMUNICATION = {
-    "gradient_compression": "cluster.comm.hook: none; task score sends gradients whole, once a step",
-    "compression_ratio": "cluster.comm.hook: none; task score sends gradients whole, once a step",
-}
-
 SECTIONS: dict[str, dict[str, str]] = {
-    "distributed": {f"device_placement.{name}": action for name, action in _DEVICES.items()},
-    "memory_optimization": _MEMORY,
-    "batch_optimization": _BATCH,
-    "deepspeed_config": _DEEPSPEED,
-    "communication": _COMMUNICATION,
-}
+    "distributed": {
+        "device_placement.base_model_device": "score.devices.solver",
+        "device_placement.guidance_model_device": "score.devices.guide",
+        "device_placement.critic_device": "score.devices.critic",
+        "device_placement.value_function_device": "score.devices.value",
+        "device_placement.target_critic_device": "score.devices.target_critic",
+        "device_placement.reference_model_device": "score.devices.ref",
+    },
+    "memory_optimization": {
+        "use_gradient_checkpointing": "train.gradient_checkpointing",
+        "use_flash_attention_2": "model.attn: flash_attention_2, or leave it to auto",
+        "use_bf16_mixed_precision": "train.precision: bf16",
+        "cpu_offloading.enable": (
+            "score.devices.ref: cpu, with tuning.mode: full; adapters need none, their reference is the base without "
+            "them"
+        ),
+        "cpu_offloading.offload_targets": (
+            "score.devices.ref: cpu and score.devices.target_critic: cpu, with tuning.mode: full; adapters: the second"
+        ),
+    },
+    "batch_optimization": {
+        "total_batch_size": "train.effective_batch_size: the episodes of a step over all processes",
+        "per_gpu_batch_size": "train.effective_batch_size: all GPUs together, each process has an equal share",
+        "micro_batch_size": "train.batch_size",
+        "gradient_accumulation_steps": "train.grad_accum: auto; it follows from the two sizes and the processes",
+        "adaptive_batch_sizing": (
+            "train.batch_size: auto; it is measured at the start, and halved where memory runs out"
+        ),
+        "min_batch_size": "train.batch_size: auto; it has no lower bound, as each size learns the same",
+        "max_batch_size": "train.batch_size: auto, or the largest yourself",
+    },
+    "deepspeed_config": {
+        "zero_stage": "score.placement: sharded, with tuning.mode: full; DeepSpeed trains one model, and here are two",
+        "offload_optimizer": "tuning.mode: lora; its state is small, and nothing offloads it",
+        "offload_param": (
+            "score.placement: sharded, with tuning.mode: full; a process holds a part, nothing is offloaded"
+        ),
+    },
+    "communication": {
+        "gradient_compression": "cluster.comm.hook: none; task score sends gradients whole, once a step",
+        "compression_ratio": "cluster.comm.hook: none; task score sends gradients whole, once a step",
+    },
+}  # fmt: skip
 """Section -> its keys -> what to write here, the key first."""
 
 
 def keys_below(path: KeyPath, value: Any) -> Iterator[KeyPath]:
-    """The keys of a section of the guide, each to be answered by itself; any other unknown name is one key."""
+    """Yield the keys of a section of the guide, each to be answered by itself; any other unknown name is one key."""
     known = SECTIONS.get(str(path[0]))
     if known is None or action_for(path) or not isinstance(value, dict) or not value:
         yield path
@@ -77,11 +72,9 @@ def keys_below(path: KeyPath, value: Any) -> Iterator[KeyPath]:
 
 
 def action_for(path: KeyPath) -> str:
-    """What to write instead of a key of the guide; empty for any other name."""
+    """Return what to write instead of a key of the guide; empty for any other name."""
     return SECTIONS.get(str(path[0]), {}).get(".".join(map(str, path[1:])), "")
 
-
-_SOURCES = (("trl", "trainer/base_config.py"), ("transformers", "training_args.py"))
 
 _FILES = {"SFTConfig": "trainer/sft_config.py", "GRPOConfig": "trainer/grpo_config.py"}
 """Class -> its file in the package trl."""
@@ -94,12 +87,12 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "dict": ((dict,), "keys with values"),
     "list": ((list,), "a list"),
     "None": ((type(None),), "null"),
-}
+}  # fmt: skip
 """Word of an annotation -> the types it stands for, and how they are called."""
 
 
 def config_fields(kind: str) -> frozenset[str] | None:
-    """The names that the config `kind` of TRL takes, inherited ones too; None where its source cannot be found or read.
+    """Read the names that the config `kind` of TRL takes, inherited ones too; None where its source cannot be read.
 
     None leaves the check to the run, where the library itself refuses what it does not know.
     """
@@ -113,21 +106,27 @@ def unfit(kind: str, name: str, *, value: object) -> str:
     words = (config_kinds(kind) or {}).get(name, ())
     if any(word not in _KINDS for word in words):
         return ""
-    for word in words:
-        if isinstance(value, _KINDS[word][0]) and (word == "bool" or not isinstance(value, bool)):
-            return ""
-    return " or ".join(_KINDS[word][1] for word in words)
+    fitting = [word for word in words if word == "bool" or not isinstance(value, bool)]
+    is_fit = any(isinstance(value, _KINDS[word][0]) for word in fitting)
+    return "" if is_fit else " or ".join(_KINDS[word][1] for word in words)
 
 
 @cache
 def config_kinds(kind: str) -> dict[str, tuple[str, ...]] | None:
     """Field -> the words of its annotation, `dict[str, Any] | None` as dict and None."""
     classes: dict[str, ast.ClassDef] = {}
-    for package, file in (("trl", _FILES[kind]), *_SOURCES):
-        source = _source(package, file)
-        if source is None:
+    bases = (("trl", "trainer/base_config.py"), ("transformers", "training_args.py"))
+    for package, file in (("trl", _FILES[kind]), *bases):
+        try:
+            spec = find_spec(package)
+        except (ImportError, ValueError):
             return None
-        classes |= {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+        paths = [Path(folder, file) for folder in spec.submodule_search_locations or ()] if spec else []
+        path = next((path for path in paths if path.is_file()), None)
+        if path is None:
+            return None
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        classes |= {node.name: node for node in body if isinstance(node, ast.ClassDef)}
     fields: dict[str, tuple[str, ...]] = {}
     waiting = [kind]
     while waiting:
@@ -137,18 +136,6 @@ def config_kinds(kind: str) -> dict[str, tuple[str, ...]] | None:
         fields = _read_fields(found) | fields
         waiting += [base.id for base in found.bases if isinstance(base, ast.Name)]
     return fields
-
-
-def _source(package: str, file: str) -> str | None:
-    try:
-        spec = find_spec(package)
-    except (ImportError, ValueError):
-        return None
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(folder, file)
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    return None
 
 
 def _read_fields(node: ast.ClassDef) -> dict[str, tuple[str, ...]]:
@@ -167,9 +154,8 @@ _NAMES: dict[str, str] = {
     # rows and steps
     "train.batch_size": "micro_batch_size per_device_train_batch_size per_gpu_train_batch_size",
     "train.batch_size: auto": "auto_find_batch_size",
-    "train.batching: tokens; a micro-batch then holds batch_size x max_seq_len tokens": (
-        "max_tokens_per_batch max_batch_tokens"
-    ),
+    "train.batching: tokens; a micro-batch then holds batch_size x max_seq_len tokens":
+        "max_tokens_per_batch max_batch_tokens",
     "train.effective_batch_size": "train_batch_size global_batch_size total_batch_size",
     "train.grad_accum": "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches",
     "train.epochs": "num_train_epochs num_epochs max_epochs",
@@ -192,9 +178,8 @@ _NAMES: dict[str, str] = {
     "train.max_grad_norm": "gradient_clipping clip_grad_norm grad_clip",
     # memory and numbers
     "train.precision": "mixed_precision dtype torch_dtype compute_dtype",
-    "train.gradient_checkpointing": (
-        "enable_activation_checkpointing activation_checkpointing use_gradient_checkpointing"
-    ),
+    "train.gradient_checkpointing":
+        "enable_activation_checkpointing activation_checkpointing use_gradient_checkpointing",
     "train.packing": "sample_packing packed eval_packing packing_strategy padding_free",
     "train.loss_head: liger": "use_liger_kernel liger_kernel enable_liger_kernel",
     "train.neftune_alpha": "neftune_noise_alpha",
@@ -219,12 +204,10 @@ _NAMES: dict[str, str] = {
     "tuning.lora.dropout": "lora_dropout",
     "tuning.lora.target_modules": "lora_target lora_target_modules lora_target_linear lora_attn_modules",
     "tuning.lora.modules_to_save": "lora_modules_to_save additional_target",
-    "tuning.new_tokens.path, a file with one term a line": (
-        "add_tokens add_special_tokens new_special_tokens additional_special_tokens tokens"
-    ),
-    "tuning.new_tokens.count or path; the model gets the rows it needs, each the mean of its pieces": (
-        "resize_vocab resize_token_embeddings_to_32x mean_resizing_embeddings init_special_tokens"
-    ),
+    "tuning.new_tokens.path, a file with one term a line":
+        "add_tokens add_special_tokens new_special_tokens additional_special_tokens tokens",
+    "tuning.new_tokens.count or path; the model gets the rows it needs, each the mean of its pieces":
+        "resize_vocab resize_token_embeddings_to_32x mean_resizing_embeddings init_special_tokens",
     "tuning.lora.dora": "use_dora peft_use_dora",
     "tuning.lora.rslora": "use_rslora peft_use_rslora",
     # data
@@ -250,14 +233,12 @@ _NAMES: dict[str, str] = {
     "data.encoding": "file_encoding charset",
     "data.delimiter": "sep separator csv_delimiter",
     "data.duplicates: drop": "dataset_exact_deduplication deduplicate dedup remove_duplicates",
-    "data.contamination: drop, and name the other rows with data.val_path or data.test_path": (
-        "decontaminate decontamination"
-    ),
+    "data.contamination: drop, and name the other rows with data.val_path or data.test_path":
+        "decontaminate decontamination",
     # continued pre-training
     "task_mode: cpt, and name the documents with data.train_path": "pretraining_dataset",
-    "datasets.weight, the share of each source": (
-        "interleave_probs interleave_prob mix_strategy dataset_weights dataset_mixture dataset_mixer"
-    ),
+    "datasets.weight, the share of each source":
+        "interleave_probs interleave_prob mix_strategy dataset_weights dataset_mixture dataset_mixer",
     "cpt.on_source_end": "stopping_strategy",
     # rewards and completions
     "grpo.num_generations": "n_samples_per_prompt num_samples_per_prompt rollout_n group_size",
@@ -279,13 +260,11 @@ _NAMES: dict[str, str] = {
     "grpo.vllm.tensor_parallel": "vllm_tensor_parallel_size tensor_parallel_size",
     "grpo.vllm.url": "vllm_server_base_url vllm_server_host vllm_server_port",
     "grpo.vllm.timeout": "vllm_server_timeout",
-    "grpo.max_prompt_length and grpo.max_completion_length; vLLM gets their sum": (
-        "vllm_max_model_length vllm_max_model_len"
-    ),
+    "grpo.max_prompt_length and grpo.max_completion_length; vLLM gets their sum":
+        "vllm_max_model_length vllm_max_model_len",
     # two turns and a guide
-    "score.value_flow: shared_trunk is full gradient flow, stop is partial": (
-        "gradient_flow value_gradient_flow full_gradient_flow stop_gradient stop_value_gradient"
-    ),
+    "score.value_flow: shared_trunk is full gradient flow, stop is partial":
+        "gradient_flow value_gradient_flow full_gradient_flow stop_gradient stop_value_gradient",
     "score.value_coef": "value_coefficient value_function_coef value_loss_coef",
     "score.stage1_steps": "stage1_iterations stage_1_steps num_stage1_steps",
     "score.stage2_steps": "stage2_iterations stage_2_steps num_stage2_steps",
@@ -309,49 +288,44 @@ _NAMES: dict[str, str] = {
     "logging.backend": "report_to metric_logger",
     "logging.backend: wandb": "use_wandb",
     "cluster.timeout": "ddp_timeout",
-}
+}  # fmt: skip
 """What to write here, the key first -> names of axolotl, LLaMA-Factory, TRL, ms-swift, Unsloth or torchtune for it."""
 
 OTHER_KITS: dict[str, str] = {name: action for action, names in _NAMES.items() for name in names.split()}
 """Name in another kit -> what to write here, the key first."""
 
 _PREFIXES = {
-    "eval_": "train.eval_steps",
-    "save_": "train.save_steps",
-    "logging_": "logging.steps",
+    "eval_": "train.eval_steps", "save_": "train.save_steps", "logging_": "logging.steps",
     "warmup_": "train.warmup_ratio",
-}
+}  # fmt: skip
 """Start of the name of an argument of TRL -> the key that decides this group of arguments."""
 
-_ROWS = "rows reach the trainer rendered, masked, cut and in order"
 _LAUNCH = "the launcher decides how processes work together"
 
 _WITHOUT_KEY: dict[str, str] = {
-    _ROWS: (
+    "rows reach the trainer rendered, masked, cut and in order": (
         "dataset_kwargs dataset_num_proc shuffle_dataset completion_only_loss assistant_only_loss eos_token pad_token "
         "dataloader_drop_last dataloader_in_order dataloader_shuffle remove_unused_columns label_names "
         "train_sampling_strategy length_column_name group_by_length"
     ),
     _LAUNCH: "accelerator_config parallelism_config fsdp fsdp_config deepspeed local_rank use_cpu",
-    "the kit writes and restores checkpoints itself": (
-        "ignore_data_skip restore_callback_states_from_checkpoint enable_jit_checkpoint"
-    ),
+    "the kit writes and restores checkpoints itself":
+        "ignore_data_skip restore_callback_states_from_checkpoint enable_jit_checkpoint",
     "the Make target decides what is done": "do_train do_eval do_predict",
     "the kit prints its own lines": "disable_tqdm log_level log_level_replica",
     "see the section eval": "prediction_loss_only batch_eval_metrics include_for_metrics",
     "the kit opens the model, see the section model": "model_init_kwargs",
     "the loss is always averaged over all tokens of a step": "average_tokens_across_devices",
     "a token does not belong in a file; set HF_TOKEN in the environment": "hub_token",
-}
+}  # fmt: skip
 
 _WITHOUT_MEANING: dict[str, str] = {
     "task_mode grpo has no labels": "label_smoothing_factor",
     "the kit measures the held-out prompts itself, see the section eval": "num_generations_eval",
     "completions belong to samples/ in the run folder, see grpo.samples": "log_completions_hub_repo log_multimodal",
-    "the moved reference model would not be in the checkpoints, so a resume would be another run": (
-        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"
-    ),
-}
+    "the moved reference model would not be in the checkpoints, so a resume would be another run":
+        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
+}  # fmt: skip
 
 WITHOUT_MEANING: dict[str, str] = {name: reason for reason, names in _WITHOUT_MEANING.items() for name in names.split()}
 """Argument of TRL's GRPOConfig -> why it cannot be given where a run draws completions."""
@@ -359,35 +333,30 @@ WITHOUT_MEANING: dict[str, str] = {name: reason for reason, names in _WITHOUT_ME
 WITHOUT_KEY: dict[str, str] = {name: reason for reason, names in _WITHOUT_KEY.items() for name in names.split()}
 """Argument of TRL's configs that no key here decides -> why it cannot be given."""
 
-LOSS_OF_SFT = {"loss_type": "train.loss_head"}
-"""Field of SFTConfig whose name stands for something else in GRPOConfig -> the key that decides it."""
-
 
 class Answer(NamedTuple):
     """Why an argument of TRL cannot be given in `train.extra` or `grpo.extra`, and what to do."""
 
-    key: str
-    """The key that decides it; empty when there is none."""
-
+    key: str  # the key that decides it; empty when there is none
     what: str
     fix: str
 
 
 def find_key(action: str) -> str:
-    """The key at the start of what to write."""
+    """Return the key at the start of what to write."""
     return re.split(r"[^\w.]", action, maxsplit=1)[0]
 
 
 def kit_answer(name: str, *, draws: bool = False) -> Answer | None:
-    """The answer to an argument of TRL's SFTConfig, or of its GRPOConfig where a run `draws` completions; None when it
+    """Answer an argument of TRL's SFTConfig, or of its GRPOConfig where a run `draws` completions; None when it
     may be given."""
     if name in WITHOUT_KEY:
         return Answer("", WITHOUT_KEY[name], "remove it")
     if draws and name in WITHOUT_MEANING:
         return Answer("", WITHOUT_MEANING[name], "remove it")
     sections = ("grpo", "", "train", "model") if draws else ("", "train", "model")
-    actions = [key for key in find_homes(name) if key.rpartition(".")[0] in sections]
-    actions += [LOSS_OF_SFT[name]] if name in LOSS_OF_SFT and not draws else []
+    actions = [key for key in all_homes().get(name, []) if key.rpartition(".")[0] in sections]
+    actions += ["train.loss_head"] if name == "loss_type" and not draws else []  # in GRPOConfig it is something else
     actions += ["train.precision"] if name in SPELLINGS else []
     actions += [OTHER_KITS[name]] if name in OTHER_KITS else []
     actions += [key for start, key in _PREFIXES.items() if name.startswith(start)]
@@ -414,7 +383,7 @@ CLUSTER_KEYS: dict[str, str] = {
         "train.gradient_checkpointing, and for offloading cluster.deepspeed"
     ),
     "pipeline_config": "write cluster.strategy: fsdp; a pipeline needs a schedule that the Trainer does not have",
-}
+}  # fmt: skip
 """Key below `cluster` as guides for Ray and NeMo RL write it -> what to do here."""
 
 REFUSED_CHOICES: dict[tuple[str, str], tuple[str, str]] = {
@@ -425,5 +394,5 @@ REFUSED_CHOICES: dict[tuple[str, str], tuple[str, str]] = {
         "of them, and dies (torch 2.13)",
         "write powersgd",
     ),
-}
+}  # fmt: skip
 """(key, word) -> why a choice that exists elsewhere is none here, and what to write."""

@@ -5,7 +5,7 @@ It translates; it decides nothing about what is valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -13,24 +13,17 @@ from pydantic import ValidationError
 
 from sftplay.config.keys import (
     RENAMED_KEYS,
+    all_homes,
     all_keys,
     all_sections,
-    find_homes,
     list_keys,
     node_at,
     required_below,
     section_at,
 )
-from sftplay.config.layers import Layer, LocatedProblem, SourceLocation
+from sftplay.config.layers import Layer, LocatedProblem, SourceLocation, walk
 from sftplay.config.manual import accepts, described, list_choices
-from sftplay.config.other_kits import (
-    CLUSTER_KEYS,
-    OTHER_KITS,
-    REFUSED_CHOICES,
-    action_for,
-    find_key,
-    keys_below,
-)
+from sftplay.config.other_kits import CLUSTER_KEYS, OTHER_KITS, REFUSED_CHOICES, action_for, find_key, keys_below
 from sftplay.config.yaml12 import KeyPath, scalar
 from sftplay.errors import MOST_PROBLEMS, ConfigError, nearest_names
 
@@ -38,7 +31,7 @@ _MEANT = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false
 
 
 class _Explanation(NamedTuple):
-    """What is wrong with a key or its value, one action, and the names it may have meant."""
+    """The names are those that a key or its value may have meant."""
 
     what: str
     fix: str
@@ -46,14 +39,10 @@ class _Explanation(NamedTuple):
 
 
 def translated(error: ValidationError, merged: Layer, *, file: str) -> list[LocatedProblem]:
-    """One problem for each key that pydantic refuses; `file` is named for keys that are missing."""
+    """Return a problem for each key that pydantic refuses; `file` is named for keys that are missing."""
     refused, nowhere = _by_key(error.errors(), merged.values), SourceLocation(0, 0, file)
-    unknown = (
-        key
-        for path, kind in refused.items()
-        if kind == "extra_forbidden"
-        for key in keys_below(path, _value_at(path, merged.values))
-    )
+    named = (path for path, kind in refused.items() if kind == "extra_forbidden")
+    unknown = (key for path in named for key in keys_below(path, _value_at(path, merged.values)))
     # A problem looks for near names, which takes a millisecond: only those that are shown do.
     problems = [
         _problem(key, merged.find_location_within(key) or nowhere, explanation=_unknown(key))
@@ -73,52 +62,39 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Loca
 
 
 def missing_key(key: str, merged: Layer, *, file: str, path: KeyPath = ()) -> LocatedProblem:
-    """The problem that a required key is not given; `path` leads to it where it is one of a list's entry."""
+    """Return the problem that a required key is not given; `path` leads to it where it is one of a list's entry."""
     at = path if any(isinstance(part, int) for part in path) else tuple(key.split("."))
-    return _problem(at, merged.find_location(at) or SourceLocation(0, 0, file), explanation=_missing(key))
+    about = (all_keys()[key].description or described(node_at(key))).split(". ")[0].rstrip(".")
+    explanation = _Explanation("required, but not given", f"add {key}: {about[0].lower()}{about[1:]}")
+    return _problem(at, merged.find_location(at) or SourceLocation(0, 0, file), explanation=explanation)
 
 
 def _by_key(errors: Iterable[Any], values: dict[str, Any]) -> dict[KeyPath, str]:
     """Path -> kind of problem. A union gives one error for each of its forms; they become one."""
     found: dict[KeyPath, str] = {}
     for error in errors:
-        at = _path_in_file(error["loc"], values)
-        if error["type"] == "string_unicode" and not isinstance(_value_at(at, values), str):
-            # A key that pydantic cannot read and does not name.
-            found |= dict.fromkeys(_keys_with_half_characters(values), "extra_forbidden")
+        # The part of pydantic's location that is in the file; the rest names forms of a union.
+        path: list[str | int] = []
+        value: Any = values
+        for part in error["loc"]:
+            if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+                value = value[part]
+                path.append(part)
+        if error["type"] == "string_unicode" and not isinstance(value, str):
+            # A key with half of a character, which pydantic cannot read and does not name.
+            keys = (key for key, _ in walk(values) if key and any("\ud800" <= c <= "\udfff" for c in str(key[-1])))
+            found |= dict.fromkeys(keys, "extra_forbidden")
             continue
         named = error["type"] in ("extra_forbidden", "missing")
-        found.setdefault(error["loc"] if named else at, error["type"])
+        found.setdefault(error["loc"] if named else tuple(path), error["type"])
     lists = {path[:-1] for path in found if isinstance(path[-1], int)}
     return {path: kind for path, kind in found.items() if path not in lists}
-
-
-def _keys_with_half_characters(values: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
-    for key, value in values.items() if isinstance(values, dict) else ():
-        if isinstance(key, str) and any("\ud800" <= c <= "\udfff" for c in key):
-            yield (*path, key)
-        else:
-            yield from _keys_with_half_characters(value, (*path, key))
 
 
 def _value_at(path: KeyPath, values: Any) -> Any:
     for part in path:
         values = values[part]
     return values
-
-
-def _path_in_file(loc: KeyPath, values: Any) -> KeyPath:
-    """The part of pydantic's location that is in the file; the rest names forms of a union."""
-    path: list[str | int] = []
-    for part in loc:
-        if isinstance(values, dict) and part in values:
-            values = values[str(part)]
-        elif isinstance(values, list) and isinstance(part, int):
-            values = values[part]
-        else:
-            continue
-        path.append(part)
-    return tuple(path)
 
 
 def _unknown(path: KeyPath) -> _Explanation:
@@ -135,26 +111,16 @@ def _unknown(path: KeyPath) -> _Explanation:
         return _Explanation(f"{name!r} is the name of a guide", f"write {guide_action}", [find_key(guide_action)])
     if inside == "cluster" and name in CLUSTER_KEYS:
         return _Explanation(f"{name!r} is another kit's name", CLUSTER_KEYS[name])
-    if homes := [home for home in find_homes(name) if home != dotted]:
+    if homes := [home for home in all_homes().get(name, []) if home != dotted]:
         return _Explanation(what, f"it belongs elsewhere: write {' or '.join(homes)}", homes)
     if action := OTHER_KITS.get(_plain(name)):
         return _Explanation(f"{name!r} is another kit's name", f"write {action}", [find_key(action)])
     if near := nearest_names(_plain(name), [*siblings, *(() if inside else ("include",))]):
-        return _Explanation(what, f"did you mean {near[0]!r}?", [f"{inside}.{one}".lstrip(".") for one in near])
-    if far := nearest_names(_plain(name), _names_at_home()):
-        return _Explanation(what, f"did you mean {' or '.join(find_homes(far[0]))}?", find_homes(far[0]))
+        return _Explanation(what, f"did you mean {near[0]!r}?", [f"{inside}.{known}".lstrip(".") for known in near])
+    if far := nearest_names(_plain(name), list(all_homes())):
+        homes = all_homes()[far[0]]
+        return _Explanation(what, f"did you mean {' or '.join(homes)}?", homes)
     return _Explanation(what, f"remove it; {inside or 'the config'} has {', '.join(siblings)}")
-
-
-def _names_at_home() -> list[str]:
-    """The last parts of all keys and sections that have one place."""
-    names = (key.rpartition(".")[2] for key in [*all_keys(), *all_sections()] if key)
-    return [name for name in names if find_homes(name)]
-
-
-def _missing(key: str) -> _Explanation:
-    about = (all_keys()[key].description or described(node_at(key))).split(". ")[0].rstrip(".")
-    return _Explanation("required, but not given", f"add {key}: {about[0].lower()}{about[1:]}")
 
 
 def _wrong_value(path: KeyPath, values: Any) -> _Explanation:
@@ -174,8 +140,8 @@ def _wrong_value(path: KeyPath, values: Any) -> _Explanation:
     if isinstance(value, str):
         if refused := REFUSED_CHOICES.get((key, _plain(value))):
             return _Explanation(f"{value!r} {refused[0]}", refused[1])
-        if list_choices(node):
-            return _wrong_word(key, value, in_list=isinstance(path[-1], int))
+        if choices := list_choices(node):
+            return _wrong_word(key, value, choices=choices, in_list=isinstance(path[-1], int))
     return _Explanation(f"{_as_yaml(value)} is not {described(node)}", _value_fix(value, node))
 
 
@@ -191,13 +157,13 @@ def _wrong_entry(key: str, name: str, *, value: Any) -> _Explanation:
     return _Explanation(f"{key} has no field called {name!r}", fix, [f"{key}.{one}" for one in near])
 
 
-def _wrong_word(key: str, word: str, *, in_list: bool) -> _Explanation:
+def _wrong_word(key: str, word: str, *, choices: list[str], in_list: bool) -> _Explanation:
     node = node_at(key)
-    choices = list_choices(node)
     if in_list and word == "none":
         return _Explanation("'none' stands in a list", f"write {key}: none, or remove it from the list")
     only_words = all("enum" in form or "const" in form or list_choices(form) for form in node.get("anyOf", [node]))
-    what = f"no {_noun(key)} called {word!r}" if only_words else f"{word!r} is not {described(node)}"
+    noun = "task" if key == "task_mode" else key.rpartition(".")[2].replace("_", " ")
+    what = f"no {noun} called {word!r}" if only_words else f"{word!r} is not {described(node)}"
     near = nearest_names(_plain(word), choices)
     if not near:
         return _Explanation(what, _value_fix(word, node))
@@ -234,10 +200,6 @@ def _problem(path: KeyPath, location: SourceLocation, *, explanation: _Explanati
 
 def _plain(name: str) -> str:
     return name.lower().replace("-", "_")
-
-
-def _noun(key: str) -> str:
-    return "task" if key == "task_mode" else key.rpartition(".")[2].replace("_", " ")
 
 
 def _dotted(path: Iterable[str | int]) -> str:

@@ -13,8 +13,7 @@ from sftplay.config.layers import Layer
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Section
 
-RESOLVED = "config.resolved.yaml"
-"""Name of the file in a run's folder."""
+RESOLVED = "config.resolved.yaml"  # name of the file in a run's folder
 
 # Files in the folders of older runs are recognised by these lines.
 _HEAD = "# Every key of the run; a comment names where a value comes from, all others are defaults."
@@ -24,7 +23,7 @@ _BARE = re.compile(r"[A-Za-z_/.][A-Za-z0-9_./@+-]*[A-Za-z0-9_/]|[A-Za-z]")
 
 
 def dump_resolved(cfg: RunConfig) -> str:
-    """YAML in the order of the schema that `load_config` reads back to an equal config.
+    """Write YAML in the order of the schema that `load_config` reads back to an equal config.
 
     A comment names the origin of a value that was set: `epochs: 1  # configs/run.yaml:7`.
     """
@@ -33,17 +32,17 @@ def dump_resolved(cfg: RunConfig) -> str:
 
 
 def dump_given(cfg: RunConfig) -> str:
-    """YAML of the values that were set, each with its origin; `load_config` reads it back to an equal config."""
-
-    def is_given(key: str) -> bool:
-        return not key or any(f"{one}.".startswith(f"{key}.") or f"{key}.".startswith(f"{one}.") for one in cfg.origins)
+    """Write YAML of the values that were set, each with its origin; `load_config` reads it back to an equal config."""
 
     def indent(line: str) -> int:
         return len(line) - len(line.lstrip())
 
     kept: list[str] = []
-    for key, line in reversed([entry for entry in _lines(cfg, "") if is_given(entry[0])]):
-        if key or (kept and indent(kept[-1]) > indent(line)):  # a section without anything that was set is left out
+    set_keys = [f"{key}." for key in cfg.origins]
+    for key, line in reversed(list(_lines(cfg, ""))):
+        is_set = any(given.startswith(f"{key}.") or f"{key}.".startswith(given) for given in set_keys)
+        # A section without anything that was set is left out.
+        if (key and is_set) or (not key and kept and indent(kept[-1]) > indent(line)):
             kept.append(line + _comment(cfg.origins.get(key)))
     return "\n".join([_GIVEN, *reversed(kept)]) + "\n"
 
@@ -63,28 +62,22 @@ def with_new_names(layer: Layer) -> Layer:
             section = dict(values[before[0]])
             section[after[1]] = section.pop(before[1])
             values[before[0]] = section
-            locations = {
-                after + path[2:] if path[:2] == before else path: location for path, location in locations.items()
-            }
+            locations = {after + path[2:] if path[:2] == before else path: at for path, at in locations.items()}
     return Layer(values, locations)
 
 
 def read_origins(cfg: RunConfig, text: str) -> dict[str, str]:
-    """Dotted key -> origin, from the comments of the text that `dump_resolved` made of `cfg`.
+    """Read dotted key -> origin from the comments of the text that `dump_resolved` made of `cfg`.
 
     A line that was edited by hand has no origin.
     """
     origins, old_names = {}, {new: old for old, new in RENAMED_KEYS.items()}
     for (key, line), written in zip(_lines(cfg, ""), text.split("\n")[1:], strict=False):
-        old_line = line.replace(_last(key), _last(old_names.get(key, key)), 1)
+        old_line = line.replace(key.rpartition(".")[2], old_names.get(key, key).rpartition(".")[2], 1)
         comment = written.removeprefix(old_line if written.startswith(old_line) else line)
         if comment != written and comment.startswith(_MARK):
             origins[key] = comment.removeprefix(_MARK)
     return origins
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]
 
 
 def _lines(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
@@ -109,7 +102,7 @@ def _lines(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def flow(value: Any) -> str:
-    """A value on one line, in the form that YAML 1.2 reads back as the same value and type."""
+    """Write a value on one line, in the form that YAML 1.2 reads back as the same value and type."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, float):
@@ -124,16 +117,10 @@ def flow(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """The text between double quotes, as YAML reads it back to the character."""
-    return f'"{"".join(_escaped(character) for character in text)}"'
-
-
-def _escaped(character: str) -> str:
-    if character in '"\\':
-        return f"\\{character}"
-    if character in "\n\t":
-        return {"\n": "\\n", "\t": "\\t"}[character]
-    return character if character.isprintable() else f"\\U{ord(character):08x}"
+    """Write the text between double quotes, as YAML reads it back to the character."""
+    escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
+    written = (escapes.get(c, c if c.isprintable() else f"\\U{ord(c):08x}") for c in text)
+    return f'"{"".join(written)}"'
 
 
 def _comment(origin: str | None) -> str:

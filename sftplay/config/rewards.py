@@ -16,8 +16,7 @@ from sftplay.units import parse_bytes
 if TYPE_CHECKING:
     from sftplay.config.run import RunConfig
 
-CODE_TESTS = "code_tests"
-"""The reward whose programs run in the sandbox."""
+CODE_TESTS = "code_tests"  # the reward whose programs run in the sandbox
 
 
 class RewardConfig(Section):
@@ -70,12 +69,11 @@ class SandboxConfig(Section):
     their folders and no others."""
 
 
-LEAST_MEMORY = 64 << 20
-"""Bytes that the interpreter itself needs, with room for a small program."""
+LEAST_MEMORY = 64 << 20  # bytes that the interpreter itself needs, with room for a small program
 
 
 def broken_reward_rules(cfg: RunConfig) -> Iterator[Problem]:
-    """Limits of the sandbox that contradict each other, and deadlines that the sandbox cannot keep."""
+    """Yield limits of the sandbox that contradict each other, and deadlines that the sandbox cannot keep."""
     box = cfg.sandbox
     if box.test_timeout > box.timeout:
         what = f"one test may take {box.test_timeout:g} s, and all tests together {box.timeout:g} s"
@@ -96,7 +94,7 @@ def broken_reward_rules(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def idle_reward_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Key, the key that takes its effect away, and why: the sandbox of a run that runs no programs."""
+    """Yield the keys of the sandbox, with the reason, where no programs run."""
     if not any(reward.use == CODE_TESTS for reward in cfg.rewards):
         for name in type(cfg.sandbox).model_fields:
             yield f"sandbox.{name}", f"sandbox.{name}", f"no reward uses {CODE_TESTS}"

@@ -9,37 +9,30 @@ import math
 from collections.abc import Callable, Iterator
 
 from sftplay.config.cluster import SPLIT_WEIGHTS, broken_cluster_rules
-from sftplay.config.data import (
-    broken_cpt_rules,
-    broken_data_rules,
-    has_held_out,
-    idle_cpt_keys,
-    idle_data_keys,
-)
+from sftplay.config.data import broken_cpt_rules, broken_data_rules, has_held_out, idle_cpt_keys, idle_data_keys
 from sftplay.config.keys import keys_in, list_keys, path_keys
-from sftplay.config.layers import NO_PRETRAINED, is_overlong
+from sftplay.config.layers import NO_PRETRAINED, is_overlong, walk
 from sftplay.config.resolved import flow
 from sftplay.config.rewards import broken_reward_rules, idle_reward_keys
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Problem, find_spec
-from sftplay.config.train import TrainConfig
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.tasks import TASKS
 from sftplay.units import parse_seconds
 
 
 def check_rules(cfg: RunConfig) -> list[ConfigError]:
-    """Every rule the config breaks, as an error with the place of the value that is easiest to change."""
+    """Return every rule the config breaks, as an error with the place of the value that is easiest to change."""
     return [problem.as_error(cfg) for problem in broken_rules(cfg)]
 
 
 def broken_rules(cfg: RunConfig) -> list[Problem]:
-    """The same as violations, which name all the keys that a rule looked at."""
+    """Return the same as problems, which name all the keys that a rule looked at."""
     return [problem for rule in _RULES for problem in rule(cfg)]
 
 
 def notes(cfg: RunConfig) -> list[str]:
-    """One line for each setting that was written down and has no effect in this run.
+    """Return a line for each setting that was written down and has no effect in this run.
 
     A value that a file merely includes is not reported: a shared base file may say more than one run needs. Nothing in
     a resolved file is reported, because it writes down every key.
@@ -47,26 +40,28 @@ def notes(cfg: RunConfig) -> list[str]:
     origins = cfg.origins
     if set(origins) >= {key for key, _ in keys_in(cfg)}:
         return []
-    return [
-        f"{origins[key]} {key} has no effect: {reason}"
-        for key, decider, reason in idle_keys(cfg)
-        if key in origins and _is_deliberate(origins[key], origins.get(decider))
-    ]
-
-
-def _is_deliberate(origin: str, decider: str | None) -> bool:
-    return decider is None or origin == "command line" or origin.rpartition(":")[0] == decider.rpartition(":")[0]
+    found = []
+    for key, decider, reason in idle_keys(cfg):
+        origin, other = origins.get(key), origins.get(decider)
+        if origin is not None and (
+            other is None or origin == "command line" or origin.rpartition(":")[0] == other.rpartition(":")[0]
+        ):
+            found.append(f"{origin} {key} has no effect: {reason}")
+    return found
 
 
 def idle_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Key, the key that takes its effect away, and why."""
+    """Yield each key without effect, the key that takes its effect away, and why."""
     mode, train = cfg.tuning.mode, cfg.train
+    # While a size is `auto`, the number of processes is not known.
+    sizes = (train.batch_size, train.grad_accum)
+    is_alone = "auto" not in sizes and math.prod(map(int, sizes)) == train.effective_batch_size
     for key, _ in keys_in(cfg):
         if key.startswith("tuning.lora.") and mode == "full":
             yield key, "tuning.mode", "tuning.mode full trains no adapter"
         if key in ("tuning.quant_type", "tuning.double_quant") and mode != "qlora":
             yield key, "tuning.mode", f"tuning.mode {mode} holds no weights in 4 bits"
-        if key.startswith(("cluster.comm.", "cluster.nccl.")) and _has_one_process(train):
+        if key.startswith(("cluster.comm.", "cluster.nccl.")) and is_alone:
             yield key, key, "a single process exchanges no gradients"
         elif key in ("cluster.comm.hook", "cluster.comm.static_graph") and cfg.task.averages_itself:
             yield key, "task_mode", f"task_mode {cfg.task_mode} sends whole gradients itself, once a step"
@@ -83,18 +78,16 @@ def idle_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "train.decay_ratio", "train.lr_scheduler", reason
     yield from idle_data_keys(cfg)
     yield from idle_cpt_keys(cfg)
-    yield from _keys_of_other_tasks(cfg)
-    yield from find_spec(cfg).idle_keys(cfg)
-    yield from idle_new_token_keys(cfg)
-    yield from idle_reward_keys(cfg)
-
-
-def _keys_of_other_tasks(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
-    section = TASKS[cfg.task_mode].section
-    absent = {row.section: row.absent for row in TASKS.values() if row.section not in ("", "cpt", section)}
+    absent = {row.section: row.absent for row in TASKS.values() if row.section not in ("", "cpt", cfg.task.section)}
     for key, _ in keys_in(cfg):
         if why := absent.get(key.partition(".")[0]):
             yield key, "task_mode", f"task_mode {cfg.task_mode} {why}"
+    yield from find_spec(cfg).idle_keys(cfg)
+    if cfg.tuning.new_tokens.path is not None:
+        yield f"{NEW_TOKENS}.min_count", f"{NEW_TOKENS}.path", f"{NEW_TOKENS}.path lists the terms"
+    elif not cfg.tuning.new_tokens.count:
+        yield f"{NEW_TOKENS}.min_count", f"{NEW_TOKENS}.count", f"{NEW_TOKENS}.count 0 finds no terms"
+    yield from idle_reward_keys(cfg)
 
 
 def _task_rules(cfg: RunConfig) -> Iterator[Problem]:
@@ -106,13 +99,6 @@ def _task_rules(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.task.reads_text and cfg.model.name == NO_PRETRAINED:
         what = f"{NO_PRETRAINED} is the model of task mode hrm, and the task is {cfg.task_mode}"
         yield Problem(("model.name", "task_mode"), what, fix="name another model, or write task_mode: hrm")
-
-
-def _has_one_process(train: TrainConfig) -> bool:
-    """True when the sizes say that there is one process; False while a size is `auto`."""
-    if train.batch_size == "auto" or train.grad_accum == "auto":
-        return False
-    return train.batch_size * train.grad_accum == train.effective_batch_size
 
 
 def _static_graph(cfg: RunConfig) -> Iterator[Problem]:
@@ -128,24 +114,19 @@ def _static_graph(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem((key, "train.oom_recovery"), what, fix="write train.oom_recovery: false, or remove it")
 
 
-def _rate_scaling(cfg: RunConfig) -> Iterator[Problem]:
-    train = cfg.train
+def _schedule(cfg: RunConfig) -> Iterator[Problem]:
+    """The peak rate and what follows it."""
+    train, scheduler = cfg.train, "train.lr_scheduler"
     scaling, found_with = "train.lr_scaling", "train.lr_batch_size"
-    if train.lr_scaling == "none":
-        if train.lr_batch_size is not None:
-            what = f"{train.lr_batch_size} is given, but {scaling} none scales nothing"
-            yield Problem((found_with, scaling), what, fix=f"write {scaling}: linear or sqrt, or remove {found_with}")
-        return
-    if train.lr_batch_size is None:
+    if train.lr_scaling == "none" and train.lr_batch_size is not None:
+        what = f"{train.lr_batch_size} is given, but {scaling} none scales nothing"
+        yield Problem((found_with, scaling), what, fix=f"write {scaling}: linear or sqrt, or remove {found_with}")
+    if train.lr_scaling != "none" and train.lr_batch_size is None:
         what = f"{train.lr_scaling} needs the effective batch that train.learning_rate was found with"
         yield Problem((scaling, found_with), what, fix=f"give {found_with}, or remove {scaling}")
-    if train.learning_rate == "auto":
+    if train.lr_scaling != "none" and train.learning_rate == "auto":
         what = f"{train.lr_scaling} scales a rate that you have found, but train.learning_rate is auto"
         yield Problem((scaling, "train.learning_rate"), what, fix=f"give train.learning_rate, or remove {scaling}")
-
-
-def _schedule(cfg: RunConfig) -> Iterator[Problem]:
-    train, scheduler = cfg.train, "train.lr_scheduler"
     falls_late = train.lr_scheduler == "warmup_stable_decay"
     if falls_late and train.warmup_ratio + train.decay_ratio > 1:
         what = f"{train.decay_ratio:g} and train.warmup_ratio {train.warmup_ratio:g} are more than all steps"
@@ -161,23 +142,17 @@ def _schedule(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def _held_out_rules(cfg: RunConfig) -> Iterator[Problem]:
-    data = cfg.data
+    data, train = cfg.data, cfg.train
     if data.val_path is not None and data.split is not None:
         what = f"{data.split:g} is given, but data.val_path names the held-out rows already"
         yield Problem(("data.split", "data.val_path"), what, fix="remove one of the two")
-    if data.val_path is not None or (has_held_out(cfg) if cfg.datasets else data.split != 0):
-        return
-    if cfg.task.measures_training_rows:
-        return
-    for key in ("train.best_metric", "train.early_stopping", "train.eval_steps", "eval.before", "eval.after"):
-        if cfg.get_value(key):
-            what = "needs held-out rows, but data.split is 0 and there is no data.val_path"
-            fix = "give data.val_path, or a data.split above 0"
-            yield Problem((key, "data.split", "data.val_path"), what, fix=fix)
-
-
-def _saves_where_it_evaluates(cfg: RunConfig) -> Iterator[Problem]:
-    train = cfg.train
+    holds_out = data.val_path is not None or (has_held_out(cfg) if cfg.datasets else data.split != 0)
+    if not holds_out and not cfg.task.measures_training_rows:
+        for key in ("train.best_metric", "train.early_stopping", "train.eval_steps", "eval.before", "eval.after"):
+            if cfg.get_value(key):
+                what = "needs held-out rows, but data.split is 0 and there is no data.val_path"
+                fix = "give data.val_path, or a data.split above 0"
+                yield Problem((key, "data.split", "data.val_path"), what, fix=fix)
     if train.best_metric != "loss" and train.early_stopping is None:
         return
     if train.save_steps is None or train.eval_steps is None or train.save_steps % train.eval_steps == 0:
@@ -209,15 +184,11 @@ def _batch_is_exact(cfg: RunConfig) -> Iterator[Problem]:
             yield Problem((key, keys[2]), what, fix=f"write {' or '.join(map(str, around))}")
 
 
-def _token_batches(cfg: RunConfig) -> Iterator[Problem]:
-    train = cfg.train
+def _limits(cfg: RunConfig) -> Iterator[Problem]:
+    train, profile = cfg.train, cfg.train.profile
     if train.batching == "tokens" and train.packing is True:
         what = "tokens forms micro-batches of padded rows, but train.packing true leaves no padding to save"
         yield Problem(("train.batching", "train.packing"), what, fix="keep one of the two")
-
-
-def _limits(cfg: RunConfig) -> Iterator[Problem]:
-    train, profile = cfg.train, cfg.train.profile
     if train.time_limit is not None:
         try:
             parse_seconds(str(train.time_limit))
@@ -276,81 +247,49 @@ def _lists(cfg: RunConfig) -> Iterator[Problem]:
             yield Problem((key,), f"{', '.join(twice)} is listed twice", fix="list it once")
 
 
-COUNT, PATH = "tuning.new_tokens.count", "tuning.new_tokens.path"
-KEYS = (COUNT, PATH)
+NEW_TOKENS = "tuning.new_tokens"
 
 
-def broken_new_token_rules(cfg: RunConfig) -> Iterator[Problem]:
+def _new_tokens(cfg: RunConfig) -> Iterator[Problem]:
     """Two sources of terms, and settings under which the rows of new tokens would not train."""
     wanted = cfg.tuning.new_tokens
     if not wanted.is_on:
         return
+    given = f"{NEW_TOKENS}.count" if wanted.count else f"{NEW_TOKENS}.path"
     if wanted.count and wanted.path is not None:
-        what = f"{wanted.count} terms are to be found, but {PATH} lists them"
-        yield Problem(KEYS, what, fix="keep one of the two")
+        what = f"{wanted.count} terms are to be found, but {NEW_TOKENS}.path lists them"
+        yield Problem((given, f"{NEW_TOKENS}.path"), what, fix="keep one of the two")
     if cfg.model.adapter is not None and not cfg.model.merge_adapter:
         what = "an adapter that is continued has no rows for new tokens"
         fix = "write model.merge_adapter: true, which trains a new adapter, or remove tuning.new_tokens"
-        yield Problem((*_given(cfg), "model.adapter"), what, fix=fix)
+        yield Problem((given, "model.adapter"), what, fix=fix)
     if not cfg.tuning.trains_single_rows:
         return
-    if cfg.cluster.strategy in SPLIT_WEIGHTS:
-        what = (
-            f"the rows of new tokens train where each process has the whole matrix, which {cfg.cluster.strategy} splits"
-        )
+    if (strategy := cfg.cluster.strategy) in SPLIT_WEIGHTS:
+        what = f"the rows of new tokens train where each process has the whole matrix, which {strategy} splits"
         fix = "write cluster.strategy: ddp or zero2, or tuning.mode: full"
-        yield Problem(("cluster.strategy", *_given(cfg)), what, fix=fix)
+        yield Problem(("cluster.strategy", given), what, fix=fix)
     if cfg.train.loss_head == "liger":
         what = "liger was not tried with rows of new tokens, which PEFT puts into the head's weight at each step"
-        yield Problem(("train.loss_head", *_given(cfg)), what, fix="write train.loss_head: chunked")
-
-
-def idle_new_token_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Key, the key that takes its effect away, and why."""
-    wanted, key = cfg.tuning.new_tokens, "tuning.new_tokens.min_count"
-    if wanted.path is not None:
-        yield key, PATH, f"{PATH} lists the terms"
-    elif not wanted.count:
-        yield key, COUNT, f"{COUNT} 0 finds no terms"
-
-
-def _given(cfg: RunConfig) -> tuple[str, ...]:
-    return (COUNT,) if cfg.tuning.new_tokens.count else (PATH,)
+        yield Problem(("train.loss_head", given), what, fix="write train.loss_head: chunked")
 
 
 _CHOICES = {"train.resume": ("never", "auto"), "data.template": ("auto", "chatml")}
 """Key -> the words it takes besides a path. A near miss of a word would be taken for a path."""
 
 
-def broken_text_rules(cfg: RunConfig) -> Iterator[Problem]:
-    """Every rule that a text of the config breaks."""
-    yield from _characters(cfg)
-    yield from _texts(cfg)
-    yield from _homes(cfg)
-    yield from _twins(cfg)
-
-
 def _characters(cfg: RunConfig) -> Iterator[Problem]:
     """No path, name or text can hold a NUL or half of a character: files, processes and tokenizers refuse both."""
     for key, _ in keys_in(cfg):
-        for place, text in _texts_in(cfg.get_value(key), key):
+        texts = [pair for pair in walk(cfg.get_value(key)) if isinstance(pair[1], str)]
+        for path, text in texts:
+            place = ".".join([key, *(part for part in path if isinstance(part, str))])
             if "\0" in text:
                 yield Problem((place,), "holds a NUL character", fix="remove it")
             elif not _is_unicode(text):
                 yield Problem((place,), f"{text!r} is not valid Unicode", fix="write it as UTF-8")
             elif key != "data.system" and is_overlong(text):
                 yield Problem((place,), f"is longer than any name or path: {len(text):,} characters", fix="shorten it")
-
-
-def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _texts_in(inner, key)
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _texts_in(inner, f"{key}.{name}")
 
 
 def _is_unicode(text: str) -> bool:
@@ -382,9 +321,6 @@ def _texts(cfg: RunConfig) -> Iterator[Problem]:
         if near:
             fix = f"did you mean {near[0]!r}? A path of that name is written ./{value}"
             yield Problem((key,), f"{value!r} is neither {' nor '.join(words)}", fix=fix, nearest=tuple(near))
-
-
-def _homes(cfg: RunConfig) -> Iterator[Problem]:
     for key in path_keys(cfg):
         value = cfg.get_value(key)
         if isinstance(value, str) and value.startswith("~"):
@@ -403,21 +339,20 @@ def _twins(cfg: RunConfig) -> Iterator[Problem]:
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    broken_text_rules,
+    _characters,
+    _texts,
+    _twins,
     _batch_is_exact,
-    _token_batches,
     _held_out_rules,
-    _saves_where_it_evaluates,
     _lists,
     _limits,
     _static_graph,
-    _rate_scaling,
     _schedule,
     _extra,
     broken_data_rules,
     broken_reward_rules,
     broken_cpt_rules,
     _task_rules,
-    broken_new_token_rules,
+    _new_tokens,
     broken_cluster_rules,
 )

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 else:
     TaskMode = Literal[tuple(TASKS)]
 
-Backend = Literal["bnb", "unsloth"]
 FlashKernel = Literal["flash_attention_2", "kernels-community/flash-attn2", "kernels-community/flash-attn3"]
 FLASH_KERNELS: tuple[str, ...] = get_args(FlashKernel)
 Attention = Literal["sdpa", "eager", FlashKernel]
@@ -118,7 +117,7 @@ class TuningConfig(Section):
     mode: Literal["full", "lora", "qlora"] = "lora"
     """full trains every weight; lora an adapter; qlora an adapter on a base held in 4 bits."""
 
-    backend: Backend | Auto = "bnb"
+    backend: Literal["bnb", "unsloth"] | Auto = "bnb"
     """What loads the model and adds the adapter. bnb: transformers and PEFT, 4 bits by bitsandbytes. unsloth: its
     kernels, for lora and qlora in one process (`make train-unsloth`). auto: unsloth if GPU and installed versions allow
     it, else bnb; the log says which and why."""
@@ -264,8 +263,8 @@ class RunConfig(Section):
             return self.model.max_seq_len - self.score.max_new_tokens - self.score.max_hint_tokens
         return self.grpo.max_prompt_length or self.model.max_seq_len - self.grpo.max_completion_length
 
-    def steps_of_tokens(self, tokens: int) -> int:
-        """Optimizer steps that train on at least so many tokens: a block repeats one token of the block before it."""
+    def count_steps(self, tokens: int) -> int:
+        """Count the steps that train on at least so many tokens: a block repeats one token of the block before it."""
         return max(1, math.ceil(tokens / (self.train.effective_batch_size * (self.row_tokens - 1))))
 
     @property
@@ -284,7 +283,7 @@ class RunConfig(Section):
         return self._origins
 
     def get_value(self, dotted: str) -> Any:
-        """The value of a dotted key; also of one below `data.columns` and `extra`, and of an entry of a list."""
+        """Return the value of a dotted key; also of one below `data.columns` and `extra`, and of an entry of a list."""
         value: Any = self
         for name in dotted.split("."):
             if isinstance(value, dict):
@@ -294,14 +293,16 @@ class RunConfig(Section):
         return value
 
     def with_origins(self, origins: dict[str, str]) -> RunConfig:
-        """A copy that remembers these origins and no others."""
+        """Return a copy that remembers these origins and no others."""
         copy = self.model_copy()
         copy._origins = dict(origins)
         return copy
 
     def with_values(self, values: dict[str, Any], origin: str) -> RunConfig:
-        """A copy with dotted keys replaced and checked again; `origin` is remembered for each."""
-        tree = self.model_dump()
+        """Return a copy with dotted keys replaced, their sections checked again; `origin` is remembered for each."""
+        # pydantic takes the sections that stay as they are, objects of their classes, without a second check.
+        changed = {dotted.partition(".")[0] for dotted in values}
+        tree = dict(self) | self.model_dump(include=changed)
         for dotted, value in values.items():
             *path, last = dotted.split(".")
             branch: Any = tree

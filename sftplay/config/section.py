@@ -46,13 +46,13 @@ class Problem:
     nearest: tuple[str, ...] = field(default=(), kw_only=True)
 
     def as_error(self, cfg: RunConfig) -> ConfigError:
-        """The violation as an error at the place where `key_in` was written."""
+        """Return the problem as an error at the place where `key_in` was written."""
         key = self.key_in(cfg)
         where = f"{cfg.origins[key]} {key}" if key in cfg.origins else key
         return ConfigError(self.what, where=where, fix=self.fix, nearest=self.nearest)
 
     def key_in(self, cfg: RunConfig) -> str:
-        """The key to report it at: the first one that was written down."""
+        """Return the key to report it at: the first one that was written down."""
         return next((key for key in self.keys if key in cfg.origins), self.keys[0])
 
 

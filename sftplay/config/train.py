@@ -10,16 +10,12 @@ from pydantic import Field
 from sftplay.config.section import Auto, NotNegative, Positive, PositiveFloat, Section, Share, UserPath
 
 Precision = Literal["fp32", "bf16", "fp16"]
-LossHead = Literal["standard", "chunked", "liger"]
 Optimizer = Literal[
     "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor", "sgd"
 ]
 Schedule = Literal[
     "cosine", "linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "warmup_stable_decay"
 ]
-Batching = Literal["examples", "tokens"]
-Probe = Literal["auto", "always", "off"]
-Scaling = Literal["none", "linear", "sqrt"]
 
 
 class ProfileConfig(Section):
@@ -50,7 +46,7 @@ class TrainConfig(Section):
     cpt_mixed). In task mode grpo 1e-6 for full, 1e-5 for lora and qlora; in task mode score 5e-5 for these two;
     in hrm 1e-4."""
 
-    lr_scaling: Scaling = "none"
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Scale learning_rate with the effective batch size: linear by effective_batch_size / lr_batch_size, sqrt by its
     square root, which suits Adam. More processes do not change the effective batch size, so they do not need this."""
 
@@ -88,11 +84,11 @@ class TrainConfig(Section):
     grad_accum: Positive | Auto = "auto"
     """Micro-batches per optimizer step and process (gradient accumulation). auto follows from the two keys above."""
 
-    batching: Batching = "examples"
+    batching: Literal["examples", "tokens"] = "examples"
     """How micro-batches are formed. examples: batch_size rows each. tokens: rows of similar length, up to batch_size *
     max_seq_len tokens with padding, so that short rows share a micro-batch. A step keeps its rows and its loss."""
 
-    probe: Probe = "auto"
+    probe: Literal["auto", "always", "off"] = "auto"
     """Measure a few steps on the GPU before the launch, and size the micro-batch by them. auto: only if no earlier
     probe fits this model, method and machine; always: each time; off: trust the estimate. It does nothing without a
     GPU, and where a strategy other than ddp splits the run over processes."""
@@ -106,7 +102,7 @@ class TrainConfig(Section):
     packing: bool | Auto = "auto"
     """Pack several rows of a step into one row of max_seq_len tokens. auto: only with a flash attention kernel."""
 
-    loss_head: LossHead | Auto = "auto"
+    loss_head: Literal["standard", "chunked", "liger"] | Auto = "auto"
     """How logits become a loss. standard: all at once. chunked: in chunks of tokens. liger: by Liger's kernel. auto:
     chunked if all logits at once would take too much memory, else standard."""
 

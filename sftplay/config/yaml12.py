@@ -16,25 +16,17 @@ import yaml
 
 from sftplay.errors import ConfigError, ConfigErrors
 
-KeyPath = tuple[str | int, ...]
-"""Where a value is in a document: keys, and positions in lists."""
+KeyPath = tuple[str | int, ...]  # where a value is in a document: keys, and positions in lists
 
 MAX_VALUES = 20_000
 """Most values of one document with its aliases unfolded: a few lines of aliases can unfold into gigabytes."""
 
-MAX_BYTES = 1_000_000
-"""Most bytes of a config file. PyYAML reads about 100,000 a second, comments too."""
+MAX_BYTES = 1_000_000  # most bytes of a config file. PyYAML reads about 100,000 a second, comments too.
 
 _PLAIN = "plain"
 _TAG = "tag:yaml.org,2002:"
-_NULL = re.compile(r"~|null|Null|NULL|")
-_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
-_INT = re.compile(r"[-+]?[0-9]+")
 _OTHER_INT = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_INF = re.compile(r"[-+]?\.(inf|Inf|INF)")
-_MAX_DIGITS = 4000  # Python refuses to read integers of more than 4300
-_NAN = re.compile(r"\.(nan|NaN|NAN)")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 @dataclass(frozen=True)
@@ -46,21 +38,21 @@ class Document:
 
 
 def scalar(text: str) -> Any:
-    """The value of a plain word by YAML 1.2's core schema (section 10.3.2 of the specification).
+    """Return the value of a plain word by YAML 1.2's core schema (section 10.3.2 of the specification).
 
     A word that is no null, boolean or number is text: for example `no`, `on`, `1_000`, `12:30` and `2024-05-01`.
     """
-    if _NULL.fullmatch(text):
+    if text in ("", "~", "null", "Null", "NULL"):
         return None
-    if _BOOL.fullmatch(text):
+    if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
         return text.lower() == "true"
-    if len(text) > _MAX_DIGITS:
+    if len(text) > 4000:  # Python refuses to read integers of more than 4300 digits
         return text
-    if _INT.fullmatch(text):
+    if re.fullmatch(r"[-+]?[0-9]+", text):
         return int(text)
     if _OTHER_INT.fullmatch(text):
         return int(text[2:], 8 if text[1] == "o" else 16)
-    if _FLOAT.fullmatch(text) or _NAN.fullmatch(text) or _INF.fullmatch(text):
+    if _FLOAT.fullmatch(text):
         return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     return text
 
@@ -72,7 +64,7 @@ def drop_below(paths: dict[KeyPath, Any], path: KeyPath) -> None:
 
 
 def parse(text: str, name: str) -> Document:
-    """The document in `text`; `name` stands for it in messages.
+    """Parse the document in `text`; `name` stands for it in messages.
 
     Raises:
         ConfigError: not YAML, a key given twice, a key that is no word, a tag that would build an object.
@@ -102,12 +94,26 @@ def parse(text: str, name: str) -> Document:
 
 
 def read(path: Path, name: str) -> Document:
-    """The mapping in a YAML file; `name` stands for the file in messages.
+    """Read the mapping in a YAML file; `name` stands for the file in messages.
 
     Raises:
         ConfigError: missing, unreadable, a folder, not UTF-8, empty, no mapping, or not YAML as `parse` says.
     """
-    document = parse(_text(path, name), name)
+    try:
+        check_small_file(path, name)
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError("no such file", where=name, fix="check the path; it starts at the current folder") from None
+    except IsADirectoryError:
+        raise ConfigError("is a folder, not a YAML file", where=name, fix="name the YAML file in it") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        what = f"is not UTF-8 text (byte {error.object[error.start]:#04x})"
+        raise ConfigError(what, where=f"{name}:{line}", fix="save the file as UTF-8") from None
+    except (OSError, ValueError) as error:
+        what = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise ConfigError(what, where=name, fix="make it a readable file") from None
+    document = parse(text, name)
     if document.values is None:
         raise ConfigError("the file is empty", where=name, fix="write at least model.name and data.train_path")
     if not isinstance(document.values, dict):
@@ -131,23 +137,6 @@ def check_small_file(path: Path, name: str) -> None:
     if found.st_size > MAX_BYTES:
         what = f"has {found.st_size:,} bytes; a config has at most {MAX_BYTES:,}"
         raise ConfigError(what, where=name, fix="name the file that holds the settings")
-
-
-def _text(path: Path, name: str) -> str:
-    try:
-        check_small_file(path, name)
-        return path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError("no such file", where=name, fix="check the path; it starts at the current folder") from None
-    except IsADirectoryError:
-        raise ConfigError("is a folder, not a YAML file", where=name, fix="name the YAML file in it") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        what = f"is not UTF-8 text (byte {error.object[error.start]:#04x})"
-        raise ConfigError(what, where=f"{name}:{line}", fix="save the file as UTF-8") from None
-    except (OSError, ValueError) as error:
-        what = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise ConfigError(what, where=name, fix="make it a readable file") from None
 
 
 def _syntax_error(error: yaml.MarkedYAMLError, name: str) -> ConfigError:
@@ -189,7 +178,15 @@ class _Builder:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         self._open.add(id(node))
-        built = self._mapping(node, path) if isinstance(node, yaml.MappingNode) else self._list(node, path)
+        built: Any = []
+        if node.tag != _TAG + ("map" if isinstance(node, yaml.MappingNode) else "seq"):
+            self._refuse_tag(node)
+        if isinstance(node, yaml.MappingNode):
+            built = self._mapping(node, path)
+        else:
+            for place, item in enumerate(node.value):
+                self.lines[(*path, place)] = item.start_mark.line + 1
+                built.append(self.value(item, (*path, place)))
         self._open.discard(id(node))
         return built
 
@@ -205,26 +202,13 @@ class _Builder:
             self._refuse_tag(node)
         return float(value) if kind == "float" and isinstance(value, int) else value
 
-    def _list(self, node: yaml.Node, path: KeyPath) -> list[Any]:
-        if node.tag != _TAG + "seq":
-            self._refuse_tag(node)
-        values = []
-        for place, item in enumerate(node.value):
-            self.lines[(*path, place)] = item.start_mark.line + 1
-            values.append(self.value(item, (*path, place)))
-        return values
-
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
-        if node.tag != _TAG + "map":
-            self._refuse_tag(node)
         values: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            if _is_merge(key_node):
-                self._merge(value_node, path, into=values)
+        merges = [pair for pair in node.value if pair[0].tag == _PLAIN and pair[0].value == "<<"]
+        for _, value_node in merges:
+            self._merge(value_node, path, into=values)
         lines: dict[str, int] = {}
-        for key_node, value_node in node.value:
-            if _is_merge(key_node):
-                continue
+        for key_node, value_node in (pair for pair in node.value if pair not in merges):
             key, line = self._key(key_node), key_node.start_mark.line + 1
             if key is None:
                 continue
@@ -266,7 +250,3 @@ class _Builder:
 
     def _at(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}"
-
-
-def _is_merge(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.ScalarNode) and node.tag == _PLAIN and node.value == "<<"

@@ -19,7 +19,7 @@ from sftplay.launch.supervise.processes import end_launch
 from sftplay.machine.probe import Machine
 from sftplay.model.start_point import resolve_names
 from sftplay.places import cache_root
-from sftplay.plan.memory.memory_setup import execution_of
+from sftplay.plan.memory.memory_setup import read_memory_setup
 from sftplay.plan.memory.step import standing_bytes
 from sftplay.plan.sizing.communication import (
     BUCKET_BYTES,
@@ -165,7 +165,7 @@ def gradient_bytes(cfg: RunConfig, machine: Machine, *, scale: Scale) -> tuple[f
         return None
     sized = size_run(cfg, machine, world_size=scale.world_size, shape=shape, local_processes=scale.nproc)
     cap_mb = sized.cfg.cluster.comm.bucket_cap_mb
-    return standing_bytes(shape, execution_of(sized.cfg)).gradients, cap_mb * 2**20 if cap_mb else BUCKET_BYTES
+    return standing_bytes(shape, read_memory_setup(sized.cfg)).gradients, cap_mb * 2**20 if cap_mb else BUCKET_BYTES
 
 
 def _read(path: Path) -> dict[str, Any]:

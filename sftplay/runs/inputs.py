@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sftplay import log
 from sftplay.config.data import SourceType, row_paths
 from sftplay.config.load import examine_config
 from sftplay.config.run import RunConfig
 from sftplay.data.layouts.convert import read_layout_options, to_record
-from sftplay.data.layouts.source_types import select_data_config
 from sftplay.data.read.files import find_suffix, list_files
 from sftplay.data.read.sources import is_hub_name, read_dialect, read_rows
 from sftplay.data.records import Refused, Text
@@ -31,7 +31,9 @@ from sftplay.errors import (
 )
 from sftplay.model.source import BUILTIN, BUILTIN_CONFIGS, check_source, is_downloaded, is_local
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.memory.row_lengths import RowLengths
+
+if TYPE_CHECKING:
+    from sftplay.plan.memory.row_lengths import RowLengths
 
 TERMS = "tuning.new_tokens.path"
 START = "hrm.start_from"
@@ -221,8 +223,11 @@ def names_beside(path: Path) -> list[str]:
 
 def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
     """Refuse a file whose first rows are all bad, because its layout is another. With skip the full pass decides."""
-    kind = _type_of(key, cfg=cfg)
-    data, n_rows = select_data_config(cfg, kind) if kind else cfg.data, 0
+    kind, data, n_rows = _type_of(key, cfg=cfg), cfg.data, 0
+    if kind:
+        from sftplay.data.layouts.source_types import select_data_config
+
+        data = select_data_config(cfg, kind)
     refused: list[str] = []
     rows = read_rows(path, read_dialect(data))
     for source, row in islice(rows, SAMPLED_ROWS):
@@ -299,6 +304,7 @@ def known_lengths(cfg: RunConfig) -> RowLengths | None:
     if cfg.task.learns_from_rewards or not cfg.task.reads_text:
         return None
     from sftplay.data.tokenize.known_lengths import read_lengths
+    from sftplay.plan.memory.row_lengths import RowLengths
 
     found = read_lengths(cfg)
     return RowLengths(longest=int(found["longest"]), mean=found["mean"], count=int(found["count"])) if found else None

@@ -30,7 +30,7 @@ from sftplay.log import FOLLOWED
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import Machine
 from sftplay.places import cache_root
-from sftplay.plan.memory.budget import device_of
+from sftplay.plan.memory.budget import find_device
 from sftplay.plan.memory.forecast import Forecast, forecast
 from sftplay.plan.memory.probe_fit import Fit, NoFit, Point, fit
 from sftplay.plan.sizing.task_sizing import SizedRun
@@ -75,7 +75,7 @@ class Bench:
     @property
     def gpu(self) -> Gpu:
         """The GPU that the plan is made for: the smallest of those that the run will use."""
-        wanted = device_of(self.machine, self.local_processes)
+        wanted = find_device(self.machine, self.local_processes)
         used = self.machine.gpus[: self.local_processes]
         return next(gpu for gpu in used if gpu.plannable_bytes == wanted.free_bytes)
 

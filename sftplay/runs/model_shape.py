@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.model.source import BUILTIN_CONFIGS
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.shape.find import find_shape, nearest_names, read_table
-from sftplay.plan.shape.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from sftplay.plan.shape.model_shape import ModelShape
 
 
 def known_shape(cfg: RunConfig) -> ModelShape | None:

@@ -27,7 +27,7 @@ from sftplay.machine.probe import Machine
 from sftplay.model.libraries import unneeded_for_rows
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.memory.row_lengths import RowLengths
-from sftplay.plan.report.run_cost import workload_of
+from sftplay.plan.report.run_cost import estimate_workload
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.runs.inputs import check_model
 from sftplay.runs.model_shape import known_shape
@@ -375,7 +375,7 @@ def _try(cfg: RunConfig, machine: Machine, *, name: str, mode: str, lengths: Row
     seen = sized.forecast
     if seen is None or seen.verdict != "fits":
         return None
-    work = workload_of(sized.cfg, seen.setting, lengths=lengths)
+    work = estimate_workload(sized.cfg, seen.setting, lengths=lengths)
     time = f", about {format_seconds(work.seconds)} in all" if work.seconds is not None else ""
     sizes = f"{format_bytes(seen.peak_bytes)} of {format_bytes(seen.budget_bytes)} planned"
     return _Tried(Choice(name, mode, f"fits this machine: {sizes}{time}"), work.seconds or 0.0)

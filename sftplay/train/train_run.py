@@ -23,7 +23,7 @@ from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.launch.checkpoints import newest_complete, read_marker, step_of
 from sftplay.model.out_of_memory import OutOfMemory, held_bytes
 from sftplay.plan.devices.cards import find_card
-from sftplay.plan.memory.memory_setup import execution_of
+from sftplay.plan.memory.memory_setup import read_memory_setup
 from sftplay.plan.report.flops import ModelFlops, model_flops
 from sftplay.plan.shape.from_config import shape_from_config
 from sftplay.train.checkpointing import MarkComplete, accept_numbered_cpus, choose_checkpoint
@@ -250,7 +250,7 @@ def _flops_of(model: Any, cfg: RunConfig) -> ModelFlops | None:
     # How weights are stored changes no FLOP.
     config = {key: value for key, value in base.config.to_dict().items() if key != "quantization_config"}
     try:
-        return model_flops(shape_from_config(config, name=cfg.model.name), execution_of(cfg))
+        return model_flops(shape_from_config(config, name=cfg.model.name), read_memory_setup(cfg))
     except ConfigError:
         return None
 

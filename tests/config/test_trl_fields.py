@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -167,7 +168,11 @@ def test_where_the_library_is_missing_the_check_is_left_to_the_run(load, monkeyp
 
 
 def test_a_class_that_cannot_be_followed_leaves_the_check_to_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(trl_arguments, "_source", lambda package, file: "class SFTConfig(Elsewhere):\n    a: int = 1\n")
+    for name in ("trainer/sft_config.py", "trainer/base_config.py", "training_args.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("class SFTConfig(Elsewhere):\n    a: int = 1\n")
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(trl_arguments, "find_spec", lambda name: package)
     config_kinds.cache_clear()
     try:
         assert config_fields("SFTConfig") is None

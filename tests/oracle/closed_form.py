@@ -54,11 +54,11 @@ def closed_bytes(case: Case) -> dict[str, float]:
         labelled=max(1, round(settings.labels_share * settings.batch * settings.seq)),
         accumulates=settings.micro_batches > 1,
     )
-    found = estimate(shape_from_config(config, name=case.family), execution_of(settings), size=size)
+    found = estimate(shape_from_config(config, name=case.family), read_memory_setup(settings), size=size)
     return {phase: sum(parts.values()) - WORKSPACE_BYTES for phase, parts in found.phases.items()}
 
 
-def execution_of(settings: TraceSettings, **more: Any) -> MemorySetup:
+def read_memory_setup(settings: TraceSettings, **more: Any) -> MemorySetup:
     """What a trace of these settings runs; `more` replaces fields."""
     sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
     is_wide = settings.method == "full" or settings.kbit_prepared

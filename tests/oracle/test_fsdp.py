@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
 from oracle.cases import LLAMA, TraceSettings
-from oracle.closed_form import execution_of
+from oracle.closed_form import read_memory_setup
 from oracle.live_bytes import LiveBytes
 from sftplay.plan.memory.step import Size, estimate, kept_bytes
 from sftplay.plan.shape.from_config import shape_from_config
@@ -84,6 +84,6 @@ def test_reentrant_checkpoints_hold_every_input_and_its_gradient_to_the_end_of_b
 def test_the_plan_of_such_a_run_counts_them():
     shape = shape_from_config(LLAMA | {"vocab_size": 256, "num_hidden_layers": 16}, name="x")
     size = Size(rows=8, seq=512)
-    held = execution_of(TraceSettings(method="lora", base="bf16"), holds_inputs=True)
+    held = read_memory_setup(TraceSettings(method="lora", base="bf16"), holds_inputs=True)
     activations = estimate(shape, held, size=size).components["activations"]
     assert activations == kept_bytes(shape, held, size=size) * (1 + 14 / 16)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from oracle.closed_form import execution_of
+from oracle.closed_form import read_memory_setup
 from oracle.episodes_trace import CASES, RECORD, VALUED, WIDTH, trace_update
 from oracle.live_bytes import LiveBytes
 from oracle.shards_trace import LONGEST, ROWS, TOKENS, config_of, trace_shards
@@ -45,7 +45,7 @@ def closed(name: str) -> dict[str, float]:
         guide_learns=has_guide, **(dict.fromkeys(("critic_width", "value_width"), WIDTH) if name == VALUED else {}),
     )  # fmt: skip
     phases = estimate_episodes(
-        shape_from_config(config, name=name), replace(execution_of(how), head="actions"), episodes=episodes,
+        shape_from_config(config, name=name), replace(read_memory_setup(how), head="actions"), episodes=episodes,
         rows=how.batch, sampled=1,
     )[OWN].phases  # fmt: skip
     sums = {phase: sum(parts.values()) - WORKSPACE_BYTES for phase, parts in phases.items()}

@@ -19,7 +19,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.libraries import recomputation_arguments
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.report.run_cost import workload_of
+from sftplay.plan.report.run_cost import estimate_workload
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.plan.sizing.task_sizing import SizedRun
@@ -328,6 +328,6 @@ def test_episodes_of_two_turns_are_drawn_together_for_all_steps_that_learn_from_
     assert run.cfg.score.generation_rows == 16 * 2 // 2
     assert run.cfg.train.batch_size * run.cfg.train.grad_accum * 2 == 16
     assert run.forecast is not None
-    work = workload_of(run.cfg, run.forecast.setting)
+    work = estimate_workload(run.cfg, run.forecast.setting)
     assert work.steps == 22
     assert work.steps_reason.endswith("4 drawings of 32 episodes")

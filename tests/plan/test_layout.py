@@ -11,7 +11,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import SftplayError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.devices.cards import find_card
-from sftplay.plan.devices.layout import OWN, layout_of
+from sftplay.plan.devices.layout import OWN, resolve_layout
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.plan.sizing.task_sizing import SizedRun
@@ -40,11 +40,11 @@ def machine() -> Machine:
 
 
 def test_roles_lie_on_two_gpus_and_roles4_on_four():
-    two = layout_of(config(), placement="roles", gpus=2, processes=1).devices()
+    two = resolve_layout(config(), placement="roles", gpus=2, processes=1).devices()
     assert two == {
         "solver": OWN, "critic": OWN, "guide": "cuda:1", "value": "cuda:1", "target_critic": "cuda:1", "ref": "cuda:1",
     }  # fmt: skip
-    four = layout_of(config(), placement="roles4", gpus=4, processes=1).devices()
+    four = resolve_layout(config(), placement="roles4", gpus=4, processes=1).devices()
     assert four == {
         "solver": OWN, "critic": "cuda:1", "guide": "cuda:2", "value": "cuda:3", "target_critic": "cpu", "ref": "cpu",
     }  # fmt: skip
@@ -52,11 +52,11 @@ def test_roles_lie_on_two_gpus_and_roles4_on_four():
 
 def test_a_named_device_counts_and_what_belongs_to_the_guide_follows_it():
     cfg = config(score__devices__guide="cuda:3", score__devices__ref="cpu")
-    found = layout_of(cfg, placement="roles", gpus=4, processes=1)
+    found = resolve_layout(cfg, placement="roles", gpus=4, processes=1)
     assert (found.guide, found.value, found.ref) == ("cuda:3", "cuda:3", "cpu")
-    assert layout_of(config(score__devices__ref="cuda:0"), placement="roles", gpus=2, processes=1).ref == OWN
-    assert set(layout_of(cfg.with_values({"score.devices.guide": "auto"}, ""), placement="roles", gpus=0, processes=1)
-               .devices().values()) == {OWN}  # fmt: skip
+    assert resolve_layout(config(score__devices__ref="cuda:0"), placement="roles", gpus=2, processes=1).ref == OWN
+    free = cfg.with_values({"score.devices.guide": "auto"}, "")
+    assert set(resolve_layout(free, placement="roles", gpus=0, processes=1).devices().values()) == {OWN}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_named_device_counts_and_what_belongs_to_the_guide_follows_it():
 def test_a_device_that_cannot_be_is_refused_with_its_key_and_a_remedy(values, given, key, what, fix):
     cfg = config(**{f"score__devices__{part}": device for part, device in values.items()})
     with pytest.raises(SftplayError, match=what) as caught:
-        layout_of(cfg, **({"placement": "roles", "gpus": 2, "processes": 1} | given))
+        resolve_layout(cfg, **({"placement": "roles", "gpus": 2, "processes": 1} | given))
     assert caught.value.where.endswith(key)
     assert fix in caught.value.fix
 

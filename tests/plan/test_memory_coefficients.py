@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracle.cases import FAMILIES, SHALLOW_CHUNKS, TERMS, TraceSettings, case_of_term
-from oracle.closed_form import closed_bytes, execution_of, traced_bytes
+from oracle.closed_form import closed_bytes, read_memory_setup, traced_bytes
 
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
@@ -19,7 +19,7 @@ from sftplay.plan.memory import head, layer, memory_setup, sharding
 from sftplay.plan.memory import step as memory
 from sftplay.plan.memory.budget import Device, runtime_bytes
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup, trained_params, workspace_bytes
-from sftplay.plan.memory.sharding import share_of
+from sftplay.plan.memory.sharding import find_share
 from sftplay.plan.memory.step import Size, estimate, standing_bytes
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.shape.from_config import shape_from_config
@@ -43,7 +43,7 @@ TRACED = {
     "what the activation keeps": (layer, "_activation_kept", "head", 0.01),
     "the scores": (head, "_scores", "head", 0.01),
     "the layers' inputs under checkpointing": (memory, "kept_bytes", "head", 0.01),
-    "16-bit copies of what trains in fp32": (layer, "_fixed", "head", 0.003),
+    "16-bit copies of what trains in fp32": (layer, "_rounded_bytes", "head", 0.003),
     "16-bit copy of the head": (head, "_rounded_head", "head", 0.002),
     "the layers' rounded weights": (memory, "_rounded_layers", "head", 0.003),
     "a 4-bit weight unpacked": (layer, "_weight_moment", "layer", 0.01),
@@ -116,7 +116,7 @@ def test_adamw_8bit_holds_two_bytes_and_the_maxima_of_its_blocks():
 def test_pairs_of_an_adapter_weigh_rank_times_both_widths():
     # q and o are 1024 wide on both sides, k and v lead to 4 heads of 64, the MLP is 2816 wide.
     widths = 2 * (1024 + 1024) + 2 * (1024 + 256) + 3 * (1024 + 2816)
-    code = execution_of(TraceSettings(method="lora", r=8))
+    code = read_memory_setup(TraceSettings(method="lora", r=8))
     assert trained_params(SHAPE, code) == 4 * 8 * widths
     assert standing_bytes(SHAPE, code).adapters == 4 * 4 * 8 * widths
     dora = replace(code, adapter=replace(code.adapter, is_dora=True))
@@ -138,11 +138,11 @@ def test_rows_of_new_tokens_are_those_of_the_config(tmp_path):
         ({"tuning.new_tokens.count": 50, "tuning.lora.modules_to_save": full}, 0),
     ):
         cfg = LORA.with_values({"train.precision": "bf16", "train.optim": "adamw_torch", **values}, "test")
-        assert memory_setup.execution_of(cfg).adapter.new_rows == rows
+        assert memory_setup.read_memory_setup(cfg).adapter.new_rows == rows
 
 
 def test_scores_take_twelve_bytes_each_and_fourteen_where_the_caller_keeps_them():
-    code = execution_of(TraceSettings(method="lora"))
+    code = read_memory_setup(TraceSettings(method="lora"))
     tokens, scores = 1024, 1024 * SHAPE.vocab
     norm = tokens * layer.norm_kept(SHAPE, code)
     assert head.head_in_backward(SHAPE, code, tokens=tokens, labelled=tokens) - norm == 12 * scores
@@ -155,7 +155,7 @@ def test_scores_take_twelve_bytes_each_and_fourteen_where_the_caller_keeps_them(
 def test_chunks_are_counted_as_long_as_they_are():
     from sftplay.train import loss_heads as chunked_head
 
-    code = execution_of(TraceSettings(method="lora"))
+    code = read_memory_setup(TraceSettings(method="lora"))
     assert code.chunk_tokens == chunked_head.CHUNK_TOKENS
     # 2^27 scores: 4.1 times 256 tokens of 128,256 words, 2.0 times of Gemma's 262,208.
     vocabularies = (32_000, 128_256, 262_208, 2**20)
@@ -194,7 +194,7 @@ def test_a_context_is_that_of_the_card_and_not_of_the_first_with_its_major_numbe
 
 def test_the_bias_of_a_mask_has_the_dtype_of_the_queries():
     """torch's convert_boolean_attn_mask makes it in the query's: 4 bytes an entry in fp32, with autocast or without."""
-    code = replace(execution_of(TraceSettings(method="lora", padded=True)), compute_bytes=4)
+    code = replace(read_memory_setup(TraceSettings(method="lora", padded=True)), compute_bytes=4)
     size = Size(rows=3, seq=500)
     assert estimate(SHAPE, code, size=size).phases["head"]["mask"] == 3 * 500 * 500 * (1 + 4)
     eager = replace(code, attention="eager", compute_bytes=2, weight_bytes=4)
@@ -202,7 +202,7 @@ def test_the_bias_of_a_mask_has_the_dtype_of_the_queries():
 
 
 def test_a_mask_is_a_boolean_and_a_16_bit_number_an_entry():
-    code = execution_of(TraceSettings(method="lora", padded=True))
+    code = read_memory_setup(TraceSettings(method="lora", padded=True))
     size = Size(rows=3, seq=500)
     assert estimate(SHAPE, code, size=size).phases["head"]["mask"] == 3 * 500 * 500 * (1 + 2)
 
@@ -216,22 +216,22 @@ def test_foreach_holds_one_more_copy_of_what_trains():
 
 
 def test_ddp_holds_a_copy_of_the_gradients_in_its_buckets():
-    code = execution_of(TraceSettings(method="full"))
+    code = read_memory_setup(TraceSettings(method="full"))
     standing = standing_bytes(SHAPE, code)
-    share = share_of(SHAPE, code, standing=standing, strategy="ddp", world_size=2)
+    share = find_share(SHAPE, code, standing=standing, strategy="ddp", world_size=2)
     assert share.communication.buffers == 4 * SHAPE.total_params
 
 
 def test_deepspeeds_buckets_hold_five_hundred_million_elements():
     wide = replace(SHAPE, layers=200)
     code = MemorySetup(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True)
-    share = share_of(wide, code, standing=standing_bytes(wide, code), strategy="zero1", world_size=2)
+    share = find_share(wide, code, standing=standing_bytes(wide, code), strategy="zero1", world_size=2)
     assert share.communication.buffers == 2 * 2 * 500_000_000
     assert sharding.BUCKET_ELEMENTS == 500_000_000
 
 
 def test_grouped_keys_that_are_copied_out_weigh_as_much_as_queries():
-    code = execution_of(TraceSettings(method="lora", padded=True))
+    code = read_memory_setup(TraceSettings(method="lora", padded=True))
     apart = layer._attention_kept(SHAPE, code, seq=64) - layer._attention_kept(
         SHAPE, replace(code, repeats_kv=False), seq=64
     )
@@ -240,7 +240,9 @@ def test_grouped_keys_that_are_copied_out_weigh_as_much_as_queries():
 
 def test_dropout_keeps_a_byte_an_element():
     def kept(has_dropout: bool) -> float:
-        code = replace(execution_of(TraceSettings(method="lora")), adapter=Adapter(rank=8, has_dropout=has_dropout))
+        code = replace(
+            read_memory_setup(TraceSettings(method="lora")), adapter=Adapter(rank=8, has_dropout=has_dropout)
+        )
         return layer.layer_bytes(SHAPE, code, tokens=1, seq=1).kept
 
     assert kept(True) - kept(False) == sum(each.inputs for each in SHAPE.linears)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oracle.cases import FAMILIES
 
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
-from sftplay.plan.memory.sharding import STRATEGIES, share_of
+from sftplay.plan.memory.sharding import STRATEGIES, find_share
 from sftplay.plan.memory.step import Size, estimate, standing_bytes
 from sftplay.plan.shape.from_config import shape_from_config
 
@@ -104,7 +104,7 @@ def test_fewer_labels_never_need_more(shape, execution, n, seq):
 
 
 def total(shape, execution, strategy, world) -> float:
-    share = share_of(shape, execution, standing=standing_bytes(shape, execution), strategy=strategy, world_size=world)
+    share = find_share(shape, execution, standing=standing_bytes(shape, execution), strategy=strategy, world_size=world)
     return sum(vars(share.standing).values()) + sum(vars(share.communication).values())
 
 
@@ -113,7 +113,7 @@ def test_each_stage_of_zero_lets_less_stand_on_a_device(shape, execution, world)
     stages = [
         sum(
             vars(
-                share_of(
+                find_share(
                     shape, execution, standing=standing_bytes(shape, execution), strategy=name, world_size=world
                 ).standing
             ).values()
@@ -128,7 +128,7 @@ def test_each_stage_of_zero_lets_less_stand_on_a_device(shape, execution, world)
 def test_more_devices_never_let_more_stand_on_each(shape, execution, strategy, world):
     standing = standing_bytes(shape, execution)
     fewer, more = (
-        vars(share_of(shape, execution, standing=standing, strategy=strategy, world_size=n).standing)
+        vars(find_share(shape, execution, standing=standing, strategy=strategy, world_size=n).standing)
         for n in (world, world + 1)
     )
     assert all(more[name] <= fewer[name] for name in fewer)
@@ -137,17 +137,17 @@ def test_more_devices_never_let_more_stand_on_each(shape, execution, strategy, w
 @given(shapes, executions())
 def test_one_device_holds_all_of_what_is_sharded(shape, execution):
     standing = standing_bytes(shape, execution)
-    share = share_of(shape, execution, standing=standing, strategy="fsdp", world_size=1)
+    share = find_share(shape, execution, standing=standing, strategy="fsdp", world_size=1)
     assert share.standing == standing
     assert set(vars(share.communication).values()) == {0}
-    assert share_of(shape, execution, standing=standing, strategy="single", world_size=1).standing == standing
+    assert find_share(shape, execution, standing=standing, strategy="single", world_size=1).standing == standing
 
 
 @given(shapes, executions(), st.sampled_from(("zero2", "zero3", "fsdp")), worlds)
 def test_offload_moves_bytes_to_the_host_and_leaves_no_more_on_the_device(shape, execution, strategy, world):
     standing = standing_bytes(shape, execution)
     stays, goes = (
-        share_of(shape, execution, standing=standing, strategy=name, world_size=world)
+        find_share(shape, execution, standing=standing, strategy=name, world_size=world)
         for name in (strategy, f"{strategy}_offload")
     )
     assert stays.host == 0 < goes.host
@@ -163,7 +163,9 @@ def test_zero_holds_two_four_and_twelve_bytes_a_parameter_as_its_paper_says():
     execution = execution_for("full")
     params = shape.total_params
     for strategy, published in (("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)):
-        share = share_of(shape, execution, standing=standing_bytes(shape, execution), strategy=strategy, world_size=64)
+        share = find_share(
+            shape, execution, standing=standing_bytes(shape, execution), strategy=strategy, world_size=64
+        )
         held = sum(vars(share.standing).values())
         assert held / params * 7.5 == pytest.approx(published, abs=0.06)
 
@@ -173,7 +175,7 @@ def test_a_sharded_device_gathers_no_more_than_the_part_that_others_hold(shape, 
     flat = replace(shape, layers=1)  # so that this layer and the next, and those outside, are more than the model
     execution = execution_for(method, weight_bytes=2, stream_bytes=2)
     standing = standing_bytes(flat, execution)
-    share = share_of(flat, execution, standing=standing, strategy=strategy, world_size=world)
+    share = find_share(flat, execution, standing=standing, strategy=strategy, world_size=world)
     weights = standing.weights + (standing.adapters / 2 if strategy == "zero3" else 0)  # ZeRO's adapters are 16-bit
     fetched = share.communication.gathered + share.communication.ahead
     assert fetched == pytest.approx(weights * (1 - 1 / world), abs=64)
@@ -187,7 +189,7 @@ def test_scales_of_four_bit_weights_are_whole_on_every_device(shape, world, stra
         replace(execution_for("qlora"), weight_bytes=2, stream_bytes=2, double_quant=each) for each in (False, True)
     )
     one, other = (
-        share_of(shape, each, standing=standing_bytes(shape, each), strategy=strategy, world_size=world)
+        find_share(shape, each, standing=standing_bytes(shape, each), strategy=strategy, world_size=world)
         for each in (plain, double)
     )
     apart = shape.linear_params * (plain.scale_bytes - double.scale_bytes)
@@ -197,7 +199,9 @@ def test_scales_of_four_bit_weights_are_whole_on_every_device(shape, world, stra
 @given(shapes, methods, rows, seqs, worlds)
 def test_no_weights_are_gathered_when_the_optimizer_steps(shape, method, n, seq, world):
     execution = execution_for(method)
-    share = share_of(shape, execution, standing=standing_bytes(shape, execution), strategy="fsdp", world_size=world + 1)
+    share = find_share(
+        shape, execution, standing=standing_bytes(shape, execution), strategy="fsdp", world_size=world + 1
+    )
     phases = estimate(
         shape,
         execution,

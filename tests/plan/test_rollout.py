@@ -13,7 +13,7 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
-from sftplay.plan.memory.sharding import share_of
+from sftplay.plan.memory.sharding import find_share
 from sftplay.plan.memory.step import Size, estimate, standing_bytes
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.shape.from_config import shape_from_config
@@ -162,7 +162,7 @@ def test_a_reference_is_a_second_copy_of_what_the_run_began_with_and_nothing_for
 
 
 def test_a_process_that_shares_the_weights_gathers_all_of_them_to_draw():
-    share = share_of(LLAMA, FULL, standing=standing_bytes(LLAMA, FULL), strategy="zero3", world_size=4)
+    share = find_share(LLAMA, FULL, standing=standing_bytes(LLAMA, FULL), strategy="zero3", world_size=4)
     found = estimate_rollout(LLAMA, FULL, rollout=SHORT, share=share, strategy="zero3", world_size=4)
     assert sum(found.phases[DRAW].values()) >= LLAMA.total_params * 2
     assert found.phases["step"]["weights"] == pytest.approx(LLAMA.total_params * 2 / 4)

@@ -14,7 +14,7 @@ from sftplay.plan.memory.budget import Device
 from sftplay.plan.memory.forecast import Setting
 from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
 from sftplay.plan.memory.row_lengths import RowLengths
-from sftplay.plan.report.run_cost import flops_per_token, workload_of
+from sftplay.plan.report.run_cost import estimate_workload, flops_per_token
 from sftplay.plan.shape.from_config import shape_from_config
 
 SHAPE = shape_from_config(FAMILIES["llama"], name="x")
@@ -44,25 +44,25 @@ def config(tmp_path: Path, rows: int = 0, suffix: str = ".jsonl", **train: Any) 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1.0, 3), (2.0, 5), (0.1, 1)])
 def test_steps_are_the_rows_of_all_epochs_in_effective_batches_rounded_up(tmp_path: Path, epochs: float, steps: int):
-    found = workload_of(config(tmp_path, rows=20, epochs=epochs), setting())
+    found = estimate_workload(config(tmp_path, rows=20, epochs=epochs), setting())
     assert (found.steps, found.tokens) == (steps, steps * 8 * 100)
     assert found.steps_reason == "20 rows, every row at full length"
 
 
 def test_known_lengths_count_in_place_of_full_rows(tmp_path: Path):
     lengths = RowLengths(longest=90, mean=12.5, count=16)
-    found = workload_of(config(tmp_path, rows=20, epochs=1), setting(), lengths=lengths)
+    found = estimate_workload(config(tmp_path, rows=20, epochs=1), setting(), lengths=lengths)
     assert (found.steps, found.tokens) == (2, 2 * 8 * 12.5)
     assert "rows of 12 tokens" in found.steps_reason
 
 
 def test_steps_that_are_given_need_no_rows(tmp_path: Path):
-    found = workload_of(config(tmp_path, suffix=".parquet", max_steps=7), setting())
+    found = estimate_workload(config(tmp_path, suffix=".parquet", max_steps=7), setting())
     assert (found.steps, found.tokens) == (7, 7 * 8 * 100)
 
 
 def test_rows_that_cannot_be_counted_leave_tokens_and_time_open(tmp_path: Path):
-    found = workload_of(config(tmp_path, suffix=".parquet"), setting())
+    found = estimate_workload(config(tmp_path, suffix=".parquet"), setting())
     assert (found.steps, found.tokens, found.seconds) == (None, None, None)
     assert found.time_basis == "the number of steps is not known"
 
@@ -79,19 +79,19 @@ def test_operations_a_token_are_those_of_the_products_and_their_passes():
 def test_seconds_are_operations_over_the_speed_that_the_basis_names(tmp_path: Path):
     cfg = config(tmp_path, max_steps=10)
     operations = 10 * 8 * 100 * 4 * PRODUCTS
-    on_cpu = workload_of(cfg, setting())
+    on_cpu = estimate_workload(cfg, setting())
     assert on_cpu.seconds == pytest.approx(operations / (4 * 20e9))
     assert on_cpu.time_basis == "20 GFLOP/s a core assumed, every row at full length"
-    on_gpus = workload_of(cfg, setting(GPU, world_size=2))
+    on_gpus = estimate_workload(cfg, setting(GPU, world_size=2))
     assert on_gpus.seconds == pytest.approx(operations / (2 * 0.35 * 100e12))
     assert on_gpus.time_basis == "35% of 100 TFLOP/s a GPU (data sheet), every row at full length"
-    unknown = workload_of(cfg, setting(replace(GPU, tflops=None)))
+    unknown = estimate_workload(cfg, setting(replace(GPU, tflops=None)))
     assert unknown.seconds is None
     assert "a card is not in the table" in unknown.time_basis
 
 
 def test_the_disk_holds_the_kept_checkpoints_one_that_is_written_and_the_result(tmp_path: Path):
-    found = workload_of(config(tmp_path, max_steps=1), setting())
+    found = estimate_workload(config(tmp_path, max_steps=1), setting())
     assert found.checkpoint_bytes == PAIRS * (4 + 8)  # fp32 pairs, and two fp32 moments
     assert found.disk_bytes == 4 * found.checkpoint_bytes + PAIRS * 4
 
@@ -99,7 +99,7 @@ def test_the_disk_holds_the_kept_checkpoints_one_that_is_written_and_the_result(
 def test_a_base_that_the_run_keeps_lies_on_the_disk_too(tmp_path: Path):
     cfg = config(tmp_path, max_steps=7)
     more = cfg.with_values({"tuning.new_tokens.count": 50}, "test")
-    added = workload_of(more, setting()).disk_bytes - workload_of(cfg, setting()).disk_bytes
+    added = estimate_workload(more, setting()).disk_bytes - estimate_workload(cfg, setting()).disk_bytes
     # 32,000 rows of 1024 in embedding and head, and the layers; four layers have two norms each, and one is at the end.
     assert added == 2 * (2 * 32_000 * 1024 + 4 * LAYER + 9 * 1024)
 
@@ -111,10 +111,10 @@ def documents(tmp_path: Path, **changes: Any) -> RunConfig:
 
 def test_a_run_on_documents_is_planned_with_full_blocks(tmp_path: Path):
     # A step of 8 blocks learns 8 x 49 new tokens; the first token of a block is context.
-    found = workload_of(documents(tmp_path, train_tokens=8 * 49 * 3 + 1), setting())
+    found = estimate_workload(documents(tmp_path, train_tokens=8 * 49 * 3 + 1), setting())
     assert (found.steps, found.tokens) == (4, 4 * 8 * 50)
     assert found.steps_reason == "cpt.train_tokens, full blocks of 50 tokens"
-    unknown = workload_of(documents(tmp_path), setting())
+    unknown = estimate_workload(documents(tmp_path), setting())
     assert (unknown.steps, unknown.tokens) == (None, None)  # lines of the file are documents, not blocks
-    known = workload_of(documents(tmp_path), setting(), lengths=RowLengths(longest=50, mean=50, count=30))
+    known = estimate_workload(documents(tmp_path), setting(), lengths=RowLengths(longest=50, mean=50, count=30))
     assert known.steps == 12  # three epochs of 30 blocks

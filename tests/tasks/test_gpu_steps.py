@@ -33,9 +33,9 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.evaluate.evaluate import held_out_loss, ready_to_answer
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import Machine
-from sftplay.plan.memory.budget import device_of
+from sftplay.plan.memory.budget import find_device
 from sftplay.plan.memory.forecast import on_device as on_planned_device
-from sftplay.plan.memory.memory_setup import execution_of
+from sftplay.plan.memory.memory_setup import read_memory_setup
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing import decisions
 from sftplay.plan.sizing.decisions import decide_numerics
@@ -300,7 +300,7 @@ def test_built_flash_attention_of_the_hub_is_taken_with_its_package_and_refused_
     monkeypatch.setattr(decisions, "find_spec", lambda name: name in there or None)
     decided = decide_numerics(cfg, machine_with(H100))
     assert decided["train.packing"].value is True
-    execution = execution_of(sized_for(cfg, H100))
+    execution = read_memory_setup(sized_for(cfg, H100))
     assert (execution.attention, execution.is_masked) == ("flash", False)
     there.clear()
     with pytest.raises(MachineError, match=r"kernels-community/flash-attn2 needs .* the package kernels"):
@@ -323,7 +323,7 @@ def test_the_plan_counts_the_mask_and_the_chunks_of_the_device(gpu: Gpu | None, 
     cfg = sized_for(config_of("model.attn=sdpa", "train.loss_head=chunked"), gpu or H100)
     shape = find_shape("Qwen/Qwen2.5-0.5B")
     assert shape is not None
-    found = on_planned_device(execution_of(cfg), shape, device=device_of(machine_with(*([gpu] if gpu else []))))
+    found = on_planned_device(read_memory_setup(cfg), shape, device=find_device(machine_with(*([gpu] if gpu else []))))
     assert (found.is_masked, found.repeats_kv, found.chunk_tokens) == (is_masked, is_masked, chunk)
 
 

@@ -20,7 +20,6 @@ from sftplay.data.layouts.turns import (
     refuse,
     sharegpt_turns,
 )
-from sftplay.data.problems.problem import format_answer, format_question, reward_columns, to_problem
 from sftplay.data.records import Message
 
 if TYPE_CHECKING:  # at run time it would bring pydantic into every worker
@@ -165,6 +164,8 @@ def _from_prompt(row: RowFields) -> Body:
 
 
 def _from_problem(row: RowFields) -> Body:
+    from sftplay.data.problems.problem import format_answer, format_question, reward_columns, to_problem
+
     problem = to_problem(row)
     turns = _asked(format_question(problem), format_answer(problem)).turns
     return Body(turns, columns=reward_columns(problem))

@@ -22,8 +22,7 @@ class Card:
     name: str
     total_mib: int
     capability: tuple[int, int]
-    tflops: float
-    """Peak dense 16-bit tensor throughput, in 10**12 operations a second."""
+    tflops: float  # peak dense 16-bit tensor throughput, in 10**12 operations a second
 
     @property
     def total_bytes(self) -> int:
@@ -69,22 +68,19 @@ DEFAULTS = {"A100": "A100-80GB", "V100-16GB": "V100", "H100-80GB": "H100", "4090
 
 
 def find_card(name: str) -> Card | None:
-    """The card that `name` means, in any usual spelling, such as `NVIDIA A100-SXM4-80GB`; None when none does."""
+    """Find the card that `name` means, in any usual spelling, such as `NVIDIA A100-SXM4-80GB`; None when none does."""
     wanted = _plain(name)
     by_name = {_plain(card.name): card for card in CARDS}
     aliases = {_plain(alias): by_name[_plain(target)] for alias, target in DEFAULTS.items()}
-    if found := (by_name | aliases).get(wanted):
-        return found
     stripped = re.sub(r"NVIDIA|TESLA|GEFORCE|SXM\d?|PCIE|HBM\dE?|GENERATION|LAPTOPGPU", "", wanted)
-    if found := (by_name | aliases).get(stripped):
-        return found
     # `A10080GB` carries a size that the plain name may leave out.
-    without_size = re.sub(r"\d+GI?B$", "", stripped)
-    return (by_name | aliases).get(without_size)
+    spellings = (wanted, stripped, re.sub(r"\d+GI?B$", "", stripped))
+    known = by_name | aliases
+    return next((known[spelling] for spelling in spellings if spelling in known), None)
 
 
 def parse_fleet(text: str, where: str) -> tuple[int, Card]:
-    """`2xH200` or `H200` -> how many of which card.
+    """Parse `2xH200` or `H200`: a number of cards, and the card.
 
     Raises:
         ConfigError: no such card; near ones are named.
@@ -93,13 +89,10 @@ def parse_fleet(text: str, where: str) -> tuple[int, Card]:
     count, name = (int(match[1] or 1), match[2]) if match else (1, text)
     card = find_card(name)
     if count < 1 or card is None:
-        near = nearest_names(name, [each.name for each in CARDS])
+        near = nearest_names(name, [known.name for known in CARDS])
         meant = f"did you mean {' or '.join(near)}? else " if near else ""
-        raise ConfigError(
-            f"no card called {text!r} is known",
-            where=where,
-            fix=f"{meant}write a number and a card, such as 2xH200, or its memory with VRAM=24GiB",
-        )
+        fix = f"{meant}write a number and a card, such as 2xH200, or its memory with VRAM=24GiB"
+        raise ConfigError(f"no card called {text!r} is known", where=where, fix=fix)
     return count, card
 
 

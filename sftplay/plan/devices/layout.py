@@ -16,8 +16,7 @@ Placed = Literal["shared", "roles", "roles4", "sharded"]
 
 PLACEMENT, DEVICES, STRATEGY = "score.placement", "score.devices", "cluster.strategy"
 
-OWN = "own"
-"""The device that a process has anyway: its GPU, or the CPU where there is none."""
+OWN = "own"  # the device that a process has anyway: its GPU, or the CPU where there is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,116 +43,84 @@ class Layout:
 
     def devices(self) -> dict[str, str]:
         """Part -> device."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "placement"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "placement"}
 
-    def as_torch(self, own: str) -> dict[str, str]:
-        """The same in torch's names; `own` is that of the process's device."""
-        return {part: own if device == OWN else device for part, device in self.devices().items()}
+    def as_torch(self, here: str) -> dict[str, str]:
+        """The same in torch's names; `here` is that of the process's device."""
+        return {part: here if device == OWN else device for part, device in self.devices().items()}
 
 
-def layout_of(cfg: RunConfig, *, placement: Placed, gpus: int, processes: int) -> Layout:
-    """The layout of `placement` with what `score.devices` says, on a machine with so many visible GPUs.
+def resolve_layout(cfg: RunConfig, *, placement: Placed, gpus: int, processes: int) -> Layout:
+    """Find the layout of `placement` with what `score.devices` says, on a machine with so many visible GPUs.
 
     Raises:
         ConfigError: the devices contradict the placement or the number of processes.
         MachineError: the machine has too few GPUs.
     """
-    if placement == "sharded":
-        _refuse_shards(cfg, processes=processes)
-    elif placement != "shared" and processes > 1:
-        raise ConfigError(
-            f"{placement}: one process holds all parts, and {processes} are started",
-            where=_where(cfg, PLACEMENT),
-            fix=f"start one process (NPROC=1, `make train`), or write {PLACEMENT}: shared",
-        )
+    if placement == "sharded" and processes == 1:
+        by_strategy = cfg.score.placement == "auto" and cfg.cluster.strategy == "fsdp"
+        others = [] if by_strategy else [f"{PLACEMENT}: roles or shared"]
+        others += [f"{STRATEGY}: ddp"] if cfg.cluster.strategy == "fsdp" else []
+        what = f"{'fsdp' if by_strategy else 'sharded'}: each process holds a part of each model, and one is started"
+        fix = f"start several (NPROC=2, `make train-distributed`), or write {' and '.join(others)}"
+        raise ConfigError(what, where=_where(cfg, STRATEGY if by_strategy else PLACEMENT), fix=fix)
+    # Of a config that says fp16 itself the rules know. This is what `auto` became.
+    if placement == "sharded" and cfg.train.precision == "fp16":
+        what = "sharded: the scaler of fp16 looks for numbers that are not finite on each process alone"
+        fix = "write train.precision: fp32; bf16 needs a GPU from 2020 on"
+        raise ConfigError(what, where=_where(cfg, "train.precision"), fix=fix)
+    if placement not in ("sharded", "shared") and processes > 1:
+        what = f"{placement}: one process holds all parts, and {processes} are started"
+        fix = f"start one process (NPROC=1, `make train`), or write {PLACEMENT}: shared"
+        raise ConfigError(what, where=_where(cfg, PLACEMENT), fix=fix)
     named = {part: device for part, device in dict(cfg.score.devices).items() if device != "auto"}
     for part, device in named.items():
         _refuse_device(cfg, part, device=device, gpus=gpus, processes=processes)
-    devices = _standard(placement, gpus=gpus)
-    if placement == "roles" and "guide" in named:  # what lies beside the guide follows it
+    devices: dict[str, str] = {}
+    if placement == "roles" and gpus:
+        devices = dict.fromkeys(("guide", "value", "target_critic", "ref"), "cuda:1")
+    elif placement == "roles4" and gpus:
+        devices = {"critic": "cuda:1", "guide": "cuda:2", "value": "cuda:3", "target_critic": "cpu", "ref": "cpu"}
+    if placement == "roles" and "guide" in named:  # these follow the guide
         devices |= dict.fromkeys(("value", "target_critic", "ref"), named["guide"])
-    own = "cuda:0" if gpus else "cpu"
-    devices |= {part: OWN if device == own else device for part, device in named.items()}
+    here = "cuda:0" if gpus else "cpu"
+    devices |= {part: OWN if device == here else device for part, device in named.items()}
     layout = Layout(placement=placement, **devices)
     for part, device in layout.devices().items():
-        if device.startswith("cuda:") and number_of(device) >= gpus:
-            raise MachineError(
-                f"{placement} lays the {part} on {device}, and this machine shows {gpus} GPU{'s' * (gpus > 1)}",
-                where=_where(cfg, PLACEMENT),
-                fix=f"write {PLACEMENT}: {'roles' if gpus > 1 else 'shared'}, or {DEVICES}: {{{part}: cpu}}",
-            )
+        if device.startswith("cuda:") and gpu_number(device) >= gpus:
+            what = f"{placement} lays the {part} on {device}, and this machine shows {gpus} GPU{'s' * (gpus > 1)}"
+            fix = f"write {PLACEMENT}: {'roles' if gpus > 1 else 'shared'}, or {DEVICES}: {{{part}: cpu}}"
+            raise MachineError(what, where=_where(cfg, PLACEMENT), fix=fix)
     return layout
 
 
 def uses_several_gpus(cfg: RunConfig) -> bool:
-    """True where one process may use a second GPU; `score.placement` may be undecided."""
+    """Return whether one process may use a second GPU; `score.placement` may be undecided."""
     named = (str(device) for device in dict(cfg.score.devices).values())
     is_placed = cfg.score.placement not in ("shared", "sharded") or any(device.startswith("cuda:") for device in named)
     return cfg.task.turns == 2 and is_placed
 
 
-def number_of(device: str) -> int:
-    """The number of a GPU; the process's own is the first."""
+def gpu_number(device: str) -> int:
+    """Return the number of a GPU; the process's own is the first."""
     return int(device.removeprefix("cuda:")) if device.startswith("cuda:") else 0
-
-
-def _standard(placement: Placed, *, gpus: int) -> dict[str, str]:
-    """Devices of the parts that do not lie on the process's own."""
-    if placement in ("shared", "sharded") or not gpus:
-        return {}
-    if placement == "roles":
-        return dict.fromkeys(("guide", "value", "target_critic", "ref"), "cuda:1")
-    return {"critic": "cuda:1", "guide": "cuda:2", "value": "cuda:3", "target_critic": "cpu", "ref": "cpu"}
-
-
-def _refuse_shards(cfg: RunConfig, *, processes: int) -> None:
-    if processes == 1:
-        by_strategy = cfg.score.placement == "auto" and cfg.cluster.strategy == "fsdp"
-        others = [] if by_strategy else [f"{PLACEMENT}: roles or shared"]
-        others += [f"{STRATEGY}: ddp"] if cfg.cluster.strategy == "fsdp" else []
-        raise ConfigError(
-            f"{'fsdp' if by_strategy else 'sharded'}: each process holds a part of each model, and one is started",
-            where=_where(cfg, STRATEGY if by_strategy else PLACEMENT),
-            fix=f"start several (NPROC=2, `make train-distributed`), or write {' and '.join(others)}",
-        )
-    # Of a config that says fp16 itself the rules know. This is what `auto` became.
-    if cfg.train.precision == "fp16":
-        raise ConfigError(
-            "sharded: the scaler of fp16 looks for numbers that are not finite on each process alone",
-            where=_where(cfg, "train.precision"),
-            fix="write train.precision: fp32; bf16 needs a GPU from 2020 on",
-        )
 
 
 def _refuse_device(cfg: RunConfig, part: str, *, device: str, gpus: int, processes: int) -> None:
     key = f"{DEVICES}.{part}"
-    if device == "cpu":
-        if part == "solver" and gpus:
-            _refuse_solver(cfg, key, device=device)
-        return
-    if processes > 1:
-        raise ConfigError(
-            f"{device}: {processes} processes are started, and every one of them would lay its {part} on this one GPU",
-            where=_where(cfg, key),
-            fix=f"write {key}: auto, which is each process's own GPU, or start one process (NPROC=1)",
-        )
-    if number_of(device) >= gpus:
+    where, auto = _where(cfg, key), f"write {key}: auto"
+    if device != "cpu" and processes > 1:
+        what = f"{processes} processes are started, and every one of them would lay its {part} on this one GPU"
+        fix = f"{auto}, which is each process's own GPU, or start one process (NPROC=1)"
+        raise ConfigError(f"{device}: {what}", where=where, fix=fix)
+    if device != "cpu" and gpu_number(device) >= gpus:
         shown = ", ".join(f"cuda:{n}" for n in range(gpus)) or "none"
-        raise MachineError(
-            f"{device}: this machine shows {gpus} GPUs ({shown})",
-            where=_where(cfg, key),
-            fix=f"write {key}: auto{', cpu' if part != 'solver' else ''}{f' or cuda:{gpus - 1}' if gpus else ''}",
-        )
-    if part == "solver" and device != "cuda:0":
-        _refuse_solver(cfg, key, device=device)
-
-
-def _refuse_solver(cfg: RunConfig, key: str, *, device: str) -> None:
-    raise ConfigError(
-        f"{device}: the solver lies on the process's own device, which is the first visible GPU",
-        where=_where(cfg, key),
-        fix=f"write {key}: auto, and choose the first GPU with CUDA_VISIBLE_DEVICES, such as 1,0",
-    )
+        fix = f"{auto}{', cpu' if part != 'solver' else ''}{f' or cuda:{gpus - 1}' if gpus else ''}"
+        raise MachineError(f"{device}: this machine shows {gpus} GPUs ({shown})", where=where, fix=fix)
+    if part == "solver" and device != ("cuda:0" if gpus else "cpu"):
+        what = f"{device}: the solver lies on the process's own device, which is the first visible GPU"
+        fix = f"{auto}, and choose the first GPU with CUDA_VISIBLE_DEVICES, such as 1,0"
+        raise ConfigError(what, where=where, fix=fix)
 
 
 def _where(cfg: RunConfig, key: str) -> str:
@@ -162,5 +129,5 @@ def _where(cfg: RunConfig, key: str) -> str:
 
 def name_devices(devices: Mapping[str, Any], *, is_gpu: bool) -> dict[str, Any]:
     """Return the same by the usual names: a process's own device is its first GPU, or the CPU."""
-    own = "cuda:0" if is_gpu else "cpu"
-    return {own if name == OWN else name: value for name, value in devices.items()}
+    here = "cuda:0" if is_gpu else "cpu"
+    return {here if name == OWN else name: value for name, value in devices.items()}

@@ -1,4 +1,4 @@
-"""What a device offers a run, what the process beside torch's allocator takes, and how far an estimate is trusted."""
+"""What a device offers a run, what the process takes outside torch's allocator, and how far an estimate is trusted."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ CONTEXT_BYTES = {(7, 0): int(0.4 * GIB), (7, 5): int(0.14 * GIB), (8, 0): int(0.
 public table); 0.3 to 0.4 GiB on a V100 (pytorch #20532), 320 MB of it without torch (pytorch #28394, on a Titan V,
 which has the same chip); 0.3 to 0.6 GiB assumed on later cards (not measured)."""
 
-NCCL_BYTES = int(0.5 * GIB)
-"""Communicators of one process group: between 0.3 and 1 GiB (assumed, not measured)."""
+NCCL_BYTES = int(0.5 * GIB)  # communicators of one process group: between 0.3 and 1 GiB (assumed, not measured)
 
 CPU_PROCESS_BYTES = 545 * 2**20
-"""Resident memory of a training process beside its model: Python, torch, transformers, TRL, TensorBoard and what they
+"""Resident memory of a training process without its model: Python, torch, transformers, TRL, TensorBoard and what they
 make at import; 385 MiB of it are anonymous and 160 MiB touched pages of shared libraries. Measured as the peak of a
 whole run of a model of 0.2 MB (`benchmarks/cpu_memory.py --only process`; Linux x86-64, glibc, the lock's versions).
 
@@ -34,7 +33,7 @@ MARGINS: dict[str, tuple[float, int]] = {
     "probed": (0.03, GIB // 2),
     "cpu": (0.08, 96 * 2**20),
 }
-"""Share of the estimate and bytes that are kept free beside it: one GPU, sharded over several, measured by a probe."""
+"""Share of the estimate and bytes to keep free on top of it: one GPU, sharded over several, measured by a probe."""
 
 
 @dataclass(frozen=True)
@@ -60,35 +59,29 @@ class Device:
         return int(min(USABLE_SHARE * self.total_bytes, self.free_bytes))
 
 
-def device_of(machine: Machine, local_processes: int = 1) -> Device:
-    """The smallest of this machine's GPUs, since every rank must fit; without one, a process's part of the memory."""
+def find_device(machine: Machine, local_processes: int = 1) -> Device:
+    """Find the smallest of this machine's GPUs, as every rank must fit; without one, a process's part of the memory."""
     if not machine.gpus:
-        total, free = (each // local_processes for each in (machine.ram_bytes, machine.ram_available))
+        total, free = machine.ram_bytes // local_processes, machine.ram_available // local_processes
         return Device("CPU", total, free, False, count=local_processes, cores=machine.cores)
     used = machine.gpus[:local_processes]
     smallest = min(used, key=lambda gpu: min(USABLE_SHARE * gpu.total_bytes, gpu.plannable_bytes))
     card = find_card(smallest.name)
-    return Device(
-        smallest.name,
-        smallest.total_bytes,
-        smallest.plannable_bytes,
-        True,
-        min(gpu.capability for gpu in used),
-        len(machine.gpus),
-        card.tflops if card else None,
-    )
+    capability = min(gpu.capability for gpu in used)
+    size, free, tflops = smallest.total_bytes, smallest.plannable_bytes, card.tflops if card else None
+    return Device(smallest.name, size, free, True, capability, len(machine.gpus), tflops)
 
 
 def runtime_bytes(device: Device, world_size: int) -> int:
-    """Memory of the process beside what it allocates for the model."""
+    """Return the memory of the process without what it allocates for the model."""
     if not device.is_gpu:
         return CPU_PROCESS_BYTES
-    context = CONTEXT_BYTES[max(each for each in CONTEXT_BYTES if each <= max(device.capability, (7, 0)))]
+    context = CONTEXT_BYTES[max(first for first in CONTEXT_BYTES if first <= max(device.capability, (7, 0)))]
     return context + (NCCL_BYTES if world_size > 1 else 0)
 
 
 def margin_bytes(allocated: float, device: Device, *, strategy: Strategy, is_probed: bool = False) -> int:
-    """Bytes kept free because the estimate may be too low."""
+    """Return the bytes kept free because the estimate may be too low."""
     kind = "probed" if is_probed else "one" if strategy in ("single", "ddp") else "several"
     share, fixed = MARGINS["cpu" if not device.is_gpu else kind]
     return int(share * allocated + fixed)

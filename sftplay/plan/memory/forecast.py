@@ -4,23 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from sftplay.plan.devices.layout import OWN, name_devices
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
 from sftplay.plan.memory.memory_setup import OPENED, MemorySetup, gpu_chunk_tokens, workspace_bytes
-from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import RowLengths
-from sftplay.plan.memory.sharding import DeviceShare, Strategy, loading_bytes, share_of
+from sftplay.plan.memory.sharding import DeviceShare, Strategy, find_share, loading_bytes
 from sftplay.plan.memory.step import Footprint, Size, estimate, standing_bytes
 from sftplay.plan.shape.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from sftplay.plan.memory.probe_fit import Fit
 
 Verdict = Literal["fits", "tight", "does_not_fit"]
 
 RUNTIME, MARGIN = "runtime", "margin"
 
-LOAD = "load"
-"""The phase in which a model is opened whole and then split over the processes."""
+LOAD = "load"  # the phase in which a model is opened whole and then split over the processes
+
+
+UNMODELLED_SHARE = 0.25  # added to the margin for a model with parts that no plan accounts for
+
+UNTRACED_SHARE = 0.12
+"""Added to the margin for a family whose closed form nobody has held against a trace; Falcon's was 11 % too low."""
+
+TRACED = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "phi", "gpt_neox", "gpt2", "olmo2",
+    "granite", "smollm3", "hrm",
+)  # fmt: skip
+"""Families of tests/plan/test_memory_oracle.py, and the puzzles of tests/plan/test_puzzle_memory.py."""
 
 
 class TaskMemory(Protocol):
@@ -47,14 +60,11 @@ class Setting:
     device: Device
     strategy: Strategy = "single"
     world_size: int = 1
+    # What a probe measured of this model and code on this device; None leaves the estimate as it is.
     fit: Fit | None = None
-    """What a probe measured of this model and execution on this device; None leaves the estimate as it is."""
-
-    task: TaskMemory | None = None
-    """Of a task with a step of its own; None for a step of plain rows."""
-
+    task: TaskMemory | None = None  # of a task with a step of its own; None for a step of plain rows
+    # True where the untrained model answers before it is split (eval.before), for which it lies on the device.
     measures_first: bool = False
-    """True where the untrained model answers before it is split (eval.before), for which it lies on the device."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +75,11 @@ class Forecast:
     size: Size
     footprint: Footprint
     host_bytes: int
-    sampled: int = 0
-    """Completions that a process samples at a time; 0 where it samples none."""
-
+    sampled: int = 0  # completions that a process samples at a time; 0 where it samples none
+    # Of a run whose parts lie on several devices; `footprint` is that of the fullest GPU.
     by_device: Mapping[str, Footprint] = field(default_factory=dict)
-    """Of a run whose parts lie on several devices; `footprint` is that of the fullest GPU."""
-
+    # True where the model would not fit the device before it is split, so that it is opened in the host's memory.
     opens_on_host: bool = False
-    """True where the model would not fit the device before it is split, so that it is opened in the host's memory."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -83,12 +90,17 @@ class Forecast:
     def components(self) -> dict[str, int]:
         """Component -> bytes at the peak; they add up to `peak_bytes`."""
         setting = self.setting
+        allocated = self.allocated_bytes
         runtime = runtime_bytes(setting.device, setting.world_size)
         if setting.fit and setting.fit.context_bytes is not None:
             runtime += setting.fit.context_bytes - runtime_bytes(setting.device, 1)
-        margin = margin_bytes(
-            self.allocated_bytes, setting.device, strategy=setting.strategy, is_probed=setting.fit is not None
-        ) + _unmodelled_bytes(setting.shape, self.allocated_bytes)
+        is_probed = setting.fit is not None
+        margin = margin_bytes(allocated, setting.device, strategy=setting.strategy, is_probed=is_probed)
+        # The closed form does not know everything of some models.
+        if setting.shape.unmodelled:
+            margin += int(UNMODELLED_SHARE * allocated)
+        elif setting.shape.family not in TRACED:
+            margin += int(UNTRACED_SHARE * allocated)
         return {**self.footprint.components, RUNTIME: runtime, MARGIN: margin}
 
     @property
@@ -98,8 +110,10 @@ class Forecast:
     @property
     def device_peaks(self) -> dict[str, int]:
         """Device -> its peak with process and margin; without what lies on the host of a machine with GPUs."""
-        all_of_them = self.by_device or {OWN: self.footprint}
-        peaks = {name: replace(self, footprint=each).peak_bytes for name, each in all_of_them.items()}
+        from sftplay.plan.devices.layout import OWN, name_devices
+
+        footprints = self.by_device or {OWN: self.footprint}
+        peaks = {name: replace(self, footprint=footprint).peak_bytes for name, footprint in footprints.items()}
         return name_devices(peaks, is_gpu=self.setting.device.is_gpu)
 
     @property
@@ -128,20 +142,28 @@ class Forecast:
             "phases": {name: round(sum(parts.values())) for name, parts in self.footprint.phases.items()},
             "host_bytes": self.host_bytes,
             **({OPENED: "host" if self.opens_on_host else "device"} if LOAD in self.footprint.phases else {}),
-            **({"devices": {name: each.peak_bytes for name, each in self.by_device.items()}} if self.by_device else {}),
+            **({"devices": {name: used.peak_bytes for name, used in self.by_device.items()}} if self.by_device else {}),
         }
 
 
 def forecast(setting: Setting, size: Size, *, sampled: int = 1) -> Forecast:
     """Return the bytes of `size` in `setting`, in the steady state; `sampled` completions are sampled at a time."""
-    shape, execution = setting.shape, setting.execution
-    standing = standing_bytes(shape, execution)
-    share = share_of(shape, execution, standing=standing, strategy=setting.strategy, world_size=setting.world_size)
+    shape, setup = setting.shape, setting.execution
+    standing = standing_bytes(shape, setup)
+    share = find_share(shape, setup, standing=standing, strategy=setting.strategy, world_size=setting.world_size)
     if setting.task is not None:
         return setting.task.forecast(setting, size, sampled=sampled, share=share)
-    footprint = estimate(shape, execution, size=size, standing=share.standing, communication=share.communication)
-    if setting.fit is not None:
-        footprint = _scaled(footprint, setting, size=size, fit=setting.fit)
+    footprint = estimate(shape, setup, size=size, standing=share.standing, communication=share.communication)
+    if (fit := setting.fit) is not None:
+        # Every phase is scaled by the probe's measurement over the estimate for the probed step. The probe ran one
+        # process; the share that several processes add is scaled with the rest.
+        probed = Size(rows=size.rows, seq=size.seq, accumulates=fit.accumulates)
+        estimated = estimate(shape, setup, size=probed).phases
+        phases = {}
+        for name, parts in footprint.phases.items():
+            factor = fit.lines[name].at(size.tokens) / sum(estimated[name].values()) if name in fit.lines else 1.0
+            phases[name] = {part: bytes_ * factor for part, bytes_ in parts.items()}
+        footprint = Footprint(phases)
     return with_loading(Forecast(setting, size, footprint, round(share.host)), share=share)
 
 
@@ -150,30 +172,26 @@ def with_loading(seen: Forecast, *, share: DeviceShare) -> Forecast:
 
     FSDP can split a model that lies in the host's memory. It does so where the whole model would not fit the device.
     """
-    setting, phases = seen.setting, seen.footprint.phases
-    standing = standing_bytes(setting.shape, setting.execution)
-    about = {"standing": standing, "share": share, "strategy": setting.strategy}
-    parts = loading_bytes(setting.shape, setting.execution, **about)  # type: ignore[arg-type]
+    setting, setup, phases = seen.setting, seen.setting.execution, seen.footprint.phases
+    standing = standing_bytes(setting.shape, setup)
+    load = partial(loading_bytes, setting.shape, setup, standing=standing, share=share, strategy=setting.strategy)
+    parts = load()
     if not parts or not setting.device.is_gpu:
         return seen
     loading = replace(seen, footprint=Footprint({LOAD: parts}))
-    can_wait = setting.strategy.startswith("fsdp") and not setting.execution.four_bit and not setting.measures_first
+    can_wait = setting.strategy.startswith("fsdp") and not setup.four_bit and not setting.measures_first
     if loading.verdict == "fits" or not can_wait:
         return replace(seen, footprint=Footprint({LOAD: parts, **phases}))
-    parts = loading_bytes(setting.shape, setting.execution, is_on_host=True, **about)  # type: ignore[arg-type]
+    parts = load(is_on_host=True)
     # A base that is frozen stays in the pages of its files, which processes share.
-    opened = standing.weights if setting.execution.trains_all else standing.adapters
-    return replace(
-        seen,
-        footprint=Footprint({LOAD: parts, **phases}),
-        host_bytes=max(seen.host_bytes, round(opened)),
-        opens_on_host=True,
-    )
+    opened = standing.weights if setup.trains_all else standing.adapters
+    host, footprint = max(seen.host_bytes, round(opened)), Footprint({LOAD: parts, **phases})
+    return replace(seen, footprint=footprint, host_bytes=host, opens_on_host=True)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where a run would be: the kind of device, how many processes, and what is known of its rows."""
+    """The place of a run: the kind of device, how many processes, and what is known of its rows."""
 
     device: Device
     world_size: int
@@ -185,50 +203,16 @@ class Hardware:
         return self.device.count if self.device.is_gpu else 0
 
 
-def on_device(execution: MemorySetup, shape: ModelShape, *, device: Device) -> MemorySetup:
-    """The execution as it runs on that device.
+def on_device(setup: MemorySetup, shape: ModelShape, *, device: Device) -> MemorySetup:
+    """Return the setup as it runs on that device.
 
     From capability 8.0 on, padded rows of a plain decoder in 16 bits need no mask (`train.isolation`).
     """
+    here = replace(setup, workspace_bytes=workspace_bytes(device.capability))
     if not device.is_gpu:
-        return replace(execution, folds_tiles=False, workspace_bytes=workspace_bytes(device.capability))
-    is_half, is_plain = execution.compute_bytes == 2, shape.sliding_window is None and shape.layer_pattern == 1
-    workspace = workspace_bytes(device.capability)
-    here = replace(execution, chunk_tokens=gpu_chunk_tokens(shape.vocab), workspace_bytes=workspace)
-    if device.capability >= (8, 0) and is_half and is_plain and execution.attention == "efficient":
+        return replace(here, folds_tiles=False)
+    is_half, is_plain = setup.compute_bytes == 2, shape.sliding_window is None and shape.layer_pattern == 1
+    here = replace(here, chunk_tokens=gpu_chunk_tokens(shape.vocab))
+    if device.capability >= (8, 0) and is_half and is_plain and setup.attention == "efficient":
         here = replace(here, attention="flash", is_masked=False, repeats_kv=False)
     return here
-
-
-def _scaled(footprint: Footprint, setting: Setting, *, size: Size, fit: Fit) -> Footprint:
-    """The estimate with every phase scaled by the probe's measurement over the estimate for the probed step.
-
-    The probe ran one process; the share that several processes add is scaled with the rest.
-    """
-    probed = Size(rows=size.rows, seq=size.seq, accumulates=fit.accumulates)
-    estimated = estimate(setting.shape, setting.execution, size=probed).phases
-    phases = {}
-    for name, parts in footprint.phases.items():
-        factor = fit.lines[name].at(size.tokens) / sum(estimated[name].values()) if name in fit.lines else 1.0
-        phases[name] = {part: bytes_ * factor for part, bytes_ in parts.items()}
-    return Footprint(phases)
-
-
-UNMODELLED_SHARE = 0.25
-"""Added to the margin for a model with parts that no plan accounts for."""
-
-UNTRACED_SHARE = 0.12
-"""Added to the margin for a family whose closed form nobody has held against a trace; Falcon's was 11 % too low."""
-
-TRACED = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "phi", "gpt_neox", "gpt2", "olmo2",
-    "granite", "smollm3", "hrm",
-)  # fmt: skip
-"""Families of tests/plan/test_memory_oracle.py, and the puzzles of tests/plan/test_puzzle_memory.py."""
-
-
-def _unmodelled_bytes(shape: ModelShape, allocated: float) -> int:
-    """A wider margin for models of which the closed form does not know everything."""
-    if shape.unmodelled:
-        return int(UNMODELLED_SHARE * allocated)
-    return 0 if shape.family in TRACED else int(UNTRACED_SHARE * allocated)

@@ -1,7 +1,6 @@
 """Which code a training step runs, as far as that decides bytes: dtypes, loss head, kernels, optimizer.
 
 The largest differences between two kits on the same model lie in the code that runs, not in hyper-parameters.
-`execution_of` gives the fields of the kit's own run of a config.
 """
 
 from __future__ import annotations
@@ -21,21 +20,15 @@ Head = Literal["standard", "chunked", "liger", "tiled", "actions"]
 Attention = Literal["flash", "efficient", "eager"]
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
 
-STATE_BYTES: dict[Optimizer, float] = {"adamw": 2.0, "adamw_8bit": 0.0, "adafactor": 0.0, "sgd": 0.0}
-"""Optimizer state per trained weight, in units of the weight's own bytes."""
-
 STATE_BYTES_8BIT = 2.03
 """Two 8-bit moments and their block maxima (blocks of 256 with an fp32 maximum each): 2 * (1 + 4/256)."""
 
 NF4_CODE_BYTES = 0.5
-"""A 4-bit code."""
-
 NF4_BYTES = NF4_CODE_BYTES + 4 / 64
 """A 4-bit code, and an fp32 scale for each 64 of them (QLoRA, Dettmers 2023, section 3)."""
 
 NF4_DOUBLE_BYTES = NF4_CODE_BYTES + 1 / 64 + 4 / (64 * 256)
 """The same with the scales in 8 bits, and an fp32 scale for each 256 of those (double quantisation, ibid.)."""
-
 
 WORKSPACE_BYTES = 2 * (2 * 4096 + 8 * 16) * 1024
 """cuBLAS takes 8.125 MiB a handle from torch's allocator (torch, CUBLAS_WORKSPACE_CONFIG default :4096:2:16:8); the
@@ -46,7 +39,7 @@ HOPPER_WORKSPACE_BYTES = 2 * 32 * 2**20
 
 
 def workspace_bytes(capability: tuple[int, int]) -> int:
-    """What cuBLAS takes on a GPU of `capability`."""
+    """Return what cuBLAS takes on a GPU of `capability`."""
     return HOPPER_WORKSPACE_BYTES if capability >= (9, 0) else WORKSPACE_BYTES
 
 
@@ -55,7 +48,7 @@ MOST_CHUNK_TOKENS, MOST_CHUNK_SCORES = 2048, 2**27
 
 
 def gpu_chunk_tokens(vocab: int) -> int:
-    """Tokens whose scores exist at a time in the chunked loss on a GPU (`train.loss_heads`).
+    """Return how many tokens' scores exist at a time in the chunked loss on a GPU (`train.loss_heads`).
 
     Each chunk reads the whole head three times. From about 300 tokens on a GPU computes longer than it reads (H100: 990
     TFLOP/s in 16 bits to 3.35 TB/s).
@@ -68,18 +61,15 @@ class Adapter:
     """A LoRA pair on some of a layer's linears."""
 
     rank: int
-    targets: tuple[str, ...] | None = None
-    """Names of the linears; None means all of a layer."""
-
+    targets: tuple[str, ...] | None = None  # names of the linears; None means all of a layer
     weight_bytes: int = 4
     has_dropout: bool = False
     is_dora: bool = False
+    # Modules that train in full next to the pairs; PEFT keeps the frozen one too (`ModulesToSaveWrapper`).
     in_full: tuple[str, ...] = ()
-    """Modules that train in full beside the pairs; PEFT keeps the frozen one too (`ModulesToSaveWrapper`)."""
-
+    # Rows of new tokens that train next to the pairs. PEFT makes a copy of the embedding and of the head with them in
+    # each step (peft 0.21, `tuners/trainable_tokens/layer.py`).
     new_rows: int = 0
-    """Rows of new tokens that train beside the pairs. PEFT makes a copy of the embedding and of the head with them in
-    each step (peft 0.21, `tuners/trainable_tokens/layer.py`)."""
 
     def covers(self, linear: Linear) -> bool:
         """True when `linear` has a pair."""
@@ -90,59 +80,36 @@ class Adapter:
 class MemorySetup:
     """The code that runs. Every byte of a plan follows from it, a shape and a size."""
 
+    # Bytes of a weight that is not in 4 bits: embedding, head, norms, and the linears unless `four_bit`.
     weight_bytes: int
-    """Bytes of a weight that is not in 4 bits: embedding, head, norms, and the linears unless `four_bit`."""
-
-    compute_bytes: int
-    """Bytes of a number that enters a matrix product."""
-
-    stream_bytes: int
-    """Bytes of a number in the residual stream between the layers."""
-
+    compute_bytes: int  # bytes of a number that enters a matrix product
+    stream_bytes: int  # bytes of a number in the residual stream between the layers
     four_bit: bool = False
     double_quant: bool = False
-    has_autocast: bool = False
-    """True when matrix products round their inputs to `compute_bytes` themselves."""
-
-    adapter: Adapter | None = None
-    """None means that everything trains."""
-
+    has_autocast: bool = False  # True when matrix products round their inputs to `compute_bytes` themselves
+    adapter: Adapter | None = None  # None means that everything trains
     checkpointing: bool = True
     attention: Attention = "flash"
-    repeats_kv: bool = False
-    """True where grouped keys and values are copied out to the heads before the product."""
-
-    is_masked: bool = False
-    """True where rows are padded, so that the kernel needs a mask over rows x tokens x tokens."""
-
+    repeats_kv: bool = False  # True where grouped keys and values are copied out to the heads before the product
+    is_masked: bool = False  # True where rows are padded, so that the kernel needs a mask over rows x tokens x tokens
     head: Head = "standard"
+    # Of the head `tiled`: True where a kernel folds a tile of scores in place, as TRL's does on a GPU. Elsewhere torch
+    # makes copies of it.
     folds_tiles: bool = True
-    """Of the head `tiled`: True where a kernel folds a tile of scores in place, as TRL's does on a GPU. Elsewhere torch
-    makes copies of it."""
-
-    chunk_tokens: int = 256
-    """Of the head `chunked`: tokens whose scores exist at a time."""
-
-    logits_bytes: int = 2
-    """Bytes of a score as the head writes it; the loss always works on fp32."""
-
+    chunk_tokens: int = 256  # of the head `chunked`: tokens whose scores exist at a time
+    logits_bytes: int = 2  # bytes of a score as the head writes it; the loss always works on fp32
+    # True where the caller keeps the model's output, and so the scores, until backward has ended.
     holds_scores: bool = False
-    """True where the caller keeps the model's output, and so the scores, until backward has ended."""
-
+    # True where the loss copies the scores without the last token's (transformers before 4.46).
     shifts_scores: bool = False
-    """True where the loss copies the scores without the last token's (transformers before 4.46)."""
-
+    # True where each layer's input and the gradient of it live until backward has ended: torch's first FSDP around
+    # frozen layers that are checkpointed with `use_reentrant=True`. Its hook on the input refers to that input's
+    # gradient accumulator, which holds both (torch, `register_multi_grad_hook`; `tests/oracle/test_fsdp.py` shows it).
     holds_inputs: bool = False
-    """True where each layer's input and the gradient of it live until backward has ended: torch's first FSDP around
-    frozen layers that are checkpointed with `use_reentrant=True`. Its hook on the input refers to that input's gradient
-    accumulator, which holds both (torch, `register_multi_grad_hook`; `tests/oracle/test_fsdp.py` shows it)."""
-
-    workspace_bytes: int = WORKSPACE_BYTES
-    """What cuBLAS takes of the allocator's memory."""
-
+    workspace_bytes: int = WORKSPACE_BYTES  # what cuBLAS takes of the allocator's memory
     optimizer: Optimizer = "adamw"
+    # True for torch's foreach optimizers, which hold one more copy of what trains while they step.
     is_foreach: bool = False
-    """True for torch's foreach optimizers, which hold one more copy of what trains while they step."""
 
     @property
     def trains_all(self) -> bool:
@@ -162,7 +129,7 @@ class MemorySetup:
 
     @property
     def scale_bytes(self) -> float:
-        """Bytes of a 4-bit weight's scales, which bitsandbytes keeps beside the parameter, not in it."""
+        """Bytes of a 4-bit weight's scales, which bitsandbytes keeps next to the parameter, not in it."""
         return self.linear_bytes - NF4_CODE_BYTES if self.four_bit else 0.0
 
     @property
@@ -172,92 +139,67 @@ class MemorySetup:
 
     @property
     def state_bytes(self) -> float:
-        """Optimizer state per weight that trains."""
+        """Optimizer state per weight that trains; adafactor's and that of sgd are too small to count."""
         if self.optimizer == "adamw_8bit":
             return STATE_BYTES_8BIT
-        return STATE_BYTES[self.optimizer] * self.trained_bytes
+        return 2.0 * self.trained_bytes if self.optimizer == "adamw" else 0.0
 
 
-def trained_params(shape: ModelShape, execution: MemorySetup) -> int:
-    """Weights that train: all of the model's, or the pairs (and DoRA's magnitudes) of the adapter."""
-    adapter = execution.adapter
+def trained_params(shape: ModelShape, setup: MemorySetup) -> int:
+    """Count the weights that train: all of the model's, or the pairs (and DoRA's magnitudes) of the adapter."""
+    adapter = setup.adapter
     if adapter is None:
         return shape.total_params
     covered = [linear for linear in shape.linears if adapter.covers(linear)]
     pairs = adapter.rank * sum(linear.inputs + linear.outputs for linear in covered)
     magnitudes = sum(linear.outputs for linear in covered) if adapter.is_dora else 0
     rows = adapter.new_rows * shape.hidden * (1 if shape.tied else 2)
-    return shape.layers * (pairs + magnitudes) + rows + sum(_in_full(shape, name) for name in adapter.in_full)
-
-
-def _in_full(shape: ModelShape, name: str) -> int:
-    """Weights of a module named in modules_to_save: the embedding, the head, or one linear in every layer."""
-    if any(word in name for word in ("embed", "wte", "lm_head")):
-        return shape.vocab * shape.hidden
-    return shape.layers * sum(each.inputs * each.outputs for each in shape.linears if each.name == name)
+    in_full = 0
+    for name in adapter.in_full:  # the embedding, the head, or one linear in every layer
+        is_end = any(word in name for word in ("embed", "wte", "lm_head"))
+        linears = [linear for linear in shape.linears if linear.name == name and not is_end]
+        in_full += shape.layers * sum(linear.inputs * linear.outputs for linear in linears)
+        in_full += shape.vocab * shape.hidden * is_end
+    return shape.layers * (pairs + magnitudes) + rows + in_full
 
 
 OPTIMIZERS: dict[OptimizerName, Optimizer] = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "adamw_8bit",
-    "paged_adamw_32bit": "adamw",
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-}
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "paged_adamw_32bit": "adamw",
+    "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit", "adafactor": "adafactor", "sgd": "sgd",
+}  # fmt: skip
 """Paged states count in full: they leave the card only once it is full."""
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def execution_of(cfg: RunConfig) -> MemorySetup:
-    """The execution of a config in which precision, attention, loss head and optimizer are decided."""
-    mode, train = cfg.tuning.mode, cfg.train
+def read_memory_setup(cfg: RunConfig) -> MemorySetup:
+    """Read the setup from a config in which precision, attention, loss head and optimizer are decided."""
+    mode, train, lora = cfg.tuning.mode, cfg.train, cfg.tuning.lora
     compute = BYTES[str(train.precision)]
     weights = 4 if mode == "full" else compute
     # A padded batch needs a mask, with which transformers copies grouped keys and values out to the heads. Before
     # capability 8.0 and in fp32 they are copied without a mask too (`model.weights.repeat_shared_keys`).
     is_masked = cfg.model.attn not in FLASH_KERNELS
-    return MemorySetup(
-        weight_bytes=weights,
-        compute_bytes=compute,
-        stream_bytes=weights,
-        four_bit=mode == "qlora",
-        double_quant=cfg.tuning.double_quant,
-        has_autocast=compute < 4,
-        adapter=None if mode == "full" else _adapter(cfg),
-        checkpointing=train.gradient_checkpointing,
-        attention="eager" if cfg.model.attn == "eager" else "efficient" if is_masked else "flash",
-        repeats_kv=is_masked,
-        is_masked=is_masked,
-        head=_head(cfg),
-        logits_bytes=compute,
-        optimizer=OPTIMIZERS[train.optim],  # type: ignore[index]
-        is_foreach=train.optim == "adamw_torch",
-    )
-
-
-def _head(cfg: RunConfig) -> Head:
-    head = cfg.train.loss_head
-    if own := cfg.task.memory_head:
-        return cast("Head", own)
-    return "chunked" if head == "chunked" else "liger" if head == "liger" else "standard"
-
-
-def _adapter(cfg: RunConfig) -> Adapter:
-    lora = cfg.tuning.lora
-    return Adapter(
+    adapter = Adapter(
         rank=lora.r,
         targets=None if lora.target_modules == "auto" else tuple(lora.target_modules),
         has_dropout=lora.dropout > 0,
         is_dora=lora.dora,
         in_full=tuple(lora.modules_to_save),
-        new_rows=_new_rows(cfg),
+        new_rows=_count_new_rows(cfg),
     )
+    return MemorySetup(
+        weight_bytes=weights, compute_bytes=compute, stream_bytes=weights, four_bit=mode == "qlora",
+        double_quant=cfg.tuning.double_quant, has_autocast=compute < 4, adapter=None if mode == "full" else adapter,
+        checkpointing=train.gradient_checkpointing,
+        attention="eager" if cfg.model.attn == "eager" else "efficient" if is_masked else "flash",
+        repeats_kv=is_masked, is_masked=is_masked, head=cast("Head", cfg.task.memory_head or train.loss_head),
+        logits_bytes=compute, optimizer=OPTIMIZERS[train.optim],  # type: ignore[index]
+        is_foreach=train.optim == "adamw_torch",
+    )  # fmt: skip
 
 
-def _new_rows(cfg: RunConfig) -> int:
+def _count_new_rows(cfg: RunConfig) -> int:
     """Rows that train alone; where their matrices train in full they are counted with these."""
     wanted = cfg.tuning.new_tokens
     if not cfg.tuning.trains_single_rows or wanted.path is None:

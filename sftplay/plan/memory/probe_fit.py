@@ -20,14 +20,9 @@ class Point:
 
     rows: int
     tokens: int
-    peaks_bytes: Mapping[str, int]
-    """By phase of a step, as `memory.Footprint` names them."""
-
-    reserved_bytes: int | None = None
-    """The most that torch's allocator held, cached blocks with it; None without one."""
-
-    seconds: float = 0.0
-    """Of one optimizer step."""
+    peaks_bytes: Mapping[str, int]  # by phase of a step, as `memory.Footprint` names them
+    reserved_bytes: int | None = None  # the most that torch's allocator held, cached blocks with it; None without one
+    seconds: float = 0.0  # of one optimizer step
 
     @property
     def peak_phase(self) -> str:
@@ -46,7 +41,6 @@ class MemoryLine:
     bytes_per_token: float
 
     def at(self, tokens: int) -> float:
-        """Bytes at so many tokens."""
         return self.fixed_bytes + self.bytes_per_token * tokens
 
 
@@ -55,15 +49,10 @@ class Fit:
     """What was measured, as lines; `at` gives the peak of any number of tokens."""
 
     lines: Mapping[str, MemoryLine]
-    peak_phase: str
-    """The phase of the measured peaks."""
-
-    accumulates: bool = True
-    """True when the measured steps had several micro-batches, as most runs' steps do."""
-
+    peak_phase: str  # the phase of the measured peaks
+    accumulates: bool = True  # True when the measured steps had several micro-batches, as most runs' steps do
+    # What the process took on the device outside torch's allocator; None where that cannot be told.
     context_bytes: int | None = None
-    """What the process took on the device beside torch's allocator; None where that cannot be told."""
-
     points: Sequence[Point] = field(default=())
 
     def at(self, tokens: int) -> float:
@@ -93,22 +82,29 @@ class NoFit:
 
 
 def fit(points: Sequence[Point], slopes: Mapping[str, float] | None = None) -> Fit | NoFit:
-    """Lines through the two largest points; with one point only, through it with `slopes`, the estimate's, by phase."""
+    """Draw lines through the two largest points; through one alone with `slopes`, the estimate's, by phase."""
     ordered = sorted({point.tokens: point for point in points}.values(), key=lambda point: point.tokens)
     if not ordered:
         return NoFit("nothing was measured")
     last = ordered[-1]
     if len(ordered) == 1:
-        return _through_one(last, slopes)
+        if slopes is None:
+            return NoFit(f"only {last.tokens} tokens were measured: one point gives no slope")
+        lines = {}
+        for phase, peak in last.peaks_bytes.items():
+            slope = max(0.0, slopes.get(phase, 0.0))
+            lines[phase] = MemoryLine(peak - slope * last.tokens, slope)
+        return Fit(lines, last.peak_phase, points=(last,))
     before = ordered[-2]
     if before.peak_phase != last.peak_phase:
-        return NoFit(
-            f"the peak of {before.tokens} tokens lies in the phase {before.peak_phase!r}, that of {last.tokens} in "
-            f"{last.peak_phase!r}: no one line goes through both"
-        )
-    lines = {
-        phase: _through_two(before, last, phase=phase) for phase in last.peaks_bytes if phase in before.peaks_bytes
-    }
+        phases = f"the phase {before.peak_phase!r}, that of {last.tokens} in {last.peak_phase!r}"
+        return NoFit(f"the peak of {before.tokens} tokens lies in {phases}: no one line goes through both")
+    lines = {}
+    for phase in (phase for phase in last.peaks_bytes if phase in before.peaks_bytes):
+        low, high = before.peaks_bytes[phase], last.peaks_bytes[phase]
+        # Of a phase that is not the peak, noise must not make a line that falls.
+        slope = max(0.0, (high - low) / (last.tokens - before.tokens))
+        lines[phase] = MemoryLine(high - slope * last.tokens, slope)
     top = last.peak_phase
     if last.peaks_bytes[top] < before.peaks_bytes[top]:
         return NoFit(f"{last.tokens} tokens took less than {before.tokens} did")
@@ -119,20 +115,3 @@ def fit(points: Sequence[Point], slopes: Mapping[str, float] | None = None) -> F
         if point.peak_phase == top and abs(off) > TOLERANCE:
             return NoFit(f"the peak of {point.tokens} tokens is {off:+.0%} off the line through the other two")
     return Fit(lines, top, points=tuple(ordered))
-
-
-def _through_one(point: Point, slopes: Mapping[str, float] | None) -> Fit | NoFit:
-    if slopes is None:
-        return NoFit(f"only {point.tokens} tokens were measured: one point gives no slope")
-    lines = {}
-    for phase, peak in point.peaks_bytes.items():
-        slope = max(0.0, slopes.get(phase, 0.0))
-        lines[phase] = MemoryLine(peak - slope * point.tokens, slope)
-    return Fit(lines, point.peak_phase, points=(point,))
-
-
-def _through_two(before: Point, last: Point, *, phase: str) -> MemoryLine:
-    low, high = before.peaks_bytes[phase], last.peaks_bytes[phase]
-    # Of a phase that is not the peak, noise must not make a line that falls.
-    slope = max(0.0, (high - low) / (last.tokens - before.tokens))
-    return MemoryLine(high - slope * last.tokens, slope)

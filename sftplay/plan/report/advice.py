@@ -13,8 +13,7 @@ from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.task_sizing import find_sizing, forecast_one_row
 
-SHORTEST = 128
-"""Tokens below which shorter rows are no advice."""
+SHORTEST = 128  # tokens below which shorter rows are no advice
 
 ENOUGH = 5
 
@@ -26,8 +25,7 @@ class Suggestion:
     change: str
     peak_bytes: int
     fits: bool
-    batch_size: int = 1
-    """Rows of a micro-batch that `peak_bytes` are for."""
+    batch_size: int = 1  # rows of a micro-batch that `peak_bytes` are for
 
     def as_dict(self) -> dict[str, Any]:
         return vars(self)
@@ -43,28 +41,35 @@ class Step:
 
 
 def suggest(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> list[Suggestion]:
-    """Changes that make a run fit with one row a micro-batch; where no single one does, all of them added up in order.
+    """Suggest changes with which one row a micro-batch fits; where no single one does, all of them added up in order.
 
     `cfg` has no `auto` besides its sizes, and is not one of two-turn episodes (`episode_advice`).
     """
-    steps = list(steps_of(cfg, hardware))
-    return first_that_fit(
-        steps, lambda tried: _try(cfg, shape, hardware=hardware, steps=tried), together=added_up(steps)
-    )
+    steps = list(list_steps(cfg, hardware))
+    usual: Strategy = "single" if hardware.world_size == 1 else "ddp"
+
+    def attempt(tried: list[Step]) -> Suggestion:
+        values = {key: value for step in tried for key, value in step.values.items()}
+        changed = cfg.with_values(values, "suggestion") if values else cfg
+        strategy = next((step.strategy for step in reversed(tried) if step.strategy), usual)
+        seen = forecast_one_row(changed, shape, hardware=hardware, strategy=strategy)
+        return Suggestion(", ".join(step.change for step in tried), seen.peak_bytes, seen.verdict == "fits")
+
+    return first_that_fit(steps, attempt, combined=added_up(steps))
 
 
 def first_that_fit(
-    steps: Sequence[Step], attempt: Callable[[list[Step]], Suggestion | None], *, together: Iterable[list[Step]]
+    steps: Sequence[Step], attempt: Callable[[list[Step]], Suggestion | None], *, combined: Iterable[list[Step]]
 ) -> list[Suggestion]:
-    """What fits of the steps alone, else the first that fits of those `together`, else the last of these.
+    """Return what fits of the steps alone, else the first that fits of those `combined`, else the last of these.
 
     An attempt is None where the steps contradict the config or each other.
     """
     single = [attempt([step]) for step in steps]
-    if fitting := [each for each in single if each and each.fits]:
+    if fitting := [found for found in single if found and found.fits]:
         return fitting[:ENOUGH]
     found: list[Suggestion] = []
-    for tried in together:
+    for tried in combined:
         seen = attempt(tried)
         found += [seen] if seen else []
         if seen and seen.fits:
@@ -73,24 +78,15 @@ def first_that_fit(
 
 
 def added_up(steps: Iterable[Step]) -> Iterator[list[Step]]:
-    """The first step, the first two, and so on; a later value of a key takes the place of an earlier one."""
+    """Yield the first step, the first two, and so on; a later value of a key takes the place of an earlier one."""
     gathered: list[Step] = []
     for step in steps:
         gathered = [*(one for one in gathered if not set(one.values) & set(step.values)), step]
         yield gathered
 
 
-def _try(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware, steps: list[Step]) -> Suggestion:
-    values = {key: value for step in steps for key, value in step.values.items()}
-    changed = cfg.with_values(values, "suggestion") if values else cfg
-    usual: Strategy = "single" if hardware.world_size == 1 else "ddp"
-    strategy = next((step.strategy for step in reversed(steps) if step.strategy), usual)
-    seen = forecast_one_row(changed, shape, hardware=hardware, strategy=strategy)
-    return Suggestion(", ".join(step.change for step in steps), seen.peak_bytes, seen.verdict == "fits")
-
-
-def steps_of(cfg: RunConfig, hardware: Hardware) -> Iterator[Step]:
-    """Changes that could make a run smaller, the cheapest first."""
+def list_steps(cfg: RunConfig, hardware: Hardware) -> Iterator[Step]:
+    """Yield changes that could make a run smaller, the cheapest first."""
     train, mode = cfg.train, cfg.tuning.mode
     if not train.gradient_checkpointing:
         yield step_to({"train.gradient_checkpointing": True})
@@ -105,25 +101,18 @@ def steps_of(cfg: RunConfig, hardware: Hardware) -> Iterator[Step]:
     if mode in ("full", "lora"):
         yield step_to({"tuning.mode": "qlora"})
     if hardware.world_size > 1 and find_sizing(cfg).splits_by_strategy:
-        yield from (
-            Step(f"cluster.strategy={name}: the processes share the model out", {"cluster.strategy": name}, name)
-            for name in ("zero2", "zero3", "fsdp")
-        )
-        yield Step(
-            "cluster.deepspeed=deepspeed_configs/zero3_offload.json: share it out and keep it on the host",
-            {},
-            "zero3_offload",
-        )
+        names: tuple[Strategy, ...] = ("zero2", "zero3", "fsdp")
+        for name in names:
+            shared = f"cluster.strategy={name}: the processes share the model out"
+            yield Step(shared, {"cluster.strategy": name}, name)
+        offloaded = "cluster.deepspeed=deepspeed_configs/zero3_offload.json: share it out and keep it on the host"
+        yield Step(offloaded, {}, "zero3_offload")
     for key, length, room in find_sizing(cfg).lengths(cfg):
-        yield from (step_to({key: half}) for half in _halves(length) if half > room)
-
-
-def _halves(length: int) -> Iterator[int]:
-    while (length := length // 2) >= SHORTEST:
-        yield length
+        while (length := length // 2) >= max(SHORTEST, room + 1):
+            yield step_to({key: length})
 
 
 def step_to(values: dict[str, Any]) -> Step:
-    """The change to these values by their keys, as it is typed."""
+    """Build the change to these values by their keys, as it is typed."""
     shown = {k: json.dumps(value) if value is None or isinstance(value, bool) else value for k, value in values.items()}
     return Step(", ".join(f"{key}={value}" for key, value in shown.items()), values)

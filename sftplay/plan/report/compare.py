@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sftplay.config.run import RunConfig
@@ -15,7 +14,7 @@ from sftplay.plan.sizing.task_sizing import forecast_one_row
 MODES = ("full", "lora", "qlora")
 
 WITHOUT_FOUR_BIT = ("zero1", "zero2", "zero2_offload", "zero3_offload", "fsdp_offload")
-"""Strategies not offered for a 4-bit base: the first three share out an optimizer that is tiny beside an adapter,
+"""Strategies not offered for a 4-bit base: the first three share out an optimizer that is tiny for an adapter,
 and bitsandbytes' codes cannot be moved to the host and back."""
 
 RANK: tuple[Strategy, ...] = (
@@ -48,9 +47,17 @@ class Row:
 
 
 def compare(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> list[Row]:
-    """All rows that make sense here. Recommended is the config's own mode where some strategy fits it, else the nearest
-    cheaper mode, under the strategy that communicates least."""
-    rows = list(_rows(cfg, shape, hardware=hardware))
+    """Return all rows that make sense here. Recommended is the config's own mode where some strategy fits it, else the
+    nearest cheaper mode, under the strategy that communicates least."""
+    rows = []
+    for mode in MODES:
+        tuned = cfg.with_values({"tuning.mode": mode}, "compare")
+        for strategy in STRATEGIES if hardware.world_size > 1 else STRATEGIES[:1]:
+            is_small = strategy in ("single", "ddp")
+            if (mode == "qlora" and strategy in WITHOUT_FOUR_BIT) or not (hardware.device.is_gpu or is_small):
+                continue
+            alone = Hardware(hardware.device, 1) if strategy == "single" else hardware
+            rows.append(Row(mode, strategy, forecast_one_row(tuned, shape, hardware=alone, strategy=strategy)))
     wanted = MODES[MODES.index(cfg.tuning.mode) :]
     using_all = [row for row in rows if hardware.world_size == 1 or row.strategy != "single"]
     best = min(
@@ -58,17 +65,4 @@ def compare(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> list[Ro
         key=lambda row: (wanted.index(row.mode), RANK.index(row.strategy)),
         default=None,
     )
-    return [Row(row.mode, row.strategy, row.forecast, row is best) for row in rows]
-
-
-def _rows(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> Iterator[Row]:
-    for mode in MODES:
-        tuned = cfg.with_values({"tuning.mode": mode}, "compare")
-        for strategy in STRATEGIES:
-            alone = strategy == "single"
-            if (not alone and hardware.world_size == 1) or (mode == "qlora" and strategy in WITHOUT_FOUR_BIT):
-                continue
-            if not hardware.device.is_gpu and strategy not in ("single", "ddp"):
-                continue
-            own = Hardware(hardware.device, 1) if alone else hardware
-            yield Row(mode, strategy, forecast_one_row(tuned, shape, hardware=own, strategy=strategy))
+    return [replace(row, is_recommended=row is best) for row in rows]

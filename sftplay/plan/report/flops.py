@@ -16,72 +16,65 @@ from sftplay.plan.shape.model_shape import Linear, ModelShape
 FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = 2, 2, 2
 """Operations a weight and token: a multiplication and an addition each."""
 
-PRODUCTS = 2
-"""Of attention: queries with keys, and weights with values."""
+PRODUCTS = 2  # of attention: queries with keys, and weights with values
 
 
-EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings")
-HEADS = ("lm_head", "embed_out")
-"""What transformers' models call them, as modules_to_save may name them."""
+# What transformers' models call them, as modules_to_save may name them.
+EMBEDDINGS, HEADS = ("embed_tokens", "embed_in", "wte", "word_embeddings"), ("lm_head", "embed_out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
     """Operations of one forward and one backward pass, by what they grow with."""
 
-    per_token: float
-    """The layers' linears, adapters and weight gradients included."""
-
-    per_label_token: float
-    """The head, which only a token with a label needs; the usual 6 N counts it for every token."""
-
-    per_pair: float
-    """Attention of all layers that see the whole row, for a query and one key that it sees."""
-
-    per_near_pair: float
-    """The same of all layers with a sliding window."""
-
-    window: int | None
-    """Keys that a query sees in layers with a sliding window, itself included."""
+    per_token: float  # the layers' linears, adapters and weight gradients included
+    per_label_token: float  # the head, which only a token with a label needs; the usual 6 N counts it for every token
+    per_pair: float  # attention of all layers that see the whole row, for a query and one key that it sees
+    per_near_pair: float  # the same of all layers with a sliding window
+    window: int | None  # keys that a query sees in layers with a sliding window, itself included
 
     def of_rows(self, lengths: Iterable[int], label_tokens: int) -> float:
-        """Operations of rows of so many real tokens each, of which `label_tokens` in all are learned."""
+        """Count the operations of rows of so many real tokens, `label_tokens` of all of them learned."""
         lengths = list(lengths)
         pairs = sum(seen_pairs(n) for n in lengths)
         near = sum(seen_pairs(n, self.window) for n in lengths) if self.per_near_pair else 0
         return self.of_counts(sum(lengths), label_tokens, pairs=(pairs, near))
 
     def of_counts(self, tokens: int, label_tokens: int, *, pairs: tuple[int, int]) -> float:
-        """Operations of so many tokens and, in layers without and with a window, pairs of query and key."""
+        """Count the operations of so many tokens and, in layers without and with a window, pairs of query and key."""
         products = self.per_pair * pairs[0] + self.per_near_pair * pairs[1]
         return self.per_token * tokens + self.per_label_token * label_tokens + products
 
 
 def seen_pairs(tokens: int, window: int | None = None) -> int:
-    """Pairs of a query and a key not behind it in a row of `tokens`, with at most `window` keys a query."""
+    """Count the pairs of a query and a key not behind it in a row of `tokens`, with at most `window` keys a query."""
     full = min(tokens, window or tokens)
     return full * (full + 1) // 2 + (tokens - full) * full
 
 
 def model_flops(shape: ModelShape, execution: MemorySetup) -> ModelFlops | None:
-    """The operations of a model of this shape; None where the shape leaves parts of the model out.
+    """Count the operations of a model of this shape; None where the shape leaves parts of the model out.
 
     A product takes 2 operations a weight forward, 2 for the gradient of its input, and 2 for that of its weight where
     that trains. Nothing before the first weight that trains has a gradient. DoRA's norms are left out.
     """
     if shape.unmodelled:
         return None
-    first = _layer(shape, execution.adapter, reached=_trains(execution.adapter, EMBEDDINGS))
-    later = _layer(shape, execution.adapter, reached=True)
+    first, first_attention = _count_layer(shape, execution.adapter, reached=_trains(execution.adapter, EMBEDDINGS))
+    later, attention = _count_layer(shape, execution.adapter, reached=True)
     head = FORWARD + BACKWARD_INPUT + BACKWARD_WEIGHT * _trains(execution.adapter, HEADS)
-    near_layers = _layers_with_window(shape)
+    near_layers = 0
+    if shape.sliding_window is not None:
+        # All of them, or all but the last of each pattern (Gemma: 1 of 2 or of 6 sees the whole row).
+        whole = 0 if shape.layer_pattern == 1 else shape.layers // shape.layer_pattern
+        near_layers = shape.layers - whole
     # Only the first layer may lack a gradient; a pattern of several kinds of layers ends with one that sees all.
     first_is_near = near_layers > 0
     pair = PRODUCTS * shape.heads * shape.head_dim
-    passes_near = first.attention * first_is_near + later.attention * (near_layers - first_is_near)
-    passes = first.attention + later.attention * (shape.layers - 1) - passes_near
+    passes_near = first_attention * first_is_near + attention * (near_layers - first_is_near)
+    passes = first_attention + attention * (shape.layers - 1) - passes_near
     return ModelFlops(
-        per_token=first.weights + (shape.layers - 1) * later.weights,
+        per_token=first + (shape.layers - 1) * later,
         per_label_token=float(head * shape.vocab * shape.hidden),
         per_pair=float(pair * passes),
         per_near_pair=float(pair * passes_near),
@@ -89,29 +82,19 @@ def model_flops(shape: ModelShape, execution: MemorySetup) -> ModelFlops | None:
     )
 
 
-@dataclass(frozen=True)
-class _Layer:
-    weights: float
-    """Operations a token in products with weights."""
-
-    attention: int
-    """Operations for each multiplication of attention's forward products."""
-
-
-def _layer(shape: ModelShape, adapter: Adapter | None, *, reached: bool) -> _Layer:
-    """One layer; `reached` says whether its input has a gradient."""
+def _count_layer(shape: ModelShape, adapter: Adapter | None, *, reached: bool) -> tuple[float, int]:
+    """Operations a token of one layer in products with weights, and for each multiplication of attention's forward
+    products; `reached` says whether the layer's input has a gradient."""
     *inward, outward = [linear for linear in shape.linears if not linear.is_mlp]
     *up, down = [linear for linear in shape.linears if linear.is_mlp]
     total, flows = _products(inward, adapter, reached=reached)
     attention = FORWARD + (2 * BACKWARD_INPUT if flows else 0)  # a product of two inputs has two gradients
-    more, flows = _products([outward], adapter, reached=flows)
-    total += more
-    for linears in (up, [down]):
+    for linears in ([outward], up, [down]):
         if linears is up and shape.parallel_block:
             flows = reached
         more, flows = _products(linears, adapter, reached=flows)
         total += more
-    return _Layer(total, attention)
+    return total, attention
 
 
 def _products(linears: Sequence[Linear], adapter: Adapter | None, *, reached: bool) -> tuple[float, bool]:
@@ -137,10 +120,3 @@ def _products(linears: Sequence[Linear], adapter: Adapter | None, *, reached: bo
 def _trains(adapter: Adapter | None, names: Sequence[str]) -> bool:
     """True when the weights of a module of one of these names train themselves."""
     return adapter is None or any(saved.rpartition(".")[2] in names for saved in adapter.in_full)
-
-
-def _layers_with_window(shape: ModelShape) -> int:
-    """All of them, or all but the last of each pattern (Gemma: 1 of 2 or of 6 sees the whole row)."""
-    if shape.sliding_window is None:
-        return 0
-    return shape.layers if shape.layer_pattern == 1 else shape.layers - shape.layers // shape.layer_pattern

@@ -10,19 +10,15 @@ from sftplay.config.run import RunConfig
 from sftplay.plan.memory.forecast import Setting
 from sftplay.plan.memory.memory_setup import trained_params
 from sftplay.plan.memory.row_lengths import RowLengths
-from sftplay.plan.report.flops import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from sftplay.plan.sizing.task_sizing import find_sizing
 
-COUNTED_BYTES = 2**28
-"""Files up to this size are counted; larger ones would keep the answer waiting."""
+COUNTED_BYTES = 2**28  # files up to this size are counted; larger ones would keep the answer waiting
 
 LINE_FILES = (".jsonl", ".ndjson")
 
-USED_SHARE = 0.35
-"""Of a GPU's peak arithmetic that fine-tuning usually reaches."""
+USED_SHARE = 0.35  # of a GPU's peak arithmetic that fine-tuning usually reaches
 
-CPU_FLOPS_PER_CORE = 2e10
-"""What a core does in fp32 products of a middling size; half or double is usual."""
+CPU_FLOPS_PER_CORE = 2e10  # what a core does in fp32 products of a middling size; half or double is usual
 
 
 @dataclass(frozen=True)
@@ -38,8 +34,8 @@ class Workload:
     time_basis: str
 
 
-def workload_of(cfg: RunConfig, setting: Setting, *, lengths: RowLengths | None = None) -> Workload:
-    """The workload of a config in which all is decided; `lengths` is what is known of its rows."""
+def estimate_workload(cfg: RunConfig, setting: Setting, *, lengths: RowLengths | None = None) -> Workload:
+    """Estimate the workload of a config in which all is decided; `lengths` is what is known of its rows."""
     train = cfg.train
     steps, reason = _steps(cfg, lengths)
     row_tokens = lengths.mean if lengths else cfg.row_tokens
@@ -68,25 +64,22 @@ def _steps(cfg: RunConfig, lengths: RowLengths | None) -> tuple[int | None, str]
     train = cfg.train
     if train.max_steps:
         return train.max_steps, f"train.max_steps, {_described(cfg, lengths)}"
-    if own := find_sizing(cfg).steps(cfg):
-        return own
+    if decided := find_sizing(cfg).steps(cfg):
+        return decided
     if cfg.learns_documents and cfg.cpt.train_tokens is not None:
-        return cfg.steps_of_tokens(cfg.cpt.train_tokens), f"cpt.train_tokens, {_described(cfg, lengths)}"
-    rows = lengths.count if lengths else None if cfg.learns_documents else _count_rows(cfg)
+        return cfg.count_steps(cfg.cpt.train_tokens), f"cpt.train_tokens, {_described(cfg, lengths)}"
+    rows = lengths.count if lengths else None
+    path = Path(cfg.rows_path)
+    is_counted = not cfg.learns_documents and path.suffix in LINE_FILES and path.is_file()
+    if rows is None and is_counted and path.stat().st_size <= COUNTED_BYTES:
+        with path.open("rb") as file:
+            rows = sum(1 for line in file if line.strip())
     if rows is None:
         return None, "the rows are counted when the data are prepared"
     completions = rows * find_sizing(cfg).rows_per_record(cfg)
     steps = max(1, math.ceil(train.epochs * completions / train.effective_batch_size))
     kind = "blocks an epoch" if cfg.learns_documents else "prompts" if cfg.task.learns_from_rewards else "rows"
     return steps, f"{rows} {kind}, {_described(cfg, lengths)}"
-
-
-def _count_rows(cfg: RunConfig) -> int | None:
-    path = Path(cfg.rows_path)
-    if path.suffix not in LINE_FILES or not path.is_file() or path.stat().st_size > COUNTED_BYTES:
-        return None
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
 
 
 def _seconds(setting: Setting, tokens: int | None, *, rows: str) -> tuple[float | None, str]:
@@ -107,8 +100,8 @@ def _seconds(setting: Setting, tokens: int | None, *, rows: str) -> tuple[float 
 def flops_per_token(setting: Setting) -> float:
     """Operations of one step per token in products with weights; those between queries and keys come to a few percent
     below some thousand tokens (PaLM, Chowdhery 2022, appendix B) and are left out."""
-    shape, execution = setting.shape, setting.execution
-    passes = FORWARD + BACKWARD_INPUT + (FORWARD if execution.checkpointing else 0)
-    passes += BACKWARD_WEIGHT if execution.trains_all else 0
-    weights = shape.linear_params + shape.vocab * shape.hidden
-    return float(passes * weights)
+    shape, setup = setting.shape, setting.execution
+    # A multiplication and an addition each: forward, once more where it is recomputed, and for the gradients of the
+    # input and of the weight where that trains.
+    passes = 2 + setup.checkpointing + setup.trains_all
+    return float(2 * passes * (shape.linear_params + shape.vocab * shape.hidden))

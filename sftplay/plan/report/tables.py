@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from sftplay.plan.memory.forecast import LOAD, MARGIN, RUNTIME, Forecast
-from sftplay.plan.report.advice import Suggestion
-from sftplay.plan.report.compare import Row
-from sftplay.plan.report.run_cost import Workload
 from sftplay.units import GIB, format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from sftplay.plan.report.advice import Suggestion
+    from sftplay.plan.report.compare import Row
+    from sftplay.plan.report.run_cost import Workload
 
 LABELS = {
     "weights": "weights",
@@ -22,7 +25,7 @@ LABELS = {
     "mask": "attention mask",
     "buckets and sharding": "buckets and sharding",
     "workspace": "cuBLAS workspaces",
-    RUNTIME: "process beside it",
+    RUNTIME: "process itself",
     MARGIN: "margin of the estimate",
 }
 
@@ -57,14 +60,10 @@ def describe_model(seen: Forecast) -> Iterator[str]:
     for what in shape.unmodelled:
         yield f"            not modelled: {what}; the margin is wider for it"
     count = f"{device.count} x " if device.count > 1 else ""
-    yield f"device      {count}{device.name}, {format_bytes(device.total_bytes)} each: {_free(seen)}"
-    yield f"processes   {setting.world_size} ({setting.strategy})"
-
-
-def _free(seen: Forecast) -> str:
-    device = seen.setting.device
     limit = "of all of it" if device.budget_bytes < device.free_bytes else "what is free now"
-    return f"{format_bytes(device.budget_bytes)} to plan with ({limit})"
+    free = f"{format_bytes(device.budget_bytes)} to plan with ({limit})"
+    yield f"device      {count}{device.name}, {format_bytes(device.total_bytes)} each: {free}"
+    yield f"processes   {setting.world_size} ({setting.strategy})"
 
 
 def describe_memory(seen: Forecast) -> Iterator[str]:
@@ -101,10 +100,10 @@ def describe_workload(work: Workload) -> Iterator[str]:
 
 def describe_suggestions(suggestions: Sequence[Suggestion]) -> Iterator[str]:
     """What to change, the cheapest first."""
-    for each in suggestions:
-        what = "fits" if each.fits else "still too large"
-        rows = "one row" if each.batch_size == 1 else f"{each.batch_size} rows"
-        yield f"  {each.change}: {format_bytes(each.peak_bytes)}, {what} ({rows} at a time)"
+    for suggestion in suggestions:
+        what = "fits" if suggestion.fits else "still too large"
+        rows = "one row" if suggestion.batch_size == 1 else f"{suggestion.batch_size} rows"
+        yield f"  {suggestion.change}: {format_bytes(suggestion.peak_bytes)}, {what} ({rows} at a time)"
 
 
 def describe_rows(rows: Sequence[Row]) -> Iterator[str]:

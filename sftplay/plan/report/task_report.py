@@ -4,20 +4,20 @@ fine-tuning."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sftplay.config.run import RunConfig
 from sftplay.plan.memory.forecast import Forecast, Hardware
 from sftplay.plan.memory.row_lengths import RowLengths
-from sftplay.plan.report.advice import Suggestion, suggest
-from sftplay.plan.report.compare import compare
-from sftplay.plan.report.run_cost import Workload, workload_of
+from sftplay.plan.report.run_cost import Workload, estimate_workload
 from sftplay.plan.report.tables import describe_rows
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.task_sizing import SizedRun
 
-Sizing = Callable[..., SizedRun]
-"""Sizes a config for the machine in question; `shape` is that of its model."""
+if TYPE_CHECKING:
+    from sftplay.plan.report.advice import Suggestion
+
+Sizing = Callable[..., SizedRun]  # sizes a config for the machine in question; `shape` is that of its model
 
 
 class TaskReport:
@@ -36,12 +36,14 @@ class TaskReport:
 
     def suggest(self, cfg: RunConfig, sized: SizedRun, *, sizing: Sizing, hardware: Hardware) -> list[Suggestion]:
         """Suggest what would fit: of `cfg` as the user wrote it, and as it is `sized`."""
+        from sftplay.plan.report.advice import suggest
+
         assert sized.forecast is not None
         return suggest(sized.cfg, sized.forecast.setting.shape, hardware=hardware)
 
     def workload(self, cfg: RunConfig, seen: Forecast, *, lengths: RowLengths | None = None) -> Workload:
         """Return steps, disk and time of a run."""
-        return workload_of(cfg, seen.setting, lengths=lengths)
+        return estimate_workload(cfg, seen.setting, lengths=lengths)
 
     def compare(self, cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> tuple[list[Any], Iterator[str]]:
         """Compare what could be chosen: rows with `as_dict`, and the lines of their table.
@@ -49,6 +51,8 @@ class TaskReport:
         Raises:
             ConfigError: the task leaves no choice.
         """
+        from sftplay.plan.report.compare import compare
+
         rows = compare(cfg, shape, hardware=hardware)
         return rows, describe_rows(rows)
 

@@ -24,7 +24,7 @@ TABLE = Path(__file__).with_name("shapes.json")
 def find_shape(
     name: str, revision: str | None = None, *, builtin: Mapping[str, Mapping[str, Any]] | None = None
 ) -> ModelShape | None:
-    """The shape of the model `name`, or None when only the hub could tell.
+    """Find the shape of the model `name`, or None when only the hub could tell.
 
     Looked for in this order: a folder `name` with a config.json; `builtin`, a mapping of names to what their
     config.json holds; the hub's cache on this machine; the shipped table, by the hub's name or by its last part where
@@ -39,23 +39,19 @@ def find_shape(
         return _read(Path(name) / "config.json", name)
     if builtin and name in builtin:
         return shape_from_config(builtin[name], name=name)
-    if cached := _cached(name, revision):
+    if cached := _find_cached(name, revision):
         return _read(cached, name)
-    entry = read_table().get(name) or _by_last_part(name)
-    return shape_from_config(entry, name=name) if entry else None
-
-
-def known_names() -> list[str]:
-    """The hub names of the shipped table, sorted."""
-    return sorted(read_table())
+    table = read_table()
+    same = [table[name]] if name in table else [table[known] for known in table if known.rpartition("/")[2] == name]
+    return shape_from_config(same[0], name=name) if same and all(entry == same[0] for entry in same) else None
 
 
 def nearest_names(name: str, more: Iterable[str] = ()) -> list[str]:
-    """Up to three names of the table (and `more`) that `name` may have been meant to be, best first.
+    """Return up to three names of the table (and `more`) that `name` may have been meant to be, best first.
 
     Names that go on where `name` ends come first; without a slash, only last parts are compared.
     """
-    spelled = {known if "/" in name else known.rpartition("/")[2]: known for known in [*known_names(), *more]}
+    spelled = {known if "/" in name else known.rpartition("/")[2]: known for known in [*sorted(read_table()), *more]}
     lowered = {word.lower(): known for word, known in spelled.items()}
     longer = [word for word in sorted(lowered) if name and word.startswith(name.lower())]
     best = longer or nearest(name.lower(), lowered)
@@ -85,7 +81,7 @@ def _read(path: Path, name: str) -> ModelShape:
     return replace(shape_from_config(config, name=where), name=name)
 
 
-def _cached(name: str, revision: str | None) -> Path | None:
+def _find_cached(name: str, revision: str | None) -> Path | None:
     """The config.json of a model in the hub's cache.
 
     Folders and variables as huggingface_hub has them: constants.py, and its guide on the cache's layout.
@@ -104,13 +100,8 @@ def _cached(name: str, revision: str | None) -> Path | None:
     return path if path.is_file() else None
 
 
-def _by_last_part(name: str) -> dict[str, Any] | None:
-    found = [entry for known, entry in read_table().items() if known.rpartition("/")[2] == name]
-    return found[0] if found and all(entry == found[0] for entry in found) else None
-
-
 def read_table() -> dict[str, dict[str, Any]]:
-    """Hub name -> the keys of its config.json that a shape needs, for every model of the shipped table.
+    """Read the shipped table: hub name -> the keys of its config.json that a shape needs.
 
     The file holds groups of models: keys all share, columns, and a row of values for each model with the keys that
     differ (`but`) and the names that have the same shape (`also`).

@@ -22,55 +22,34 @@ class ModelShape:
     """Everything a plan needs to know about a decoder; all counts are in parameters or positions, never bytes."""
 
     name: str
-    family: str
-    """The text model's `model_type` in config.json."""
-
+    family: str  # the text model's `model_type` in config.json
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
-    mlp: int
-    """Width between the up and the down projection."""
-
+    mlp: int  # width between the up and the down projection
     vocab: int
     max_positions: int | None
-    tied: bool
-    """True when the head shares the embedding's weight."""
-
+    tied: bool  # True when the head shares the embedding's weight
     gated_mlp: bool
+    # Of one layer; all layers are alike. What 4-bit quantises and `target_modules: auto` adapts.
     linears: tuple[Linear, ...]
-    """Of one layer; all layers are alike. What 4-bit quantises and `target_modules: auto` adapts."""
-
+    # Of one layer besides the weights of `linears`: norms, biases, and the experts of a mixture.
     layer_other_params: int
-    """Of one layer besides the weights of `linears`: norms, biases, and the experts of a mixture."""
-
-    other_params: int
-    """Outside the layers: embeddings, learned positions, final norm, and the head when it is not tied."""
-
+    other_params: int  # outside the layers: embeddings, learned positions, final norm, and the head when it is not tied
     norm: Literal["rms", "layer"]
-    norms_per_layer: int
-    """Norms over `hidden` in a layer; those over queries and keys are not counted."""
-
+    norms_per_layer: int  # norms over `hidden` in a layer; those over queries and keys are not counted
     qk_norm: bool
     activation: str
-    parallel_block: bool
-    """True when attention and MLP are added to the same residual at once."""
-
+    parallel_block: bool  # True when attention and MLP are added to the same residual at once
     softcap_final: bool
     softcap_attn: bool
     sliding_window: int | None
-    layer_pattern: int
-    """Layers after which the kinds of attention repeat: 1 when all are alike."""
-
-    experts: int
-    """Experts of a mixture in a layer; 0 for a dense model."""
-
-    vision_params: int
-    """What loading the multimodal class adds: the vision tower and its projector."""
-
-    unmodelled: tuple[str, ...]
-    """What this model has that a plan does not account for, in words; empty for most."""
+    layer_pattern: int  # layers after which the kinds of attention repeat: 1 when all are alike
+    experts: int  # experts of a mixture in a layer; 0 for a dense model
+    vision_params: int  # what loading the multimodal class adds: the vision tower and its projector
+    unmodelled: tuple[str, ...]  # what this model has that a plan does not account for, in words; empty for most
 
     @property
     def linear_params(self) -> int:

@@ -13,9 +13,9 @@ from sftplay.machine.probe import Machine
 NVLINK_BYTES_PER_S = {6: 20e9, 7: 25e9, 8: 25e9, 9: 25e9, 10: 50e9}
 """Compute capability's first number -> bytes a second that one NVLink carries each way. Sources: NVIDIA's papers on
 the architectures Pascal to Blackwell (a V100 has 6 links and 300 GB/s both ways, an H100 18 and 900, a B200 18 and
-1800). Cards of capability 8.6 have slower ones, and are left out."""
+1800)."""
 
-SLOWER_NVLINK = (8, 6)
+SLOWER_NVLINK = (8, 6)  # capability of cards with slower links, which are left out
 
 SIZES_BYTES = tuple(2**power for power in range(12, 27, 2))
 """Exchanges that a check of the communication measures: 4 KiB to 64 MiB, by fours."""
@@ -46,7 +46,7 @@ class Exchange:
 
 
 def nominal_link(machine: Machine, nproc: int, *, nnodes: int) -> tuple[float | None, str]:
-    """Bytes a second each way of the slowest link between the first `nproc` GPUs; None and why where not known."""
+    """Return the slowest link between the first `nproc` GPUs, in bytes a second each way; None and why if not known."""
     if nnodes > 1:
         return None, "the network between the nodes: its nominal speed is not known here"
     if not machine.gpus:
@@ -56,21 +56,21 @@ def nominal_link(machine: Machine, nproc: int, *, nnodes: int) -> tuple[float | 
         return None, "the driver does not say how the GPUs are joined"
     counts = [int(kind[2:]) for kind in kinds if kind.startswith("NV") and kind[2:].isdigit()]
     capability = machine.gpus[0].capability
-    each = None if capability == SLOWER_NVLINK else NVLINK_BYTES_PER_S.get(capability[0])
-    if len(counts) < len(kinds) or each is None:
+    speed = None if capability == SLOWER_NVLINK else NVLINK_BYTES_PER_S.get(capability[0])
+    if len(counts) < len(kinds) or speed is None:
         return None, f"{', '.join(sorted(kinds))}: its nominal speed is not known here"
-    return min(counts) * each, f"NVLink, {min(counts)} links of {each / 1e9:g} GB/s each way"
+    return min(counts) * speed, f"NVLink, {min(counts)} links of {speed / 1e9:g} GB/s each way"
 
 
 def turning_bytes(sweep: Sequence[Exchange]) -> int:
-    """The size whose exchange takes as long to start as to send: the smallest size's time, at the best speed."""
-    return round(sweep[0].latency_s * max(each.algorithm_bytes_per_s() for each in sweep))
+    """Return the size whose exchange takes as long to start as to send: the smallest size's time, at the best speed."""
+    return round(sweep[0].latency_s * max(exchange.algorithm_bytes_per_s() for exchange in sweep))
 
 
 def exchange_s(sweep: Sequence[Exchange], total_bytes: float, *, bucket_bytes: float) -> float:
-    """Seconds that `total_bytes` take in buckets, one after the other; between measured sizes on a straight line.
+    """Return the seconds that `total_bytes` take in buckets, one after the other.
 
-    `sweep` has ascending sizes.
+    `sweep` has ascending sizes; between them the time is taken from a straight line.
     """
     whole, rest = divmod(total_bytes, bucket_bytes)
     return whole * _latency_s(sweep, bucket_bytes) + (_latency_s(sweep, rest) if rest else 0.0)
@@ -84,16 +84,13 @@ def refuse_hook(cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
     """
     key = "cluster.comm.hook"
     if cfg.cluster.comm.hook == "bf16" and world_size > 1 and not machine.gpus:
-        raise MachineError(
-            "torch's bf16 hook runs on NCCL only, and without a GPU processes talk through gloo",
-            where=f"{cfg.origins.get(key, 'cluster')} {key}",
-            fix="write fp16, or none, which is faster on one machine",
-            nearest=("fp16", "none"),
-        )
+        what = "torch's bf16 hook runs on NCCL only, and without a GPU processes talk through gloo"
+        where, fix = f"{cfg.origins.get(key, 'cluster')} {key}", "write fp16, or none, which is faster on one machine"
+        raise MachineError(what, where=where, fix=fix, nearest=("fp16", "none"))
 
 
 def _latency_s(sweep: Sequence[Exchange], size_bytes: float) -> float:
-    above = bisect_left([each.size_bytes for each in sweep], size_bytes)
+    above = bisect_left(sweep, size_bytes, key=lambda exchange: exchange.size_bytes)
     if above == 0:
         return sweep[0].latency_s
     if above == len(sweep):

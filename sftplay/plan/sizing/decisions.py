@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any
 
 from sftplay.config.cluster import BACKEND, unsloth_conflicts
@@ -24,14 +25,13 @@ class Decision:
     reason: str
 
 
-Decisions = dict[str, Decision]
-"""By config key."""
+Decisions = dict[str, Decision]  # by config key
 
 UNSLOTH_FIX = f"`make train-unsloth` builds and uses an environment that has it; or write {BACKEND}: bnb"
 
 
 def choose_backend(cfg: RunConfig, machine: Machine, *, world_size: int) -> Decision:
-    """`bnb` or `unsloth`.
+    """Choose `bnb` or `unsloth`.
 
     Raises:
         MachineError: unsloth is asked for and cannot be used. It is never replaced in silence.
@@ -39,7 +39,13 @@ def choose_backend(cfg: RunConfig, machine: Machine, *, world_size: int) -> Deci
     wanted = cfg.tuning.backend
     if wanted == "bnb":
         return Decision("bnb", "as given")
-    obstacle, fix = _unsloth_obstacle(cfg, machine, world_size=world_size)
+    obstacle, fix = machine.unsloth_problem, UNSLOTH_FIX
+    if world_size > 1:
+        # Not tried here with several GPUs, and its own source calls that a beta.
+        obstacle = f"it trains in one process, not in {world_size}"
+        fix = f"use one process, or write {BACKEND}: bnb"
+    for conflict in islice(unsloth_conflicts(cfg), 1):
+        obstacle, fix = f"{conflict.keys[0]}: {conflict.what}", conflict.fix
     if wanted == "unsloth":
         if obstacle:
             where = f"{cfg.origins.get(BACKEND, 'default')} {BACKEND}"
@@ -52,18 +58,8 @@ def choose_backend(cfg: RunConfig, machine: Machine, *, world_size: int) -> Deci
     return Decision("unsloth", "it is installed, there is a GPU, and every library is within the versions it asks for")
 
 
-def _unsloth_obstacle(cfg: RunConfig, machine: Machine, *, world_size: int) -> tuple[str, str]:
-    """Why unsloth cannot be used and what to do about it; both are empty when nothing is known against it."""
-    for conflict in unsloth_conflicts(cfg):
-        return f"{conflict.keys[0]}: {conflict.what}", conflict.fix
-    if world_size > 1:
-        # Not tried here with several GPUs, and its own source calls that a beta.
-        return f"it trains in one process, not in {world_size}", f"use one process, or write {BACKEND}: bnb"
-    return machine.unsloth_problem, UNSLOTH_FIX
-
-
 def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | None = None) -> Decisions:
-    """Precision, attention, packing, optimizer, pinned memory, learning rate.
+    """Decide precision, attention, packing, optimizer, pinned memory, learning rate.
 
     `shape` is the model's, None where it is not known.
 
@@ -77,20 +73,16 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
     has_flash = has_bf16 and chosen != "fp32" and find_spec("flash_attn") is not None
     package = "kernels" if "/" in cfg.model.attn else "flash_attn"
     can_flash = has_bf16 and chosen != "fp32" and find_spec(package) is not None
+    where = f"{cfg.origins.get('model.attn', 'model')} model.attn"
     if cfg.model.attn in FLASH_KERNELS and not can_flash:
-        raise MachineError(
-            f"{cfg.model.attn} needs an Ampere GPU, 16-bit precision and the package {package.replace('_', '-')}",
-            where=f"{cfg.origins.get('model.attn', 'model')} model.attn",
-            fix="leave model.attn on auto (sdpa here)",
-        )
+        needs = f"an Ampere GPU, 16-bit precision and the package {package.replace('_', '-')}"
+        raise MachineError(f"{cfg.model.attn} needs {needs}", where=where, fix="leave model.attn on auto (sdpa here)")
     attn = Decision("flash_attention_2" if has_flash else "sdpa", "fastest kernel installed for this device")
     if shape is not None and shape.softcap_attn:
         if cfg.model.attn == "sdpa":
-            raise MachineError(
-                "the model caps the scores of its attention, which sdpa does not do",
-                where=f"{cfg.origins.get('model.attn', 'model')} model.attn",
-                fix=f"leave model.attn on auto ({'flash_attention_2' if has_flash else 'eager'} here)",
-            )
+            fix = f"leave model.attn on auto ({'flash_attention_2' if has_flash else 'eager'} here)"
+            what = "the model caps the scores of its attention, which sdpa does not do"
+            raise MachineError(what, where=where, fix=fix)
         attn = attn if has_flash else Decision("eager", "the model caps the scores of its attention; sdpa does not")
     has_varlen = (attn.value if cfg.model.attn == "auto" else cfg.model.attn) in FLASH_KERNELS
     by_tokens = train.batching == "tokens"
@@ -117,11 +109,9 @@ def _decide_optimizer(cfg: RunConfig, precision: str) -> Decision:
     if precision != "fp16":
         return Decision("adamw_torch_fused", "one kernel a step, no copy of the gradients")
     if cfg.train.optim == "adamw_torch_fused":
-        raise ConfigError(
-            "in fp16 it hides from the schedule which steps overflowed and were left out",
-            where=f"{cfg.origins.get('train.optim', 'train')} train.optim adamw_torch_fused",
-            fix="write train.optim: adamw_torch, or leave it on auto",
-        )
+        what = "in fp16 it hides from the schedule which steps overflowed and were left out"
+        where = f"{cfg.origins.get('train.optim', 'train')} train.optim adamw_torch_fused"
+        raise ConfigError(what, where=where, fix="write train.optim: adamw_torch, or leave it on auto")
     return Decision("adamw_torch", "in fp16 the fused one hides which steps were left out")
 
 
@@ -133,16 +123,14 @@ def _decide_precision(cfg: RunConfig, machine: Machine) -> Decision:
             return Decision("fp32", "a GPU older than Ampere has no bf16, and fp16 would overflow in the loss")
         return Decision("fp16", "a GPU older than Ampere has no bf16")
     if cfg.train.precision == "fp16":
-        raise MachineError(
-            "fp16 needs a GPU; on a CPU it would be ignored",
-            where=f"{cfg.origins.get('train.precision', 'train')} train.precision",
-            fix="leave train.precision on auto (fp32 here), or use bf16",
-        )
+        where = f"{cfg.origins.get('train.precision', 'train')} train.precision"
+        fix = "leave train.precision on auto (fp32 here), or use bf16"
+        raise MachineError("fp16 needs a GPU; on a CPU it would be ignored", where=where, fix=fix)
     return Decision("fp32", "no GPU: a CPU computes fp32 fastest")
 
 
 def scaled_rate(cfg: RunConfig) -> tuple[str, ...]:
-    """A note on the rate that `train.lr_scaling` makes of the one written down; none where nothing is scaled."""
+    """Return a note on the rate that `train.lr_scaling` makes of the one written down; none where nothing is scaled."""
     train = cfg.train
     if train.lr_scaling == "none":
         return ()
@@ -152,7 +140,7 @@ def scaled_rate(cfg: RunConfig) -> tuple[str, ...]:
 
 
 def without_effect(cfg: RunConfig, machine: Machine) -> tuple[str, ...]:
-    """A note on each setting that was asked for and has no effect on this machine."""
+    """Return a note on each setting that was asked for and has no effect on this machine."""
     if machine.gpus:
         return ()
     asked = {"train.dataloader_pin_memory": cfg.train.dataloader_pin_memory is True}

@@ -16,7 +16,7 @@ STRATEGY = "cluster.strategy"
 
 
 def planned_strategy(cfg: RunConfig, world_size: int) -> Strategy:
-    """What the memory plan calls the strategy of a config in which it is decided."""
+    """Return what the memory plan calls the strategy of a config in which it is decided."""
     if world_size == 1:
         return "single"
     # Within a node hsdp splits as fsdp does; over more nodes it copies, so this is the least it takes.
@@ -25,7 +25,7 @@ def planned_strategy(cfg: RunConfig, world_size: int) -> Strategy:
 
 
 def choose_strategy(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> Decision:
-    """The first of ddp, zero3 and fsdp that holds one row at a time; ddp where none does or nothing can be said."""
+    """Choose the first of ddp, zero3 and fsdp that holds one row; ddp where none does or nothing can be said."""
     if hardware.world_size == 1:
         return Decision("ddp", "one process holds everything")
     if fixed := find_sizing(cfg).fixed_strategy(cfg):
@@ -42,17 +42,13 @@ def choose_strategy(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardw
         return Decision("ddp", f"each GPU can hold all of it{saving}")
     if cfg.tuning.trains_single_rows:
         return Decision("ddp", "the rows of new tokens train only where each GPU has whole matrices")
-    for strategy in _splits(cfg):
+    # Splits of all weights, as far as they are installed; 4-bit weights are split by torch alone.
+    has_zero = cfg.tuning.mode != "qlora" and find_spec("deepspeed") is not None
+    splits: tuple[Strategy, ...] = ("zero3", "fsdp") if has_zero else ("fsdp",)
+    for strategy in splits:
         split = forecast_one_row(cfg, shape, hardware=hardware, strategy=strategy)
         if split.verdict != "does_not_fit":
             room = format_bytes(whole.budget_bytes)
             reason = f"ddp needs {need} of {room} on each GPU, split it is {format_bytes(split.peak_bytes)}"
             return Decision(strategy, reason)
     return Decision("ddp", "no split makes it fit either")
-
-
-def _splits(cfg: RunConfig) -> tuple[Strategy, ...]:
-    """Splits of all weights, as far as they are installed; 4-bit weights are split by torch alone."""
-    if cfg.tuning.mode == "qlora" or find_spec("deepspeed") is None:
-        return ("fsdp",)
-    return ("zero3", "fsdp")

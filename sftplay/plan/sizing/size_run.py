@@ -6,19 +6,17 @@ never changed, and every choice comes with its reason. Below this module no conf
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from sftplay.config.cluster import BACKEND
 from sftplay.config.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.machine.probe import Machine
-from sftplay.plan.memory.budget import device_of
-from sftplay.plan.memory.forecast import Forecast, Hardware
-from sftplay.plan.memory.probe_fit import Fit
+from sftplay.plan.memory.budget import find_device
+from sftplay.plan.memory.forecast import Hardware
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.plan.sizing.communication import refuse_hook
 from sftplay.plan.sizing.decisions import (
     Decision,
     Decisions,
@@ -32,13 +30,15 @@ from sftplay.plan.sizing.split import foresight, split_batch
 from sftplay.plan.sizing.task_sizing import SizedRun, find_sizing
 from sftplay.units import format_bytes
 
+if TYPE_CHECKING:
+    from sftplay.plan.memory.probe_fit import Fit
+
 LOSS_HEAD, BATCH_SIZE, GRAD_ACCUM = "train.loss_head", "train.batch_size", "train.grad_accum"
 
 LARGE_SCORES_BYTES = 2**31
 """From here on the scores of one micro-batch are computed in chunks: a tenth of the RAM these kits usually run in."""
 
-ASSUMED_VOCAB = 128_000
-"""Taken for a model whose config.json is not on this machine yet; few have more."""
+ASSUMED_VOCAB = 128_000  # taken for a model whose config.json is not on this machine yet; few have more
 
 CHUNKED_WINS_VOCAB = 32_000
 """Vocabulary above which holding all scores costs a GPU more than recomputing them in chunks."""
@@ -65,10 +65,13 @@ def size_run(
         ConfigError: the effective batch cannot be reached exactly; both neighbours are named.
         MachineError: an explicit backend, precision, attention, loss head or hook cannot run here.
     """
-    refuse_hook(cfg, machine, world_size=world_size)
-    task = find_sizing(cfg)
+    if cfg.cluster.comm.hook == "bf16":
+        from sftplay.plan.sizing.communication import refuse_hook
+
+        refuse_hook(cfg, machine, world_size=world_size)
+    task, processes = find_sizing(cfg), local_processes or world_size
     task.refuse_machine(cfg, machine, world_size=world_size)
-    hardware = Hardware(device_of(machine, local_processes or world_size), world_size, lengths)
+    hardware = Hardware(find_device(machine, processes), world_size, lengths)
     if shape is not None and (whole := task.size_whole(cfg, machine, shape=shape, hardware=hardware)):
         return whole
     first = {BACKEND: choose_backend(cfg, machine, world_size=world_size)}
@@ -76,60 +79,39 @@ def size_run(
     rest = decide_numerics(decided, machine, shape=shape) | task.decide_more(decided, machine)
     decided = fill_open(decided, rest)
     rest[LOSS_HEAD] = _decide_head(decided, machine, hardware=hardware, vocab_size=shape.vocab if shape else vocab_size)
-    first |= task.choose_placement(fill_open(decided, rest), shape, hardware=hardware)
-    first[STRATEGY] = choose_strategy(fill_open(decided, {**first, **rest}), shape, hardware=hardware)
-    rest |= task.decide_sampling(fill_open(decided, {**first, **rest}), shape, hardware=hardware)
-    decided = fill_open(decided, {**first, **rest})
-    look = None
+    decided = fill_open(decided, rest)
+    first |= task.choose_placement(decided, shape, hardware=hardware)
+    decided = fill_open(decided, first)
+    first[STRATEGY] = choose_strategy(decided, shape, hardware=hardware)
+    decided = fill_open(decided, first)
+    rest |= task.decide_sampling(decided, shape, hardware=hardware)
+    decided = fill_open(decided, rest)
+    estimate_for = None
     if shape is not None:
         if machine.gpus and cfg.train.loss_head == "auto" and task.fixed_head(cfg) is None:
-            rest[LOSS_HEAD] = _compare_heads(decided, shape, hardware=hardware)
-            decided = decided.with_values({LOSS_HEAD: rest[LOSS_HEAD].value}, "auto")
-        look = foresight(decided, shape, hardware=hardware, fit=fit, sampled=task.rows_sampled(decided))
-    rest |= _decide_sizes(decided, machine, hardware=hardware, look=look)
+            decided, rest[LOSS_HEAD] = _compare_heads(decided, shape, hardware=hardware)
+        sampled = task.rows_sampled(decided)
+        estimate_for = foresight(decided, shape, hardware=hardware, fit=fit, sampled=sampled)
+    tokens, has_gpu = planned_tokens(decided, lengths), bool(machine.gpus)
+    split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=tokens, estimate_for=estimate_for)
+    rest |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
     sized = fill_open(decided, rest)
-    return SizedRun(
-        sized,
-        world_size,
-        {key: decision for key, decision in {**first, **rest}.items() if is_open(cfg, key)},
-        _notes(sized, machine, look=look, processes=local_processes or world_size),
-        look(int(sized.train.batch_size)) if look else None,
-    )
-
-
-def _decide_sizes(
-    cfg: RunConfig, machine: Machine, *, hardware: Hardware, look: Callable[[int], Forecast] | None
-) -> Decisions:
-    """Rows of a micro-batch, and micro-batches of a step."""
-    tokens, has_gpu = planned_tokens(cfg, hardware.lengths), bool(machine.gpus)
-    split = split_batch(cfg, hardware.world_size, has_gpu=has_gpu, row_tokens=tokens, look=look)
-    return {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
-
-
-def _notes(
-    cfg: RunConfig, machine: Machine, *, look: Callable[[int], Forecast] | None, processes: int
-) -> tuple[str, ...]:
-    """What the user should know of a sized config that runs in so many processes on this machine."""
-    seen = look(int(cfg.train.batch_size)) if look else None
-    unplanned = () if seen else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
-    on_host = _note_on_host(seen, machine, processes=processes) if seen else ()
-    shape = seen.setting.shape if seen else None
-    return (*scaled_rate(cfg), *find_sizing(cfg).notes(cfg, shape), *without_effect(cfg, machine), *unplanned, *on_host)
-
-
-def _note_on_host(seen: Forecast, machine: Machine, *, processes: int) -> tuple[str, ...]:
-    """A note where the models that processes open on the host, each a whole one, take more than is free there."""
-    if not seen.opens_on_host or seen.host_bytes * processes <= machine.ram_available:
-        return ()
-    need, free = format_bytes(seen.host_bytes * processes), format_bytes(machine.ram_available)
-    return (
-        f"{processes} processes open the model in the host's memory before they split it: {need}, and {free} are free",
-    )
+    notes = [*scaled_rate(sized), *task.notes(sized, shape), *without_effect(sized, machine)]
+    seen = estimate_for(int(sized.train.batch_size)) if estimate_for else None
+    if seen is None:
+        notes.append(f"memory is not planned: the shape of {cfg.model.name} is not known here")
+    elif seen.opens_on_host and seen.host_bytes * processes > machine.ram_available:
+        need, free = format_bytes(seen.host_bytes * processes), format_bytes(machine.ram_available)
+        where = f"{processes} processes open the model in the host's memory before they split it"
+        notes.append(f"{where}: {need}, and {free} are free")
+    decisions = {key: decision for key, decision in {**first, **rest}.items() if is_open(cfg, key)}
+    return SizedRun(sized, world_size, decisions, tuple(notes), seen)
 
 
 def fill_open(cfg: RunConfig, decisions: Decisions) -> RunConfig:
-    """The config with decided values where it says `auto`."""
-    return cfg.with_values({key: each.value for key, each in decisions.items() if is_open(cfg, key)}, "auto")
+    """Return the config with decided values where it says `auto`."""
+    values = {key: decision.value for key, decision in decisions.items() if is_open(cfg, key)}
+    return cfg.with_values(values, "auto") if values else cfg
 
 
 def is_open(cfg: RunConfig, key: str) -> bool:
@@ -141,11 +123,11 @@ def _decide_head(cfg: RunConfig, machine: Machine, *, hardware: Hardware, vocab_
     if fixed := find_sizing(cfg).fixed_head(cfg):
         return fixed
     if wanted == "liger" and (not machine.gpus or find_spec("liger_kernel") is None):
-        raise MachineError(
+        what, where = (
             "the liger loss head needs a GPU and the package liger-kernel",
-            where=f"{cfg.origins.get(LOSS_HEAD, 'train')} {LOSS_HEAD}",
-            fix="leave train.loss_head on auto",
+            cfg.origins.get(LOSS_HEAD, "train"),
         )
+        raise MachineError(what, where=f"{where} {LOSS_HEAD}", fix="leave train.loss_head on auto")
     if cfg.tuning.backend == "unsloth":
         return Decision("standard", "unsloth puts a loss of its own into the model")
     vocab = vocab_size or ASSUMED_VOCAB
@@ -160,17 +142,21 @@ def _decide_head(cfg: RunConfig, machine: Machine, *, hardware: Hardware, vocab_
     return Decision("standard", f"scores of one micro-batch take {size}; no recomputation needed")
 
 
-def _compare_heads(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> Decision:
-    """Whole scores unless chunks of them make room for a larger micro-batch, or for one at all."""
-    seen, tokens = {}, planned_tokens(cfg, hardware.lengths)
+def _compare_heads(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> tuple[RunConfig, Decision]:
+    """Take whole scores unless chunks of them make room for a larger micro-batch, or for one at all."""
+    seen, configs, tokens = {}, {}, planned_tokens(cfg, hardware.lengths)
     for head in ("standard", "chunked"):
-        look = foresight(cfg.with_values({LOSS_HEAD: head}, "auto"), shape, hardware=hardware)
-        seen[head] = look(split_batch(cfg, hardware.world_size, has_gpu=True, row_tokens=tokens, look=look).rows)
+        configs[head] = tried = cfg if cfg.train.loss_head == head else cfg.with_values({LOSS_HEAD: head}, "auto")
+        estimate_for = foresight(tried, shape, hardware=hardware)
+        split = split_batch(cfg, hardware.world_size, has_gpu=True, row_tokens=tokens, estimate_for=estimate_for)
+        seen[head] = estimate_for(split.rows)
     whole, chunks = seen["standard"], seen["chunked"]
     if chunks.size.rows > whole.size.rows:
-        sizes = f"{chunks.size.rows} rows a micro-batch in place of {whole.size.rows}"
-        return Decision("chunked", f"a vocabulary of {shape.vocab} in chunks leaves room for {sizes}")
+        sizes = f"{chunks.size.rows} rows a micro-batch instead of {whole.size.rows}"
+        why = f"a vocabulary of {shape.vocab} in chunks leaves room for {sizes}"
+        return configs["chunked"], Decision("chunked", why)
     if whole.verdict != "fits" and chunks.peak_bytes < whole.peak_bytes:
         saved = format_bytes(whole.peak_bytes - chunks.peak_bytes)
-        return Decision("chunked", f"a vocabulary of {shape.vocab} in chunks takes {saved} less")
-    return Decision("standard", "chunks would make room for no larger micro-batch, and compute scores twice")
+        return configs["chunked"], Decision("chunked", f"a vocabulary of {shape.vocab} in chunks takes {saved} less")
+    why = "chunks would make room for no larger micro-batch, and compute scores twice"
+    return configs["standard"], Decision("standard", why)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sftplay.config.run import RunConfig
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Forecast, Hardware, Setting, TaskMemory, forecast, on_device
-from sftplay.plan.memory.memory_setup import execution_of
-from sftplay.plan.memory.probe_fit import Fit
+from sftplay.plan.memory.memory_setup import read_memory_setup
 from sftplay.plan.memory.row_lengths import planned_tokens
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision, Decisions
+
+if TYPE_CHECKING:
+    from sftplay.plan.memory.probe_fit import Fit
 
 
 @dataclass(frozen=True)
@@ -24,14 +26,9 @@ class SizedRun:
 
     cfg: RunConfig
     world_size: int
-    decisions: Decisions
-    """Of the keys that stood on `auto`."""
-
-    notes: tuple[str, ...] = ()
-    """Settings without effect on this machine, and what could not be planned."""
-
-    forecast: Forecast | None = None
-    """None where the model's shape is not known before the download."""
+    decisions: Decisions  # of the keys that stood on `auto`
+    notes: tuple[str, ...] = ()  # settings without effect on this machine, and what could not be planned
+    forecast: Forecast | None = None  # None where the model's shape is not known before the download
 
     def as_plan(self) -> dict[str, Any]:
         """What goes to plan.json."""
@@ -137,27 +134,22 @@ def find_sizing(cfg: RunConfig) -> TaskSizing:
     return cast("TaskSizing", part.PLAN) if part else TaskSizing()
 
 
-def setting_of(
+def build_setting(
     cfg: RunConfig, shape: ModelShape, *, hardware: Hardware, strategy: Strategy, fit: Fit | None = None
 ) -> Setting:
-    """The setting of a config in which all but the sizes is decided."""
+    """Build the setting of a config in which all but the sizes is decided."""
+    execution = on_device(read_memory_setup(cfg), shape, device=hardware.device)
     return Setting(
-        shape=shape,
-        execution=on_device(execution_of(cfg), shape, device=hardware.device),
-        device=hardware.device,
-        strategy=strategy,
-        world_size=hardware.world_size,
-        fit=fit,
-        task=find_sizing(cfg).memory(cfg, hardware=hardware),
-        measures_first=cfg.eval.before,
-    )
+        shape=shape, execution=execution, device=hardware.device, strategy=strategy, world_size=hardware.world_size,
+        fit=fit, task=find_sizing(cfg).memory(cfg, hardware=hardware), measures_first=cfg.eval.before,
+    )  # fmt: skip
 
 
 def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware, strategy: Strategy) -> Forecast:
-    """The forecast with one row a micro-batch, and one completion drawn at a time, the least that a run can do with.
+    """Forecast one row a micro-batch, and one completion sampled at a time, the least that a run can do with.
 
     `cfg` has no `auto` besides its sizes.
     """
-    setting = setting_of(cfg, shape, hardware=hardware, strategy=strategy)
+    setting = build_setting(cfg, shape, hardware=hardware, strategy=strategy)
     accumulates = cfg.train.effective_batch_size > hardware.world_size
     return forecast(setting, Size(rows=1, seq=planned_tokens(cfg, hardware.lengths), accumulates=accumulates))

@@ -28,7 +28,7 @@ from sftplay.plan.memory.step import (
 )
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.placement import planned_strategy
-from sftplay.plan.sizing.task_sizing import setting_of
+from sftplay.plan.sizing.task_sizing import build_setting
 from sftplay.units import GIB
 
 Engine = Literal["transformers", "continuous", "vllm_colocate", "vllm_server"]
@@ -266,7 +266,7 @@ def _reference(shape: ModelShape, execution: MemorySetup, *, strategy: Strategy,
 
 def forecast_sampling(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> Callable[[int], Forecast]:
     """Return the forecast of the phase in which so many completions are sampled at a time, without other phases."""
-    setting = setting_of(cfg, shape, hardware=hardware, strategy=planned_strategy(cfg, hardware.world_size))
+    setting = build_setting(cfg, shape, hardware=hardware, strategy=planned_strategy(cfg, hardware.world_size))
     size = Size(rows=1, seq=planned_tokens(cfg, hardware.lengths), accumulates=True)
 
     def forecast_completions(sampled: int) -> Forecast:

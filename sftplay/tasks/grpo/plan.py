@@ -17,7 +17,7 @@ from sftplay.machine.doctor.install import is_within
 from sftplay.machine.libraries import VLLM_INSTALL, vllm_problem
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Forecast, Hardware
-from sftplay.plan.memory.memory_setup import MemorySetup, execution_of
+from sftplay.plan.memory.memory_setup import MemorySetup, read_memory_setup
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.report.tables import PHASES, label
 from sftplay.plan.report.task_report import TaskReport
@@ -242,7 +242,7 @@ class GrpoPlan(TaskSizing, TaskReport):
         refuse_parts(cfg, strategy=planned_strategy(cfg, hardware.world_size), world_size=hardware.world_size)
         if shape is not None:
             refuse_shared_head(cfg, shape)
-            refuse_small_engine(cfg, shape, execution=execution_of(cfg), device_bytes=hardware.device.total_bytes)
+            refuse_small_engine(cfg, shape, execution=read_memory_setup(cfg), device_bytes=hardware.device.total_bytes)
         share = max(1, completions_of_drawing(cfg) // hardware.world_size)
         if cfg.grpo.generation.startswith("vllm"):
             why = f"{cfg.grpo.generation} takes all of a drawing and queues them itself"

@@ -247,7 +247,7 @@ class PuzzlePlan(TaskSizing, TaskReport):
         shape = shape.of(decided.hrm)
         look = foresee_puzzles(decided, shape, hardware=hardware)
         tokens = {"row_tokens": shape.row_tokens, "most_tokens": PLATEAU_TOKENS}  # rows are alike: there is no padding
-        split = split_batch(decided, hardware.world_size, has_gpu=bool(machine.gpus), look=look, **tokens)
+        split = split_batch(decided, hardware.world_size, has_gpu=bool(machine.gpus), estimate_for=look, **tokens)
         chosen |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
         told = ["train.precision", "train.learning_rate", BATCH_SIZE, GRAD_ACCUM]
         told += [TABLE] if can_be_shared_out(shape, hardware.world_size) else []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from sftplay.config.run import RunConfig
-from sftplay.plan.devices.layout import OWN, Layout, layout_of
+from sftplay.plan.devices.layout import OWN, Layout, resolve_layout
 from sftplay.plan.memory.forecast import Forecast, Setting
 from sftplay.plan.memory.head import reference_scores
 from sftplay.plan.memory.memory_setup import MemorySetup
@@ -89,7 +89,7 @@ def read_episodes(cfg: RunConfig, *, gpus: int, processes: int) -> Episodes:
     score = cfg.score
     placement: Any = "shared" if score.placement == "auto" else score.placement
     return Episodes(
-        layout=layout_of(cfg, placement=placement, gpus=gpus, processes=processes),
+        layout=resolve_layout(cfg, placement=placement, gpus=gpus, processes=processes),
         tokens=cfg.model.max_seq_len,
         answer_tokens=score.max_new_tokens,
         hint_tokens=score.max_hint_tokens,

@@ -9,11 +9,11 @@ from typing import Any
 
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
-from sftplay.plan.devices.layout import DEVICES, PLACEMENT, layout_of, name_devices
+from sftplay.plan.devices.layout import DEVICES, PLACEMENT, name_devices, resolve_layout
 from sftplay.plan.memory.forecast import Forecast, Hardware
 from sftplay.plan.memory.row_lengths import RowLengths
-from sftplay.plan.report.advice import Step, Suggestion, added_up, first_that_fit, step_to, steps_of
-from sftplay.plan.report.run_cost import Workload, workload_of
+from sftplay.plan.report.advice import Step, Suggestion, added_up, first_that_fit, list_steps, step_to
+from sftplay.plan.report.run_cost import Workload, estimate_workload
 from sftplay.plan.report.tables import label
 from sftplay.plan.report.task_report import Sizing, TaskReport
 from sftplay.plan.shape.model_shape import ModelShape
@@ -87,7 +87,7 @@ def choose_placement(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hard
     open_ = candidates(cfg, hardware)
     if open_:
         placement: Any = open_[0].placement
-        layout_of(cfg, placement=placement, gpus=hardware.gpus, processes=hardware.world_size)
+        resolve_layout(cfg, placement=placement, gpus=hardware.gpus, processes=hardware.world_size)
     if shape is None:
         why = "the model's shape is not known here, so nothing says that it must be separated"
         return {PLACEMENT: Decision(open_[0].placement, why)}
@@ -124,14 +124,14 @@ def suggest_for_episodes(cfg: RunConfig, shape: ModelShape, *, sizing: Sizing) -
     sized = sizing(cfg, shape=shape)
     assert sized.forecast is not None
     hardware = Hardware(sized.forecast.setting.device, sized.world_size)
-    steps = [_released(step, cfg) for step in steps_of(sized.cfg, hardware)]
+    steps = [_released(step, cfg) for step in list_steps(sized.cfg, hardware)]
     exact = [step for step in steps if step.change.startswith(EXACT)]
     others = [step for step in steps if step not in exact]
     split = list(_split(cfg, sized))
     return first_that_fit(
         [*exact, *split, *others],
         lambda tried: _attempt(cfg, shape, steps=tried, sizing=sizing),
-        together=[*added_up([*exact, *split]), *added_up(steps)],
+        combined=[*added_up([*exact, *split]), *added_up(steps)],
     )
 
 
@@ -328,7 +328,7 @@ class ScorePlan(TaskSizing, TaskReport):
         return suggest_for_episodes(cfg, sized.forecast.setting.shape, sizing=sizing)
 
     def workload(self, cfg: RunConfig, seen: Forecast, *, lengths: RowLengths | None = None) -> Workload:
-        work = workload_of(cfg, seen.setting, lengths=lengths)
+        work = estimate_workload(cfg, seen.setting, lengths=lengths)
         return replace(work, tokens=None)  # an episode is three texts, each as long as the models make it
 
     def compare(self, cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> tuple[list[Any], Iterator[str]]:

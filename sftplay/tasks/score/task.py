@@ -13,7 +13,7 @@ from sftplay.config.run import RunConfig
 from sftplay.data.prompts.load import prepare_prompts, prompts_table
 from sftplay.evaluate.rewarded import evenly_spaced
 from sftplay.launch.run_folder import RunFolder
-from sftplay.plan.devices.layout import Layout, layout_of
+from sftplay.plan.devices.layout import Layout, resolve_layout
 from sftplay.tasks.score.episode_rewards import RewardScorer
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
 from sftplay.tasks.score.finished import FinishedRoleModels, measure_ablation, open_role_models
@@ -32,7 +32,7 @@ def find_layout(cfg: RunConfig) -> Layout:
     """Find the device of each part, for the GPUs that this process sees."""
     placement: Any = "shared" if cfg.score.placement == "auto" else cfg.score.placement
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return layout_of(cfg, placement=placement, gpus=gpus, processes=log.world_size())
+    return resolve_layout(cfg, placement=placement, gpus=gpus, processes=log.world_size())
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
