@@ -8,7 +8,6 @@ from pathlib import Path
 from sftplay.data.read.files import find_suffix, list_files
 from sftplay.errors import DataError
 
-LINES = (".jsonl", ".ndjson")
 BLOCK_BYTES = 1 << 20
 
 
@@ -31,7 +30,7 @@ def _count(file: Path) -> int | None:
             return int(pyarrow.parquet.read_metadata(file).num_rows)
         except (pyarrow.ArrowException, ValueError):
             return None
-    if kind not in LINES:
+    if kind not in (".jsonl", ".ndjson"):
         return None
     ends, last = 0, b"\n"
     with file.open("rb") as stream:

@@ -16,7 +16,7 @@ def read_hub_rows(name: str) -> Iterator[tuple[Source, dict[str, Any]]]:
     Raises:
         DataError: it cannot be loaded; the hub's own reason is quoted.
     """
-    for number, row in enumerate(_loaded(name), 1):
+    for number, row in enumerate(_load(name), 1):
         yield Source(name, number), {column: without_nulls(value) for column, value in row.items()}
 
 
@@ -27,17 +27,17 @@ def read_hub_splits(name: str, subset: str | None, *, splits: Sequence[str]) -> 
         DataError: as `read_hub_rows`.
     """
     for split in splits:
-        for number, row in enumerate(_loaded(name, subset, split=split), 1):
+        for number, row in enumerate(_load(name, subset, split=split), 1):
             yield Source(f"{name} {split}", number), {column: without_nulls(value) for column, value in row.items()}
 
 
 def hub_digest(name: str) -> str:
-    """A string that changes when the hub serves other rows."""
+    """Return a string that changes when the hub serves other rows."""
     # datasets' own fingerprint: it covers the files' checksums, and nothing public does.
-    return str(_loaded(name)._fingerprint)
+    return str(_load(name)._fingerprint)
 
 
-def _loaded(name: str, subset: str | None = None, *, split: str = "train") -> Any:
+def _load(name: str, subset: str | None = None, *, split: str = "train") -> Any:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
