@@ -14,8 +14,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from sftplay.data.records import Chat, Message, Record, Text
-from sftplay.data.render.labels import PlacedText, Rendered, labelled
-from sftplay.data.render.masks import Method, TurnFinder, Unproven, uses_tools
+from sftplay.data.render.labels import Rendered, labelled
+from sftplay.data.render.masks import Marked, Method, TurnFinder, Unproven, uses_tools
 from sftplay.data.render.templates import ChatTemplate, template_hash
 from sftplay.data.render.time_limit import ROW_S, is_used, limited
 from sftplay.data.render.verify_masks import MaskMethod, verify_masks
@@ -64,7 +64,7 @@ class Renderer:
 
     @classmethod
     def prove(cls, tokenizer: Any, template: str | None, *, samples: Sequence[Record]) -> Renderer:
-        """A renderer with the first of three mask methods that holds on the probe chats and on `samples`.
+        """Return a renderer with the first of three mask methods that holds on the probe chats and on `samples`.
 
         Without a template only texts can be rendered; a chat then has a problem.
 
@@ -72,10 +72,8 @@ class Renderer:
             DataError: no method holds, or the tokenizer does not give the places of its tokens in a text.
         """
         if not getattr(tokenizer, "is_fast", False):
-            fix = "use a model with a tokenizer.json"
-            raise DataError(
-                "this tokenizer does not give the places of its tokens in the text", where="model.name", fix=fix
-            )
+            what = "this tokenizer does not give the places of its tokens in the text"
+            raise DataError(what, where="model.name", fix="use a model with a tokenizer.json")
         vocabulary, proven = Vocabulary.from_tokenizer(tokenizer), None
         if template is not None:
             compiled = ChatTemplate(template, vocabulary.specials.named)
@@ -117,35 +115,34 @@ class Renderer:
         return sorted({encoding.ids[-1] for encoding in vocabulary.encode(self._proven.ends)})
 
     def render(self, records: Sequence[Record], max_tokens: int | None = None) -> list[Rendered]:
-        """The examples of `records`, in order: one a record, several where a chat had to be split.
+        """Return the examples of `records`, in order: one a record, several where a chat had to be split.
 
         A record that cannot be trained on gives an example with a `problem`. With `max_tokens`, only the beginning of
         a far longer text is tokenised.
         """
-        placed = [found for index, record in enumerate(records) for found in self._place(index, record)]
-        return labelled(self._writer.vocabulary, placed, max_tokens=max_tokens)
+        return labelled(self._writer.vocabulary, [self._mark(record) for record in records], max_tokens=max_tokens)
 
     def prompt_text(self, messages: Sequence[Message], tools: str = "") -> str:
-        """The text that asks the model to answer `messages`.
+        """Return the text that asks the model to answer `messages`.
 
         Raises:
             DataError: the template refuses them, or there is none.
         """
-        return self._asked().template.render(messages, tools=tools, prompts=True)[0]
+        return self._expect_finder().template.render(messages, tools=tools, prompts=True)[0]
 
     def prompt_ids(self, messages: Sequence[Message], tools: str = "") -> list[int]:
-        """The tokens that ask the model to answer `messages`; in training the answer follows these same tokens.
+        """Return the tokens that ask the model to answer `messages`; in training the answer follows these same tokens.
 
         Raises:
             DataError: the template refuses them, or there is none, or they type what cannot be kept apart from control.
         """
         try:
-            return self._writer.prompt_ids(self._asked(), messages, tools=tools)
+            return self._writer.prompt_ids(self._expect_finder(), messages, tools=tools)
         except Unproven as error:
             raise DataError(str(error), where="the prompt", fix="leave it out there") from error
 
     def beginning_ids(self, text: str) -> list[int]:
-        """The tokens of a plain text that the model shall go on writing: as in training, but without an end.
+        """Return the tokens of a plain text that the model shall go on writing: as in training, but without an end.
 
         Raises:
             DataError: the text types what cannot be kept apart from control.
@@ -161,7 +158,7 @@ class Renderer:
         Raises:
             DataError: the chat cannot be trained on.
         """
-        finder = self._asked()
+        finder = self._expect_finder()
         last = chat.turns_apart()[-1]
         try:
             ((_, marked),) = finder.place(last, self._choose_method(last), rewrites=False)
@@ -171,38 +168,33 @@ class Renderer:
         answer = marked.text[start:end]
         return next((answer.removesuffix(end) for end in finder.ends if answer.endswith(end)), answer).strip()
 
-    def _place(self, record_index: int, record: Record) -> list[PlacedText]:
+    def _mark(self, record: Record) -> list[Marked]:
         try:
             if isinstance(record, Text):
-                return [self._writer.place_text(record_index, record)]
+                return [self._writer.mark_text(record)]
             with limited():
-                return self._place_chat(record_index, record)
+                finder = self._expect_finder()
+                guarded, n_typed = self._writer.escaper.guarded(record)
+                assert isinstance(guarded, Chat)
+                parts = finder.place(guarded, self._choose_method(record), rewrites=self.rewrites_turns)
+                if not self._writer.needs_spelling(n_typed):
+                    return [marked for _, marked in parts]
+                # Only the first example of a record has the count.
+                counts = [n_typed] + [0] * (len(parts) - 1)
+                return [
+                    self._writer.spell(finder, part, marked=marked, n_escaped=count)
+                    for (part, marked), count in zip(parts, counts, strict=True)
+                ]
         except DataError as error:
-            return [PlacedText(record_index, error.what)]
+            return [Marked("", problem=error.what)]
         except Unproven as error:
-            return [PlacedText(record_index, str(error))]
-
-    def _place_chat(self, record_index: int, chat: Chat) -> list[PlacedText]:
-        finder = self._asked()
-        guarded, typed = self._writer.escaper.guarded(chat)
-        assert isinstance(guarded, Chat)
-        parts = finder.place(guarded, self._choose_method(chat), rewrites=self.rewrites_turns)
-        if not self._writer.needs_spelling(typed):
-            return [PlacedText(record_index, marked) for _, marked in parts]
-        # Only the first example of a record has the count.
-        counts = [typed] + [0] * (len(parts) - 1)
-        return [
-            self._writer.place_part(
-                finder, part, marked=marked, placed=PlacedText(record_index, "", count, is_spelled=True)
-            )
-            for (part, marked), count in zip(parts, counts, strict=True)
-        ]
+            return [Marked("", problem=str(error))]
 
     def _choose_method(self, chat: Chat) -> Method:
         assert self._proven is not None
         return self._proven.tool_method if uses_tools(chat) else self._proven.method
 
-    def _asked(self) -> TurnFinder:
+    def _expect_finder(self) -> TurnFinder:
         if self._finder is None:
             fix = "set data.template, or give data.format: text"
             raise DataError("is a chat, and there is no chat template", where="data.template", fix=fix)
