@@ -137,9 +137,10 @@ class Vocabulary:
             wide = "".join(chr(ord(letter) + WIDE) if "!" <= letter <= "~" else letter for letter in token)
             hidden = [token[:1] + mark + token[1:] for mark in UNSEEN]
             others = {token.upper(), token.lower(), wide, *hidden} - {token}
-            # It is found in normalised text as an added token, or by the model.
-            is_found = added[id].normalized or any(piece.id == id for piece in self._backend.model.tokenize(token))
-            if is_found and any(token in fold(other) for other in others):
+            if not any(token in fold(other) for other in others):
+                continue
+            # It must also be found in normalised text, as an added token or by the model.
+            if added[id].normalized or any(piece.id == id for piece in self._backend.model.tokenize(token)):
                 return True
         return False
 
