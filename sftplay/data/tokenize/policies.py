@@ -77,11 +77,11 @@ class RowPolicies:
         self._guarded.setdefault(normal_key, str(source))
 
     def keep(self, outcome: RowOutcome, side: Side) -> Sequence[Example]:
-        """The examples of a record that are kept; none when the record was refused or dropped, which is counted."""
+        """Return the kept examples of a record; none when the record was refused or dropped, which is counted."""
         counts = self.counts[side]
         if outcome.refused:
             counts.refused += 1
-            self._note_bad(outcome, outcome.refused, fix=outcome.fix or FIX_ROW)
+            self._note_bad(f"{outcome.source} {outcome.refused}", self._data.on_bad_row, fix=outcome.fix or FIX_ROW)
             return []
         is_seen = self._count_content(outcome, side, counts=counts)
         reason = self._reason_to_leave(outcome, side, is_seen=is_seen)
@@ -124,41 +124,37 @@ class RowPolicies:
         for column in outcome.unused:
             is_named = column in counts.unused_columns or len(counts.unused_columns) < NAMED_COLUMNS
             counts.unused_columns[column if is_named else OTHERS] += 1
-        counts.typed_specials += outcome.n_escaped > 0
+        counts.with_special_tokens += outcome.n_escaped > 0
         if self._data.system is not None and outcome.is_chat:
-            counts.with_system += outcome.has_system == self._data.system
+            counts.with_system += outcome.system == self._data.system
         return is_seen
 
     def _reason_to_leave(self, outcome: RowOutcome, side: Side, *, is_seen: bool) -> str:
         """Return why the record is dropped, or nothing. Where the config says error, also note the record as bad."""
-        if outcome.tested and side == "train":
-            if self._data.contamination == "error":
-                self._add_bad(f"{outcome.source} is problem {outcome.tested} of a published test split", fix=FIX_TESTED)
-            return "leak"
-        twin = self._guarded.get(outcome.keys[1], "") if side == "train" else ""
-        if twin:
-            if self._data.contamination == "error":
-                self._add_bad(f"{outcome.source} is held out as well, at {twin}", fix=FIX_LEAK)
+        twin = self._guarded.get(outcome.keys[1], "")
+        if side == "train" and (outcome.tested or twin):
+            what, fix = f"{outcome.source} is held out as well, at {twin}", FIX_LEAK
+            if outcome.tested:
+                what, fix = f"{outcome.source} is problem {outcome.tested} of a published test split", FIX_TESTED
+            self._note_bad(what, self._data.contamination, fix=fix)
             return "leak"
         if is_seen and self._data.duplicates == "drop":
             return "duplicate"
-        if outcome.dropped == "too_long" and self._data.too_long == "error":
-            n_tokens = max(outcome.lengths)
-            what = f"{outcome.source} has {n_tokens:,} tokens; {self._limit} is {self._max_tokens:,}"
-            self._add_bad(what, fix=self._fix_long)
-        elif not outcome.examples and outcome.dropped != "too_long":
+        if outcome.dropped == "too_long":
+            what = f"has {max(outcome.lengths):,} tokens; {self._limit} is {self._max_tokens:,}"
+            self._note_bad(f"{outcome.source} {what}", self._data.too_long, fix=self._fix_long)
+        elif not outcome.examples:
             is_cut = outcome.dropped == CUT_AWAY
             after = f" in its first {self._max_tokens:,} of {max(outcome.lengths):,} tokens" if is_cut else ""
-            self._note_bad(outcome, f"has nothing to learn{after}", fix=FIX_CUT if is_cut else FIX_ROW)
+            what = f"{outcome.source} has nothing to learn{after}"
+            self._note_bad(what, self._data.on_bad_row, fix=FIX_CUT if is_cut else FIX_ROW)
         return "" if outcome.examples else outcome.dropped
 
-    def _note_bad(self, outcome: RowOutcome, reason: str, *, fix: str) -> None:
-        if self._data.on_bad_row == "error":
-            self._add_bad(f"{outcome.source} {reason}", fix=fix)
-
-    def _add_bad(self, line: str, *, fix: str) -> None:
-        self.n_bad += 1
-        if len(self._remedies) < NAMED_ROWS:
-            self._remedies[fix] = None
-        if len(self._bad) < NAMED_ROWS:
-            self._bad.append(line)
+    def _note_bad(self, line: str, setting: str, *, fix: str) -> None:
+        """Name and count a bad row, if the setting about such rows is error."""
+        if setting == "error":
+            self.n_bad += 1
+            if len(self._remedies) < NAMED_ROWS:
+                self._remedies[fix] = None
+            if len(self._bad) < NAMED_ROWS:
+                self._bad.append(line)

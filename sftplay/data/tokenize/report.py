@@ -42,7 +42,7 @@ class RowCounts:
     """As `duplicates`, for content that differs only in white space, case or Unicode normalisation."""
 
     prompts_with_several_answers: int = 0
-    typed_specials: int = 0
+    with_special_tokens: int = 0
     """Records with the text of a special token in them; it is read as text, not as control."""
 
     with_system: int = 0
@@ -78,7 +78,7 @@ class RowCounts:
         self.lengths[-(-n_tokens // STEP) * STEP] += 1
 
     def length_that_keeps(self, share: float) -> int:
-        """The smallest multiple of STEP that `share` of all examples are not longer than."""
+        """Return the smallest multiple of STEP that `share` of all examples are not longer than."""
         seen, wanted = 0, share * self.lengths.total()
         for length in sorted(self.lengths):
             seen += self.lengths[length]
@@ -103,12 +103,15 @@ class RowCounts:
             self.ends_learned += example.ends_learned
 
     def as_state(self) -> dict[str, Any]:
-        """All counts as plain JSON, for `from_state`."""
+        """Return all counts as plain JSON, for `from_state`."""
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RowCounts:
-        """The counts that `as_state` gave."""
+        """Invert `as_state`."""
+        if "typed_specials" in state:  # of a store that an older version has begun
+            state = {**state, "with_special_tokens": state["typed_specials"]}
+        state = {name: value for name, value in state.items() if name in cls.__dataclass_fields__}
         counters = {name: Counter(value) for name, value in state.items() if isinstance(value, dict)}
         lengths = Counter({int(length): count for length, count in state["lengths"].items()})  # JSON's keys are texts
         return cls(**{**state, **counters, "lengths": lengths})
@@ -116,7 +119,7 @@ class RowCounts:
     @property
     def lost_share(self) -> float:
         """Share of the tokens to learn that lies behind the cut."""
-        return 1 - _share(self.trainable_tokens, self.learnable_tokens) if self.learnable_tokens else 0.0
+        return 1 - self.trainable_tokens / self.learnable_tokens if self.learnable_tokens else 0.0
 
     @property
     def read(self) -> int:
@@ -124,7 +127,11 @@ class RowCounts:
         return self.kept + self.cut + self.dropped.total() + self.refused
 
     def as_json(self) -> dict[str, Any]:
-        """The counts under the names of `data_report.json`."""
+        """Return the counts under the names of `data_report.json`."""
+        bins: Counter[int] = Counter()
+        for length, n in self.lengths.items():
+            bins[next((edge for edge in BINS if length <= edge), 0)] += n
+        histogram = {f"<={edge}" if edge else f">{BINS[-1]}": bins[edge] for edge in (*BINS, 0) if bins[edge]}
         return {
             "read": self.read,
             "kept": self.kept,
@@ -137,18 +144,18 @@ class RowCounts:
             "near_duplicates": self.near_duplicates,
             "prompts_with_several_answers": self.prompts_with_several_answers,
             "split_records": self.split,
-            "typed_specials": self.typed_specials,
+            "typed_specials": self.with_special_tokens,
             "with_system": self.with_system,
             "unused_columns": dict(sorted(self.unused_columns.items())),
             "examples": self.examples,
             "tokens": self.tokens,
             "trainable_tokens": self.trainable_tokens,
-            "trainable_token_share": _share(self.trainable_tokens, self.tokens),
-            "eos_in_loss_share": _share(self.ends_learned, self.examples),
+            "trainable_token_share": self.trainable_tokens / max(self.tokens, 1),
+            "eos_in_loss_share": self.ends_learned / max(self.examples, 1),
             "lost_to_cut_share": self.lost_share,
             "longest_tokens": self.longest,
             "tokens_that_keep_99_percent": self.length_that_keeps(0.99),
-            "length_histogram": _histogram(self.lengths),
+            "length_histogram": histogram,
         }
 
 
@@ -161,7 +168,7 @@ def where_rows_went(source: Mapping[str, Any], *, refused_rows: str = "") -> str
 
 
 def total(sources: Iterable[RowCounts]) -> RowCounts:
-    """The sum of several sources."""
+    """Add up the counts of several sources."""
     whole = RowCounts()
     for source in sources:
         for name, value in vars(source).items():
@@ -171,12 +178,16 @@ def total(sources: Iterable[RowCounts]) -> RowCounts:
 
 
 def report_table(report: Mapping[str, Any]) -> str:
-    """The report for people: at most 25 lines."""
+    """Format the report for people: at most 25 lines."""
     lines = [
         f"data report      {report['read']:,} read = {report['kept']:,} kept + {report['cut']:,} cut"
         f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
     ]
-    lines += [_source_line(name, source) for name, source in report["sources"].items()]
+    lines += [
+        f"  {name:<14} {source['examples']:,} examples, {source['tokens']:,} tokens,"
+        f" {source['trainable_token_share']:.1%} learned   {source['path']}"
+        for name, source in report["sources"].items()
+    ]
     lines += [f"  dropped        {count:,}: {reason.replace('_', ' ')}" for reason, count in report["dropped"].items()]
     if report["refused"]:
         lines.append(f"  refused        reasons with file and line in {report['refused_rows']}")
@@ -188,8 +199,10 @@ def report_table(report: Mapping[str, Any]) -> str:
         f"  length         longest {report['longest_tokens']:,} tokens, limit {report['max_seq_len']:,}",
     ]
     lines += [f"  warning        {warning}" for warning in report["warnings"]]
-    room = 25 - len(lines) - len(report["notes"])
-    lines += _histogram_lines(report["length_histogram"])[: max(room, 0)]
+    room, histogram = 25 - len(lines) - len(report["notes"]), report["length_histogram"]
+    most = max(histogram.values(), default=1)
+    for name, count in list(histogram.items())[: max(room, 0)]:
+        lines.append(f"  {name:>14} {'#' * max(1, round(BAR_WIDTH * count / most)):<{BAR_WIDTH}} {count:,}")
     lines += [f"  note           {note}" for note in report["notes"]]
     return "\n".join(lines[:25])
 
@@ -212,33 +225,3 @@ def _content_lines(report: Mapping[str, Any]) -> list[str]:
         f"unused         columns {columns[:90]}": columns,
     }
     return [f"  {line}" for line, is_worth_saying in lines.items() if is_worth_saying]
-
-
-def _source_line(name: str, source: Mapping[str, Any]) -> str:
-    return (
-        f"  {name:<14} {source['examples']:,} examples, {source['tokens']:,} tokens,"
-        f" {source['trainable_token_share']:.1%} learned   {source['path']}"
-    )
-
-
-def _histogram_lines(histogram: Mapping[str, int]) -> list[str]:
-    most = max(histogram.values(), default=1)
-    return [
-        f"  {name:>14} {'#' * max(1, round(BAR_WIDTH * count / most)):<{BAR_WIDTH}} {count:,}"
-        for name, count in histogram.items()
-    ]
-
-
-def _histogram(lengths: Counter[int]) -> dict[str, int]:
-    bins: Counter[int] = Counter()
-    for length, n in lengths.items():
-        bins[next((edge for edge in BINS if length <= edge), 0)] += n
-    return {_edge_name(edge): bins[edge] for edge in (*BINS, 0) if bins[edge]}
-
-
-def _edge_name(edge: int) -> str:
-    return f"<={edge}" if edge else f">{BINS[-1]}"
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0

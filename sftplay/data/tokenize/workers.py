@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable
-from pathlib import Path
 
 from sftplay.data.read.files import list_files
 from sftplay.data.read.sources import is_hub_name
@@ -35,14 +34,15 @@ def n_workers(paths: Iterable[str]) -> int:
     named = list(paths)
     if any(is_hub_name(path) for path in named):
         return min(usable_cores(), MOST_WORKERS)
-    n_bytes = sum(_unpacked_bytes(file) for path in named for file in list_files(path))
+    files = [file for path in named for file in list_files(path)]
+    n_bytes = sum(file.stat().st_size * UNPACKED.get(file.suffix.lower(), 1) for file in files)
     return 1 if n_bytes < WORTH_WORKERS_BYTES else min(usable_cores(), MOST_WORKERS)
 
 
 def process_all(
     batches: Iterable[Work], renderer: Renderer, *, options: RowOptions, processes: int
 ) -> Generator[list[RowOutcome]]:
-    """The outcomes of each batch, in order; batches are read only a little ahead. Close it to end its processes.
+    """Yield the outcomes of each batch, in order; batches are read only a little ahead. Close it to end its processes.
 
     Raises:
         MachineError: one of the processes was killed.
@@ -70,7 +70,3 @@ def _begin(recipe: Recipe, options: RowOptions) -> None:
 def _process(work: Work) -> list[RowOutcome]:
     rows, share = work
     return _processor[0].process(rows, share)
-
-
-def _unpacked_bytes(file: Path) -> int:
-    return file.stat().st_size * UNPACKED.get(file.suffix.lower(), 1)
