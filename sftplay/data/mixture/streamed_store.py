@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,6 @@ class GrowingDocuments(Documents):
     """Wait until the store shows more."""
 
     def has_group(self, number: int) -> bool:
-        """As `Documents.has_group`."""
         while number >= len(self.group_ends) and not self.is_whole:
             self.wait_for_more()
         return number < len(self.group_ends)
@@ -75,7 +75,7 @@ class StreamedStore(Store):
 
     def refresh(self) -> None:
         """As `Store.refresh`: the writer may be further than what has been read."""
-        if seen := self._opened(self.index):
+        if seen := self._open(self.index):
             self._show(seen)
 
     def report(self) -> dict[str, Any]:
@@ -100,17 +100,20 @@ class StreamedStore(Store):
             vars(self.sides[side]).update(vars(seen.sides[side]))
 
     def _wait_for(self, known: Index | None) -> Store:
-        """The store as soon as its index is another than the known one."""
+        """Return the store as soon as its index is another than the known one."""
         held_at = time.monotonic()
         while True:
-            seen = self._opened(known)
+            seen = self._open(known)
             if seen is not None:
                 return seen
-            self._raise_failure()
-            now = time.monotonic()
+            failure, _ = examine_object(get_failure_path(self._final))
+            if failure:
+                kind = KINDS.get(str(failure["kind"]), RunError)
+                raise kind(str(failure["what"]), where=str(failure["where"]), fix=str(failure["fix"]))
+            now, has_ended = time.monotonic(), self._process is not None and self._process.poll() is not None
             if is_locked(get_lock_path(self._final)):
                 held_at, self._was_held = now, True
-            elif now - held_at > (ABANDONED_S if self._was_held or self._has_ended() else STARTS_S):
+            elif now - held_at > (ABANDONED_S if self._was_held or has_ended else STARTS_S):
                 raise RunError(
                     "the process that tokenises the rows has ended before it was done",
                     where=self._path,
@@ -118,32 +121,20 @@ class StreamedStore(Store):
                 )
             time.sleep(POLL_S)
 
-    def _has_ended(self) -> bool:
-        return self._process is not None and self._process.poll() is not None
-
-    def _opened(self, known: Index | None) -> Store | None:
-        """The store where it shows more than the known index."""
-        unfinished = unfinished_folder(self._final)
-        for folder in (self._final, unfinished, self._final):  # it may be renamed between two looks
+    def _open(self, known: Index | None) -> Store | None:
+        """Open the store where it shows more than the known index."""
+        for folder in (self._final, unfinished_folder(self._final), self._final):  # it may be renamed between two looks
             if folder == self._final and not (folder / SEAL).exists():
                 continue
-            try:
+            with suppress(OSError, ValueError):
                 store = Store.open(folder)
-            except (OSError, ValueError):
-                continue
-            if known is None or store.index != known:
-                return store
+                if known is None or store.index != known:
+                    return store
         return None
-
-    def _raise_failure(self) -> None:
-        failure, _ = examine_object(get_failure_path(self._final))
-        if failure:
-            kind = KINDS.get(str(failure["kind"]), RunError)
-            raise kind(str(failure["what"]), where=str(failure["where"]), fix=str(failure["fix"]))
 
 
 def nothing_to_learn(store: Store, *, path: str) -> DataError:
-    """The error about a source with a weight that teaches nothing: its share could never be reached."""
+    """Return the error about a source with a weight that teaches nothing: its share could never be reached."""
     went = where_rows_went(store.report()["sources"].get("train", {}))
     return DataError(
         f"nothing is left to learn: {went}",

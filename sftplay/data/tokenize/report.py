@@ -109,9 +109,9 @@ class RowCounts:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RowCounts:
         """Invert `as_state`."""
-        if "typed_specials" in state:  # of a store that an older version has begun
-            state = {**state, "with_special_tokens": state["typed_specials"]}
-        state = {name: value for name, value in state.items() if name in cls.__dataclass_fields__}
+        # The older name is of a store that an earlier version has begun.
+        renamed = {"typed_specials": "with_special_tokens"}
+        state = {renamed.get(name, name): value for name, value in state.items()}
         counters = {name: Counter(value) for name, value in state.items() if isinstance(value, dict)}
         lengths = Counter({int(length): count for length, count in state["lengths"].items()})  # JSON's keys are texts
         return cls(**{**state, **counters, "lengths": lengths})
