@@ -19,12 +19,6 @@ from sftplay.data.records import IGNORE_INDEX
 from sftplay.data.tokenize.policies import Side
 from sftplay.errors import ConfigError
 
-LOOKED_AT = 1000
-"""Rows that are searched for one of the wanted source; a source with a small weight may have none among them."""
-
-PROMPT_END = 60
-"""Characters shown of a prompt's end."""
-
 
 def evenly_spaced_blocks(mixture: MixtureRows, count: int) -> Iterator[dict[str, Any]]:
     """Yield at most `count` blocks, evenly spaced over the run and in turn from each source.
@@ -34,7 +28,7 @@ def evenly_spaced_blocks(mixture: MixtureRows, count: int) -> Iterator[dict[str,
     total, numbers = len(mixture.train), [source.number for source in mixture.train.sources]
     for n in range(min(count, total)):
         first = n * total // min(count, total)
-        near = range(first, min(total, first + LOOKED_AT))
+        near = range(first, min(total, first + 1000))  # a source with a small weight may have none among them
         wanted = numbers[n % len(numbers)]
         number = next((row for row in near if source_and_block(mixture.train.row_id(row))[0] == wanted), first)
         row, documents, begin = mixture.train[number], [], 0
@@ -121,7 +115,7 @@ def show_rendered(row: dict[str, Any], tokenizer: Any) -> None:
     if not shown["n_learned"]:
         log.show("-- a prompt: completions are sampled after it, and none of its tokens are in the loss")
     elif start:
-        end = json.dumps(decoded(tokenizer, row["input_ids"][:start])[-PROMPT_END:], ensure_ascii=False)
+        end = json.dumps(decoded(tokenizer, row["input_ids"][:start])[-60:], ensure_ascii=False)
         log.show(f"-- inference asks for the last turn with the first {start:,} tokens, which end in {end}")
     else:
         log.show("-- plain text: learned from its first token, there is no prompt")

@@ -38,11 +38,6 @@ READERS = ("tokenizers", "jinja2", "pyarrow")
 """Libraries that decide, together with our own code and Python, which tokens a row becomes."""
 
 DEFAULT_SPLIT = 0.05
-MOST_LOST = 0.5
-"""Largest share of the tokens to learn that may lie behind the cut without an explicit `data.too_long`."""
-
-SAMPLE_ROWS = 32
-"""Rows from the beginning of the file on which the mask method is proven."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,7 @@ def load_examples(
             where=cfg.rows_path,
             fix="raise model.max_seq_len if rows were cut, lower data.split, or correct the refused rows",
         )
-    if train and train["lost_to_cut_share"] > MOST_LOST and "data.too_long" not in cfg.origins:
+    if train and train["lost_to_cut_share"] > 0.5 and "data.too_long" not in cfg.origins:
         raise DataError(
             f"{train['lost_to_cut_share']:.0%} of the tokens to learn lie behind the cut at {cfg.model.max_seq_len:,}"
             f" tokens; the longest row has {train['longest_tokens']:,}",
@@ -195,10 +190,10 @@ def expect_unchanged(digests: Mapping[str, str]) -> None:
 
 
 def sample_records(data: DataConfig, path: str) -> list[Record]:
-    """Return the readable rows among the first ones; the full pass reports the others together with all bad rows."""
+    """Return the readable rows among the first 32; the full pass reports the others together with all bad rows."""
     records = []
     reading = read_layout_options(data)
-    for source, value in islice(read_rows(path, read_dialect(data)), SAMPLE_ROWS):
+    for source, value in islice(read_rows(path, read_dialect(data)), 32):
         if not isinstance(value, Refused):
             with suppress(DataError):
                 records.append(to_record(value, source, reading=reading))

@@ -169,22 +169,12 @@ SHAREGPT_ROLES: dict[str, Role] = {
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "bot", "model"), "assistant"),
     **dict.fromkeys(("observation", "tool", "function", "function_response", "tool_response", "ipython"), "tool"),
 }
-CALLING_ROLES = ("function_call", "tool_call")
-"""A sharegpt turn of such a role is the assistant's, and its value is the JSON text of one call or of several."""
-
-MEANT: dict[str, Role] = {**SHAREGPT_ROLES, "developer": "system", "ai": "assistant"}
-"""Suggestions for roles that OpenAI's form does not know."""
-
 PLAIN = {"role", "content", "from", "value", "text", "name", "id", "tool_calls", "function_call", "tool_call_id"}
 UNHONOURED = (
     *("reasoning_content", "reasoning", "thinking", "thought", "thoughts"),
     *("refusal", "audio", "images", "image", "videos", "train_detail"),
 )
 """Keys of a message that would change what is learned and that are not rendered; ignoring them would be silent."""
-
-WEIGHTS = ("weight", "loss_weight")
-LEARNS = ("train", "training", "trainable", "learn", "loss")
-HIDES = ("mask", "masked")
 
 
 def openai_turns(value: object, name: str) -> tuple[Message, ...]:
@@ -214,7 +204,7 @@ def sharegpt_turns(value: object, name: str) -> tuple[Message, ...]:
         role_name = turn.get("role") if role_name is None else role_name
         plain = role_name.strip().lower() if isinstance(role_name, str) else ""
         role = SHAREGPT_ROLES.get(plain)
-        if plain in CALLING_ROLES:
+        if plain in ("function_call", "tool_call"):
             messages.append(_read_calling_turn(turn, place, key=key))
         elif role is None:
             _refuse_role(role_name, turn, name=place, known=SHAREGPT_ROLES)
@@ -224,7 +214,7 @@ def sharegpt_turns(value: object, name: str) -> tuple[Message, ...]:
 
 
 def _read_calling_turn(turn: Mapping[str, Any], name: str, *, key: str) -> Message:
-    """Read a turn that is nothing but calls: one of them or a list, mostly as JSON text."""
+    """Read a turn of the assistant that is nothing but calls: one of them or a list, mostly as JSON text."""
     _check_keys("assistant", turn, name=name)
     value = turn.get(key)
     if isinstance(value, str):
@@ -322,18 +312,18 @@ def _check_keys(role: Role, turn: Mapping[str, Any], *, name: str) -> None:
         if not is_blank(turn.get(key)):
             refuse(f"{name} has {key!r}, which is not rendered")
     learns = role == "assistant"
-    for key in WEIGHTS:
+    for key in ("weight", "loss_weight"):
         if turn.get(key) not in ((None, 1) if learns else (None, 0, 1)):
             refuse(f"{name} has {key} {turn[key]!r}; only 1 is known")
-    for keys, expected in ((LEARNS, learns), (HIDES, not learns)):
-        for key in keys:
-            if turn.get(key) not in (None, expected):
-                due = "always learned" if learns else "never learned"
-                refuse(f"{name} has {key} {turn[key]!r}, but a turn from {role!r} is {due}")
+    for key in ("train", "training", "trainable", "learn", "loss", "mask", "masked"):
+        if turn.get(key) not in (None, learns != key.startswith("mask")):
+            due = "always learned" if learns else "never learned"
+            refuse(f"{name} has {key} {turn[key]!r}, but a turn from {role!r} is {due}")
 
 
 def _refuse_role(role_name: object, turn: Mapping[str, Any], *, name: str, known: Mapping[str, Role]) -> NoReturn:
     if not isinstance(role_name, str):
         refuse(f"{name} has no role: its keys are {listed(turn)}")
-    near: str = MEANT.get(role_name.lower()) or "".join(nearest_names(role_name[:40], known)[:1])
+    meant: dict[str, Role] = {**SHAREGPT_ROLES, "developer": "system", "ai": "assistant"}
+    near: str = meant.get(role_name.lower()) or "".join(nearest_names(role_name[:40], known)[:1])
     refuse(f"{name} has the unknown role {role_name[:40]!r}" + (f"; did you mean {near!r}?" if near else ""))

@@ -45,6 +45,9 @@ class DocumentSpans:
 class Blocks(Protocol):
     """The blocks of one source, numbered from 0."""
 
+    _order: ReadingOrder
+    _crosses: bool = False
+
     def grow(self) -> Ints | None:
         """Return the size of each of the next few or many blocks in `Unit`; None after the last block."""
 
@@ -59,6 +62,17 @@ class Blocks(Protocol):
 
     def row(self, block: int) -> BlockTokens:
         """Return a block's tokens."""
+        documents, pieces = self._order.documents, self.pieces(block)
+        lengths = pieces.ends - pieces.begins
+        within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        places = np.repeat(documents.starts(pieces.documents) + pieces.begins, lengths) + within
+        ids = documents.tokens[places].astype(np.int64)
+        positions = np.arange(len(ids)) if self._crosses else within
+        # Where a piece begins stands the first token of a document, or context.
+        is_learned = positions > 0
+        if documents.learned is not None:
+            is_learned &= documents.learned[places] > 0
+        return BlockTokens(ids, np.where(is_learned, ids, IGNORE_INDEX), positions)
 
 
 class TextBlocks(Blocks):
@@ -127,13 +141,6 @@ class TextBlocks(Blocks):
             begins[0] -= begins[0] > 0
         return DocumentSpans(documents, begins, ends)
 
-    def row(self, block: int) -> BlockTokens:
-        places, within = _lay_out(self._order, self.pieces(block))
-        ids = self._order.documents.tokens[places].astype(np.int64)
-        positions = np.arange(len(ids)) if self._crosses else within
-        # Where a piece begins stands the first token of a document, or context.
-        return BlockTokens(ids, np.where(positions == 0, IGNORE_INDEX, ids), positions)
-
 
 class ChatBlocks(Blocks):
     """Whole chats, one after the other while they fit into `block_size` tokens (next fit).
@@ -200,19 +207,3 @@ class ChatBlocks(Blocks):
         documents, source = np.concatenate(parts), self._order.documents
         lengths = source.table["end"][documents] - source.starts(documents)
         return DocumentSpans(documents, np.zeros_like(documents), lengths)
-
-    def row(self, block: int) -> BlockTokens:
-        places, positions = _lay_out(self._order, self.pieces(block))
-        documents = self._order.documents
-        assert documents.learned is not None
-        ids = documents.tokens[places].astype(np.int64)
-        is_learned = (documents.learned[places] > 0) & (positions > 0)
-        return BlockTokens(ids, np.where(is_learned, ids, IGNORE_INDEX), positions)
-
-
-def _lay_out(order: ReadingOrder, pieces: DocumentSpans) -> tuple[Ints, Ints]:
-    """Return for each token of a block its place among the source's tokens, and its place in its piece."""
-    lengths = pieces.ends - pieces.begins
-    before = np.cumsum(lengths) - lengths
-    within = np.arange(int(lengths.sum())) - np.repeat(before, lengths)
-    return np.repeat(order.documents.starts(pieces.documents) + pieces.begins, lengths) + within, within

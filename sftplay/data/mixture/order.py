@@ -13,9 +13,6 @@ import numpy as np
 
 from sftplay.data.mixture.documents import GROUP_DOCUMENTS, Documents, Ints
 
-KEPT_CHUNKS = 4
-"""Chunks that are kept in memory: rows are read one after the other."""
-
 
 def shuffled(n: int, *, seed: int, source: int, group: int, epochs: range) -> Ints:
     """Return the numbers below `n` in the order of each of these epochs: int64 [epochs, n].
@@ -75,7 +72,7 @@ class ReadingOrder:
             starts = np.concatenate((np.zeros(1, np.int64), ends))
             learned = self.documents.lengths(start, end, only_learned=True)[places]
             self._kept[number] = Chunk(first, start + places, starts, learned)
-            if len(self._kept) > KEPT_CHUNKS:
+            if len(self._kept) > 4:  # rows are read one after the other
                 self._kept.popitem(last=False)
         return self._kept[number]
 

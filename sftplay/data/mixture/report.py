@@ -14,10 +14,6 @@ from sftplay.data.render.render import Renderer
 from sftplay.data.tokenize.one_pass import REFUSED
 from sftplay.data.tokenize.policies import SIDES
 
-MANY_EPOCHS = 4
-"""A source that is read more often is named: Muennighoff et al., Scaling Data-Constrained Language Models (2023), find
-that up to four epochs teach almost as much as fresh data."""
-
 SUMMED = ["read", "kept", "cut", "refused", "tokens_read", "tokens", "label_tokens", "first_of_document"]
 SUMMED += ["masked_tokens", "cut_tokens", "documents", "trainable_tokens"]
 
@@ -59,7 +55,9 @@ def mixture_report(
             "refused_rows": str(source.store.folder / REFUSED),
             "fingerprint": job.folder.name,
         }
-        if n_epochs and n_epochs > MANY_EPOCHS:
+        # Muennighoff et al., Scaling Data-Constrained Language Models (2023), find that up to four epochs teach almost
+        # as much as fresh data.
+        if n_epochs and n_epochs > 4:
             what = f"{source.name} is read {n_epochs:.1f} times; more of it, or a smaller weight, keeps the model from"
             warnings.append(f"{what} memorizing it")
         notes += report.get("notes", [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,6 @@ from sftplay.data.tokenize.one_pass import Input, Preparation
 
 STORE_VERSION = 1
 """To be raised when the same tokens lie in a store in another way; older stores are then not used."""
-
-SMALL_VOCABULARY = 1 << 16
-"""Ids below this take two bytes."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class SourceJob:
     only_held_out: bool
     """Rows to train on are left out, because the source has weight 0."""
 
-    @property
+    @cached_property
     def folder(self) -> Path:
         """Folder of the store: its name changes with everything that can change a token of it."""
         parts = describe_rows(self.data, self.inputs, guarded=self.guarded, digests=self.digests, recipe=self.recipe)
@@ -104,7 +102,7 @@ def list_source_jobs(cfg: RunConfig, tokenizer: Any, *, renderers: Mapping[Sourc
     """
     rows = [path for source in cfg.sources for path in (source.path, source.val_path)]
     digests = {path: kept_digest(path, Path(cfg.data.processed_dir)) for path in (*rows, cfg.data.test_path) if path}
-    id_bytes = 2 if max(tokenizer.get_vocab().values()) < SMALL_VOCABULARY else 4
+    id_bytes = 2 if max(tokenizer.get_vocab().values()) < 1 << 16 else 4
     jobs = []
     for source in cfg.sources:
         share = held_out_share(cfg, source)

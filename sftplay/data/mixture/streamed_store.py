@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sftplay.atomic import examine_object, is_locked, unfinished_folder
 from sftplay.data.cache import SEAL, get_lock_path
@@ -18,8 +18,9 @@ from sftplay.data.tokenize.policies import SIDES
 from sftplay.data.tokenize.report import where_rows_went
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
 
+T = TypeVar("T")
+
 POLL_S = 0.05
-LOOKS = 20
 ABANDONED_S, STARTS_S = 5.0, 300.0
 """An unfinished store without a lock for this long has lost its writer, or at the start never had one.
 Before the writer of this run starts there may be rows of an earlier run."""
@@ -66,27 +67,25 @@ class StreamedStore(Store):
             self.sides[side] = GrowingDocuments(**vars(seen.sides[side]), wait_for_more=self._follow)
 
     def chats(self) -> list[str]:
-        """As `Store.chats`: its folder may just have got its final name."""
-        try:
-            return super().chats()
-        except FileNotFoundError:
-            self.folder = self._final
-            return super().chats()
+        return self._read(super().chats)
+
+    def report(self) -> dict[str, Any]:
+        return self._read(super().report)
+
+    def _read(self, read: Callable[[], T]) -> T:
+        """Read again while the folder is getting its final name."""
+        for _ in range(20):
+            try:
+                return read()
+            except FileNotFoundError:
+                time.sleep(POLL_S)
+                self.folder = self._final if (self._final / SEAL).exists() else self.folder
+        return read()
 
     def refresh(self) -> None:
         """As `Store.refresh`: the writer may be further than what has been read."""
         if seen := self._open(self.index):
             self._show(seen)
-
-    def report(self) -> dict[str, Any]:
-        """As `Store.report`: its folder may just get its final name."""
-        for _ in range(LOOKS):
-            try:
-                return super().report()
-            except FileNotFoundError:
-                time.sleep(POLL_S)
-                self.folder = self._final if (self._final / SEAL).exists() else self.folder
-        return super().report()
 
     def _follow(self) -> None:
         """Wait until the index shows more, then show it too."""

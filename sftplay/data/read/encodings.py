@@ -26,12 +26,6 @@ MARKS = (
 )
 BOM = "\ufeff"
 
-WIDE_LE, WIDE_BE = re.compile(rb"(?:[\t-~]\0){2}"), re.compile(rb"(?:\0[\t-~]){2}")
-"""Two ASCII characters in UTF-16, as documents and headers begin."""
-
-NOT_OF_FILES = ("undefined", "idna", "punycode", "mbcs", "oem", "unicode_escape", "raw_unicode_escape")
-"""For names and source code, or of Windows only."""
-
 UNDECODABLE = "\udcff"
 """Stands for bytes that are no character; no decoder gives it for anything else."""
 
@@ -86,9 +80,11 @@ class Charset:
 
 def _find_encoding(name: str) -> str:
     """Return Python's own name for an encoding of text files, or raise DataError."""
+    # For names and source code, or of Windows only.
+    not_of_files = ("undefined", "idna", "punycode", "mbcs", "oem", "unicode_escape", "raw_unicode_escape")
     with suppress(LookupError, ValueError, TypeError):
         found = codecs.lookup(name)
-        if found._is_text_encoding and found.name.replace("-", "_") not in NOT_OF_FILES:
+        if found._is_text_encoding and found.name.replace("-", "_") not in not_of_files:
             return "utf-8" if found.name == "utf-8-sig" else found.name
     fix = "write auto, or a name such as cp1252, shift_jis or utf-16"
     raise DataError(f"Python knows no encoding of text called {name!r}", where="data.encoding", fix=fix)
@@ -137,7 +133,10 @@ def _detect_wide(head: bytes) -> str:
         if n and zeros[empty] == n and 2 * zeros[mostly] > n > 2 * zeros[full]:
             return name
     even, odd = head[::2].count(0), head[1::2].count(0)
+    # Two ASCII characters in UTF-16, as documents and headers begin.
+    if re.match(rb"(?:[\t-~]\0){2}", head):
+        return "utf-16-le"
+    if re.match(rb"(?:\0[\t-~]){2}", head):
+        return "utf-16-be"
     is_wide = max(even, odd) > len(head) // 64 and max(even, odd) >= 4 * min(even, odd)
-    if WIDE_LE.match(head) or WIDE_BE.match(head):
-        return "utf-16-le" if WIDE_LE.match(head) else "utf-16-be"
     return ("utf-16-le" if odd > even else "utf-16-be") if is_wide else ""

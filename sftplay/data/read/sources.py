@@ -25,11 +25,6 @@ if TYPE_CHECKING:  # at run time it would bring pydantic into every worker
     from sftplay.config.data import DataConfig
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-LONGEST_NAME = 96
-"""The hub's own limit."""
-
-LONGEST_FIRST = 1 << 19
-"""Characters of a first line that are read; a longer one counts as cut off."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,8 @@ def read_raw(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, 
 
 def is_hub_name(path: str) -> bool:
     """Return True if `path` can only be a hub name: no local file, no file suffix, and no local folder of that org."""
-    fits = len(path) <= LONGEST_NAME and HUB_NAME.fullmatch(path) is not None and not find_suffix(path)
+    # 96 characters are the hub's own limit.
+    fits = len(path) <= 96 and HUB_NAME.fullmatch(path) is not None and not find_suffix(path)
     return fits and not Path(path).exists() and not Path(path).parent.is_dir()
 
 
@@ -126,7 +122,7 @@ def _has_lines(charset: Charset, *, is_named_json: bool) -> bool:
     """Decide between lines and one document by what is inside, because files are often misnamed."""
     first, has_more = "", False
     with charset.open(newline="\n") as stream:
-        while not has_more and (line := stream.readline(LONGEST_FIRST)):
+        while not has_more and (line := stream.readline(1 << 19)):  # a longer one counts as cut off
             text = line.strip(f"{BOM} \t\r\n")
             has_more = bool(text and first)
             first = first or text

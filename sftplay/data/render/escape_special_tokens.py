@@ -25,8 +25,6 @@ from sftplay.errors import DataError
 GUARD = "\ufdd2"
 """Stands inside a typed special token, and before a written one: a noncharacter, like OPEN and CLOSE."""
 
-THOUGHTS = ("<think>", "</think>")
-
 
 class SpecialTokenEscaper:
     """Find and guard the texts of one tokenizer's special tokens."""
@@ -36,7 +34,7 @@ class SpecialTokenEscaper:
         self._search = re.compile(f"[{OPEN}{CLOSE}{GUARD}]|{alternation(known)}").search
         self._firsts = sorted({token[0] for token in known if token.isascii()})
         self._typed = re.compile(alternation(known))
-        self._said = re.compile(alternation(token for token in known if token not in THOUGHTS))
+        self._said = re.compile(alternation(token for token in known if token not in ("<think>", "</think>")))
         self._events = re.compile(f"{GUARD}|{alternation(known)}")
 
     def guarded(self, record: Record) -> tuple[Record, int]:

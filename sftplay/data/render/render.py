@@ -23,9 +23,6 @@ from sftplay.data.render.vocabulary import SpecialTokens, Vocabulary
 from sftplay.data.render.writer import NOWHERE, Writer
 from sftplay.errors import DataError
 
-MOST_LATE = 2
-"""Samples on which the template did not come to an end, before the template itself is refused."""
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -77,7 +74,7 @@ class Renderer:
         vocabulary, proven = Vocabulary.from_tokenizer(tokenizer), None
         if template is not None:
             compiled = ChatTemplate(template, vocabulary.specials.named)
-            chats = _rendered_in_time(compiled, [sample for sample in samples if isinstance(sample, Chat)])
+            chats = _drop_late(compiled, [sample for sample in samples if isinstance(sample, Chat)])
             with limited():
                 try:
                     proven = verify_masks(Writer(vocabulary), compiled, samples=chats)
@@ -201,20 +198,17 @@ class Renderer:
         return self._finder
 
 
-def _rendered_in_time(template: ChatTemplate, samples: Sequence[Chat]) -> list[Chat]:
-    """Return the samples that render in time; one that takes too long is refused later, as a row."""
-    kept, n_late = [], 0
+def _drop_late(template: ChatTemplate, samples: Sequence[Chat]) -> list[Chat]:
+    """Return the samples that render in time. One that does not is refused later, as a row; two refuse the template."""
+    late: list[Chat] = []
     for sample in samples:
         with limited():
             with suppress(DataError):
                 template.render(sample.messages, tools=sample.tools)
-            if not is_used():
-                kept.append(sample)
-                continue
-        n_late += 1
-        if n_late == MOST_LATE:
+            late += [sample] if is_used() else []
+        if len(late) == 2:
             raise _endless()
-    return kept
+    return [sample for sample in samples if sample not in late]
 
 
 def _endless() -> DataError:

@@ -27,8 +27,6 @@ from sftplay.data.render.templates import (
 from sftplay.data.render.writer import Writer
 from sftplay.errors import DataError
 
-SHOWN_CHARACTERS = 600
-
 
 @dataclass(frozen=True)
 class MaskMethod:
@@ -74,9 +72,8 @@ class _Trial:
 
     def try_methods(self, opening: str, samples: Sequence[Chat]) -> MaskMethod | list[str]:
         """Return what holds with answers that begin with `opening`, or what is wrong with each method."""
-        probes, calls = self._guarded(probe_chats(self._template, opening)), self._guarded(tool_probe_chats())
-        probes, calls = [list(filter(self._accepts, chats)) for chats in (probes, calls)]
-        guarded = self._guarded(samples)
+        probes = self._guard(probe_chats(self._template, opening), must_render=True)
+        calls, guarded = self._guard(tool_probe_chats(), must_render=True), self._guard(samples)
         self._learn_ends([*probes, *calls, *guarded])
         rewrites, has_marks = any(map(self._finder.rewrites, probes)), self._template.has_marks
         methods: list[Method] = ["markers", "sentinels", "prefixes"]
@@ -114,26 +111,22 @@ class _Trial:
         why = "\n  ".join(faults)
         return DataError(
             "the chat template is refused: no method finds reliably which tokens are the assistant's\n"
-            f"  {why}\n  sample {sample.source}, as the template writes it: {shown[:SHOWN_CHARACTERS]!r}",
+            f"  {why}\n  sample {sample.source}, as the template writes it: {shown[:600]!r}",
             where="data.template",
             fix=fix,
         )
 
-    def _accepts(self, chat: Chat) -> bool:
-        """Return True if the template renders the chat at all."""
-        try:
-            self._finder.render_chat(chat)
-        except DataError:
-            return False
-        return True
-
-    def _guarded(self, chats: Sequence[Chat]) -> list[Chat]:
+    def _guard(self, chats: Sequence[Chat], *, must_render: bool = False) -> list[Chat]:
         """Return the chats with guards. A chat that holds a noncharacter is left out; it is refused later, as a row."""
         found = []
         for chat in chats:
             with suppress(DataError):
-                found.append(self._writer.escaper.guarded(chat)[0])
-        return [chat for chat in found if isinstance(chat, Chat)]
+                guarded, _ = self._writer.escaper.guarded(chat)
+                assert isinstance(guarded, Chat)
+                if must_render:
+                    self._finder.render_chat(guarded)
+                found.append(guarded)
+        return found
 
     def _learn_ends(self, chats: Sequence[Chat]) -> None:
         called = [part for chat in chats if uses_tools(chat) for part in chat.turns_apart()]

@@ -63,13 +63,6 @@ def split_at_seams(text: str, encode: Callable[[str], list[int]], *, size: int =
     return [*parts, text[start:]]
 
 
-WIDE = 0xFEE0
-"""From a printable ASCII character to its full-width form, which NFKC takes back."""
-
-UNSEEN = ("\x01", "\u0301", "\u200b")
-"""A control character, an accent and a space without width: what cleaning normalisers take out."""
-
-
 @dataclass(frozen=True)
 class SpecialTokens:
     """Facts about a tokenizer that its JSON lacks."""
@@ -134,8 +127,10 @@ class Vocabulary:
         for id, token in self._control.items():
             if token == self.specials.named.get("unk_token"):
                 continue
-            wide = "".join(chr(ord(letter) + WIDE) if "!" <= letter <= "~" else letter for letter in token)
-            hidden = [token[:1] + mark + token[1:] for mark in UNSEEN]
+            # The full-width form, which NFKC takes back.
+            wide = "".join(chr(ord(letter) + 0xFEE0) if "!" <= letter <= "~" else letter for letter in token)
+            # A control character, an accent and a space without width: what cleaning normalisers take out.
+            hidden = [token[:1] + mark + token[1:] for mark in ("\x01", "\u0301", "\u200b")]
             others = {token.upper(), token.lower(), wide, *hidden} - {token}
             if not any(token in fold(other) for other in others):
                 continue

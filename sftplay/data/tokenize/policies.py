@@ -26,8 +26,6 @@ FIX_LONG = f"{ROOM}; or cut such rows with data.too_long: truncate, or leave the
 FIX_CUT = f"{ROOM}, or leave such rows out with data.too_long: drop"
 FIX_LEAK = "take the row out of one of the two files, or leave it out of training with data.contamination: drop"
 FIX_TESTED = "leave them out of training with data.contamination: drop; what models are tested by must not be learned"
-NAMED_COLUMNS, OTHERS = 100, "(others)"
-"""Every row may have other keys; the report names only this many columns."""
 
 
 class RowPolicies:
@@ -122,8 +120,9 @@ class RowPolicies:
         for length in outcome.lengths:
             counts.add_length(length)
         for column in outcome.unused:
-            is_named = column in counts.unused_columns or len(counts.unused_columns) < NAMED_COLUMNS
-            counts.unused_columns[column if is_named else OTHERS] += 1
+            # Every row may have other keys.
+            is_named = column in counts.unused_columns or len(counts.unused_columns) < 100
+            counts.unused_columns[column if is_named else "(others)"] += 1
         counts.with_special_tokens += outcome.n_escaped > 0
         if self._data.system is not None and outcome.is_chat:
             counts.with_system += outcome.system == self._data.system

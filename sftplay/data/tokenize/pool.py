@@ -20,9 +20,6 @@ from sftplay.signals import die_with_parent
 T = TypeVar("T")
 W = TypeVar("W")
 
-AHEAD = 2
-"""Pieces in flight for each process: enough to keep it busy, few enough to bound memory."""
-
 SHARED_SIGNALS = (signal.SIGINT, signal.SIGUSR1)
 """Signals that a terminal or a scheduler sends to all processes; only the parent answers them."""
 
@@ -58,7 +55,7 @@ def work_through(
                 waiting.append(pool.submit(function, piece))
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            if len(waiting) > AHEAD * processes:
+            if len(waiting) > 2 * processes:  # enough to keep them busy, few enough to bound memory
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

@@ -18,8 +18,6 @@ STEP = 8
 BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 """Upper edges of the length histogram, in tokens."""
 
-BAR_WIDTH = 30
-
 
 @dataclass
 class RowCounts:
@@ -202,7 +200,7 @@ def report_table(report: Mapping[str, Any]) -> str:
     room, histogram = 25 - len(lines) - len(report["notes"]), report["length_histogram"]
     most = max(histogram.values(), default=1)
     for name, count in list(histogram.items())[: max(room, 0)]:
-        lines.append(f"  {name:>14} {'#' * max(1, round(BAR_WIDTH * count / most)):<{BAR_WIDTH}} {count:,}")
+        lines.append(f"  {name:>14} {'#' * max(1, round(30 * count / most)):<30} {count:,}")
     lines += [f"  note           {note}" for note in report["notes"]]
     return "\n".join(lines[:25])
 
