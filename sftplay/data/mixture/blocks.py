@@ -25,11 +25,8 @@ class BlockTokens(NamedTuple):
     """The tokens of a block as the model gets them: int64 [tokens] each."""
 
     input_ids: Ints
-    labels: Ints
-    """The id where it is learned, -100 elsewhere; each is predicted from the tokens before it."""
-
-    position_ids: Ints
-    """From 0 in each piece; attention stays inside a piece."""
+    labels: Ints  # the id where it is learned, -100 elsewhere; each is predicted from the tokens before it
+    position_ids: Ints  # from 0 in each piece; attention stays inside a piece
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,7 @@ class TextBlocks(Blocks):
         """Tokens of the stream before each measured chunk, and last before the first that is not measured."""
 
         self._n_blocks = 0
-        self._taught = 0
-        """Size of all measured blocks in `Unit`."""
+        self._taught = 0  # size of all measured blocks in `Unit`
 
     def grow(self) -> Ints | None:
         start = self._chunk_starts[-1]
@@ -150,15 +146,9 @@ class ChatBlocks(Blocks):
 
     def __init__(self, order: ReadingOrder, block_size: int, *, unit: Unit = "trainable_tokens") -> None:
         self._order, self._room, self._unit = order, block_size, unit
-        self._chunk_firsts: list[int] = []
-        """Chats before each measured chunk."""
-
-        self._firsts: list[int] = [0]
-        """Chats before each block, and last before the open one."""
-
-        self._filled = self._taught = 0
-        """Tokens of the open block, and its size in `Unit`."""
-
+        self._chunk_firsts: list[int] = []  # chats before each measured chunk
+        self._firsts: list[int] = [0]  # chats before each block, and last before the open one
+        self._filled = self._taught = 0  # tokens of the open block, and its size in `Unit`
         self._is_over = False
 
     def grow(self) -> Ints | None:

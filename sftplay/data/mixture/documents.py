@@ -6,6 +6,7 @@ filled shows them. Which documents form a group depends on the documents alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,23 +29,17 @@ context of other documents; its bytes of UTF-8 (0 for a chat); its row in its fi
 class Documents:
     """One side of a source, whole in memory or mapped into it."""
 
-    tokens: NDArray[Any]
-    """Ids of all documents, as uint16 or uint32."""
-
-    table: NDArray[Any]
-    """One ENTRY a document."""
-
-    group_ends: list[int]
-    """Number of documents up to the end of each group."""
-
-    learned: NDArray[np.uint8] | None = None
-    """1 where a token is learned; None where all are but a document's first."""
-
-    is_whole: bool = True
-    """False while more documents may come."""
+    tokens: NDArray[Any]  # ids of all documents, as uint16 or uint32
+    table: NDArray[Any]  # one ENTRY a document
+    group_ends: list[int]  # number of documents up to the end of each group
+    learned: NDArray[np.uint8] | None = None  # 1 where a token is learned; None where all are but a document's first
+    is_whole: bool = True  # false while more documents may come
+    wait_for_more: Callable[[], None] | None = None  # wait until another process has written more of them
 
     def has_group(self, number: int) -> bool:
         """Return whether there is a group of that number; wait for it while documents are still coming."""
+        while self.wait_for_more and number >= len(self.group_ends) and not self.is_whole:
+            self.wait_for_more()
         return number < len(self.group_ends)
 
     def group(self, number: int) -> tuple[int, int]:

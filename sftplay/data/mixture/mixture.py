@@ -28,12 +28,9 @@ class Schedule:
         assert min(weights, default=1.0) > 0
         self._sources, self._is_over = sources, False
         self._waiting = [_Waiting(blocks, weight) for blocks, weight in zip(sources, weights, strict=True)]
-        self._firsts: list[int] = []
-        """The first row of each part."""
-
+        self._firsts: list[int] = []  # the first row of each part
         self._parts: list[tuple[Ints, Ints]] = []
-        self.n_rows = 0
-        """Rows with a known place."""
+        self.n_rows = 0  # rows with a known place
 
     def at(self, row: int) -> tuple[int, int]:
         """Return source and block of a row, or raise IndexError where there are fewer rows."""
@@ -103,8 +100,7 @@ class _Waiting:
         self._blocks, self._weight = blocks, weight
         self._places = np.empty(0)
         self._first = self._taught = 0
-        self.known = 0.0
-        """No block that is not measured yet can stand before this place."""
+        self.known = 0.0  # no block that is not measured yet can stand before this place
 
     def measure_more(self) -> None:
         """Measure the next blocks."""
@@ -133,15 +129,9 @@ BLOCK_BITS = 40
 class Document(NamedTuple):
     """A whole document or chat."""
 
-    ids: Ints
-    """int64 [tokens]."""
-
-    labels: Ints
-    """The id where it is learned, -100 elsewhere: at the first token, and where a chat is masked."""
-
-    n_bytes: int
-    """Of its text, as UTF-8; 0 for a chat."""
-
+    ids: Ints  # int64 [tokens]
+    labels: Ints  # the id where it is learned, -100 elsewhere: at the first token, and where a chat is masked
+    n_bytes: int  # of its text, as UTF-8; 0 for a chat
     place: Source
 
 
@@ -158,9 +148,7 @@ class BlockForm:
 class MixSource:
     """A source with its store."""
 
-    number: int
-    """Its place in the config, from 0."""
-
+    number: int  # its place in the config, from 0
     name: str
     kind: SourceType
     weight: float
@@ -192,9 +180,7 @@ class SourceRows:
     def __init__(self, source: MixSource, side: Side, *, form: BlockForm) -> None:
         self.source, self.side = source, side
         self._blocks = source.blocks(side, form=form, seed=None)
-        self.sizes: list[int] = []
-        """Size of each row in `Unit`."""
-
+        self.sizes: list[int] = []  # size of each row in `Unit`
         while (sizes := self._blocks.grow()) is not None:
             self.sizes += sizes.tolist()
 

@@ -31,17 +31,10 @@ def shuffled(n: int, *, seed: int, source: int, group: int, epochs: range) -> In
 class Chunk:
     """Documents that are read one after the other."""
 
-    first: int
-    """Number of documents that are read before them, in all epochs."""
-
-    documents: Ints
-    """Their numbers, in reading order."""
-
-    starts: Ints
-    """Tokens of the chunk before each of them, and last all of them: one more than documents."""
-
-    learned: Ints
-    """Learned tokens of each of them."""
+    first: int  # number of documents that are read before them, in all epochs
+    documents: Ints  # their numbers, in reading order
+    starts: Ints  # tokens of the chunk before each of them, and last all of them: one more than documents
+    learned: Ints  # learned tokens of each of them
 
 
 class ReadingOrder:

@@ -28,23 +28,14 @@ STORE_VERSION = 1
 class SourceJob:
     """Everything that makes a source's store; it can be pickled, and needs no transformers."""
 
-    data: DataConfig
-    """The settings by which the rows of this source are read and judged."""
-
+    data: DataConfig  # the settings by which the rows of this source are read and judged
     recipe: Recipe
-    max_tokens: int | None
-    """Of a chat; None for documents, which are kept whole."""
-
+    max_tokens: int | None  # of a chat; None for documents, which are kept whole
     inputs: tuple[Input, ...]
-    guarded: tuple[str, ...]
-    """Files with rows that must not be trained on."""
-
-    digests: dict[str, str]
-    """Of all files it reads."""
-
+    guarded: tuple[str, ...]  # files with rows that must not be trained on
+    digests: dict[str, str]  # of all files it reads
     id_bytes: int
-    only_held_out: bool
-    """Rows to train on are left out, because the source has weight 0."""
+    only_held_out: bool  # rows to train on are left out, because the source has weight 0
 
     @cached_property
     def folder(self) -> Path:

@@ -25,21 +25,13 @@ INDEX = "index.json"
 class Index:
     """The part of a store that is valid for its readers."""
 
-    id_bytes: int
-    """Of each token: 2 or 4."""
-
-    has_mask: bool
-    """Not all tokens are learned."""
-
+    id_bytes: int  # of each token: 2 or 4
+    has_mask: bool  # not all tokens are learned
     groups: dict[Side, list[int]] = field(default_factory=lambda: {side: [] for side in SIDES})
     """For each side the number of documents up to the end of each group."""
 
-    paths: list[str] = field(default_factory=list)
-    """The files in which the documents stand, by number."""
-
-    whole: list[Side] = field(default_factory=list)
-    """Sides to which no document is added any more."""
-
+    paths: list[str] = field(default_factory=list)  # the files in which the documents stand, by number
+    whole: list[Side] = field(default_factory=list)  # sides to which no document is added any more
     resume: dict[str, Any] = field(default_factory=dict)
     """Where a process that takes over the writing continues; empty in a whole store."""
 

@@ -166,11 +166,8 @@ class _Side:
     n_documents: int = 0
     n_tokens: int = 0
     n_learned: int = 0
-    group_documents: int = 0
-    """Documents before the open group."""
-
-    group_tokens: int = 0
-    """Tokens before it."""
+    group_documents: int = 0  # documents before the open group
+    group_tokens: int = 0  # tokens before it
 
     def add(self, table: Any) -> list[int]:
         """Count new documents; return where groups end among them."""

@@ -6,13 +6,11 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sftplay.atomic import examine_object, is_locked, unfinished_folder
 from sftplay.data.cache import SEAL, get_lock_path
-from sftplay.data.mixture.documents import Documents
 from sftplay.data.mixture.store import Index, Store
 from sftplay.data.tokenize.policies import SIDES
 from sftplay.data.tokenize.report import where_rows_went
@@ -35,19 +33,6 @@ def get_failure_path(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.failed.json")
 
 
-@dataclass
-class GrowingDocuments(Documents):
-    """One side of a store that is being written."""
-
-    wait_for_more: Callable[[], None] = lambda: None
-    """Wait until the store shows more."""
-
-    def has_group(self, number: int) -> bool:
-        while number >= len(self.group_ends) and not self.is_whole:
-            self.wait_for_more()
-        return number < len(self.group_ends)
-
-
 class StreamedStore(Store):
     """A store that another process writes."""
 
@@ -62,9 +47,8 @@ class StreamedStore(Store):
         self._final, self._path, self._process = folder, path, process
         self._was_held = False
         seen = self._wait_for(None)
-        super().__init__(seen.folder, seen.index, {})
-        for side in SIDES:
-            self.sides[side] = GrowingDocuments(**vars(seen.sides[side]), wait_for_more=self._follow)
+        super().__init__(seen.folder, seen.index, seen.sides)
+        self._show(seen)
 
     def chats(self) -> list[str]:
         return self._read(super().chats)
@@ -96,7 +80,7 @@ class StreamedStore(Store):
     def _show(self, seen: Store) -> None:
         self.folder, self.index = seen.folder, seen.index
         for side in SIDES:
-            vars(self.sides[side]).update(vars(seen.sides[side]))
+            vars(self.sides[side]).update(vars(seen.sides[side]), wait_for_more=self._follow)
 
     def _wait_for(self, known: Index | None) -> Store:
         """Return the store as soon as its index is another than the known one."""

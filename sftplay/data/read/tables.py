@@ -93,8 +93,7 @@ class _Lines:
         self._stream, self._path = stream, path
         self._waiting: deque[str] = deque()
         self._taken: list[str] = []
-        self.start = 1
-        """Line at which the record begins that is being read."""
+        self.start = 1  # line at which the record begins that is being read
 
     def __iter__(self) -> _Lines:
         return self

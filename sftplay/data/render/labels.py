@@ -27,15 +27,9 @@ class Rendered:
     """One training example, or the reason why a record gives none."""
 
     input_ids: list[int]
-    labels: list[int]
-    """As long as `input_ids`: the same id where it is learned, -100 elsewhere."""
-
-    record_index: int = 0
-    """Index of the record it came from, in the list that was rendered."""
-
-    problem: str = ""
-    """Why the record cannot be trained on; then both lists are empty."""
-
+    labels: list[int]  # as long as `input_ids`: the same id where it is learned, -100 elsewhere
+    record_index: int = 0  # index of the record it came from, in the list that was rendered
+    problem: str = ""  # why the record cannot be trained on; then both lists are empty
     n_escaped: int = 0
     """Number of special tokens that the texts of the record spell; only its first example has the count."""
 

@@ -31,16 +31,10 @@ class Unproven(Exception):
 class SentinelLayout:
     """The text that a template writes around the messages of a chat with given roles."""
 
-    gaps: tuple[str, ...]
-    """Text before each message, and after the last."""
-
+    gaps: tuple[str, ...]  # text before each message, and after the last
     keeps_left: tuple[bool, ...]
-    keeps_right: tuple[bool, ...]
-    """Whether white space at that edge of a message's text survives."""
-
-    heads: tuple[int, ...]
-    """For each message, how much of its gap belongs to the inference prompt."""
-
+    keeps_right: tuple[bool, ...]  # whether white space at that edge of a message's text survives
+    heads: tuple[int, ...]  # for each message, how much of its gap belongs to the inference prompt
     tails: tuple[int, ...]
     """For each message, how much of the gap after it belongs to its turn: up to the end-of-turn token."""
 
@@ -187,9 +181,7 @@ class Marked:
     spans: tuple[Span, ...] = ()
     problem: str = ""
     n_escaped: int = 0
-    is_spelled: bool = False
-    """The text is spelled by `escape_special_tokens`, because the record types special tokens."""
-
+    is_spelled: bool = False  # the text is spelled by `escape_special_tokens`, because the record types special tokens
     is_whole_text: bool = False
     """A plain text, not a chat: all of it is learned. The tokenizer's own BOS and an EOS go around it."""
 

@@ -36,18 +36,11 @@ class Example:
     """One training example that fits."""
 
     ids: bytes
-    labels: bytes
-    """Both as int32. Documents that are kept whole have no labels here: all is learned."""
-
-    n_labels: int
-    """Tokens that are learned."""
-
+    labels: bytes  # Both as int32. Documents that are kept whole have no labels here: all is learned.
+    n_labels: int  # tokens that are learned
     is_cut: bool
-    ends_learned: bool
-    """The last learned token ends a turn."""
-
-    n_bytes: int = 0
-    """Bytes of the text it spells, as UTF-8; 0 for a chat."""
+    ends_learned: bool  # the last learned token ends a turn
+    n_bytes: int = 0  # bytes of the text it spells, as UTF-8; 0 for a chat
 
 
 @dataclass(slots=True)
@@ -56,12 +49,8 @@ class RowOutcome:
 
     row: int
     source: Source
-    refused: str = ""
-    """Why it cannot be read or rendered."""
-
-    fix: str = ""
-    """The remedy, where it is known."""
-
+    refused: str = ""  # why it cannot be read or rendered
+    fix: str = ""  # the remedy, where it is known
     held_out: bool = False
     is_chat: bool = True
     keys: tuple[int, int, int] = (0, 0, 0)
@@ -71,27 +60,14 @@ class RowOutcome:
     lengths: list[int] = field(default_factory=list)
     """Tokens of each example before cutting; also of examples that are not kept."""
 
-    learnable: int = 0
-    """Tokens of all its examples that would be learned if nothing was cut."""
-
-    dropped: str = ""
-    """Why an example of it was left out."""
-
-    chat: str = ""
-    """The chat as json, where it is held out."""
-
-    n_bytes: int = 0
-    """Bytes of a plain text, as UTF-8."""
-
+    learnable: int = 0  # tokens of all its examples that would be learned if nothing was cut
+    dropped: str = ""  # why an example of it was left out
+    chat: str = ""  # the chat as json, where it is held out
+    n_bytes: int = 0  # bytes of a plain text, as UTF-8
     n_escaped: int = 0
-    system: str = ""
-    """The text of its system turn; empty where there is none."""
-
-    unused: tuple[str, ...] = ()
-    """Columns that its layout does not read."""
-
-    tested: str = ""
-    """Its id, where it is one of the published problems by which models are tested."""
+    system: str = ""  # the text of its system turn; empty where there is none
+    unused: tuple[str, ...] = ()  # columns that its layout does not read
+    tested: str = ""  # its id, where it is one of the published problems by which models are tested
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +75,10 @@ class RowOptions:
     """The settings for single rows."""
 
     reading: LayoutOptions
-    max_tokens: int | None
-    """Longest example; None where nothing is too long."""
-
+    max_tokens: int | None  # longest example; None where nothing is too long
     too_long: TooLong
-    only_held_out: bool = False
-    """Rows to train on are read, to find their side, but not rendered."""
-
-    only_chats: bool = False
-    """Plain texts are refused."""
+    only_held_out: bool = False  # rows to train on are read, to find their side, but not rendered
+    only_chats: bool = False  # plain texts are refused
 
 
 class RowProcessor:

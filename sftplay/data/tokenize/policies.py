@@ -39,17 +39,12 @@ class RowPolicies:
         self.counts: dict[Side, RowCounts] = {side: RowCounts() for side in SIDES}
         self.n_bad = 0
         self._bad: list[str] = []
-        self._remedies: dict[str, None] = {}
-        """In the order in which their causes came up."""
-
+        self._remedies: dict[str, None] = {}  # in the order in which their causes came up
         self._exact: dict[Side, set[int]] = {side: set() for side in SIDES}
         self._normal: dict[Side, set[int]] = {side: set() for side in SIDES}
-        self._answers: dict[int, int] = {}
-        """Prompt -> the first content with it; of training rows."""
-
+        self._answers: dict[int, int] = {}  # prompt -> the first content with it; of training rows
         self._several: set[int] = set()
-        self._guarded: dict[int, str] = {}
-        """Content of held-out and test rows -> where it stands."""
+        self._guarded: dict[int, str] = {}  # content of held-out and test rows -> where it stands
 
     @property
     def n_prompts(self) -> int:

@@ -29,9 +29,7 @@ class RowCounts:
     dropped_tokens: Counter[str] = field(default_factory=Counter)
     """Why a record was left out -> the tokens of such records."""
 
-    cut_tokens: int = 0
-    """Tokens behind the cut of records that were kept in part."""
-
+    cut_tokens: int = 0  # tokens behind the cut of records that were kept in part
     refused: int = 0
     duplicates: int = 0
     """Records with content that was read before on the same side. `data.duplicates` decides whether they are kept."""
@@ -40,35 +38,20 @@ class RowCounts:
     """As `duplicates`, for content that differs only in white space, case or Unicode normalisation."""
 
     prompts_with_several_answers: int = 0
-    with_special_tokens: int = 0
-    """Records with the text of a special token in them; it is read as text, not as control."""
-
-    with_system: int = 0
-    """Chats that begin with `data.system`."""
-
-    unused_columns: Counter[str] = field(default_factory=Counter)
-    """Column that no layout reads -> records that have it."""
-
-    split: int = 0
-    """Records that became several examples, because the template rewrites earlier turns."""
-
+    with_special_tokens: int = 0  # records with the text of a special token in them; it is read as text, not as control
+    with_system: int = 0  # chats that begin with `data.system`
+    unused_columns: Counter[str] = field(default_factory=Counter)  # column that no layout reads -> records that have it
+    split: int = 0  # records that became several examples, because the template rewrites earlier turns
     examples: int = 0
-    chat_examples: int = 0
-    """Those of them that are not plain text."""
-
+    chat_examples: int = 0  # those of them that are not plain text
     tokens: int = 0
     trainable_tokens: int = 0
-    ends_learned: int = 0
-    """Examples with a last learned token that ends a turn."""
-
-    longest: int = 0
-    """Tokens of the longest example before cutting."""
-
+    ends_learned: int = 0  # examples with a last learned token that ends a turn
+    longest: int = 0  # tokens of the longest example before cutting
     lengths: Counter[int] = field(default_factory=Counter)
     """Tokens of an example before cutting, rounded up to a multiple of STEP -> examples."""
 
-    learnable_tokens: int = 0
-    """Tokens that would be learned if no example was cut."""
+    learnable_tokens: int = 0  # tokens that would be learned if no example was cut
 
     def add_length(self, n_tokens: int) -> None:
         """Count an example of `n_tokens`, before it is cut."""
