@@ -124,8 +124,7 @@ def show_rendered(row: dict[str, Any], tokenizer: Any) -> None:
 def write_rendered(examples: Examples, path: Path) -> int:
     """Write every row of both sides to a new jsonl file that appears only when it is whole; return their number.
 
-    Raises:
-        ConfigError: the file exists, or cannot be written.
+    Raises ConfigError: the file exists, or cannot be written.
     """
     check_new_file(path)
     count = 0

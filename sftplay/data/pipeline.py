@@ -112,8 +112,7 @@ def load_examples(
 def load_held_out(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_template: str | None = None) -> Examples:
     """Return all rows of one file as the held-out side, as for `data.test_path`; `train` is empty.
 
-    Raises:
-        DataError: as `load_examples`.
+    Raises DataError: as `load_examples`.
     """
     return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)])
 

@@ -24,7 +24,6 @@ from sftplay.data.layouts.columns import (
 )
 from sftplay.data.layouts.turns import (
     RowFields,
-    check_answered,
     check_order,
     expect_text,
     is_blank,
@@ -60,8 +59,7 @@ def read_layout_options(data: DataConfig) -> LayoutOptions:
 def to_record(row: RowFields, source: Source, *, reading: LayoutOptions = LayoutOptions()) -> Record:
     """Convert the row to a record that obeys every rule of its kind; texts are kept to the character.
 
-    Raises:
-        DataError: the row has no known layout or breaks a rule; `where` is file:line, `what` the reason.
+    Raises DataError: the row has no known layout or breaks a rule; `where` is file:line, `what` the reason.
     """
     try:
         row = _rename_columns(row, reading)
@@ -73,7 +71,11 @@ def to_record(row: RowFields, source: Source, *, reading: LayoutOptions = Layout
             return Text(text, source)
         body = shape.body(row)
         turns = tie_results(body.turns)
-        check_answered(turns)
+        if not any(turn.role == "assistant" for turn in turns):
+            refuse("has no assistant turn, so there is nothing to learn")
+        if turns[-1].role != "assistant":
+            last = "a tool's result" if turns[-1].role == "tool" else "a user turn"
+            refuse(f"ends with {last} that has no answer")
         check_order(turns)
         lead = _find_lead(row, turns, reading=reading)
         learned_from = len(lead) + body.n_given if body.n_given else 0
@@ -91,8 +93,7 @@ def read_prompt(
 
     It is read from every layout of a chat. An answer in the row is left out: the model shall give a new one.
 
-    Raises:
-        DataError: it has no question, or breaks a rule.
+    Raises DataError: it has no question, or breaks a rule.
     """
     first = (reading.format,) if reading.format in QUESTIONS else ()
     # A file with mapped columns has no published layout.

@@ -250,15 +250,6 @@ def check_order(turns: Sequence[Message]) -> None:
             due = ("assistant",) if role == "user" else ("assistant", "tool")
 
 
-def check_answered(turns: Sequence[Message]) -> None:
-    """Refuse turns that do not end with the assistant."""
-    if not any(turn.role == "assistant" for turn in turns):
-        refuse("has no assistant turn, so there is nothing to learn")
-    if turns[-1].role != "assistant":
-        last = "a tool's result" if turns[-1].role == "tool" else "a user turn"
-        refuse(f"ends with {last} that has no answer")
-
-
 def _read_message(role: Role, turn: Mapping[str, Any], *, name: str, key: str) -> Message:
     if not PLAIN.issuperset(turn):
         _check_keys(role, turn, name=name)

@@ -50,8 +50,7 @@ class SourceJob:
 
         With `is_streamed` a bad row ends the pass at once, because others read the store already.
 
-        Raises:
-            DataError: as `Preparation.run`; or a file has changed meanwhile.
+        Raises DataError: as `Preparation.run`; or a file has changed meanwhile.
         """
         held_out_first = all(given.share in (0.0, 1.0) for given in self.inputs)
         has_chats, max_tokens = self.max_tokens is not None, self.max_tokens
@@ -72,8 +71,7 @@ class SourceJob:
 def prove_renderers(cfg: RunConfig, tokenizer: Any, *, template: str | None) -> dict[SourceType, Renderer]:
     """Return the renderer of documents, and that of chats if there are any. `template` goes before `data.template`.
 
-    Raises:
-        DataError: the template cannot be proven for the chats.
+    Raises DataError: the template cannot be proven for the chats.
     """
     renderers: dict[SourceType, Renderer] = {"cpt": Renderer.prove(tokenizer, None, samples=[])}
     paths = [source.path for source in cfg.sources if source.type == "chat"]
@@ -86,11 +84,7 @@ def prove_renderers(cfg: RunConfig, tokenizer: Any, *, template: str | None) -> 
 
 
 def list_source_jobs(cfg: RunConfig, tokenizer: Any, *, renderers: Mapping[SourceType, Renderer]) -> list[SourceJob]:
-    """List the job of each source, in order.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
+    """List the job of each source, in order. Raises DataError: a file cannot be read."""
     rows = [path for source in cfg.sources for path in (source.path, source.val_path)]
     digests = {path: kept_digest(path, Path(cfg.data.processed_dir)) for path in (*rows, cfg.data.test_path) if path}
     id_bytes = 2 if max(tokenizer.get_vocab().values()) < 1 << 16 else 4

@@ -41,8 +41,7 @@ class StreamedStore(Store):
 
         `process` is the one that fills it, if this process started it.
 
-        Raises:
-            SftplayError: the error of the writer.
+        Raises SftplayError: the error of the writer.
         """
         self._final, self._path, self._process = folder, path, process
         self._was_held = False

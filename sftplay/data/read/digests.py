@@ -24,8 +24,7 @@ GRAIN_NS = 2_000_000_000
 def kept_digest(path: str, folder: Path) -> str:
     """As `content_digest`; the digest of a large file or folder is kept below `folder` while no file's stamp changes.
 
-    Raises:
-        DataError: a file cannot be read.
+    Raises DataError: a file cannot be read.
     """
     if is_hub_name(path):
         return content_digest(path)

@@ -40,8 +40,7 @@ class Charset:
     def __init__(self, file: Path, named: str = "auto") -> None:
         """Find the encoding: a byte order mark proves it; else the one named; else UTF-16 shows by its NULs, or UTF-8.
 
-        Raises:
-            DataError: there is no encoding of that name, or the file is no text at all.
+        Raises DataError: there is no encoding of that name, or the file is no text at all.
         """
         self.file, self._is_named, self._reason = file, named != "auto", ""
         known = _find_encoding(named) if self._is_named else ""

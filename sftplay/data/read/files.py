@@ -42,8 +42,7 @@ def find_suffix(path: str | Path) -> str:
 def list_files(path: str) -> list[Path]:
     """List the file itself, or every known file below the folder, sorted; hidden ones are skipped.
 
-    Raises:
-        DataError: there is nothing of that name, its kind is unknown, or the folder holds no known file.
+    Raises DataError: there is nothing of that name, its kind is unknown, or the folder holds no known file.
     """
     given, known = Path(path), ", ".join(SUFFIXES)
     mode = _read_mode(given) if path else 0
@@ -76,11 +75,7 @@ def open_bytes(file: Path) -> BinaryIO:
 
 
 def read_head(file: Path, n_bytes: int = 4096) -> bytes:
-    """Return the first bytes of a text file.
-
-    Raises:
-        DataError: they show that it is something else.
-    """
+    """Return the first bytes of a text file. Raises DataError: they show that it is something else."""
     with open_bytes(file) as stream:
         head = stream.read(n_bytes)
     for magic, kind, fix in FOREIGN:

@@ -13,8 +13,7 @@ from sftplay.errors import DataError
 def read_hub_rows(name: str) -> Iterator[tuple[Source, dict[str, Any]]]:
     """Yield the rows of the split `train` of the data set `name`.
 
-    Raises:
-        DataError: it cannot be loaded; the hub's own reason is quoted.
+    Raises DataError: it cannot be loaded; the hub's own reason is quoted.
     """
     for number, row in enumerate(_load(name), 1):
         yield Source(name, number), {column: without_nulls(value) for column, value in row.items()}
@@ -23,8 +22,7 @@ def read_hub_rows(name: str) -> Iterator[tuple[Source, dict[str, Any]]]:
 def read_hub_splits(name: str, subset: str | None, *, splits: Sequence[str]) -> Iterator[tuple[Source, dict[str, Any]]]:
     """Yield the rows of these splits of a data set, one split after the other. `subset` is one of its parts by name.
 
-    Raises:
-        DataError: as `read_hub_rows`.
+    Raises DataError: as `read_hub_rows`.
     """
     for split in splits:
         for number, row in enumerate(_load(name, subset, split=split), 1):

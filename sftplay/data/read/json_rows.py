@@ -87,8 +87,7 @@ FIX = "correct the file there; jsonl, one row a line, survives a broken row"
 def document_rows(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
     """Yield every row of the document: the line at which it begins, and in an array its number from 1.
 
-    Raises:
-        DataError: it is not JSON as a whole.
+    Raises DataError: it is not JSON as a whole.
     """
     with charset.open(newline="") as stream:
         text = _Text(charset, stream)

@@ -54,8 +54,7 @@ def read_raw(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, 
 
     Rows of JSON come unparsed, for `parsed`, which may run in another process. Blank lines are not rows.
 
-    Raises:
-        DataError: there is no such file, or it cannot be read as what it claims to be.
+    Raises DataError: there is no such file, or it cannot be read as what it claims to be.
     """
     if is_hub_name(path):
         from sftplay.data.read.hub import read_hub_rows

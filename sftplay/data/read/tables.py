@@ -22,8 +22,7 @@ ReadRow = tuple[Source, JsonRow | Refused]
 def csv_rows(charset: Charset, delimiter: str = "auto") -> Iterator[ReadRow]:
     """Yield every row below the header; a row is placed at its first line.
 
-    Raises:
-        DataError: the header cannot be used, or no table can have this delimiter.
+    Raises DataError: the header cannot be used, or no table can have this delimiter.
     """
     csv.field_size_limit(min(LONGEST, sys.maxsize))  # the default refuses a cell longer than 131,072 characters
     path = str(charset.file)
@@ -50,8 +49,7 @@ def csv_rows(charset: Charset, delimiter: str = "auto") -> Iterator[ReadRow]:
 def parquet_rows(file: Path, columns: Collection[str] | None = None) -> Iterator[ReadRow]:
     """Yield every row, numbered from 1, a part of the file in memory at a time; only `columns`, where they are named.
 
-    Raises:
-        DataError: it is no parquet file, or a damaged one.
+    Raises DataError: it is no parquet file, or a damaged one.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -125,8 +125,7 @@ def _n_sure(encoding: Any, text: str) -> int:
 def _find_tokens(encoding: Any, text: str, *, span: Span) -> tuple[int, int]:
     """Find the tokens that spell the span; one that begins in the prompt counts if it spells more than white space.
 
-    Raises:
-        Unproven: a token begins in the prompt, and the answer does not begin with white space.
+    Raises Unproven: a token begins in the prompt, and the answer does not begin with white space.
     """
     start, end = span
     first = encoding.char_to_token(start)

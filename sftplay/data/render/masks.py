@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,34 +27,13 @@ class Unproven(Exception):
     """The method cannot vouch for this chat; the message gives the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class SentinelLayout:
-    """The text that a template writes around the messages of a chat with given roles."""
+def read_sentinel_layout(
+    template: ChatTemplate, roles: Sequence[str], *, end: re.Pattern[str]
+) -> Callable[[Sequence[Message]], tuple[str, list[Span]]]:
+    """Read what a template writes around the messages of a chat with these roles.
 
-    gaps: tuple[str, ...]  # text before each message, and after the last
-    keeps_left: tuple[bool, ...]
-    keeps_right: tuple[bool, ...]  # whether white space at that edge of a message's text survives
-    heads: tuple[int, ...]  # for each message, how much of its gap belongs to the inference prompt
-    tails: tuple[int, ...]
-    """For each message, how much of the gap after it belongs to its turn: up to the end-of-turn token."""
-
-    def assemble(self, messages: tuple[Message, ...]) -> tuple[str, list[Span]]:
-        """Return the text the template must give for `messages`, and each message's span in it."""
-        parts, spans, at = [self.gaps[0]], [], len(self.gaps[0])
-        for index, message in enumerate(messages):
-            text = message.content
-            text = text if self.keeps_left[index] else text.lstrip()
-            text = text if self.keeps_right[index] else text.rstrip()
-            gap = self.gaps[index + 1]
-            begin = at - len(self.gaps[index]) + self.heads[index]
-            spans.append((begin, at + len(text) + self.tails[index]))
-            parts += (text, gap)
-            at += len(text) + len(gap)
-        return "".join(parts), spans
-
-
-def read_sentinel_layout(template: ChatTemplate, roles: Sequence[str], *, end: re.Pattern[str]) -> SentinelLayout:
-    """Read the layout of chats with these roles; `end` matches an end-of-turn token and white space before it.
+    It gives a function from messages to the text that the template must write for them, and each message's span in it.
+    `end` matches an end-of-turn token and white space before it.
 
     Raises:
         Unproven: a text is missing, doubled or out of order, inference would prompt otherwise, or a turn has no end.
@@ -69,11 +48,13 @@ def read_sentinel_layout(template: ChatTemplate, roles: Sequence[str], *, end: r
         if text.count(mark) != 1 or mark not in gaps[-1]:
             raise Unproven(f"the text of message {index + 1} appears {text.count(mark)} times or out of order")
         gaps[-1:] = gaps[-1].split(mark)
-    keeps_left = tuple(gap.endswith(EDGE) for gap in gaps[:-1])
-    keeps_right = tuple(gap.startswith(EDGE) for gap in gaps[1:])
+    # Whether white space at that edge of a message's text survives.
+    keeps_left, keeps_right = [gap.endswith(EDGE) for gap in gaps[:-1]], [gap.startswith(EDGE) for gap in gaps[1:]]
     for index in range(len(roles)):
         gaps[index] = gaps[index].removesuffix(EDGE) if keeps_left[index] else gaps[index]
         gaps[index + 1] = gaps[index + 1].removeprefix(EDGE) if keeps_right[index] else gaps[index + 1]
+    # How much of the gap before a message belongs to the inference prompt, and of the gap behind it to its turn: up to
+    # the end-of-turn token.
     heads, tails = [0] * len(roles), [0] * len(roles)
     known: dict[tuple[str, bool], int] = {}
     for index in (index for index, role in enumerate(roles) if role == "assistant"):
@@ -90,7 +71,18 @@ def read_sentinel_layout(template: ChatTemplate, roles: Sequence[str], *, end: r
         if not match:
             raise Unproven(f"no end-of-turn token follows the assistant's text but {gaps[index + 1][:40]!r}")
         tails[index] = match.end()
-    return SentinelLayout(tuple(gaps), keeps_left, keeps_right, tuple(heads), tuple(tails))
+
+    def assemble(messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        parts, spans, at = [gaps[0]], [], len(gaps[0])
+        for index, message in enumerate(messages):
+            content = message.content if keeps_left[index] else message.content.lstrip()
+            content = content if keeps_right[index] else content.rstrip()
+            spans.append((at - len(gaps[index]) + heads[index], at + len(content) + tails[index]))
+            parts += (content, gaps[index + 1])
+            at += len(content) + len(gaps[index + 1])
+        return "".join(parts), spans
+
+    return assemble
 
 
 def uses_tools(chat: Chat) -> bool:
@@ -101,8 +93,7 @@ def uses_tools(chat: Chat) -> bool:
 def find_calls_end(text: str, calls: Sequence[Call], *, at: int) -> int:
     """Find where the last name or value of `calls` ends in `text`, searching from `at`.
 
-    Raises:
-        Unproven: a name, a key or a value is not there.
+    Raises Unproven: a name, a key or a value is not there.
     """
     for call in calls:
         begin = text.find(call.name, at)
@@ -196,7 +187,7 @@ class TurnFinder:
         self.template = template
         special = list(special_tokens)
         self._special, self._closing = _pattern(special, "+"), _pattern(special, r"+\s*\Z")
-        self._layouts: dict[tuple[str, ...], SentinelLayout] = {}
+        self._layouts: dict[tuple[str, ...], Callable[[Sequence[Message]], tuple[str, list[Span]]]] = {}
         self._set_ends(ends)
 
     def learn_ends(self, chats: Iterable[Chat]) -> None:
@@ -305,7 +296,7 @@ class TurnFinder:
         text, roles = self.render_chat(chat), tuple(turn.role for turn in chat.messages)
         if roles not in self._layouts:
             self._layouts[roles] = read_sentinel_layout(self.template, roles, end=self._end)
-        expected, spans = self._layouts[roles].assemble(chat.messages)
+        expected, spans = self._layouts[roles](chat.messages)
         if text != expected:
             raise Unproven("the template writes this chat's texts otherwise than it writes unique marks in their place")
         return Marked(text, tuple(spans[turn] for turn in chat.learned_turns()))

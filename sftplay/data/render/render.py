@@ -65,8 +65,7 @@ class Renderer:
 
         Without a template only texts can be rendered; a chat then has a problem.
 
-        Raises:
-            DataError: no method holds, or the tokenizer does not give the places of its tokens in a text.
+        Raises DataError: no method holds, or the tokenizer does not give the places of its tokens in a text.
         """
         if not getattr(tokenizer, "is_fast", False):
             what = "this tokenizer does not give the places of its tokens in the text"
@@ -122,8 +121,7 @@ class Renderer:
     def prompt_text(self, messages: Sequence[Message], tools: str = "") -> str:
         """Return the text that asks the model to answer `messages`.
 
-        Raises:
-            DataError: the template refuses them, or there is none.
+        Raises DataError: the template refuses them, or there is none.
         """
         return self._expect_finder().template.render(messages, tools=tools, prompts=True)[0]
 
@@ -141,8 +139,7 @@ class Renderer:
     def beginning_ids(self, text: str) -> list[int]:
         """Return the tokens of a plain text that the model shall go on writing: as in training, but without an end.
 
-        Raises:
-            DataError: the text types what cannot be kept apart from control.
+        Raises DataError: the text types what cannot be kept apart from control.
         """
         (found,) = self.render([Text(text, NOWHERE)])
         if found.problem:
@@ -152,8 +149,7 @@ class Renderer:
     def answer_text(self, chat: Chat) -> str:
         """Return what the template writes for the last assistant turn, calls included, without its end token.
 
-        Raises:
-            DataError: the chat cannot be trained on.
+        Raises DataError: the chat cannot be trained on.
         """
         finder = self._expect_finder()
         last = chat.turns_apart()[-1]

@@ -94,8 +94,7 @@ PLAIN = TemplateTraits()
 def resolve_template(setting: str, tokenizer: Any) -> str:
     """Return the text of the template that `data.template` names: auto, chatml, or the path of a Jinja file.
 
-    Raises:
-        DataError: the tokenizer has no template, lacks ChatML's tokens, or there is no such file.
+    Raises DataError: the tokenizer has no template, lacks ChatML's tokens, or there is no such file.
     """
     if setting == "auto":
         template = tokenizer.chat_template
@@ -159,8 +158,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, tools: str = "", prompts: bool = False) -> tuple[str, list[Span]]:
         """Return the chat as text, with the header of an answer if `prompts`, and where generation blocks lie in it.
 
-        Raises:
-            DataError: the template refuses this chat; `what` is its own reason.
+        Raises DataError: the template refuses this chat; `what` is its own reason.
         """
         try:
             given = {
@@ -239,9 +237,6 @@ OPENINGS = ("", "<think>\nWell.\n</think>\n\n")
 
 NEXT = Message("user", "Ping next?")
 
-_PARAMETERS = {"type": "object", "properties": {"stone": {"type": "string", "description": "Its colour"}}}
-_TOOL = {"name": "find_stone", "description": "Looks for a stone", "parameters": _PARAMETERS}
-_TOOLS = json.dumps([{"type": "function", "function": _TOOL}])
 _CALL = Call("find_stone", '{"stone": "grey slate"}', "callstone")  # nine letters: Mistral's templates insist on that
 
 
@@ -271,7 +266,10 @@ def tool_probe_chats() -> list[Chat]:
         NEXT,
         Message("assistant", "Pong next."),
     )
-    whole = Chat(turns, Source("(built-in chat with a call)", 1), tools=_TOOLS)
+    parameters = {"type": "object", "properties": {"stone": {"type": "string", "description": "Its colour"}}}
+    tool = {"name": _CALL.name, "description": "Looks for a stone", "parameters": parameters}
+    tools = json.dumps([{"type": "function", "function": tool}])
+    whole = Chat(turns, Source("(built-in chat with a call)", 1), tools=tools)
     return [whole, *whole.turns_apart()[:1]]
 
 

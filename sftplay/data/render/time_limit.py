@@ -33,8 +33,7 @@ _clock = _Clock()
 def limited(seconds: float | None = None) -> Iterator[None]:
     """Make `tick` raise inside the block once this much time is used, ROW_S by default. An outer limit stays in force.
 
-    Raises:
-        DataError: the time is used.
+    Raises DataError: the time is used.
     """
     if _clock.deadline:
         check()

@@ -49,8 +49,7 @@ def verify_masks(writer: Writer, template: ChatTemplate, *, samples: Sequence[Ch
 
     One sample that holds is enough. Samples that fail are refused one by one when they are rendered.
 
-    Raises:
-        DataError: none holds.
+    Raises DataError: none holds.
     """
     faults: list[str] = []
     trials = [_Trial(writer, form) for form in content_forms(template)]
@@ -74,7 +73,13 @@ class _Trial:
         """Return what holds with answers that begin with `opening`, or what is wrong with each method."""
         probes = self._guard(probe_chats(self._template, opening), must_render=True)
         calls, guarded = self._guard(tool_probe_chats(), must_render=True), self._guard(samples)
-        self._learn_ends([*probes, *calls, *guarded])
+        chats, special = [*probes, *calls, *guarded], self._writer.vocabulary.special_tokens
+        ending = [*chats, *(part for chat in chats if uses_tools(chat) for part in chat.turns_apart())]
+        self._finder.learn_ends(ending)
+        if not self._finder.ends and any(closings := find_closings(self._template, chats, special=special)):
+            self._template = self._template.with_traits(replace(self._template.traits, closings=closings))
+            self._finder = TurnFinder(self._template, special)
+            self._finder.learn_ends(ending)
         rewrites, has_marks = any(map(self._finder.rewrites, probes)), self._template.has_marks
         methods: list[Method] = ["markers", "sentinels", "prefixes"]
         faults = []
@@ -127,16 +132,6 @@ class _Trial:
                     self._finder.render_chat(guarded)
                 found.append(guarded)
         return found
-
-    def _learn_ends(self, chats: Sequence[Chat]) -> None:
-        called = [part for chat in chats if uses_tools(chat) for part in chat.turns_apart()]
-        self._finder.learn_ends([*chats, *called])
-        special = self._writer.vocabulary.special_tokens
-        if self._finder.ends or not any(closings := find_closings(self._template, chats, special=special)):
-            return
-        self._template = self._template.with_traits(replace(self._template.traits, closings=closings))
-        self._finder = TurnFinder(self._template, special)
-        self._finder.learn_ends([*chats, *called])
 
     def _try_all(self, method: Method, probes: Sequence[Chat], *, samples: Sequence[Chat], rewrites: bool) -> str:
         """Return why `method` is not proven, or nothing. It must mark probes alone, samples by `place`."""

@@ -44,8 +44,7 @@ class Writer:
     def spell(self, finder: TurnFinder, part: Chat, *, marked: Marked, n_escaped: int = 0) -> Marked:
         """Return the marked text of a guarded chat, ready to be encoded.
 
-        Raises:
-            Unproven: the template writes the chat otherwise when what it types is guarded.
+        Raises Unproven: the template writes the chat otherwise when what it types is guarded.
         """
         if finder.render_chat(unguarded(part)) != without_guards(marked.text):
             raise Unproven("types a special token at a place where the template looks at the text itself")

@@ -37,8 +37,7 @@ def work_through(
 
     Each process calls `initializer(*initargs)` first.
 
-    Raises:
-        MachineError: `killed`, when one of the processes was.
+    Raises MachineError: `killed`, when one of the processes was.
     """
     waiting: deque[Future[T]] = deque()
     pool = ProcessPoolExecutor(

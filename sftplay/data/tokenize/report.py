@@ -172,7 +172,22 @@ def report_table(report: Mapping[str, Any]) -> str:
     lines += [f"  dropped        {count:,}: {reason.replace('_', ' ')}" for reason, count in report["dropped"].items()]
     if report["refused"]:
         lines.append(f"  refused        reasons with file and line in {report['refused_rows']}")
-    lines += _content_lines(report)
+    action = "left out" if "duplicate" in report["dropped"] else "kept"
+    near = report["near_duplicates"]
+    repeated = report["duplicates"] + near
+    several, split = report["prompts_with_several_answers"], report["split_records"]
+    typed, opened = report["typed_specials"], report["with_system"]
+    columns = ", ".join(f"{name[:40]!r} ({count:,})" for name, count in report["unused_columns"].items())
+    remarks = {
+        f"duplicates     {repeated:,} records repeat an earlier one, {near:,} of them up to white space or case;"
+        f" {action}": repeated,
+        f"answers        {several:,} prompts have several": several,
+        f"split          {split:,} records into one example a turn": split,
+        f"special        {typed:,} records spell a special token; it is read as text": typed,
+        f"system         data.system opens {opened:,} records": opened,
+        f"unused         columns {columns[:90]}": columns,
+    }
+    lines += [f"  {remark}" for remark, is_worth_saying in remarks.items() if is_worth_saying]
     lines += [
         f"  tokens         {report['tokens']:,}, {report['trainable_token_share']:.1%} learned;"
         f" the end of turn is learned in {report['eos_in_loss_share']:.1%}",
@@ -186,23 +201,3 @@ def report_table(report: Mapping[str, Any]) -> str:
         lines.append(f"  {name:>14} {'#' * max(1, round(30 * count / most)):<30} {count:,}")
     lines += [f"  note           {note}" for note in report["notes"]]
     return "\n".join(lines[:25])
-
-
-def _content_lines(report: Mapping[str, Any]) -> list[str]:
-    """Return remarks about the records' content, only those with a count above 0."""
-    action = "left out" if "duplicate" in report["dropped"] else "kept"
-    near = report["near_duplicates"]
-    repeated = report["duplicates"] + near
-    several, split = report["prompts_with_several_answers"], report["split_records"]
-    typed, opened = report["typed_specials"], report["with_system"]
-    columns = ", ".join(f"{name[:40]!r} ({count:,})" for name, count in report["unused_columns"].items())
-    lines = {
-        f"duplicates     {repeated:,} records repeat an earlier one, {near:,} of them up to white space or case;"
-        f" {action}": repeated,
-        f"answers        {several:,} prompts have several": several,
-        f"split          {split:,} records into one example a turn": split,
-        f"special        {typed:,} records spell a special token; it is read as text": typed,
-        f"system         data.system opens {opened:,} records": opened,
-        f"unused         columns {columns[:90]}": columns,
-    }
-    return [f"  {line}" for line, is_worth_saying in lines.items() if is_worth_saying]

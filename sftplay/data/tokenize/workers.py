@@ -44,8 +44,7 @@ def process_all(
 ) -> Generator[list[RowOutcome]]:
     """Yield the outcomes of each batch, in order; batches are read only a little ahead. Close it to end its processes.
 
-    Raises:
-        MachineError: one of the processes was killed.
+    Raises MachineError: one of the processes was killed.
     """
     if processes == 1:
         processor = RowProcessor(renderer, options)
