@@ -19,8 +19,7 @@ from sftplay.errors import ConfigError, RunError
 
 BLOCK_BYTES, SAMPLED_BYTES = 1 << 20, 1 << 28
 
-SEAL = "SEAL.json"
-"""Name of the file, written last, that lists size and checksum of all others."""
+SEAL = "SEAL.json"  # name of the file, written last, that lists size and checksum of all others
 
 
 def fingerprint(parts: Mapping[str, Any]) -> str:

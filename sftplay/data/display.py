@@ -12,9 +12,7 @@ from typing import Any
 
 from sftplay.data.records import IGNORE_INDEX
 
-OPEN, CLOSE = "\u27e6", "\u27e7"
-"""White square brackets: rare in text, and escaped where they do stand in it."""
-
+OPEN, CLOSE = "\u27e6", "\u27e7"  # white square brackets: rare in text, and escaped where they do stand in it
 LEARNED, READ, SPECIAL = "1;32", "2", ";4"
 
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")

@@ -49,16 +49,12 @@ class Examples:
     """
 
     train: Dataset
-    held_out: Dataset | None
-    """None when nothing is held out."""
-
+    held_out: Dataset | None  # None when nothing is held out
     held_out_chats: list[Chat]
     """The chats behind `held_out`, one for each of its distinct records and in that order; plain texts have none."""
 
     renderer: Renderer
-    report: dict[str, Any]
-    """The content of `data_report.json`."""
-
+    report: dict[str, Any]  # the content of `data_report.json`
     places: dict[Side, Dataset]
     """For each side the fields of the record's `Source` of each example, in the order of the examples."""
 

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 
-IGNORE_INDEX = -100
-"""Label of a token from which nothing is learned; torch's cross entropy leaves it out."""
+IGNORE_INDEX = -100  # label of a token from which nothing is learned; torch's cross entropy leaves it out
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +22,7 @@ class Source:
     """The place of a record; prints as `path:line`, in a JSON array as `path:line (record 7)`."""
 
     path: str
-    line: int
-    """Line of a text file, row of a parquet file or a hub data set; from 1."""
-
+    line: int  # line of a text file, row of a parquet file or a hub data set; from 1
     record: int = 0
     """Number of the row in a JSON array, from 1, where a row may take several lines; 0 in all other files."""
 
@@ -45,11 +42,8 @@ class Call:
     """A function that the assistant calls."""
 
     name: str
-    arguments: str
-    """A JSON object, as text."""
-
-    id: str
-    """Ties the call to its result; some templates print it."""
+    arguments: str  # a JSON object, as text
+    id: str  # ties the call to its result; some templates print it
 
     def as_json(self) -> dict[str, Any]:
         """Return the call in the form chat templates use, its arguments as an object."""
@@ -63,14 +57,9 @@ class Message:
 
     role: Role
     content: str
-    calls: tuple[Call, ...] = ()
-    """Only an assistant calls."""
-
-    name: str = ""
-    """Of a tool's turn: the function that gave this result."""
-
-    call_id: str = ""
-    """Of a tool's turn: the call it answers."""
+    calls: tuple[Call, ...] = ()  # only an assistant calls
+    name: str = ""  # of a tool's turn: the function that gave this result
+    call_id: str = ""  # of a tool's turn: the call it answers
 
     def as_json(self) -> dict[str, Any]:
         """Return the turn in the form chat templates use."""
@@ -91,12 +80,8 @@ class Chat:
 
     messages: tuple[Message, ...]
     source: Source
-    learned_from: int = 0
-    """Index of the first message that may be learned; assistant turns before it are context only."""
-
-    tools: str = ""
-    """The functions the assistant may call, as the JSON text of a list in OpenAI's form; empty for none."""
-
+    learned_from: int = 0  # index of the first message that may be learned; assistant turns before it are context only
+    tools: str = ""  # the functions the assistant may call, as the JSON text of a list in OpenAI's form; empty for none
     columns: str = ""
     """The columns that rewards read in addition to the answer, as the JSON text of an object; empty for nothing."""
 
@@ -165,14 +150,9 @@ def chat_from_json(value: dict[str, Any]) -> Chat:
 class Keys:
     """Sixteen bytes each, equal exactly for records with equal content."""
 
-    content: bytes
-    """The whole content to the character, wherever it came from; the ids of calls do not count."""
-
-    normal: bytes
-    """The content without differences of white space, case and Unicode normalisation."""
-
-    prompt: bytes
-    """Everything before the last answer, in its normal form; of a plain text all of it."""
+    content: bytes  # the whole content to the character, wherever it came from; the ids of calls do not count
+    normal: bytes  # the content without differences of white space, case and Unicode normalisation
+    prompt: bytes  # everything before the last answer, in its normal form; of a plain text all of it
 
 
 def compute_keys(record: Record) -> Keys:

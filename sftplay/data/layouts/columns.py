@@ -44,11 +44,8 @@ class Body:
     """The turns of a row, before its system prompt and its tools are added."""
 
     turns: tuple[Message, ...]
-    n_given: int = 0
-    """Turns at the beginning that are not learned."""
-
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """The columns that rewards read, in addition to the answer."""
+    n_given: int = 0  # turns at the beginning that are not learned
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the columns that rewards read, in addition to the answer
 
 
 @dataclass(frozen=True)
@@ -57,18 +54,13 @@ class Shape:
 
     needs: tuple[Names, ...]
     may: tuple[Names, ...] = ()
-    body: Callable[[RowFields], Body] | None = None
-    """None: plain text."""
-
-    asked: Names = ()
-    """The column of the question; empty for plain text."""
-
+    body: Callable[[RowFields], Body] | None = None  # None: plain text
+    asked: Names = ()  # the column of the question; empty for plain text
     ask: Callable[[RowFields], tuple[Message, ...]] | None = None
     """The turns up to the question, and perhaps its answer, of a row that need not have an answer. None: the text in
     `asked`."""
 
-    is_published: bool = False
-    """The layout belongs to one data set, so its columns keep their names."""
+    is_published: bool = False  # the layout belongs to one data set, so its columns keep their names
 
     @property
     def fields(self) -> set[str]:

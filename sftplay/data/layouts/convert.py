@@ -47,8 +47,7 @@ class LayoutOptions:
     columns: tuple[tuple[str, str], ...] = ()
     """Pairs of our field and the file's column; a field that is not listed keeps its own name."""
 
-    system: str | None = None
-    """System prompt of every chat without one."""
+    system: str | None = None  # system prompt of every chat without one
 
 
 def read_layout_options(data: DataConfig) -> LayoutOptions:

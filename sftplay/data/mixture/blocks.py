@@ -35,8 +35,7 @@ class DocumentSpans:
 
     documents: Ints
     begins: Ints
-    ends: Ints
-    """Tokens `begins` to `ends` of each document."""
+    ends: Ints  # tokens `begins` to `ends` of each document
 
 
 class Blocks(Protocol):

@@ -32,26 +32,15 @@ class MixtureRows:
     held_out: dict[str, SourceRows]
     """Rows of each source that holds some out, in the order of the config; long documents continue over rows."""
 
-    sources: list[MixSource]
-    """All of them, in the order of the config."""
-
-    renderer: Renderer
-    """The renderer of the chats, or of the documents if there are no chats."""
-
-    steps: int
-    """Optimizer steps of the run: `train` has that many effective batches of rows."""
-
-    steps_per_epoch: int | None
-    """None while the length of the sources is not known yet."""
-
-    fingerprint: str
-    """Changes with any row or its place; a longer run begins with the same rows."""
-
+    sources: list[MixSource]  # all of them, in the order of the config
+    renderer: Renderer  # the renderer of the chats, or of the documents if there are no chats
+    steps: int  # optimizer steps of the run: `train` has that many effective batches of rows
+    steps_per_epoch: int | None  # None while the length of the sources is not known yet
+    fingerprint: str  # changes with any row or its place; a longer run begins with the same rows
     report: dict[str, Any]
     """The content of `data_report.json`. Of a source that is still being tokenised it has no counts."""
 
-    report_now: Callable[[], dict[str, Any]]
-    """Compute the report again: at the end of a run there is more to count."""
+    report_now: Callable[[], dict[str, Any]]  # compute the report again: at the end of a run there is more to count
 
     def source(self, name: str) -> MixSource:
         """Return the source of that name."""

@@ -122,8 +122,7 @@ class _Waiting:
         return taken, first
 
 
-BLOCK_BITS = 40
-"""A row's id is its source's number, and in the lowest bits the number of its block."""
+BLOCK_BITS = 40  # a row's id is its source's number, and in the lowest bits the number of its block
 
 
 class Document(NamedTuple):

@@ -20,8 +20,7 @@ from sftplay.data.render.render import Recipe, Renderer
 from sftplay.data.render.templates import resolve_template
 from sftplay.data.tokenize.one_pass import Input, Preparation
 
-STORE_VERSION = 1
-"""To be raised when the same tokens lie in a store in another way; older stores are then not used."""
+STORE_VERSION = 1  # to be raised when the same tokens lie in a store in another way; older stores are then not used
 
 
 @dataclass(frozen=True)

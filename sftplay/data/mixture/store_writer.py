@@ -24,9 +24,7 @@ from sftplay.data.tokenize.one_pass import CHATS, REFUSED, REPORT, Output, refus
 from sftplay.data.tokenize.policies import SIDES, RowPolicies, Side
 from sftplay.data.tokenize.report import RowCounts
 
-SEEN = "seen_records"
-"""The keys of all records so far; a file of an unfinished store only."""
-
+SEEN = "seen_records"  # the keys of all records so far; a file of an unfinished store only
 SEEN_ENTRY = np.dtype([("keys", "<u8", 3), ("is_held_out", "u1"), ("is_chat", "u1")])
 
 

@@ -16,8 +16,7 @@ from sftplay.data.mixture.streamed_store import get_failure_path
 from sftplay.errors import SftplayError
 from sftplay.signals import popen_tied
 
-NICENESS = 10
-"""Training goes first where both want a core."""
+NICENESS = 10  # training goes first where both want a core
 
 
 def start_tokenize_process(job: SourceJob) -> subprocess.Popen[bytes]:

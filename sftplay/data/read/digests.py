@@ -14,9 +14,7 @@ from sftplay.data.read.files import list_files
 from sftplay.data.read.sources import content_digest, is_hub_name
 
 FOLDER = "digests"
-WORTH_BYTES = 1 << 24
-"""Smaller files are hashed at once."""
-
+WORTH_BYTES = 1 << 24  # smaller files are hashed at once
 GRAIN_NS = 2_000_000_000
 """Two changes within the clock's grain leave one stamp. A file that was changed so shortly before is hashed again."""
 

@@ -26,9 +26,7 @@ MARKS = (
 )
 BOM = "\ufeff"
 
-UNDECODABLE = "\udcff"
-"""Stands for bytes that are no character; no decoder gives it for anything else."""
-
+UNDECODABLE = "\udcff"  # stands for bytes that are no character; no decoder gives it for anything else
 LIKELY = ["cp1252", "cp1251", "cp1250", "cp1253", "cp1254", "cp1255", "cp1256", "koi8_r"]
 LIKELY += ["shift_jis", "euc_jp", "gb18030", "big5", "euc_kr"]
 SAMPLE_BYTES, SEARCHED_BYTES = 1 << 16, 1 << 24

@@ -34,8 +34,7 @@ class Dialect:
     encoding: str = "auto"
     """Python's name; auto is UTF-8, or UTF-16 and UTF-32 where they show. A byte order mark is always believed."""
 
-    delimiter: str = "auto"
-    """Character between the cells of csv and tsv; auto finds it in the header."""
+    delimiter: str = "auto"  # character between the cells of csv and tsv; auto finds it in the header
 
 
 def read_dialect(data: DataConfig) -> Dialect:

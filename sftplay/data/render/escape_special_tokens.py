@@ -22,8 +22,7 @@ from sftplay.data.records import Call, Chat, Record, Text
 from sftplay.data.render.templates import CLOSE, OPEN, Span
 from sftplay.errors import DataError
 
-GUARD = "\ufdd2"
-"""Stands inside a typed special token, and before a written one: a noncharacter, like OPEN and CLOSE."""
+GUARD = "\ufdd2"  # stands inside a typed special token, and before a written one: a noncharacter, like OPEN and CLOSE
 
 
 class SpecialTokenEscaper:

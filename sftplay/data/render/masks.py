@@ -19,8 +19,7 @@ TRIED_TURNS = 100
 which the template writes the same text as before an earlier one has the same prompt: to render thousands takes
 quadratic time."""
 
-EDGE = " \n "
-"""White space put around the marks, to see on which side a template trims."""
+EDGE = " \n "  # white space put around the marks, to see on which side a template trims
 
 
 class Unproven(Exception):

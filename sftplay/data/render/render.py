@@ -28,13 +28,9 @@ from sftplay.errors import DataError
 class Recipe:
     """Everything a renderer is made of, as plain data: it travels to processes that have no transformers."""
 
-    tokenizer: str
-    """The tokenizer's JSON, as the tokenizers library writes it."""
-
+    tokenizer: str  # the tokenizer's JSON, as the tokenizers library writes it
     specials: SpecialTokens
-    template: str | None
-    """The chat template's text; None where only texts are rendered."""
-
+    template: str | None  # the chat template's text; None where only texts are rendered
     proven: MaskMethod | None
 
 

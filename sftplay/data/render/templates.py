@@ -60,9 +60,7 @@ CHATML = (
 """The template behind `data.template: chatml`."""
 
 
-Span = tuple[int, int]
-"""A half-open range of characters."""
-
+Span = tuple[int, int]  # a half-open range of characters
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Put around generation blocks while rendering: noncharacters, which Unicode keeps for a program's own use.
 `escape_special_tokens` refuses a record that holds them."""
@@ -77,12 +75,8 @@ FAULTS = (
 class TemplateTraits:
     """The form in which a template wants its chats, found by trial (see `traits`): a template does not state it."""
 
-    arguments_as_text: bool = False
-    """A call's arguments are wanted as JSON text; transformers documents an object."""
-
-    content_in_parts: bool = False
-    """The template wants the content of a turn as a list with one part of type text."""
-
+    arguments_as_text: bool = False  # a call's arguments are wanted as JSON text; transformers documents an object
+    content_in_parts: bool = False  # the template wants the content of a turn as a list with one part of type text
     closings: tuple[str, str] = ("", "")
     """The text that ends a last turn with text, and one with calls, where the template writes no end token: the token
     that begins the next turn, at which such a model is made to stop."""

@@ -33,13 +33,9 @@ class MaskMethod:
     """The verified way to find the assistant's turns of a template."""
 
     traits: TemplateTraits
-    ends: tuple[str, ...]
-    """Texts that end an assistant's turn, the longest first."""
-
+    ends: tuple[str, ...]  # texts that end an assistant's turn, the longest first
     method: Method
-    tool_method: Method
-    """The method for chats with tools: their turns are not all of one shape."""
-
+    tool_method: Method  # the method for chats with tools: their turns are not all of one shape
     rewrites_turns: bool
     """True when the template writes a turn differently if others follow it. Every turn is then its own example."""
 

@@ -13,12 +13,8 @@ from tokenizers import Tokenizer
 
 from sftplay.data.render.escape_special_tokens import GUARD
 
-PART_CHARACTERS = 1 << 18
-"""A part ends at the first seam after this many characters."""
-
-AROUND = 1_000
-"""This many characters on each side of a seam are tokenised together and apart, and must give the same."""
-
+PART_CHARACTERS = 1 << 18  # a part ends at the first seam after this many characters
+AROUND = 1_000  # this many characters on each side of a seam are tokenised together and apart, and must give the same
 SEAM = re.compile(r"(?<=\S\n)[A-Za-z0-9]")
 """The first letter of a line behind one line break. Splitters of byte-level vocabularies never join the two."""
 
@@ -67,12 +63,9 @@ def split_at_seams(text: str, encode: Callable[[str], list[int]], *, size: int =
 class SpecialTokens:
     """Facts about a tokenizer that its JSON lacks."""
 
-    named: Mapping[str, Any]
-    """Special tokens that a template may name, such as `eos_token`."""
-
+    named: Mapping[str, Any]  # special tokens that a template may name, such as `eos_token`
     eos: str | None
-    prefix_ids: tuple[int, ...]
-    """Ids that the tokenizer puts before a text: a BOS, or nothing."""
+    prefix_ids: tuple[int, ...]  # ids that the tokenizer puts before a text: a BOS, or nothing
 
 
 Encoded = tuple[list[int], Any, str]

@@ -23,8 +23,7 @@ from sftplay.errors import DataError
 
 TooLong = Literal["truncate", "drop", "error"]
 
-CUT_AWAY = "no_trainable_token_after_cut"
-"""Why a row is dropped if only its prompt is left after the cut."""
+CUT_AWAY = "no_trainable_token_after_cut"  # why a row is dropped if only its prompt is left after the cut
 
 
 RawRow = tuple[int, Source, UnparsedRow]

@@ -117,8 +117,7 @@ def refused_line(place: Source, reason: str) -> str:
 BATCH_ROWS, BATCH_CHARACTERS = 256, 1 << 19
 SECONDS_BETWEEN_LINES = 1.0
 
-KEPT_WHOLE = 0.99
-"""Share of the rows that is not cut where cutting is worth no word."""
+KEPT_WHOLE = 0.99  # share of the rows that is not cut where cutting is worth no word
 
 
 @dataclass(frozen=True)

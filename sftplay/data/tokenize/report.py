@@ -12,9 +12,7 @@ from typing import Any
 
 from sftplay.data.tokenize.batch import RowOutcome
 
-STEP = 8
-"""Lengths are counted in steps of this many tokens."""
-
+STEP = 8  # lengths are counted in steps of this many tokens
 BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 """Upper edges of the length histogram, in tokens."""
 

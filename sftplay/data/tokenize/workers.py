@@ -13,20 +13,11 @@ from sftplay.data.tokenize.pool import work_through
 from sftplay.errors import MachineError
 from sftplay.machine.probe import usable_cores
 
-WORTH_WORKERS_BYTES = 4 << 20
-"""Below this size, starting processes takes longer than the work."""
-
-MOST_WORKERS = 6
-"""More workers would only wait for the one process that reads and writes."""
-
-UNPACKED = {".gz": 5, ".parquet": 4}
-"""Approximate size of the rows relative to a file of that kind."""
-
-Work = tuple[list[RawRow], float]
-"""A batch and the share of its prompts that is held out."""
-
-_processor: list[RowProcessor] = []
-"""The processor of a started process; empty in every other process."""
+WORTH_WORKERS_BYTES = 4 << 20  # below this size, starting processes takes longer than the work
+MOST_WORKERS = 6  # more workers would only wait for the one process that reads and writes
+UNPACKED = {".gz": 5, ".parquet": 4}  # approximate size of the rows relative to a file of that kind
+Work = tuple[list[RawRow], float]  # a batch and the share of its prompts that is held out
+_processor: list[RowProcessor] = []  # the processor of a started process; empty in every other process
 
 
 def n_workers(paths: Iterable[str]) -> int:
