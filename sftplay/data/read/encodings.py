@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from sftplay.data.read.files import open_bytes, read_head
+from sftplay.data.read.files import FOREIGN, open_bytes
 from sftplay.data.records import Refused
 from sftplay.errors import DataError
 
@@ -42,7 +42,11 @@ class Charset:
         """
         self.file, self._is_named, self._reason = file, named != "auto", ""
         known = _find_encoding(named) if self._is_named else ""
-        head = read_head(file)
+        with open_bytes(file) as stream:
+            head = stream.read(4096)
+        for magic, kind, fix in FOREIGN:
+            if head.startswith(magic):
+                raise DataError(f"is {kind} by its first bytes", where=str(file), fix=fix)
         marked = next((name for mark, name in MARKS if head.startswith(mark)), "")
         self.name = marked or known or _detect_wide(head) or "utf-8"
 

@@ -74,16 +74,6 @@ def open_bytes(file: Path) -> BinaryIO:
     return file.open("rb", BUFFER_BYTES)
 
 
-def read_head(file: Path, n_bytes: int = 4096) -> bytes:
-    """Return the first bytes of a text file. Raises DataError: they show that it is something else."""
-    with open_bytes(file) as stream:
-        head = stream.read(n_bytes)
-    for magic, kind, fix in FOREIGN:
-        if head.startswith(magic):
-            raise DataError(f"is {kind} by its first bytes", where=str(file), fix=fix)
-    return head
-
-
 def _read_mode(path: Path) -> int:
     """Return the mode of a path; 0 where there is nothing, or where nothing can have that name."""
     try:

@@ -43,7 +43,18 @@ def csv_rows(charset: Charset, delimiter: str = "auto") -> Iterator[ReadRow]:
             what = f"the header names {twice[0]!r} twice"
             raise DataError(what, where=f"{path}:{start}", fix="rename one of the two columns")
         for start, cells in records:
-            yield Source(path, start), _read_cells(names, cells, charset=charset)
+            row: JsonRow | Refused
+            if isinstance(cells, Refused):
+                row = cells
+            elif len(names) != len(cells):
+                row = Refused(f"has {len(cells)} columns where the header has {len(names)}")
+            elif cells[0].startswith(BOM):
+                what = "begins with a byte order mark: another file, perhaps with a header, was put behind the first"
+                row = Refused(what)
+            else:
+                is_foreign = charset.refuses("".join(cells))
+                row = charset.refused() if is_foreign else dict(zip(names, cells, strict=True))
+            yield Source(path, start), row
 
 
 def parquet_rows(file: Path, columns: Collection[str] | None = None) -> Iterator[ReadRow]:
@@ -157,18 +168,6 @@ def _find_delimiter(header: str, named: str, *, file: Path) -> str:
     found = {one: [name.strip() for name in next(csv.reader([header], delimiter=one))] for one in candidates}
     known = [candidate for candidate in candidates if detect_layout(found[candidate]) is not None]
     return max(known or candidates, key=lambda candidate: len(found[candidate]))
-
-
-def _read_cells(names: list[str], cells: list[str] | Refused, *, charset: Charset) -> JsonRow | Refused:
-    if isinstance(cells, Refused):
-        return cells
-    if len(names) != len(cells):
-        return Refused(f"has {len(cells)} columns where the header has {len(names)}")
-    if cells[0].startswith(BOM):
-        return Refused("begins with a byte order mark: another file, perhaps with a header, was put behind the first")
-    if charset.refuses("".join(cells)):
-        return charset.refused()
-    return dict(zip(names, cells, strict=True))
 
 
 def _batch_rows(batch: Any) -> list[JsonRow | Refused]:

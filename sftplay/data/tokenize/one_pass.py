@@ -29,8 +29,8 @@ from sftplay.errors import DataError
 from sftplay.units import format_seconds
 
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int64())), ("labels", pa.list_(pa.int64())), ("row", pa.int64())])
+# The second stream of each row stream: where its examples came from.
 PLACES = pa.schema([("path", pa.string()), ("line", pa.int64()), ("record", pa.int64())])
-"""The second stream of each row stream: where its examples came from."""
 
 
 CHATS, REFUSED, REPORT = "held_out_chats.jsonl", "refused_rows.jsonl", "report.json"
@@ -264,7 +264,7 @@ class Preparation:
         if share and not self._policies.counts["held_out"].examples:
             has_chats = self._policies.counts["train"].chat_examples > 0
             few = f"too few {'prompts' if has_chats else 'texts'} for a share of {share:g}"
-            if has_chats and self._policies.n_prompts < 2:
+            if has_chats and len(self._policies.answers) < 2:
                 few = "there is only one prompt"
             notes.append(f"nothing is held out: {few}; raise data.split or give data.val_path")
         for given in inputs:

@@ -42,14 +42,9 @@ class RowPolicies:
         self._remedies: dict[str, None] = {}  # in the order in which their causes came up
         self._exact: dict[Side, set[int]] = {side: set() for side in SIDES}
         self._normal: dict[Side, set[int]] = {side: set() for side in SIDES}
-        self._answers: dict[int, int] = {}  # prompt -> the first content with it; of training rows
+        self.answers: dict[int, int] = {}  # prompt -> the first content with it; of training rows
         self._several: set[int] = set()
         self._guarded: dict[int, str] = {}  # content of held-out and test rows -> where it stands
-
-    @property
-    def n_prompts(self) -> int:
-        """Different prompts among the training chats."""
-        return len(self._answers)
 
     def resume(self, counts: Mapping[Side, RowCounts], *, seen: Mapping[Side, NDArray[np.uint64]], chats: Any) -> None:
         """Know what an earlier pass knew: its counts, and of each record that it judged the keys, uint64 [records, 3].
@@ -61,9 +56,9 @@ class RowPolicies:
             self._exact[side] = set(keys[:, 0].tolist())
             self._normal[side] = set(keys[:, 1].tolist())
         prompts, normals = chats[:, 2].tolist(), chats[:, 1].tolist()
-        self._answers = dict(zip(reversed(prompts), reversed(normals), strict=True))
+        self.answers = dict(zip(reversed(prompts), reversed(normals), strict=True))
         pairs = zip(prompts, normals, strict=True)
-        self._several = {prompt for prompt, normal in pairs if self._answers[prompt] != normal}
+        self._several = {prompt for prompt, normal in pairs if self.answers[prompt] != normal}
 
     def guard(self, normal_key: int, source: Source) -> None:
         """Remember a row that must not be trained on."""
@@ -109,7 +104,7 @@ class RowPolicies:
         counts.near_duplicates += is_seen and not is_exact
         if side == "held_out":
             self.guard(normal, outcome.source)
-        elif outcome.is_chat and self._answers.setdefault(prompt, normal) != normal:
+        elif outcome.is_chat and self.answers.setdefault(prompt, normal) != normal:
             self._several.add(prompt)
             counts.prompts_with_several_answers = len(self._several)
         for length in outcome.lengths:
