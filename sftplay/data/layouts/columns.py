@@ -29,6 +29,9 @@ if TYPE_CHECKING:  # at run time it would bring pydantic into every worker
 Names = tuple[str, ...]
 """A field's own name, then others under which it is found in files; the first that a row has is taken."""
 
+INSTRUCTION: Names = ("instruction",)
+USER: Names = ("user",)
+ASSISTANT: Names = ("assistant",)
 PROMPT: Names = ("prompt",)
 TURNS: Names = ("conversations", "conversation", "dialogue")
 OUTPUT: Names = ("output", "response")
@@ -52,15 +55,18 @@ class Body:
 class Shape:
     """The columns of a layout and how its body is read from them."""
 
-    needs: tuple[Names, ...]
+    needs: tuple[Names, ...]  # first the column of the question
     may: tuple[Names, ...] = ()
     body: Callable[[RowFields], Body] | None = None  # None: plain text
-    asked: Names = ()  # the column of the question; empty for plain text
     ask: Callable[[RowFields], tuple[Message, ...]] | None = None
-    """The turns up to the question, and perhaps its answer, of a row that need not have an answer. None: the text in
-    `asked`."""
+    """The turns up to the question, and perhaps its answer, of a row that need not have one. None: the text in `asked`."""
 
     is_published: bool = False  # the layout belongs to one data set, so its columns keep their names
+
+    @property
+    def asked(self) -> Names:
+        """The column of the question."""
+        return self.needs[0]
 
     @property
     def fields(self) -> set[str]:
@@ -114,7 +120,7 @@ def _from_alpaca(row: RowFields) -> Body:
 
 def _ask_alpaca(row: RowFields) -> tuple[Message, ...]:
     """Read `history`, earlier exchanges as a list of pairs with answers that are learned too, and the instruction."""
-    instruction, more, history = needed_text(row, ("instruction",)), row.get("input"), row.get("history")
+    instruction, more, history = needed_text(row, INSTRUCTION), row.get("input"), row.get("history")
     extra = "" if more is None else expect_text(more, "input")
     turns = []
     for index, pair in enumerate([] if is_blank(history) else expect_list(history, "'history'", of="pairs")):
@@ -143,10 +149,18 @@ def _from_prompt(row: RowFields) -> Body:
     return Body((*before, *after), len(before))
 
 
+def _ask_prompt(row: RowFields) -> tuple[Message, ...]:
+    return prompt_turns(row["prompt"], "prompt", role="user")
+
+
 def _from_problem(row: RowFields) -> Body:
     problem = to_problem(row)
     turns = Message("user", format_question(problem)), Message("assistant", format_answer(problem))
     return Body(turns, columns=reward_columns(problem))
+
+
+def _ask_problem(row: RowFields) -> tuple[Message, ...]:
+    return _from_problem(row).turns[:1]
 
 
 _MBPP: tuple[Names, ...] = tuple(
@@ -154,42 +168,24 @@ _MBPP: tuple[Names, ...] = tuple(
 )
 
 SHAPES: Mapping[Layout, Shape] = {
-    "messages": Shape(
-        (("messages",),), (SYSTEM, TOOLS), _from_messages, ("messages",), lambda row: _from_messages(row).turns
-    ),
-    "sharegpt": Shape((TURNS,), (SYSTEM, TOOLS), _from_sharegpt, TURNS, lambda row: _from_sharegpt(row).turns),
-    "alpaca": Shape(
-        (("instruction",), OUTPUT),
-        (("input",), ("history",), SYSTEM, TOOLS),
-        _from_alpaca,
-        ("instruction",),
-        _ask_alpaca,
-    ),
-    "system_user_assistant": Shape(
-        (("user",), ("assistant",)), (SYSTEM,), _from_pair(("user",), ("assistant",)), ("user",)
-    ),
-    "prompt_completion": Shape(
-        (PROMPT, COMPLETION),
-        (SYSTEM, TOOLS),
-        _from_prompt,
-        PROMPT,
-        lambda row: prompt_turns(row["prompt"], "prompt", role="user"),
-    ),
-    "question_answer": Shape((QUESTION, ANSWER), (SYSTEM,), _from_pair(QUESTION, ANSWER), QUESTION),
+    "messages": Shape((("messages",),), (SYSTEM, TOOLS), _from_messages, lambda row: _from_messages(row).turns),
+    "sharegpt": Shape((TURNS,), (SYSTEM, TOOLS), _from_sharegpt, lambda row: _from_sharegpt(row).turns),
+    "alpaca": Shape((INSTRUCTION, OUTPUT), (("input",), ("history",), SYSTEM, TOOLS), _from_alpaca, _ask_alpaca),
+    "system_user_assistant": Shape((USER, ASSISTANT), (SYSTEM,), _from_pair(USER, ASSISTANT)),
+    "prompt_completion": Shape((PROMPT, COMPLETION), (SYSTEM, TOOLS), _from_prompt, _ask_prompt),
+    "question_answer": Shape((QUESTION, ANSWER), (SYSTEM,), _from_pair(QUESTION, ANSWER)),
     "mbpp": Shape(
         (("test_list",), ("code",)),
         (("prompt", "text"), *_MBPP, SYSTEM),
         _from_problem,
-        ("test_list",),
-        lambda row: _from_problem(row).turns[:1],
+        _ask_problem,
         is_published=True,
     ),
     "humaneval": Shape(
         (("canonical_solution",), ("test",), ("entry_point",), PROMPT),
         (("task_id",), SYSTEM),
         _from_problem,
-        ("canonical_solution",),
-        lambda row: _from_problem(row).turns[:1],
+        _ask_problem,
         is_published=True,
     ),
     "text": Shape((("text",),)),
