@@ -59,7 +59,7 @@ class Shape:
     may: tuple[Names, ...] = ()
     body: Callable[[RowFields], Body] | None = None  # None: plain text
     ask: Callable[[RowFields], tuple[Message, ...]] | None = None
-    """The turns up to the question, and perhaps its answer, of a row that need not have one. None: the text in `asked`."""
+    """The turns up to the question, perhaps with its answer, of a row that need not have one. None: the text `asked`."""
 
     is_published: bool = False  # the layout belongs to one data set, so its columns keep their names
 
@@ -163,9 +163,7 @@ def _ask_problem(row: RowFields) -> tuple[Message, ...]:
     return _from_problem(row).turns[:1]
 
 
-_MBPP: tuple[Names, ...] = tuple(
-    (name,) for name in ("task_id", "test_imports", "test_setup_code", "challenge_test_list", "source_file")
-)
+_MBPP = [(name,) for name in ("task_id", "test_imports", "test_setup_code", "challenge_test_list", "source_file")]
 
 SHAPES: Mapping[Layout, Shape] = {
     "messages": Shape((("messages",),), (SYSTEM, TOOLS), _from_messages, lambda row: _from_messages(row).turns),
