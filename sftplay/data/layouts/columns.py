@@ -59,7 +59,7 @@ class Shape:
     may: tuple[Names, ...] = ()
     body: Callable[[RowFields], Body] | None = None  # None: plain text
     ask: Callable[[RowFields], tuple[Message, ...]] | None = None
-    """The turns up to the question, perhaps with its answer, of a row that need not have one. None: the text `asked`."""
+    """The turns up to the question, perhaps with its answer, of a row without one too. None: the text in `asked`."""
 
     is_published: bool = False  # the layout belongs to one data set, so its columns keep their names
 
