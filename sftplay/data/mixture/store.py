@@ -63,16 +63,16 @@ class Store:
         """Open the part of the store in `folder` that its index shows."""
         index, sides = Index.read(folder), dict[Side, Documents]()
 
-        def map_file(name: str, dtype: Any, count: int) -> Any:
+        def map_file(name: str, dtype: Any, *, count: int) -> Any:
             """Return the first `count` numbers of a file, without reading them."""
             return np.memmap(folder / name, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
 
         for side in SIDES:
             groups = index.groups[side]
-            table = map_file(f"{side}.documents", ENTRY, groups[-1] if groups else 0)
+            table = map_file(f"{side}.documents", ENTRY, count=groups[-1] if groups else 0)
             n_tokens = int(table["end"][-1]) if len(table) else 0
-            tokens = map_file(f"{side}.tokens", np.dtype(f"<u{index.id_bytes}"), n_tokens)
-            learned = map_file(f"{side}.learned", np.dtype(np.uint8), n_tokens) if index.has_mask else None
+            tokens = map_file(f"{side}.tokens", np.dtype(f"<u{index.id_bytes}"), count=n_tokens)
+            learned = map_file(f"{side}.learned", np.dtype(np.uint8), count=n_tokens) if index.has_mask else None
             sides[side] = Documents(tokens, table, groups, learned, side in index.whole)
         return cls(folder, index, sides)
 
