@@ -15,15 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.atomic import locked, resumed_folder, whole_folder
-from sftplay.errors import ConfigError, RunError, SftplayError
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Numbers of the errors that say that a disk, a quota or a file's size is used up."""
+from sftplay.errors import ConfigError, RunError
 
 BLOCK_BYTES, SAMPLED_BYTES = 1 << 20, 1 << 28
 
-SEAL = "SEAL.json"
-"""Name of the file, written last, that lists size and checksum of all others."""
+SEAL = "SEAL.json"  # name of the file, written last, that lists size and checksum of all others
 
 
 def fingerprint(parts: Mapping[str, Any]) -> str:
@@ -36,8 +32,8 @@ def ensure_folder(
 ) -> Path:
     """Return `folder`, sound and complete; `write_files(unfinished)` fills it first if it is missing or damaged.
 
-    Of several processes one makes it while the others wait. A `write_files` that fails or is killed leaves no such
-    folder. With `resumes` it gets what a killed one has left. `setting` is what sets the place, for errors.
+    One process makes it while others wait. A `write_files` that fails or is killed leaves no such folder; with
+    `resumes` it gets what a killed one has left. `setting` is what sets the place, for errors.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -51,12 +47,17 @@ def ensure_folder(
             if not is_sound(folder):
                 with resumed_folder(folder) if resumes else whole_folder(folder, replaces=True) as unfinished:
                     write_files(unfinished)
-                    seal = json.dumps({"files": _checksums(unfinished)})
-                    (unfinished / SEAL).write_text(seal, encoding="utf-8")
+                    (unfinished / SEAL).write_text(json.dumps({"files": _checksums(unfinished)}), encoding="utf-8")
     except BrokenPipeError:  # the reader of our output has ended; the folder is not at fault
         raise
     except OSError as error:
-        raise _unwritable(folder.parent, error, setting=setting) from error
+        where = str(folder.parent)
+        reason = os.strerror(error.errno) if error.errno else str(error)  # without the words that arrow puts around it
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # the disk, a quota or a file's size is used up
+            fix = f"free space there, or set {setting} to a folder on another disk"
+            raise RunError(f"the prepared rows find no room: {reason}", where=where, fix=fix) from error
+        fix = f"set {setting} to a folder that can be written"
+        raise ConfigError(f"cannot be written: {reason}", where=where, fix=fix) from error
     return folder
 
 
@@ -66,10 +67,7 @@ def get_lock_path(folder: Path) -> Path:
 
 
 def is_sound(folder: Path) -> bool:
-    """Return True if the folder holds exactly the bytes it was sealed with.
-
-    It reads all bytes of a file of up to SAMPLED_BYTES, at over 1 GB/s, and a part of those of a larger one.
-    """
+    """Return True if the folder holds the bytes it was sealed with; over 1 GB/s, see `_checksums` for large files."""
     try:
         seal = json.loads((folder / SEAL).read_text(encoding="utf-8"))
         return bool(seal["files"] == _checksums(folder))
@@ -77,29 +75,16 @@ def is_sound(folder: Path) -> bool:
         return False
 
 
-def _unwritable(parent: Path, error: OSError, *, setting: str) -> SftplayError:
-    if error.errno in NO_ROOM:
-        fix = f"free space there, or set {setting} to a folder on another disk"
-        return RunError(f"the prepared rows find no room: {_reason(error)}", where=str(parent), fix=fix)
-    fix = f"set {setting} to a folder that can be written"
-    return ConfigError(f"cannot be written: {_reason(error)}", where=str(parent), fix=fix)
-
-
-def _reason(error: OSError) -> str:
-    return os.strerror(error.errno) if error.errno else str(error)  # without the words that arrow puts around it
-
-
 def _checksums(folder: Path) -> dict[str, list[int]]:
     """File name -> [size, crc32]. It guards against accidents, not against an attacker."""
-    return {path.name: _checksum(path) for path in sorted(folder.iterdir()) if path.name != SEAL}
-
-
-def _checksum(path: Path) -> list[int]:
-    crc, size = 0, path.stat().st_size
-    # Of a large file only evenly spaced blocks are read: opening a store must not take longer than training on it.
-    step = max(BLOCK_BYTES, size * BLOCK_BYTES // SAMPLED_BYTES)
-    with path.open("rb") as file:
-        for start in range(0, size, step):
-            file.seek(start)
-            crc = zlib.crc32(file.read(BLOCK_BYTES), crc)
-    return [size, crc]
+    found = {}
+    for path in sorted(path for path in folder.iterdir() if path.name != SEAL):
+        crc, size = 0, path.stat().st_size
+        # Of a large file only evenly spaced blocks are read: opening a store must not take longer than training on it.
+        step = max(BLOCK_BYTES, size * BLOCK_BYTES // SAMPLED_BYTES)
+        with path.open("rb") as file:
+            for start in range(0, size, step):
+                file.seek(start)
+                crc = zlib.crc32(file.read(BLOCK_BYTES), crc)
+        found[path.name] = [size, crc]
+    return found

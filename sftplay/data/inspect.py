@@ -19,44 +19,35 @@ from sftplay.data.records import IGNORE_INDEX
 from sftplay.data.tokenize.policies import Side
 from sftplay.errors import ConfigError
 
-LOOKED_AT = 1000
-"""Rows that are searched for one of the wanted source; a source with a small weight may have none among them."""
-
 
 def evenly_spaced_blocks(mixture: MixtureRows, count: int) -> Iterator[dict[str, Any]]:
-    """Yield at most `count` blocks, evenly spaced over the run and in turn from each source, as `described`."""
+    """Yield at most `count` blocks, evenly spaced over the run and in turn from each source.
+
+    `documents` of a block lists for each its source, its tokens in the block, and the first of them in it.
+    """
     total, numbers = len(mixture.train), [source.number for source in mixture.train.sources]
     for n in range(min(count, total)):
         first = n * total // min(count, total)
+        near = range(first, min(total, first + 1000))  # a source with a small weight may have none among them
         wanted = numbers[n % len(numbers)]
-        near = range(first, min(total, first + LOOKED_AT))
-        is_wanted = (row for row in near if source_and_block(mixture.train.row_id(row))[0] == wanted)
-        yield described(mixture, next(is_wanted, first))
-
-
-def described(mixture: MixtureRows, number: int) -> dict[str, Any]:
-    """Return one block. `documents` lists for each its source, its tokens in the block, and the first of them in it."""
-    row, pieces = mixture.train[number], mixture.train.pieces(number)
-    documents, begin = [], 0
-    for place, first, end in pieces:
-        documents.append({"source": str(place), "begin": begin, "end": begin + end - first, "first_token": first})
-        begin += end - first
-    return {
-        "row": row["row"],
-        "dataset": mixture.sources[row["source"]].name,
-        "source": documents[0]["source"],
-        "input_ids": row["input_ids"].tolist(),
-        "labels": row["labels"].tolist(),
-        "position_ids": row["position_ids"].tolist(),
-        "documents": documents,
-    }
+        number = next((row for row in near if source_and_block(mixture.train.row_id(row))[0] == wanted), first)
+        row, documents, begin = mixture.train[number], [], 0
+        for place, start, end in mixture.train.pieces(number):
+            documents.append({"source": str(place), "begin": begin, "end": begin + end - start, "first_token": start})
+            begin += end - start
+        yield {
+            "row": row["row"],
+            "dataset": mixture.sources[row["source"]].name,
+            "source": documents[0]["source"],
+            **{name: row[name].tolist() for name in ("input_ids", "labels", "position_ids")},
+            "documents": documents,
+        }
 
 
 def show_block(block: dict[str, Any], tokenizer: Any, *, colours: bool) -> None:
     """Print a block, one document after the other."""
     ids, labels = block["input_ids"], block["labels"]
-    learned = sum(label != IGNORE_INDEX for label in labels)
-    log.show(f"\nrow {block['row']}  {block['dataset']}  {len(ids):,} tokens, {learned:,} learned")
+    log.show(f"\nrow {block['row']}  {block['dataset']}  {len(ids):,} tokens, {n_learned(block):,} learned")
     for document in block["documents"]:
         begin, end, first = document["begin"], document["end"], document["first_token"]
         part = f", continued from its token {first:,}" if first else ""
@@ -65,7 +56,7 @@ def show_block(block: dict[str, Any], tokenizer: Any, *, colours: bool) -> None:
 
 
 def as_json(block: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The block with its text."""
+    """Return the block with its text."""
     return {**block, "text": decoded(tokenizer, block["input_ids"])}
 
 
@@ -88,58 +79,28 @@ def as_examples(prompts: Prompts) -> Examples:
     )
 
 
-PROMPT_END = 60
-"""Characters shown of a prompt's end."""
-
-BATCH = 1000
-
-
 def evenly_spaced_rows(examples: Examples, count: int) -> Iterator[dict[str, Any]]:
     """Yield at most `count` training rows, evenly spaced over all: row, source, split, input_ids, labels."""
     total = len(examples.train)
     for n in range(min(count, total)):
         index = n * total // min(count, total)
-        yield _placed(examples, "train", index=index, row=examples.train[index])
-
-
-def every_row(examples: Examples) -> Iterator[dict[str, Any]]:
-    """Yield all rows of both sides in the order of their files, in the form of `evenly_spaced_rows`."""
-    for split, rows in (("train", examples.train), ("held_out", examples.held_out)):
-        index = 0
-        for batch in [] if rows is None else rows.iter(BATCH):
-            for values in zip(*batch.values(), strict=True):
-                yield _placed(examples, split, index=index, row=dict(zip(batch, values, strict=True)))
-                index += 1
+        yield {**examples.train[index], "source": examples.find_source("train", index), "split": "train"}
 
 
 def rendered(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """A row as its text: row, source, split, text, n_tokens, n_learned, and the text of each learned stretch."""
-    ids, labels = row["input_ids"], row["labels"]
+    """Return a row as its text: row, source, split, text, n_tokens, n_learned, and the text of each learned stretch."""
     return {
-        "row": row["row"],
-        "source": row["source"],
-        "split": row["split"],
-        "text": decoded(tokenizer, ids),
-        "n_tokens": len(ids),
+        **{name: row[name] for name in ("row", "source", "split")},
+        "text": decoded(tokenizer, row["input_ids"]),
+        "n_tokens": len(row["input_ids"]),
         "n_learned": n_learned(row),
-        "learned": learned_texts(tokenizer, ids, labels=labels),
+        "learned": learned_texts(tokenizer, row["input_ids"], labels=row["labels"]),
     }
 
 
 def n_learned(row: dict[str, Any]) -> int:
-    """Tokens of a row that are learned."""
+    """Count the tokens of a row that are learned."""
     return len(row["labels"]) - row["labels"].count(IGNORE_INDEX)
-
-
-def find_prompt_ids(row: dict[str, Any]) -> list[int]:
-    """Return the tokens before the row's last learned stretch: the prompt at inference."""
-    labels = row["labels"]
-    start = len(labels)
-    while start and labels[start - 1] == IGNORE_INDEX:
-        start -= 1
-    while start and labels[start - 1] != IGNORE_INDEX:
-        start -= 1
-    return list(row["input_ids"][:start])
 
 
 def show_rendered(row: dict[str, Any], tokenizer: Any) -> None:
@@ -147,28 +108,30 @@ def show_rendered(row: dict[str, Any], tokenizer: Any) -> None:
     shown = rendered(row, tokenizer)
     log.show(f"\nrow {shown['row']}  {shown['source']}  {shown['n_tokens']:,} tokens, {shown['n_learned']:,} learned")
     log.show(visible(shown["text"]))
-    prompt = find_prompt_ids(row)
+    start = len(row["labels"])  # of the last learned stretch: the tokens before it are the prompt at inference
+    for is_learned in (False, True):
+        while start and (row["labels"][start - 1] != IGNORE_INDEX) == is_learned:
+            start -= 1
     if not shown["n_learned"]:
         log.show("-- a prompt: completions are sampled after it, and none of its tokens are in the loss")
-    elif prompt:
-        end = json.dumps(decoded(tokenizer, prompt)[-PROMPT_END:], ensure_ascii=False)
-        log.show(f"-- inference asks for the last turn with the first {len(prompt):,} tokens, which end in {end}")
+    elif start:
+        end = json.dumps(decoded(tokenizer, row["input_ids"][:start])[-60:], ensure_ascii=False)
+        log.show(f"-- inference asks for the last turn with the first {start:,} tokens, which end in {end}")
     else:
         log.show("-- plain text: learned from its first token, there is no prompt")
 
 
 def write_rendered(examples: Examples, path: Path) -> int:
-    """Write every row to a new jsonl file that appears only when it is whole; return their number.
+    """Write every row of both sides to a new jsonl file that appears only when it is whole; return their number.
 
-    Raises:
-        ConfigError: the file exists, or cannot be written.
+    Raises ConfigError: the file exists, or cannot be written.
     """
     check_new_file(path)
     count = 0
     try:
         with whole_file(path) as scratch:
             with scratch.open("w", encoding="utf-8") as file:
-                for row in every_row(examples):
+                for row in _every_row(examples):
                     file.write(json.dumps(rendered(row, examples.renderer.tokenizer), ensure_ascii=False) + "\n")
                     count += 1
             check_new_file(path)
@@ -178,5 +141,8 @@ def write_rendered(examples: Examples, path: Path) -> int:
     return count
 
 
-def _placed(examples: Examples, split: Any, *, index: int, row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, "source": examples.find_source(split, index), "split": split}
+def _every_row(examples: Examples) -> Iterator[dict[str, Any]]:
+    sides: dict[Side, Any] = {"train": examples.train, "held_out": examples.held_out or []}
+    for side, rows in sides.items():
+        for index, row in enumerate(rows):
+            yield {**row, "source": examples.find_source(side, index), "split": side}

@@ -22,13 +22,18 @@ def decode_json(text: str) -> Any:
 
 
 def encode_json(value: Any) -> str:
-    """The value as text, letters kept as they are.
+    """Return the value as text, letters kept as they are.
 
-    Raises:
-        ValueError: JSON has no form for it: a number out of range, a character that is none, or too many levels.
+    Raises ValueError: JSON has no form for it: a number out of range, a character that is none, or too many levels.
     """
-    if _is_deep(value):
-        raise ValueError(f"has more than {DEEPEST} levels")
+    level: Sequence[Any] = [value]
+    for depth in range(DEEPEST + 2):  # level by level, because recursion is what this guards against
+        if not level:
+            break
+        if depth > DEEPEST:
+            raise ValueError(f"has more than {DEEPEST} levels")
+        objects = [outer for outer in level if isinstance(outer, dict | list)]
+        level = [inner for outer in objects for inner in (outer.values() if isinstance(outer, dict) else outer)]
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode("utf-8")
@@ -44,9 +49,7 @@ def describe_json_error(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
         return f"is not JSON: {error.msg} at {place}"
-    if isinstance(error, RepeatedKeyError):
-        return str(error)
-    return f"is not JSON that can be read: {error}"
+    return str(error) if isinstance(error, RepeatedKeyError) else f"is not JSON that can be read: {error}"
 
 
 class RepeatedKeyError(ValueError):
@@ -60,21 +63,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise RepeatedKeyError(f"has the key {twice[:60]!r} twice in one object")
     return found
-
-
-def _is_deep(value: Any) -> bool:
-    """Return True for more than DEEPEST levels; walk level by level, because recursion is what this guards against."""
-    level: Sequence[Any] = [value]
-    for _ in range(DEEPEST + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return False
-    return True
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)

@@ -20,7 +20,7 @@ def is_held_out(keys: Keys, share: float) -> bool:
 
 
 def training_order(n_rows: int, n_needed: int, *, seed: int) -> list[int]:
-    """Exactly `n_needed` row indices: seeded permutations of all rows, one after the other, the last one broken off.
+    """Return `n_needed` row indices: seeded permutations of all rows, one after the other, the last one broken off.
 
     Only `Random.random()` is called: it is the one method with a sequence that Python promises never to change
     (docs.python.org/3/library/random.html, "Notes on Reproducibility"); `shuffle` carries no such promise.
@@ -36,7 +36,7 @@ def training_order(n_rows: int, n_needed: int, *, seed: int) -> list[int]:
 
 
 def order_hash(order: Iterable[int]) -> str:
-    """Hex sha256 of the indices as little-endian 64-bit integers; it goes to the manifest."""
+    """Return the hex sha256 of the indices as little-endian 64-bit integers; it goes to the manifest."""
     digest = hashlib.sha256()
     for index in order:
         digest.update(index.to_bytes(8, "little"))
@@ -44,7 +44,7 @@ def order_hash(order: Iterable[int]) -> str:
 
 
 def steps_for(n_rows: int, epochs: float, *, effective_batch: int) -> int:
-    """Optimizer steps that show every row `epochs` times, rounded up to a whole step; at least 1.
+    """Count the optimizer steps that show every row `epochs` times, rounded up to a whole step; at least 1.
 
     `epochs` is taken as the decimal number that was written: 0.1 of 30 rows is 3 rows, not 3.0000000000000004.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import islice
@@ -22,7 +23,7 @@ from sftplay.data.cache import ensure_folder, fingerprint, is_sound
 from sftplay.data.layouts.convert import read_layout_options, to_record
 from sftplay.data.read.sources import content_digest, read_dialect, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source, Text, chat_from_json
-from sftplay.data.render.render import Renderer
+from sftplay.data.render.render import Recipe, Renderer
 from sftplay.data.render.templates import resolve_template
 from sftplay.data.tokenize.known_lengths import note_lengths
 from sftplay.data.tokenize.one_pass import CHATS, REFUSED, REPORT, Input, Preparation, RowFiles
@@ -37,11 +38,6 @@ READERS = ("tokenizers", "jinja2", "pyarrow")
 """Libraries that decide, together with our own code and Python, which tokens a row becomes."""
 
 DEFAULT_SPLIT = 0.05
-MOST_LOST = 0.5
-"""Largest share of the tokens to learn that may lie behind the cut without an explicit `data.too_long`."""
-
-SAMPLE_ROWS = 32
-"""Rows from the beginning of the file on which the mask method is proven."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +49,12 @@ class Examples:
     """
 
     train: Dataset
-    held_out: Dataset | None
-    """None when nothing is held out."""
-
+    held_out: Dataset | None  # None when nothing is held out
     held_out_chats: list[Chat]
     """The chats behind `held_out`, one for each of its distinct records and in that order; plain texts have none."""
 
     renderer: Renderer
-    report: dict[str, Any]
-    """The content of `data_report.json`."""
-
+    report: dict[str, Any]  # the content of `data_report.json`
     places: dict[Side, Dataset]
     """For each side the fields of the record's `Source` of each example, in the order of the examples."""
 
@@ -74,7 +66,7 @@ class Examples:
 def load_examples(
     cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None, checked: Mapping[str, str] | None = None
 ) -> Examples:
-    """The rows of `data.train_path`, and of `data.val_path` or the share of prompts that `data.split` holds out.
+    """Return the rows of `data.train_path`, and of `data.val_path` or the share of prompts that `data.split` holds out.
 
     `renderer_template` is the text of a chat template that goes before `data.template`: the one stored with a model.
     `checked` is for a caller that needs `held_out` only: the `files` of the report of a run on the same rows, which
@@ -82,8 +74,9 @@ def load_examples(
     Several processes may call this at once; one tokenises and the others wait.
 
     Raises:
-        DataError: a file cannot be read, a row is bad and the config says error, the template cannot be proven, or no
-            training row keeps a token to learn.
+        DataError: a file cannot be read, a row is bad and the config says error, the template cannot be proven, no
+            training row keeps a token to learn, or most of what is to be learned lies behind the cut, unless the
+            config writes data.too_long.
     """
     split = DEFAULT_SPLIT if cfg.data.split is None else cfg.data.split
     inputs = [Input(cfg.rows_path, split)]
@@ -91,19 +84,31 @@ def load_examples(
         inputs = [Input(cfg.rows_path, 0.0), Input(cfg.data.val_path, 1.0)]
     guarded = [cfg.data.test_path] if cfg.data.test_path else []
     examples = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded, checked=checked)
+    report = examples.report
+    train = report["sources"].get("train")
     if len(examples.train):
-        note_lengths(cfg, examples.report)
-    if not len(examples.train) and examples.report["files"] != checked:
-        raise _nothing_to_learn(cfg.rows_path, examples.report)
-    _check_loss(cfg, examples.report["sources"].get("train"))
+        note_lengths(cfg, report)
+    elif report["files"] != checked:
+        raise DataError(
+            f"no row is left to train on: {where_rows_went(train or report, refused_rows=report['refused_rows'])}",
+            where=cfg.rows_path,
+            fix="raise model.max_seq_len if rows were cut, lower data.split, or correct the refused rows",
+        )
+    if train and train["lost_to_cut_share"] > 0.5 and "data.too_long" not in cfg.origins:
+        raise DataError(
+            f"{train['lost_to_cut_share']:.0%} of the tokens to learn lie behind the cut at {cfg.model.max_seq_len:,}"
+            f" tokens; the longest row has {train['longest_tokens']:,}",
+            where=cfg.rows_path,
+            fix=f"write model.max_seq_len: {train['tokens_that_keep_99_percent']}, which keeps 99 % of the rows whole;"
+            " or data.too_long: drop, or truncate where the cut is meant",
+        )
     return examples
 
 
 def load_held_out(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_template: str | None = None) -> Examples:
-    """All rows of one file as the held-out side, as for `data.test_path`; `train` is empty.
+    """Return all rows of one file as the held-out side, as for `data.test_path`; `train` is empty.
 
-    Raises:
-        DataError: as `load_examples`.
+    Raises DataError: as `load_examples`.
     """
     return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)])
 
@@ -120,25 +125,19 @@ def _load(
     # Digests come first, so that a missing file ends the run before any work.
     digests = {path: content_digest(path) for path in (*(given.path for given in inputs), *guarded)}
     samples = sample_records(cfg.data, inputs[0].path)
-    if template is None and not _is_plain(samples, tokenizer):
+    # Plain texts need no template, and many base models have none.
+    is_plain = bool(samples) and all(isinstance(sample, Text) for sample in samples) and not tokenizer.chat_template
+    if template is None and not is_plain:
         template = resolve_template(cfg.data.template, tokenizer)
     renderer = Renderer.prove(tokenizer, template, samples=samples)
-    data = cfg.data
-    parts = {
-        "code": [CODE_VERSION, platform.python_version(), *map(version, READERS)],
-        "files": [[given.path, digests[given.path], given.share] for given in inputs],
-        "guarded": [[path, digests[path]] for path in guarded],
-        "renderer": asdict(renderer.recipe()),
-        "max_seq_len": cfg.model.max_seq_len,
-        "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
-        "policies": [data.on_bad_row, data.too_long, data.duplicates, data.contamination],
-    }
-    folder = Path(data.processed_dir) / fingerprint(parts)
+    parts = describe_rows(cfg.data, inputs, guarded=guarded, digests=digests, recipe=renderer.recipe())
+    parts |= {"max_seq_len": cfg.model.max_seq_len}
+    folder = Path(cfg.data.processed_dir) / fingerprint(parts)
     only_held_out = digests == checked and any(given.share for given in inputs) and not is_sound(folder)
     if only_held_out:
         inputs, guarded = [given for given in inputs if given.share], ()
         folder = folder.with_name(fingerprint(parts | {"side": "held_out"}))
-    preparation = Preparation(data, renderer, max_tokens=cfg.model.max_seq_len, only_held_out=only_held_out)
+    preparation = Preparation(cfg.data, renderer, max_tokens=cfg.model.max_seq_len, only_held_out=only_held_out)
 
     def write_rows(unfinished: Path) -> None:
         with RowFiles(unfinished) as files:
@@ -146,20 +145,35 @@ def _load(
         expect_unchanged(digests)
 
     ensure_folder(folder, write_rows)
-    return _opened(folder, renderer, digests=digests)
-
-
-def _check_loss(cfg: RunConfig, train: Mapping[str, Any] | None) -> None:
-    """Refuse to learn less than half of what the rows teach, unless the config asks for the cut in its own words."""
-    if train is None or train["lost_to_cut_share"] <= MOST_LOST or "data.too_long" in cfg.origins:
-        return
-    raise DataError(
-        f"{train['lost_to_cut_share']:.0%} of the tokens to learn lie behind the cut at {cfg.model.max_seq_len:,}"
-        f" tokens; the longest row has {train['longest_tokens']:,}",
-        where=cfg.rows_path,
-        fix=f"write model.max_seq_len: {train['tokens_that_keep_99_percent']}, which keeps 99 % of the rows whole;"
-        " or data.too_long: drop, or truncate where the cut is meant",
+    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    report |= {"refused_rows": str(folder / REFUSED), "fingerprint": folder.name, "files": digests}
+    for source in report["sources"].values():
+        source["refused_rows"] = report["refused_rows"]
+    names = [*SIDES, *(f"{side}_places" for side in SIDES)]
+    rows = {name: Dataset.from_file(str(folder / f"{name}.arrow")) for name in names}
+    chats = (folder / CHATS).read_text(encoding="utf-8").splitlines()
+    return Examples(
+        train=rows["train"],
+        held_out=rows["held_out"] if len(rows["held_out"]) else None,
+        held_out_chats=[chat_from_json(json.loads(line)) for line in chats],
+        renderer=renderer,
+        report=report,
+        places={side: rows[f"{side}_places"] for side in SIDES},
     )
+
+
+def describe_rows(
+    data: DataConfig, inputs: Sequence[Input], *, guarded: Sequence[str], digests: Mapping[str, str], recipe: Recipe
+) -> dict[str, Any]:
+    """Return everything that decides which tokens the rows become, except their length; json values."""
+    return {
+        "code": [CODE_VERSION, platform.python_version(), *map(version, READERS)],
+        "files": [[given.path, digests[given.path], given.share] for given in inputs],
+        "guarded": [[path, digests[path]] for path in guarded],
+        "renderer": asdict(recipe),
+        "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
+        "policies": [data.on_bad_row, data.too_long, data.duplicates, data.contamination],
+    }
 
 
 def expect_unchanged(digests: Mapping[str, str]) -> None:
@@ -171,50 +185,11 @@ def expect_unchanged(digests: Mapping[str, str]) -> None:
 
 
 def sample_records(data: DataConfig, path: str) -> list[Record]:
-    """The readable rows among the first ones; the full pass reports the others together with all bad rows."""
+    """Return the readable rows among the first 32; the full pass reports the others together with all bad rows."""
     records = []
     reading = read_layout_options(data)
-    for source, value in islice(read_rows(path, read_dialect(data)), SAMPLE_ROWS):
-        if isinstance(value, Refused):
-            continue
-        try:
-            records.append(to_record(value, source, reading=reading))
-        except DataError:
-            continue
+    for source, value in islice(read_rows(path, read_dialect(data)), 32):
+        if not isinstance(value, Refused):
+            with suppress(DataError):
+                records.append(to_record(value, source, reading=reading))
     return records
-
-
-def _is_plain(samples: Sequence[Record], tokenizer: Any) -> bool:
-    """Return True if the rows are plain texts and the tokenizer has no template, as with many base models."""
-    only_texts = bool(samples) and all(isinstance(sample, Text) for sample in samples)
-    return only_texts and not tokenizer.chat_template
-
-
-def _opened(folder: Path, renderer: Renderer, *, digests: dict[str, str]) -> Examples:
-    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    lines = (folder / CHATS).read_text(encoding="utf-8").splitlines()
-    held_out = _stream(folder, "held_out")
-    refused = str(folder / REFUSED)
-    for source in report["sources"].values():
-        source["refused_rows"] = refused
-    return Examples(
-        train=_stream(folder, "train"),
-        held_out=held_out if len(held_out) else None,
-        held_out_chats=[chat_from_json(json.loads(line)) for line in lines],
-        renderer=renderer,
-        report={**report, "refused_rows": refused, "fingerprint": folder.name, "files": digests},
-        places={side: _stream(folder, f"{side}_places") for side in SIDES},
-    )
-
-
-def _stream(folder: Path, name: str) -> Dataset:
-    return Dataset.from_file(str(folder / f"{name}.arrow"))
-
-
-def _nothing_to_learn(path: str, report: dict[str, Any]) -> DataError:
-    went = where_rows_went(report["sources"].get("train", report), refused_rows=report["refused_rows"])
-    return DataError(
-        f"no row is left to train on: {went}",
-        where=path,
-        fix="raise model.max_seq_len if rows were cut, lower data.split, or correct the refused rows",
-    )

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 
-IGNORE_INDEX = -100
-"""Label of a token from which nothing is learned; torch's cross entropy leaves it out."""
+IGNORE_INDEX = -100  # label of a token from which nothing is learned; torch's cross entropy leaves it out
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +22,7 @@ class Source:
     """The place of a record; prints as `path:line`, in a JSON array as `path:line (record 7)`."""
 
     path: str
-    line: int
-    """Line of a text file, row of a parquet file or a hub data set; from 1."""
-
+    line: int  # line of a text file, row of a parquet file or a hub data set; from 1
     record: int = 0
     """Number of the row in a JSON array, from 1, where a row may take several lines; 0 in all other files."""
 
@@ -45,19 +42,13 @@ class Call:
     """A function that the assistant calls."""
 
     name: str
-    arguments: str
-    """A JSON object, as text."""
-
-    id: str
-    """Ties the call to its result; some templates print it."""
+    arguments: str  # a JSON object, as text
+    id: str  # ties the call to its result; some templates print it
 
     def as_json(self) -> dict[str, Any]:
-        """The call in the form chat templates use, its arguments as an object."""
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": json.loads(self.arguments)},
-        }
+        """Return the call in the form chat templates use, its arguments as an object."""
+        function = {"name": self.name, "arguments": json.loads(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +57,12 @@ class Message:
 
     role: Role
     content: str
-    calls: tuple[Call, ...] = ()
-    """Only an assistant calls."""
-
-    name: str = ""
-    """Of a tool's turn: the function that gave this result."""
-
-    call_id: str = ""
-    """Of a tool's turn: the call it answers."""
+    calls: tuple[Call, ...] = ()  # only an assistant calls
+    name: str = ""  # of a tool's turn: the function that gave this result
+    call_id: str = ""  # of a tool's turn: the call it answers
 
     def as_json(self) -> dict[str, Any]:
-        """The turn in the form chat templates use."""
+        """Return the turn in the form chat templates use."""
         turn: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.calls:
             turn["tool_calls"] = [call.as_json() for call in self.calls]
@@ -94,12 +80,8 @@ class Chat:
 
     messages: tuple[Message, ...]
     source: Source
-    learned_from: int = 0
-    """Index of the first message that may be learned; assistant turns before it are context only."""
-
-    tools: str = ""
-    """The functions the assistant may call, as the JSON text of a list in OpenAI's form; empty for none."""
-
+    learned_from: int = 0  # index of the first message that may be learned; assistant turns before it are context only
+    tools: str = ""  # the functions the assistant may call, as the JSON text of a list in OpenAI's form; empty for none
     columns: str = ""
     """The columns that rewards read in addition to the answer, as the JSON text of an object; empty for nothing."""
 
@@ -122,13 +104,12 @@ class Chat:
         return [index for index in self.turns() if index >= self.learned_from]
 
     def turns_apart(self) -> list[Chat]:
-        """One chat for each learned turn, ending with it and learning only it."""
-        return [
-            replace(self, messages=self.messages[: index + 1], learned_from=index) for index in self.learned_turns()
-        ]
+        """Return one chat for each learned turn, ending with it and learning only it."""
+        turns = self.learned_turns()
+        return [replace(self, messages=self.messages[: index + 1], learned_from=index) for index in turns]
 
     def as_json(self) -> dict[str, Any]:
-        """A json object that `chat_from_json` turns back into the equal chat."""
+        """Return a json object that `chat_from_json` turns back into the equal chat."""
         return {
             "messages": [message.as_json() for message in self.messages],
             "path": self.source.path,
@@ -152,61 +133,44 @@ Record = Chat | Text
 
 
 def chat_from_json(value: dict[str, Any]) -> Chat:
-    """The inverse of `Chat.as_json`."""
-    messages = tuple(_message_from_json(turn) for turn in value["messages"])
+    """Invert `Chat.as_json`."""
+    messages = []
+    for turn in value["messages"]:
+        calls = tuple(
+            Call(call["function"]["name"], json.dumps(call["function"]["arguments"], ensure_ascii=False), call["id"])
+            for call in turn.get("tool_calls", ())
+        )
+        name, call_id = turn.get("name", ""), turn.get("tool_call_id", "")
+        messages.append(Message(turn["role"], turn["content"], calls, name, call_id))
     source = Source(value["path"], value["line"], value["record"])
-    return Chat(messages, source, value["learned_from"], value["tools"], value["columns"])
+    return Chat(tuple(messages), source, value["learned_from"], value["tools"], value["columns"])
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
     """Sixteen bytes each, equal exactly for records with equal content."""
 
-    content: bytes
-    """The whole content to the character, wherever it came from; the ids of calls do not count."""
-
-    normal: bytes
-    """The content without differences of white space, case and Unicode normalisation."""
-
-    prompt: bytes
-    """Everything before the last answer, in its normal form; of a plain text all of it."""
+    content: bytes  # the whole content to the character, wherever it came from; the ids of calls do not count
+    normal: bytes  # the content without differences of white space, case and Unicode normalisation
+    prompt: bytes  # everything before the last answer, in its normal form; of a plain text all of it
 
 
 def compute_keys(record: Record) -> Keys:
     """Compute the digests that identify the content of a record."""
-    texts = _texts(record)
-    normal = [_normal(text) for text in texts]
-    n_answer = 0 if isinstance(record, Text) else len(_turn_texts(record.messages[record.turns()[-1] :]))
-    whole = _digest(normal)
-    return Keys(_digest(texts), whole, _digest(normal[: len(normal) - n_answer]) if n_answer else whole)
-
-
-def _message_from_json(turn: dict[str, Any]) -> Message:
-    calls = tuple(
-        Call(call["function"]["name"], json.dumps(call["function"]["arguments"], ensure_ascii=False), call["id"])
-        for call in turn.get("tool_calls", ())
-    )
-    return Message(turn["role"], turn["content"], calls, turn.get("name", ""), turn.get("tool_call_id", ""))
-
-
-def _texts(record: Record) -> list[str]:
+    n_prompt = None
     if isinstance(record, Text):
-        return [record.text]
-    return [record.tools, *_turn_texts(record.messages)]
-
-
-def _turn_texts(messages: Iterable[Message]) -> list[str]:
-    texts: list[str] = []
-    for message in messages:
-        texts += (message.role, message.content)
-        for call in message.calls:
-            texts += (call.name, call.arguments)
-    return texts
-
-
-def _normal(text: str) -> str:
-    folded = text if text.isascii() else unicodedata.normalize("NFKC", text)
-    return " ".join(folded.casefold().split())
+        texts = [record.text]
+    else:
+        texts, last = [record.tools], record.turns()[-1]
+        for index, message in enumerate(record.messages):
+            n_prompt = len(texts) if index == last else n_prompt
+            texts += (message.role, message.content)
+            for call in message.calls:
+                texts += (call.name, call.arguments)
+    folded = [text if text.isascii() else unicodedata.normalize("NFKC", text) for text in texts]
+    normal = [" ".join(text.casefold().split()) for text in folded]
+    whole = _digest(normal)
+    return Keys(_digest(texts), whole, whole if n_prompt is None else _digest(normal[:n_prompt]))
 
 
 def _digest(texts: Iterable[str]) -> bytes:

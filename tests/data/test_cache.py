@@ -13,7 +13,7 @@ import pytest
 from sftplay.config.run import RunConfig
 from sftplay.data import pipeline
 from sftplay.data.pipeline import load_examples
-from sftplay.data.tokenize.one_pass import Preparation, RowWriter
+from sftplay.data.tokenize.one_pass import Preparation, RowFiles
 from sftplay.errors import ConfigError, DataError, RunError
 
 Config = Callable[..., RunConfig]
@@ -63,7 +63,7 @@ def test_full_disk_is_a_run_error_and_leaves_nothing(
         raise OSError(number, os.strerror(number))
 
     cfg = config(write_rows([row(n) for n in range(60)]))
-    monkeypatch.setattr(RowWriter, "write", fail)
+    monkeypatch.setattr(RowFiles, "write", fail)
     with pytest.raises(RunError, match="find no room") as refusal:
         load_examples(cfg, tokenizer)
     assert refusal.value.where == cfg.data.processed_dir

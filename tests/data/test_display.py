@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from sftplay.data.display import decoded, learned_texts, legend, marked, painted, stretches, visible
+from sftplay.data.display import decoded, learned_texts, legend, mark_learned, stretches, visible
 from sftplay.log import has_colours
 
 COLOUR = re.compile("\x1b\\[[0-9;]*m")
@@ -36,7 +36,7 @@ PARTS = [("<|im_start|>user\nthe river<|im_end|>\n", False), ("old boats<|im_end
 
 def test_learned_stretches_stand_between_marks_and_special_tokens_are_there(tokenizer: Any):
     ids, labels = row(tokenizer, *PARTS, ("why", True))
-    assert marked(tokenizer, ids, labels=labels) == (
+    assert mark_learned(tokenizer, ids, labels=labels, colours=False) == (
         "<|im_start|>user\nthe river<|im_end|>\n\u27e6old boats<|im_end|>\u27e7\n\u27e6why\u27e7"
     )
     assert learned_texts(tokenizer, ids, labels=labels) == ["old boats<|im_end|>", "why"]
@@ -45,7 +45,7 @@ def test_learned_stretches_stand_between_marks_and_special_tokens_are_there(toke
 
 def test_without_its_colours_the_painted_text_is_the_decoded_text(tokenizer: Any):
     ids, labels = row(tokenizer, *PARTS)
-    text = painted(tokenizer, ids, labels=labels)
+    text = mark_learned(tokenizer, ids, labels=labels, colours=True)
     assert COLOUR.sub("", text) == tokenizer.decode(ids, skip_special_tokens=False)
     assert "\x1b[1;32mold boats\x1b[0m\x1b[1;32;4m<|im_end|>\x1b[0m" in text
     assert text.startswith("\x1b[2;4m<|im_start|>\x1b[0m\x1b[2muser\x1b[0m\n\x1b[2mthe river\x1b[0m")
@@ -55,8 +55,8 @@ def test_without_its_colours_the_painted_text_is_the_decoded_text(tokenizer: Any
 def test_characters_that_steer_a_terminal_and_our_own_marks_are_escaped(tokenizer: Any):
     ids, labels = row(tokenizer, ("\x1b[1;32mfake \u27e6learned\u27e7\x00\u2028\u202e\t\n", False))
     expected = "\\x1b[1;32mfake \\u27e6learned\\u27e7\\x00\\u2028\\u202e\t\n"
-    assert marked(tokenizer, ids, labels=labels) == visible(decoded(tokenizer, ids)) == expected
-    assert "\x1b[1;32m" not in painted(tokenizer, ids, labels=labels)
+    assert mark_learned(tokenizer, ids, labels=labels, colours=False) == visible(decoded(tokenizer, ids)) == expected
+    assert "\x1b[1;32m" not in mark_learned(tokenizer, ids, labels=labels, colours=True)
 
 
 def test_a_character_whose_bytes_are_learned_in_part_only_is_not_lost(tokenizer: Any):
@@ -75,7 +75,7 @@ def test_the_space_before_a_word_is_kept_where_a_decoder_drops_it_at_the_beginni
     words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     fast = PreTrainedTokenizerFast(tokenizer_object=words)
     assert fast.decode([0, 1]) == "a b"
-    assert marked(fast, [0, 1, 0], labels=[-100, 1, -100]) == "a\u27e6 b\u27e7 a"
+    assert mark_learned(fast, [0, 1, 0], labels=[-100, 1, -100], colours=False) == "a\u27e6 b\u27e7 a"
 
 
 class Terminal(io.StringIO):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from sftplay.data.records import Source, Text
 from sftplay.data.render import vocabulary
 from sftplay.data.render.render import Renderer
-from sftplay.data.render.vocabulary import Vocabulary, can_be_cut, split_at_seams
+from sftplay.data.render.vocabulary import can_be_cut, split_at_seams
 from tests.data.conftest import WORDS
 
 PIECES = [
@@ -99,9 +99,7 @@ def test_a_long_document_is_rendered_as_without_parts(tokenizer: Any, monkeypatc
     cut = []
     monkeypatch.setattr(vocabulary, "PART_CHARACTERS", 500)
     monkeypatch.setattr(
-        Vocabulary,
-        "_parts",
-        lambda self, text: cut.append(split_at_seams(text, lambda part: self._ids([part])[0], size=500)) or cut[-1],
+        vocabulary, "split_at_seams", lambda *given: cut.append(split_at_seams(*given, size=500)) or cut[-1]
     )
     (parted,) = renderer.render([record])
     assert parted == whole

@@ -24,7 +24,7 @@ from sftplay.data.records import Source
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import CHATML
 from sftplay.data.tokenize import workers
-from sftplay.data.tokenize.batch import RawRow, RowOptions
+from sftplay.data.tokenize.batch import RowOptions
 from sftplay.errors import MachineError
 
 Config = Callable[..., RunConfig]
@@ -59,7 +59,7 @@ def test_several_processes_write_what_one_writes(
 def batches(count: int) -> Any:
     for n in range(count):
         raw = b'{"prompt": "Why?", "completion": "So."}'
-        yield [RawRow(n, Source("a.jsonl", n + 1), raw)], 0.0
+        yield [(n, Source("a.jsonl", n + 1), raw)], 0.0
 
 
 def mapped(process: psutil.Process) -> set[str]:
@@ -125,7 +125,7 @@ def test_killed_process_is_said_and_the_others_end(tokenizer: Any):
 PARENT = """
 import sys, time
 from transformers import PreTrainedTokenizerFast
-from sftplay.data.tokenize.batch import RawRow, RowOptions
+from sftplay.data.tokenize.batch import RowOptions
 from sftplay.data.tokenize.workers import process_all
 from sftplay.data.layouts.convert import LayoutOptions
 from sftplay.data.records import Source
@@ -134,7 +134,7 @@ from sftplay.data.render.templates import CHATML
 
 def batches():
     while True:
-        yield [RawRow(0, Source("a.jsonl", 1), b'{"prompt": "Why?", "completion": "So."}')], 0.0
+        yield [(0, Source("a.jsonl", 1), b'{"prompt": "Why?", "completion": "So."}')], 0.0
 
 if __name__ == "__main__":
     tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])

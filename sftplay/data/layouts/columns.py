@@ -5,7 +5,7 @@ Which layout a row has is decided in `convert`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:  # at run time it would bring pydantic into every worker
 Names = tuple[str, ...]
 """A field's own name, then others under which it is found in files; the first that a row has is taken."""
 
-MESSAGES: Names = ("messages",)
 INSTRUCTION: Names = ("instruction",)
 USER: Names = ("user",)
+ASSISTANT: Names = ("assistant",)
 PROMPT: Names = ("prompt",)
 TURNS: Names = ("conversations", "conversation", "dialogue")
 OUTPUT: Names = ("output", "response")
@@ -46,30 +46,26 @@ class Body:
     """The turns of a row, before its system prompt and its tools are added."""
 
     turns: tuple[Message, ...]
-    n_given: int = 0
-    """Turns at the beginning that are not learned."""
-
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """The columns that rewards read, in addition to the answer."""
+    n_given: int = 0  # turns at the beginning that are not learned
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the columns that rewards read, in addition to the answer
 
 
 @dataclass(frozen=True)
 class Shape:
     """The columns of a layout and how its body is read from them."""
 
-    needs: tuple[Names, ...]
+    needs: tuple[Names, ...]  # first the column of the question
     may: tuple[Names, ...] = ()
-    body: Callable[[RowFields], Body] | None = None
-    """None: plain text."""
-
-    asked: Names = ()
-    """The column of the question; empty for plain text."""
-
+    body: Callable[[RowFields], Body] | None = None  # None: plain text
     ask: Callable[[RowFields], tuple[Message, ...]] | None = None
-    """The turns up to the question, and perhaps its answer, of a row that need not have an answer."""
+    """The turns up to the question, perhaps with its answer, of a row without one too. None: the text in `asked`."""
 
-    is_published: bool = False
-    """The layout belongs to one data set, so its columns keep their names."""
+    is_published: bool = False  # the layout belongs to one data set, so its columns keep their names
+
+    @property
+    def asked(self) -> Names:
+        """The column of the question."""
+        return self.needs[0]
 
     @property
     def fields(self) -> set[str]:
@@ -78,7 +74,7 @@ class Shape:
 
 
 def picked(row: RowFields, names: Names) -> str | None:
-    """The first of the names that the row has a value for; else the first that it has at all."""
+    """Return the first of the names that the row has a value for; else the first that it has at all."""
     fallback = None
     for name in names:
         if name in row:
@@ -89,13 +85,13 @@ def picked(row: RowFields, names: Names) -> str | None:
 
 
 def optional(row: RowFields, names: Names) -> object:
-    """The value of a column that need not be there; None without it."""
+    """Return the value of a column that need not be there; None without it."""
     name = picked(row, names)
     return None if name is None else row[name]
 
 
 def needed(row: RowFields, names: Names) -> tuple[str, object]:
-    """The column's name in this row and its value."""
+    """Return the column's name in this row and its value."""
     name = picked(row, names)
     if name is None:
         refuse(f"has no key {names[0]!r}; its keys are {listed(row)}", FIX_LAYOUT)
@@ -103,14 +99,13 @@ def needed(row: RowFields, names: Names) -> tuple[str, object]:
 
 
 def needed_text(row: RowFields, names: Names) -> str:
-    """The text in a column that must be there."""
+    """Return the text in a column that must be there."""
     name, value = needed(row, names)
     return expect_text(value, name)
 
 
 def _from_messages(row: RowFields) -> Body:
-    _, value = needed(row, ("messages",))
-    return Body(openai_turns(value, "messages"))
+    return Body(openai_turns(needed(row, ("messages",))[1], "messages"))
 
 
 def _from_sharegpt(row: RowFields) -> Body:
@@ -123,39 +118,29 @@ def _from_alpaca(row: RowFields) -> Body:
 
 
 def _ask_alpaca(row: RowFields) -> tuple[Message, ...]:
-    instruction = needed_text(row, ("instruction",))
-    more = row.get("input")
+    """Read `history`, earlier exchanges as a list of pairs with answers that are learned too, and the instruction."""
+    instruction, more, history = needed_text(row, INSTRUCTION), row.get("input"), row.get("history")
     extra = "" if more is None else expect_text(more, "input")
-    asked = "\n\n".join(text for text in (instruction, extra) if text and not text.isspace())
-    return (*_history(row.get("history")), Message("user", asked))
-
-
-def _history(value: object) -> Iterable[Message]:
-    """Earlier exchanges, a list of pairs; their answers are learned too."""
-    if is_blank(value):
-        return
-    for index, pair in enumerate(expect_list(value, "'history'", of="pairs")):
+    turns = []
+    for index, pair in enumerate([] if is_blank(history) else expect_list(history, "'history'", of="pairs")):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             refuse(f"history[{index}] is not a pair of a user's text and its answer")
-        yield Message("user", expect_text(pair[0], f"history[{index}][0]"))
-        yield Message("assistant", expect_text(pair[1], f"history[{index}][1]"))
+        turns.append(Message("user", expect_text(pair[0], f"history[{index}][0]")))
+        turns.append(Message("assistant", expect_text(pair[1], f"history[{index}][1]")))
+    asked = "\n\n".join(text for text in (instruction, extra) if text and not text.isspace())
+    return (*turns, Message("user", asked))
 
 
-def _from_user(row: RowFields) -> Body:
-    return _asked(needed_text(row, ("user",)), needed_text(row, ("assistant",)))
+def _from_pair(question: Names, answer: Names) -> Callable[[RowFields], Body]:
+    def read(row: RowFields) -> Body:
+        return Body((Message("user", needed_text(row, question)), Message("assistant", needed_text(row, answer))))
 
-
-def _from_question(row: RowFields) -> Body:
-    return _asked(needed_text(row, QUESTION), needed_text(row, ANSWER))
-
-
-def _asked(question: str, answer: str) -> Body:
-    return Body((Message("user", question), Message("assistant", answer)))
+    return read
 
 
 def _from_prompt(row: RowFields) -> Body:
     """Only the completion is learned, as in TRL: assistant turns inside the prompt are context."""
-    before = prompt_turns(needed(row, ("prompt",))[1], "prompt", role="user")
+    before = prompt_turns(needed(row, PROMPT)[1], "prompt", role="user")
     name, value = needed(row, COMPLETION)
     after = prompt_turns(value, name, role="assistant")
     if not any(turn.role == "assistant" for turn in after):
@@ -163,48 +148,35 @@ def _from_prompt(row: RowFields) -> Body:
     return Body((*before, *after), len(before))
 
 
+def _ask_prompt(row: RowFields) -> tuple[Message, ...]:
+    return prompt_turns(row["prompt"], "prompt", role="user")
+
+
 def _from_problem(row: RowFields) -> Body:
     from sftplay.data.problems.problem import format_answer, format_question, reward_columns, to_problem
 
     problem = to_problem(row)
-    turns = _asked(format_question(problem), format_answer(problem)).turns
+    turns = Message("user", format_question(problem)), Message("assistant", format_answer(problem))
     return Body(turns, columns=reward_columns(problem))
-
-
-def _take_turns(body: Callable[[RowFields], Body]) -> Callable[[RowFields], tuple[Message, ...]]:
-    return lambda row: body(row).turns
-
-
-def _text_in(names: Names) -> Callable[[RowFields], tuple[Message, ...]]:
-    return lambda row: (Message("user", needed_text(row, names)),)
-
-
-def _ask_prompt(row: RowFields) -> tuple[Message, ...]:
-    return prompt_turns(row["prompt"], "prompt", role="user")
 
 
 def _ask_problem(row: RowFields) -> tuple[Message, ...]:
     return _from_problem(row).turns[:1]
 
 
-_MBPP: tuple[Names, ...] = tuple(
-    (name,) for name in ("task_id", "test_imports", "test_setup_code", "challenge_test_list", "source_file")
-)
+_MBPP = [(name,) for name in ("task_id", "test_imports", "test_setup_code", "challenge_test_list", "source_file")]
 
 SHAPES: Mapping[Layout, Shape] = {
-    "messages": Shape((MESSAGES,), (SYSTEM, TOOLS), _from_messages, MESSAGES, _take_turns(_from_messages)),
-    "sharegpt": Shape((TURNS,), (SYSTEM, TOOLS), _from_sharegpt, TURNS, _take_turns(_from_sharegpt)),
-    "alpaca": Shape(
-        (INSTRUCTION, OUTPUT), (("input",), ("history",), SYSTEM, TOOLS), _from_alpaca, INSTRUCTION, _ask_alpaca
-    ),
-    "system_user_assistant": Shape((USER, ("assistant",)), (SYSTEM,), _from_user, USER, _text_in(USER)),
-    "prompt_completion": Shape((PROMPT, COMPLETION), (SYSTEM, TOOLS), _from_prompt, PROMPT, _ask_prompt),
-    "question_answer": Shape((QUESTION, ANSWER), (SYSTEM,), _from_question, QUESTION, _text_in(QUESTION)),
+    "messages": Shape((("messages",),), (SYSTEM, TOOLS), _from_messages, lambda row: _from_messages(row).turns),
+    "sharegpt": Shape((TURNS,), (SYSTEM, TOOLS), _from_sharegpt, lambda row: _from_sharegpt(row).turns),
+    "alpaca": Shape((INSTRUCTION, OUTPUT), (("input",), ("history",), SYSTEM, TOOLS), _from_alpaca, _ask_alpaca),
+    "system_user_assistant": Shape((USER, ASSISTANT), (SYSTEM,), _from_pair(USER, ASSISTANT)),
+    "prompt_completion": Shape((PROMPT, COMPLETION), (SYSTEM, TOOLS), _from_prompt, _ask_prompt),
+    "question_answer": Shape((QUESTION, ANSWER), (SYSTEM,), _from_pair(QUESTION, ANSWER)),
     "mbpp": Shape(
         (("test_list",), ("code",)),
         (("prompt", "text"), *_MBPP, SYSTEM),
         _from_problem,
-        ("test_list",),
         _ask_problem,
         is_published=True,
     ),
@@ -212,29 +184,20 @@ SHAPES: Mapping[Layout, Shape] = {
         (("canonical_solution",), ("test",), ("entry_point",), PROMPT),
         (("task_id",), SYSTEM),
         _from_problem,
-        ("canonical_solution",),
         _ask_problem,
         is_published=True,
     ),
-    "text": Shape((("text",),), (), None),
+    "text": Shape((("text",),)),
 }
 """In the order in which a row's keys are compared with them."""
 
 QUESTIONS: tuple[Layout, ...] = (
-    "mbpp",
-    "humaneval",
-    "messages",
-    "sharegpt",
-    "prompt_completion",
-    "alpaca",
-    "system_user_assistant",
-    "question_answer",
+    *("mbpp", "humaneval", "messages", "sharegpt"),
+    *("prompt_completion", "alpaca", "system_user_assistant", "question_answer"),
 )
 """In the order in which a row's keys are searched for a question: an answer column does not identify a layout."""
 
-INGESTED = frozenset(
-    ("source", "title", "section", "pages", "row", "place", "n_chars", "sha256", "file_sha256")
-)  # fmt: skip
+INGESTED = {"source", "title", "section", "pages", "row", "place", "n_chars", "sha256", "file_sha256"}
 """Columns that `ingest` writes next to each text. All of them together identify its rows."""
 
 FIX_LAYOUT = (

@@ -24,7 +24,6 @@ from sftplay.data.layouts.columns import (
 )
 from sftplay.data.layouts.turns import (
     RowFields,
-    check_answered,
     check_order,
     expect_text,
     is_blank,
@@ -48,8 +47,7 @@ class LayoutOptions:
     columns: tuple[tuple[str, str], ...] = ()
     """Pairs of our field and the file's column; a field that is not listed keeps its own name."""
 
-    system: str | None = None
-    """System prompt of every chat without one."""
+    system: str | None = None  # system prompt of every chat without one
 
 
 def read_layout_options(data: DataConfig) -> LayoutOptions:
@@ -60,19 +58,25 @@ def read_layout_options(data: DataConfig) -> LayoutOptions:
 def to_record(row: RowFields, source: Source, *, reading: LayoutOptions = LayoutOptions()) -> Record:
     """Convert the row to a record that obeys every rule of its kind; texts are kept to the character.
 
-    Raises:
-        DataError: the row has no known layout or breaks a rule; `where` is file:line, `what` the reason.
+    Raises DataError: the row has no known layout or breaks a rule; `where` is file:line, `what` the reason.
     """
     try:
-        row = _mapped(row, reading)
-        shape = SHAPES[_layout(row, reading)]
+        row = _rename_columns(row, reading)
+        shape = SHAPES[_find_layout(row, reading)]
         if shape.body is None:
-            return _plain_text(row, source)
+            text = needed_text(row, ("text",))
+            if not text or text.isspace():
+                refuse("text is empty")
+            return Text(text, source)
         body = shape.body(row)
         turns = tie_results(body.turns)
-        check_answered(turns)
+        if not any(turn.role == "assistant" for turn in turns):
+            refuse("has no assistant turn, so there is nothing to learn")
+        if turns[-1].role != "assistant":
+            last = "a tool's result" if turns[-1].role == "tool" else "a user turn"
+            refuse(f"ends with {last} that has no answer")
         check_order(turns)
-        lead = _lead(row, turns, reading=reading)
+        lead = _find_lead(row, turns, reading=reading)
         learned_from = len(lead) + body.n_given if body.n_given else 0
         tools = tools_text(optional(row, TOOLS)) if TOOLS in shape.may else ""
         columns = json.dumps(body.columns, ensure_ascii=False) if body.columns else ""
@@ -88,44 +92,35 @@ def read_prompt(
 
     It is read from every layout of a chat. An answer in the row is left out: the model shall give a new one.
 
-    Raises:
-        DataError: it has no question, or breaks a rule.
+    Raises DataError: it has no question, or breaks a rule.
     """
+    first = (reading.format,) if reading.format in QUESTIONS else ()
+    # A file with mapped columns has no published layout.
+    shapes = [SHAPES[name] for name in (*first, *QUESTIONS) if not (SHAPES[name].is_published and reading.columns)]
     try:
-        row = _mapped(row, reading, is_partial=True)
-        turns = tie_results(_question(row, reading))
+        row = _rename_columns(row, reading, is_partial=True)
+        shape = next((shape for shape in shapes if optional(row, shape.asked) is not None), None)
+        if shape is None:
+            columns = ", ".join(repr(SHAPES[name].asked[0]) for name in QUESTIONS if not SHAPES[name].is_published)
+            fix = f"name the question with one of {columns}; or map its column with data.columns"
+            refuse(f"has no question; its keys are {listed(row)}", fix)
+        turns = tie_results(shape.ask(row) if shape.ask else (Message("user", needed_text(row, shape.asked)),))
         check_order(turns)
         if len(turns) > 1 and turns[-1].role == "assistant":
             turns = turns[:-1]
         if not turns or turns[-1].role in ("assistant", "system"):
             refuse("does not end with a turn that can be answered", "end it with a user turn or a tool's result")
-        return (*_lead(row, turns, reading=reading), *turns), tools_text(optional(row, TOOLS))
+        return (*_find_lead(row, turns, reading=reading), *turns), tools_text(optional(row, TOOLS))
     except DataError as error:
         raise DataError(error.what, where=str(source), fix=error.fix) from None
 
 
 def read_beginning(row: RowFields, *, reading: LayoutOptions = LayoutOptions()) -> str:
-    """The text of a row that is plain text, which a model goes on writing; empty for every other row."""
-    view = _mapped(row, reading, is_partial=True)
+    """Return the text of a row that is plain text, which a model goes on writing; empty for every other row."""
+    view = _rename_columns(row, reading, is_partial=True)
     is_asked = any(optional(view, SHAPES[layout].asked) is not None for layout in QUESTIONS)
     text = None if is_asked and reading.format != "text" else optional(view, ("text",))
     return text if isinstance(text, str) else ""
-
-
-def _question(row: RowFields, reading: LayoutOptions) -> tuple[Message, ...]:
-    first = (reading.format,) if reading.format in QUESTIONS else ()
-    for layout in (*first, *QUESTIONS):
-        ask = SHAPES[layout].ask
-        if SHAPES[layout].is_published and reading.columns:
-            continue  # a file with mapped columns does not have this layout
-        if ask is not None and optional(row, SHAPES[layout].asked) is not None:
-            break
-    else:
-        open_to_all = (SHAPES[layout] for layout in QUESTIONS if not SHAPES[layout].is_published)
-        columns = ", ".join(repr(shape.asked[0]) for shape in open_to_all)
-        fix = f"name the question with one of {columns}; or map its column with data.columns"
-        refuse(f"has no question; its keys are {listed(row)}", fix)
-    return ask(row)
 
 
 def unused_columns(row: RowFields, reading: LayoutOptions = LayoutOptions()) -> tuple[str, ...]:
@@ -134,8 +129,8 @@ def unused_columns(row: RowFields, reading: LayoutOptions = LayoutOptions()) -> 
     Nor are those that `ingest` writes next to a text to record where it is from.
     """
     try:
-        view = _mapped(row, reading)
-        shape = SHAPES[_layout(view, reading)]
+        view = _rename_columns(row, reading)
+        shape = SHAPES[_find_layout(view, reading)]
     except DataError:
         return ()
     names = dict(reading.columns)
@@ -147,7 +142,7 @@ def unused_columns(row: RowFields, reading: LayoutOptions = LayoutOptions()) -> 
 
 
 def detect_layout(names: Iterable[str], mapped: Iterable[str] = ()) -> Layout | None:
-    """The first layout that has all it needs among the names and reads every field in `mapped`, or None."""
+    """Return the first layout that has all it needs among the names and reads every field in `mapped`, or None."""
     present, asked = set(names), set(mapped)
     for layout, shape in SHAPES.items():
         if all(not present.isdisjoint(group) for group in shape.needs) and asked <= shape.fields:
@@ -155,7 +150,7 @@ def detect_layout(names: Iterable[str], mapped: Iterable[str] = ()) -> Layout | 
     return None
 
 
-def _layout(row: RowFields, reading: LayoutOptions) -> Layout:
+def _find_layout(row: RowFields, reading: LayoutOptions) -> Layout:
     mapped = [field for field, _ in reading.columns]
     if reading.format != "auto":
         if idle := set(mapped) - SHAPES[reading.format].fields:
@@ -163,17 +158,16 @@ def _layout(row: RowFields, reading: LayoutOptions) -> Layout:
             refuse(what, "map the fields of that layout, or set data.format to the one that is meant")
         return reading.format
     # In a table of mixed layouts the columns of the others are null.
-    found = detect_layout([name for name, value in row.items() if value is not None], mapped) or detect_layout(
-        row, mapped
-    )
+    used = [name for name, value in row.items() if value is not None]
+    found = detect_layout(used, mapped) or detect_layout(row, mapped)
     if found is None:
         with_these = f" and reads {listed(mapped)}, as data.columns asks" if mapped else ""
         refuse(f"no known layout has the keys {listed(row)}{with_these}", FIX_LAYOUT)
     return found
 
 
-def _mapped(row: RowFields, reading: LayoutOptions, *, is_partial: bool = False) -> RowFields:
-    """The row under our names; with `is_partial`, mapped columns may be missing."""
+def _rename_columns(row: RowFields, reading: LayoutOptions, *, is_partial: bool = False) -> RowFields:
+    """Return the row under our names; with `is_partial`, mapped columns may be missing."""
     if not reading.columns:
         return row
     given = {column: field for field, column in reading.columns}
@@ -188,8 +182,8 @@ def _mapped(row: RowFields, reading: LayoutOptions, *, is_partial: bool = False)
     return kept | {field: row[column] for column, field in given.items() if column in row}
 
 
-def _lead(row: RowFields, turns: tuple[Message, ...], *, reading: LayoutOptions) -> tuple[Message, ...]:
-    """The system turn that goes before these turns, if there is to be one."""
+def _find_lead(row: RowFields, turns: tuple[Message, ...], *, reading: LayoutOptions) -> tuple[Message, ...]:
+    """Return the system turn that goes before these turns, if there is to be one."""
     in_column = optional(row, SYSTEM)
     has_turn = bool(turns) and turns[0].role == "system"
     if not is_blank(in_column):
@@ -198,10 +192,3 @@ def _lead(row: RowFields, turns: tuple[Message, ...], *, reading: LayoutOptions)
             refuse("has a system prompt in its column 'system' and another one in its first turn")
         return () if has_turn else (Message("system", text),)
     return () if has_turn or not reading.system else (Message("system", reading.system),)
-
-
-def _plain_text(row: RowFields, source: Source) -> Text:
-    text = needed_text(row, ("text",))
-    if not text or text.isspace():
-        refuse("text is empty")
-    return Text(text, source)

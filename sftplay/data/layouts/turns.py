@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, NoReturn
 
 from sftplay.data.json_text import BROKEN_JSON, decode_json, describe_json_error, encode_json
@@ -21,7 +22,7 @@ def refuse(what: str, fix: str = FIX_ROW) -> NoReturn:
 
 
 def describe_type(value: object) -> str:
-    """A json value's type in words, for messages."""
+    """Name a json value's type in words, for messages."""
     if value is None:
         return "null"
     kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
@@ -29,7 +30,7 @@ def describe_type(value: object) -> str:
 
 
 def listed(names: Iterable[object]) -> str:
-    """Up to eight of the names, quoted."""
+    """Quote up to eight of the names."""
     keys = [repr(key)[:40] for key in names]
     return ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "") if keys else "(none)"
 
@@ -69,36 +70,26 @@ def is_blank(value: object) -> bool:
 
 
 def tools_text(value: object) -> str:
-    """A `tools` column, a list or its JSON text, as the JSON text of a list in OpenAI's form; empty for none."""
+    """Return a `tools` column, a list or its JSON text, as the JSON text of a list in OpenAI's form; empty for none."""
     if is_blank(value):
         return ""
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(expect_list(value, "'tools'", of="functions"))]
-    return _encoded(tools, "'tools'") if tools else ""
-
-
-def parse_turn_calls(turn: Mapping[str, Any], name: str) -> tuple[Call, ...]:
-    """The calls in a message's `tool_calls`, or in the `function_call` that came before it in OpenAI's history."""
-    several, one = turn.get("tool_calls"), turn.get("function_call")
-    if not is_blank(several) and not is_blank(one):
-        refuse(f"{name} has both 'tool_calls' and 'function_call'")
-    if not is_blank(several):
-        calls = expect_list(several, f"{name}.tool_calls", of="calls")
-        return tuple(_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls))
-    return () if is_blank(one) else (_call(one, f"{name}.function_call"),)
-
-
-def parse_calls(value: object, name: str) -> tuple[Call, ...]:
-    """The calls in a turn that is nothing but calls: one of them or a list, mostly as JSON text."""
-    if isinstance(value, str):
-        value = parse_json(value, name, due="a call")
-    calls = value if isinstance(value, list | tuple) else [value]
-    if not calls:
-        refuse(f"{name} has no call in it")
-    return tuple(_call(call, f"{name}[{index}]") for index, call in enumerate(calls))
+    tools = []
+    for index, tool in enumerate(expect_list(value, "'tools'", of="functions")):
+        name = f"tools[{index}]"
+        if not isinstance(tool, dict):
+            refuse(f"{name} is {describe_type(tool)}, not the description of a function")
+        if tool.get("type") not in (None, "function"):
+            refuse(f"{name} is a tool of the type {tool['type']!r}; only functions are known")
+        inner = tool.get("function") or {key: tool[key] for key in tool if key != "type"}
+        if not isinstance(inner, dict):
+            refuse(f"{name}.function is {describe_type(inner)}, not the description of a function")
+        _expect_name(inner, name)
+        tools.append({"type": "function", "function": inner})
+    return _encode(tools, "'tools'") if tools else ""
 
 
 def tie_results(turns: Sequence[Message]) -> tuple[Message, ...]:
-    """The turns with an id on every call, and on every result the id and name of the call it answers.
+    """Return the turns with an id on every call, and on every result the id and name of the call it answers.
 
     Results without an id answer the calls before them in order. Ids that are missing are made of nine letters and
     digits, the only form that every template takes (Mistral's refuses others).
@@ -106,14 +97,20 @@ def tie_results(turns: Sequence[Message]) -> tuple[Message, ...]:
     if not any(turn.calls or turn.role == "tool" for turn in turns):
         return tuple(turns)
     taken = {call.id for turn in turns for call in turn.calls}
-    fresh = _fresh_ids(taken)
+    unused_ids = (name for number in count(1) if (name := f"call{number:05}") not in taken)
     tied: list[Message] = []
     waiting: dict[str, str] = {}
     for place, turn in enumerate(turns, 1):
         if turn.role == "tool":
-            turn = _tied(turn, waiting, place=place)
+            if not waiting:
+                refuse(f"message {place} is from 'tool', but no call before it waits for a result")
+            call_id = turn.call_id or next(iter(waiting))
+            if call_id not in waiting:
+                refuse(f"message {place} answers the call {call_id[:40]!r}; those that wait are {listed(waiting)}")
+            called = waiting.pop(call_id)
+            turn = replace(turn, call_id=call_id, name=turn.name or called)
         elif turn.calls:
-            calls = tuple(call if call.id else replace(call, id=next(fresh)) for call in turn.calls)
+            calls = tuple(call if call.id else replace(call, id=next(unused_ids)) for call in turn.calls)
             turn, waiting = replace(turn, calls=calls), {call.id: call.name for call in calls}
             if len(waiting) < len(calls):
                 refuse(f"message {place} has two calls with one id")
@@ -123,26 +120,7 @@ def tie_results(turns: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(tied)
 
 
-def _tied(result: Message, waiting: dict[str, str], *, place: int) -> Message:
-    """The result with the id of its call, which then waits no longer."""
-    if not waiting:
-        refuse(f"message {place} is from 'tool', but no call before it waits for a result")
-    call_id = result.call_id or next(iter(waiting))
-    if call_id not in waiting:
-        refuse(f"message {place} answers the call {call_id[:40]!r}; those that wait are {listed(waiting)}")
-    called = waiting.pop(call_id)
-    return replace(result, call_id=call_id, name=result.name or called)
-
-
-def _fresh_ids(taken: set[str]) -> Iterator[str]:
-    number = 0
-    while True:
-        number += 1
-        if (name := f"call{number:05}") not in taken:
-            yield name
-
-
-def _call(value: object, name: str) -> Call:
+def _read_call(value: object, name: str) -> Call:
     if not isinstance(value, Mapping):
         refuse(f"{name} is {describe_type(value)}, not a call with name and arguments")
     kind = value.get("type")
@@ -153,7 +131,14 @@ def _call(value: object, name: str) -> Call:
         refuse(f"{name}.function is {describe_type(inner)}, not an object with name and arguments")
     given = value.get("id")
     call_id = "" if given is None else expect_text(given, f"{name}.id")
-    return Call(_expect_name(inner, name), _arguments(inner.get("arguments"), f"{name}.arguments"), call_id)
+    called, arguments = _expect_name(inner, name), inner.get("arguments")
+    if is_blank(arguments):
+        return Call(called, "{}", call_id)
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments, f"{name}.arguments", due="an object")
+    if not isinstance(arguments, dict):
+        refuse(f"{name}.arguments is {describe_type(arguments)}, not an object")
+    return Call(called, _encode(arguments, f"{name}.arguments"), call_id)
 
 
 def _expect_name(value: Mapping[str, Any], name: str) -> str:
@@ -165,29 +150,7 @@ def _expect_name(value: Mapping[str, Any], name: str) -> str:
     return found
 
 
-def _arguments(value: object, name: str) -> str:
-    if is_blank(value):
-        return "{}"
-    if isinstance(value, str):
-        value = parse_json(value, name, due="an object")
-    if not isinstance(value, dict):
-        refuse(f"{name} is {describe_type(value)}, not an object")
-    return _encoded(value, name)
-
-
-def _tool(value: object, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        refuse(f"{name} is {describe_type(value)}, not the description of a function")
-    if value.get("type") not in (None, "function"):
-        refuse(f"{name} is a tool of the type {value['type']!r}; only functions are known")
-    inner = value.get("function") or {key: value[key] for key in value if key != "type"}
-    if not isinstance(inner, dict):
-        refuse(f"{name}.function is {describe_type(inner)}, not the description of a function")
-    _expect_name(inner, name)
-    return {"type": "function", "function": inner}
-
-
-def _encoded(value: object, name: str) -> str:
+def _encode(value: object, name: str) -> str:
     try:
         return encode_json(value)
     except ValueError as error:
@@ -198,8 +161,7 @@ OPENAI_ROLES: dict[str, Role] = {
     "system": "system",
     "user": "user",
     "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
+    **dict.fromkeys(("tool", "function"), "tool"),
 }
 SHAREGPT_ROLES: dict[str, Role] = {
     "system": "system",
@@ -207,12 +169,6 @@ SHAREGPT_ROLES: dict[str, Role] = {
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "bot", "model"), "assistant"),
     **dict.fromkeys(("observation", "tool", "function", "function_response", "tool_response", "ipython"), "tool"),
 }
-CALLING_ROLES = ("function_call", "tool_call")
-"""A sharegpt turn of such a role is the assistant's, and its value is the JSON text of one call or of several."""
-
-MEANT: dict[str, Role] = {**SHAREGPT_ROLES, "developer": "system", "ai": "assistant"}
-"""Suggestions for roles that OpenAI's form does not know."""
-
 PLAIN = {"role", "content", "from", "value", "text", "name", "id", "tool_calls", "function_call", "tool_call_id"}
 UNHONOURED = (
     *("reasoning_content", "reasoning", "thinking", "thought", "thoughts"),
@@ -220,27 +176,57 @@ UNHONOURED = (
 )
 """Keys of a message that would change what is learned and that are not rendered; ignoring them would be silent."""
 
-WEIGHTS = ("weight", "loss_weight")
-LEARNS = ("train", "training", "trainable", "learn", "loss")
-HIDES = ("mask", "masked")
-
-TEXT_PARTS = ("text", "input_text", "output_text")
-
 
 def openai_turns(value: object, name: str) -> tuple[Message, ...]:
-    """A list of objects with `role` and `content` as messages, in order."""
-    turns = expect_list(value, repr(name), of="messages")
-    return tuple([_openai_turn(turn, f"{name}[{index}]") for index, turn in enumerate(turns)])
+    """Read a list of objects with `role` and `content` as messages, in order."""
+    messages = []
+    for index, turn in enumerate(expect_list(value, repr(name), of="messages")):
+        place = f"{name}[{index}]"
+        if not isinstance(turn, Mapping):
+            refuse(f"{place} is {describe_type(turn)}, not an object with role and content")
+        role_name = turn.get("role")
+        role = OPENAI_ROLES.get(role_name) if isinstance(role_name, str) else None
+        if role is None:
+            _refuse_role(role_name, turn, name=place, known=OPENAI_ROLES)
+        messages.append(_read_message(role, turn, name=place, key="content"))
+    return tuple(messages)
 
 
 def sharegpt_turns(value: object, name: str) -> tuple[Message, ...]:
-    """A list of objects with `from` and `value`, or their variants, as messages, in order."""
-    turns = expect_list(value, repr(name), of="turns")
-    return tuple([_sharegpt_turn(turn, f"{name}[{index}]") for index, turn in enumerate(turns)])
+    """Read a list of objects with `from` and `value`, or their variants, as messages, in order."""
+    messages = []
+    for index, turn in enumerate(expect_list(value, repr(name), of="turns")):
+        place = f"{name}[{index}]"
+        if not isinstance(turn, Mapping):
+            refuse(f"{place} is {describe_type(turn)}, not an object with from and value")
+        key = next((key for key in ("value", "content", "text") if turn.get(key) is not None), "value")
+        role_name = turn.get("from")
+        role_name = turn.get("role") if role_name is None else role_name
+        plain = role_name.strip().lower() if isinstance(role_name, str) else ""
+        role = SHAREGPT_ROLES.get(plain)
+        if plain in ("function_call", "tool_call"):
+            messages.append(_read_calling_turn(turn, place, key=key))
+        elif role is None:
+            _refuse_role(role_name, turn, name=place, known=SHAREGPT_ROLES)
+        else:
+            messages.append(_read_message(role, turn, name=place, key=key))
+    return tuple(messages)
+
+
+def _read_calling_turn(turn: Mapping[str, Any], name: str, *, key: str) -> Message:
+    """Read a turn of the assistant that is nothing but calls: one of them or a list, mostly as JSON text."""
+    _check_keys("assistant", turn, name=name)
+    value = turn.get(key)
+    if isinstance(value, str):
+        value = parse_json(value, f"{name}.{key}", due="a call")
+    calls = value if isinstance(value, list | tuple) else [value]
+    if not calls:
+        refuse(f"{name}.{key} has no call in it")
+    return Message("assistant", "", tuple(_read_call(call, f"{name}.{key}[{n}]") for n, call in enumerate(calls)))
 
 
 def prompt_turns(value: object, name: str, *, role: Role) -> tuple[Message, ...]:
-    """A prompt or a completion: a list of messages, or a text that is one message from `role`."""
+    """Read a prompt or a completion: a list of messages, or a text that is one message from `role`."""
     if isinstance(value, list):
         return openai_turns(value, name)
     return (Message(role, expect_text(value, name)),)
@@ -264,54 +250,26 @@ def check_order(turns: Sequence[Message]) -> None:
             due = ("assistant",) if role == "user" else ("assistant", "tool")
 
 
-def check_answered(turns: Sequence[Message]) -> None:
-    """Refuse turns that do not end with the assistant."""
-    if not any(turn.role == "assistant" for turn in turns):
-        refuse("has no assistant turn, so there is nothing to learn")
-    if turns[-1].role != "assistant":
-        last = "a tool's result" if turns[-1].role == "tool" else "a user turn"
-        refuse(f"ends with {last} that has no answer")
-
-
-def _openai_turn(turn: object, name: str) -> Message:
-    if not isinstance(turn, Mapping):
-        refuse(f"{name} is {describe_type(turn)}, not an object with role and content")
-    role_name = turn.get("role")
-    role = OPENAI_ROLES.get(role_name) if isinstance(role_name, str) else None
-    if role is None:
-        _refuse_role(role_name, turn, name=name, known=OPENAI_ROLES)
-    return _message(role, turn, name=name, key="content")
-
-
-def _sharegpt_turn(turn: object, name: str) -> Message:
-    if not isinstance(turn, Mapping):
-        refuse(f"{name} is {describe_type(turn)}, not an object with from and value")
-    key = next((key for key in ("value", "content", "text") if turn.get(key) is not None), "value")
-    role_name = turn.get("from")
-    role_name = turn.get("role") if role_name is None else role_name
-    plain = role_name.strip().lower() if isinstance(role_name, str) else ""
-    if plain in CALLING_ROLES:
-        _check_keys("assistant", turn, name=name)
-        return Message("assistant", "", parse_calls(turn.get(key), f"{name}.{key}"))
-    role = SHAREGPT_ROLES.get(plain)
-    if role is None:
-        _refuse_role(role_name, turn, name=name, known=SHAREGPT_ROLES)
-    return _message(role, turn, name=name, key=key)
-
-
-def _message(role: Role, turn: Mapping[str, Any], *, name: str, key: str) -> Message:
+def _read_message(role: Role, turn: Mapping[str, Any], *, name: str, key: str) -> Message:
     if not PLAIN.issuperset(turn):
         _check_keys(role, turn, name=name)
-    value = turn.get(key)
-    if role == "assistant":
-        calls = parse_turn_calls(turn, name)
-        return Message(role, "" if value is None and calls else _content(value, f"{name}.{key}"), calls)
-    for called in ("tool_calls", "function_call"):
-        if not is_blank(turn.get(called)):
+    # `function_call` came before `tool_calls` in OpenAI's history.
+    value, several, one = turn.get(key), turn.get("tool_calls"), turn.get("function_call")
+    calls: tuple[Call, ...] = ()
+    if not is_blank(several) or not is_blank(one):
+        if role != "assistant":
+            called = "function_call" if is_blank(several) else "tool_calls"
             refuse(f"{name} has {called!r}, but only the assistant calls functions")
-    content = _content(value, f"{name}.{key}")
+        if is_blank(several):
+            calls = (_read_call(one, f"{name}.function_call"),)
+        elif not is_blank(one):
+            refuse(f"{name} has both 'tool_calls' and 'function_call'")
+        else:
+            given = expect_list(several, f"{name}.tool_calls", of="calls")
+            calls = tuple(_read_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(given))
+    content = "" if value is None and calls else _read_content(value, f"{name}.{key}")
     if role != "tool":
-        return Message(role, content)
+        return Message(role, content, calls)
     tool, call_id = turn.get("name"), turn.get("tool_call_id")
     return Message(
         role,
@@ -321,22 +279,22 @@ def _message(role: Role, turn: Mapping[str, Any], *, name: str, key: str) -> Mes
     )
 
 
-def _content(value: object, name: str) -> str:
-    """A text, or the texts of a list of parts put together."""
-    if isinstance(value, list):
-        return "".join(_part(part, f"{name}[{index}]") for index, part in enumerate(value))
-    return expect_text(value, name)
-
-
-def _part(part: object, name: str) -> str:
-    if isinstance(part, str):
-        return expect_text(part, name)
-    if not isinstance(part, Mapping):
-        refuse(f"{name} is {describe_type(part)}, not a part of a message")
-    kind = part.get("type")
-    if kind not in TEXT_PARTS:
-        refuse(f"{name} is a part of the type {kind!r}; only text can be learned")
-    return expect_text(part.get("text"), f"{name}.text")
+def _read_content(value: object, name: str) -> str:
+    """Return a text, or the texts of a list of parts put together."""
+    if not isinstance(value, list):
+        return expect_text(value, name)
+    texts = []
+    for index, part in enumerate(value):
+        place = f"{name}[{index}]"
+        if isinstance(part, str):
+            texts.append(expect_text(part, place))
+            continue
+        if not isinstance(part, Mapping):
+            refuse(f"{place} is {describe_type(part)}, not a part of a message")
+        if part.get("type") not in ("text", "input_text", "output_text"):
+            refuse(f"{place} is a part of the type {part.get('type')!r}; only text can be learned")
+        texts.append(expect_text(part.get("text"), f"{place}.text"))
+    return "".join(texts)
 
 
 def _check_keys(role: Role, turn: Mapping[str, Any], *, name: str) -> None:
@@ -345,18 +303,18 @@ def _check_keys(role: Role, turn: Mapping[str, Any], *, name: str) -> None:
         if not is_blank(turn.get(key)):
             refuse(f"{name} has {key!r}, which is not rendered")
     learns = role == "assistant"
-    for key in WEIGHTS:
+    for key in ("weight", "loss_weight"):
         if turn.get(key) not in ((None, 1) if learns else (None, 0, 1)):
             refuse(f"{name} has {key} {turn[key]!r}; only 1 is known")
-    for keys, expected in ((LEARNS, learns), (HIDES, not learns)):
-        for key in keys:
-            if turn.get(key) not in (None, expected):
-                due = "always learned" if learns else "never learned"
-                refuse(f"{name} has {key} {turn[key]!r}, but a turn from {role!r} is {due}")
+    for key in ("train", "training", "trainable", "learn", "loss", "mask", "masked"):
+        if turn.get(key) not in (None, learns != key.startswith("mask")):
+            due = "always learned" if learns else "never learned"
+            refuse(f"{name} has {key} {turn[key]!r}, but a turn from {role!r} is {due}")
 
 
 def _refuse_role(role_name: object, turn: Mapping[str, Any], *, name: str, known: Mapping[str, Role]) -> NoReturn:
     if not isinstance(role_name, str):
         refuse(f"{name} has no role: its keys are {listed(turn)}")
-    near: str = MEANT.get(role_name.lower()) or "".join(nearest_names(role_name[:40], known)[:1])
+    meant: dict[str, Role] = {**SHAREGPT_ROLES, "developer": "system", "ai": "assistant"}
+    near: str = meant.get(role_name.lower()) or "".join(nearest_names(role_name[:40], known)[:1])
     refuse(f"{name} has the unknown role {role_name[:40]!r}" + (f"; did you mean {near!r}?" if near else ""))

@@ -6,6 +6,7 @@ filled shows them. Which documents form a group depends on the documents alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +19,7 @@ GROUP_DOCUMENTS, GROUP_TOKENS = 16_384, 1 << 24
 """A group ends at this number of documents, or with the document that reaches this number of tokens."""
 
 ENTRY = np.dtype(
-    [
-        ("end", "<i8"),
-        ("learned_end", "<i8"),
-        ("n_bytes", "<i8"),
-        ("row", "<i8"),
-        ("line", "<i8"),
-        ("record", "<i4"),
-        ("path", "<i4"),
-    ]
+    {"names": ["end", "learned_end", "n_bytes", "row", "line", "record", "path"], "formats": ["<i8"] * 5 + ["<i4"] * 2}
 )
 """The record of a document: the tokens of the source up to its end, and those of them that are learned without any
 context of other documents; its bytes of UTF-8 (0 for a chat); its row in its file, and its place."""
@@ -36,36 +29,26 @@ context of other documents; its bytes of UTF-8 (0 for a chat); its row in its fi
 class Documents:
     """One side of a source, whole in memory or mapped into it."""
 
-    tokens: NDArray[Any]
-    """Ids of all documents, as uint16 or uint32."""
-
-    table: NDArray[Any]
-    """One ENTRY a document."""
-
-    group_ends: list[int]
-    """Number of documents up to the end of each group."""
-
-    learned: NDArray[np.uint8] | None = None
-    """1 where a token is learned; None where all are but a document's first."""
-
-    is_whole: bool = True
-    """False while more documents may come."""
+    tokens: NDArray[Any]  # ids of all documents, as uint16 or uint32
+    table: NDArray[Any]  # one ENTRY a document
+    group_ends: list[int]  # number of documents up to the end of each group
+    learned: NDArray[np.uint8] | None = None  # 1 where a token is learned; None where all are but a document's first
+    is_whole: bool = True  # false while more documents may come
+    wait_for_more: Callable[[], None] | None = None  # wait until another process has written more of them
 
     def has_group(self, number: int) -> bool:
         """Return whether there is a group of that number; wait for it while documents are still coming."""
+        while self.wait_for_more and number >= len(self.group_ends) and not self.is_whole:
+            self.wait_for_more()
         return number < len(self.group_ends)
 
     def group(self, number: int) -> tuple[int, int]:
-        """The first document of a group, and the first behind it."""
+        """Return the first document of a group, and the first behind it."""
         return (self.group_ends[number - 1] if number else 0), self.group_ends[number]
 
-    def lengths(self, first: int, end: int) -> Ints:
-        """Count the tokens of each of these consecutive documents."""
-        return np.diff(self._ends("end", first=first, end=end))
-
-    def learned_lengths(self, first: int, end: int) -> Ints:
-        """Count the learned tokens of each of these consecutive documents."""
-        return np.diff(self._ends("learned_end", first=first, end=end))
+    def lengths(self, first: int, end: int, *, only_learned: bool = False) -> Ints:
+        """Count the tokens of each of these consecutive documents, or only the learned ones."""
+        return np.diff(self._ends("learned_end" if only_learned else "end", first=first, end=end))
 
     def starts(self, documents: Ints) -> Ints:
         """Return where in `tokens` these documents begin."""
@@ -88,6 +71,6 @@ class Documents:
         return int(self.table["learned_end"][-1]) if len(self.table) else 0
 
     def _ends(self, name: str, *, first: int, end: int) -> Ints:
-        """The ends of the documents before `first` .. `end`: one more than documents."""
+        """Return the ends of the documents before `first` .. `end`: one more than documents."""
         known = np.asarray(self.table[name][max(first - 1, 0) : end], np.int64)
         return known if first else np.concatenate((np.zeros(1, np.int64), known))

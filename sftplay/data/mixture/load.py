@@ -15,7 +15,7 @@ from sftplay.config.run import RunConfig
 from sftplay.data.cache import fingerprint, is_sound
 from sftplay.data.mixture.mixture import BlockForm, Document, MixSource, Mixture, SourceRows
 from sftplay.data.mixture.report import mixture_report
-from sftplay.data.mixture.sources import Renderers, SourceJob, list_source_jobs
+from sftplay.data.mixture.sources import SourceJob, list_source_jobs, prove_renderers
 from sftplay.data.mixture.store import Store
 from sftplay.data.mixture.streamed_store import StreamedStore, nothing_to_learn
 from sftplay.data.mixture.tokenize_process import start_tokenize_process
@@ -32,42 +32,31 @@ class MixtureRows:
     held_out: dict[str, SourceRows]
     """Rows of each source that holds some out, in the order of the config; long documents continue over rows."""
 
-    sources: list[MixSource]
-    """All of them, in the order of the config."""
-
-    renderer: Renderer
-    """The renderer of the chats, or of the documents if there are no chats."""
-
-    steps: int
-    """Optimizer steps of the run: `train` has that many effective batches of rows."""
-
-    steps_per_epoch: int | None
-    """None while the length of the sources is not known yet."""
-
-    fingerprint: str
-    """Changes with any row or its place; a longer run begins with the same rows."""
-
+    sources: list[MixSource]  # all of them, in the order of the config
+    renderer: Renderer  # the renderer of the chats, or of the documents if there are no chats
+    steps: int  # optimizer steps of the run: `train` has that many effective batches of rows
+    steps_per_epoch: int | None  # None while the length of the sources is not known yet
+    fingerprint: str  # changes with any row or its place; a longer run begins with the same rows
     report: dict[str, Any]
     """The content of `data_report.json`. Of a source that is still being tokenised it has no counts."""
 
-    report_now: Callable[[], dict[str, Any]]
-    """Compute the report again: at the end of a run there is more to count."""
+    report_now: Callable[[], dict[str, Any]]  # compute the report again: at the end of a run there is more to count
 
     def source(self, name: str) -> MixSource:
-        """The source of that name."""
+        """Return the source of that name."""
         return next(source for source in self.sources if source.name == name)
 
     def documents(self, name: str, side: Side = "held_out") -> Iterator[Document]:
-        """Every document of a source's side, whole."""
+        """Yield every document of a source's side, whole."""
         return self.source(name).documents(side)
 
     def held_out_chats(self, name: str) -> list[Chat]:
-        """The held-out chats of a source."""
+        """Return the held-out chats of a source."""
         return [chat_from_json(json.loads(line)) for line in self.source(name).store.chats()]
 
 
 def load_mixture(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None) -> MixtureRows:
-    """The rows of all sources of `cfg`, tokenised where no earlier run has done it, mixed by their weights.
+    """Return the rows of all sources of `cfg`, tokenised where no earlier run has done it, mixed by their weights.
 
     `renderer_template` is the text of a chat template that goes before `data.template`: the one stored with a model.
     Several processes may call this at once; one tokenises and the others wait.
@@ -76,19 +65,19 @@ def load_mixture(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
         DataError: a file cannot be read, a row is bad and the config says error, the template cannot be proven, or a
             source with a weight has nothing to learn.
     """
-    renderers = Renderers.prove(cfg, tokenizer, template=renderer_template)
+    renderers = prove_renderers(cfg, tokenizer, template=renderer_template)
     jobs = list_source_jobs(cfg, tokenizer, renderers=renderers)
-    stores = _stores(cfg, jobs)
+    stores = _open_stores(cfg, jobs)
     sources = [
         MixSource(number, source.name, source.type, source.weight, store)
         for number, (source, store) in enumerate(zip(cfg.sources, stores, strict=True))
     ]
     form = BlockForm(cfg.row_tokens, cfg.cpt.cross_document, cfg.cpt.weights_of)
     train = Mixture(sources, form, seed=cfg.seed)
-    steps, per_epoch = _steps(cfg, train)
+    steps, per_epoch = _count_steps(cfg, train)
     train.n_rows = steps * cfg.train.effective_batch_size
     held_out = {source.name: SourceRows(source, "held_out", form=form) for source in sources}
-    renderer = renderers.chats or renderers.texts
+    renderer = renderers.get("chat") or renderers["cpt"]
     parts = {
         "stores": [job.folder.name for job in jobs],
         "weights": [source.weight for source in sources],
@@ -109,7 +98,7 @@ def load_mixture(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
     )
 
 
-def _stores(cfg: RunConfig, jobs: Sequence[SourceJob]) -> list[Store]:
+def _open_stores(cfg: RunConfig, jobs: Sequence[SourceJob]) -> list[Store]:
     """Open the store of each source: whole, or with `cpt.streaming` filled while it is read."""
     whole = {job.folder for job in jobs if is_sound(job.folder)}
     streamed = cfg.cpt.streaming and log.local_rank() == 0
@@ -130,8 +119,8 @@ def _stores(cfg: RunConfig, jobs: Sequence[SourceJob]) -> list[Store]:
     return stores
 
 
-def _steps(cfg: RunConfig, train: Mixture) -> tuple[int, int | None]:
-    """Optimizer steps of the run, and of one epoch: every document with a weight read once, or else every chat."""
+def _count_steps(cfg: RunConfig, train: Mixture) -> tuple[int, int | None]:
+    """Count the steps of the run, and of one epoch: every document with a weight read once, or else every chat."""
     batch, tokens, steps = cfg.train.effective_batch_size, cfg.cpt.train_tokens, cfg.train.max_steps
     if tokens is not None:
         steps = math.ceil(tokens / (batch * (cfg.row_tokens - 1)))

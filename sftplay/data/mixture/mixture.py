@@ -26,28 +26,21 @@ class Schedule:
     def __init__(self, sources: Sequence[Blocks], weights: Sequence[float]) -> None:
         """`weights` must be greater than 0."""
         assert min(weights, default=1.0) > 0
-        self._sources, self._weights = sources, weights
-        self._waiting = [_Waiting() for _ in sources]
-        self._is_over = False
-        self._firsts: list[int] = []
-        """The first row of each part."""
-
+        self._sources, self._is_over = sources, False
+        self._waiting = [_Waiting(blocks, weight) for blocks, weight in zip(sources, weights, strict=True)]
+        self._firsts: list[int] = []  # the first row of each part
         self._parts: list[tuple[Ints, Ints]] = []
-        self.n_rows = 0
-        """Rows with a known place."""
+        self.n_rows = 0  # rows with a known place
 
     def at(self, row: int) -> tuple[int, int]:
-        """Source and block of a row.
-
-        Raises:
-            IndexError: there are fewer rows.
-        """
+        """Return source and block of a row, or raise IndexError where there are fewer rows."""
         self.reach(row + 1)
         if not 0 <= row < self.n_rows:
             raise IndexError(row)
         part = bisect_right(self._firsts, row) - 1
         sources, blocks = self._parts[part]
-        return int(sources[row - self._firsts[part]]), int(blocks[row - self._firsts[part]])
+        place = row - self._firsts[part]
+        return int(sources[place]), int(blocks[place])
 
     def reach(self, n_rows: int) -> None:
         """Find the places of this many rows, or of all if there are fewer."""
@@ -88,7 +81,7 @@ class Schedule:
         if known[least] == np.inf:
             self._is_over = True
         else:
-            self._waiting[least].add(self._sources[least].grow(), self._weights[least])
+            self._waiting[least].measure_more()
         limit = min(waiting.known for waiting in self._waiting)
         parts = [waiting.take(limit) for waiting in self._waiting]
         sources = np.repeat(np.arange(len(parts)), [len(places) for places, _ in parts])
@@ -103,48 +96,41 @@ class Schedule:
 class _Waiting:
     """The blocks of a source that are measured and have no row yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Blocks, weight: float) -> None:
+        self._blocks, self._weight = blocks, weight
         self._places = np.empty(0)
-        self._first = 0
-        self._taught = 0
-        self.known = 0.0
-        """No block that is not measured yet can stand before this place."""
+        self._first = self._taught = 0
+        self.known = 0.0  # no block that is not measured yet can stand before this place
 
-    def add(self, sizes: Ints | None, weight: float) -> None:
-        """Add the sizes of the next blocks; None where there are no more."""
+    def measure_more(self) -> None:
+        """Measure the next blocks."""
+        sizes = self._blocks.grow()
         if sizes is None:
             self.known = np.inf
             return
         ends = self._taught + np.cumsum(sizes)
         # Twice the middle is a whole number, and a division is the same on every machine (IEEE 754).
-        self._places = np.concatenate((self._places, (2 * ends - sizes) / weight))
+        self._places = np.concatenate((self._places, (2 * ends - sizes) / self._weight))
         self._taught = int(ends[-1]) if len(ends) else self._taught
-        self.known = 2 * self._taught / weight
+        self.known = 2 * self._taught / self._weight
 
     def take(self, limit: float) -> tuple[NDArray[np.float64], int]:
-        """The places before `limit`, and the number of the first block among them; they wait no longer."""
+        """Return the places before `limit`, and the number of the first block among them; they wait no longer."""
         n = len(self._places) if limit == np.inf else int(np.searchsorted(self._places, limit))
         taken, first = self._places[:n], self._first
         self._places, self._first = self._places[n:], first + n
         return taken, first
 
 
-BLOCK_BITS = 40
-"""A row's id is its source's number, and in the lowest bits the number of its block."""
+BLOCK_BITS = 40  # a row's id is its source's number, and in the lowest bits the number of its block
 
 
 class Document(NamedTuple):
     """A whole document or chat."""
 
-    ids: Ints
-    """int64 [tokens]."""
-
-    labels: Ints
-    """The id where it is learned, -100 elsewhere: at the first token, and where a chat is masked."""
-
-    n_bytes: int
-    """Of its text, as UTF-8; 0 for a chat."""
-
+    ids: Ints  # int64 [tokens]
+    labels: Ints  # the id where it is learned, -100 elsewhere: at the first token, and where a chat is masked
+    n_bytes: int  # of its text, as UTF-8; 0 for a chat
     place: Source
 
 
@@ -156,37 +142,33 @@ class BlockForm:
     crosses_documents: bool = False
     unit: Unit = "trainable_tokens"
 
-    def build_blocks(self, order: ReadingOrder, kind: SourceType) -> Blocks:
-        """The blocks of a source."""
-        if kind == "chat":
-            return ChatBlocks(order, self.size, unit=self.unit)
-        return TextBlocks(order, self.size, crosses_documents=self.crosses_documents, unit=self.unit)
-
 
 @dataclass(frozen=True)
 class MixSource:
     """A source with its store."""
 
-    number: int
-    """Its place in the config, from 0."""
-
+    number: int  # its place in the config, from 0
     name: str
     kind: SourceType
     weight: float
     store: Store
 
     def blocks(self, side: Side, *, form: BlockForm, seed: int | None) -> Blocks:
-        """The blocks of one side: endless in a seeded order, or once in the order of the files."""
-        return form.build_blocks(ReadingOrder(self.store.sides[side], seed=seed, source=self.number), self.kind)
+        """Return the blocks of one side: endless in a seeded order, or once in the order of the files."""
+        order = ReadingOrder(self.store.sides[side], seed=seed, source=self.number)
+        if self.kind == "chat":
+            return ChatBlocks(order, form.size, unit=form.unit)
+        return TextBlocks(order, form.size, crosses_documents=form.crosses_documents, unit=form.unit)
 
     def documents(self, side: Side) -> Iterator[Document]:
-        """Every document of one side, whole, in the order of the files."""
+        """Yield every document of one side, whole, in the order of the files."""
         documents = self.store.sides[side]
         for number in range(len(documents.table)):
-            ids = documents.tokens[documents.span(number)].astype("int64")
+            span = documents.span(number)
+            ids = documents.tokens[span].astype("int64")
             labels = ids.copy()
             if documents.learned is not None:
-                labels[documents.learned[documents.span(number)] == 0] = IGNORE_INDEX
+                labels[documents.learned[span] == 0] = IGNORE_INDEX
             labels[0] = IGNORE_INDEX
             yield Document(ids, labels, int(documents.table["n_bytes"][number]), self.store.place(side, number))
 
@@ -197,9 +179,7 @@ class SourceRows:
     def __init__(self, source: MixSource, side: Side, *, form: BlockForm) -> None:
         self.source, self.side = source, side
         self._blocks = source.blocks(side, form=form, seed=None)
-        self.sizes: list[int] = []
-        """Size of each row in `Unit`."""
-
+        self.sizes: list[int] = []  # size of each row in `Unit`
         while (sizes := self._blocks.grow()) is not None:
             self.sizes += sizes.tolist()
 
@@ -242,7 +222,7 @@ class Mixture:
         return {source.number: (n_blocks, blocks.epochs_in(n_blocks)) for source, blocks, n_blocks in parts}
 
     def row_id(self, row: int) -> int:
-        """The id of a row, without reading its tokens."""
+        """Return the id of a row, without reading its tokens."""
         at, block = self.schedule.at(row)
         return self.sources[at].number << BLOCK_BITS | block
 
@@ -250,17 +230,12 @@ class Mixture:
         """Return the parts of documents in a row, in its order: the document's place, and which of its tokens."""
         at, block = self.schedule.at(row)
         found = self._blocks[at].pieces(block)
-        return list(zip(self.places(row), found.begins.tolist(), found.ends.tolist(), strict=True))
-
-    def places(self, row: int) -> list[Source]:
-        """Return the places of the documents of a row, in its order."""
-        at, block = self.schedule.at(row)
-        documents = self._blocks[at].pieces(block).documents
-        return [self.sources[at].store.place("train", int(number)) for number in documents]
+        places = [self.sources[at].store.place("train", int(number)) for number in found.documents]
+        return list(zip(places, found.begins.tolist(), found.ends.tolist(), strict=True))
 
 
 def source_and_block(row_id: int) -> tuple[int, int]:
-    """The number of the source, and of the block in it, that an id in metrics.jsonl names."""
+    """Return the number of the source, and of the block in it, that an id in metrics.jsonl names."""
     return row_id >> BLOCK_BITS, row_id & ((1 << BLOCK_BITS) - 1)
 
 

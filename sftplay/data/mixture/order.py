@@ -13,23 +13,17 @@ import numpy as np
 
 from sftplay.data.mixture.documents import GROUP_DOCUMENTS, Documents, Ints
 
-NUMBERS_A_COUNT = 4
-"""Numbers that Philox4x64 gives for one value of its counter."""
-
-KEPT_CHUNKS = 4
-"""Chunks that are kept in memory: rows are read one after the other."""
-
 
 def shuffled(n: int, *, seed: int, source: int, group: int, epochs: range) -> Ints:
-    """The numbers below `n` in the order of each of these epochs: int64 [epochs, n].
+    """Return the numbers below `n` in the order of each of these epochs: int64 [epochs, n].
 
     Documents are sorted by the raw output of Philox4x64-10 (Salmon et al. 2011), which numpy promises not to change
     (NEP 19). Its counter finds any epoch at once.
     """
-    counters = -(-n // NUMBERS_A_COUNT)
+    counters = -(-n // 4)  # Philox4x64 gives four numbers for one value of its counter
     words = hashlib.blake2b(f"{seed} {source} {group}".encode(), digest_size=16).digest()
     generator = np.random.Philox(key=int.from_bytes(words, "little"), counter=epochs.start * counters)
-    keys = generator.random_raw(len(epochs) * counters * NUMBERS_A_COUNT).reshape(len(epochs), -1)[:, :n]
+    keys = generator.random_raw(len(epochs) * counters * 4).reshape(len(epochs), -1)[:, :n]
     return np.argsort(keys, axis=1, kind="stable")
 
 
@@ -37,17 +31,10 @@ def shuffled(n: int, *, seed: int, source: int, group: int, epochs: range) -> In
 class Chunk:
     """Documents that are read one after the other."""
 
-    first: int
-    """Number of documents that are read before them, in all epochs."""
-
-    documents: Ints
-    """Their numbers, in reading order."""
-
-    starts: Ints
-    """Tokens of the chunk before each of them, and last all of them: one more than documents."""
-
-    learned: Ints
-    """Learned tokens of each of them."""
+    first: int  # number of documents that are read before them, in all epochs
+    documents: Ints  # their numbers, in reading order
+    starts: Ints  # tokens of the chunk before each of them, and last all of them: one more than documents
+    learned: Ints  # learned tokens of each of them
 
 
 class ReadingOrder:
@@ -64,15 +51,29 @@ class ReadingOrder:
         self._kept: OrderedDict[int, Chunk] = OrderedDict()
 
     def chunk(self, number: int) -> Chunk | None:
-        """The chunk of that number; None behind the last one of an order that is read once."""
+        """Return the chunk of that number; None behind the last one of an order that is read once."""
         while len(self._chunks) <= number:
             if not self._plan():
                 return None
         if number not in self._kept:
-            self._kept[number] = self._made(self._chunks[number])
-            if len(self._kept) > KEPT_CHUNKS:
+            first, group, epochs = self._chunks[number]
+            start, end = self.documents.group(group)
+            places = np.arange(end - start)
+            if self._seed is not None:
+                places = shuffled(len(places), seed=self._seed, source=self._source, group=group, epochs=epochs).ravel()
+            ends = np.cumsum(self.documents.lengths(start, end)[places])
+            starts = np.concatenate((np.zeros(1, np.int64), ends))
+            learned = self.documents.lengths(start, end, only_learned=True)[places]
+            self._kept[number] = Chunk(first, start + places, starts, learned)
+            if len(self._kept) > 4:  # rows are read one after the other
                 self._kept.popitem(last=False)
         return self._kept[number]
+
+    def expect_chunk(self, number: int) -> Chunk:
+        """Return a chunk that has been measured."""
+        chunk = self.chunk(number)
+        assert chunk is not None
+        return chunk
 
     def _plan(self) -> bool:
         """Note the next chunk: a group in one epoch; or in many, where one small group is all there is."""
@@ -87,14 +88,3 @@ class ReadingOrder:
         self._chunks.append((first, group, range(epoch, epoch + n_epochs)))
         self._next = first + n_epochs * (end - start), group + 1, epoch + n_epochs - 1
         return True
-
-    def _made(self, planned: tuple[int, int, range]) -> Chunk:
-        first, group, epochs = planned
-        start, end = self.documents.group(group)
-        if self._seed is None:
-            places = np.arange(end - start)
-        else:
-            places = shuffled(end - start, seed=self._seed, source=self._source, group=group, epochs=epochs).ravel()
-        ends = np.cumsum(self.documents.lengths(start, end)[places])
-        starts = np.concatenate((np.zeros(1, np.int64), ends))
-        return Chunk(first, start + places, starts, self.documents.learned_lengths(start, end)[places])

@@ -25,21 +25,13 @@ INDEX = "index.json"
 class Index:
     """The part of a store that is valid for its readers."""
 
-    id_bytes: int
-    """Of each token: 2 or 4."""
-
-    has_mask: bool
-    """Not all tokens are learned."""
-
+    id_bytes: int  # of each token: 2 or 4
+    has_mask: bool  # not all tokens are learned
     groups: dict[Side, list[int]] = field(default_factory=lambda: {side: [] for side in SIDES})
     """For each side the number of documents up to the end of each group."""
 
-    paths: list[str] = field(default_factory=list)
-    """The files in which the documents stand, by number."""
-
-    whole: list[Side] = field(default_factory=list)
-    """Sides to which no document is added any more."""
-
+    paths: list[str] = field(default_factory=list)  # the files in which the documents stand, by number
+    whole: list[Side] = field(default_factory=list)  # sides to which no document is added any more
     resume: dict[str, Any] = field(default_factory=dict)
     """Where a process that takes over the writing continues; empty in a whole store."""
 
@@ -54,11 +46,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """The index of a store.
-
-        Raises:
-            OSError: there is none yet.
-        """
+        """Read the index of a store, or raise OSError where there is none yet."""
         return cls(**json.loads((folder / INDEX).read_text(encoding="utf-8")))
 
 
@@ -73,8 +61,20 @@ class Store:
     @classmethod
     def open(cls, folder: Path) -> Store:
         """Open the part of the store in `folder` that its index shows."""
-        index = Index.read(folder)
-        return cls(folder, index, {side: _mapped(folder, side, index=index) for side in SIDES})
+        index, sides = Index.read(folder), dict[Side, Documents]()
+
+        def map_file(name: str, dtype: Any, *, count: int) -> Any:
+            """Return the first `count` numbers of a file, without reading them."""
+            return np.memmap(folder / name, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
+
+        for side in SIDES:
+            groups = index.groups[side]
+            table = map_file(f"{side}.documents", ENTRY, count=groups[-1] if groups else 0)
+            n_tokens = int(table["end"][-1]) if len(table) else 0
+            tokens = map_file(f"{side}.tokens", np.dtype(f"<u{index.id_bytes}"), count=n_tokens)
+            learned = map_file(f"{side}.learned", np.dtype(np.uint8), count=n_tokens) if index.has_mask else None
+            sides[side] = Documents(tokens, table, groups, learned, side in index.whole)
+        return cls(folder, index, sides)
 
     def place(self, side: Side, document: int) -> Source:
         """Return the place of a document."""
@@ -86,26 +86,8 @@ class Store:
 
     def report(self) -> dict[str, Any]:
         """Return the counts of the pass that wrote it; empty while it is being written."""
-        if not self.index.is_whole:
-            return {}
-        found = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
-        return dict(found)
+        return json.loads((self.folder / REPORT).read_text(encoding="utf-8")) if self.index.is_whole else {}
 
     def chats(self) -> list[str]:
-        """Its held-out chats, as JSON."""
+        """Read its held-out chats, as JSON."""
         return (self.folder / CHATS).read_text(encoding="utf-8").splitlines()
-
-
-def _mapped(folder: Path, side: Side, *, index: Index) -> Documents:
-    groups = index.groups[side]
-    n_documents = groups[-1] if groups else 0
-    table = map_file(folder / f"{side}.documents", ENTRY, count=n_documents)
-    n_tokens = int(table["end"][-1]) if n_documents else 0
-    tokens = map_file(folder / f"{side}.tokens", np.dtype(f"<u{index.id_bytes}"), count=n_tokens)
-    learned = map_file(folder / f"{side}.learned", np.dtype(np.uint8), count=n_tokens) if index.has_mask else None
-    return Documents(tokens, table, groups, learned, side in index.whole)
-
-
-def map_file(path: Path, dtype: np.dtype[Any], *, count: int) -> Any:
-    """The first `count` numbers of a file, without reading them."""
-    return np.memmap(path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)

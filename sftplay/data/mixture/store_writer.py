@@ -20,18 +20,16 @@ from sftplay.data.mixture.documents import ENTRY, GROUP_DOCUMENTS, GROUP_TOKENS
 from sftplay.data.mixture.store import Index
 from sftplay.data.records import IGNORE_INDEX, Source
 from sftplay.data.tokenize.batch import Example, RowOutcome
-from sftplay.data.tokenize.one_pass import CHATS, REFUSED, REPORT, refused_line
+from sftplay.data.tokenize.one_pass import CHATS, REFUSED, REPORT, Output, refused_line
 from sftplay.data.tokenize.policies import SIDES, RowPolicies, Side
 from sftplay.data.tokenize.report import RowCounts
 
-SEEN = "seen_records"
-"""The keys of all records so far; a file of an unfinished store only."""
-
+SEEN = "seen_records"  # the keys of all records so far; a file of an unfinished store only
 SEEN_ENTRY = np.dtype([("keys", "<u8", 3), ("is_held_out", "u1"), ("is_chat", "u1")])
 
 
-class StoreWriter:
-    """Write the store in `folder`, from where an earlier process has left it: an `Output` of the pass over rows."""
+class StoreWriter(Output):
+    """Write the store in `folder`, from where an earlier process has left it: the output of a pass over rows."""
 
     def __init__(self, folder: Path, index: Index, *, held_out_first: bool = True, is_streamed: bool = False) -> None:
         """`index` is that of a new store. With `held_out_first` no row is held out after the first to train on.
@@ -61,7 +59,6 @@ class StoreWriter:
         self._closing.close()
 
     def begin(self, policies: RowPolicies) -> int:
-        """As `Output.begin`."""
         if self._n_rows:
             counts = {side: RowCounts.from_state(self.index.resume["counts"][side]) for side in SIDES}
             seen = np.fromfile(self._folder / SEEN, SEEN_ENTRY)
@@ -76,7 +73,6 @@ class StoreWriter:
         return self._n_rows
 
     def write(self, side: Side, kept: Sequence[tuple[RowOutcome, Example]]) -> None:
-        """As `Output.write`."""
         if not kept:
             return
         ids = np.frombuffer(b"".join([example.ids for _, example in kept]), np.int32)
@@ -89,7 +85,7 @@ class StoreWriter:
             learned[starts] = 0  # nothing stands before a first token
             n_learned = np.add.reduceat(learned, starts, dtype=np.int64)
             self._files[f"{side}.learned"].write(learned.tobytes())
-        filled = self._sides[side]
+        filled, numbers = self._sides[side], self._path_numbers
         table = np.zeros(len(kept), ENTRY)
         table["end"] = filled.n_tokens + np.cumsum(lengths)
         table["learned_end"] = filled.n_learned + np.cumsum(n_learned)
@@ -97,21 +93,20 @@ class StoreWriter:
         table["row"] = [outcome.row for outcome, _ in kept]
         table["line"] = [outcome.source.line for outcome, _ in kept]
         table["record"] = [outcome.source.record for outcome, _ in kept]
-        table["path"] = [self._number_path(outcome.source.path) for outcome, _ in kept]
+        table["path"] = [numbers.setdefault(outcome.source.path, len(numbers)) for outcome, _ in kept]
+        self.index.paths = list(numbers)
         self._files[f"{side}.tokens"].write(ids.astype(f"<u{self.index.id_bytes}").tobytes())
         self._files[f"{side}.documents"].write(table.tobytes())
         self._add_groups(side, filled.add(table))
 
     def write_chat(self, chat: str) -> None:
-        """As `Output.write_chat`."""
         self._files[CHATS].write(chat.encode() + b"\n")
 
     def write_refused(self, place: Source, reason: str) -> None:
-        """As `Output.write_refused`."""
         self._files[REFUSED].write(refused_line(place, reason).encode())
 
     def end_batch(self, outcomes: Sequence[RowOutcome], policies: RowPolicies) -> None:
-        """As `Output.end_batch`: shows the store so far where there is more to see."""
+        """As `Output.end_batch`: show the store so far where there is more to see."""
         judged = [outcome for outcome in outcomes if not outcome.refused]
         seen = np.zeros(len(judged), SEEN_ENTRY)
         if judged:
@@ -129,7 +124,6 @@ class StoreWriter:
             self._show(policies)
 
     def finish(self, report: Mapping[str, Any]) -> None:
-        """As `Output.finish`: the store is whole."""
         for side in SIDES:
             if side not in self.index.whole:
                 self._end_side(side)
@@ -162,12 +156,6 @@ class StoreWriter:
         self.index.groups[side] += ends
         self._has_news |= bool(ends)
 
-    def _number_path(self, path: str) -> int:
-        if path not in self._path_numbers:
-            self._path_numbers[path] = len(self.index.paths)
-            self.index.paths.append(path)
-        return self._path_numbers[path]
-
 
 @dataclass
 class _Side:
@@ -176,11 +164,8 @@ class _Side:
     n_documents: int = 0
     n_tokens: int = 0
     n_learned: int = 0
-    group_documents: int = 0
-    """Documents before the open group."""
-
-    group_tokens: int = 0
-    """Tokens before it."""
+    group_documents: int = 0  # documents before the open group
+    group_tokens: int = 0  # tokens before it
 
     def add(self, table: Any) -> list[int]:
         """Count new documents; return where groups end among them."""

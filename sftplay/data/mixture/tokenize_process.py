@@ -16,9 +16,7 @@ from sftplay.data.mixture.streamed_store import get_failure_path
 from sftplay.errors import SftplayError
 from sftplay.signals import popen_tied
 
-STANDARD_OUTPUT = 1
-NICENESS = 10
-"""Training goes first where both want a core."""
+NICENESS = 10  # training goes first where both want a core
 
 
 def start_tokenize_process(job: SourceJob) -> subprocess.Popen[bytes]:
@@ -32,7 +30,7 @@ def start_tokenize_process(job: SourceJob) -> subprocess.Popen[bytes]:
     path = folder.with_name(f"{folder.name}.job.{os.getpid()}")
     write_bytes(path, pickle.dumps(job))
     command = [sys.executable, "-m", "sftplay.data.mixture.tokenize_process", str(path)]
-    return popen_tied(command, output=STANDARD_OUTPUT, env={log.FOLLOWED: "", "TOKENIZERS_PARALLELISM": "false"})
+    return popen_tied(command, output=1, env={log.FOLLOWED: "", "TOKENIZERS_PARALLELISM": "false"})
 
 
 def fill(path: Path) -> int:

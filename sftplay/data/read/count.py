@@ -8,9 +8,6 @@ from pathlib import Path
 from sftplay.data.read.files import find_suffix, list_files
 from sftplay.errors import DataError
 
-LINES = (".jsonl", ".ndjson")
-BLOCK_BYTES = 1 << 20
-
 
 def count_rows(paths: Sequence[str]) -> int | None:
     """Return about how many rows the files have; None if only parsing can count them."""
@@ -31,10 +28,10 @@ def _count(file: Path) -> int | None:
             return int(pyarrow.parquet.read_metadata(file).num_rows)
         except (pyarrow.ArrowException, ValueError):
             return None
-    if kind not in LINES:
+    if kind not in (".jsonl", ".ndjson"):
         return None
     ends, last = 0, b"\n"
     with file.open("rb") as stream:
-        while block := stream.read(BLOCK_BYTES):
+        while block := stream.read(1 << 20):
             ends, last = ends + block.count(b"\n"), block
     return ends + (not last.endswith(b"\n"))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import codecs
 import io
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from sftplay.data.read.files import open_bytes, read_head
+from sftplay.data.read.files import FOREIGN, open_bytes
 from sftplay.data.records import Refused
 from sftplay.errors import DataError
 
@@ -25,15 +26,7 @@ MARKS = (
 )
 BOM = "\ufeff"
 
-WIDE_LE, WIDE_BE = re.compile(rb"(?:[\t-~]\0){2}"), re.compile(rb"(?:\0[\t-~]){2}")
-"""Two ASCII characters in UTF-16, as documents and headers begin."""
-
-NOT_OF_FILES = ("undefined", "idna", "punycode", "mbcs", "oem", "unicode_escape", "raw_unicode_escape")
-"""For names and source code, or of Windows only."""
-
-UNDECODABLE = "\udcff"
-"""Stands for bytes that are no character; no decoder gives it for anything else."""
-
+UNDECODABLE = "\udcff"  # stands for bytes that are no character; no decoder gives it for anything else
 LIKELY = ["cp1252", "cp1251", "cp1250", "cp1253", "cp1254", "cp1255", "cp1256", "koi8_r"]
 LIKELY += ["shift_jis", "euc_jp", "gb18030", "big5", "euc_kr"]
 SAMPLE_BYTES, SEARCHED_BYTES = 1 << 16, 1 << 24
@@ -45,16 +38,17 @@ class Charset:
     def __init__(self, file: Path, named: str = "auto") -> None:
         """Find the encoding: a byte order mark proves it; else the one named; else UTF-16 shows by its NULs, or UTF-8.
 
-        Raises:
-            DataError: there is no encoding of that name, or the file is no text at all.
+        Raises DataError: there is no encoding of that name, or the file is no text at all.
         """
-        self.file = file
-        self._is_named = named != "auto"
-        known = checked_encoding(named) if self._is_named else ""
-        head = read_head(file)
+        self.file, self._is_named, self._reason = file, named != "auto", ""
+        known = _find_encoding(named) if self._is_named else ""
+        with open_bytes(file) as stream:
+            head = stream.read(4096)
+        for magic, kind, fix in FOREIGN:
+            if head.startswith(magic):
+                raise DataError(f"is {kind} by its first bytes", where=str(file), fix=fix)
         marked = next((name for mark, name in MARKS if head.startswith(mark)), "")
-        self.name = marked or known or _wide(head) or "utf-8"
-        self._reason = ""
+        self.name = marked or known or _detect_wide(head) or "utf-8"
 
     @property
     def is_utf8(self) -> bool:
@@ -62,47 +56,52 @@ class Charset:
         return self.name == "utf-8"
 
     def open(self, newline: str | None) -> TextIO:
-        """The file as text; bytes that are no character become UNDECODABLE. The caller closes it."""
-        codecs.register_error("sftplay.undecodable", _mark)
+        """Open the file as text; bytes that are no character become UNDECODABLE. The caller closes it."""
+
+        def mark(error: UnicodeError) -> tuple[str, int]:
+            if not isinstance(error, UnicodeDecodeError):
+                raise error
+            return UNDECODABLE, error.end
+
+        codecs.register_error("sftplay.undecodable", mark)
         return io.TextIOWrapper(open_bytes(self.file), self.name, errors="sftplay.undecodable", newline=newline)
 
     def refused(self) -> Refused:
         """Return the refusal of a row with bytes that are no character."""
         if not self._reason:
-            self._reason = f"holds bytes that are not {self.name.upper()}" + ("" if self._is_named else self._advice())
+            likely = detect_file_encoding(self.file) if self.is_utf8 and not self._is_named else ""
+            advice = f"the file looks like {likely}: set data.encoding: {likely}" if likely else "see data.encoding"
+            self._reason = f"holds bytes that are not {self.name.upper()}" + ("" if self._is_named else f"; {advice}")
         return Refused(self._reason)
 
     def refuses(self, text: str) -> bool:
         """Return whether the row's text holds such bytes."""
         return not text.isascii() and UNDECODABLE in text
 
-    def _advice(self) -> str:
-        likely = detect_file_encoding(self.file) if self.is_utf8 else ""
-        return f"; the file looks like {likely}: set data.encoding: {likely}" if likely else "; see data.encoding"
 
-
-def checked_encoding(name: str) -> str:
-    """Python's own name for an encoding of text files.
-
-    Raises:
-        DataError: Python knows none of that name.
-    """
-    try:
+def _find_encoding(name: str) -> str:
+    """Return Python's own name for an encoding of text files, or raise DataError."""
+    # For names and source code, or of Windows only.
+    not_of_files = ("undefined", "idna", "punycode", "mbcs", "oem", "unicode_escape", "raw_unicode_escape")
+    with suppress(LookupError, ValueError, TypeError):
         found = codecs.lookup(name)
-        if found._is_text_encoding and found.name.replace("-", "_") not in NOT_OF_FILES:
+        if found._is_text_encoding and found.name.replace("-", "_") not in not_of_files:
             return "utf-8" if found.name == "utf-8-sig" else found.name
-    except (LookupError, ValueError, TypeError):
-        pass
     fix = "write auto, or a name such as cp1252, shift_jis or utf-16"
     raise DataError(f"Python knows no encoding of text called {name!r}", where="data.encoding", fix=fix)
 
 
 def detect_file_encoding(file: Path) -> str:
-    """Guess the encoding of a file that is not UTF-8; empty when nothing fits.
+    """Guess the encoding of a file by lines near its beginning that are not UTF-8; empty when nothing fits.
 
     For rows it is only a hint in an error. Documents are read in it, and the report says so.
     """
-    return detect_encoding(_foreign_part(file))
+    part, n_read = b"", 0
+    with open_bytes(file) as stream:
+        while len(part) < SAMPLE_BYTES and n_read < SEARCHED_BYTES and (line := stream.readline(SAMPLE_BYTES)):
+            n_read += len(line)
+            part += b"" if is_utf8(line) else line
+    return detect_encoding(part)
 
 
 def detect_encoding(data: bytes) -> str:
@@ -127,36 +126,18 @@ def is_utf8(line: bytes) -> bool:
     return True
 
 
-def _foreign_part(file: Path) -> bytes:
-    """Lines that are not UTF-8 near the beginning of a file."""
-    part, n_read = b"", 0
-    with open_bytes(file) as stream:
-        while len(part) < SAMPLE_BYTES and n_read < SEARCHED_BYTES and (line := stream.readline(SAMPLE_BYTES)):
-            n_read += len(line)
-            if not is_utf8(line):
-                part += line
-    return part
-
-
-def _wide(head: bytes) -> str:
-    """UTF-32 or UTF-16 without a mark: where letters of keys and brackets have their NULs."""
+def _detect_wide(head: bytes) -> str:
+    """Return UTF-32 or UTF-16 without a mark: where letters of keys and brackets have their NULs."""
     n = len(head) // 4
     zeros = [head[place : 4 * n : 4].count(0) for place in range(4)]
     for name, (empty, mostly, full) in (("utf-32-le", (3, 2, 0)), ("utf-32-be", (0, 1, 3))):
         if n and zeros[empty] == n and 2 * zeros[mostly] > n > 2 * zeros[full]:
             return name
     even, odd = head[::2].count(0), head[1::2].count(0)
-    if WIDE_LE.match(head):
+    # Two ASCII characters in UTF-16, as documents and headers begin.
+    if re.match(rb"(?:[\t-~]\0){2}", head):
         return "utf-16-le"
-    if WIDE_BE.match(head):
+    if re.match(rb"(?:\0[\t-~]){2}", head):
         return "utf-16-be"
-    if max(even, odd) > len(head) // 64 and max(even, odd) >= 4 * min(even, odd):
-        return "utf-16-le" if odd > even else "utf-16-be"
-    return ""
-
-
-def _mark(error: UnicodeError) -> tuple[str, int]:
-    """The error handler for bytes that are no character: decoding goes on after them."""
-    if not isinstance(error, UnicodeDecodeError):
-        raise error
-    return UNDECODABLE, error.end
+    is_wide = max(even, odd) > len(head) // 64 and max(even, odd) >= 4 * min(even, odd)
+    return ("utf-16-le" if odd > even else "utf-16-be") if is_wide else ""

@@ -9,7 +9,6 @@ import gzip
 import io
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NoReturn, cast
 
@@ -35,7 +34,7 @@ BUFFER_BYTES = 1 << 18
 
 
 def find_suffix(path: str | Path) -> str:
-    """Find the known suffix that a path ends with, such as `.jsonl` or `.csv.gz`; empty when it has none."""
+    """Return the known suffix that a path ends with, such as `.jsonl` or `.csv.gz`; empty when it has none."""
     name = Path(path).name.lower()
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix) and name != suffix), "")
 
@@ -43,17 +42,14 @@ def find_suffix(path: str | Path) -> str:
 def list_files(path: str) -> list[Path]:
     """List the file itself, or every known file below the folder, sorted; hidden ones are skipped.
 
-    Raises:
-        DataError: there is nothing of that name, its kind is unknown, or the folder holds no known file.
+    Raises DataError: there is nothing of that name, its kind is unknown, or the folder holds no known file.
     """
-    given = Path(path)
-    known = ", ".join(SUFFIXES)
-    mode = _mode(given) if path else 0
+    given, known = Path(path), ", ".join(SUFFIXES)
+    mode = _read_mode(given) if path else 0
     if stat.S_ISDIR(mode):
-        found = [file for file in _below(given) if find_suffix(file)]
-        if not found:
-            raise DataError("is a folder without a file of rows", where=path, fix=f"put one there ({known})")
-        return found
+        if found := [file for file in _list_below(given) if find_suffix(file)]:
+            return found
+        raise DataError("is a folder without a file of rows", where=path, fix=f"put one there ({known})")
     if not mode:
         fix = "correct data.train_path / data.val_path; paths are relative to the current directory"
         raise DataError("there is no such file", where=path, fix=fix)
@@ -65,35 +61,20 @@ def list_files(path: str) -> list[Path]:
 
 
 def other_files(path: str) -> list[str]:
-    """Names, relative to the folder, of files in it that are not read: of other kinds; hidden ones are not listed."""
+    """List the files in a folder that are not read, relative to it: of other kinds; hidden ones are not listed."""
     folder = Path(path)
-    if not stat.S_ISDIR(_mode(folder)):
-        return []
-    return [str(file.relative_to(folder)) for file in _below(folder) if not find_suffix(file)]
+    files = _list_below(folder) if stat.S_ISDIR(_read_mode(folder)) else []
+    return [str(file.relative_to(folder)) for file in files if not find_suffix(file)]
 
 
 def open_bytes(file: Path) -> BinaryIO:
-    """The file's bytes, unpacked where it is gzip; the caller closes it."""
+    """Open the file's bytes, unpacked where it is gzip; the caller closes it."""
     if file.suffix.lower() == ".gz":
         return io.BufferedReader(cast(io.RawIOBase, gzip.open(file)), BUFFER_BYTES)
     return file.open("rb", BUFFER_BYTES)
 
 
-def read_head(file: Path, n_bytes: int = 4096) -> bytes:
-    """The first bytes of a text file.
-
-    Raises:
-        DataError: they show that it is something else.
-    """
-    with open_bytes(file) as stream:
-        head = stream.read(n_bytes)
-    for magic, kind, fix in FOREIGN:
-        if head.startswith(magic):
-            raise DataError(f"is {kind} by its first bytes", where=str(file), fix=fix)
-    return head
-
-
-def _mode(path: Path) -> int:
+def _read_mode(path: Path) -> int:
     """Return the mode of a path; 0 where there is nothing, or where nothing can have that name."""
     try:
         return path.stat().st_mode
@@ -101,29 +82,22 @@ def _mode(path: Path) -> int:
         return 0
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """All files below a folder that are not hidden, in the order of their names; links to folders are not followed."""
+def _list_below(folder: Path) -> list[Path]:
+    """List all files below a folder that are not hidden, by name; links to folders are not followed."""
+
+    def refuse(error: OSError) -> NoReturn:
+        where = str(error.filename)
+        raise DataError(f"cannot be read: {error.strerror}", where=where, fix="check its permissions") from error
+
     found = []
-    for place, folders, names in os.walk(folder, onerror=_refuse_folder):
+    for place, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(place, name) for name in names if not name.startswith(".")]
-    for file in sorted(found, key=lambda file: file.parts):
-        if not _is_utf8(str(file)):
-            raise DataError(
-                "holds a file with a name that is not UTF-8", where=str(folder), fix=f"rename {str(file)!r}"
-            )
-        if file.is_file():
-            yield file
-
-
-def _refuse_folder(error: OSError) -> NoReturn:
-    where = str(error.filename)
-    raise DataError(f"cannot be read: {error.strerror}", where=where, fix="check its permissions") from error
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    found.sort(key=lambda file: file.parts)
+    for file in found:
+        try:
+            str(file).encode("utf-8")
+        except UnicodeEncodeError as error:
+            what = "holds a file with a name that is not UTF-8"
+            raise DataError(what, where=str(folder), fix=f"rename {str(file)!r}") from error
+    return [file for file in found if file.is_file()]

@@ -13,31 +13,29 @@ from sftplay.errors import DataError
 def read_hub_rows(name: str) -> Iterator[tuple[Source, dict[str, Any]]]:
     """Yield the rows of the split `train` of the data set `name`.
 
-    Raises:
-        DataError: it cannot be loaded; the hub's own reason is quoted.
+    Raises DataError: it cannot be loaded; the hub's own reason is quoted.
     """
-    for number, row in enumerate(_loaded(name), 1):
+    for number, row in enumerate(_load(name), 1):
         yield Source(name, number), {column: without_nulls(value) for column, value in row.items()}
 
 
 def read_hub_splits(name: str, subset: str | None, *, splits: Sequence[str]) -> Iterator[tuple[Source, dict[str, Any]]]:
     """Yield the rows of these splits of a data set, one split after the other. `subset` is one of its parts by name.
 
-    Raises:
-        DataError: as `read_hub_rows`.
+    Raises DataError: as `read_hub_rows`.
     """
     for split in splits:
-        for number, row in enumerate(_loaded(name, subset, split=split), 1):
+        for number, row in enumerate(_load(name, subset, split=split), 1):
             yield Source(f"{name} {split}", number), {column: without_nulls(value) for column, value in row.items()}
 
 
 def hub_digest(name: str) -> str:
-    """A string that changes when the hub serves other rows."""
+    """Return a string that changes when the hub serves other rows."""
     # datasets' own fingerprint: it covers the files' checksums, and nothing public does.
-    return str(_loaded(name)._fingerprint)
+    return str(_load(name)._fingerprint)
 
 
-def _loaded(name: str, subset: str | None = None, *, split: str = "train") -> Any:
+def _load(name: str, subset: str | None = None, *, split: str = "train") -> Any:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 

@@ -23,15 +23,11 @@ LONGEST = 1 << 26
 """Most bytes or characters of one row: more is a file without line ends, and would not fit into memory."""
 
 BOM_BYTES = BOM.encode()
-
-
-def line_rows(charset: Charset) -> Iterator[tuple[Source, bytes | str | Refused]]:
-    """Every line that is not blank, not parsed yet: bytes of UTF-8, or text where the file is in another encoding."""
-    return _byte_lines(charset) if charset.is_utf8 else text_lines(charset)
+TOO_LONG = "is longer than {:,} characters"
 
 
 def parsed(raw: UnparsedRow) -> JsonRow | Refused:
-    """The row in a raw line; what is a row or refused already stays what it is."""
+    """Return the row in a raw line; what is a row or refused already stays what it is."""
     if isinstance(raw, bytes):
         try:
             raw = raw.decode("utf-8")
@@ -47,12 +43,8 @@ def parsed(raw: UnparsedRow) -> JsonRow | Refused:
     return value if isinstance(value, dict) else Refused(f"is {describe_type(value)}, not an object")
 
 
-def too_long() -> Refused:
-    """Return the refusal of a row that is longer than LONGEST."""
-    return Refused(f"is longer than {LONGEST:,} characters")
-
-
-def _byte_lines(charset: Charset) -> Iterator[tuple[Source, bytes | Refused]]:
+def byte_lines(charset: Charset) -> Iterator[tuple[Source, bytes | Refused]]:
+    """Yield every line that is not blank, as bytes of UTF-8, not parsed yet."""
     path, number = str(charset.file), 0
     with open_bytes(charset.file) as stream:
         while line := stream.readline(LONGEST):  # bytes: only \n ends a line there, not the U+2028 inside a string
@@ -60,7 +52,7 @@ def _byte_lines(charset: Charset) -> Iterator[tuple[Source, bytes | Refused]]:
             if len(line) == LONGEST and not line.endswith(b"\n"):
                 while not line.endswith(b"\n") and (line := stream.readline(LONGEST)):
                     pass
-                yield Source(path, number), too_long()
+                yield Source(path, number), Refused(TOO_LONG.format(LONGEST))
             elif line.isspace() or (number == 1 and not line.removeprefix(BOM_BYTES).strip()):
                 continue
             elif line.isascii() or is_utf8(line):
@@ -70,7 +62,7 @@ def _byte_lines(charset: Charset) -> Iterator[tuple[Source, bytes | Refused]]:
 
 
 def text_lines(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
-    """Every line that is not blank, as text in the file's encoding."""
+    """Yield every line that is not blank, as text in the file's encoding, not parsed yet."""
     path, number = str(charset.file), 0
     with charset.open(newline="\n") as stream:
         while line := stream.readline(LONGEST):
@@ -78,7 +70,7 @@ def text_lines(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
             if len(line) == LONGEST and not line.endswith("\n"):
                 while not line.endswith("\n") and (line := stream.readline(LONGEST)):
                     pass
-                yield Source(path, number), too_long()
+                yield Source(path, number), Refused(TOO_LONG.format(LONGEST))
             elif not line.isspace() and line.strip(f"{BOM} \r\n\t"):
                 yield Source(path, number), charset.refused() if charset.refuses(line) else line
 
@@ -93,10 +85,9 @@ FIX = "correct the file there; jsonl, one row a line, survives a broken row"
 
 
 def document_rows(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
-    """Every row of the document: the line at which it begins, and in an array its number from 1.
+    """Yield every row of the document: the line at which it begins, and in an array its number from 1.
 
-    Raises:
-        DataError: it is not JSON as a whole.
+    Raises DataError: it is not JSON as a whole.
     """
     with charset.open(newline="") as stream:
         text = _Text(charset, stream)
@@ -114,14 +105,13 @@ class _Text:
 
     def __init__(self, charset: Charset, stream: TextIO, *, line: int = 1) -> None:
         """`line` is that of the document's first character."""
-        self.charset = charset
-        self._stream = stream
+        self.charset, self._stream = charset, stream
         self._held, self._at = "", 0
         self._line, self._counted = line, 0  # the line of the character at _counted
         self.most = LONGEST
 
     def next_character(self) -> str:
-        """The next character that is not white space; empty at the end. The place is then before it."""
+        """Return the next character that is not white space; empty at the end. The place is then before it."""
         while True:
             found = SPACE.match(self._held, self._at)
             self._at = found.end() if found else self._at
@@ -143,7 +133,7 @@ class _Text:
         return self._line
 
     def next_value(self) -> str:
-        """The text of the next JSON value; the place is then after it."""
+        """Return the text of the next JSON value; the place is then after it."""
         self.next_character()
         while True:
             try:
@@ -151,7 +141,8 @@ class _Text:
             except BROKEN_JSON as error:
                 if isinstance(error, json.JSONDecodeError) and self._grow():
                     continue
-                raise self.broken(_flaw(error), getattr(error, "pos", self._at)) from error
+                flaw = f": {error.msg}" if isinstance(error, json.JSONDecodeError) else f" that can be read: {error}"
+                raise self.broken(f"is not JSON{flaw}", getattr(error, "pos", self._at)) from error
             if end == len(self._held) and self._grow():  # a number might go on
                 continue
             value, self._at = self._held[self._at : end], end
@@ -163,7 +154,7 @@ class _Text:
             raise self.broken("has text after the end of the JSON document")
 
     def broken(self, what: str, at: int | None = None) -> DataError:
-        """The error about a character, by default the next one."""
+        """Return the error about a character, by default the next one."""
         line = self.line + (0 if at is None else self._held.count("\n", self._at, at))
         return DataError(what, where=f"{self.charset.file}:{line}", fix=FIX)
 
@@ -180,7 +171,7 @@ class _Text:
 
 
 def _array_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
-    """The elements of the array that begins here; the place is then after it."""
+    """Yield the elements of the array that begins here; the place is then after it."""
     path, number = str(text.charset.file), 0
     text.skip("[")
     more = text.next_character() != "]"
@@ -199,38 +190,26 @@ def _array_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
 
 
 def _object_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
-    charset = text.charset
+    """Yield the rows of the one list in the object that begins here; the object itself where it is a row."""
+    charset, names, lists = text.charset, [], []
     text.most = MOST_OF_OBJECT
     text.next_character()
     first = text.line
     whole = text.next_value()
     text.expect_end()
-    members = list(_members(charset, whole, line=first))
-    lists = [(value, line) for _, value, line in members if value.startswith("[")]
-    if detect_layout(name for name, *_ in members) is None and len(lists) == 1:
+    members = _Text(charset, io.StringIO(whole, newline=""), line=first)
+    members.most = MOST_OF_OBJECT
+    if members.next_character() == "{":
+        members.skip("{")
+        while members.next_character() != "}":
+            names.append(json.loads(members.next_value()))
+            members.skip(":")
+            members.next_character()
+            line, value = members.line, members.next_value()
+            lists += [(value, line)] if value.startswith("[") else []
+            members.skip(",")
+    if detect_layout(names) is None and len(lists) == 1:
         rows, line = lists[0]
         yield from _array_rows(_Text(charset, io.StringIO(rows, newline=""), line=line))
     else:
         yield Source(str(charset.file), first), charset.refused() if charset.refuses(whole) else whole
-
-
-def _members(charset: Charset, whole: str, *, line: int) -> Iterator[tuple[str, str, int]]:
-    """Name, value as text, and the value's line of each member of an object; nothing when the text is no object."""
-    text = _Text(charset, io.StringIO(whole, newline=""), line=line)
-    text.most = MOST_OF_OBJECT
-    if text.next_character() != "{":
-        return
-    text.skip("{")
-    while text.next_character() != "}":
-        name = json.loads(text.next_value())
-        text.skip(":")
-        text.next_character()
-        line = text.line
-        yield name, text.next_value(), line
-        text.skip(",")
-
-
-def _flaw(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"is not JSON: {error.msg}"
-    return f"is not JSON that can be read: {error}"

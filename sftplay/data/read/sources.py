@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from sftplay.data.read.encodings import BOM, Charset
 from sftplay.data.read.files import find_suffix, list_files
-from sftplay.data.read.json_rows import JsonRow, UnparsedRow, document_rows, line_rows, parsed
+from sftplay.data.read.json_rows import JsonRow, UnparsedRow, byte_lines, document_rows, parsed, text_lines
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
@@ -25,11 +25,6 @@ if TYPE_CHECKING:  # at run time it would bring pydantic into every worker
     from sftplay.config.data import DataConfig
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-LONGEST_NAME = 96
-"""The hub's own limit."""
-
-LONGEST_FIRST = 1 << 19
-"""Characters of a first line that are read; a longer one counts as cut off."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +32,9 @@ class Dialect:
     """How to read text files: what their bytes do not show."""
 
     encoding: str = "auto"
-    """Python's name of an encoding; auto is UTF-8, or UTF-16 and UTF-32 where they show. A byte order mark is always
-    believed."""
+    """Python's name; auto is UTF-8, or UTF-16 and UTF-32 where they show. A byte order mark is always believed."""
 
-    delimiter: str = "auto"
-    """Character between the cells of csv and tsv; auto finds it in the header."""
+    delimiter: str = "auto"  # character between the cells of csv and tsv; auto finds it in the header
 
 
 def read_dialect(data: DataConfig) -> Dialect:
@@ -60,8 +53,7 @@ def read_raw(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, 
 
     Rows of JSON come unparsed, for `parsed`, which may run in another process. Blank lines are not rows.
 
-    Raises:
-        DataError: there is no such file, or it cannot be read as what it claims to be.
+    Raises DataError: there is no such file, or it cannot be read as what it claims to be.
     """
     if is_hub_name(path):
         from sftplay.data.read.hub import read_hub_rows
@@ -69,17 +61,23 @@ def read_raw(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, 
         yield from read_hub_rows(path)
         return
     for file in list_files(path):
-        yield from _file_rows(file, dialect)
+        source = Source(str(file), 0)
+        try:
+            for source, raw in _read_file(file, dialect):
+                yield source, raw
+        except (OSError, EOFError, zlib.error, UnicodeError) as error:
+            raise _unreadable(file, source.line, error=error) from error
 
 
 def is_hub_name(path: str) -> bool:
     """Return True if `path` can only be a hub name: no local file, no file suffix, and no local folder of that org."""
-    shape = len(path) <= LONGEST_NAME and HUB_NAME.fullmatch(path) is not None and not find_suffix(path)
-    return shape and not Path(path).exists() and not Path(path).parent.is_dir()
+    # 96 characters are the hub's own limit.
+    fits = len(path) <= 96 and HUB_NAME.fullmatch(path) is not None and not find_suffix(path)
+    return fits and not Path(path).exists() and not Path(path).parent.is_dir()
 
 
 def content_digest(path: str) -> str:
-    """Hex digest that changes whenever a byte of the rows, or a file's name in a folder, changes.
+    """Return a hex digest that changes whenever a byte of the rows, or a file's name in a folder, changes.
 
     Whole files are hashed, at about 1 GB/s: size and time stamp alone miss an edit made within the clock's grain.
     """
@@ -94,11 +92,7 @@ def content_digest(path: str) -> str:
 
 
 def file_digest(file: Path) -> bytes:
-    """Digest of all bytes of a file.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """Return the digest of all bytes of a file, or raise DataError where it cannot be read."""
     try:
         with file.open("rb") as stream:
             return hashlib.file_digest(stream, "blake2b").digest()
@@ -106,16 +100,7 @@ def file_digest(file: Path) -> bytes:
         raise _unreadable(file, 0, error=error) from error
 
 
-def _file_rows(file: Path, dialect: Dialect) -> Iterator[tuple[Source, UnparsedRow]]:
-    source = Source(str(file), 0)
-    try:
-        for source, raw in _rows_of_kind(file, dialect):
-            yield source, raw
-    except (OSError, EOFError, zlib.error, UnicodeError) as error:
-        raise _unreadable(file, source.line, error=error) from error
-
-
-def _rows_of_kind(file: Path, dialect: Dialect) -> Iterator[tuple[Source, UnparsedRow]]:
+def _read_file(file: Path, dialect: Dialect) -> Iterator[tuple[Source, UnparsedRow]]:
     kind = find_suffix(file).removesuffix(".gz")
     if kind == ".parquet":
         from sftplay.data.read.tables import parquet_rows
@@ -126,33 +111,26 @@ def _rows_of_kind(file: Path, dialect: Dialect) -> Iterator[tuple[Source, Unpars
         from sftplay.data.read.tables import csv_rows
 
         return csv_rows(charset, dialect.delimiter)
-    return line_rows(charset) if _is_lines(charset, is_named_json=kind == ".json") else document_rows(charset)
+    if not _has_lines(charset, is_named_json=kind == ".json"):
+        return document_rows(charset)
+    return byte_lines(charset) if charset.is_utf8 else text_lines(charset)
 
 
-def _is_lines(charset: Charset, *, is_named_json: bool) -> bool:
-    """Lines or one document: decided by what is inside, because files are often misnamed."""
-    first, has_more = _first_line(charset)
-    is_array = first.startswith("[")
-    if is_named_json or is_array:
-        return has_more and _is_json(first) and not (is_named_json and is_array)
-    return True
-
-
-def _first_line(charset: Charset) -> tuple[str, bool]:
-    """The first line that is not blank, without a byte order mark, and whether another follows."""
-    first = ""
+def _has_lines(charset: Charset, *, is_named_json: bool) -> bool:
+    """Decide between lines and one document by what is inside, because files are often misnamed."""
+    first, has_more = "", False
     with charset.open(newline="\n") as stream:
-        while line := stream.readline(LONGEST_FIRST):
+        while not has_more and (line := stream.readline(1 << 19)):  # a longer one counts as cut off
             text = line.strip(f"{BOM} \t\r\n")
-            if text and first:
-                return first, True
+            has_more = bool(text and first)
             first = first or text
-    return first, False
-
-
-def _is_json(text: str) -> bool:
+    is_array = first.startswith("[")
+    if not (is_named_json or is_array):
+        return True
+    if not has_more or (is_named_json and is_array):
+        return False
     try:
-        json.loads(text)
+        json.loads(first)
     except (ValueError, RecursionError):
         return False
     return True
@@ -160,11 +138,12 @@ def _is_json(text: str) -> bool:
 
 def _unreadable(file: Path, line: int, *, error: Exception) -> DataError:
     """Return the error about a file that cannot be read; `line` is that of its last good row, 0 for none."""
-    where = f"{file}:{line + 1}" if line else str(file)
     if isinstance(error, EOFError):
-        return DataError("ends in the middle: the gzip file is cut off", where=where, fix="copy it again")
-    if isinstance(error, OSError) and error.errno is not None:
-        return DataError(f"cannot be read: {error.strerror}", where=where, fix="check its permissions")
-    if isinstance(error, UnicodeError):
-        return DataError(f"cannot be decoded: {error}", where=where, fix="set data.encoding to the one it is in")
-    return DataError(f"is a damaged gzip file: {error}", where=where, fix="copy it again, or take .gz off its name")
+        what, fix = "ends in the middle: the gzip file is cut off", "copy it again"
+    elif isinstance(error, OSError) and error.errno is not None:
+        what, fix = f"cannot be read: {error.strerror}", "check its permissions"
+    elif isinstance(error, UnicodeError):
+        what, fix = f"cannot be decoded: {error}", "set data.encoding to the one it is in"
+    else:
+        what, fix = f"is a damaged gzip file: {error}", "copy it again, or take .gz off its name"
+    return DataError(what, where=f"{file}:{line + 1}" if line else str(file), fix=fix)

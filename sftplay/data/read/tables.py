@@ -16,16 +16,13 @@ from sftplay.data.read.json_rows import LONGEST, JsonRow
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
-DELIMITERS = (",", ";", "\t", "|")
-
 ReadRow = tuple[Source, JsonRow | Refused]
 
 
 def csv_rows(charset: Charset, delimiter: str = "auto") -> Iterator[ReadRow]:
-    """Every row below the header; a row is placed at its first line.
+    """Yield every row below the header; a row is placed at its first line.
 
-    Raises:
-        DataError: the header cannot be used, or no table can have this delimiter.
+    Raises DataError: the header cannot be used, or no table can have this delimiter.
     """
     csv.field_size_limit(min(LONGEST, sys.maxsize))  # the default refuses a cell longer than 131,072 characters
     path = str(charset.file)
@@ -36,21 +33,34 @@ def csv_rows(charset: Charset, delimiter: str = "auto") -> Iterator[ReadRow]:
             return
         if charset.refuses(header_line):
             raise DataError(f"the header {charset.refused().reason}", where=f"{path}:{lines.start}", fix=FIX_HEADER)
-        delimiter = _delimiter(header_line, delimiter, file=charset.file)
+        delimiter = _find_delimiter(header_line, delimiter, file=charset.file)
         records = _records(csv.reader(lines, delimiter=delimiter, strict=True), lines)
         start, header = next(records)
         if isinstance(header, Refused):
             raise DataError(f"the header {header.reason}", where=f"{path}:{start}", fix=FIX_HEADER)
-        names = _names(header, f"{path}:{start}")
+        names = [cell.strip() or f"(column {place})" for place, cell in enumerate(header, 1)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            what = f"the header names {twice[0]!r} twice"
+            raise DataError(what, where=f"{path}:{start}", fix="rename one of the two columns")
         for start, cells in records:
-            yield Source(path, start), _csv_row(names, cells, charset=charset)
+            row: JsonRow | Refused
+            if isinstance(cells, Refused):
+                row = cells
+            elif len(names) != len(cells):
+                row = Refused(f"has {len(cells)} columns where the header has {len(names)}")
+            elif cells[0].startswith(BOM):
+                what = "begins with a byte order mark: another file, perhaps with a header, was put behind the first"
+                row = Refused(what)
+            else:
+                is_foreign = charset.refuses("".join(cells))
+                row = charset.refused() if is_foreign else dict(zip(names, cells, strict=True))
+            yield Source(path, start), row
 
 
 def parquet_rows(file: Path, columns: Collection[str] | None = None) -> Iterator[ReadRow]:
-    """Every row, numbered from 1, a part of the file in memory at a time; of `columns` only, where they are named.
+    """Yield every row, numbered from 1, a part of the file in memory at a time; only `columns`, where they are named.
 
-    Raises:
-        DataError: it is no parquet file, or a damaged one.
+    Raises DataError: it is no parquet file, or a damaged one.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -73,7 +83,7 @@ def parquet_rows(file: Path, columns: Collection[str] | None = None) -> Iterator
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the fields that are null in the objects inside it.
+    """Return the value without the fields that are null in the objects inside it.
 
     Arrow gives all objects of a column the same fields; null stands there for a field that an object does not have.
     """
@@ -92,8 +102,7 @@ class _Lines:
         self._stream, self._path = stream, path
         self._waiting: deque[str] = deque()
         self._taken: list[str] = []
-        self.start = 1
-        """Line at which the record begins that is being read."""
+        self.start = 1  # line at which the record begins that is being read
 
     def __iter__(self) -> _Lines:
         return self
@@ -109,7 +118,7 @@ class _Lines:
         return line
 
     def first(self) -> str:
-        """The first line that is not blank, without a byte order mark; empty if there is none."""
+        """Return the first line that is not blank, without a byte order mark; empty if there is none."""
         for line in self:
             if text := line.removeprefix(BOM).strip("\r\n "):
                 self._waiting.append(line.removeprefix(BOM))
@@ -130,7 +139,7 @@ class _Lines:
 
 
 def _records(reader: Any, lines: _Lines) -> Iterator[tuple[int, list[str] | Refused]]:
-    """First line and cells of each record. A quote that spoils a record costs its first line and no other."""
+    """Yield first line and cells of each record. A quote that spoils a record costs its first line and no other."""
     while True:
         try:
             cells = next(reader)
@@ -145,7 +154,7 @@ def _records(reader: Any, lines: _Lines) -> Iterator[tuple[int, list[str] | Refu
         lines.next_record()
 
 
-def _delimiter(header: str, named: str, *, file: Path) -> str:
+def _find_delimiter(header: str, named: str, *, file: Path) -> str:
     """The one that is named; else that with which the header has a known layout; else that of the most columns."""
     if named != "auto":
         try:
@@ -154,50 +163,18 @@ def _delimiter(header: str, named: str, *, file: Path) -> str:
             fix = "write auto, or one character"
             raise DataError(f"{named!r} cannot be a delimiter: {error}", where="data.delimiter", fix=fix) from error
         return named
-    candidates = ("\t", *DELIMITERS) if find_suffix(file).startswith(".tsv") else DELIMITERS
-    found = {
-        candidate: [name.strip() for name in next(csv.reader([header], delimiter=candidate))]
-        for candidate in candidates
-    }
+    is_tsv = find_suffix(file).startswith(".tsv")
+    candidates = ["\t", ",", ";", "|"] if is_tsv else [",", ";", "\t", "|"]
+    found = {one: [name.strip() for name in next(csv.reader([header], delimiter=one))] for one in candidates}
     known = [candidate for candidate in candidates if detect_layout(found[candidate]) is not None]
     return max(known or candidates, key=lambda candidate: len(found[candidate]))
 
 
-def _names(cells: list[str], where: str) -> list[str]:
-    names = [cell.strip() or f"(column {place})" for place, cell in enumerate(cells, 1)]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise DataError(f"the header names {twice[0]!r} twice", where=where, fix="rename one of the two columns")
-    return names
-
-
-def _csv_row(names: list[str], cells: list[str] | Refused, *, charset: Charset) -> JsonRow | Refused:
-    if isinstance(cells, Refused):
-        return cells
-    if len(names) != len(cells):
-        return Refused(f"has {len(cells)} columns where the header has {len(names)}")
-    if cells[0].startswith(BOM):
-        return Refused("begins with a byte order mark: another file, perhaps with a header, was put behind the first")
-    if charset.refuses("".join(cells)):
-        return charset.refused()
-    return dict(zip(names, cells, strict=True))
-
-
-def _batch_rows(batch: Any) -> Iterator[JsonRow | Refused]:
+def _batch_rows(batch: Any) -> list[JsonRow | Refused]:
     try:
         rows = batch.to_pylist(maps_as_pydicts="strict")
-    except (ValueError, OverflowError, KeyError):  # one of them holds what Python cannot: look for it
-        rows = [_lone_row(batch.slice(place, 1)) for place in range(batch.num_rows)]
-    for row in rows:
-        if isinstance(row, Refused):
-            yield row
-        else:
-            yield {name: without_nulls(value) for name, value in row.items()}
-
-
-def _lone_row(batch: Any) -> JsonRow | Refused:
-    try:
-        row: JsonRow = batch.to_pylist(maps_as_pydicts="strict")[0]
-    except (ValueError, OverflowError, KeyError) as error:
-        return Refused(f"holds a value that cannot be read: {error}")
-    return row
+    except (ValueError, OverflowError, KeyError) as error:  # one of them holds what Python cannot: look for it
+        if batch.num_rows == 1:
+            return [Refused(f"holds a value that cannot be read: {error}")]
+        return [row for place in range(batch.num_rows) for row in _batch_rows(batch.slice(place, 1))]
+    return [{name: without_nulls(value) for name, value in row.items()} for row in rows]

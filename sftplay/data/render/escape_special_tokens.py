@@ -18,14 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from sftplay.data.records import Call, Chat, Message, Record, Text
+from sftplay.data.records import Call, Chat, Record, Text
 from sftplay.data.render.templates import CLOSE, OPEN, Span
 from sftplay.errors import DataError
 
-GUARD = "\ufdd2"
-"""Stands inside a typed special token, and before a written one: a noncharacter, like OPEN and CLOSE."""
-
-THOUGHTS = ("<think>", "</think>")
+GUARD = "\ufdd2"  # stands inside a typed special token, and before a written one: a noncharacter, like OPEN and CLOSE
 
 
 class SpecialTokenEscaper:
@@ -33,17 +30,16 @@ class SpecialTokenEscaper:
 
     def __init__(self, special: Iterable[str]) -> None:
         known = [token for token in special if len(token) > 1]
-        self._search = re.compile(f"[{OPEN}{CLOSE}{GUARD}]|{_alternation(known)}").search
+        self._search = re.compile(f"[{OPEN}{CLOSE}{GUARD}]|{alternation(known)}").search
         self._firsts = sorted({token[0] for token in known if token.isascii()})
-        self._typed = re.compile(_alternation(known))
-        self._said = re.compile(_alternation(token for token in known if token not in THOUGHTS))
-        self._events = re.compile(f"{GUARD}|{_alternation(known)}")
+        self._typed = re.compile(alternation(known))
+        self._said = re.compile(alternation(token for token in known if token not in ("<think>", "</think>")))
+        self._events = re.compile(f"{GUARD}|{alternation(known)}")
 
     def guarded(self, record: Record) -> tuple[Record, int]:
-        """The record with a guard in each special token that it types, and how many there are.
+        """Return the record with a guard in each special token that it types, and how many there are.
 
-        Raises:
-            DataError: the record holds one of the three noncharacters itself.
+        Raises DataError: the record holds one of the three noncharacters itself.
         """
         if self._is_plain(record):
             return record, 0
@@ -55,18 +51,27 @@ class SpecialTokenEscaper:
             nonlocal count
             n_found = 1
             while n_found:  # what is left of two that overlap may be a third
-                text, n_found = pattern.subn(_broken, text)
+                text, n_found = pattern.subn(lambda match: match[0][0] + GUARD + match[0][1:], text)
                 count += n_found
             return text
 
         if isinstance(record, Text):
             return replace(record, text=escape_text(record.text)), count
-        turns = tuple(self._guarded_turn(message, escape_text) for message in record.messages)
-        changed = replace(record, messages=turns, tools=_in_json(record.tools, escape_text))
+        turns = []
+        for message in record.messages:
+            calls = tuple(
+                Call(escape_text(call.name), _map_json(call.arguments, escape_text), call.id)
+                if any(map(self._search, _call_texts(call)))
+                else call
+                for call in message.calls
+            )
+            content = escape_text(message.content, self._said if message.role == "assistant" else self._typed)
+            turns.append(replace(message, content=content, calls=calls, name=escape_text(message.name)))
+        changed = replace(record, messages=tuple(turns), tools=_map_json(record.tools, escape_text))
         return (changed, count) if count else (record, 0)
 
-    def spelled(self, text: str, spans: Iterable[Span]) -> tuple[str, list[Span]]:
-        """A guarded rendering with its guards taken out and one put before each control token; the spans moved along.
+    def spelled(self, text: str, spans: Iterable[Span]) -> tuple[str, tuple[Span, ...]]:
+        """Take the guards out of a guarded rendering and put one before each control token; move the spans along.
 
         It begins at the same places of the chat: only what is between the characters has changed.
         """
@@ -78,45 +83,28 @@ class SpecialTokenEscaper:
             parts += (text[at : match.start()], "" if is_guard else GUARD + match.group())
             moves.append((match.start(), -1 if is_guard else 1))
             at = match.end()
-        parts.append(text[at:])
-        moved = [(_moved(start, moves), _moved(end, moves)) for start, end in spans]
-        return "".join(parts), moved
+
+        def move(edge: int) -> int:
+            return edge + sum(step for place, step in moves if place < edge)
+
+        return "".join([*parts, text[at:]]), tuple((move(start), move(end)) for start, end in spans)
 
     def _is_plain(self, record: Record) -> bool:
         """Return True if there is nothing to guard or refuse; nearly every record takes this way."""
         if isinstance(record, Chat) and not record.tools:
             for message in record.messages:
-                if message.calls or message.name or self._may_hold(message.content):
+                text = message.content
+                # Searching for single characters is fast, and most texts have none that begins a token.
+                may_hold = not text.isascii() or any(character in text for character in self._firsts)
+                if message.calls or message.name or (may_hold and self._search(text)):
                     break
             else:
                 return True
         return not any(map(self._search, _texts(record)))
 
-    def _may_hold(self, text: str) -> bool:
-        """Return False if the text surely has nothing to escape; searching for single characters is fast."""
-        if not text.isascii():
-            return self._search(text) is not None
-        for character in self._firsts:
-            if character in text:
-                return self._search(text) is not None
-        return False
-
-    def _guarded_turn(self, message: Message, escape_text: Callable[..., str]) -> Message:
-        pattern = self._said if message.role == "assistant" else self._typed
-        calls = tuple(
-            Call(escape_text(call.name), _in_json(call.arguments, escape_text), call.id) if self._types(call) else call
-            for call in message.calls
-        )
-        return replace(
-            message, content=escape_text(message.content, pattern), calls=calls, name=escape_text(message.name)
-        )
-
-    def _types(self, call: Call) -> bool:
-        return any(map(self._search, _call_texts(call)))
-
 
 def without_guards(text: str) -> str:
-    """The text without its guards."""
+    """Return the text without its guards."""
     return text.replace(GUARD, "")
 
 
@@ -157,44 +145,30 @@ def _json_texts(text: str) -> Iterator[str]:
     """Yield the JSON text, and its strings where escapes hide what they contain."""
     yield text
     if "\\" in text:
-        yield from _strings(json.loads(text))
+        found: list[str] = []
+
+        def note(string: str) -> str:
+            found.append(string)
+            return string
+
+        _map_json(text, note)
+        yield from found
 
 
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield key
-            yield from _strings(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _strings(inner)
+def _map_json(text: str, change: Callable[[str], str]) -> str:
+    """Return the JSON text with its strings changed: a template may rewrite what is between them, guards too."""
+
+    def apply(value: Any) -> Any:
+        if isinstance(value, str):
+            return change(value)
+        if isinstance(value, dict):
+            return {change(key): apply(inner) for key, inner in value.items()}
+        return [apply(inner) for inner in value] if isinstance(value, list) else value
+
+    return json.dumps(apply(json.loads(text)), ensure_ascii=False) if text else text
 
 
-def _in_json(text: str, escape_text: Callable[..., str]) -> str:
-    """The JSON text with its strings guarded: a template may rewrite what is between them, guards too."""
-    return json.dumps(_mapped(json.loads(text), escape_text), ensure_ascii=False) if text else text
-
-
-def _mapped(value: Any, escape_text: Callable[..., str]) -> Any:
-    if isinstance(value, str):
-        return escape_text(value)
-    if isinstance(value, dict):
-        return {escape_text(key): _mapped(inner, escape_text) for key, inner in value.items()}
-    return [_mapped(inner, escape_text) for inner in value] if isinstance(value, list) else value
-
-
-def _alternation(tokens: Iterable[str]) -> str:
-    """A pattern for any of `tokens`, at one place the longest."""
+def alternation(tokens: Iterable[str]) -> str:
+    """Return a pattern for any of `tokens`, at one place the longest; without tokens it matches nowhere."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return f"(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})"
-
-
-def _broken(match: re.Match[str]) -> str:
-    found = match.group()
-    return found[0] + GUARD + found[1:]
-
-
-def _moved(edge: int, moves: Iterable[tuple[int, int]]) -> int:
-    return edge + sum(move for place, move in moves if place < edge)

@@ -1,14 +1,16 @@
-"""Find which characters of a rendered chat its template learns from: by generation tags, or by sentinels."""
+"""Find which characters of a rendered chat are learned: by generation tags, by sentinels, or by prefixes."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from sftplay.data.records import Call, Chat, Message
+from sftplay.data.render.escape_special_tokens import alternation
 from sftplay.data.render.templates import ChatTemplate, Span
 from sftplay.errors import DataError
 
@@ -17,48 +19,20 @@ TRIED_TURNS = 100
 which the template writes the same text as before an earlier one has the same prompt: to render thousands takes
 quadratic time."""
 
-EDGE = " \n "
-"""White space put around the marks, to see on which side a template trims."""
+EDGE = " \n "  # white space put around the marks, to see on which side a template trims
 
 
 class Unproven(Exception):
     """The method cannot vouch for this chat; the message gives the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class SentinelLayout:
-    """The text that a template writes around the messages of a chat with given roles."""
+def read_sentinel_layout(
+    template: ChatTemplate, roles: Sequence[str], *, end: re.Pattern[str]
+) -> Callable[[Sequence[Message]], tuple[str, list[Span]]]:
+    """Read what a template writes around the messages of a chat with these roles.
 
-    gaps: tuple[str, ...]
-    """Text before each message, and after the last."""
-
-    keeps_left: tuple[bool, ...]
-    keeps_right: tuple[bool, ...]
-    """Whether white space at that edge of a message's text survives."""
-
-    heads: tuple[int, ...]
-    """For each message, how much of its gap belongs to the inference prompt."""
-
-    tails: tuple[int, ...]
-    """For each message, how much of the gap after it belongs to its turn: up to the end-of-turn token."""
-
-    def assemble(self, messages: tuple[Message, ...]) -> tuple[str, list[Span]]:
-        """The text the template must give for `messages`, and each message's span in it."""
-        parts, spans, at = [self.gaps[0]], [], len(self.gaps[0])
-        for index, message in enumerate(messages):
-            text = message.content
-            text = text if self.keeps_left[index] else text.lstrip()
-            text = text if self.keeps_right[index] else text.rstrip()
-            gap = self.gaps[index + 1]
-            begin = at - len(self.gaps[index]) + self.heads[index]
-            spans.append((begin, at + len(text) + self.tails[index]))
-            parts += (text, gap)
-            at += len(text) + len(gap)
-        return "".join(parts), spans
-
-
-def read_sentinel_layout(template: ChatTemplate, roles: Sequence[str], *, end: re.Pattern[str]) -> SentinelLayout:
-    """The layout of chats with these roles; `end` matches an end-of-turn token and white space before it.
+    It gives a function from messages to the text that the template must write for them, and each message's span in it.
+    `end` matches an end-of-turn token and white space before it.
 
     Raises:
         Unproven: a text is missing, doubled or out of order, inference would prompt otherwise, or a turn has no end.
@@ -68,51 +42,46 @@ def read_sentinel_layout(template: ChatTemplate, roles: Sequence[str], *, end: r
     marks = [f"\ue0f0m{index}\ue0f1" for index in range(len(roles))]
     probes = [Message(role, EDGE + mark + EDGE) for role, mark in zip(roles, marks)]  # type: ignore[arg-type]
     text, _ = template.render(probes)
-    gaps = _gaps(text, marks)
-    keeps_left = tuple(gap.endswith(EDGE) for gap in gaps[:-1])
-    keeps_right = tuple(gap.startswith(EDGE) for gap in gaps[1:])
+    gaps = [text]
+    for index, mark in enumerate(marks):
+        if text.count(mark) != 1 or mark not in gaps[-1]:
+            raise Unproven(f"the text of message {index + 1} appears {text.count(mark)} times or out of order")
+        gaps[-1:] = gaps[-1].split(mark)
+    # Whether white space at that edge of a message's text survives.
+    keeps_left, keeps_right = [gap.endswith(EDGE) for gap in gaps[:-1]], [gap.startswith(EDGE) for gap in gaps[1:]]
     for index in range(len(roles)):
         gaps[index] = gaps[index].removesuffix(EDGE) if keeps_left[index] else gaps[index]
         gaps[index + 1] = gaps[index + 1].removeprefix(EDGE) if keeps_right[index] else gaps[index + 1]
-    heads, tails = [], []
+    # How much of the gap before a message belongs to the inference prompt, and of the gap behind it to its turn: up to
+    # the end-of-turn token.
+    heads, tails = [0] * len(roles), [0] * len(roles)
     known: dict[tuple[str, bool], int] = {}
-    for index, role in enumerate(roles):
-        head = 0
-        if role == "assistant" and index > 0:
-            form = gaps[index], keeps_left[index]
-            if form not in known or index < TRIED_TURNS or index == len(roles) - 1:
-                prompt = template.render(probes[:index], prompts=True)[0]
-                before = text[: text.index(marks[index])]
-                known[form] = _head(before, prompt, gap=gaps[index], edge=len(EDGE) if keeps_left[index] else 0)
-            head = known[form]
-        heads.append(head)
-        tails.append(_tail(gaps[index + 1], end) if role == "assistant" else 0)
-    return SentinelLayout(tuple(gaps), keeps_left, keeps_right, tuple(heads), tuple(tails))
+    for index in (index for index, role in enumerate(roles) if role == "assistant"):
+        form = gaps[index], keeps_left[index]
+        if index and (form not in known or index < TRIED_TURNS or index == len(roles) - 1):
+            prompt, before = template.render(probes[:index], prompts=True)[0], text[: text.index(marks[index])]
+            if not before.startswith(prompt):
+                raise Unproven(f"at inference an answer would follow {prompt[-40:]!r}, in training {before[-40:]!r}")
+            # What follows the prompt is learned: text the template puts first, and the answer's white space where kept.
+            n_learned = len(before) - len(prompt) - len(EDGE) * keeps_left[index]
+            known[form] = len(gaps[index]) - max(n_learned, 0)
+        heads[index] = known[form] if index else 0
+        match = end.match(gaps[index + 1])
+        if not match:
+            raise Unproven(f"no end-of-turn token follows the assistant's text but {gaps[index + 1][:40]!r}")
+        tails[index] = match.end()
 
+    def assemble(messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        parts, spans, at = [gaps[0]], [], len(gaps[0])
+        for index, message in enumerate(messages):
+            content = message.content if keeps_left[index] else message.content.lstrip()
+            content = content if keeps_right[index] else content.rstrip()
+            spans.append((at - len(gaps[index]) + heads[index], at + len(content) + tails[index]))
+            parts += (content, gaps[index + 1])
+            at += len(content) + len(gaps[index + 1])
+        return "".join(parts), spans
 
-def _gaps(text: str, marks: Sequence[str]) -> list[str]:
-    gaps, rest = [], text
-    for index, mark in enumerate(marks):
-        if text.count(mark) != 1 or mark not in rest:
-            raise Unproven(f"the text of message {index + 1} appears {text.count(mark)} times or out of order")
-        gap, _, rest = rest.partition(mark)
-        gaps.append(gap)
-    return [*gaps, rest]
-
-
-def _head(before: str, prompt: str, *, gap: str, edge: int) -> int:
-    """Return how much of `gap`, the template's text before an answer, the inference prompt ends with."""
-    if not before.startswith(prompt):
-        raise Unproven(f"at inference an answer would follow {prompt[-40:]!r}, in training {before[-40:]!r}")
-    # What follows the prompt is learned: text the template puts first, and white space of the answer where kept.
-    return len(gap) - max(len(before) - len(prompt) - edge, 0)
-
-
-def _tail(gap: str, end: re.Pattern[str]) -> int:
-    match = end.match(gap)
-    if not match:
-        raise Unproven(f"no end-of-turn token follows the assistant's text but {gap[:40]!r}")
-    return match.end()
+    return assemble
 
 
 def uses_tools(chat: Chat) -> bool:
@@ -120,11 +89,10 @@ def uses_tools(chat: Chat) -> bool:
     return bool(chat.tools) or any(message.calls or message.role == "tool" for message in chat.messages)
 
 
-def end_of_calls(text: str, calls: Sequence[Call], *, at: int) -> int:
+def find_calls_end(text: str, calls: Sequence[Call], *, at: int) -> int:
     """Find where the last name or value of `calls` ends in `text`, searching from `at`.
 
-    Raises:
-        Unproven: a name, a key or a value is not there.
+    Raises Unproven: a name, a key or a value is not there.
     """
     for call in calls:
         begin = text.find(call.name, at)
@@ -132,42 +100,17 @@ def end_of_calls(text: str, calls: Sequence[Call], *, at: int) -> int:
             raise Unproven(f"the template does not write the call of {call.name!r}")
         begin = at = begin + len(call.name)
         for key, value in _leaves(json.loads(call.arguments)):
-            end = _find_value_end(text, key, value=value, begin=begin)
+            forms = spellings(value) if isinstance(value, str) else (json.dumps(value), str(value))
+            after_key = _after(text, spellings(key), begin=begin)
+            end = _after(text, forms, begin=after_key) if after_key >= 0 else -1
             if end < 0:
                 raise Unproven(f"the template changes or drops {key}={value!r}, an argument of {call.name!r}")
             at = max(at, end)
     return at
 
 
-def check_results(text: str, chat: Chat, *, starts: Sequence[int]) -> None:
-    """Raise Unproven unless each tool's result stands in `text`, in order and before the turn that learns from it.
-
-    `starts` are where the chat's learned turns begin.
-    """
-    begins = dict(zip(chat.learned_turns(), starts, strict=True))
-    at = 0
-    for index, message in enumerate(chat.messages):
-        if message.role != "tool":
-            continue
-        until = next((begins[turn] for turn in sorted(begins) if turn > index), len(text))
-        at = _after(text, spellings(message.content), begin=at, end=until)
-        if at < 0:
-            raise Unproven(f"the template changes or drops a tool's result: {message.content[:60]!r}")
-
-
-def check_tools(text: str, without: str, *, tools: str) -> None:
-    """Raise Unproven unless `text` names all tools where it differs from `without`, the same chat without tools."""
-    start = _n_equal(text, without)
-    shared = _n_equal(text[start:][::-1], without[start:][::-1])
-    added = text[start : len(text) - shared]
-    for tool in json.loads(tools):
-        name = tool.get("function", tool).get("name", "")
-        if name not in added:
-            raise Unproven(f"the template leaves out the tool {name!r}")
-
-
 def spellings(content: str) -> Iterator[str]:
-    """The ways a template may write a text: as it is, or inside JSON or Python."""
+    """Yield the ways a template may write a text: as it is, or inside JSON or Python."""
     stripped = content.strip()
     yield stripped
     yield json.dumps(stripped, ensure_ascii=False)[1:-1]
@@ -185,7 +128,7 @@ def has_text(text: str, message: Message) -> bool:
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that holds no others, with the nearest key above it."""
+    """Yield every value that holds no others, with the nearest key above it."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _leaves(inner, name)
@@ -196,14 +139,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _find_value_end(text: str, key: str, *, value: Any, begin: int) -> int:
-    """Find the end of the value that follows its key, or -1."""
-    after = _after(text, spellings(key), begin=begin, end=len(text))
-    forms = spellings(value) if isinstance(value, str) else (json.dumps(value), str(value))
-    return _after(text, forms, begin=after, end=len(text)) if after >= 0 else -1
-
-
-def _after(text: str, forms: Iterable[str], *, begin: int, end: int) -> int:
+def _after(text: str, forms: Iterable[str], *, begin: int, end: int | None = None) -> int:
     """Find the end of the first of `forms` between the two places, or -1."""
     for form in forms:
         place = text.find(form, begin, end)
@@ -229,10 +165,15 @@ Method = Literal["markers", "sentinels", "prefixes"]
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A rendered record and the spans of its text that are learned."""
+    """A rendered record and the spans of its text that are learned, or the reason why it has none."""
 
     text: str
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...] = ()
+    problem: str = ""
+    n_escaped: int = 0
+    is_spelled: bool = False  # the text is spelled by `escape_special_tokens`, because the record types special tokens
+    is_whole_text: bool = False
+    """A plain text, not a chat: all of it is learned. The tokenizer's own BOS and an EOS go around it."""
 
 
 class TurnFinder:
@@ -244,9 +185,8 @@ class TurnFinder:
     def __init__(self, template: ChatTemplate, special_tokens: Iterable[str], *, ends: tuple[str, ...] = ()) -> None:
         self.template = template
         special = list(special_tokens)
-        self._special = _pattern(special, "+")
-        self._closing = _pattern(special, r"+\s*\Z")
-        self._layouts: dict[tuple[str, ...], SentinelLayout] = {}
+        self._special, self._closing = _pattern(special, "+"), _pattern(special, r"+\s*\Z")
+        self._layouts: dict[tuple[str, ...], Callable[[Sequence[Message]], tuple[str, list[Span]]]] = {}
         self._set_ends(ends)
 
     def learn_ends(self, chats: Iterable[Chat]) -> None:
@@ -256,12 +196,15 @@ class TurnFinder:
         """
         found = set(self.ends)
         for chat in chats:
-            try:
-                text = self.render_chat(chat)
-            except DataError:
-                continue
-            match = self._closing_match(text, chat)
-            found |= {match.group().strip()} if match else set()
+            with suppress(DataError, Unproven):
+                text, calls = self.render_chat(chat), chat.messages[-1].calls
+                if calls:  # only the end of the text shows it
+                    prompt = self.render_prompt(chat, len(chat.messages) - 1)
+                    match = self._closing.search(text, find_calls_end(text, calls, at=len(prompt)))
+                else:
+                    at = _find_answer_end(text, chat)
+                    match = self._special.match(text, at) if at >= 0 else self._closing.search(text)
+                found |= {match.group().strip()} if match else set()
         self._set_ends(tuple(sorted(found, key=len, reverse=True)))
 
     def rewrites(self, chat: Chat) -> bool:
@@ -269,14 +212,14 @@ class TurnFinder:
         whole = self.render_chat(chat)
         for part in chat.turns_apart()[:-1]:
             text = self.render_chat(part)
-            after = _after_last(text, part)
-            end = after + len(self._end_match(text, after))
+            after = _find_answer_end(text, part)
+            end = after + len(self._match_end(text, after))
             if after >= 0 and not whole.startswith(text[:end]):
                 return True
         return False
 
     def find(self, chat: Chat, method: Method) -> Marked:
-        """The chat's text with the spans of its learned turns, each checked against the assistant's text.
+        """Return the chat's text with the spans of its learned turns, each checked against the assistant's text.
 
         Raises:
             Unproven: the method does not hold for this chat.
@@ -292,7 +235,7 @@ class TurnFinder:
         return marked
 
     def place(self, chat: Chat, method: Method, *, rewrites: bool) -> list[tuple[Chat, Marked]]:
-        """The chat with its marked text; one chat and text for each turn where one text cannot show them all.
+        """Return the chat with its marked text; one chat and text for each turn where one text cannot show them all.
 
         Where `method` does not hold, prefixes are tried.
 
@@ -300,22 +243,21 @@ class TurnFinder:
             Unproven: nothing holds for this chat.
             DataError: the template refuses the chat.
         """
+
+        def find_or_prefixes(part: Chat) -> Marked:
+            if method != "prefixes":
+                with suppress(Unproven):
+                    return self.find(part, method)
+            return self.find(part, "prefixes")
+
         splittable = len(chat.learned_turns()) > 1
         if not (splittable and rewrites):
             try:
-                return [(chat, self._find_or_prefixes(chat, method))]
+                return [(chat, find_or_prefixes(chat))]
             except Unproven:
                 if not splittable:
                     raise
-        return [(part, self._find_or_prefixes(part, method)) for part in chat.turns_apart()]
-
-    def _find_or_prefixes(self, chat: Chat, method: Method) -> Marked:
-        try:
-            return self.find(chat, method)
-        except Unproven:
-            if method == "prefixes":
-                raise
-            return self.find(chat, "prefixes")
+        return [(part, find_or_prefixes(part)) for part in chat.turns_apart()]
 
     def render_chat(self, chat: Chat) -> str:
         """Render the chat."""
@@ -350,8 +292,10 @@ class TurnFinder:
     def _by_sentinels(self, chat: Chat) -> Marked:
         if uses_tools(chat):
             raise Unproven("calls have no text that a mark could replace")
-        text = self.render_chat(chat)
-        expected, spans = self._sentinel_layout(tuple(turn.role for turn in chat.messages)).assemble(chat.messages)
+        text, roles = self.render_chat(chat), tuple(turn.role for turn in chat.messages)
+        if roles not in self._layouts:
+            self._layouts[roles] = read_sentinel_layout(self.template, roles, end=self._end)
+        expected, spans = self._layouts[roles](chat.messages)
         if text != expected:
             raise Unproven("the template writes this chat's texts otherwise than it writes unique marks in their place")
         return Marked(text, tuple(spans[turn] for turn in chat.learned_turns()))
@@ -363,7 +307,7 @@ class TurnFinder:
             prompt = self.render_prompt(chat, turn)
             is_last = turn == len(chat.messages) - 1
             upto = text if is_last else self.template.render(chat.messages[: turn + 1], tools=chat.tools)[0]
-            end = self._turn_end(upto, chat.messages[turn], begin=len(prompt))
+            end = self._find_turn_end(upto, chat.messages[turn], begin=len(prompt))
             if not text.startswith(prompt):
                 raise Unproven(
                     f"in training an answer does not follow {prompt[-40:]!r}, which it would follow at inference"
@@ -373,20 +317,15 @@ class TurnFinder:
             spans.append((len(prompt), end))
         return Marked(text, tuple(spans))
 
-    def _turn_end(self, text: str, message: Message, *, begin: int) -> int:
-        """End of the last turn: after the token that follows its text, or after the token that ends everything."""
+    def _find_turn_end(self, text: str, message: Message, *, begin: int) -> int:
+        """Find the end of the last turn: after the token that follows its text, or that ends everything."""
         if message.calls:
-            match = self._any_end.search(text, end_of_calls(text, message.calls, at=begin))
+            match = self._any_end.search(text, find_calls_end(text, message.calls, at=begin))
             return match.end() if match else len(text.rstrip())
         content = message.content.strip()
         at = text.rfind(content, begin)
-        tail = self._end_match(text, at + len(content)) if at >= 0 else ""
+        tail = self._match_end(text, at + len(content)) if at >= 0 else ""
         return at + len(content) + len(tail) if tail else len(text.rstrip())
-
-    def _sentinel_layout(self, roles: tuple[str, ...]) -> SentinelLayout:
-        if roles not in self._layouts:
-            self._layouts[roles] = read_sentinel_layout(self.template, roles, end=self._end)
-        return self._layouts[roles]
 
     def _check(self, learned: str, message: Message, *, prompt: str) -> None:
         """Check that the learned text is the assistant's, apart from white space and what the template puts before.
@@ -400,7 +339,7 @@ class TurnFinder:
         if message.calls:
             if not has_text(prompt[-len(content) :] * bool(content) + body, message):
                 raise Unproven(f"the template drops the assistant's text next to its calls: {content[:60]!r}")
-            end_of_calls(body, message.calls, at=0)
+            find_calls_end(body, message.calls, at=0)
             return
         if body == content or squeezed(body).endswith(squeezed(content)):
             return
@@ -418,34 +357,35 @@ class TurnFinder:
             at = max(at, found)
             if found < 0 and not has_text(marked.text, message):
                 raise Unproven(f"the template changes or drops the {message.role}'s text: {message.content[:60]!r}")
-        if uses_tools(chat):
-            check_results(marked.text, chat, starts=[start for start, _ in marked.spans])
-        if chat.tools:
-            check_tools(marked.text, self.template.render(chat.messages)[0], tools=chat.tools)
-
-    def _closing_match(self, text: str, chat: Chat) -> re.Match[str] | None:
-        """The run of tokens after the last turn's text; after a call, only the end of the text shows it."""
-        if not chat.messages[-1].calls:
-            at = _after_last(text, chat)
-            return self._special.match(text, at) if at >= 0 else self._closing.search(text)
-        try:
-            prompt = self.render_prompt(chat, len(chat.messages) - 1)
-            return self._closing.search(text, end_of_calls(text, chat.messages[-1].calls, at=len(prompt)))
-        except (DataError, Unproven):
-            return None
+        # Each tool's result must stand in order, and before the turn that learns from it.
+        begins, at = dict(zip(chat.learned_turns(), [start for start, _ in marked.spans], strict=True)), 0
+        for index, message in enumerate(chat.messages):
+            if message.role == "tool":
+                until = next((begins[turn] for turn in sorted(begins) if turn > index), None)
+                at = _after(marked.text, spellings(message.content), begin=at, end=until)
+                if at < 0:
+                    raise Unproven(f"the template changes or drops a tool's result: {message.content[:60]!r}")
+        if chat.tools:  # all must be named in what the same chat without tools lacks
+            text, without = marked.text, self.template.render(chat.messages)[0]
+            start = _n_equal(text, without)
+            shared = _n_equal(text[start:][::-1], without[start:][::-1])
+            for tool in json.loads(chat.tools):
+                name = tool.get("function", tool).get("name", "")
+                if name not in text[start : len(text) - shared]:
+                    raise Unproven(f"the template leaves out the tool {name!r}")
 
     def _set_ends(self, ends: tuple[str, ...]) -> None:
         self.ends = ends
         self._end = _pattern(ends)
-        self._any_end = re.compile("|".join(map(re.escape, ends)) or "(?!)")
+        self._any_end = re.compile(alternation(ends))
 
-    def _end_match(self, text: str, at: int) -> str:
+    def _match_end(self, text: str, at: int) -> str:
         match = self._end.match(text, max(at, 0))
         return match.group() if match else ""
 
 
-def _after_last(text: str, chat: Chat) -> int:
-    """Position after the last assistant text, or -1 where the template does not print it."""
+def _find_answer_end(text: str, chat: Chat) -> int:
+    """Find where the last assistant text ends, or -1 where the template does not print it."""
     content = chat.answer.strip()
     at = text.rfind(content)
     return at + len(content) if at >= 0 else -1
@@ -453,9 +393,7 @@ def _after_last(text: str, chat: Chat) -> int:
 
 def _pattern(tokens: Iterable[str], repeat: str = "") -> re.Pattern[str]:
     """White space, then one of `tokens`, the longest that fits; without tokens it matches nowhere."""
-    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
-    choice = "|".join(map(re.escape, longest_first)) or "(?!)"
-    return re.compile(rf"\s*(?:{choice}){repeat}")
+    return re.compile(rf"\s*{alternation(filter(None, tokens))}{repeat}")
 
 
 def squeezed(text: str) -> str:

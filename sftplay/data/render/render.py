@@ -14,8 +14,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from sftplay.data.records import Chat, Message, Record, Text
-from sftplay.data.render.labels import PlacedText, Rendered, labelled
-from sftplay.data.render.masks import Method, TurnFinder, Unproven, uses_tools
+from sftplay.data.render.labels import Rendered, labelled
+from sftplay.data.render.masks import Marked, Method, TurnFinder, Unproven, uses_tools
 from sftplay.data.render.templates import ChatTemplate, template_hash
 from sftplay.data.render.time_limit import ROW_S, is_used, limited
 from sftplay.data.render.verify_masks import MaskMethod, verify_masks
@@ -23,21 +23,14 @@ from sftplay.data.render.vocabulary import SpecialTokens, Vocabulary
 from sftplay.data.render.writer import NOWHERE, Writer
 from sftplay.errors import DataError
 
-MOST_LATE = 2
-"""Samples on which the template did not come to an end, before the template itself is refused."""
-
 
 @dataclass(frozen=True)
 class Recipe:
     """Everything a renderer is made of, as plain data: it travels to processes that have no transformers."""
 
-    tokenizer: str
-    """The tokenizer's JSON, as the tokenizers library writes it."""
-
+    tokenizer: str  # the tokenizer's JSON, as the tokenizers library writes it
     specials: SpecialTokens
-    template: str | None
-    """The chat template's text; None where only texts are rendered."""
-
+    template: str | None  # the chat template's text; None where only texts are rendered
     proven: MaskMethod | None
 
 
@@ -64,22 +57,19 @@ class Renderer:
 
     @classmethod
     def prove(cls, tokenizer: Any, template: str | None, *, samples: Sequence[Record]) -> Renderer:
-        """A renderer with the first of three mask methods that holds on the probe chats and on `samples`.
+        """Return a renderer with the first of three mask methods that holds on the probe chats and on `samples`.
 
         Without a template only texts can be rendered; a chat then has a problem.
 
-        Raises:
-            DataError: no method holds, or the tokenizer does not give the places of its tokens in a text.
+        Raises DataError: no method holds, or the tokenizer does not give the places of its tokens in a text.
         """
         if not getattr(tokenizer, "is_fast", False):
-            fix = "use a model with a tokenizer.json"
-            raise DataError(
-                "this tokenizer does not give the places of its tokens in the text", where="model.name", fix=fix
-            )
+            what = "this tokenizer does not give the places of its tokens in the text"
+            raise DataError(what, where="model.name", fix="use a model with a tokenizer.json")
         vocabulary, proven = Vocabulary.from_tokenizer(tokenizer), None
         if template is not None:
             compiled = ChatTemplate(template, vocabulary.specials.named)
-            chats = _rendered_in_time(compiled, [sample for sample in samples if isinstance(sample, Chat)])
+            chats = _drop_late(compiled, [sample for sample in samples if isinstance(sample, Chat)])
             with limited():
                 try:
                     proven = verify_masks(Writer(vocabulary), compiled, samples=chats)
@@ -117,38 +107,35 @@ class Renderer:
         return sorted({encoding.ids[-1] for encoding in vocabulary.encode(self._proven.ends)})
 
     def render(self, records: Sequence[Record], max_tokens: int | None = None) -> list[Rendered]:
-        """The examples of `records`, in order: one a record, several where a chat had to be split.
+        """Return the examples of `records`, in order: one a record, several where a chat had to be split.
 
         A record that cannot be trained on gives an example with a `problem`. With `max_tokens`, only the beginning of
         a far longer text is tokenised.
         """
-        placed = [found for index, record in enumerate(records) for found in self._place(index, record)]
-        return labelled(self._writer.vocabulary, placed, max_tokens=max_tokens)
+        return labelled(self._writer.vocabulary, [self._mark(record) for record in records], max_tokens=max_tokens)
 
     def prompt_text(self, messages: Sequence[Message], tools: str = "") -> str:
-        """The text that asks the model to answer `messages`.
+        """Return the text that asks the model to answer `messages`.
 
-        Raises:
-            DataError: the template refuses them, or there is none.
+        Raises DataError: the template refuses them, or there is none.
         """
-        return self._asked().template.render(messages, tools=tools, prompts=True)[0]
+        return self._expect_finder().template.render(messages, tools=tools, prompts=True)[0]
 
     def prompt_ids(self, messages: Sequence[Message], tools: str = "") -> list[int]:
-        """The tokens that ask the model to answer `messages`; in training the answer follows these same tokens.
+        """Return the tokens that ask the model to answer `messages`; in training the answer follows these same tokens.
 
         Raises:
             DataError: the template refuses them, or there is none, or they type what cannot be kept apart from control.
         """
         try:
-            return self._writer.prompt_ids(self._asked(), messages, tools=tools)
+            return self._writer.prompt_ids(self._expect_finder(), messages, tools=tools)
         except Unproven as error:
             raise DataError(str(error), where="the prompt", fix="leave it out there") from error
 
     def beginning_ids(self, text: str) -> list[int]:
-        """The tokens of a plain text that the model shall go on writing: as in training, but without an end.
+        """Return the tokens of a plain text that the model shall go on writing: as in training, but without an end.
 
-        Raises:
-            DataError: the text types what cannot be kept apart from control.
+        Raises DataError: the text types what cannot be kept apart from control.
         """
         (found,) = self.render([Text(text, NOWHERE)])
         if found.problem:
@@ -158,10 +145,9 @@ class Renderer:
     def answer_text(self, chat: Chat) -> str:
         """Return what the template writes for the last assistant turn, calls included, without its end token.
 
-        Raises:
-            DataError: the chat cannot be trained on.
+        Raises DataError: the chat cannot be trained on.
         """
-        finder = self._asked()
+        finder = self._expect_finder()
         last = chat.turns_apart()[-1]
         try:
             ((_, marked),) = finder.place(last, self._choose_method(last), rewrites=False)
@@ -171,58 +157,50 @@ class Renderer:
         answer = marked.text[start:end]
         return next((answer.removesuffix(end) for end in finder.ends if answer.endswith(end)), answer).strip()
 
-    def _place(self, record_index: int, record: Record) -> list[PlacedText]:
+    def _mark(self, record: Record) -> list[Marked]:
         try:
             if isinstance(record, Text):
-                return [self._writer.place_text(record_index, record)]
+                return [self._writer.mark_text(record)]
             with limited():
-                return self._place_chat(record_index, record)
+                finder = self._expect_finder()
+                guarded, n_typed = self._writer.escaper.guarded(record)
+                assert isinstance(guarded, Chat)
+                parts = finder.place(guarded, self._choose_method(record), rewrites=self.rewrites_turns)
+                if not self._writer.needs_spelling(n_typed):
+                    return [marked for _, marked in parts]
+                # Only the first example of a record has the count.
+                counts = [n_typed] + [0] * (len(parts) - 1)
+                return [
+                    self._writer.spell(finder, part, marked=marked, n_escaped=count)
+                    for (part, marked), count in zip(parts, counts, strict=True)
+                ]
         except DataError as error:
-            return [PlacedText(record_index, error.what)]
+            return [Marked("", problem=error.what)]
         except Unproven as error:
-            return [PlacedText(record_index, str(error))]
-
-    def _place_chat(self, record_index: int, chat: Chat) -> list[PlacedText]:
-        finder = self._asked()
-        guarded, typed = self._writer.escaper.guarded(chat)
-        assert isinstance(guarded, Chat)
-        parts = finder.place(guarded, self._choose_method(chat), rewrites=self.rewrites_turns)
-        if not self._writer.needs_spelling(typed):
-            return [PlacedText(record_index, marked) for _, marked in parts]
-        # Only the first example of a record has the count.
-        counts = [typed] + [0] * (len(parts) - 1)
-        return [
-            self._writer.place_part(
-                finder, part, marked=marked, placed=PlacedText(record_index, "", count, is_spelled=True)
-            )
-            for (part, marked), count in zip(parts, counts, strict=True)
-        ]
+            return [Marked("", problem=str(error))]
 
     def _choose_method(self, chat: Chat) -> Method:
         assert self._proven is not None
         return self._proven.tool_method if uses_tools(chat) else self._proven.method
 
-    def _asked(self) -> TurnFinder:
+    def _expect_finder(self) -> TurnFinder:
         if self._finder is None:
             fix = "set data.template, or give data.format: text"
             raise DataError("is a chat, and there is no chat template", where="data.template", fix=fix)
         return self._finder
 
 
-def _rendered_in_time(template: ChatTemplate, samples: Sequence[Chat]) -> list[Chat]:
-    """Return the samples that render in time; one that takes too long is refused later, as a row."""
-    kept, n_late = [], 0
+def _drop_late(template: ChatTemplate, samples: Sequence[Chat]) -> list[Chat]:
+    """Return the samples that render in time. One that does not is refused later, as a row; two refuse the template."""
+    late: list[Chat] = []
     for sample in samples:
         with limited():
             with suppress(DataError):
                 template.render(sample.messages, tools=sample.tools)
-            if not is_used():
-                kept.append(sample)
-                continue
-        n_late += 1
-        if n_late == MOST_LATE:
+            late += [sample] if is_used() else []
+        if len(late) == 2:
             raise _endless()
-    return kept
+    return [sample for sample in samples if sample not in late]
 
 
 def _endless() -> DataError:

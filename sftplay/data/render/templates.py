@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -59,9 +60,7 @@ CHATML = (
 """The template behind `data.template: chatml`."""
 
 
-Span = tuple[int, int]
-"""A half-open range of characters."""
-
+Span = tuple[int, int]  # a half-open range of characters
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Put around generation blocks while rendering: noncharacters, which Unicode keeps for a program's own use.
 `escape_special_tokens` refuses a record that holds them."""
@@ -76,12 +75,8 @@ FAULTS = (
 class TemplateTraits:
     """The form in which a template wants its chats, found by trial (see `traits`): a template does not state it."""
 
-    arguments_as_text: bool = False
-    """A call's arguments are wanted as JSON text; transformers documents an object."""
-
-    content_in_parts: bool = False
-    """The template wants the content of a turn as a list with one part of type text."""
-
+    arguments_as_text: bool = False  # a call's arguments are wanted as JSON text; transformers documents an object
+    content_in_parts: bool = False  # the template wants the content of a turn as a list with one part of type text
     closings: tuple[str, str] = ("", "")
     """The text that ends a last turn with text, and one with calls, where the template writes no end token: the token
     that begins the next turn, at which such a model is made to stop."""
@@ -91,15 +86,25 @@ PLAIN = TemplateTraits()
 
 
 def resolve_template(setting: str, tokenizer: Any) -> str:
-    """The text of the template that `data.template` names: auto, chatml, or the path of a Jinja file.
+    """Return the text of the template that `data.template` names: auto, chatml, or the path of a Jinja file.
 
-    Raises:
-        DataError: the tokenizer has no template, lacks ChatML's tokens, or there is no such file.
+    Raises DataError: the tokenizer has no template, lacks ChatML's tokens, or there is no such file.
     """
     if setting == "auto":
-        return _own_template(tokenizer)
+        template = tokenizer.chat_template
+        if isinstance(template, Mapping):  # several named templates; transformers calls the plain one "default"
+            template = template.get("default")
+        if not template:
+            fix = "set data.template: chatml, or the path of a Jinja file"
+            raise DataError("the model's tokenizer has no chat template", where="data.template", fix=fix)
+        return str(template)
     if setting == "chatml":
-        _expect_chatml_tokens(tokenizer)
+        for token in ("<|im_start|>", "<|im_end|>"):
+            n_ids = len(tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids)
+            if n_ids != 1:
+                what = f"{token} is not a single token of this tokenizer but {n_ids}: no model learns to stop at that"
+                fix = "use the model's own template (auto) or the path of a Jinja file made of its tokens"
+                raise DataError(what, where="data.template", fix=fix)
         return CHATML
     path = Path(setting)
     if not path.is_file():
@@ -113,29 +118,8 @@ def resolve_template(setting: str, tokenizer: Any) -> str:
 
 
 def template_hash(template: str) -> str:
-    """Hex sha256 of the template's text."""
+    """Return the hex sha256 of the template's text."""
     return hashlib.sha256(template.encode()).hexdigest()
-
-
-def _own_template(tokenizer: Any) -> str:
-    template = tokenizer.chat_template
-    if isinstance(template, Mapping):  # several named templates; transformers calls the plain one "default"
-        template = template.get("default")
-    if not template:
-        fix = "set data.template: chatml, or the path of a Jinja file"
-        raise DataError("the model's tokenizer has no chat template", where="data.template", fix=fix)
-    return str(template)
-
-
-def _expect_chatml_tokens(tokenizer: Any) -> None:
-    for token in ("<|im_start|>", "<|im_end|>"):
-        ids = tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids
-        if len(ids) != 1:
-            raise DataError(
-                f"{token} is not a single token of this tokenizer but {len(ids)}: no model learns to stop at that",
-                where="data.template",
-                fix="use the model's own template (auto) or the path of a Jinja file made of its tokens",
-            )
 
 
 class GenerationBlocks(jinja2.ext.Extension):
@@ -157,21 +141,18 @@ class ChatTemplate:
     """One compiled template. `tokens` are the special tokens it may name, such as `eos_token`."""
 
     def __init__(self, text: str, tokens: Mapping[str, Any], *, traits: TemplateTraits = PLAIN) -> None:
-        self.text, self.traits = text, traits
-        self._is_plain = not (traits.arguments_as_text or traits.content_in_parts)
-        self._tokens = dict(tokens)
+        self.text, self.traits, self._tokens = text, traits, dict(tokens)
         try:
-            self._template = _environment().from_string(text)
+            self._template = _build_environment().from_string(text)
         except TemplateSyntaxError as error:
             where = f"data.template, line {error.lineno}"
             raise DataError(f"is not a Jinja template: {error.message}", where=where, fix="correct it there") from error
         self.has_marks = "endgeneration" in text
 
     def render(self, messages: Sequence[Message], *, tools: str = "", prompts: bool = False) -> tuple[str, list[Span]]:
-        """The chat as text, and where the generation blocks lie in it; with `prompts`, the header of an answer added.
+        """Return the chat as text, with the header of an answer if `prompts`, and where generation blocks lie in it.
 
-        Raises:
-            DataError: the template refuses this chat; `what` is its own reason.
+        Raises DataError: the template refuses this chat; `what` is its own reason.
         """
         try:
             given = {
@@ -188,7 +169,16 @@ class ChatTemplate:
             raise DataError(f"the chat template refuses it: {error}") from error
         if not prompts and messages[-1].role == "assistant":
             text += self.traits.closings[bool(messages[-1].calls)]
-        return _without_marks(text) if self.has_marks else (text, [])
+        if not self.has_marks:
+            return text, []
+        first, *others = text.split(OPEN)
+        plain, spans, at = [first], [], len(first)
+        for part in others:
+            inside, _, after = part.partition(CLOSE)
+            spans.append((at, at + len(inside)))
+            at += len(inside) + len(after)
+            plain += (inside, after)
+        return "".join(plain), spans
 
     def with_traits(self, traits: TemplateTraits) -> ChatTemplate:
         """Return the same template with chats in the form of `traits`."""
@@ -196,25 +186,12 @@ class ChatTemplate:
 
     def _turn(self, message: Message) -> dict[str, Any]:
         turn = message.as_json()
-        if self._is_plain:
-            return turn
         if self.traits.arguments_as_text:
             for call, written in zip(message.calls, turn.get("tool_calls", ()), strict=True):
                 written["function"]["arguments"] = call.arguments
         if self.traits.content_in_parts:
             turn["content"] = [{"type": "text", "text": message.content}]
         return turn
-
-
-def _without_marks(text: str) -> tuple[str, list[Span]]:
-    first, *others = text.split(OPEN)
-    plain, spans, at = [first], [], len(first)
-    for part in others:
-        inside, _, after = part.partition(CLOSE)
-        spans.append((at, at + len(inside)))
-        at += len(inside) + len(after)
-        plain += (inside, after)
-    return "".join(plain), spans
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -231,23 +208,22 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree.set_environment(self)  # type: ignore[return-value]
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _build_environment() -> ImmutableSandboxedEnvironment:
     """The environment of transformers/utils/chat_template_utils.py, so that every template means the same here."""
+
+    def to_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **form)
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **form)
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
 
 
 OPENINGS = ("", "<think>\nWell.\n</think>\n\n")
@@ -255,26 +231,27 @@ OPENINGS = ("", "<think>\nWell.\n</think>\n\n")
 
 NEXT = Message("user", "Ping next?")
 
-_PARAMETERS = {"type": "object", "properties": {"stone": {"type": "string", "description": "Its colour"}}}
-_TOOL = {"name": "find_stone", "description": "Looks for a stone", "parameters": _PARAMETERS}
-_TOOLS = json.dumps([{"type": "function", "function": _TOOL}])
 _CALL = Call("find_stone", '{"stone": "grey slate"}', "callstone")  # nine letters: Mistral's templates insist on that
 
 
 def probe_chats(template: ChatTemplate, opening: str) -> list[Chat]:
-    """Chats without tools; all answers begin with `opening`."""
-    words = ["Ping one?", "Pong one.", "Ping two?", "Pong two.", "Ping three?", "Pong one."]
-    words = [opening + word if word.startswith("Pong") else word for word in words]
-    plain = _by_turns(words)
+    """Return chats without tools; all answers begin with `opening`."""
+
+    def by_turns(*texts: str) -> Chat:
+        turns = [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)]
+        return Chat(tuple(turns), Source("(built-in chat)", 1))
+
+    one, two = f"{opening}Pong one.", f"{opening}Pong two."
+    plain, short = by_turns("Ping one?", one, "Ping two?", two, "Ping three?", one), by_turns("Ping one?", one)
     try:
         header = template.render(plain.messages)[0]
     except DataError:
-        return [_by_turns(words[:2])]
-    return [plain, _by_turns([f"Read {header} again", *words[1:4]]), _by_turns(words[:2])]
+        return [short]
+    return [plain, by_turns(f"Read {header} again", one, "Ping two?", two), short]
 
 
 def tool_probe_chats() -> list[Chat]:
-    """Chats with a call: one that goes on after it, and its beginning, which ends with the call."""
+    """Return chats with a call: one that goes on after it, and its beginning, which ends with the call."""
     turns = (
         Message("user", "Where is it?"),
         Message("assistant", "", (_CALL,)),
@@ -283,21 +260,32 @@ def tool_probe_chats() -> list[Chat]:
         NEXT,
         Message("assistant", "Pong next."),
     )
-    whole = Chat(turns, Source("(built-in chat with a call)", 1), tools=_TOOLS)
+    parameters = {"type": "object", "properties": {"stone": {"type": "string", "description": "Its colour"}}}
+    tool = {"name": _CALL.name, "description": "Looks for a stone", "parameters": parameters}
+    tools = json.dumps([{"type": "function", "function": tool}])
+    whole = Chat(turns, Source("(built-in chat with a call)", 1), tools=tools)
     return [whole, *whole.turns_apart()[:1]]
 
 
-def _by_turns(words: list[str]) -> Chat:
-    turns = [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(words)]
-    return Chat(tuple(turns), Source("(built-in chat)", 1))
-
-
 def content_forms(template: ChatTemplate) -> list[ChatTemplate]:
-    """The template given texts, and given parts where it looks at the type of one."""
-    plain = template.with_traits(replace(TemplateTraits(), arguments_as_text=_wants_text(template)))
+    """Return the template given texts, and given parts where it looks at the type of one."""
+    plain = template.with_traits(TemplateTraits(arguments_as_text=_wants_text(template)))
     if not re.search(r"""['"]type['"]|\.type\b""", template.text):
         return [plain]
     return [plain, template.with_traits(replace(plain.traits, content_in_parts=True))]
+
+
+def _wants_text(template: ChatTemplate) -> bool:
+    """Return True if a call is written only, or only as JSON, with its arguments as text."""
+    chat = tool_probe_chats()[1]
+    (call,) = chat.messages[1].calls
+    with suppress(DataError):
+        if str(json.loads(call.arguments)) not in template.render(chat.messages, tools=chat.tools)[0]:
+            return False
+    with suppress(DataError):
+        as_text = template.with_traits(TemplateTraits(arguments_as_text=True))
+        return call.arguments in as_text.render(chat.messages, tools=chat.tools)[0]
+    return False
 
 
 def find_closings(template: ChatTemplate, chats: Sequence[Chat], *, special: Iterable[str]) -> tuple[str, str]:
@@ -327,21 +315,3 @@ def _next_token(template: ChatTemplate, chat: Chat, *, next_turn: Message, speci
     token = max(fits, key=len, default="")
     opening = header[len(template.render(chat.prompt, tools=chat.tools)[0]) :]
     return "" if not opening or token in opening else token
-
-
-def _wants_text(template: ChatTemplate) -> bool:
-    """Return True if a call is written only, or only as JSON, with its arguments as text."""
-    (call,) = tool_probe_chats()[1].messages[1].calls
-    as_object = _written(template)
-    if as_object is not None and str(json.loads(call.arguments)) not in as_object:
-        return False
-    as_text = _written(template.with_traits(replace(TemplateTraits(), arguments_as_text=True)))
-    return as_text is not None and call.arguments in as_text
-
-
-def _written(template: ChatTemplate) -> str | None:
-    chat = tool_probe_chats()[1]
-    try:
-        return template.render(chat.messages, tools=chat.tools)[0]
-    except DataError:
-        return None

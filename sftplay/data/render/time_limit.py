@@ -15,14 +15,11 @@ from sftplay.errors import DataError
 ROW_S = 20.0
 """Processor seconds that rendering one row, or proving a template, may take. A usual row takes a millisecond."""
 
-TICKS = 64
-"""The clock is read once in this many passes of a loop: reading it takes as long as a short pass."""
+TICKS = 64  # the clock is read once in this many passes of a loop: reading it takes as long as a short pass
 
 
 class _Clock(threading.local):
-    deadline = 0.0
-    """In the thread's processor time; 0 while nothing is limited."""
-
+    deadline = 0.0  # in the thread's processor time; 0 while nothing is limited
     n_ticks = 0
 
 
@@ -33,8 +30,7 @@ _clock = _Clock()
 def limited(seconds: float | None = None) -> Iterator[None]:
     """Make `tick` raise inside the block once this much time is used, ROW_S by default. An outer limit stays in force.
 
-    Raises:
-        DataError: the time is used.
+    Raises DataError: the time is used.
     """
     if _clock.deadline:
         check()

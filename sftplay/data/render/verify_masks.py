@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.data.render.escape_special_tokens import GUARD, unguarded
-from sftplay.data.render.labels import PlacedText, labelled
+from sftplay.data.render.labels import labelled
 from sftplay.data.render.masks import Marked, Method, TurnFinder, Unproven, squeezed, uses_tools
 from sftplay.data.render.templates import (
     OPENINGS,
@@ -27,41 +27,34 @@ from sftplay.data.render.templates import (
 from sftplay.data.render.writer import Writer
 from sftplay.errors import DataError
 
-SHOWN_CHARACTERS = 600
-
 
 @dataclass(frozen=True)
 class MaskMethod:
     """The verified way to find the assistant's turns of a template."""
 
     traits: TemplateTraits
-    ends: tuple[str, ...]
-    """Texts that end an assistant's turn, the longest first."""
-
+    ends: tuple[str, ...]  # texts that end an assistant's turn, the longest first
     method: Method
-    tool_method: Method
-    """The method for chats with tools: their turns are not all of one shape."""
-
+    tool_method: Method  # the method for chats with tools: their turns are not all of one shape
     rewrites_turns: bool
     """True when the template writes a turn differently if others follow it. Every turn is then its own example."""
 
 
 def verify_masks(writer: Writer, template: ChatTemplate, *, samples: Sequence[Chat]) -> MaskMethod:
-    """The first of markers, sentinels and prefixes that holds on every probe chat and on one sample at least.
+    """Return the first of markers, sentinels and prefixes that holds on every probe chat and on one sample at least.
 
     One sample that holds is enough. Samples that fail are refused one by one when they are rendered.
 
-    Raises:
-        DataError: none holds.
+    Raises DataError: none holds.
     """
     faults: list[str] = []
     trials = [_Trial(writer, form) for form in content_forms(template)]
     for trial in trials:
         for opening in OPENINGS:
-            proven, why = trial.outcome(opening, samples)
-            if proven:
-                return proven
-            faults = faults or why
+            found = trial.try_methods(opening, samples)
+            if isinstance(found, MaskMethod):
+                return found
+            faults = faults or found
     raise trials[0].refusal((list(samples) or probe_chats(template, ""))[0], faults)
 
 
@@ -72,24 +65,34 @@ class _Trial:
         self._writer, self._template = writer, template
         self._finder = TurnFinder(template, writer.vocabulary.special_tokens)
 
-    def outcome(self, opening: str, samples: Sequence[Chat]) -> tuple[MaskMethod | None, list[str]]:
+    def try_methods(self, opening: str, samples: Sequence[Chat]) -> MaskMethod | list[str]:
         """Return what holds with answers that begin with `opening`, or what is wrong with each method."""
-        probes = [probe for probe in self._guarded(probe_chats(self._template, opening)) if self._accepts(probe)]
-        calls = [probe for probe in self._guarded(tool_probe_chats()) if self._accepts(probe)]
-        guarded = self._guarded(samples)
-        self._learn_ends([*probes, *calls, *guarded])
-        rewrites = any(self._finder.rewrites(probe) for probe in probes)
-        method, why = self._first_method(probes, guarded, rewrites=rewrites)
-        if method is None:
-            return None, why
-        by_markers = (
-            calls and self._template.has_marks and not self._fault("markers", calls, samples=[], rewrites=rewrites)
-        )
-        tool_method: Method = "markers" if by_markers else "prefixes"
-        return MaskMethod(self._finder.template.traits, self._finder.ends, method, tool_method, rewrites), []
+        probes = self._guard(probe_chats(self._template, opening), must_render=True)
+        calls, guarded = self._guard(tool_probe_chats(), must_render=True), self._guard(samples)
+        chats, special = [*probes, *calls, *guarded], self._writer.vocabulary.special_tokens
+        ending = [*chats, *(part for chat in chats if uses_tools(chat) for part in chat.turns_apart())]
+        self._finder.learn_ends(ending)
+        if not self._finder.ends and any(closings := find_closings(self._template, chats, special=special)):
+            self._template = self._template.with_traits(replace(self._template.traits, closings=closings))
+            self._finder = TurnFinder(self._template, special)
+            self._finder.learn_ends(ending)
+        rewrites, has_marks = any(map(self._finder.rewrites, probes)), self._template.has_marks
+        methods: list[Method] = ["markers", "sentinels", "prefixes"]
+        faults = []
+        for method in methods if has_marks else methods[1:]:
+            fault = self._try_all(method, probes, samples=guarded, rewrites=rewrites)
+            if not fault:
+                break
+            faults.append(f"by {method}: {fault}")
+        else:
+            return faults
+        tool_method: Method = "prefixes"
+        if calls and has_marks and not self._try_all("markers", calls, samples=[], rewrites=rewrites):
+            tool_method = "markers"
+        return MaskMethod(self._finder.template.traits, self._finder.ends, method, tool_method, rewrites)
 
     def refusal(self, sample: Chat, faults: list[str]) -> DataError:
-        """The error for a template that no method holds for."""
+        """Return the error for a template that no method holds for."""
         try:
             shown = self._finder.render_chat(sample)
         except DataError as error:
@@ -97,67 +100,36 @@ class _Trial:
         if not self._finder.ends:
             faults = [*faults, "no special token follows the assistant's text, so the model could not learn to stop"]
         fix = "set data.template: chatml, or a Jinja file that writes each answer and an end token after it"
-        if opening := self._untaught_opening(sample):
+        chat = sample.turns_apart()[0]
+        try:
+            prompt, whole = self._finder.render_prompt(chat, chat.learned_from), self._finder.render_chat(chat)
+        except DataError:
+            prompt = whole = ""
+        n_shared = next(at for at in range(len(prompt), -1, -1) if whole.startswith(prompt[:at]))
+        if opening := prompt[n_shared:].strip():  # what the text trained on lacks at that place
             faults = [f"the inference prompt ends with {opening!r}, which the text trained on leaves out", *faults]
             fix = "give data.template a Jinja file of your own: this template, with the same opening of answers in both"
         why = "\n  ".join(faults)
         return DataError(
             "the chat template is refused: no method finds reliably which tokens are the assistant's\n"
-            f"  {why}\n  sample {sample.source}, as the template writes it: {shown[:SHOWN_CHARACTERS]!r}",
+            f"  {why}\n  sample {sample.source}, as the template writes it: {shown[:600]!r}",
             where="data.template",
             fix=fix,
         )
 
-    def _untaught_opening(self, sample: Chat) -> str:
-        """Return the end of the inference prompt that the text trained on lacks at that place."""
-        chat = sample.turns_apart()[0]
-        try:
-            prompt, whole = self._finder.render_prompt(chat, chat.learned_from), self._finder.render_chat(chat)
-        except DataError:
-            return ""
-        n_shared = next(at for at in range(len(prompt), -1, -1) if whole.startswith(prompt[:at]))
-        return prompt[n_shared:].strip()
-
-    def _accepts(self, chat: Chat) -> bool:
-        """Return True if the template renders the chat at all."""
-        try:
-            self._finder.render_chat(chat)
-        except DataError:
-            return False
-        return True
-
-    def _guarded(self, chats: Sequence[Chat]) -> list[Chat]:
-        """The chats with guards. A chat that holds a noncharacter is left out; it is refused later, as a row."""
+    def _guard(self, chats: Sequence[Chat], *, must_render: bool = False) -> list[Chat]:
+        """Return the chats with guards. A chat that holds a noncharacter is left out; it is refused later, as a row."""
         found = []
         for chat in chats:
             with suppress(DataError):
-                found.append(self._writer.escaper.guarded(chat)[0])
-        return [chat for chat in found if isinstance(chat, Chat)]
+                guarded, _ = self._writer.escaper.guarded(chat)
+                assert isinstance(guarded, Chat)
+                if must_render:
+                    self._finder.render_chat(guarded)
+                found.append(guarded)
+        return found
 
-    def _learn_ends(self, chats: Sequence[Chat]) -> None:
-        called = [part for chat in chats if uses_tools(chat) for part in chat.turns_apart()]
-        self._finder.learn_ends([*chats, *called])
-        special = self._writer.vocabulary.special_tokens
-        if self._finder.ends or not any(closings := find_closings(self._template, chats, special=special)):
-            return
-        self._template = self._template.with_traits(replace(self._template.traits, closings=closings))
-        self._finder = TurnFinder(self._template, special)
-        self._finder.learn_ends([*chats, *called])
-
-    def _first_method(
-        self, probes: Sequence[Chat], samples: Sequence[Chat], *, rewrites: bool
-    ) -> tuple[Method | None, list[str]]:
-        """The first method that holds, or what is wrong with each."""
-        methods: list[Method] = ["markers", "sentinels", "prefixes"]
-        faults = []
-        for method in methods if self._template.has_marks else methods[1:]:
-            fault = self._fault(method, probes, samples=samples, rewrites=rewrites)
-            if not fault:
-                return method, []
-            faults.append(f"by {method}: {fault}")
-        return None, faults
-
-    def _fault(self, method: Method, probes: Sequence[Chat], *, samples: Sequence[Chat], rewrites: bool) -> str:
+    def _try_all(self, method: Method, probes: Sequence[Chat], *, samples: Sequence[Chat], rewrites: bool) -> str:
         """Return why `method` is not proven, or nothing. It must mark probes alone, samples by `place`."""
         for probe in probes:
             parts = probe.turns_apart() if rewrites else [probe]
@@ -180,30 +152,30 @@ class _Trial:
                 found = self._finder.place(chat, method, rewrites=rewrites)
             for part, marked in found:
                 self._finder.check_prompts(part, marked)
-                unplaced = PlacedText(0, "", is_spelled=self._writer.needs_spelling(marked.text.count(GUARD)))
-                self._check_tokens(part, self._writer.place_part(self._finder, part, marked=marked, placed=unplaced))
+                if self._writer.needs_spelling(marked.text.count(GUARD)):
+                    marked = self._writer.spell(self._finder, part, marked=marked)
+                self._check_tokens(part, marked)
         except DataError as error:
             return error.what
         except Unproven as error:
             return str(error)
         return ""
 
-    def _check_tokens(self, part: Chat, placed: PlacedText) -> None:
+    def _check_tokens(self, part: Chat, marked: Marked) -> None:
         """Raise Unproven unless the labels, decoded, are the spans as this tokenizer reads them back, and the tokens
         before each are those of the inference prompt.
 
         An answer that begins with white space may share a token with the prompt.
         """
-        assert isinstance(placed.found, Marked)
-        (rendered,) = labelled(self._writer.vocabulary, [placed])
+        (rendered,) = labelled(self._writer.vocabulary, [[marked]])
         if rendered.joins_prompt:
             raise Unproven(rendered.problem)
         if rendered.problem:  # this tokenizer cannot write what the chat types: each such row is refused by itself
             return
         decode = self._writer.vocabulary.decode
         learned = squeezed(decode([label for label in rendered.labels if label != IGNORE_INDEX]))
-        answers = [placed.found.text[start:end] for start, end in placed.found.spans]
-        ids = [self._writer.encode_ids(answer, is_spelled=placed.is_spelled) for answer in answers]
+        answers = [marked.text[start:end] for start, end in marked.spans]
+        ids = [self._writer.encode_ids(answer, is_spelled=marked.is_spelled) for answer in answers]
         expected = squeezed("".join(map(decode, ids)))
         if learned != expected:
             raise Unproven(f"the labels read {learned[:80]!r} where the assistant's text is {expected[:80]!r}")

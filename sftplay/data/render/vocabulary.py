@@ -7,22 +7,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 
 from sftplay.data.render.escape_special_tokens import GUARD
 
-PART_CHARACTERS = 1 << 18
-"""A part ends at the first seam after this many characters."""
-
-AROUND = 1_000
-"""This many characters on each side of a seam are tokenised together and apart, and must give the same."""
-
+PART_CHARACTERS = 1 << 18  # a part ends at the first seam after this many characters
+AROUND = 1_000  # this many characters on each side of a seam are tokenised together and apart, and must give the same
 SEAM = re.compile(r"(?<=\S\n)[A-Za-z0-9]")
 """The first letter of a line behind one line break. Splitters of byte-level vocabularies never join the two."""
 
-LOCAL = ("Sequence", "Split", "ByteLevel", "Digits")
+LOCAL = ("Split", "ByteLevel", "Digits")
 """Splitters that look at the characters around a place only, not at where the text begins."""
 
 
@@ -32,73 +28,49 @@ def can_be_cut(tokenizer_json: str) -> bool:
     Then two parts are tokenised like the whole if no word goes over the seam. A normaliser that puts something before a
     text, or that joins characters other than a letter with its accents, forbids it.
     """
+
+    def is_local(splitter: dict[str, Any]) -> bool:
+        if splitter["type"] == "Sequence":
+            return all(map(is_local, splitter["pretokenizers"]))
+        return splitter["type"] in LOCAL and not splitter.get("add_prefix_space", False)
+
     state = json.loads(tokenizer_json)
-    normalizer, model = state["normalizer"], state["model"]
-    if normalizer is not None and normalizer["type"] != "NFC":
+    normalizer, model, splitter = state["normalizer"], state["model"], state["pre_tokenizer"]
+    if (normalizer or {"type": "NFC"})["type"] != "NFC" or model["type"] != "BPE" or model.get("dropout"):
         return False
-    if model["type"] != "BPE" or model.get("dropout"):
+    if any(token["lstrip"] or token["rstrip"] or "\n" in token["content"] for token in state["added_tokens"]):
         return False
-    for token in state["added_tokens"]:
-        if token["lstrip"] or token["rstrip"] or "\n" in token["content"]:
-            return False
-    return state["pre_tokenizer"] is not None and _is_local(state["pre_tokenizer"])
+    return splitter is not None and is_local(splitter)
 
 
 def split_at_seams(text: str, encode: Callable[[str], list[int]], *, size: int = PART_CHARACTERS) -> list[str]:
     """Split the text into parts of about `size` characters; into larger ones where no seam is found."""
-    parts, start = [], 0
+    parts, start, seam = [], 0, 0
     while len(text) - start > size:
-        end = _seam_behind(text, start + size, encode=encode)
-        if end is None:
+        for found in SEAM.finditer(text, start + size):
+            seam = found.start()
+            before, behind = text[max(0, seam - AROUND) : seam], text[seam : seam + AROUND]
+            if encode(before) + encode(behind) == encode(before + behind):
+                break
+        else:
             break
-        parts.append(text[start:end])
-        start = end
+        parts.append(text[start:seam])
+        start = seam
     return [*parts, text[start:]]
-
-
-def _seam_behind(text: str, place: int, *, encode: Callable[[str], list[int]]) -> int | None:
-    for found in SEAM.finditer(text, place):
-        seam = found.start()
-        before, behind = text[max(0, seam - AROUND) : seam], text[seam : seam + AROUND]
-        if encode(before) + encode(behind) == encode(before + behind):
-            return seam
-    return None
-
-
-def _is_local(splitter: dict[str, Any]) -> bool:
-    if splitter["type"] == "Sequence":
-        return all(map(_is_local, splitter["pretokenizers"]))
-    return splitter["type"] in LOCAL and not splitter.get("add_prefix_space", False)
-
-
-WIDE = 0xFEE0
-"""From a printable ASCII character to its full-width form, which NFKC takes back."""
-
-UNSEEN = ("\x01", "\u0301", "\u200b")
-"""A control character, an accent and a space without width: what cleaning normalisers take out."""
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
     """Facts about a tokenizer that its JSON lacks."""
 
-    named: Mapping[str, Any]
-    """Special tokens that a template may name, such as `eos_token`."""
-
+    named: Mapping[str, Any]  # special tokens that a template may name, such as `eos_token`
     eos: str | None
-    prefix_ids: tuple[int, ...]
-    """Ids that the tokenizer puts before a text: a BOS, or nothing."""
+    prefix_ids: tuple[int, ...]  # ids that the tokenizer puts before a text: a BOS, or nothing
 
 
-class Encoded(NamedTuple):
-    """A text as tokens."""
-
-    ids: list[int]
-    encoding: Any
-    """The `tokenizers.Encoding`, for places only: its ids may be the twin's. None where no places are needed."""
-
-    lost: str = ""
-    """A typed special token that this tokenizer can only encode as control."""
+Encoded = tuple[list[int], Any, str]
+"""The ids of a text; the `tokenizers.Encoding`, for places only: its ids may be the twin's, None if no places are
+needed; and a typed special token that this tokenizer can only encode as control, or nothing."""
 
 
 class Vocabulary:
@@ -112,15 +84,19 @@ class Vocabulary:
         if backend.padding is not None:
             backend.no_padding()
         added = backend.get_added_tokens_decoder()
-        control = {id: token.content for id, token in added.items() if token.special or token.content == specials.eos}
-        self._control: dict[int, str] = control
+        self._control: dict[int, str] = {
+            id: token.content for id, token in added.items() if token.special or token.content == specials.eos
+        }
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> Vocabulary:
-        """The vocabulary of a transformers tokenizer that is fast."""
-        backend = tokenizer.backend_tokenizer
-        named = {key: _plain(value) for key, value in tokenizer.special_tokens_map.items()}
-        return cls(backend, SpecialTokens(named, tokenizer.eos_token, _prefix_ids(backend)))
+        """Return the vocabulary of a transformers tokenizer that is fast."""
+        backend, named = tokenizer.backend_tokenizer, {}
+        for key, value in tokenizer.special_tokens_map.items():
+            named[key] = [str(item) for item in value] if isinstance(value, list) else str(value)
+        bare, whole = backend.encode("a", add_special_tokens=False).ids, backend.encode("a").ids
+        begin = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
+        return cls(backend, SpecialTokens(named, tokenizer.eos_token, tuple(whole[:begin])))
 
     @property
     def control_tokens(self) -> list[str]:
@@ -138,11 +114,23 @@ class Vocabulary:
 
         A search for control tokens would miss such a text, so every text has to be spelled.
         """
-        return any(
-            _is_folded_to(self._backend, token) and self._is_read_after_folding(id, token)
-            for id, token in self._control.items()
-            if token != self.specials.named.get("unk_token")
-        )
+        if self._backend.normalizer is None:
+            return False
+        fold, added = self._backend.normalizer.normalize_str, self._backend.get_added_tokens_decoder()
+        for id, token in self._control.items():
+            if token == self.specials.named.get("unk_token"):
+                continue
+            # The full-width form, which NFKC takes back.
+            wide = "".join(chr(ord(letter) + 0xFEE0) if "!" <= letter <= "~" else letter for letter in token)
+            # A control character, an accent and a space without width: what cleaning normalisers take out.
+            hidden = [token[:1] + mark + token[1:] for mark in ("\x01", "\u0301", "\u200b")]
+            others = {token.upper(), token.lower(), wide, *hidden} - {token}
+            if not any(token in fold(other) for other in others):
+                continue
+            # It must also be found in normalised text, as an added token or by the model.
+            if added[id].normalized or any(piece.id == id for piece in self._backend.model.tokenize(token)):
+                return True
+        return False
 
     @property
     def eos_id(self) -> int | None:
@@ -161,12 +149,18 @@ class Vocabulary:
         return cast("list[Any]", self._backend.encode_batch(list(texts), add_special_tokens=False))
 
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, as those of `encode`; of a long text too, in little memory."""
+        """Return the ids of each text, as those of `encode`; of a long text too, in little memory."""
+
+        def read(texts: list[str]) -> list[list[int]]:
+            # The fast way leaves out where the tokens lie in the text, and takes a fifth less time.
+            return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
         short_texts = [text for text in texts if len(text) <= PART_CHARACTERS]
-        found = dict(zip(short_texts, self._ids(short_texts), strict=True))
+        found = dict(zip(short_texts, read(short_texts), strict=True))
         for text in texts:
             if text not in found:
-                found[text] = [id for part in self._parts(text) for id in self._ids([part])[0]]
+                parts = split_at_seams(text, lambda part: read([part])[0]) if self._can_be_cut else [text]
+                found[text] = [id for part in parts for id in read([part])[0]]
         return [found[text] for text in texts]
 
     def encode_spelled(self, text: str) -> Encoded:
@@ -179,28 +173,16 @@ class Vocabulary:
         ids = [original_ids.get(token, token) for token in encoding.ids]
         for token, (start, end) in zip(ids, encoding.offsets, strict=True):
             if token in self._control and self._control[token] == text[start:end].strip():
-                return Encoded(ids, encoding, self._control[token])
-        return Encoded(ids, encoding)
+                return ids, encoding, self._control[token]
+        return ids, encoding, ""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, control tokens shown."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        # The fast way leaves out where the tokens lie in the text, and takes a fifth less time.
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def _parts(self, text: str) -> list[str]:
-        return split_at_seams(text, lambda part: self._ids([part])[0]) if self._can_be_cut else [text]
-
     @cached_property
     def _can_be_cut(self) -> bool:
         return can_be_cut(self.to_json())
-
-    def _is_read_after_folding(self, id: int, token: str) -> bool:
-        """Return True if a control token is found in normalised text, by the model or as an added token."""
-        added = self._backend.get_added_tokens_decoder()[id]
-        return added.normalized or any(piece.id == id for piece in self._backend.model.tokenize(token))
 
     @cached_property
     def _twin(self) -> tuple[Tokenizer, dict[int, int]]:
@@ -215,26 +197,6 @@ class Vocabulary:
         return twin, others
 
 
-def _is_folded_to(backend: Tokenizer, token: str) -> bool:
-    if backend.normalizer is None:
-        return False
-    wide = "".join(chr(ord(letter) + WIDE) if "!" <= letter <= "~" else letter for letter in token)
-    hidden = [token[:1] + mark + token[1:] for mark in UNSEEN]
-    others = {token.upper(), token.lower(), wide, *hidden} - {token}
-    return any(token in backend.normalizer.normalize_str(other) for other in others)
-
-
-def _prefix_ids(backend: Tokenizer) -> tuple[int, ...]:
-    bare = backend.encode("a", add_special_tokens=False).ids
-    whole = backend.encode("a").ids
-    begin = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
-    return tuple(whole[:begin])
-
-
-def _plain(value: Any) -> Any:
-    return [str(item) for item in value] if isinstance(value, list) else str(value)
-
-
 def _guarded_json(text: str, names: Set[str]) -> str:
     """The tokenizer's JSON with these tokens renamed, in the list of added tokens and in the vocabulary."""
     state = json.loads(text)
@@ -243,7 +205,8 @@ def _guarded_json(text: str, names: Set[str]) -> str:
             token |= {"content": GUARD + token["content"], "normalized": False}
     model = state["model"]
     if "merges" in model:  # without those that would make a control token out of text
-        model["merges"] = [merge for merge in model["merges"] if names.isdisjoint(_pieces(merge))]
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [pair for pair in pairs if names.isdisjoint((*pair, "".join(pair)))]
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
         model["vocab"] = {GUARD + piece if piece in names else piece: id for piece, id in vocab.items()}
@@ -252,9 +215,3 @@ def _guarded_json(text: str, names: Set[str]) -> str:
     if model.get("unk_token") in names:
         model["unk_token"] = GUARD + model["unk_token"]
     return json.dumps(state, ensure_ascii=False)
-
-
-def _pieces(merge: str | list[str]) -> tuple[str, str, str]:
-    """Return the two parts of a merge, and its result."""
-    left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return left, right, left + right

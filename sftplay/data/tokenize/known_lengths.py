@@ -36,23 +36,24 @@ def note_blocks(cfg: RunConfig, count: int) -> None:
 
 
 def read_lengths(cfg: RunConfig) -> dict[str, Any]:
-    """`longest` and `mean` tokens of the rows of `cfg` after cutting, and their `count`; empty where not known."""
-    path = _path(cfg)
+    """Read `longest` and `mean` tokens of the rows of `cfg` after cutting, and their `count`; empty where not known."""
+    path = _find_note(cfg)
     note = read_object(path) if path else {}
     is_whole = all(isinstance(note.get(key), int | float) and note[key] > 0 for key in ("longest", "mean", "count"))
     return note if is_whole else {}
 
 
 def _note(cfg: RunConfig, note: dict[str, Any]) -> None:
-    if path := _path(cfg):
+    if path := _find_note(cfg):
         with suppress(OSError):
             write_text(path, json.dumps(note))
 
 
-def _path(cfg: RunConfig) -> Path | None:
-    data, model = cfg.data, cfg.model
+def _find_note(cfg: RunConfig) -> Path | None:
+    data, model, stamps = cfg.data, cfg.model, []
     try:
-        stamps = [_stamp(path) for key, path in row_paths(cfg) if key != "data.test_path"]
+        for files in [list_files(path) for key, path in row_paths(cfg) if key != "data.test_path"]:
+            stamps.append([[str(file), (found := file.stat()).st_size, found.st_mtime_ns] for file in files])
     except (DataError, OSError):  # a data set of the hub, or a missing file
         return None
     rows = data.model_dump(exclude={"train_path", "val_path", "test_path", "processed_dir"})
@@ -61,7 +62,3 @@ def _path(cfg: RunConfig) -> Path | None:
         sources = [source.model_dump(exclude={"name"}) for source in cfg.datasets]
         parts |= {"cpt": cfg.cpt.model_dump(exclude={"streaming", "train_tokens"}), "sources": sources}
     return Path(data.processed_dir) / FOLDER / f"{fingerprint(parts)}.json"
-
-
-def _stamp(path: str) -> list[list[Any]]:
-    return [[str(file), (status := file.stat()).st_size, status.st_mtime_ns] for file in list_files(path)]

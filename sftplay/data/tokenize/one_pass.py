@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,40 +29,8 @@ from sftplay.errors import DataError
 from sftplay.units import format_seconds
 
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int64())), ("labels", pa.list_(pa.int64())), ("row", pa.int64())])
+# The second stream of each row stream: where its examples came from.
 PLACES = pa.schema([("path", pa.string()), ("line", pa.int64()), ("record", pa.int64())])
-"""The second stream of each row stream: where its examples came from."""
-
-
-class RowWriter:
-    """Write examples and, in a second file, their places; close both at the end of a `with`."""
-
-    def __init__(self, rows: Path, places: Path) -> None:
-        self._rows = pa.ipc.new_stream(str(rows), SCHEMA)
-        self._places = pa.ipc.new_stream(str(places), PLACES)
-
-    def __enter__(self) -> RowWriter:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._rows.close()
-        self._places.close()
-
-    def write(self, examples: Sequence[Example], rows: Sequence[int], *, places: Sequence[Source]) -> None:
-        """Append the examples; `rows` and `places` are those of their records."""
-        if not examples:
-            return
-        columns = [_column([example.ids for example in examples]), _column([example.labels for example in examples])]
-        self._rows.write_batch(pa.record_batch([*columns, pa.array(rows, pa.int64())], schema=SCHEMA))
-        paths = pa.array([place.path for place in places])
-        numbers = [pa.array([getattr(place, name) for place in places], pa.int64()) for name in ("line", "record")]
-        self._places.write_batch(pa.record_batch([paths, *numbers], schema=PLACES))
-
-
-def _column(lists: Sequence[bytes]) -> pa.ListArray:
-    """A column of int64 lists from int32 bytes."""
-    flat = np.frombuffer(b"".join(lists), np.int32).astype(np.int64)
-    ends = np.cumsum([0, *(len(ids) // 4 for ids in lists)], dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(ends), pa.array(flat))
 
 
 CHATS, REFUSED, REPORT = "held_out_chats.jsonl", "refused_rows.jsonl", "report.json"
@@ -90,14 +58,16 @@ class Output(Protocol):
         """All rows are done."""
 
 
-class RowFiles:
+class RowFiles(Output):
     """Files of a folder: the rows of each side and their places as Arrow streams, the rest as JSON."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._files = folder, ExitStack()
-        self._writers = {
-            side: self._files.enter_context(RowWriter(folder / f"{side}.arrow", folder / f"{side}_places.arrow"))
+        schemas = {"": SCHEMA, "_places": PLACES}
+        self._streams = {
+            side + name: self._files.enter_context(pa.ipc.new_stream(str(folder / f"{side}{name}.arrow"), schema))
             for side in SIDES
+            for name, schema in schemas.items()
         }
         self._chats = self._files.enter_context((folder / CHATS).open("w", encoding="utf-8"))
         self._refused = self._files.enter_context((folder / REFUSED).open("w", encoding="utf-8"))
@@ -108,42 +78,46 @@ class RowFiles:
     def __exit__(self, *_: Any) -> None:
         self._files.close()
 
-    def begin(self, _: RowPolicies) -> int:
-        """As `Output.begin`: a pass that was broken off is done again from the start."""
-        return 0
+    def begin(self, policies: RowPolicies) -> int:
+        return 0  # a pass that was broken off is done again from the start
 
     def write(self, side: Side, kept: Sequence[tuple[RowOutcome, Example]]) -> None:
-        """As `Output.write`."""
-        outcomes = [outcome for outcome, _ in kept]
-        rows, places = [outcome.row for outcome in outcomes], [outcome.source for outcome in outcomes]
-        self._writers[side].write([example for _, example in kept], rows, places=places)
+        if not kept:
+            return
+        columns = []
+        for lists in ([example.ids for _, example in kept], [example.labels for _, example in kept]):  # int32 bytes
+            flat = np.frombuffer(b"".join(lists), np.int32).astype(np.int64)
+            ends = np.cumsum([0, *(len(ids) // 4 for ids in lists)], dtype=np.int32)
+            columns.append(pa.ListArray.from_arrays(pa.array(ends), pa.array(flat)))
+        columns.append(pa.array([outcome.row for outcome, _ in kept], pa.int64()))
+        self._streams[side].write_batch(pa.record_batch(columns, schema=SCHEMA))
+        places = [outcome.source for outcome, _ in kept]
+        numbers = [pa.array([getattr(place, name) for place in places], pa.int64()) for name in ("line", "record")]
+        batch = pa.record_batch([pa.array([place.path for place in places]), *numbers], schema=PLACES)
+        self._streams[f"{side}_places"].write_batch(batch)
 
     def write_chat(self, chat: str) -> None:
-        """As `Output.write_chat`."""
         self._chats.write(chat + "\n")
 
     def write_refused(self, place: Source, reason: str) -> None:
-        """As `Output.write_refused`."""
         self._refused.write(refused_line(place, reason))
 
     def end_batch(self, outcomes: Sequence[RowOutcome], policies: RowPolicies) -> None:
-        """As `Output.end_batch`: nothing to do, since the files are read only when they are whole."""
+        """Do nothing: the files are read only when they are whole."""
 
     def finish(self, report: dict[str, Any]) -> None:
-        """As `Output.finish`."""
         (self._folder / REPORT).write_text(json.dumps(report), encoding="utf-8")
 
 
 def refused_line(place: Source, reason: str) -> str:
-    """The line of a row that cannot be used, in REFUSED."""
+    """Format the line of a row that cannot be used, for REFUSED."""
     return json.dumps({"path": place.path, "line": place.line, "record": place.record, "reason": reason}) + "\n"
 
 
 BATCH_ROWS, BATCH_CHARACTERS = 256, 1 << 19
 SECONDS_BETWEEN_LINES = 1.0
 
-KEPT_WHOLE = 0.99
-"""Share of the rows that is not cut where cutting is worth no word."""
+KEPT_WHOLE = 0.99  # share of the rows that is not cut where cutting is worth no word
 
 
 @dataclass(frozen=True)
@@ -173,8 +147,6 @@ class Preparation:
         self._renderer, self._max_tokens, self._dialect = renderer, max_tokens, read_dialect(data)
         self._options = RowOptions(read_layout_options(data), max_tokens, data.too_long, only_held_out, only_chats)
         self._policies = RowPolicies(data, max_tokens)
-        self._began = self._shown_at = time.monotonic()
-        self._n_rows: int | None = None
 
     def run(self, inputs: Sequence[Input], output: Output, *, guarded: Sequence[str] = ()) -> None:
         """Read `inputs`, training rows first, and hand everything to `output`.
@@ -187,42 +159,52 @@ class Preparation:
         """
         for path in guarded:
             self._guard(path)
-        self._began = self._shown_at = time.monotonic()
-        self._n_rows = count_rows([given.path for given in inputs])
+        began = shown_at = time.monotonic()
+        paths = [given.path for given in inputs]
+        n_rows = count_rows(paths)
         n_read = n_done = output.begin(self._policies)
         for given in inputs:
             if n_done and given.share == 1.0:  # its rows are not read again
                 self._guard(given.path)
-        processes = n_workers([given.path for given in inputs])
+
+        def format_rate(n_rows: int, now: float) -> str:
+            return f"{n_rows / max(now - began, 1e-3):,.0f} rows/s"
+
         # Held-out rows go first: a training row must be compared with all of them.
         batches = self._batches(list(reversed(inputs)), n_done)
-        processed = process_all(batches, self._renderer, options=self._options, processes=processes)
+        processed = process_all(batches, self._renderer, options=self._options, processes=n_workers(paths))
         with closing(processed):  # whatever happens here, its processes end now
             for outcomes in processed:
                 n_read += len(outcomes)
                 self._take(outcomes, output)
                 output.end_batch(outcomes, self._policies)
-                self._show_progress(n_read)
-        now = time.monotonic()
-        rate = self._rate(n_read - n_done, now)
-        log.say(f"{n_read - n_done:,} rows read in {format_seconds(now - self._began)}, {rate}", "data")
+                now = time.monotonic()
+                if now - shown_at >= SECONDS_BETWEEN_LINES:
+                    shown_at = now
+                    log.progress(n_read, n_rows, what="rows", text=format_rate(n_read, now), tag="data")
+        now, n_new = time.monotonic(), n_read - n_done
+        log.say(f"{n_new:,} rows read in {format_seconds(now - began)}, {format_rate(n_new, now)}", "data")
         self._policies.check()
-        self._check_ends(inputs[0].path)
+        counts = self._policies.counts["train"]
+        if counts.chat_examples and not counts.ends_learned:  # such a model would never stop
+            raise DataError(
+                f"the end-of-turn token is in the loss of none of {counts.chat_examples:,} examples: all are cut at"
+                f" {self._max_tokens:,} tokens, the longest has {counts.longest:,}",
+                where=paths[0],
+                fix=f"write model.max_seq_len: {counts.length_that_keeps(KEPT_WHOLE)}, which keeps 99 % of the rows"
+                " whole, or leave longer rows out with data.too_long: drop",
+            )
         output.finish(self._report(inputs))
 
     def _guard(self, path: str) -> None:
         for source, row in read_rows(path, self._dialect):
-            if isinstance(row, Refused):
-                continue
-            try:
-                self._policies.guard(
-                    hash64(compute_keys(to_record(row, source, reading=self._options.reading)).normal), source
-                )
-            except DataError:  # this row is counted when the file itself is measured on
-                continue
+            if not isinstance(row, Refused):
+                with suppress(DataError):  # this row is counted when the file itself is measured on
+                    record = to_record(row, source, reading=self._options.reading)
+                    self._policies.guard(hash64(compute_keys(record).normal), source)
 
     def _batches(self, inputs: Sequence[Input], n_done: int) -> Iterator[Work]:
-        """All batches of rows behind the first `n_done`."""
+        """Yield all batches of rows behind the first `n_done`."""
         for given in inputs:
             batch: list[RawRow] = []
             size = 0
@@ -230,8 +212,8 @@ class Preparation:
                 if n_done:
                     n_done -= 1
                     continue
-                batch.append(RawRow(row, source, raw))
-                size += _size(raw)
+                batch.append((row, source, raw))
+                size += _measure(raw)
                 if len(batch) == BATCH_ROWS or size > BATCH_CHARACTERS:
                     yield batch, given.share
                     batch, size = [], 0
@@ -254,46 +236,27 @@ class Preparation:
         for side, pairs in kept.items():
             output.write(side, pairs)
 
-    def _check_ends(self, path: str) -> None:
-        """A model that never learns to end its turn would never stop."""
-        counts = self._policies.counts["train"]
-        if counts.chat_examples and not counts.ends_learned:
-            raise DataError(
-                f"the end-of-turn token is in the loss of none of {counts.chat_examples:,} examples: all are cut at"
-                f" {self._max_tokens:,} tokens, the longest has {counts.longest:,}",
-                where=path,
-                fix=f"write model.max_seq_len: {counts.length_that_keeps(KEPT_WHOLE)}, which keeps 99 % of the rows"
-                " whole, or leave longer rows out with data.too_long: drop",
-            )
-
     def _report(self, inputs: Sequence[Input]) -> dict[str, Any]:
-        paths = {"train": inputs[0].path, "held_out": inputs[-1].path}
-        counts = self._policies.counts
-        used = [side for side in SIDES if counts[side].read]
+        paths: dict[Side, str] = {"train": inputs[0].path, "held_out": inputs[-1].path}
+        counts, warnings = self._policies.counts, []
+        for side, path in paths.items():
+            found = counts[side]
+            n_cut = found.cut + found.dropped[CUT_AWAY]
+            if n_cut > (1 - KEPT_WHOLE) * found.read:
+                warnings.append(
+                    f"{path}: {n_cut:,} of {found.read:,} rows are cut at {self._max_tokens:,} tokens, which loses"
+                    f" {found.lost_share:.0%} of what they teach; the longest has {found.longest:,};"
+                    f" model.max_seq_len: {found.length_that_keeps(KEPT_WHOLE)} keeps 99 % of them whole"
+                )
         return {
             **total(counts.values()).as_json(),
             "mask_method": self._renderer.method,
             "template_hash": self._renderer.template_hash,
             "max_seq_len": self._max_tokens,
-            "sources": {side: {"path": paths[side], **counts[side].as_json()} for side in used},
-            "warnings": self._warnings(inputs),
+            "sources": {side: {"path": paths[side], **counts[side].as_json()} for side in SIDES if counts[side].read},
+            "warnings": warnings,
             "notes": self._notes(inputs),
         }
-
-    def _warnings(self, inputs: Sequence[Input]) -> list[str]:
-        """Return one line for each source with more than a few cut rows."""
-        paths: dict[Side, str] = {"train": inputs[0].path, "held_out": inputs[-1].path}
-        found = []
-        for side, path in paths.items():
-            counts = self._policies.counts[side]
-            n_cut = counts.cut + counts.dropped[CUT_AWAY]
-            if n_cut > (1 - KEPT_WHOLE) * counts.read:
-                found.append(
-                    f"{path}: {n_cut:,} of {counts.read:,} rows are cut at {self._max_tokens:,} tokens, which loses"
-                    f" {counts.lost_share:.0%} of what they teach; the longest has {counts.longest:,};"
-                    f" model.max_seq_len: {counts.length_that_keeps(KEPT_WHOLE)} keeps 99 % of them whole"
-                )
-        return found
 
     def _notes(self, inputs: Sequence[Input]) -> list[str]:
         notes = []
@@ -301,7 +264,7 @@ class Preparation:
         if share and not self._policies.counts["held_out"].examples:
             has_chats = self._policies.counts["train"].chat_examples > 0
             few = f"too few {'prompts' if has_chats else 'texts'} for a share of {share:g}"
-            if has_chats and self._policies.n_prompts < 2:
+            if has_chats and len(self._policies.answers) < 2:
                 few = "there is only one prompt"
             notes.append(f"nothing is held out: {few}; raise data.split or give data.val_path")
         for given in inputs:
@@ -310,20 +273,11 @@ class Preparation:
                 notes.append(f"{given.path}: files of other kinds are left alone: {named}")
         return notes
 
-    def _show_progress(self, n_read: int) -> None:
-        now = time.monotonic()
-        if now - self._shown_at >= SECONDS_BETWEEN_LINES:
-            self._shown_at = now
-            log.progress(n_read, self._n_rows, what="rows", text=self._rate(n_read, now), tag="data")
 
-    def _rate(self, n_read: int, now: float) -> str:
-        return f"{n_read / max(now - self._began, 1e-3):,.0f} rows/s"
-
-
-def _size(value: Any) -> int:
+def _measure(value: Any) -> int:
     """Return about how many characters a raw row has."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(_size, value.values()))
-    return sum(map(_size, value)) if isinstance(value, list) else 8
+        return sum(map(_measure, value.values()))
+    return sum(map(_measure, value)) if isinstance(value, list) else 8

@@ -26,8 +26,6 @@ FIX_LONG = f"{ROOM}; or cut such rows with data.too_long: truncate, or leave the
 FIX_CUT = f"{ROOM}, or leave such rows out with data.too_long: drop"
 FIX_LEAK = "take the row out of one of the two files, or leave it out of training with data.contamination: drop"
 FIX_TESTED = "leave them out of training with data.contamination: drop; what models are tested by must not be learned"
-NAMED_COLUMNS, OTHERS = 100, "(others)"
-"""Every row may have other keys; the report names only this many columns."""
 
 
 class RowPolicies:
@@ -41,22 +39,12 @@ class RowPolicies:
         self.counts: dict[Side, RowCounts] = {side: RowCounts() for side in SIDES}
         self.n_bad = 0
         self._bad: list[str] = []
-        self._remedies: dict[str, None] = {}
-        """In the order in which their causes came up."""
-
+        self._remedies: dict[str, None] = {}  # in the order in which their causes came up
         self._exact: dict[Side, set[int]] = {side: set() for side in SIDES}
         self._normal: dict[Side, set[int]] = {side: set() for side in SIDES}
-        self._answers: dict[int, int] = {}
-        """Prompt -> the first content with it; of training rows."""
-
+        self.answers: dict[int, int] = {}  # prompt -> the first content with it; of training rows
         self._several: set[int] = set()
-        self._guarded: dict[int, str] = {}
-        """Content of held-out and test rows -> where it stands."""
-
-    @property
-    def n_prompts(self) -> int:
-        """Different prompts among the training chats."""
-        return len(self._answers)
+        self._guarded: dict[int, str] = {}  # content of held-out and test rows -> where it stands
 
     def resume(self, counts: Mapping[Side, RowCounts], *, seen: Mapping[Side, NDArray[np.uint64]], chats: Any) -> None:
         """Know what an earlier pass knew: its counts, and of each record that it judged the keys, uint64 [records, 3].
@@ -68,20 +56,20 @@ class RowPolicies:
             self._exact[side] = set(keys[:, 0].tolist())
             self._normal[side] = set(keys[:, 1].tolist())
         prompts, normals = chats[:, 2].tolist(), chats[:, 1].tolist()
-        self._answers = dict(zip(reversed(prompts), reversed(normals), strict=True))
+        self.answers = dict(zip(reversed(prompts), reversed(normals), strict=True))
         pairs = zip(prompts, normals, strict=True)
-        self._several = {prompt for prompt, normal in pairs if self._answers[prompt] != normal}
+        self._several = {prompt for prompt, normal in pairs if self.answers[prompt] != normal}
 
     def guard(self, normal_key: int, source: Source) -> None:
         """Remember a row that must not be trained on."""
         self._guarded.setdefault(normal_key, str(source))
 
     def keep(self, outcome: RowOutcome, side: Side) -> Sequence[Example]:
-        """The examples of a record that are kept; none when the record was refused or dropped, which is counted."""
+        """Return the kept examples of a record; none when the record was refused or dropped, which is counted."""
         counts = self.counts[side]
         if outcome.refused:
             counts.refused += 1
-            self._note_bad(outcome, outcome.refused, fix=outcome.fix or FIX_ROW)
+            self._note_bad(f"{outcome.source} {outcome.refused}", self._data.on_bad_row, fix=outcome.fix or FIX_ROW)
             return []
         is_seen = self._count_content(outcome, side, counts=counts)
         reason = self._reason_to_leave(outcome, side, is_seen=is_seen)
@@ -116,49 +104,46 @@ class RowPolicies:
         counts.near_duplicates += is_seen and not is_exact
         if side == "held_out":
             self.guard(normal, outcome.source)
-        elif outcome.is_chat and self._answers.setdefault(prompt, normal) != normal:
+        elif outcome.is_chat and self.answers.setdefault(prompt, normal) != normal:
             self._several.add(prompt)
             counts.prompts_with_several_answers = len(self._several)
         for length in outcome.lengths:
             counts.add_length(length)
         for column in outcome.unused:
-            is_named = column in counts.unused_columns or len(counts.unused_columns) < NAMED_COLUMNS
-            counts.unused_columns[column if is_named else OTHERS] += 1
-        counts.typed_specials += outcome.n_escaped > 0
+            # Every row may have other keys.
+            is_named = column in counts.unused_columns or len(counts.unused_columns) < 100
+            counts.unused_columns[column if is_named else "(others)"] += 1
+        counts.with_special_tokens += outcome.n_escaped > 0
         if self._data.system is not None and outcome.is_chat:
-            counts.with_system += outcome.has_system == self._data.system
+            counts.with_system += outcome.system == self._data.system
         return is_seen
 
     def _reason_to_leave(self, outcome: RowOutcome, side: Side, *, is_seen: bool) -> str:
         """Return why the record is dropped, or nothing. Where the config says error, also note the record as bad."""
-        if outcome.tested and side == "train":
-            if self._data.contamination == "error":
-                self._add_bad(f"{outcome.source} is problem {outcome.tested} of a published test split", fix=FIX_TESTED)
-            return "leak"
-        twin = self._guarded.get(outcome.keys[1], "") if side == "train" else ""
-        if twin:
-            if self._data.contamination == "error":
-                self._add_bad(f"{outcome.source} is held out as well, at {twin}", fix=FIX_LEAK)
+        twin = self._guarded.get(outcome.keys[1], "")
+        if side == "train" and (outcome.tested or twin):
+            what, fix = f"{outcome.source} is held out as well, at {twin}", FIX_LEAK
+            if outcome.tested:
+                what, fix = f"{outcome.source} is problem {outcome.tested} of a published test split", FIX_TESTED
+            self._note_bad(what, self._data.contamination, fix=fix)
             return "leak"
         if is_seen and self._data.duplicates == "drop":
             return "duplicate"
-        if outcome.dropped == "too_long" and self._data.too_long == "error":
-            n_tokens = max(outcome.lengths)
-            what = f"{outcome.source} has {n_tokens:,} tokens; {self._limit} is {self._max_tokens:,}"
-            self._add_bad(what, fix=self._fix_long)
-        elif not outcome.examples and outcome.dropped != "too_long":
+        if outcome.dropped == "too_long":
+            what = f"has {max(outcome.lengths):,} tokens; {self._limit} is {self._max_tokens:,}"
+            self._note_bad(f"{outcome.source} {what}", self._data.too_long, fix=self._fix_long)
+        elif not outcome.examples:
             is_cut = outcome.dropped == CUT_AWAY
             after = f" in its first {self._max_tokens:,} of {max(outcome.lengths):,} tokens" if is_cut else ""
-            self._note_bad(outcome, f"has nothing to learn{after}", fix=FIX_CUT if is_cut else FIX_ROW)
+            what = f"{outcome.source} has nothing to learn{after}"
+            self._note_bad(what, self._data.on_bad_row, fix=FIX_CUT if is_cut else FIX_ROW)
         return "" if outcome.examples else outcome.dropped
 
-    def _note_bad(self, outcome: RowOutcome, reason: str, *, fix: str) -> None:
-        if self._data.on_bad_row == "error":
-            self._add_bad(f"{outcome.source} {reason}", fix=fix)
-
-    def _add_bad(self, line: str, *, fix: str) -> None:
-        self.n_bad += 1
-        if len(self._remedies) < NAMED_ROWS:
-            self._remedies[fix] = None
-        if len(self._bad) < NAMED_ROWS:
-            self._bad.append(line)
+    def _note_bad(self, line: str, setting: str, *, fix: str) -> None:
+        """Name and count a bad row, if the setting about such rows is error."""
+        if setting == "error":
+            self.n_bad += 1
+            if len(self._remedies) < NAMED_ROWS:
+                self._remedies[fix] = None
+            if len(self._bad) < NAMED_ROWS:
+                self._bad.append(line)

@@ -9,10 +9,9 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from sftplay.errors import MachineError
@@ -20,9 +19,6 @@ from sftplay.signals import die_with_parent
 
 T = TypeVar("T")
 W = TypeVar("W")
-
-AHEAD = 2
-"""Pieces in flight for each process: enough to keep it busy, few enough to bound memory."""
 
 SHARED_SIGNALS = (signal.SIGINT, signal.SIGUSR1)
 """Signals that a terminal or a scheduler sends to all processes; only the parent answers them."""
@@ -37,13 +33,13 @@ def work_through(
     initializer: Callable[..., None] | None = None,
     initargs: tuple[Any, ...] = (),
 ) -> Generator[T]:
-    """`function` of each piece, in order; pieces are read only a little ahead. Close it to end its processes.
+    """Yield `function` of each piece, in order; pieces are read only a little ahead. Close it to end its processes.
 
     Each process calls `initializer(*initargs)` first.
 
-    Raises:
-        MachineError: `killed`, when one of the processes was.
+    Raises MachineError: `killed`, when one of the processes was.
     """
+    waiting: deque[Future[T]] = deque()
     pool = ProcessPoolExecutor(
         processes,
         mp_context=multiprocessing.get_context("spawn"),
@@ -51,32 +47,21 @@ def work_through(
         initargs=(os.getpid(), initializer, initargs),
     )
     try:
-        yield from _in_order(pool, pieces, function=function, most=AHEAD * processes)
+        for piece in pieces:
+            # This may start a process, which inherits the blocked signals: it could die of one while it imports.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, SHARED_SIGNALS)
+            try:
+                waiting.append(pool.submit(function, piece))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            if len(waiting) > 2 * processes:  # enough to keep them busy, few enough to bound memory
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise killed from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _in_order(pool: ProcessPoolExecutor, pieces: Iterable[W], *, function: Callable[[W], T], most: int) -> Iterator[T]:
-    waiting: deque[Future[T]] = deque()
-    for piece in pieces:
-        with _signals_held_back():  # this may start a process
-            waiting.append(pool.submit(function, piece))
-        if len(waiting) > most:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
-
-
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Block SHARED_SIGNALS; a process that starts meanwhile inherits that, or it could die of one while it imports."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SHARED_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin(parent: int, initializer: Callable[..., None] | None, initargs: tuple[Any, ...]) -> None:

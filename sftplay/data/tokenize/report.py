@@ -12,13 +12,9 @@ from typing import Any
 
 from sftplay.data.tokenize.batch import RowOutcome
 
-STEP = 8
-"""Lengths are counted in steps of this many tokens."""
-
+STEP = 8  # lengths are counted in steps of this many tokens
 BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 """Upper edges of the length histogram, in tokens."""
-
-BAR_WIDTH = 30
 
 
 @dataclass
@@ -31,9 +27,7 @@ class RowCounts:
     dropped_tokens: Counter[str] = field(default_factory=Counter)
     """Why a record was left out -> the tokens of such records."""
 
-    cut_tokens: int = 0
-    """Tokens behind the cut of records that were kept in part."""
-
+    cut_tokens: int = 0  # tokens behind the cut of records that were kept in part
     refused: int = 0
     duplicates: int = 0
     """Records with content that was read before on the same side. `data.duplicates` decides whether they are kept."""
@@ -42,35 +36,20 @@ class RowCounts:
     """As `duplicates`, for content that differs only in white space, case or Unicode normalisation."""
 
     prompts_with_several_answers: int = 0
-    typed_specials: int = 0
-    """Records with the text of a special token in them; it is read as text, not as control."""
-
-    with_system: int = 0
-    """Chats that begin with `data.system`."""
-
-    unused_columns: Counter[str] = field(default_factory=Counter)
-    """Column that no layout reads -> records that have it."""
-
-    split: int = 0
-    """Records that became several examples, because the template rewrites earlier turns."""
-
+    with_special_tokens: int = 0  # records with the text of a special token in them; it is read as text, not as control
+    with_system: int = 0  # chats that begin with `data.system`
+    unused_columns: Counter[str] = field(default_factory=Counter)  # column that no layout reads -> records that have it
+    split: int = 0  # records that became several examples, because the template rewrites earlier turns
     examples: int = 0
-    chat_examples: int = 0
-    """Those of them that are not plain text."""
-
+    chat_examples: int = 0  # those of them that are not plain text
     tokens: int = 0
     trainable_tokens: int = 0
-    ends_learned: int = 0
-    """Examples with a last learned token that ends a turn."""
-
-    longest: int = 0
-    """Tokens of the longest example before cutting."""
-
+    ends_learned: int = 0  # examples with a last learned token that ends a turn
+    longest: int = 0  # tokens of the longest example before cutting
     lengths: Counter[int] = field(default_factory=Counter)
     """Tokens of an example before cutting, rounded up to a multiple of STEP -> examples."""
 
-    learnable_tokens: int = 0
-    """Tokens that would be learned if no example was cut."""
+    learnable_tokens: int = 0  # tokens that would be learned if no example was cut
 
     def add_length(self, n_tokens: int) -> None:
         """Count an example of `n_tokens`, before it is cut."""
@@ -78,7 +57,7 @@ class RowCounts:
         self.lengths[-(-n_tokens // STEP) * STEP] += 1
 
     def length_that_keeps(self, share: float) -> int:
-        """The smallest multiple of STEP that `share` of all examples are not longer than."""
+        """Return the smallest multiple of STEP that `share` of all examples are not longer than."""
         seen, wanted = 0, share * self.lengths.total()
         for length in sorted(self.lengths):
             seen += self.lengths[length]
@@ -103,12 +82,15 @@ class RowCounts:
             self.ends_learned += example.ends_learned
 
     def as_state(self) -> dict[str, Any]:
-        """All counts as plain JSON, for `from_state`."""
+        """Return all counts as plain JSON, for `from_state`."""
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RowCounts:
-        """The counts that `as_state` gave."""
+        """Invert `as_state`."""
+        # The older name is of a store that an earlier version has begun.
+        renamed = {"typed_specials": "with_special_tokens"}
+        state = {renamed.get(name, name): value for name, value in state.items()}
         counters = {name: Counter(value) for name, value in state.items() if isinstance(value, dict)}
         lengths = Counter({int(length): count for length, count in state["lengths"].items()})  # JSON's keys are texts
         return cls(**{**state, **counters, "lengths": lengths})
@@ -116,7 +98,7 @@ class RowCounts:
     @property
     def lost_share(self) -> float:
         """Share of the tokens to learn that lies behind the cut."""
-        return 1 - _share(self.trainable_tokens, self.learnable_tokens) if self.learnable_tokens else 0.0
+        return 1 - self.trainable_tokens / self.learnable_tokens if self.learnable_tokens else 0.0
 
     @property
     def read(self) -> int:
@@ -124,7 +106,11 @@ class RowCounts:
         return self.kept + self.cut + self.dropped.total() + self.refused
 
     def as_json(self) -> dict[str, Any]:
-        """The counts under the names of `data_report.json`."""
+        """Return the counts under the names of `data_report.json`."""
+        bins: Counter[int] = Counter()
+        for length, n in self.lengths.items():
+            bins[next((edge for edge in BINS if length <= edge), 0)] += n
+        histogram = {f"<={edge}" if edge else f">{BINS[-1]}": bins[edge] for edge in (*BINS, 0) if bins[edge]}
         return {
             "read": self.read,
             "kept": self.kept,
@@ -137,18 +123,18 @@ class RowCounts:
             "near_duplicates": self.near_duplicates,
             "prompts_with_several_answers": self.prompts_with_several_answers,
             "split_records": self.split,
-            "typed_specials": self.typed_specials,
+            "typed_specials": self.with_special_tokens,
             "with_system": self.with_system,
             "unused_columns": dict(sorted(self.unused_columns.items())),
             "examples": self.examples,
             "tokens": self.tokens,
             "trainable_tokens": self.trainable_tokens,
-            "trainable_token_share": _share(self.trainable_tokens, self.tokens),
-            "eos_in_loss_share": _share(self.ends_learned, self.examples),
+            "trainable_token_share": self.trainable_tokens / max(self.tokens, 1),
+            "eos_in_loss_share": self.ends_learned / max(self.examples, 1),
             "lost_to_cut_share": self.lost_share,
             "longest_tokens": self.longest,
             "tokens_that_keep_99_percent": self.length_that_keeps(0.99),
-            "length_histogram": _histogram(self.lengths),
+            "length_histogram": histogram,
         }
 
 
@@ -161,7 +147,7 @@ def where_rows_went(source: Mapping[str, Any], *, refused_rows: str = "") -> str
 
 
 def total(sources: Iterable[RowCounts]) -> RowCounts:
-    """The sum of several sources."""
+    """Add up the counts of several sources."""
     whole = RowCounts()
     for source in sources:
         for name, value in vars(source).items():
@@ -171,38 +157,26 @@ def total(sources: Iterable[RowCounts]) -> RowCounts:
 
 
 def report_table(report: Mapping[str, Any]) -> str:
-    """The report for people: at most 25 lines."""
+    """Format the report for people: at most 25 lines."""
     lines = [
         f"data report      {report['read']:,} read = {report['kept']:,} kept + {report['cut']:,} cut"
         f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
     ]
-    lines += [_source_line(name, source) for name, source in report["sources"].items()]
+    lines += [
+        f"  {name:<14} {source['examples']:,} examples, {source['tokens']:,} tokens,"
+        f" {source['trainable_token_share']:.1%} learned   {source['path']}"
+        for name, source in report["sources"].items()
+    ]
     lines += [f"  dropped        {count:,}: {reason.replace('_', ' ')}" for reason, count in report["dropped"].items()]
     if report["refused"]:
         lines.append(f"  refused        reasons with file and line in {report['refused_rows']}")
-    lines += _content_lines(report)
-    lines += [
-        f"  tokens         {report['tokens']:,}, {report['trainable_token_share']:.1%} learned;"
-        f" the end of turn is learned in {report['eos_in_loss_share']:.1%}",
-        f"  mask           by {report['mask_method']}, template {report['template_hash'][:12]}",
-        f"  length         longest {report['longest_tokens']:,} tokens, limit {report['max_seq_len']:,}",
-    ]
-    lines += [f"  warning        {warning}" for warning in report["warnings"]]
-    room = 25 - len(lines) - len(report["notes"])
-    lines += _histogram_lines(report["length_histogram"])[: max(room, 0)]
-    lines += [f"  note           {note}" for note in report["notes"]]
-    return "\n".join(lines[:25])
-
-
-def _content_lines(report: Mapping[str, Any]) -> list[str]:
-    """Return remarks about the records' content, only those with a count above 0."""
     action = "left out" if "duplicate" in report["dropped"] else "kept"
     near = report["near_duplicates"]
     repeated = report["duplicates"] + near
     several, split = report["prompts_with_several_answers"], report["split_records"]
     typed, opened = report["typed_specials"], report["with_system"]
     columns = ", ".join(f"{name[:40]!r} ({count:,})" for name, count in report["unused_columns"].items())
-    lines = {
+    remarks = {
         f"duplicates     {repeated:,} records repeat an earlier one, {near:,} of them up to white space or case;"
         f" {action}": repeated,
         f"answers        {several:,} prompts have several": several,
@@ -211,34 +185,17 @@ def _content_lines(report: Mapping[str, Any]) -> list[str]:
         f"system         data.system opens {opened:,} records": opened,
         f"unused         columns {columns[:90]}": columns,
     }
-    return [f"  {line}" for line, is_worth_saying in lines.items() if is_worth_saying]
-
-
-def _source_line(name: str, source: Mapping[str, Any]) -> str:
-    return (
-        f"  {name:<14} {source['examples']:,} examples, {source['tokens']:,} tokens,"
-        f" {source['trainable_token_share']:.1%} learned   {source['path']}"
-    )
-
-
-def _histogram_lines(histogram: Mapping[str, int]) -> list[str]:
-    most = max(histogram.values(), default=1)
-    return [
-        f"  {name:>14} {'#' * max(1, round(BAR_WIDTH * count / most)):<{BAR_WIDTH}} {count:,}"
-        for name, count in histogram.items()
+    lines += [f"  {remark}" for remark, is_worth_saying in remarks.items() if is_worth_saying]
+    lines += [
+        f"  tokens         {report['tokens']:,}, {report['trainable_token_share']:.1%} learned;"
+        f" the end of turn is learned in {report['eos_in_loss_share']:.1%}",
+        f"  mask           by {report['mask_method']}, template {report['template_hash'][:12]}",
+        f"  length         longest {report['longest_tokens']:,} tokens, limit {report['max_seq_len']:,}",
     ]
-
-
-def _histogram(lengths: Counter[int]) -> dict[str, int]:
-    bins: Counter[int] = Counter()
-    for length, n in lengths.items():
-        bins[next((edge for edge in BINS if length <= edge), 0)] += n
-    return {_edge_name(edge): bins[edge] for edge in (*BINS, 0) if bins[edge]}
-
-
-def _edge_name(edge: int) -> str:
-    return f"<={edge}" if edge else f">{BINS[-1]}"
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
+    lines += [f"  warning        {warning}" for warning in report["warnings"]]
+    room, histogram = 25 - len(lines) - len(report["notes"]), report["length_histogram"]
+    most = max(histogram.values(), default=1)
+    for name, count in list(histogram.items())[: max(room, 0)]:
+        lines.append(f"  {name:>14} {'#' * max(1, round(30 * count / most)):<30} {count:,}")
+    lines += [f"  note           {note}" for note in report["notes"]]
+    return "\n".join(lines[:25])

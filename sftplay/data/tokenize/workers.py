@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable
-from pathlib import Path
 
 from sftplay.data.read.files import list_files
 from sftplay.data.read.sources import is_hub_name
@@ -14,20 +13,11 @@ from sftplay.data.tokenize.pool import work_through
 from sftplay.errors import MachineError
 from sftplay.machine.probe import usable_cores
 
-WORTH_WORKERS_BYTES = 4 << 20
-"""Below this size, starting processes takes longer than the work."""
-
-MOST_WORKERS = 6
-"""More workers would only wait for the one process that reads and writes."""
-
-UNPACKED = {".gz": 5, ".parquet": 4}
-"""Approximate size of the rows relative to a file of that kind."""
-
-Work = tuple[list[RawRow], float]
-"""A batch and the share of its prompts that is held out."""
-
-_processor: list[RowProcessor] = []
-"""The processor of a started process; empty in every other process."""
+WORTH_WORKERS_BYTES = 4 << 20  # below this size, starting processes takes longer than the work
+MOST_WORKERS = 6  # more workers would only wait for the one process that reads and writes
+UNPACKED = {".gz": 5, ".parquet": 4}  # approximate size of the rows relative to a file of that kind
+Work = tuple[list[RawRow], float]  # a batch and the share of its prompts that is held out
+_processor: list[RowProcessor] = []  # the processor of a started process; empty in every other process
 
 
 def n_workers(paths: Iterable[str]) -> int:
@@ -35,17 +25,17 @@ def n_workers(paths: Iterable[str]) -> int:
     named = list(paths)
     if any(is_hub_name(path) for path in named):
         return min(usable_cores(), MOST_WORKERS)
-    n_bytes = sum(_unpacked_bytes(file) for path in named for file in list_files(path))
+    files = [file for path in named for file in list_files(path)]
+    n_bytes = sum(file.stat().st_size * UNPACKED.get(file.suffix.lower(), 1) for file in files)
     return 1 if n_bytes < WORTH_WORKERS_BYTES else min(usable_cores(), MOST_WORKERS)
 
 
 def process_all(
     batches: Iterable[Work], renderer: Renderer, *, options: RowOptions, processes: int
 ) -> Generator[list[RowOutcome]]:
-    """The outcomes of each batch, in order; batches are read only a little ahead. Close it to end its processes.
+    """Yield the outcomes of each batch, in order; batches are read only a little ahead. Close it to end its processes.
 
-    Raises:
-        MachineError: one of the processes was killed.
+    Raises MachineError: one of the processes was killed.
     """
     if processes == 1:
         processor = RowProcessor(renderer, options)
@@ -70,7 +60,3 @@ def _begin(recipe: Recipe, options: RowOptions) -> None:
 def _process(work: Work) -> list[RowOutcome]:
     rows, share = work
     return _processor[0].process(rows, share)
-
-
-def _unpacked_bytes(file: Path) -> int:
-    return file.stat().st_size * UNPACKED.get(file.suffix.lower(), 1)

@@ -58,7 +58,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
 
 def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
     """Show the table of the data report, and keep one block with its mask."""
-    place = rows.source.train.places(0)[0]
+    place = rows.source.train.pieces(0)[0][0]
     write_masked_sample(folder, tokenizer, example=rows.train[0], source=str(place))
     log.show(mixture_table(rows.report))
 

@@ -18,7 +18,7 @@ from processes import HANG_S
 from sftplay.config.run import RunConfig
 from sftplay.data.mixture import load, store_writer, streamed_store, tokenize_process
 from sftplay.data.mixture.load import load_mixture
-from sftplay.data.mixture.sources import Renderers, SourceJob, list_source_jobs
+from sftplay.data.mixture.sources import SourceJob, list_source_jobs, prove_renderers
 from sftplay.data.mixture.store import INDEX, Index, Store
 from sftplay.data.mixture.store_writer import StoreWriter
 from sftplay.data.mixture.streamed_store import StreamedStore, get_failure_path
@@ -59,7 +59,7 @@ def in_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[threading.Thread
 
 
 def jobs(cfg: RunConfig, tokenizer: Any) -> list[SourceJob]:
-    return list_source_jobs(cfg, tokenizer, renderers=Renderers.prove(cfg, tokenizer, template=None))
+    return list_source_jobs(cfg, tokenizer, renderers=prove_renderers(cfg, tokenizer, template=None))
 
 
 @pytest.mark.usefixtures("small_groups")
