@@ -173,7 +173,7 @@ def band_keys(signatures: Signature, near: float) -> Hashes:
     return np.ascontiguousarray(keys.T)
 
 
-def candidates(bands: Iterator[Hashes], wanted: NDArray[np.bool_]) -> Iterator[tuple[int, list[int]]]:
+def find_candidates(bands: Iterator[Hashes], wanted: NDArray[np.bool_]) -> Iterator[tuple[int, list[int]]]:
     """Yield each wanted text, in order, with the earlier ones that share a band. A band holds the keys of all texts."""
     pairs = np.zeros(0, np.uint64)
     places = np.flatnonzero(wanted)

@@ -119,15 +119,45 @@ def parse_xml(data: bytes, name: str) -> Any:
 
 def local(element: Any) -> str:
     """Return an element's name without its namespace; empty for comments and instructions."""
-    tag = element.tag
-    return tag.rpartition("}")[2] if isinstance(tag, str) else ""
+    return element.tag.rpartition("}")[2] if isinstance(element.tag, str) else ""
 
 
 def attribute(element: Any, name: str) -> str | None:
     """Return an attribute's value by its name without the namespace."""
-    if element is None:
-        return None
-    for key, value in element.attrib.items():
-        if key.rpartition("}")[2] == name:
-            return str(value)
-    return None
+    found = element.attrib.items() if element is not None else ()
+    return next((str(value) for key, value in found if key.rpartition("}")[2] == name), None)
+
+
+def add_element(parent: Any, tag: str, text: str | None = None, **attributes: str) -> Any:
+    """Append an element of HTML to its parent and return it; the text's line breaks become `br`."""
+    made = parent.makeelement(tag, attributes)
+    parent.append(made)
+    first, *others = (text or "").split("\n")
+    made.text = first if text is not None else None
+    for line in others:
+        add_element(made, "br").tail = line
+    return made
+
+
+def add_code(parent: Any, text: str) -> None:
+    """Add a line of code to the code block at the end of the parent, or begin a new block."""
+    if len(parent) and parent[-1].tag == "pre":
+        parent[-1].text += f"\n{text}"
+    else:
+        add_element(parent, "pre", **{"class": "code"}).text = text
+
+
+def add_item(parent: Any, text: str, *, level: int, tag: str = "ul", name: str = "", start: int = 1) -> None:
+    """Add an item to the list at the end of the parent, at its level from 0, or begin a list with this tag and name."""
+    holder = parent
+    for depth in range(level + 1):
+        is_target = depth == level
+        last: Any = holder[-1] if len(holder) else None
+        is_list = last is not None and last.tag in ("ul", "ol")
+        if not is_list or (is_target and (name, tag) != (last.get("name"), last.tag)):
+            last = add_element(holder, tag, name=name, start=str(start if is_target else 1))
+        holder = last
+        if is_target or len(last) == 0:  # where a level is left out, the item takes the deepest one there is
+            break
+        holder = last[-1]
+    add_element(add_element(holder, "li"), "p", text)
