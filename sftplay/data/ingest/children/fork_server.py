@@ -52,7 +52,7 @@ class Child:
 
 
 class ForkServer:
-    """All children of this process."""
+    """Forks the children of this process, and ends them."""
 
     def __init__(self, requests: int, answers: int) -> None:
         self._requests, self._answers = requests, answers
@@ -79,19 +79,16 @@ class ForkServer:
                 if not given:
                     break
                 *lines, self._rest = (self._rest + given).split(b"\n")
-                for line in lines:
-                    self._start(json.loads(line))
+                for task in map(json.loads, lines):
+                    pid = os.fork()
+                    if pid == 0:
+                        _run(task, os.getppid())
+                    child = Child(task["number"], time.monotonic(), task["limit_s"], task["memory_bytes"])
+                    self._children[pid] = child
             self._reap()
             self._watch()
         for pid in list(self._children):
             _kill(pid)
-
-    def _start(self, task: dict[str, Any]) -> None:
-        pid = os.fork()
-        if pid == 0:
-            _run(task, os.getppid())
-        child = Child(task["number"], time.monotonic(), task["limit_s"], task["memory_bytes"])
-        self._children[pid] = child
 
     def _reap(self) -> None:
         """Report how children have ended, and kill the processes that they left."""
@@ -104,16 +101,14 @@ class ForkServer:
                 break
             child = self._children.pop(pid, None)
             if child is not None:
-                self._report_end(child, os.waitstatus_to_exitcode(status), peak_bytes=used.ru_maxrss * 1024)
+                answer = {
+                    "number": child.number, "exit_code": os.waitstatus_to_exitcode(status),
+                    "killed_for": child.killed_for, "seconds": time.monotonic() - child.began,
+                    "peak_bytes": max(used.ru_maxrss * 1024, child.peak_bytes),
+                }  # fmt: skip
+                os.write(self._answers, json.dumps(answer).encode() + b"\n")
             for stray in set(_list_children(os.getpid())) - set(self._children):
                 _kill(stray)
-
-    def _report_end(self, child: Child, exit_code: int, *, peak_bytes: int) -> None:
-        answer = {
-            "number": child.number, "exit_code": exit_code, "killed_for": child.killed_for,
-            "seconds": time.monotonic() - child.began, "peak_bytes": max(peak_bytes, child.peak_bytes),
-        }  # fmt: skip
-        os.write(self._answers, json.dumps(answer).encode() + b"\n")
 
     def _watch(self) -> None:
         now = time.monotonic()
@@ -139,43 +134,28 @@ def _run(task: dict[str, Any], server: int) -> NoReturn:
         quiet, errors = os.open(os.devnull, os.O_RDWR), os.dup(2)
         for stream in (0, 1, 2):
             os.dup2(quiet, stream)
-        _bound(task["memory_bytes"], task["most_file_bytes"])
+        # RLIMIT_DATA counts the process's private memory, as RLIMIT_AS does, but not mapped libraries and files.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        bounds = {resource.RLIMIT_DATA: task["memory_bytes"], resource.RLIMIT_FSIZE: task["most_file_bytes"]}
+        for limit, most in bounds.items():
+            if most:
+                resource.setrlimit(limit, (most, most))
         module, _, function = task["function"].rpartition(".")
         answer = getattr(import_module(module), function)(**task["arguments"])
         write_text(Path(task["answer"]), json.dumps(answer))
         code = 0
-    except OSError as error:
-        code = NO_ROOM_CODE if error.errno in FULL else 1
-        _keep_trace(errors)
-    except BaseException:  # noqa: BLE001 - the child ends here: its traceback is kept
-        _keep_trace(errors)
+    except BaseException as error:  # noqa: BLE001 - the child ends here: its traceback is kept
+        code = NO_ROOM_CODE if isinstance(error, OSError) and error.errno in FULL else 1
+        with suppress(OSError, MemoryError):
+            os.write(errors, traceback.format_exc(limit=-30).encode())
     finally:
         os._exit(code)
 
 
-def _keep_trace(errors: int) -> None:
-    with suppress(OSError, MemoryError):
-        os.write(errors, traceback.format_exc(limit=-30).encode())
-
-
-def _bound(memory_bytes: int | None, most_file_bytes: int | None) -> None:
-    """Have the system refuse memory and disk beyond the bounds.
-
-    RLIMIT_DATA counts the process's private memory, as RLIMIT_AS does, but not mapped libraries and files.
-    """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if memory_bytes:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    if most_file_bytes:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most_file_bytes, most_file_bytes))
-
-
 def _kill(pid: int) -> None:
     for end in (os.killpg, os.kill):
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             end(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
 
 
 def _list_children(pid: int) -> list[int]:
@@ -195,7 +175,6 @@ def _held_bytes(pid: int) -> int:
 
 
 def main() -> None:
-    """Import what children need, then serve."""
     requests, answers = os.dup(0), os.dup(1)
     os.dup2(2, 1)  # the output of a library must not look like an answer
     for call in sys.argv[1:]:

@@ -70,7 +70,7 @@ class ChildPool:
     """Runs tasks in `size` children side by side."""
 
     def __init__(self, size: int, *, warmed: Iterable[str], errors: Path) -> None:
-        """`warmed` holds `module:word:...`; `module.warm_up(word, ...)` is called once for all children.
+        """Call `module.warm_up(word, ...)` once for all children, for each `module:word:...` of `warmed`.
 
         `errors` gets what libraries print.
         """
@@ -100,32 +100,30 @@ class ChildPool:
             MachineError: the server was killed.
         """
         running: dict[int, ChildTask] = {}
+        assert self._server.stdin is not None
         for number, task in enumerate(tasks):
             running[number] = task
-            self._ask({"number": number, **asdict(task)})
+            request = {"number": number, **asdict(task)}
+            try:
+                self._server.stdin.write(json.dumps(request).encode() + b"\n")
+                self._server.stdin.flush()
+            except BrokenPipeError:
+                raise self._describe_end() from None
             if len(running) == self._size:
-                yield self._next(running)
+                yield self._wait(running)
         while running:
-            yield self._next(running)
+            yield self._wait(running)
 
-    def _ask(self, request: dict[str, Any]) -> None:
-        assert self._server.stdin is not None
-        try:
-            self._server.stdin.write(json.dumps(request).encode() + b"\n")
-            self._server.stdin.flush()
-        except BrokenPipeError:
-            raise self._lost() from None
-
-    def _next(self, running: dict[int, ChildTask]) -> ChildEnd:
+    def _wait(self, running: dict[int, ChildTask]) -> ChildEnd:
         assert self._server.stdout is not None
         line = self._server.stdout.readline()
         if not line:
-            raise self._lost()
+            raise self._describe_end()
         answer = json.loads(line)
         return ChildEnd(task=running.pop(answer.pop("number")), **answer)
 
-    def _lost(self) -> MachineError:
+    def _describe_end(self) -> MachineError:
         code = self._server.wait()
-        last_line = self._errors.read_text(errors="replace").strip().splitlines()[-1:]
-        what = f"the process that starts readers has ended (code {code}{': ' + last_line[0] if last_line else ''})"
+        last_line = self._errors.read_text(errors="replace").strip().rpartition("\n")[2]
+        what = f"the process that starts readers has ended (code {code}{': ' + last_line if last_line else ''})"
         return MachineError(what, where="ingest", fix="free memory; the same command goes on where this one stopped")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sftplay.data.ingest.duplicates import band_keys, shingles, signature, warm_tables
+from sftplay.data.ingest.duplicates import band_keys, classify_characters, shingles, signature
 from sftplay.data.ingest.steps.cleaning import TextBlock, without_lines
 from sftplay.data.ingest.steps.language import SURE, detect_language, identifier
 
@@ -38,7 +38,7 @@ def format_example(record: dict[str, Any]) -> dict[str, Any]:
 
 def warm_up(*languages: str) -> None:
     """Build the tables that every child needs, and the model that identifies languages, before the first fork."""
-    warm_tables()
+    classify_characters()
     if languages:
         identifier()
 
