@@ -119,11 +119,7 @@ def extract(path: Path, encoding: str = "auto") -> Extracted:
 
 
 def detect_kind(path: Path, head: bytes) -> str:
-    """Return the kind of a document with these first bytes.
-
-    Raises:
-        Unreadable: this kind is not supported.
-    """
+    """Return the kind of a document with these first bytes. Raise Unreadable where it is not supported."""
     named = SUFFIXES.get(path.suffix.lower(), "")
     foreign = next((name for magic, name in FOREIGN_BEGINNINGS if head.startswith(magic)), "")
     if foreign:

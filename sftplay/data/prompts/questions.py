@@ -12,16 +12,8 @@ from datasets import Dataset
 
 from sftplay.data.records import Source
 
-SCHEMA = pa.schema(
-    [
-        ("row", pa.int64()),
-        ("input_ids", pa.list_(pa.int64())),
-        ("content", pa.string()),
-        ("path", pa.string()),
-        ("line", pa.int64()),
-        ("record", pa.int64()),
-    ]
-)
+FIELDS = {"row": pa.int64(), "input_ids": pa.list_(pa.int64()), "content": pa.string()}
+SCHEMA = pa.schema(FIELDS | {"path": pa.string(), "line": pa.int64(), "record": pa.int64()})
 """`content` is JSON text: in Arrow's own columns each object would get the keys of all the others."""
 
 BATCH_ROWS = 256
@@ -36,8 +28,6 @@ class Question:
     """The row's number in its file, from 0."""
 
     ids: list[int]
-    """The tokens of the prompt."""
-
     question: str
     """The words of its last turn, or the beginning of a plain text."""
 
@@ -61,7 +51,6 @@ class Questions:
 
     @property
     def row_numbers(self) -> list[int]:
-        """The row numbers of all prompts, in their order."""
         return list(self.rows["row"])
 
     def find_place(self, number: int) -> str:
@@ -84,7 +73,6 @@ class QuestionWriter:
         self._stream.close()
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row."""
         self._rows.append(row)
         if len(self._rows) == BATCH_ROWS:
             self._flush()

@@ -58,9 +58,7 @@ class ArcTask:
 
 def read_tasks(folder: Path) -> list[ArcTask]:
     """Read the tasks in a folder with one json file a task, in the order of their names.
-
-    Raises:
-        SeveralErrors: files that hold no task, each with the place and what to do; it exits with code 4.
+    Raise SeveralErrors, each with the place and what to do, where files hold no task.
     """
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     if not files:

@@ -59,11 +59,7 @@ class PuzzleKeys(NamedTuple):
 
 
 def check_puzzles(puzzles: Puzzles, kind: PuzzleKind, *, workers: int) -> PuzzleKeys:
-    """Return the keys of puzzles that can all be used.
-
-    Raises:
-        SeveralErrors: those that cannot, with file and line, up to a hundred of them.
-    """
+    """Return the keys of puzzles; raise SeveralErrors, with file and line, for up to a hundred that cannot be used."""
     name, total = kind.alphabet.kind, len(puzzles)
     starts = range(0, total, CHUNK_PUZZLES)
     parts = (slice(at, at + CHUNK_PUZZLES) for at in starts)

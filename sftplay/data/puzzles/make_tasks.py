@@ -94,12 +94,10 @@ def _find_part(source: Path, part: str) -> Path:
 
 def check_tasks(training: list[ArcTask], evaluation: list[ArcTask]) -> dict[str, Any]:
     """Report the test pairs of the evaluation that are copies of a learned pair, of their own task or of another.
+    Raise SeveralErrors where tasks of training and of the evaluation have one name.
 
     Published tasks have both: of ARC-AGI-1 a pair of 50a16a69 is one of caa06a1f in other colours, and each pair of
     070dd51e is one of 40853293.
-
-    Raises:
-        SeveralErrors: tasks of training and of the evaluation have one name.
     """
     both = {task.id for task in training} & {task.id for task in evaluation}
     if both:

@@ -95,9 +95,7 @@ class ChildPool:
 
     def run(self, tasks: Iterable[ChildTask]) -> Iterator[ChildEnd]:
         """Yield the end of each task, in the order in which they end. A task is taken only when a child is free.
-
-        Raises:
-            MachineError: the server was killed.
+        Raise MachineError where the server was killed.
         """
         running: dict[int, ChildTask] = {}
         assert self._server.stdin is not None

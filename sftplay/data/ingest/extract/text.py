@@ -25,9 +25,7 @@ NO_TEXT = re.compile(rb"[\0-\x08\x0b\x0e-\x1a\x1c-\x1f]")
 
 def read_characters(path: Path, encoding: str = "auto", *, most: int = MOST_BYTES) -> tuple[str, str]:
     """Return the whole text, and its encoding where that was guessed, see `open_charset`.
-
-    Raises:
-        Unreadable: it is too large, binary, or not in the encoding.
+    Raise Unreadable where it is too large, binary, or not in the encoding.
     """
     size = path.stat().st_size
     if size > most:
@@ -41,9 +39,7 @@ def read_characters(path: Path, encoding: str = "auto", *, most: int = MOST_BYTE
 
 def open_charset(path: Path, encoding: str) -> tuple[Charset, str]:
     """Return the file's encoding, and its name where it was guessed: it is not UTF-8, and nothing names another one.
-
-    Raises:
-        Unreadable: the file is no text, or Python knows no encoding of that name.
+    Raise Unreadable where the file is no text, or Python knows no encoding of that name.
     """
     try:
         charset = Charset(path, encoding)

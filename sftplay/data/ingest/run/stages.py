@@ -53,9 +53,7 @@ def read_all(
     files: Sequence[WalkEntry], settings: Settings, *, work: WorkFolder, pool: ChildPool
 ) -> list[IngestedFile]:
     """Read every file, or find the reason why not; results of an earlier command are used.
-
-    Raises:
-        MachineError: a library is missing.
+    Raise MachineError where a library is missing.
     """
     options = settings.reading_options()
     stems = [
@@ -91,11 +89,7 @@ def repeated_lines(documents: Sequence[IngestedFile], settings: Settings) -> lis
 def finish_all(
     documents: Sequence[IngestedFile], settings: Settings, *, lines: list[int], work: WorkFolder, pool: ChildPool
 ) -> list[RecordChunk]:
-    """Make the records of all documents, in order, in chunks of bounded size.
-
-    Raises:
-        RunError: a chunk could not be made.
-    """
+    """Make the records of all documents, in order, in chunks of bounded size. Raise RunError where that failed."""
     listed = work.stem({"lines": lines})
     write_text(Path(listed), json.dumps(lines))
     planned = list(_plan_chunks(documents))

@@ -34,9 +34,7 @@ class WorkFolder:
     @contextmanager
     def opened(self) -> Iterator[WorkFolder]:
         """Hold the folder for this process alone, and remove it at the end of a block that raises nothing.
-
-        Raises:
-            ConfigError: another process makes the same OUT, or nothing can be written there.
+        Raise ConfigError where another process makes the same OUT, or nothing can be written there.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -89,9 +87,7 @@ class WalkEntry:
 
 def walk(source: Path, left_out: Collection[Path]) -> list[WalkEntry]:
     """Return everything below a folder, sorted by name, or the one file, without the files in `left_out`.
-
-    Raises:
-        DataError: there is no such folder or file.
+    Raise DataError where there is no such folder or file.
     """
     try:
         mode = source.stat().st_mode

@@ -38,11 +38,7 @@ READ_CHARS = 1 << 18
 
 def _read_long_text(charset: Charset) -> Iterator[tuple[int, str]]:
     """Yield a text in parts, each with the offset of its first character; a line end counts as one character.
-
     It is cut between paragraphs if possible, else between lines, else between words.
-
-    Raises:
-        Unreadable: it is binary, or not in the encoding.
     """
     buffer, begin = "", 0
     with charset.open(newline=None) as stream:
@@ -175,9 +171,7 @@ class _FileReader:
 
     def write(self, stem: str) -> dict[str, Any]:
         """Write the documents into numbered files of bounded size.
-
-        Raises:
-            Unreadable: the file gives no text, or its text is far larger than the file.
+        Raise Unreadable where the file gives no text, or far more text than its size.
         """
         self._path.open("rb").close()  # a missing permission must not look like a wrong format
         n_documents, sizes, most_bytes = 0, [0], max(ALWAYS_BYTES, MOST_GROWTH * self._size)

@@ -61,12 +61,8 @@ def read_page(path: Path, encoding: str) -> Extracted:
 
 
 def _decode(data: bytes, encoding: str) -> tuple[str, tuple[str, ...], str]:
-    """Decode a page by its byte order mark, the encoding of the caller or of the page itself, else as UTF-8.
-
-    Return the text, notes, and the encoding that was guessed where none of these is right.
-
-    Raises:
-        Unreadable: it is not in the encoding that the caller names, or no text.
+    """Return a page as text, by its byte order mark, the encoding of the caller or of the page itself, else as UTF-8;
+    notes; and the encoding that was guessed where none of these is right.
     """
     marked = next((name for mark, name in MARKS if data.startswith(mark)), "")
     found = DECLARED.search(data[:4096])
@@ -89,9 +85,7 @@ def _decode(data: bytes, encoding: str) -> tuple[str, tuple[str, ...], str]:
 
 def parse_page(text: str, is_whole: bool = False) -> tuple[str, list[Block]]:
     """Return the title and blocks of a page; with `is_whole` nothing is treated as navigation.
-
-    Raises:
-        Unreadable: it cannot be parsed, or it is nested too deeply.
+    Raise Unreadable where it cannot be parsed, or is nested too deeply.
     """
     from lxml import etree, html
 

@@ -37,11 +37,7 @@ class Archive:
     """A zip archive from which parts are read by name."""
 
     def __init__(self, path: Path) -> None:
-        """Read the directory.
-
-        Raises:
-            Unreadable: it is no zip archive, damaged or locked by a password, or has too many entries.
-        """
+        """Read the directory. Raise Unreadable where it is damaged, locked by a password, or has too many entries."""
         try:
             self._zip = zipfile.ZipFile(path)
         except (*DAMAGES, ValueError) as error:
@@ -61,21 +57,13 @@ class Archive:
         self._zip.close()
 
     def check_all(self) -> None:
-        """Refuse an archive by the sum of its sizes, for libraries that unpack parts themselves.
-
-        Raises:
-            Unreadable: unpacked it exceeds the limit.
-        """
+        """Raise Unreadable by the sum of all sizes, for libraries that unpack parts themselves."""
         total = sum(entry.file_size for entry in self.names.values())
         if total > MOST_READ_BYTES:
             raise Unreadable("unsafe", f"unpacked it takes {total >> 20} MiB; {MOST_READ_BYTES >> 20} MiB are read")
 
     def read(self, name: str) -> bytes:
-        """Return one part's bytes; empty where it is missing.
-
-        Raises:
-            Unreadable: it is too large, or damaged.
-        """
+        """Return one part's bytes; empty where it is missing. Raise Unreadable where it is too large, or damaged."""
         entry = self.names.get(name.lstrip("/"))
         if entry is None:
             return b""
@@ -99,9 +87,7 @@ class Archive:
 
 def parse_xml(data: bytes, name: str) -> Any:
     """Parse XML without entities, without a network and with libxml2's bounds on depth and length.
-
-    Raises:
-        Unreadable: it is damaged, nested too deeply, or declares entities.
+    Raise Unreadable where it is damaged, nested too deeply, or declares entities.
     """
     from lxml import etree
 

@@ -57,11 +57,7 @@ def read_pdf(path: Path, encoding: str) -> Extracted:
 
 
 def _read_pages(document: Any, error_type: type[Exception]) -> tuple[list[Page], tuple[str, ...]]:
-    """Return the pages that have text, and notes on those that have none.
-
-    Raises:
-        Unreadable: none has.
-    """
+    """Return the pages that have text, and notes on the others. Raise Unreadable where no page has text."""
     n_pages = len(document)
     if n_pages > MOST_PAGES:
         raise Unreadable("too_large", f"{n_pages:,} pages; {MOST_PAGES:,} are read: split the file")
