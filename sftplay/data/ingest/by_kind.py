@@ -153,7 +153,6 @@ def detect_kind(path: Path, head: bytes) -> str:
 
 
 def find_reader(kind: str) -> Callable[[Path, str], Extracted]:
-    """Return the function that reads a kind."""
     module, name = READERS[kind]
     reader: Callable[[Path, str], Extracted] = getattr(import_module(f"sftplay.data.ingest.extract.{module}"), name)
     return reader

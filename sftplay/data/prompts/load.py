@@ -160,7 +160,6 @@ class _Pass:
         self._policies = RowPolicies(cfg.data, max_tokens, limit="the most for a prompt", fix_long=fix_long)
 
     def run(self, inputs: list[Input], guarded: list[str], *, folder: Path) -> None:
-        """Write both sides, the refused rows and the report."""
         for prompt in (prompt for path in guarded for prompt in self._prompts(path)):
             if isinstance(prompt, Prompt):
                 self._policies.guard(hash64(compute_keys(prompt.unanswered).prompt), prompt.source)
@@ -191,7 +190,6 @@ class _Pass:
                 yield RowOutcome(number, source, refused=error.what, fix=error.fix)
 
     def _check(self, prompt: Prompt | RowOutcome, *, share: float) -> tuple[RowOutcome, dict[str, Any]]:
-        """Return the outcome of a row, and the row as it is kept."""
         if isinstance(prompt, RowOutcome):
             prompt.held_out = share == 1.0
             return prompt, {}

@@ -22,8 +22,6 @@ BATCH_ROWS = 256
 
 @dataclass(frozen=True)
 class Question:
-    """A tokenised prompt."""
-
     row: int
     """The row's number in its file, from 0."""
 

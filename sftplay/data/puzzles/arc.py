@@ -37,8 +37,6 @@ Grid = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class GridPair:
-    """An input grid and its output grid."""
-
     input: Grid
     output: Grid
 
@@ -94,7 +92,6 @@ def parse_task(content: Any, name: str, *, where: str) -> ArcTask:
 
 
 def as_json(task: ArcTask) -> dict[str, Any]:
-    """Return the task in the form of its file."""
 
     def pairs(part: tuple[GridPair, ...]) -> list[dict[str, Any]]:
         return [{"input": pair.input.tolist(), "output": pair.output.tolist()} for pair in part]
@@ -186,7 +183,6 @@ class Change:
 
 
 def parse_name(name: str) -> tuple[str, Change]:
-    """Return the task and the change that an identifier names."""
     task, *parts = name.split(SEPARATOR)
     if not parts:
         return task, Change()

@@ -6,7 +6,7 @@ import json
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +85,6 @@ class Candidate:
     """The mean of sigmoid(q_halt)."""
 
 
-@dataclass
-class _Votes:
-    grid: Grid
-    confidences: list[float] = field(default_factory=list)
-
-
 TestInput = tuple[str, bytes]
 """ArcTask and test input."""
 
@@ -102,17 +96,17 @@ class Tally:
     """The votes for each answer to each test input, while they come in. An empty answer has no vote."""
 
     def __init__(self) -> None:
-        self.boxes: dict[TestInput, dict[bytes, _Votes]] = {}
+        self.boxes: dict[TestInput, dict[bytes, tuple[Grid, list[float]]]] = {}
+        """Test input -> key of an answer -> the answer, and the confidences of its votes."""
 
     def add(self, answer: CopyAnswer) -> None:
-        """Count an answer."""
         task, change = parse_name(answer.identifier)
         box = self.boxes.setdefault((task, grid_key(change.undo(cropped(answer.inputs)))), {})
         grid = change.undo(cropped(answer.predicted))
         if grid.size:
             score = math.exp(-abs(answer.q_halt))  # exp(x) with x <= 0 cannot overflow
             sigmoid = (1 if answer.q_halt >= 0 else score) / (1 + score)
-            box.setdefault(grid_key(grid), _Votes(grid)).confidences.append(sigmoid)
+            box.setdefault(grid_key(grid), (grid, []))[1].append(sigmoid)
 
     def shares(self, n: int) -> list[Tally]:
         """Return the same votes in `n` tallies. All votes for a task are in the one that `assign_share` names."""
@@ -122,19 +116,18 @@ class Tally:
         return found
 
     def merge(self, other: Tally) -> None:
-        """Count the votes of another tally too."""
         for question, other_box in other.boxes.items():
             box = self.boxes.setdefault(question, {})
-            for key, votes in other_box.items():
-                box.setdefault(key, _Votes(votes.grid)).confidences.extend(votes.confidences)
+            for key, (grid, confidences) in other_box.items():
+                box.setdefault(key, (grid, []))[1].extend(confidences)
 
     def ballots(self) -> Ballots:
         """Return the answers to each test input: most votes first, then the highest mean confidence."""
         ballots = {}
         for question, box in self.boxes.items():
-            counted = [(key, votes.grid, votes.confidences) for key, votes in box.items()]
-            ranked = sorted((-len(found), -math.fsum(found) / len(found), key, grid) for key, grid, found in counted)
-            ballots[question] = [Candidate(grid, -votes, -confidence) for votes, confidence, _, grid in ranked]
+            found = ((len(votes), math.fsum(votes) / len(votes), key, grid) for key, (grid, votes) in box.items())
+            ranked = sorted(found, key=lambda answer: (-answer[0], -answer[1], answer[2]))
+            ballots[question] = [Candidate(grid, n, confidence) for n, confidence, _, grid in ranked]
         return ballots
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -121,7 +121,6 @@ class PuzzleFolder:
 
 
 def array_file(folder: Path, set_name: str, *, array: str) -> Path:
-    """Return the path of an array of a set."""
     return folder / f"{set_name}__{array}.npy"
 
 
@@ -276,25 +275,29 @@ class SplitWriter:
     def __init__(self, folder: Path, alphabet: Alphabet) -> None:
         self.folder, self.alphabet = folder, alphabet
         self.cells = alphabet.shape[0] * alphabet.shape[1]
-        self._inputs = _Rows(array_file(folder, SET, array="inputs"), self.cells)
-        self._labels = _Rows(array_file(folder, SET, array="labels"), self.cells)
+        self._files = {array: array_file(folder, SET, array=array).open("wb") for array in ("inputs", "labels")}
+        self._n_rows = 0
+        self._write_headers()
         self._sizes: list[int] = []
         self._identifiers: list[int] = []
         self._ends = [0]
 
     def add(self, group: Group) -> None:
-        """Write a group behind those before."""
-        self._inputs.add(group.inputs)
-        self._labels.add(group.labels)
+        for rows, file in zip((group.inputs, group.labels), self._files.values(), strict=True):
+            assert rows.dtype == np.uint8, rows.dtype
+            assert rows.shape == (len(group.inputs), self.cells), rows.shape
+            file.write(np.ascontiguousarray(rows).tobytes())
         n = len(group.inputs)
+        self._n_rows += n
         self._sizes += group.sizes if group.sizes is not None else [1] * n
         self._identifiers += group.identifiers if group.identifiers is not None else [0] * n
         self._ends.append(len(self._sizes))
 
     def finish(self, num_puzzle_identifiers: int | None = None) -> Facts:
         """Write `dataset.json` and return it; the default number of identifiers is one more than the largest."""
-        self._inputs.close()
-        self._labels.close()
+        self._write_headers()
+        for file in self._files.values():
+            file.close()
         sizes, identifiers = self._sizes, np.asarray(self._identifiers, np.int32)
         np.save(array_file(self.folder, SET, array="puzzle_identifiers"), identifiers)
         np.save(array_file(self.folder, SET, array="puzzle_indices"), np.cumsum([0, *sizes], dtype=np.int64))
@@ -308,37 +311,18 @@ class SplitWriter:
         (self.folder / FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n", encoding="utf-8")
         return facts
 
+    def _write_headers(self) -> None:
+        # numpy leaves room behind the header for a first axis of 21 digits (numpy.lib.format.GROWTH_AXIS_MAX_DIGITS).
+        header = {"descr": "|u1", "fortran_order": False, "shape": (self._n_rows, self.cells)}
+        for file in self._files.values():
+            file.seek(0)
+            npy.write_array_header_1_0(file, header)
+
 
 def write_folder(
     folder: Path, groups: Iterable[Group], *, alphabet: Alphabet, num_puzzle_identifiers: int | None = None
 ) -> Facts:
-    """Write a split of these groups into the existing folder `folder`."""
     writer = SplitWriter(folder, alphabet)
     for group in groups:
         writer.add(group)
     return writer.finish(num_puzzle_identifiers)
-
-
-class _Rows:
-    """An array on disk that grows; its header has room for any number of rows."""
-
-    def __init__(self, path: Path, cells: int) -> None:
-        self.cells, self.n = cells, 0
-        self.file: BinaryIO = path.open("wb")
-        self._write_header()
-
-    def add(self, rows: NDArray[np.uint8]) -> None:
-        assert rows.dtype == np.uint8, rows.dtype
-        assert rows.shape[1:] == (self.cells,), rows.shape
-        self.n += len(rows)
-        self.file.write(np.ascontiguousarray(rows).tobytes())
-
-    def close(self) -> None:
-        self.file.seek(0)
-        self._write_header()
-        self.file.close()
-
-    def _write_header(self) -> None:
-        # numpy leaves room behind the header for a first axis of 21 digits (numpy.lib.format.GROWTH_AXIS_MAX_DIGITS).
-        header = {"descr": "|u1", "fortran_order": False, "shape": (self.n, self.cells)}
-        npy.write_array_header_1_0(self.file, header)

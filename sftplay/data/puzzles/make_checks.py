@@ -20,8 +20,6 @@ from sftplay.errors import MOST_PROBLEMS, DataError, MachineError, SeveralErrors
 
 @dataclass(frozen=True, kw_only=True)
 class PuzzleSettings:
-    """The choices of one `puzzle-data`."""
-
     kind: str
     source: Path | None
     """A file or a folder; None for puzzles that need none."""
@@ -80,7 +78,6 @@ def check_puzzles(puzzles: Puzzles, kind: PuzzleKind, *, workers: int) -> Puzzle
 
 
 def killed_process() -> MachineError:
-    """Return the error for a process of the pool that was killed."""
     fix = "free memory, or take fewer processes with --workers"
     return MachineError("a process that prepares puzzles was killed from outside", where="puzzle-data", fix=fix)
 

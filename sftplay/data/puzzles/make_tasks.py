@@ -34,8 +34,6 @@ WORTH_WORKERS = 2000
 
 
 class CopyJob(NamedTuple):
-    """A task to be copied."""
-
     task: ArcTask
     copies: int
     seed: int

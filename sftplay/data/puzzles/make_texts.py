@@ -27,8 +27,6 @@ SHOWN_EVERY = 20_000
 
 @dataclass(frozen=True)
 class Puzzles:
-    """The puzzles of one file."""
-
     path: str
     lines: NDArray[np.int64]
     questions: Cells

@@ -160,7 +160,6 @@ def take(folder: PuzzleFolder, chosen: PuzzleSet, *, rows: NDArray[np.int64]) ->
 
 
 def _slice_batch(global_batch: int, *, rank: int, world: int) -> slice:
-    """Return the slice of a process in the batch of all."""
     if global_batch % world:
         what = f"{global_batch:,} rows cannot be split evenly over {world} processes"
         raise ConfigError(what, where="train.effective_batch_size", fix=f"take a multiple of {world}")

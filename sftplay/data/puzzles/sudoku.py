@@ -30,8 +30,6 @@ BITS = np.array([number.bit_count() for number in range(1 << 9)], np.uint8)
 
 @dataclass(frozen=True)
 class Solutions:
-    """The result of a search."""
-
     owners: NDArray[np.int64]
     """[solutions]: the puzzle that each solves."""
 
@@ -282,6 +280,8 @@ class Sudoku:
     copies = 1000
     most_copies: int | None = None
     also_blank = "0"
+    question_keys = answer_keys = staticmethod(compute_grid_keys)
+    is_copy = staticmethod(is_copy)
 
     def problems(self, questions: Cells, answers: Cells) -> Iterator[tuple[int, str]]:
         """Yield answers with blanks, that break a rule or change a given; questions with none or several solutions."""
@@ -309,16 +309,6 @@ class Sudoku:
             else:
                 unit = int(breaks[row].argmax())
                 yield row, f"the answer does not have all digits in {UNIT_NAMES[unit // 9]} {unit % 9 + 1}"
-
-    def question_keys(self, questions: Cells) -> NDArray[np.uint64]:
-        return compute_grid_keys(questions)
-
-    def answer_keys(self, answers: Cells) -> NDArray[np.uint64]:
-        return compute_grid_keys(answers)
-
-    def is_copy(self, one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
-        """Return whether digits, rows and columns can be exchanged so that the one becomes the other."""
-        return is_copy(one, other)
 
     def make_copies(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
         """Return copies with digits, bands, rows, stacks and columns exchanged; every second one is transposed."""

@@ -51,76 +51,64 @@ class Child:
     killed_for: str = ""
 
 
-class ForkServer:
-    """Forks the children of this process, and ends them."""
-
-    def __init__(self, requests: int, answers: int) -> None:
-        self._requests, self._answers = requests, answers
-        self._children: dict[int, Child] = {}
-        self._rest = b""
-        self._woken, self._wakes = os.pipe()
-        for end in (self._woken, self._wakes):
-            os.set_blocking(end, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the requesting process handles Ctrl-C of a terminal
-        if sys.platform == "linux":  # orphans of a child become ours, so that we find them
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-    def serve(self) -> None:
-        """Start the requested tasks until the request pipe is closed."""
-        while True:
-            timeout = WATCH_EVERY_S if self._children else None
-            ready, _, _ = select.select([self._requests, self._woken], [], [], timeout)
-            if self._woken in ready:
-                os.read(self._woken, 1 << 12)
-            if self._requests in ready:
-                given = os.read(self._requests, 1 << 16)
-                if not given:
-                    break
-                *lines, self._rest = (self._rest + given).split(b"\n")
-                for task in map(json.loads, lines):
-                    pid = os.fork()
-                    if pid == 0:
-                        _run(task, os.getppid())
-                    child = Child(task["number"], time.monotonic(), task["limit_s"], task["memory_bytes"])
-                    self._children[pid] = child
-            self._reap()
-            self._watch()
-        for pid in list(self._children):
-            _kill(pid)
-
-    def _reap(self) -> None:
-        """Report how children have ended, and kill the processes that they left."""
-        while self._children:
-            try:
-                pid, status, used = os.wait4(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
+def serve(requests: int, answers: int) -> None:
+    """Start the requested tasks until the request pipe is closed."""
+    children: dict[int, Child] = {}
+    rest = b""
+    woken, wakes = os.pipe()
+    for end in (woken, wakes):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the requesting process handles Ctrl-C of a terminal
+    if sys.platform == "linux":  # orphans of a child become ours, so that we find them
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    while True:
+        ready, _, _ = select.select([requests, woken], [], [], WATCH_EVERY_S if children else None)
+        if woken in ready:
+            os.read(woken, 1 << 12)
+        if requests in ready:
+            given = os.read(requests, 1 << 16)
+            if not given:
                 break
-            child = self._children.pop(pid, None)
-            if child is not None:
-                answer = {
-                    "number": child.number, "exit_code": os.waitstatus_to_exitcode(status),
-                    "killed_for": child.killed_for, "seconds": time.monotonic() - child.began,
-                    "peak_bytes": max(used.ru_maxrss * 1024, child.peak_bytes),
-                }  # fmt: skip
-                os.write(self._answers, json.dumps(answer).encode() + b"\n")
-            for stray in set(_list_children(os.getpid())) - set(self._children):
-                _kill(stray)
-
-    def _watch(self) -> None:
-        now = time.monotonic()
-        for pid, child in self._children.items():
+            *lines, rest = (rest + given).split(b"\n")
+            for task in map(json.loads, lines):
+                pid = os.fork()
+                if pid == 0:
+                    _run(task, os.getppid())
+                children[pid] = Child(task["number"], time.monotonic(), task["limit_s"], task["memory_bytes"])
+        _reap(children, answers)
+        for pid, child in children.items():
             held = _held_bytes(pid)
             child.peak_bytes = max(child.peak_bytes, held)
             if child.memory_bytes and held > child.memory_bytes:
                 child.killed_for = "memory"
-            elif child.limit_s and now - child.began > child.limit_s:
+            elif child.limit_s and time.monotonic() - child.began > child.limit_s:
                 child.killed_for = child.killed_for or "timeout"
             if child.killed_for:
                 _kill(pid)
+    for pid in list(children):
+        _kill(pid)
+
+
+def _reap(children: dict[int, Child], answers: int) -> None:
+    """Report how children have ended, and kill the processes that they left."""
+    while children:
+        try:
+            pid, status, used = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            break
+        child = children.pop(pid, None)
+        if child is not None:
+            answer = {
+                "number": child.number, "exit_code": os.waitstatus_to_exitcode(status), "killed_for": child.killed_for,
+                "seconds": time.monotonic() - child.began, "peak_bytes": max(used.ru_maxrss * 1024, child.peak_bytes),
+            }  # fmt: skip
+            os.write(answers, json.dumps(answer).encode() + b"\n")
+        for stray in set(_list_children(os.getpid())) - set(children):
+            _kill(stray)
 
 
 def _run(task: dict[str, Any], server: int) -> NoReturn:
@@ -182,7 +170,7 @@ def main() -> None:
         import_module(module).warm_up(*words)
     gc.collect()
     gc.freeze()
-    ForkServer(requests, answers).serve()
+    serve(requests, answers)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,6 @@ ONE_THREAD = {
 
 @dataclass(frozen=True, kw_only=True)
 class ChildTask:
-    """The work of one child."""
-
     function: str
     """`package.module.function`; it returns what JSON can hold."""
 
@@ -50,8 +48,6 @@ class ChildTask:
 
 @dataclass(frozen=True)
 class ChildEnd:
-    """The exit of a task's child."""
-
     task: ChildTask
     exit_code: int
     killed_for: str
@@ -62,7 +58,6 @@ class ChildEnd:
 
     @property
     def is_done(self) -> bool:
-        """The task's answer is complete."""
         return self.exit_code == 0
 
 

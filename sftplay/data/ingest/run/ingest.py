@@ -33,7 +33,6 @@ Report = dict[str, Any]
 
 
 def report_paths(out: Path) -> tuple[Path, Path]:
-    """Return the report's two files."""
     return out.with_suffix(".report.json"), out.with_suffix(".report.html")
 
 

@@ -39,7 +39,6 @@ def hash_line(line: str) -> int:
 
 
 def write_keys(path: Path, keys: Iterable[int]) -> None:
-    """Write the keys of a document's lines to a file."""
     path.write_bytes(array("q", sorted(keys)).tobytes())
 
 
@@ -106,7 +105,6 @@ class TextCleaner:
         """Step -> blocks."""
 
     def clean(self, block: Block) -> str:
-        """Return the block's text after all steps."""
         text = block.text
         for name, step in self._steps.items():
             new = step(text, block.kind)

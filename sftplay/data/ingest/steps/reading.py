@@ -96,7 +96,6 @@ PARAGRAPHS = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
 
 
 def shard_path(stem: str, number: int) -> str:
-    """Return the path of a shard."""
     return f"{stem}.{number:04}.jsonl"
 
 

@@ -147,7 +147,6 @@ def find_blocks(element: Any) -> list[Block]:
 
 
 def _walk(element: Any, out: list[Block]) -> None:
-    """Add the blocks of an element's content."""
     pending = element.text or ""
     for child in element:
         if isinstance(child.tag, str) and child.tag not in DROPPED:
@@ -162,7 +161,6 @@ def _walk(element: Any, out: list[Block]) -> None:
 
 
 def _add(element: Any, out: list[Block]) -> None:
-    """Add the blocks of one block element."""
     tag = element.tag
     if tag in HEADINGS:
         text = " ".join(tidy(inline_text(element)).split())

@@ -51,8 +51,6 @@ def read_opendocument(path: Path, encoding: str) -> Extracted:
 
 
 class _Converter:
-    """Converts OpenDocument's elements to HTML."""
-
     def __init__(self, content: Any) -> None:
         self.title = ""
         self._parents: dict[str, str] = {}
@@ -71,7 +69,6 @@ class _Converter:
             self.add(child, parent)
 
     def add(self, element: Any, parent: Any) -> None:
-        """Add an element with all below it."""
         name = local(element)
         if not name or name in SKIPPED:
             return

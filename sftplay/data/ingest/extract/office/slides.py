@@ -133,7 +133,6 @@ def relations(archive: Archive, part: str) -> dict[str, str]:
 
 
 def _add_shapes(tree: Any, root: Any) -> None:
-    """Add the text of shapes, of groups of shapes and of tables."""
     for shape in tree:
         name = local(shape)
         if name == "grpSp":
@@ -180,7 +179,6 @@ def paragraph_text(paragraph: Any) -> str:
 
 
 def _add_table(table: Any, root: Any) -> None:
-    """Add a table with its merged cells."""
     made = add_element(root, "table")
     for row in (child for child in table if local(child) == "tr"):
         line = add_element(made, "tr")

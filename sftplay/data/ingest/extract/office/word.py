@@ -167,7 +167,6 @@ def _classify_style(name: str, properties: Any) -> tuple[str, int]:
 
 
 def read_numbering(archive: Archive) -> Numbering:
-    """Return the numberings that a document defines."""
     found = Numbering()
     root = archive.tree("word/numbering.xml")
     if root is None:

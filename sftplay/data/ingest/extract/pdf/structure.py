@@ -156,7 +156,6 @@ class Fonts:
 
 
 def find_fonts(pages: Iterable[Page]) -> Fonts:
-    """Return the fonts of a document."""
     sizes: Counter[float] = Counter()
     styles: Counter[int] = Counter()
     for page in pages:
@@ -217,7 +216,6 @@ def _labels(row: PdfRow) -> list[PdfRow]:
 
 
 def _begins(row: PdfRow, group: list[PdfRow], *, pitch: float, edges: tuple[float, float]) -> bool:
-    """Whether a row begins something new after the rows of a group."""
     above, first = group[-1], group[0]
     step = row.middle - above.middle
     if row.is_code or above.is_code:
@@ -257,7 +255,6 @@ def _to_piece(group: list[PdfRow], after: list[PdfRow] | None, *, fonts: Fonts, 
 
 
 def _heading_level(group: list[PdfRow], after: list[PdfRow] | None, *, fonts: Fonts, text: str) -> int:
-    """Return the level if the group is a heading, else 0."""
     if len(group) > MOST_HEADING_ROWS or len(text) > LONGEST_HEADING or CAPTION.match(text):
         return 0
     if sum(map(str.isalpha, text)) < max(2, 0.4 * len(text)):
@@ -277,7 +274,6 @@ def _heading_level(group: list[PdfRow], after: list[PdfRow] | None, *, fonts: Fo
 
 
 def _find_common_style(rows: list[PdfRow]) -> int:
-    """Return the style that all words of some rows have."""
     common = BOLD | ITALIC
     for row in rows:
         for word in row.words:

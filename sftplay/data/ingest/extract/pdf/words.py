@@ -92,53 +92,36 @@ def read_words(page: Any, number: int, *, rules: Rules) -> Page:
 
     width, height = page.get_size()
     turned = page.get_rotation() // 90
+    box, matrix, x, y = raw.FS_RECTF(), raw.FS_MATRIX(), ctypes.c_double(), ctypes.c_double()
+    name, flags = ctypes.create_string_buffer(128), ctypes.c_int()
+    words = []
     text_page = page.get_textpage()
     try:
         handle = text_page.raw
         codes = [raw.FPDFText_GetUnicode(handle, place) for place in range(text_page.count_chars())]
-        reader = _WordReader(handle)
-        found = [reader.word(codes, begin, end=end, turned=turned) for begin, end in _spans(codes)]
-        left, bottom, right, top = page.get_cropbox()
+        edges = page.get_cropbox()
+        for begin, end in _spans(codes):
+            off = (raw.FPDFText_GetCharAngle(handle, begin) + turned * pi / 2) % tau  # pdfium counts angles clockwise
+            if min(off, tau - off) >= UPRIGHT:
+                continue
+            raw.FPDFText_GetLooseCharBox(handle, begin, box)
+            left, top, right, bottom = box.left, box.top, box.right, box.bottom
+            raw.FPDFText_GetLooseCharBox(handle, end - 1, box)
+            raw.FPDFText_GetMatrix(handle, begin, matrix)
+            raw.FPDFText_GetFontInfo(handle, begin, name, 128, flags)
+            raw.FPDFText_GetCharOrigin(handle, begin, x, y)
+            size = raw.FPDFText_GetFontSize(handle, begin) * hypot(matrix.c, matrix.d)
+            text = "".join(SHOWN_AS.get(code) or chr(code) for code in codes[begin:end] if code)
+            x0, y0, x1, y1 = min(left, box.left), max(top, box.top), max(right, box.right), min(bottom, box.bottom)
+            base = (x if turned % 2 else y).value
+            word = Word(text, x0, y0, x1, y1, size, _detect_style(name.value, flags.value), base)
+            words.append(_turn(word, turned, box=edges))
     finally:
         text_page.close()
-    words = []
-    for word, angle in found:
-        off = (angle + turned * pi / 2) % tau  # pdfium counts angles clockwise
-        if min(off, tau - off) < UPRIGHT:
-            words.append(_turn(word, turned, box=(left, bottom, right, top)))
     n_unknown = sum(code in (0, 0xFFFD) or 0xE000 <= code < 0xF900 for code in codes)
     pictures = page.get_objects(filter=(raw.FPDF_PAGEOBJ_IMAGE,), max_depth=2)
     has_pictures = not words and next(iter(pictures), None) is not None
     return Page(number, width, height, words, n_unknown, has_pictures, rules)
-
-
-class _WordReader:
-    """Reads boxes and fonts from pdfium."""
-
-    def __init__(self, handle: Any) -> None:
-        import pypdfium2.raw as raw
-
-        self._raw, self._handle = raw, handle
-        self._box, self._matrix = raw.FS_RECTF(), raw.FS_MATRIX()
-        self._x, self._y = ctypes.c_double(), ctypes.c_double()
-        self._name, self._flags = ctypes.create_string_buffer(128), ctypes.c_int()
-
-    def word(self, codes: list[int], begin: int, *, end: int, turned: int) -> tuple[Word, float]:
-        """Return the word of some characters in the page's coordinates, and the angle of its first character."""
-        raw, box, matrix = self._raw, self._box, self._matrix
-        raw.FPDFText_GetLooseCharBox(self._handle, begin, box)
-        left, top, right, bottom = box.left, box.top, box.right, box.bottom
-        raw.FPDFText_GetLooseCharBox(self._handle, end - 1, box)
-        raw.FPDFText_GetMatrix(self._handle, begin, matrix)
-        raw.FPDFText_GetFontInfo(self._handle, begin, self._name, 128, self._flags)
-        size = raw.FPDFText_GetFontSize(self._handle, begin) * hypot(matrix.c, matrix.d)
-        text = "".join(SHOWN_AS.get(code) or chr(code) for code in codes[begin:end] if code)
-        x0, x1 = min(left, box.left), max(right, box.right)
-        style = _detect_style(self._name.value, self._flags.value)
-        raw.FPDFText_GetCharOrigin(self._handle, begin, self._x, self._y)
-        base = (self._x if turned % 2 else self._y).value
-        word = Word(text, x0, max(top, box.top), x1, min(bottom, box.bottom), size, style, base)
-        return word, raw.FPDFText_GetCharAngle(self._handle, begin)
 
 
 @lru_cache(maxsize=1024)
@@ -297,7 +280,6 @@ def find_gutter(rows: list[PdfRow]) -> float | None:
 
 
 def half_gutter(rows: list[PdfRow]) -> float:
-    """Return half the least width of a gutter among these rows."""
     return GUTTER * median(row.size for row in rows) / 2
 
 
