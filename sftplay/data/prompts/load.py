@@ -21,7 +21,7 @@ from sftplay.data.order import is_held_out
 from sftplay.data.pipeline import CODE_VERSION, DEFAULT_SPLIT, READERS, expect_unchanged, sample_records
 from sftplay.data.problems.problem import published_test_id
 from sftplay.data.prompts.prompt import Prompt, read_reward_columns, to_prompt
-from sftplay.data.prompts.questions import Questions, QuestionWriter
+from sftplay.data.prompts.questions import Questions, open_writer
 from sftplay.data.read.sources import content_digest, read_dialect, read_rows
 from sftplay.data.records import Refused, compute_keys
 from sftplay.data.render.render import Renderer
@@ -52,10 +52,6 @@ def prompts_table(report: Mapping[str, Any]) -> str:
     lines += [f"  warning        {warning}" for warning in report["warnings"]]
     lines += [f"  note           {note}" for note in report["notes"]]
     return "\n".join(lines)
-
-
-COMPLETIONS = "completions"
-NOT_ASKED_FIX = "put what matters into the last turn, or write data.on_bad_row: skip"
 
 
 @dataclass(frozen=True)
@@ -156,15 +152,15 @@ class _Pass:
         self._reading = read_layout_options(cfg.data)
         self._dialect = read_dialect(cfg.data)
         self._columns: dict[str, None] = {}
-        fix_long = _fix_long_prompts(cfg)
-        self._policies = RowPolicies(cfg.data, max_tokens, limit="the most for a prompt", fix_long=fix_long)
+        fix = _fix_long_prompts(cfg)
+        self._policies = RowPolicies(cfg.data, max_tokens, limit="the most for a prompt", fix_long=fix)
 
     def run(self, inputs: list[Input], guarded: list[str], *, folder: Path) -> None:
         for prompt in (prompt for path in guarded for prompt in self._prompts(path)):
             if isinstance(prompt, Prompt):
                 self._policies.guard(hash64(compute_keys(prompt.unanswered).prompt), prompt.source)
         with ExitStack() as files:
-            writers = {side: files.enter_context(QuestionWriter(folder / f"{side}.arrow")) for side in SIDES}
+            writers = {side: files.enter_context(open_writer(folder / f"{side}.arrow")) for side in SIDES}
             refused = files.enter_context((folder / REFUSED).open("w", encoding="utf-8"))
             # Held-out rows go first: a training row must be compared with all of them.
             for given in reversed(inputs):
@@ -172,7 +168,7 @@ class _Pass:
                     outcome, row = self._check(prompt, share=given.share)
                     side: Side = "held_out" if outcome.held_out else "train"
                     if self._policies.keep(outcome, side):
-                        writers[side].write(row)
+                        writers[side](row)
                     elif outcome.refused:
                         refused.write(refused_line(outcome.source, outcome.refused))
         self._policies.check()
@@ -199,14 +195,13 @@ class _Pass:
         outcome.keys = hash64(keys.content), hash64(keys.prompt), hash64(keys.prompt)
         outcome.tested = published_test_id(prompt.row)
         columns = read_reward_columns(prompt.row, source, reading=self._reading)
-        if COMPLETIONS in columns:
-            outcome.refused = f"has a column {COMPLETIONS!r}, the name by which rewards get the answers"
-            outcome.fix = "give the column another name"
-            return outcome, {}
-        if self._asks_last_turn and (more := prompt.extra_content(self._reading.system)):
-            outcome.refused, outcome.fix = not_asked(more), NOT_ASKED_FIX
-            return outcome, {}
         try:
+            if "completions" in columns:
+                what = "has a column 'completions', the name by which rewards get the answers"
+                raise DataError(what, fix="give the column another name")
+            if self._asks_last_turn and (more := prompt.extra_content(self._reading.system)):
+                fix = "put what matters into the last turn, or write data.on_bad_row: skip"
+                raise DataError(not_asked(more), fix=fix)
             ids = prompt.prompt(self._renderer)
         except DataError as error:
             outcome.refused, outcome.fix = error.what, error.fix

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,25 +59,18 @@ class Questions:
         return str(Source(row["path"], row["line"], row["record"]))
 
 
-class QuestionWriter:
-    """Write rows of SCHEMA to a new file, many at a time; close it at the end of a `with`."""
+@contextmanager
+def open_writer(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield a function that appends a row of SCHEMA to a new file; the rows are written many at a time."""
+    rows: list[dict[str, Any]] = []
+    with pa.ipc.new_stream(str(path), SCHEMA) as stream:
 
-    def __init__(self, path: Path) -> None:
-        self._stream, self._rows = pa.ipc.new_stream(str(path), SCHEMA), list[dict[str, Any]]()
+        def append(row: dict[str, Any]) -> None:
+            rows.append(row)
+            if len(rows) == BATCH_ROWS:
+                stream.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
+                rows.clear()
 
-    def __enter__(self) -> QuestionWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._flush()
-        self._stream.close()
-
-    def write(self, row: dict[str, Any]) -> None:
-        self._rows.append(row)
-        if len(self._rows) == BATCH_ROWS:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._rows:
-            self._stream.write_batch(pa.RecordBatch.from_pylist(self._rows, schema=SCHEMA))
-            self._rows = []
+        yield append
+        if rows:
+            stream.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))

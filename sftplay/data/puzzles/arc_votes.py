@@ -136,11 +136,6 @@ def assign_share(task: str, n: int) -> int:
     return zlib.crc32(task.encode()) % n
 
 
-def solved_at(task: ArcTask, ballots: Ballots) -> float:
-    """Return the least k so that each test input has its output among its first k answers; inf for never."""
-    return max(compute_ranks(task, ballots))
-
-
 def compute_ranks(task: ArcTask, ballots: Ballots) -> list[float]:
     """Compute for each test input the least k with its output among the first k answers; inf for never."""
     ranks: list[float] = []

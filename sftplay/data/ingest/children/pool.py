@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from sftplay.errors import MachineError
@@ -50,15 +49,13 @@ class ChildTask:
 class ChildEnd:
     task: ChildTask
     exit_code: int
+    """0 where the task's answer is complete."""
+
     killed_for: str
     """`timeout`, `memory`, or nothing."""
 
     seconds: float
     peak_bytes: int
-
-    @property
-    def is_done(self) -> bool:
-        return self.exit_code == 0
 
 
 class ChildPool:
@@ -81,7 +78,7 @@ class ChildPool:
     def __enter__(self) -> ChildPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for stream in (self._server.stdin, self._server.stdout):
             if stream is not None:
                 with suppress(BrokenPipeError):  # the server has ended already

@@ -107,7 +107,7 @@ def finish_all(
     done = sum(map(bool, known))
     for end in pool.run(tasks):
         _check_room(end)
-        if not end.is_done:
+        if end.exit_code:
             fix = f"see {work.folder / ERRORS}, free memory and disk; the same command goes on where this one stopped"
             raise RunError(f"a process that finishes records has ended ({_name_exit(end)})", where="ingest", fix=fix)
         done += 1
@@ -132,7 +132,7 @@ def _task(found: WalkEntry, settings: Settings, *, stem: str) -> ChildTask:
 def _collect_answer(end: ChildEnd, stem: str) -> dict[str, Any]:
     """Return the child's answer. If the child died, write its cause of death as the answer."""
     _check_room(end)
-    answer = read_answer(stem) if end.is_done else None
+    answer = read_answer(stem) if end.exit_code == 0 else None
     if answer is None:
         forget(stem)
         reason, detail = "crashed", f"its reader ended with {_name_exit(end)}"

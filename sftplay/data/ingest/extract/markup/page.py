@@ -138,23 +138,21 @@ def _is_navigation(element: Any) -> bool:
 
 def _is_contents(element: Any) -> bool:
     """Whether a table or list is a table of contents: nearly all of it links into the same page."""
-    entries = [" ".join(entry.text_content().split()) for entry in element.iter("tr", "li", "p", "dt")]
-    entries = [entry for entry in entries if entry]
+    n_entries = sum(bool(entry.text_content().strip()) for entry in element.iter("tr", "li", "p", "dt"))
     links = [link for link in element.iter("a") if (link.get("href") or "").startswith("#")]
     n_links = sum(len(link.text_content().strip()) >= 3 for link in links)  # a note's way back is one sign
-    if n_links < LEAST_LINKS or n_links < LINKED_SHARE * len(entries):
+    if n_links < LEAST_LINKS or n_links < LINKED_SHARE * n_entries:
         return False
     return len(" ".join(element.text_content().split())) <= LONGEST_ENTRY * n_links
 
 
 def without_empty_contents(blocks: list[Block]) -> list[Block]:
     """Return the blocks without the headings of removed tables of contents."""
-    after = [*blocks[1:], Block("", "heading")]
-    return [
-        block
-        for block, then in zip(blocks, after)
-        if not (block.kind == then.kind == "heading" and CONTENTS.fullmatch(block.text.lstrip("# ")))
-    ]
+    kept = []
+    for block, after in zip(blocks, [*blocks[1:], Block("", "heading")]):
+        if not (block.kind == after.kind == "heading" and CONTENTS.fullmatch(block.text.lstrip("# "))):
+            kept.append(block)
+    return kept
 
 
 def _find_content(body: Any) -> Any:
@@ -183,10 +181,10 @@ def read_mail(path: Path, encoding: str) -> Extracted:
     if mail.get_content_type() == "multipart/encrypted":
         raise Unreadable("encrypted", "the mail is encrypted (PGP)")
     subject = " ".join(str(mail.get("subject", "")).split())
-    body = mail.get_body(preferencelist=("plain", "html"))
-    blocks = _read_part(body) if isinstance(body, EmailMessage) else []
-    if not blocks and isinstance(other := mail.get_body(preferencelist=("html",)), EmailMessage):
-        blocks = _read_part(other)
+    blocks: list[Block] = []
+    for kinds in (("plain", "html"), ("html",)):
+        body = mail.get_body(preferencelist=kinds) if not blocks else None
+        blocks = _read_part(body) if isinstance(body, EmailMessage) else blocks
     n_attachments = sum(part.is_attachment() for part in mail.walk() if isinstance(part, EmailMessage))
     notes = (f"attachments that are not read: {n_attachments}",) if n_attachments else ()
     head = [heading(subject, 1)] if subject and blocks else []

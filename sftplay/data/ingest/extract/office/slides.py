@@ -62,11 +62,8 @@ def _read_rows(rows: Iterable[tuple[Any, ...]]) -> tuple[list[list[str]], int]:
     for row in rows:
         n_cells += len(row)
         cells = ["" if value is None else cell_text(value) for value in row]
-        if any(cells):
-            found.append(cells)
-            n_empty = 0
-        else:
-            n_empty += 1
+        n_empty = 0 if any(cells) else n_empty + 1
+        found += [cells] if any(cells) else []
         if n_cells > MOST_CELLS or n_empty > MOST_EMPTY_ROWS:
             break
     return found, n_cells
@@ -75,7 +72,7 @@ def _read_rows(rows: Iterable[tuple[Any, ...]]) -> tuple[list[list[str]], int]:
 def cell_text(value: Any) -> str:
     """Return a cell's value as people write it."""
     if isinstance(value, bool):
-        return "TRUE" if value else "FALSE"
+        return str(value).upper()
     if isinstance(value, float):
         return f"{value:.10g}"
     if isinstance(value, datetime):
