@@ -118,12 +118,6 @@ def _permutations() -> tuple[Signature, Signature]:
     return np.bitwise_or(values[:PERMUTATIONS], np.uint32(1)), values[PERMUTATIONS:]
 
 
-SURELY = 0.999
-"""With this probability at least, two texts of exactly the least similarity agree in a band."""
-
-DOUBT = 0.15
-"""A pair is not compared if its signatures put it so far below the least similarity: four standard deviations."""
-
 EARLIEST, LATEST = 2, 6
 """Earlier texts of the same band that a text is compared with: the first ones, and those just before it."""
 
@@ -139,7 +133,7 @@ class DuplicatePair:
 
 def count_band_rows(near: float) -> int:
     """Return the values in a band: the most with which a pair of the least similarity is found almost surely."""
-    fitting = [rows for rows in range(1, 17) if 1 - (1 - near**rows) ** (PERMUTATIONS // rows) >= SURELY]
+    fitting = [rows for rows in range(1, 17) if 1 - (1 - near**rows) ** (PERMUTATIONS // rows) >= 0.999]
     return max(fitting, default=1)
 
 
@@ -188,7 +182,7 @@ def find_near(
     get_shingles = lru_cache(maxsize=32)(lambda place: shingles(read_text(place)))
     for later, earlier in candidates:
         for first in sorted({kept_for.get(place, place) for place in earlier}):
-            if (read_signature(first) == read_signature(later)).mean() < near - DOUBT:
+            if (read_signature(first) == read_signature(later)).mean() < near - 0.15:  # four standard deviations
                 continue
             share = similarity(get_shingles(first), get_shingles(later))
             if share >= near:

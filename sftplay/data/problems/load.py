@@ -24,8 +24,6 @@ LIMITS = Limits(timeout_s=20.0, test_timeout_s=5.0)
 """Some reference solutions of MBPP need two seconds for a test on a busy machine."""
 
 FAILED = "failed.json"
-NAMED = 5
-"""Problems that get a log line with the reason why they are left out."""
 
 
 class _TooSlowNow(Exception):
@@ -59,7 +57,7 @@ def sound_problems(
         failed = json.loads((folder / FAILED).read_text(encoding="utf-8"))
     except _TooSlowNow as slow:
         (failed,) = slow.args
-    for task_id, why in list(failed.items())[:NAMED]:
+    for task_id, why in list(failed.items())[:5]:
         log.say(f"problem {task_id} {outcome}: its reference solution does not pass: {why}", "data")
     if failed:
         log.say(f"the reference solutions of {len(failed):,} of {len(problems):,} problems do not pass", "data")
@@ -89,10 +87,6 @@ def _find_failures(problems: Sequence[Problem], sandbox: Sandbox, *, limits: Lim
             status = "" if again.status == "infra" else again.status
             failed[problem.task_id] = f"{status} {again.stderr}".strip()
     return failed
-
-
-FOLDERS = ("data/{name}", "data", ".")
-"""Places of a published file, below the current folder; `name` is the data set's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +136,7 @@ def _read_rows(named: str) -> Iterator[tuple[Source, dict[str, Any] | Refused]]:
 def _find_local_file(name: str) -> Path | None:
     """Find the file of a data set of PUBLISHED on this machine; None where there is none, or no such data set."""
     files = PUBLISHED[name].files if name in PUBLISHED else ()
-    folders = [Path(folder.format(name=name.removesuffix("-sanitized"))) for folder in FOLDERS]
+    folders = [Path(folder.format(name=name.removesuffix("-sanitized"))) for folder in ("data/{name}", "data", ".")]
     return next((folder / file for folder in folders for file in files if (folder / file).is_file()), None)
 
 

@@ -158,8 +158,6 @@ def cropped(tokens: NDArray[Any]) -> Grid:
 
 
 SEPARATOR = "|||"
-TRIES = 5
-"""Samples for each copy that is wanted. A task with few colours may have fewer copies that differ."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,7 @@ def sample_changes(task: ArcTask, n: int, *, stream: np.random.Generator) -> lis
 
     changes = [Change()]
     seen = {digest(Change())}
-    for _ in range(TRIES * n):
+    for _ in range(5 * n):  # a task with few colours may have fewer copies that differ
         if len(changes) > n:
             break
         change = Change(int(stream.integers(8)), (0, *(1 + stream.permutation(9)).tolist()))

@@ -23,10 +23,7 @@ VERSION = 1
 
 def open_split(path: str, split: Split, *, key: str) -> PuzzleFolder:
     """Open the split that the config's `key` names: `builtin:sudoku4`, the folder of a split, or that of both.
-
-    Raises:
-        ConfigError: there are no built-in puzzles of that name.
-        DataError: the folder is not sound.
+    Raise ConfigError where no built-in puzzles have that name, DataError where the folder is not sound.
     """
     if path.startswith(BUILTIN):
         name = path.removeprefix(BUILTIN)
@@ -55,10 +52,7 @@ def open_split(path: str, split: Split, *, key: str) -> PuzzleFolder:
 
 def open_splits(train_path: str, val_path: str | None) -> tuple[PuzzleFolder, PuzzleFolder | None]:
     """Open the puzzles to learn, and those to measure on: of `val_path`, else of the first's folder if it has any.
-
-    Raises:
-        ConfigError: there are no built-in puzzles of that name.
-        DataError: a folder is not sound, or the two hold different kinds of puzzles.
+    Raise as `open_split`, and DataError where the two hold different kinds of puzzles.
     """
     train = open_split(train_path, "train", key="data.train_path")
     if val_path is not None:

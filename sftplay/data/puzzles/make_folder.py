@@ -15,15 +15,11 @@ from sftplay.data.puzzles.make_tasks import write_tasks
 from sftplay.data.puzzles.small_sudokus import ALPHABET, make_groups
 from sftplay.errors import ConfigError, DataError
 
-KINDS = ("sudoku", "maze", "arc", "sudoku4")
-
 
 def make_folder(settings: PuzzleSettings) -> dict[str, Any]:
     """Write `settings.out` with both splits and a report; return the report.
-
-    Raises:
-        ConfigError: the folder is there already, or another command is writing it.
-        DataError: the puzzles cannot be used; then there is no folder.
+    Raise ConfigError where the folder is there already, or another command is writing it; DataError, without a folder,
+    where the puzzles cannot be used.
     """
     _check_source(settings)
     check_new_file(settings.out)

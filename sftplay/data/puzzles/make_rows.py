@@ -22,10 +22,7 @@ KeyedPuzzles = tuple[Puzzles, PuzzleKeys]
 
 def write_rows(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
     """Write the splits `train` and `test` below `folder`; return what the report adds to their counts.
-
-    Raises:
-        ConfigError: a setting does not fit the data.
-        DataError: a file cannot be used; nothing of it is written then.
+    Raise ConfigError where a setting does not fit the data, DataError where a file cannot be used.
     """
     kind = KINDS[settings.kind]
     copies = kind.copies if settings.copies is None else settings.copies

@@ -28,7 +28,6 @@ from sftplay.data.puzzles.sampler import make_generator
 from sftplay.data.tokenize.pool import work_through
 from sftplay.errors import ConfigError, DataError, SeveralErrors
 
-COPIES = 1000
 WORTH_WORKERS = 2000
 """Below this number of copies in all, starting processes takes longer than the work."""
 
@@ -47,19 +46,16 @@ TaskCopies = tuple[list[str], Group, Group | None]
 
 def write_tasks(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
     """Write the splits `train` and `test` below `folder`, and what `arc_votes` reads; return what the report adds.
+    Raise ConfigError where a setting does not fit, DataError where a file holds no task, or a task is in both parts.
 
     Training has all pairs of the training tasks and the demonstrations of the evaluation tasks, the test has the test
     pairs of the evaluation tasks, both with all copies. A task has the same identifiers in both. HRM and TRM divide
     the pairs so (dataset/build_arc_dataset.py).
-
-    Raises:
-        ConfigError: a setting does not fit.
-        DataError: a file holds no task, or a task of the evaluation is a task of training.
     """
     assert settings.source is not None
     if settings.subsample is not None:
         raise ConfigError("does not fit ARC: take json files out instead", where="--subsample", fix="leave it out")
-    copies = COPIES if settings.copies is None else settings.copies
+    copies = 1000 if settings.copies is None else settings.copies
     training, evaluation = (read_tasks(_find_part(settings.source, part)) for part in ("training", "evaluation"))
     repeated = check_tasks(training, evaluation)
     jobs = [CopyJob(task, copies, settings.seed, is_asked=False) for task in training]

@@ -22,7 +22,6 @@ ANSWER = ("a", "answer", "solution", "solutions")
 """Names of the columns, in this order."""
 
 FIX_LINE = "correct the line, or take it out"
-SHOWN_EVERY = 20_000
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,8 @@ def find_files(source: Path) -> dict[str, Path]:
 
 
 def read_puzzles(file: Path, kind: PuzzleKind) -> Puzzles:
-    """Read all puzzles of a file; the meaning of the characters is not checked.
-
-    Raises:
-        SeveralErrors: lines that hold no puzzle of this kind, up to a hundred of them.
-        DataError: the file cannot be read, or holds none.
+    """Read all puzzles of a file; the meaning of the characters is not checked. Raise SeveralErrors for up to a hundred
+    lines that hold no puzzle of this kind, DataError where the file cannot be read, or holds none.
     """
     lines, texts, problems = [], bytearray(), []
     characters = {symbol: symbol for symbol in kind.alphabet.symbols[1:]}  # with that of the alphabet
@@ -79,7 +75,7 @@ def read_puzzles(file: Path, kind: PuzzleKind) -> Puzzles:
         else:
             lines.append(line)
             texts += question + answer
-        if len(lines) % SHOWN_EVERY == 0:
+        if len(lines) % 20_000 == 0:
             log.progress(len(lines), None, what=f"reading {file.name}", tag="puzzle-data")
     if problems:
         raise SeveralErrors(problems)

@@ -19,9 +19,6 @@ def make_generator(mark: bytes, seed: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number])))
 
 
-BATCHES = 100
-"""Least number of batches of a pass, if `epochs_per_pass` is None."""
-
 IGNORED = -100
 """The label of a cell without a loss, as torch has it."""
 
@@ -61,7 +58,7 @@ class TrainBatches:
         self._order: NDArray[np.int32] | None = None
         sizes = [(np.diff(part.puzzle_indices), part.group_indices[:-1]) for part in folder.sets]
         least = min(int(np.minimum.reduceat(puzzles, groups).sum()) for puzzles, groups in sizes)
-        self.epochs_per_pass = epochs_per_pass or -(-BATCHES * global_batch // least)
+        self.epochs_per_pass = epochs_per_pass or -(-100 * global_batch // least)
         if least * self.epochs_per_pass < global_batch:
             what = f"{global_batch:,} rows are more than the {least * self.epochs_per_pass:,} that a pass has"
             raise ConfigError(what, where="train.effective_batch_size", fix="lower it, or prepare more puzzles")

@@ -29,14 +29,9 @@ from sftplay.signals import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 
-WATCH_EVERY_S = 0.05
-"""Seconds between two checks of the children's memory."""
-
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_ROOM_CODE = 28
 """Exit code of a child that found the disk full. The file that it reads is not at fault."""
-
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass
@@ -64,7 +59,8 @@ def serve(requests: int, answers: int) -> None:
     if sys.platform == "linux":  # orphans of a child become ours, so that we find them
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     while True:
-        ready, _, _ = select.select([requests, woken], [], [], WATCH_EVERY_S if children else None)
+        # While there are children, their memory is checked every 0.05 s.
+        ready, _, _ = select.select([requests, woken], [], [], 0.05 if children else None)
         if woken in ready:
             os.read(woken, 1 << 12)
         if requests in ready:
@@ -156,7 +152,7 @@ def _list_children(pid: int) -> list[int]:
 def _held_bytes(pid: int) -> int:
     """Return the memory of a process and all that it started, with pages of files; 0 where it is unknown."""
     try:
-        held = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+        held = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return 0
     return held + sum(map(_held_bytes, _list_children(pid)))

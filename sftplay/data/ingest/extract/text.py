@@ -15,7 +15,6 @@ from sftplay.errors import DataError
 MOST_BYTES = 64 << 20
 """Of one text file. The text, its blocks and their row are in memory together, at up to four bytes a character."""
 
-READ_BYTES = 1 << 20
 WESTERN = "cp1252"
 """Taken where nothing is likelier: browsers read a page that names no encoding so (WHATWG, Encoding Standard)."""
 
@@ -49,7 +48,7 @@ def open_charset(path: Path, encoding: str) -> tuple[Charset, str]:
         return charset, ""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with path.open("rb") as stream, suppress(UnicodeDecodeError):
-        while piece := stream.read(READ_BYTES):
+        while piece := stream.read(1 << 20):
             decoder.decode(piece)
         decoder.decode(b"", final=True)
         return charset, ""

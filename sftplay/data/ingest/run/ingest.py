@@ -24,9 +24,6 @@ from sftplay.data.ingest.run.walk import ERRORS, WalkEntry, WorkFolder, shown, w
 from sftplay.data.ingest.settings import Settings
 from sftplay.errors import ConfigError, DataError, MachineError
 
-TEXTS_AT_ONCE = 64
-"""Texts in one batch of the token count."""
-
 NAMED_FILES = 5
 
 Report = dict[str, Any]
@@ -156,7 +153,7 @@ def _write(
     kept = (line for line, stays in zip(records.lines(), is_kept, strict=True) if stays)
     n_tokens, n_done, total = 0, 0, int(is_kept.sum())
     with path.open("wb") as stream:
-        while lines := list(islice(kept, TEXTS_AT_ONCE)):
+        while lines := list(islice(kept, 64)):
             stream.writelines(lines)
             n_done += len(lines)
             if count_tokens is not None:

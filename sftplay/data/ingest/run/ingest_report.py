@@ -14,9 +14,6 @@ from sftplay.data.ingest.run.walk import WalkEntry, shown
 from sftplay.data.ingest.settings import STEPS, Settings
 from sftplay.data.ingest.steps.finishing import EXAMPLES, format_example
 
-MOST_PAIRS = 1000
-"""Pairs of near-duplicates that are listed; all are counted."""
-
 KEPT_EXAMPLES = 5
 
 
@@ -59,7 +56,7 @@ def build_report(
         "boilerplate": dict(sum((Counter(chunk.answer["taken"]) for chunk in chunks), Counter()).most_common(100)),
         "near_duplicate_pairs": [
             {"similarity": round(pair.similarity, 4), "kept": locate(pair.kept), "dropped": locate(pair.dropped)}
-            for pair in duplicates.pairs[:MOST_PAIRS]
+            for pair in duplicates.pairs[:1000]  # all are counted below
         ],
         "near_duplicate_pairs_in_all": len(duplicates.pairs),
         "examples": {

@@ -22,12 +22,6 @@ from sftplay.errors import RunError, error_from_json
 
 READ, FINISH = "sftplay.data.ingest.steps.reading", "sftplay.data.ingest.steps.finishing"
 
-STREAMED_BYTES_A_S = 4_000_000
-"""A streamed file gets one second for so many bytes, in addition to the limit of all files."""
-
-MOST_FILE_BYTES = 2 << 30
-"""Of any file that a reader or its library writes."""
-
 CHUNK_BYTES, CHUNK_SHARDS = 16 << 20, 500
 """Shards that are finished together."""
 
@@ -118,10 +112,10 @@ def finish_all(
 def _task(found: WalkEntry, settings: Settings, *, stem: str) -> ChildTask:
     extra = 0.0
     with suppress(OSError):  # the child reports what is wrong with it
-        extra = found.size / STREAMED_BYTES_A_S if is_streamed(found.path, found.size) else 0.0
+        extra = found.size / 4_000_000 if is_streamed(found.path, found.size) else 0.0  # 4 MB a second
     return ChildTask(
         function=f"{READ}.read_file", answer=answer_path(stem), limit_s=settings.limit_s + extra,
-        memory_bytes=settings.memory_bytes, most_file_bytes=MOST_FILE_BYTES,
+        memory_bytes=settings.memory_bytes, most_file_bytes=2 << 30,  # of any file that a reader or its library writes
         arguments={
             "path": str(found.path), "stem": stem, "size": found.size, "mtime_ns": found.mtime_ns,
             "encoding": settings.encoding, "cleaning": settings.reading_options()["cleaning"],

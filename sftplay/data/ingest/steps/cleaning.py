@@ -22,9 +22,6 @@ LEAST_DOCUMENTS, SHARE = 5, 0.5
 MOST_LINES = 2_000
 """Lines recorded at each end of one document."""
 
-SAMPLE = 256
-"""Documents that are searched for candidates. A line of half of all documents is not missed there."""
-
 
 def line_keys(blocks: Iterable[TextBlock]) -> set[int]:
     """Return the distinct lines of a document that could be boilerplate, as 63-bit hashes."""
@@ -47,7 +44,7 @@ def repeated(documents: Sequence[Path]) -> list[int]:
     least = max(LEAST_DOCUMENTS, SHARE * len(documents))
     if len(documents) < least:
         return []
-    sample = documents[:: max(1, len(documents) // SAMPLE)]
+    sample = documents[:: max(1, len(documents) // 256)]  # a line of half of all documents is not missed in 256 of them
     found = Counter(key for path in sample for key in _read_keys(path))
     candidates = {key for key, count in found.items() if count >= 0.7 * least * len(sample) / len(documents)}
     counts = Counter(key for path in documents for key in _read_keys(path) if key in candidates)

@@ -23,9 +23,6 @@ from sftplay.data.ingest.steps.language import SURE, detect_language, identifier
 EXAMPLES, EXAMPLE_CHARS = 3, 300
 """Dropped records shown for each reason, and characters of each."""
 
-MOST_TAKEN = 100
-"""Distinct lines of boilerplate that are listed."""
-
 COLUMNS = ("end", "file", "chars", "key", "key2")
 """Of a chunk's table, one row for each record: end of its line, number of its file, characters, hash of the text."""
 
@@ -74,7 +71,7 @@ def finish(
     np.array(rows, np.uint64).reshape(len(rows), len(COLUMNS)).tofile(f"{stem}.table")
     if signatures:
         band_keys(np.fromfile(f"{stem}.signatures", np.uint32), near).tofile(f"{stem}.bands")
-    most_taken = dict(taken.most_common(MOST_TAKEN))
+    most_taken = dict(taken.most_common(100))
     return {"records": len(rows), "dropped": dropped, "taken": most_taken, "examples": examples}
 
 

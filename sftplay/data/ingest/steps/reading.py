@@ -33,8 +33,6 @@ from sftplay.errors import DataError, SftplayError
 PART_CHARS = 1_000_000
 """Most characters of a document that is cut from a long text."""
 
-READ_CHARS = 1 << 18
-
 
 def _read_long_text(charset: Charset) -> Iterator[tuple[int, str]]:
     """Yield a text in parts, each with the offset of its first character; a line end counts as one character.
@@ -42,7 +40,7 @@ def _read_long_text(charset: Charset) -> Iterator[tuple[int, str]]:
     """
     buffer, begin = "", 0
     with charset.open(newline=None) as stream:
-        while piece := stream.read(READ_CHARS):
+        while piece := stream.read(1 << 18):
             check_characters(piece, charset)
             buffer += piece if begin or buffer else piece.removeprefix(BOM)
             while len(buffer) > PART_CHARS:

@@ -65,9 +65,6 @@ def math_text(element: Any) -> str:
 MOST_COLUMNS, MOST_ROWS_SPANNED, MOST_CELLS = 200, 1_000, 200_000
 """A document may claim any span; these bound its cost."""
 
-LONGEST_REPEATED = 80
-"""Characters of a cell over several rows that is repeated in each of them, so that every row can be read alone."""
-
 HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 
 
@@ -97,7 +94,8 @@ def _build_grid(cells_by_row: list[list[Any]]) -> list[list[str]]:
             for place in range(columns):
                 shown = "" if place else text
                 if rows > 1:
-                    hanging[len(line)] = (rows - 1, shown if len(shown) <= LONGEST_REPEATED else "")
+                    # A short cell is repeated, so that every row can be read alone.
+                    hanging[len(line)] = (rows - 1, shown if len(shown) <= 80 else "")
                 line.append(shown)
             if len(line) > MOST_COLUMNS:
                 break
@@ -134,7 +132,6 @@ LANGUAGE = re.compile(
     r"(?:language-|lang-|brush: ?|highlight-source-|highlight-)([a-z0-9+#-]+)"
     r"|\bcode ([a-z0-9+#-]+) (?:literal-block|doctest)"
 )
-NO_LANGUAGE = ("default", "text", "none", "plaintext", "notranslate")
 CODE_SIGNS = re.compile(r"[{}=<>$#\\|@]|\(\)|\w[_/]\w")
 PARAGRAPHS = re.compile(rf"(?:{BREAK}[ \t\r\n\f]*){{2,}}")
 
@@ -285,6 +282,6 @@ def _add_pre(element: Any, out: list[Block]) -> None:
         return
     named = LANGUAGE.search(classes) or LANGUAGE.search(above)
     language = named[1] or named[2] if named else ""
-    language = "" if language in NO_LANGUAGE else language
+    language = "" if language in ("default", "text", "none", "plaintext", "notranslate") else language
     fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
     out.append(Block(f"{fence}{language}\n{text}\n{fence}", "code"))

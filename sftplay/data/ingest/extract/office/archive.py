@@ -20,9 +20,6 @@ MOST_READ_BYTES = 128 << 20
 
 MOST_ENTRIES = 50_000
 
-BOMB_RATIO = 100
-"""A too large part counts as a bomb above this ratio to its packed size. XML of real documents has 10 to 30."""
-
 WORD = b"http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 STRICT_WORD = b"http://purl.oclc.org/ooxml/wordprocessingml/main"
 """The same vocabulary in documents saved as Strict Open XML; ISO/IEC 29500-1."""
@@ -71,7 +68,8 @@ class Archive:
         if size > min(MOST_PART_BYTES, self._left):
             packed = max(entry.compress_size, 1)
             what = f"{name} takes {size >> 20} MiB unpacked, {size // packed} times its packed size"
-            reason: Reason = "unsafe" if size > BOMB_RATIO * packed else "too_large"
+            # XML of real documents is packed to a 10th or 30th.
+            reason: Reason = "unsafe" if size > 100 * packed else "too_large"
             raise Unreadable(reason, f"{what}; {MOST_PART_BYTES >> 20} MiB are read")
         self._left -= size
         try:

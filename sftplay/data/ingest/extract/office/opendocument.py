@@ -15,9 +15,6 @@ SKIPPED = (
 )
 """Parts without text of the document: deletions, comments, indexes with page numbers, speaker's notes."""
 
-MOST_REPEATED = 1_000
-"""Limit for the repeat count of cells and rows; whole empty sheets are stored as repeats."""
-
 CODE = ("preformatted", "source", "code")
 
 
@@ -158,4 +155,5 @@ class _Converter:
 
 def _count(element: Any, name: str) -> int:
     value = attribute(element, name) or "1"
-    return min(max(int(value), 1), MOST_REPEATED) if value.isdecimal() and len(value) < 8 else 1
+    # Whole empty sheets are stored as repeats.
+    return min(max(int(value), 1), 1_000) if value.isdecimal() and len(value) < 8 else 1

@@ -83,11 +83,6 @@ def cell_text(value: Any) -> str:
     return str(value)
 
 
-TITLES = ("title", "ctrTitle")
-HEADERS_FOOTERS = ("dt", "ftr", "sldNum", "hdr")
-"""Placeholders for date, footer, number and header."""
-
-
 def read_slides(path: Path, encoding: str) -> Extracted:
     """Return title and blocks; a slide is a page, with its notes after it."""
     with Archive(path) as archive:
@@ -140,7 +135,7 @@ def _add_shapes(tree: Any, root: Any) -> None:
             place = next((node for node in shape.iter() if local(node) == "ph"), None)
             kind = attribute(place, "type") or ("body" if place is not None else "")
             body = next((child for child in shape if local(child) == "txBody"), None)
-            if body is not None and kind not in HEADERS_FOOTERS:
+            if body is not None and kind not in ("dt", "ftr", "sldNum", "hdr"):  # date, footer, number and header
                 _add_text(body, root, kind=kind)
         elif name == "graphicFrame":
             for table in [inner for inner in shape.iter() if local(inner) == "tbl"]:
@@ -151,7 +146,7 @@ def _add_text(body: Any, root: Any, *, kind: str) -> None:
     """Add the paragraphs of one shape: a title, items of a list, or plain paragraphs."""
     paragraphs = [(child, text) for child in body if local(child) == "p" and (text := paragraph_text(child)).strip()]
     nodes = (local(node) for paragraph, _ in paragraphs for node in paragraph.iter())
-    if kind in TITLES and paragraphs:
+    if kind in ("title", "ctrTitle") and paragraphs:
         add_element(root, "h2").text = " ".join(text for _, text in paragraphs)
     elif (kind in ("body", "obj") and len(paragraphs) > 1) or any(name in ("buChar", "buAutoNum") for name in nodes):
         for paragraph, text in paragraphs:

@@ -17,7 +17,6 @@ from sftplay.data.ingest.extract.pdf.words import BOLD, ITALIC, SOFT_HYPHEN, Pag
 MARGIN = 0.13
 """Share of a page's height, at the top and at the bottom, that may hold headers and footers."""
 
-NUMBER_MARGIN = 0.1
 MOST_ROWS = 3
 """Rows at each edge that may be headers or footers."""
 
@@ -50,7 +49,7 @@ def find_headers_footers(pages: list[Page]) -> set[int]:
             # The numbers at a row's ends less the page's number: a page number has the same step on all pages.
             ends = [NUMBER_AT_END.search(row.text), NUMBER_AT_BEGIN.match(row.text)]
             steps = [int(found[1]) - page.number for found in ends if found]
-            is_number = distance < NUMBER_MARGIN * page.height and PAGE_NUMBER.fullmatch(row.text.strip()) is not None
+            is_number = distance < 0.1 * page.height and PAGE_NUMBER.fullmatch(row.text.strip()) is not None
             texts = {(edge, pattern, height) for height in heights}
             edges.append((row, is_number, texts, {(edge, height, step) for height in heights for step in steps}))
     seen = Counter(key for _, _, texts, _ in edges for key in texts)
@@ -112,16 +111,10 @@ class Vocabulary:
 LARGER = 1.12
 """A line is a heading from this multiple of the body text's size."""
 
-MOST_LEVELS = 4
 LONGEST_HEADING, MOST_HEADING_ROWS = 200, 3
-LONGEST_STYLED = 100
-"""Most characters of a heading that only its style marks."""
 
 APART, PITCH_LIMIT = 1.3, 2.5
 """A paragraph ends at this multiple of the usual distance of rows; the usual distance is below so many font sizes."""
-
-LABEL_GAP = 2.0
-"""Gap in font sizes between words of one height that do not belong together, such as labels in a picture."""
 
 CAPTION = re.compile(r"(?:figure|fig\.?|table|listing|chart|plate|abbildung|tabelle)\s*\w*\d", re.I)
 LEADERS = re.compile(r"(?:\.\s?){4,}\s*\w{1,6}$")
@@ -164,7 +157,7 @@ def find_fonts(pages: Iterable[Page]) -> Fonts:
             styles[word.style & (BOLD | ITALIC)] += len(word.text)
     body = max(sizes, key=lambda size: (sizes[size], size), default=0.0)
     larger = sorted((size for size in sizes if size >= LARGER * body), reverse=True)
-    levels = {size: min(place + 1, MOST_LEVELS) for place, size in enumerate(larger)}
+    levels = {size: min(place + 1, 4) for place, size in enumerate(larger)}
     return Fonts(body, max(styles, key=lambda style: styles[style], default=0), levels)
 
 
@@ -208,7 +201,7 @@ def _text_pieces(rows: list[PdfRow], fonts: Fonts, *, page: int) -> list[PdfPiec
 
 def _labels(row: PdfRow) -> list[PdfRow]:
     """Return the row, or its parts if they are far apart and the first is no heading number or list marker."""
-    places = segments(row.words, LABEL_GAP * row.size)
+    places = segments(row.words, 2.0 * row.size)
     if len(places) == 1 or row.is_code or len(row.words[0].text) <= 4:
         return [row]
     parts = [[word for word in row.words if x0 <= word.x0 <= x1] for x0, x1 in places]
@@ -264,7 +257,7 @@ def _heading_level(group: list[PdfRow], after: list[PdfRow] | None, *, fonts: Fo
         return by_size
     begins = text[0].isupper() or text[0].isdigit()
     ends = not text.endswith((*ENDS, ","))
-    if len(text) > LONGEST_STYLED or len(group) > 2 or not begins or not ends or after is None:
+    if len(text) > 100 or len(group) > 2 or not begins or not ends or after is None:  # only its style marks it
         return 0
     style = _find_common_style(group)
     extra = style & ~fonts.style & (BOLD | ITALIC)

@@ -6,9 +6,6 @@ from sftplay.data.ingest.extract.markup.blocks import as_markdown
 from sftplay.data.ingest.extract.pdf.lists import MARKER
 from sftplay.data.ingest.extract.pdf.words import PdfRow, segments
 
-CELL_GAP = 1.15
-"""Least space between cells in sizes of the font."""
-
 LEAST_ROWS, MOST_COLUMNS = 3, 40
 FAR = 2.6
 """Heights of a row by which the rows of a table may be apart."""
@@ -28,7 +25,7 @@ def find_tables(rows: list[PdfRow]) -> list[tuple[int, int, str]]:
 
 def find_cells(row: PdfRow) -> list[tuple[float, float]]:
     """Return the begin and end of each cell of a row; a list's sign belongs to its item."""
-    found = segments(row.words, CELL_GAP * row.size)
+    found = segments(row.words, 1.15 * row.size)  # the least space between cells in sizes of the font
     if len(found) > 1 and MARKER.fullmatch(f"{row.words[0].text} ") and found[0][1] <= row.words[0].x1 + 0.1:
         found[:2] = [(found[0][0], found[1][1])]
     return found

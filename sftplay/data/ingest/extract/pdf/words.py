@@ -28,8 +28,6 @@ LINE_HYPHENS = (2, 0xFFFE)
 
 LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "ffl", 0xFB05: "st", 0xFB06: "st"}
 SHOWN_AS = LIGATURES | dict.fromkeys(LINE_HYPHENS, "-")
-UPRIGHT = 0.1
-"""Radians by which a line may be turned and still count as running text."""
 
 
 @dataclass(slots=True)
@@ -102,7 +100,7 @@ def read_words(page: Any, number: int, *, rules: Rules) -> Page:
         edges = page.get_cropbox()
         for begin, end in _spans(codes):
             off = (raw.FPDFText_GetCharAngle(handle, begin) + turned * pi / 2) % tau  # pdfium counts angles clockwise
-            if min(off, tau - off) >= UPRIGHT:
+            if min(off, tau - off) >= 0.1:  # a line may be turned by 0.1 rad and still counts as running text
                 continue
             raw.FPDFText_GetLooseCharBox(handle, begin, box)
             left, top, right, bottom = box.left, box.top, box.right, box.bottom
@@ -169,9 +167,6 @@ def _turn(word: Word, turned: int, *, box: tuple[float, float, float, float]) ->
 
 HEBREW_OR_ARABIC = re.compile("[\u0590-\u08ff\ufb1d-\ufefc]")
 
-SAME_ROW = 0.45
-"""Of the font's size: largest distance between middles of words in one row."""
-
 GUTTER = 0.8
 """Least width of a gutter in sizes of the font. Spaces in justified text are half as wide at most."""
 
@@ -216,7 +211,8 @@ def to_rows(words: list[Word]) -> list[PdfRow]:
     groups: list[list[Word]] = []
     for word in sorted(words, key=lambda word: (word.middle, word.x0)):
         for group in reversed(groups[-6:]):
-            near = SAME_ROW * max(min(group[0].size, word.size), 1)
+            # The largest distance between middles of words in one row.
+            near = 0.45 * max(min(group[0].size, word.size), 1)
             if abs(group[0].middle - word.middle) <= near:
                 group.append(word)
                 break
