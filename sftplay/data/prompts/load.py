@@ -60,7 +60,6 @@ class Prompts:
 
     train: Questions
     held_out: Questions
-
     renderer: Renderer
     report: dict[str, Any]
     """The content of `data_report.json`."""
@@ -76,8 +75,7 @@ def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
     prompt of more than `cfg.prompt_tokens` tokens is left out, or ends the run where `data.too_long` says error: a
     question is not cut. Several processes may call this at once; one reads and the others wait.
 
-    Raises:
-        DataError: a file cannot be read, a row has no question and the config says error, or no prompt is left.
+    Raise DataError where a file cannot be read, a row has no question and the config says error, or no prompt is left.
     """
     data = cfg.data
     inputs = [Input(cfg.rows_path, DEFAULT_SPLIT if data.split is None else data.split)]
@@ -88,7 +86,7 @@ def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
     if not len(prompts.train):
         report = prompts.report
         went = where_rows_went(report["sources"].get("train", report), refused_rows=report["refused_rows"])
-        fix = f"{_fix_long_prompts(cfg)}; lower data.split; or correct the refused rows"
+        fix = f"{_fix_long(cfg)}; lower data.split; or correct the refused rows"
         raise DataError(f"no prompt is left to train on: {went}", where=cfg.rows_path, fix=fix)
     return prompts
 
@@ -152,8 +150,7 @@ class _Pass:
         self._reading = read_layout_options(cfg.data)
         self._dialect = read_dialect(cfg.data)
         self._columns: dict[str, None] = {}
-        fix = _fix_long_prompts(cfg)
-        self._policies = RowPolicies(cfg.data, max_tokens, limit="the most for a prompt", fix_long=fix)
+        self._policies = RowPolicies(cfg.data, max_tokens, limit="the most for a prompt", fix_long=_fix_long(cfg))
 
     def run(self, inputs: list[Input], guarded: list[str], *, folder: Path) -> None:
         for prompt in (prompt for path in guarded for prompt in self._prompts(path)):
@@ -189,8 +186,7 @@ class _Pass:
         if isinstance(prompt, RowOutcome):
             prompt.held_out = share == 1.0
             return prompt, {}
-        record, source = prompt.unanswered, prompt.source
-        keys = compute_keys(record)
+        keys, source = compute_keys(prompt.unanswered), prompt.source
         outcome = RowOutcome(prompt.number, source, held_out=share == 1.0 or is_held_out(keys, share))
         outcome.keys = hash64(keys.content), hash64(keys.prompt), hash64(keys.prompt)
         outcome.tested = published_test_id(prompt.row)
@@ -244,7 +240,7 @@ def not_asked(more: str) -> str:
     return f"has {more}, but task mode score asks the words of the last turn alone"
 
 
-def _fix_long_prompts(cfg: RunConfig) -> str:
+def _fix_long(cfg: RunConfig) -> str:
     if cfg.task.turns == 2:
         return "raise model.max_seq_len, or lower score.max_new_tokens or score.max_hint_tokens"
     return "raise grpo.max_prompt_length or model.max_seq_len, or lower grpo.max_completion_length"

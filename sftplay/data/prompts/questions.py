@@ -18,9 +18,6 @@ FIELDS = {"row": pa.int64(), "input_ids": pa.list_(pa.int64()), "content": pa.st
 SCHEMA = pa.schema(FIELDS | {"path": pa.string(), "line": pa.int64(), "record": pa.int64()})
 """`content` is JSON text: in Arrow's own columns each object would get the keys of all the others."""
 
-BATCH_ROWS = 256
-"""Rows that are written together."""
-
 
 @dataclass(frozen=True)
 class Question:
@@ -67,7 +64,7 @@ def open_writer(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
 
         def append(row: dict[str, Any]) -> None:
             rows.append(row)
-            if len(rows) == BATCH_ROWS:
+            if len(rows) == 256:
                 stream.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
                 rows.clear()
 

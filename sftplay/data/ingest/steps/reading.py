@@ -81,12 +81,6 @@ LONG_TEXT_BYTES = 16 << 20
 
 SHARD_BYTES = 32 << 20
 
-MOST_GROWTH, ALWAYS_BYTES = 50, 64 << 20
-"""A file's text may be so many times larger than the file, and may always have this size."""
-
-MOST_FRAMES, MOST_TRACE = 30, 20_000
-"""Frames and characters that are kept of a traceback."""
-
 EXAMPLES = 3
 """Refused rows of one file and reason that are shown."""
 
@@ -151,7 +145,7 @@ def read_file(*, path: str, stem: str, size: int, mtime_ns: int, encoding: str, 
 
 
 def _format_trace(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error, limit=-MOST_FRAMES))[-MOST_TRACE:]
+    return "".join(traceback.format_exception(error, limit=-30))[-20_000:]
 
 
 class _FileReader:
@@ -171,7 +165,8 @@ class _FileReader:
         Raise Unreadable where the file gives no text, or far more text than its size.
         """
         self._path.open("rb").close()  # a missing permission must not look like a wrong format
-        n_documents, sizes, most_bytes = 0, [0], max(ALWAYS_BYTES, MOST_GROWTH * self._size)
+        n_documents, sizes = 0, [0]
+        most_bytes = max(64 << 20, 50 * self._size)  # of its text, which may be so much larger than the file
         with ExitStack() as opened:
             stream = opened.enter_context(Path(shard_path(stem, 0)).open("wb"))
             for document in self._documents():

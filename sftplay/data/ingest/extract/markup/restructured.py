@@ -17,21 +17,14 @@ from sftplay.data.ingest.extract.text import read_characters
 LONGEST_LINE = 100_000
 """Characters; docutils gets slow on longer lines, because its rules look far ahead."""
 
+SWITCHED_OFF = (
+    *("file_insertion_enabled", "raw_enabled", "embed_stylesheet", "docinfo_xform", "smart_quotes"),
+    *("footnote_backlinks", "toc_backlinks"),
+)
 SETTINGS = {
-    "file_insertion_enabled": False,
-    "raw_enabled": False,
-    "_disable_config": True,
-    "report_level": 5,
-    "halt_level": 6,
-    "syntax_highlight": "none",
-    "math_output": "LaTeX",
-    "embed_stylesheet": False,
-    "stylesheet_path": None,
-    "docinfo_xform": False,
-    "smart_quotes": False,
-    "footnote_backlinks": False,
-    "toc_backlinks": False,
-    "line_length_limit": LONGEST_LINE,
+    **dict.fromkeys(SWITCHED_OFF, False),
+    **{"_disable_config": True, "report_level": 5, "halt_level": 6, "line_length_limit": LONGEST_LINE},
+    **{"syntax_highlight": "none", "math_output": "LaTeX", "stylesheet_path": None},
 }
 """https://docutils.sourceforge.io/docs/user/config.html"""
 
