@@ -21,11 +21,9 @@ SWITCHED_OFF = (
     *("file_insertion_enabled", "raw_enabled", "embed_stylesheet", "docinfo_xform", "smart_quotes"),
     *("footnote_backlinks", "toc_backlinks"),
 )
-SETTINGS = {
-    **dict.fromkeys(SWITCHED_OFF, False),
-    **{"_disable_config": True, "report_level": 5, "halt_level": 6, "line_length_limit": LONGEST_LINE},
-    **{"syntax_highlight": "none", "math_output": "LaTeX", "stylesheet_path": None},
-}
+SETTINGS: dict[str, Any] = dict.fromkeys(SWITCHED_OFF, False)
+SETTINGS |= {"_disable_config": True, "report_level": 5, "halt_level": 6, "line_length_limit": LONGEST_LINE}
+SETTINGS |= {"syntax_highlight": "none", "math_output": "LaTeX", "stylesheet_path": None}
 """https://docutils.sourceforge.io/docs/user/config.html"""
 
 HEADER = re.compile(r"\A\s*(?:[A-Z][\w-]*:.*\n(?:[ \t]+.*\n)*){2,}\s*\n")
