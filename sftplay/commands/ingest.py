@@ -21,12 +21,12 @@ def ingest(args: Namespace) -> int:
         what = f"{args.overrides[0]!r} is no setting of ingest, which has no config"
         raise ConfigError(what, where="command line", fix="see `python -m sftplay ingest --help`")
     settings = _settings(args)
-    from sftplay.data.ingest.run.ingest import IngestCallbacks, check_outcome
+    from sftplay.data.ingest.run.ingest import check_outcome
     from sftplay.data.ingest.run.ingest import ingest as run
     from sftplay.report.documents import page_of
 
-    callbacks = IngestCallbacks(render_page=page_of, count_tokens=_counter(args.tokenizer) if args.tokenizer else None)
-    report = run(settings, callbacks, replaces=args.replace)
+    count_tokens = _counter(args.tokenizer) if args.tokenizer else None
+    report = run(settings, render_page=page_of, count_tokens=count_tokens, replaces=args.replace)
     if not args.json:
         _show_ingest_report(report, settings)
     check_outcome(report, settings)

@@ -119,11 +119,7 @@ def extract(path: Path, encoding: str = "auto") -> Extracted:
 
 
 def detect_kind(path: Path, head: bytes) -> str:
-    """Return the kind of a document with these first bytes.
-
-    Raises:
-        Unreadable: this kind is not supported.
-    """
+    """Return the kind of a document with these first bytes. Raise Unreadable where it is not supported."""
     named = SUFFIXES.get(path.suffix.lower(), "")
     foreign = next((name for magic, name in FOREIGN_BEGINNINGS if head.startswith(magic)), "")
     if foreign:
@@ -131,9 +127,23 @@ def detect_kind(path: Path, head: bytes) -> str:
     if b"%PDF-" in head[:1024] and (named not in TEXT_KINDS or head.startswith(b"%PDF-")):
         return "pdf"
     if head.startswith(OLD_OFFICE):
-        raise _old_office(path)
+        with path.open("rb") as stream:
+            ends = stream.read(DIRECTORY_BYTES)
+            stream.seek(max(path.stat().st_size - DIRECTORY_BYTES, 0))
+            if LOCKED_STREAM in ends + stream.read(DIRECTORY_BYTES):
+                raise Unreadable("encrypted", "the office document is locked by a password")
+        what = "an old Office document (doc, xls, ppt) or a mail of Outlook: save it as docx"
+        raise Unreadable("wrong_format", what)
     if head.startswith(b"PK\x03\x04"):
-        return _zip_kind(path)
+        try:
+            with zipfile.ZipFile(path) as archive:
+                names = {name.lstrip("/") for name in archive.namelist()}
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+            raise Unreadable("broken", f"the archive cannot be opened: {error}") from None
+        kind = next((kind for part, kind in KIND_BY_PART.items() if part in names), "")
+        if not kind:
+            raise Unreadable("wrong_format", "the content is a zip archive without a document")
+        return kind
     if HTML_BEGINNING.match(head):
         return "html"
     if named in TEXT_KINDS:
@@ -142,33 +152,7 @@ def detect_kind(path: Path, head: bytes) -> str:
     raise Unreadable("wrong_format", f"the content is {what} something else than {path.suffix!r} says")
 
 
-def _zip_kind(path: Path) -> str:
-    """Return the kind of an office document by the parts in its archive."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = {name.lstrip("/") for name in archive.namelist()}
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise Unreadable("broken", f"the archive cannot be opened: {error}") from None
-    kind = next((kind for part, kind in KIND_BY_PART.items() if part in names), "")
-    if not kind:
-        raise Unreadable("wrong_format", "the content is a zip archive without a document")
-    return kind
-
-
-def _old_office(path: Path) -> Unreadable:
-    """Return the error for a file in the old container of Office."""
-    with path.open("rb") as stream:
-        size = path.stat().st_size
-        ends = stream.read(DIRECTORY_BYTES)
-        stream.seek(max(size - DIRECTORY_BYTES, 0))
-        ends += stream.read(DIRECTORY_BYTES)
-    if LOCKED_STREAM in ends:
-        return Unreadable("encrypted", "the office document is locked by a password")
-    return Unreadable("wrong_format", "an old Office document (doc, xls, ppt) or a mail of Outlook: save it as docx")
-
-
 def find_reader(kind: str) -> Callable[[Path, str], Extracted]:
-    """Return the function that reads a kind."""
     module, name = READERS[kind]
     reader: Callable[[Path, str], Extracted] = getattr(import_module(f"sftplay.data.ingest.extract.{module}"), name)
     return reader

@@ -26,14 +26,19 @@ LONGEST_WORD = 256
 
 PIECE_CHARS = 1 << 18
 
-CODES = 0x110000
-
 
 def shingles(text: str) -> Hashes:
     """Return the distinct shingles as 64-bit hashes, sorted. A text of fewer than five words is one shingle."""
-    words = _word_hashes(text)
+    parts, begin = [np.zeros(0, np.uint64)], 0
+    while begin < len(text):
+        # A piece ends behind a space if one follows soon. Hashing takes 50 bytes a character of a piece.
+        space = text.find(" ", begin + PIECE_CHARS, begin + 2 * PIECE_CHARS)
+        end = space + 1 if space >= 0 else begin + PIECE_CHARS
+        parts.append(_hash_words(text[begin:end].lower()))
+        begin = end
+    words = np.concatenate(parts)
     if not len(words):
-        return np.zeros(0, np.uint64)
+        return words
     width = min(SHINGLE_WORDS, len(words))
     n = len(words) - width + 1
     mixed = np.zeros(n, np.uint64)
@@ -44,14 +49,14 @@ def shingles(text: str) -> Hashes:
 
 
 def similarity(one: Hashes, other: Hashes) -> float:
-    """The Jaccard similarity of two sets of shingles: the size of the intersection by that of the union."""
+    """Return the Jaccard similarity of two sets of shingles: the size of the intersection by that of the union."""
     both = len(np.intersect1d(one, other, assume_unique=True))
     either = len(one) + len(other) - both
     return both / either if either else 1.0
 
 
 def signature(hashes: Hashes) -> Signature:
-    """The least value of the shingles under each of 128 permutations: uint32 [PERMUTATIONS].
+    """Return the least value of the shingles under each of 128 permutations: uint32 [PERMUTATIONS].
 
     Two signatures agree at a share of places that is, on average, the similarity of the two sets.
     """
@@ -65,33 +70,10 @@ def signature(hashes: Hashes) -> Signature:
     return least
 
 
-def warm_tables() -> None:
-    """Build the table of characters, which takes a moment."""
-    _kinds()
-
-
-def _word_hashes(text: str) -> Hashes:
+def _hash_words(text: str) -> Hashes:
     """Return a hash of each word of the text, in order."""
-    found, begin = [], 0
-    while begin < len(text):
-        end = _find_piece_end(text, begin)
-        found.append(_hash_piece(text[begin:end].lower()))
-        begin = end
-    return np.concatenate(found) if found else np.zeros(0, np.uint64)
-
-
-def _find_piece_end(text: str, begin: int) -> int:
-    """Return the end of a piece, behind a space if one follows soon. Hashing takes 50 bytes a character of a piece."""
-    end = begin + PIECE_CHARS
-    if end >= len(text):
-        return len(text)
-    place = text.find(" ", end, end + PIECE_CHARS)
-    return place + 1 if place >= 0 else end
-
-
-def _hash_piece(text: str) -> Hashes:
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-    kinds = _kinds()[codes]
+    kinds = classify_characters()[codes]
     places = np.flatnonzero(kinds)
     if not len(places):
         return np.zeros(0, np.uint64)
@@ -113,9 +95,9 @@ def _finish(values: Hashes) -> Hashes:
 
 
 @cache
-def _kinds() -> NDArray[np.uint8]:
-    """For each code point: 0 no part of a word, 1 a part, 2 a word by itself."""
-    kinds = np.fromiter((chr(code).isalnum() for code in range(CODES)), np.uint8, CODES)
+def classify_characters() -> NDArray[np.uint8]:
+    """Return a number for each code point: 0 no part of a word, 1 a part, 2 a word by itself. It takes a moment."""
+    kinds = np.fromiter((chr(code).isalnum() for code in range(0x110000)), np.uint8)
     for first, last in ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x2E80, 0xABFF), (0xF900, 0xFAFF)):
         kinds[first : last + 1] *= 2  # Thai, Lao, Burmese, Khmer, Chinese and Japanese
     kinds[0xAC00:0xD7B0] = 1  # Korean has spaces
@@ -130,17 +112,11 @@ def _powers() -> Hashes:
 
 @cache
 def _permutations() -> tuple[Signature, Signature]:
-    """Factors (odd) and summands. They come from fixed hashes, so that they are the same on every machine."""
+    """Return factors (odd) and summands, made of fixed hashes, so that they are the same on every machine."""
     mixed = _finish(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     values: Signature = (mixed >> np.uint64(32)).astype(np.uint32)
     return np.bitwise_or(values[:PERMUTATIONS], np.uint32(1)), values[PERMUTATIONS:]
 
-
-SURELY = 0.999
-"""With this probability at least, two texts of exactly the least similarity agree in a band."""
-
-DOUBT = 0.15
-"""A pair is not compared if its signatures put it so far below the least similarity: four standard deviations."""
 
 EARLIEST, LATEST = 2, 6
 """Earlier texts of the same band that a text is compared with: the first ones, and those just before it."""
@@ -156,13 +132,13 @@ class DuplicatePair:
 
 
 def count_band_rows(near: float) -> int:
-    """Values in a band: the most with which a pair of the least similarity is found almost surely."""
-    fitting = [rows for rows in range(1, 17) if 1 - (1 - near**rows) ** (PERMUTATIONS // rows) >= SURELY]
+    """Return the values in a band: the most with which a pair of the least similarity is found almost surely."""
+    fitting = [rows for rows in range(1, 17) if 1 - (1 - near**rows) ** (PERMUTATIONS // rows) >= 0.999]
     return max(fitting, default=1)
 
 
 def band_keys(signatures: Signature, near: float) -> Hashes:
-    """A hash of each band of each signature: uint64 [bands, texts]."""
+    """Return a hash of each band of each signature: uint64 [bands, texts]."""
     rows = count_band_rows(near)
     bands = PERMUTATIONS // rows
     values = signatures.reshape(-1, PERMUTATIONS)[:, : bands * rows].reshape(-1, bands, rows)
@@ -173,7 +149,7 @@ def band_keys(signatures: Signature, near: float) -> Hashes:
     return np.ascontiguousarray(keys.T)
 
 
-def candidates(bands: Iterator[Hashes], wanted: NDArray[np.bool_]) -> Iterator[tuple[int, list[int]]]:
+def find_candidates(bands: Iterator[Hashes], wanted: NDArray[np.bool_]) -> Iterator[tuple[int, list[int]]]:
     """Yield each wanted text, in order, with the earlier ones that share a band. A band holds the keys of all texts."""
     pairs = np.zeros(0, np.uint64)
     places = np.flatnonzero(wanted)
@@ -206,7 +182,7 @@ def find_near(
     get_shingles = lru_cache(maxsize=32)(lambda place: shingles(read_text(place)))
     for later, earlier in candidates:
         for first in sorted({kept_for.get(place, place) for place in earlier}):
-            if (read_signature(first) == read_signature(later)).mean() < near - DOUBT:
+            if (read_signature(first) == read_signature(later)).mean() < near - 0.15:  # four standard deviations
                 continue
             share = similarity(get_shingles(first), get_shingles(later))
             if share >= near:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 from sftplay import log
 from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.problems.problem import REWARD_COLUMNS, Problem, find_split, reward_columns, to_problem
+from sftplay.data.problems.problem import Problem, find_split, reward_columns, to_problem
 from sftplay.data.read.sources import is_hub_name, read_rows
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError, RunError, nearest_names
 from sftplay.places import CACHE, cache_root
 from sftplay.sandbox.pool import Sandbox
-from sftplay.sandbox.verdicts.job import Job, Limits, Status, Verdict
+from sftplay.sandbox.verdicts.job import Job, Limits
 from sftplay.sandbox.verdicts.judge import SETUP_FAILED
 
 LIMITS = Limits(timeout_s=20.0, test_timeout_s=5.0)
@@ -25,18 +25,9 @@ LIMITS = Limits(timeout_s=20.0, test_timeout_s=5.0)
 
 FAILED = "failed.json"
 
-TIMEOUT: Status = "timeout"
-
-NAMED = 5
-"""Problems that get a log line with the reason why they are left out."""
-
 
 class _TooSlowNow(Exception):
-    """Signal that these verdicts must not be kept."""
-
-    def __init__(self, failed: dict[str, str]) -> None:
-        super().__init__()
-        self.failed = failed
+    """Signal that the verdicts, its argument, must not be kept."""
 
 
 def sound_problems(
@@ -51,19 +42,13 @@ def sound_problems(
         RunError: the sandbox failed, so nothing is known about a reference.
         DataError: a test or setup is no Python; or no problem is left.
     """
-    key = fingerprint({
-        "problems": [
-            [problem.task_id, problem.reference, problem.tests, problem.setup, problem.entry_point]
-            for problem in problems
-        ],
-        "limits": asdict(limits),
-        "executor": sandbox.version,
-    })  # fmt: skip
+    facts = [[p.task_id, p.reference, p.tests, p.setup, p.entry_point] for p in problems]
+    key = fingerprint({"problems": facts, "limits": asdict(limits), "executor": sandbox.version})
 
     def write_verdicts(unfinished: Path) -> None:
         log.status(f"running {len(problems):,} reference solutions", "data")
-        failed = _failures(problems, sandbox, limits=limits)
-        if any(why.startswith(TIMEOUT) for why in failed.values()):
+        failed = _find_failures(problems, sandbox, limits=limits)
+        if any(why.startswith("timeout") for why in failed.values()):
             raise _TooSlowNow(failed)
         (unfinished / FAILED).write_text(json.dumps(failed), encoding="utf-8")
 
@@ -71,8 +56,8 @@ def sound_problems(
         folder = ensure_folder(cache_root() / "references" / key, write_verdicts, setting=f"the variable {CACHE}")
         failed = json.loads((folder / FAILED).read_text(encoding="utf-8"))
     except _TooSlowNow as slow:
-        failed = slow.failed
-    for task_id, why in list(failed.items())[:NAMED]:
+        (failed,) = slow.args
+    for task_id, why in list(failed.items())[:5]:
         log.say(f"problem {task_id} {outcome}: its reference solution does not pass: {why}", "data")
     if failed:
         log.say(f"the reference solutions of {len(failed):,} of {len(problems):,} problems do not pass", "data")
@@ -83,38 +68,25 @@ def sound_problems(
     return sound, failed
 
 
-def _failures(problems: Sequence[Problem], sandbox: Sandbox, *, limits: Limits) -> dict[str, str]:
+def _find_failures(problems: Sequence[Problem], sandbox: Sandbox, *, limits: Limits) -> dict[str, str]:
     """Return task id -> why its reference fails. One that fails is run again alone: the others may have slowed it."""
-    jobs = [_job(problem, limits) for problem in problems]
-    verdicts = sandbox.run(jobs)
+    jobs = []
+    for problem in problems:
+        code, name = problem.reference, problem.entry_point or None
+        try:
+            jobs.append(Job(code=code, tests=problem.tests, setup=problem.setup, entry_point=name, limits=limits))
+        except DataError as error:
+            raise DataError(error.what, where=f"{problem.task_id}, {error.where}", fix=error.fix) from error
     failed = {}
-    for problem, job, verdict in zip(problems, jobs, verdicts, strict=True):
+    for problem, job, verdict in zip(problems, jobs, sandbox.run(jobs), strict=True):
         again = verdict if verdict.status in ("ok", "syntax") else sandbox.run_again(job)
         if again.status == "infra" and not again.stderr.startswith(SETUP_FAILED):
             fix = "`make sandbox ARGS=--self-test` says what is wrong with it"
             raise RunError(f"the sandbox failed ({again.stderr})", where=sandbox.executor, fix=fix)
-        if not _passes(again):
+        if not (again.status == "ok" and again.passed == again.total > 0):
             status = "" if again.status == "infra" else again.status
             failed[problem.task_id] = f"{status} {again.stderr}".strip()
     return failed
-
-
-def _job(problem: Problem, limits: Limits) -> Job:
-    try:
-        return Job(
-            code=problem.reference, tests=problem.tests, setup=problem.setup, entry_point=problem.entry_point or None,
-            limits=limits,
-        )  # fmt: skip
-    except DataError as error:
-        raise DataError(error.what, where=f"{problem.task_id}, {error.where}", fix=error.fix) from error
-
-
-def _passes(verdict: Verdict) -> bool:
-    return verdict.status == "ok" and verdict.passed == verdict.total > 0
-
-
-FOLDERS = ("data/{name}", "data", ".")
-"""Places of a published file, below the current folder; `name` is the data set's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,58 +111,51 @@ PUBLISHED = {
 }
 
 
-def problem_rows(named: str) -> Iterator[tuple[Source, dict[str, Any] | Refused]]:
-    """Yield the rows of a file, or of a data set of PUBLISHED: from its local file, else from the hub.
-
-    Raises:
-        DataError: there is neither, or it cannot be read.
-    """
-    known, file = PUBLISHED.get(named), local_file(named)
+def _read_rows(named: str) -> Iterator[tuple[Source, dict[str, Any] | Refused]]:
+    """Yield the rows of a file, or of a data set of PUBLISHED: from its local file, else from the hub."""
+    known, file = PUBLISHED.get(named), _find_local_file(named)
     if known is None or file or Path(named).exists():
-        yield from read_rows(_checked(str(file or named)))
+        path = str(file or named)
+        if not Path(path).exists() and not is_hub_name(path):
+            near = nearest_names(path, PUBLISHED)
+            fix = f"did you mean {near[0]}?" if near else f"name a file, or one of {', '.join(PUBLISHED)}"
+            raise DataError("there is no such file or data set", where=f"DATA {path}", fix=fix, nearest=near)
+        yield from read_rows(path)
         return
     from sftplay.data.read.hub import read_hub_splits
 
     try:
         yield from read_hub_splits(known.hub, known.subset, splits=known.splits)
     except DataError as error:
-        other = next((name for name in PUBLISHED if name.startswith(f"{named}-") and local_file(name)), None)
         fix = f"put {known.files[0]} into data/, or name a file: DATA=path/{known.files[0]}"
-        fix += f"; {local_file(other)} is there: DATA={other}" if other else ""
+        for other in (name for name in PUBLISHED if name.startswith(f"{named}-") and _find_local_file(name)):
+            fix += f"; {_find_local_file(other)} is there: DATA={other}"
         raise DataError(error.what, where=f"{named} ({known.hub} on the hub)", fix=fix) from error
 
 
-def local_file(name: str) -> Path | None:
-    """The file of a data set of PUBLISHED on this machine; None where there is none, or no such data set."""
+def _find_local_file(name: str) -> Path | None:
+    """Find the file of a data set of PUBLISHED on this machine; None where there is none, or no such data set."""
     files = PUBLISHED[name].files if name in PUBLISHED else ()
-    folders = [Path(folder.format(name=name.removesuffix("-sanitized"))) for folder in FOLDERS]
+    folders = [Path(folder.format(name=name.removesuffix("-sanitized"))) for folder in ("data/{name}", "data", ".")]
     return next((folder / file for folder in folders for file in files if (folder / file).is_file()), None)
-
-
-def _checked(path: str) -> str:
-    """The path, unless there is nothing of that name and no hub can have it."""
-    if Path(path).exists() or is_hub_name(path):
-        return path
-    near = nearest_names(path, PUBLISHED)
-    fix = f"did you mean {near[0]}?" if near else f"name a file, or one of {', '.join(PUBLISHED)}"
-    raise DataError("there is no such file or data set", where=f"DATA {path}", fix=fix, nearest=near)
 
 
 Split = Literal["all", "prompt", "test", "validation", "train"]
 
 
 def load_problems(path: str, split: Split = "all") -> list[Problem]:
-    """The problems of a file or of a data set of `published`, in order; of equal texts only the first.
-
-    Raises:
-        DataError: the file cannot be read, a row is no problem, or nothing of the split is there.
+    """Return the problems of a file or of a data set of `PUBLISHED`, in order; of equal texts only the first.
+    Raise DataError where the file cannot be read, a row is no problem, or nothing of the split is there.
     """
     problems: list[Problem] = []
     seen: set[str] = set()
-    for source, row in problem_rows(path):
+    for source, row in _read_rows(path):
         if isinstance(row, Refused):
             raise DataError(row.reason, where=str(source), fix="mend the row, or remove it")
-        problem = read_problem(row, source)
+        try:
+            problem = to_problem(row)
+        except DataError as error:
+            raise DataError(error.what, where=str(source), fix=error.fix) from error
         words = " ".join(problem.text.lower().split())
         if words not in seen and (split == "all" or find_split(problem) == split):
             problems.append(problem)
@@ -207,15 +172,7 @@ def sample_subset(problems: Sequence[Problem], limit: int | None, *, seed: int) 
     return [problems[at] for at in sorted(Random(seed).sample(range(len(problems)), limit))]
 
 
-def read_problem(row: Mapping[str, Any], source: Source) -> Problem:
-    """Call `to_problem`, and name the row's place in its DataError."""
-    try:
-        return to_problem(row)
-    except DataError as error:
-        raise DataError(error.what, where=str(source), fix=error.fix) from error
-
-
 def collect_reward_columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
     """Collect the problems into the columns that code rewards read."""
     rows = [reward_columns(problem) for problem in problems]
-    return {name: [row[name] for row in rows] for name in REWARD_COLUMNS}
+    return {name: [row[name] for row in rows] for name in rows[0]}

@@ -39,7 +39,6 @@ class Problem:
 
 
 def format_question(problem: Problem) -> str:
-    """Format the question for the model."""
     parts = [problem.text.strip()]
     if problem.shown:
         parts.append("It must pass " + ("this test:" if problem.shown == 1 else "these tests:"))
@@ -49,28 +48,17 @@ def format_question(problem: Problem) -> str:
 
 
 def format_answer(problem: Problem) -> str:
-    """Format the reference as an answer to the question."""
     return f"```python\n{problem.reference.strip()}\n```"
-
-
-REWARD_COLUMNS = ("task_id", "answer", "tests", "setup", "entry_point", "shown")
 
 
 def reward_columns(problem: Problem) -> dict[str, Any]:
     """Return the columns that rewards read of a problem, by name."""
-    values = (
-        problem.task_id,
-        format_answer(problem),
-        list(problem.tests),
-        problem.setup,
-        problem.entry_point,
-        problem.shown,
-    )
-    return dict(zip(REWARD_COLUMNS, values, strict=True))
+    columns = {"task_id": problem.task_id, "answer": format_answer(problem), "tests": list(problem.tests)}
+    return columns | {"setup": problem.setup, "entry_point": problem.entry_point, "shown": problem.shown}
 
 
 def called_name(tests: tuple[str, ...], reference: str) -> str:
-    """The function of the reference that the first test calls; empty where none is.
+    """Return the function of the reference that the first test calls; empty where none is.
 
     >>> called_name(("assert set(f(1)) == {1}",), "def g(): pass\\ndef f(x): return [x]")
     'f'
@@ -79,21 +67,11 @@ def called_name(tests: tuple[str, ...], reference: str) -> str:
         warnings.simplefilter("ignore")  # of odd escapes in published solutions
         trees = [ast.parse(code) for code in (reference, *tests[:1])]
     defined = {node.name for node in trees[0].body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    called = [
-        node.func.id
-        for tree in trees[1:]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    ]
-    return next((name for name in called if name in defined), "")
+    calls = [node.func for tree in trees[1:] for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return next((call.id for call in calls if isinstance(call, ast.Name) and call.id in defined), "")
 
 
-MBPP_SPLITS: dict[str, range] = {
-    "prompt": range(1, 11),
-    "test": range(11, 511),
-    "validation": range(511, 601),
-    "train": range(601, 975),
-}
+MBPP_SPLITS = {"prompt": range(1, 11), "test": range(11, 511), "validation": range(511, 601), "train": range(601, 975)}
 """Ids of MBPP by the use that its authors gave them (Austin et al. 2021, arXiv 2108.07732, and the data's own page)."""
 
 SHOWN_TESTS = 1
@@ -101,16 +79,16 @@ SHOWN_TESTS = 1
 
 
 def to_problem(row: Mapping[str, Any]) -> Problem:
-    """The problem of a row.
-
-    Raises:
-        DataError: the row has the fields of no known data set, or its tests call nothing that its solution defines.
+    """Read the problem of a row. Raise DataError where it has the fields of no known data set, or its tests call
+    nothing that its solution defines.
     """
     try:
         if "canonical_solution" in row:
-            return _human_eval(row)
+            name, beginning, task_id = str(row["entry_point"]), str(row["prompt"]), str(row["task_id"])
+            test = f"{row['test']}\ncheck({name})"
+            return Problem(task_id, beginning, (test,), name, beginning + str(row["canonical_solution"]))
         if "test_list" in row:
-            return _mbpp(row)
+            return _read_mbpp(row)
     except (KeyError, TypeError, SyntaxError, ValueError) as error:
         what = f"cannot be read as a problem: {type(error).__name__} {error}"
         raise DataError(what, fix="compare it with a row of the published file") from error
@@ -120,24 +98,24 @@ def to_problem(row: Mapping[str, Any]) -> Problem:
 
 def find_split(problem: Problem) -> str:
     """Find the published split of a problem; HumanEval is test only. Empty for an unpublished problem."""
-    return _split(problem.task_id)
+    return _find_split(problem.task_id)
 
 
 def published_test_id(row: Mapping[str, Any]) -> str:
-    """The id of a row that belongs to a published test split, and so must not be learned; empty for other rows."""
+    """Return the id of a row of a published test split, which must not be learned; empty for other rows."""
     is_known = row.get("test_list") is not None or row.get("canonical_solution") is not None
     task_id = str(row.get("task_id", ""))
-    return task_id if is_known and _split(task_id) == "test" else ""
+    return task_id if is_known and _find_split(task_id) == "test" else ""
 
 
-def _split(task_id: str) -> str:
+def _find_split(task_id: str) -> str:
     if task_id.startswith("HumanEval"):
         return "test"
     number = int(task_id) if task_id.isdecimal() else 0
     return next((name for name, ids in MBPP_SPLITS.items() if number in ids), "")
 
 
-def _mbpp(row: Mapping[str, Any]) -> Problem:
+def _read_mbpp(row: Mapping[str, Any]) -> Problem:
     tests = tuple(str(test) for test in row["test_list"])
     reference = str(row["code"])
     # The whole set has test_setup_code, the sanitized one test_imports.
@@ -147,9 +125,3 @@ def _mbpp(row: Mapping[str, Any]) -> Problem:
         raise ValueError("its first test calls nothing that its solution defines")
     text = str(row["prompt"] if "prompt" in row else row["text"])
     return Problem(str(row["task_id"]), text, tests, name, reference, setup, min(SHOWN_TESTS, len(tests) - 1))
-
-
-def _human_eval(row: Mapping[str, Any]) -> Problem:
-    name, beginning = str(row["entry_point"]), str(row["prompt"])
-    test = f"{row['test']}\ncheck({name})"
-    return Problem(str(row["task_id"]), beginning, (test,), name, beginning + str(row["canonical_solution"]))

@@ -16,12 +16,12 @@ from datasets import Dataset
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.layouts.convert import LayoutOptions, read_beginning, read_layout_options
+from sftplay.data.layouts.convert import read_beginning, read_layout_options
 from sftplay.data.order import is_held_out
 from sftplay.data.pipeline import CODE_VERSION, DEFAULT_SPLIT, READERS, expect_unchanged, sample_records
 from sftplay.data.problems.problem import published_test_id
 from sftplay.data.prompts.prompt import Prompt, read_reward_columns, to_prompt
-from sftplay.data.prompts.questions import Questions, QuestionWriter
+from sftplay.data.prompts.questions import Questions, open_writer
 from sftplay.data.read.sources import content_digest, read_dialect, read_rows
 from sftplay.data.records import Refused, compute_keys
 from sftplay.data.render.render import Renderer
@@ -34,7 +34,6 @@ from sftplay.errors import DataError
 
 
 def prompts_table(report: Mapping[str, Any]) -> str:
-    """The report for people."""
     lines = [
         f"data report      {report['read']:,} read = {report['kept']:,} kept"
         f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
@@ -55,19 +54,12 @@ def prompts_table(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-COMPLETIONS = "completions"
-
-NOT_ASKED_FIX = "put what matters into the last turn, or write data.on_bad_row: skip"
-
-
 @dataclass(frozen=True)
 class Prompts:
-    """Everything that a run on prompts needs from its data."""
+    """All that a run on prompts needs from its data. A side without rows is empty."""
 
     train: Questions
     held_out: Questions
-    """Empty where nothing is held out."""
-
     renderer: Renderer
     report: dict[str, Any]
     """The content of `data_report.json`."""
@@ -77,14 +69,13 @@ class Prompts:
 
 
 def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None) -> Prompts:
-    """The prompts of `data.train_path`, and those that `data.val_path` or `data.split` holds out.
+    """Return the prompts of `data.train_path`, and those that `data.val_path` or `data.split` holds out.
 
     `renderer_template` is the text of a chat template that goes before `data.template`: the one stored with a model. A
     prompt of more than `cfg.prompt_tokens` tokens is left out, or ends the run where `data.too_long` says error: a
     question is not cut. Several processes may call this at once; one reads and the others wait.
 
-    Raises:
-        DataError: a file cannot be read, a row has no question and the config says error, or no prompt is left.
+    Raise DataError where a file cannot be read, a row has no question and the config says error, or no prompt is left.
     """
     data = cfg.data
     inputs = [Input(cfg.rows_path, DEFAULT_SPLIT if data.split is None else data.split)]
@@ -93,16 +84,15 @@ def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
     guarded = [data.test_path] if data.test_path else []
     prompts = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded)
     if not len(prompts.train):
-        raise _nothing_to_ask(cfg, prompts.report)
+        report = prompts.report
+        went = where_rows_went(report["sources"].get("train", report), refused_rows=report["refused_rows"])
+        fix = f"{_fix_long(cfg)}; lower data.split; or correct the refused rows"
+        raise DataError(f"no prompt is left to train on: {went}", where=cfg.rows_path, fix=fix)
     return prompts
 
 
 def prepare_prompts(cfg: RunConfig, tokenizer: Any, *, called: str) -> Prompts:
-    """Call `load_prompts` with a status line, and give the tokenizer the chat template of the prompts.
-
-    Raises:
-        DataError: as `load_prompts`.
-    """
+    """Call `load_prompts` with a status line, and give the tokenizer the chat template of the prompts."""
     log.status(f"preparing the {called} of {cfg.rows_path}", "data")
     prompts = load_prompts(cfg, tokenizer)
     if prompts.renderer.template is not None:
@@ -111,18 +101,19 @@ def prepare_prompts(cfg: RunConfig, tokenizer: Any, *, called: str) -> Prompts:
 
 
 def load_held_out_prompts(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_template: str | None) -> Prompts:
-    """All prompts of one file as the held-out side, as for `data.test_path`; `train` is empty.
-
-    Raises:
-        DataError: as `load_prompts`.
-    """
+    """Return all prompts of one file as the held-out side, as for `data.test_path`; `train` is empty."""
     return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)], guarded=[])
 
 
 def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[str]) -> Prompts:
     data, max_tokens = cfg.data, cfg.prompt_tokens
     digests = {path: content_digest(path) for path in (*(given.path for given in inputs), *guarded)}
-    renderer = renderer_for(cfg, tokenizer, path=inputs[0].path, template=template)
+    path = inputs[0].path
+    _, first = next(iter(read_rows(path, read_dialect(data))), (None, {}))
+    is_plain = not isinstance(first, Refused) and bool(read_beginning(first, reading=read_layout_options(data)))
+    if template is None and not (is_plain and not tokenizer.chat_template):
+        template = resolve_template(data.template, tokenizer)
+    renderer = Renderer.prove(tokenizer, template, samples=sample_records(data, path))
     parts = {
         "kind": "prompts",
         "code": [CODE_VERSION, platform.python_version(), *map(version, READERS)],
@@ -143,22 +134,11 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
 
     ensure_folder(folder, write_prompts)
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    refused = str(folder / REFUSED)
-    for source in report["sources"].values():
-        source["refused_rows"] = refused
-    report |= {"refused_rows": refused, "fingerprint": folder.name, "files": digests}
+    for source in (report, *report["sources"].values()):
+        source["refused_rows"] = str(folder / REFUSED)
+    report |= {"fingerprint": folder.name, "files": digests}
     train, held_out = (Questions(Dataset.from_file(str(folder / f"{side}.arrow"))) for side in SIDES)
     return Prompts(train, held_out, renderer, report, folder.name)
-
-
-def renderer_for(cfg: RunConfig, tokenizer: Any, *, path: str, template: str | None = None) -> Renderer:
-    """Return the renderer for the prompts of a file: with the chat template, or without one for plain texts."""
-    reading, dialect = read_layout_options(cfg.data), read_dialect(cfg.data)
-    _, first = next(iter(read_rows(path, dialect)), (None, {}))
-    is_plain = not isinstance(first, Refused) and bool(read_beginning(first, reading=reading))
-    if template is None and not (is_plain and not tokenizer.chat_template):
-        template = resolve_template(cfg.data.template, tokenizer)
-    return Renderer.prove(tokenizer, template, samples=sample_records(cfg.data, path))
 
 
 class _Pass:
@@ -167,34 +147,32 @@ class _Pass:
     def __init__(self, cfg: RunConfig, renderer: Renderer, *, max_tokens: int) -> None:
         self._renderer, self._max_tokens = renderer, max_tokens
         self._asks_last_turn = cfg.task.turns == 2
-        self._reading: LayoutOptions = read_layout_options(cfg.data)
+        self._reading = read_layout_options(cfg.data)
         self._dialect = read_dialect(cfg.data)
         self._columns: dict[str, None] = {}
-        self._policies = RowPolicies(cfg.data, max_tokens, limit="the most for a prompt", fix_long=room(cfg))
+        self._policies = RowPolicies(cfg.data, max_tokens, limit="the most for a prompt", fix_long=_fix_long(cfg))
 
     def run(self, inputs: list[Input], guarded: list[str], *, folder: Path) -> None:
-        """Write both sides, the refused rows and the report."""
-        for path in guarded:
-            for prompt in self._prompts(path):
-                if isinstance(prompt, Prompt):
-                    self._policies.guard(_key(prompt), prompt.source)
+        for prompt in (prompt for path in guarded for prompt in self._prompts(path)):
+            if isinstance(prompt, Prompt):
+                self._policies.guard(hash64(compute_keys(prompt.unanswered).prompt), prompt.source)
         with ExitStack() as files:
-            writers = {side: files.enter_context(QuestionWriter(folder / f"{side}.arrow")) for side in SIDES}
+            writers = {side: files.enter_context(open_writer(folder / f"{side}.arrow")) for side in SIDES}
             refused = files.enter_context((folder / REFUSED).open("w", encoding="utf-8"))
             # Held-out rows go first: a training row must be compared with all of them.
             for given in reversed(inputs):
                 for prompt in self._prompts(given.path):
-                    outcome, row = self._judged(prompt, share=given.share)
+                    outcome, row = self._check(prompt, share=given.share)
                     side: Side = "held_out" if outcome.held_out else "train"
                     if self._policies.keep(outcome, side):
-                        writers[side].write(row)
+                        writers[side](row)
                     elif outcome.refused:
                         refused.write(refused_line(outcome.source, outcome.refused))
         self._policies.check()
         (folder / REPORT).write_text(json.dumps(self._report(inputs)), encoding="utf-8")
 
     def _prompts(self, path: str) -> Iterator[Prompt | RowOutcome]:
-        """Each row as a prompt, or as refused."""
+        """Yield each row as a prompt, or as refused."""
         for number, (source, row) in enumerate(read_rows(path, self._dialect)):
             try:
                 if isinstance(row, Refused):
@@ -204,25 +182,22 @@ class _Pass:
             except DataError as error:
                 yield RowOutcome(number, source, refused=error.what, fix=error.fix)
 
-    def _judged(self, prompt: Prompt | RowOutcome, *, share: float) -> tuple[RowOutcome, dict[str, Any]]:
-        """Return the outcome of a row, and the row as it is kept."""
+    def _check(self, prompt: Prompt | RowOutcome, *, share: float) -> tuple[RowOutcome, dict[str, Any]]:
         if isinstance(prompt, RowOutcome):
             prompt.held_out = share == 1.0
             return prompt, {}
-        record, source = prompt.unanswered, prompt.source
-        keys = compute_keys(record)
+        keys, source = compute_keys(prompt.unanswered), prompt.source
         outcome = RowOutcome(prompt.number, source, held_out=share == 1.0 or is_held_out(keys, share))
         outcome.keys = hash64(keys.content), hash64(keys.prompt), hash64(keys.prompt)
         outcome.tested = published_test_id(prompt.row)
         columns = read_reward_columns(prompt.row, source, reading=self._reading)
-        if COMPLETIONS in columns:
-            outcome.refused = f"has a column {COMPLETIONS!r}, the name by which rewards get the answers"
-            outcome.fix = "give the column another name"
-            return outcome, {}
-        if self._asks_last_turn and (more := prompt.extra_content(self._reading.system)):
-            outcome.refused, outcome.fix = not_asked(more), NOT_ASKED_FIX
-            return outcome, {}
         try:
+            if "completions" in columns:
+                what = "has a column 'completions', the name by which rewards get the answers"
+                raise DataError(what, fix="give the column another name")
+            if self._asks_last_turn and (more := prompt.extra_content(self._reading.system)):
+                fix = "put what matters into the last turn, or write data.on_bad_row: skip"
+                raise DataError(not_asked(more), fix=fix)
             ids = prompt.prompt(self._renderer)
         except DataError as error:
             outcome.refused, outcome.fix = error.what, error.fix
@@ -231,7 +206,7 @@ class _Pass:
         if len(ids) > self._max_tokens:
             outcome.dropped = "too_long"
             return outcome, {}
-        # Nothing of a prompt is learned; what the report needs of an example is the number of its tokens.
+        # Nothing of a prompt is learned; the report only needs the number of tokens of an example.
         outcome.examples = [Example(bytes(4 * len(ids)), b"", 0, is_cut=False, ends_learned=False)]
         self._columns |= dict.fromkeys(columns)
         content = json.dumps({"question": prompt.question, "columns": columns}, default=str)
@@ -242,9 +217,12 @@ class _Pass:
         paths = {"train": inputs[0].path, "held_out": inputs[-1].path}
         counts = self._policies.counts
         used = [side for side in SIDES if counts[side].read]
-        notes = []
+        notes, warnings = [], []
         if inputs[-1].share and not counts["held_out"].examples:
             notes.append("nothing is held out: too few prompts; raise data.split or give data.val_path")
+        if n_long := counts["train"].dropped["too_long"]:
+            what = f"{n_long:,} of {counts['train'].read:,} prompts have more than {self._max_tokens:,} tokens"
+            warnings.append(f"{what} and are left out; the longest has {counts['train'].longest:,}")
         return {
             **total(counts.values()).as_json(),
             "mask_method": self._renderer.method,
@@ -252,19 +230,9 @@ class _Pass:
             "max_prompt_tokens": self._max_tokens,
             "columns": list(self._columns),
             "sources": {side: {"path": paths[side], **counts[side].as_json()} for side in used},
-            "warnings": self._warnings(),
+            "warnings": warnings,
             "notes": notes,
         }
-
-    def _warnings(self) -> list[str]:
-        counts = self._policies.counts["train"]
-        n_long = counts.dropped["too_long"]
-        if not n_long:
-            return []
-        return [
-            f"{n_long:,} of {counts.read:,} prompts have more than {self._max_tokens:,} tokens and are left out; the"
-            f" longest has {counts.longest:,}"
-        ]
 
 
 def not_asked(more: str) -> str:
@@ -272,18 +240,7 @@ def not_asked(more: str) -> str:
     return f"has {more}, but task mode score asks the words of the last turn alone"
 
 
-def room(cfg: RunConfig) -> str:
-    """Return the remedy for prompts over `RunConfig.prompt_tokens`."""
+def _fix_long(cfg: RunConfig) -> str:
     if cfg.task.turns == 2:
         return "raise model.max_seq_len, or lower score.max_new_tokens or score.max_hint_tokens"
     return "raise grpo.max_prompt_length or model.max_seq_len, or lower grpo.max_completion_length"
-
-
-def _key(prompt: Prompt) -> int:
-    return hash64(compute_keys(prompt.unanswered).prompt)
-
-
-def _nothing_to_ask(cfg: RunConfig, report: Mapping[str, Any]) -> DataError:
-    went = where_rows_went(report["sources"].get("train", report), refused_rows=report["refused_rows"])
-    fix = f"{room(cfg)}; lower data.split; or correct the refused rows"
-    return DataError(f"no prompt is left to train on: {went}", where=cfg.rows_path, fix=fix)

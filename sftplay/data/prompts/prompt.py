@@ -28,24 +28,17 @@ class Prompt:
     """A plain text that the model goes on writing; then there are no messages."""
 
     def prompt(self, renderer: Any) -> list[int]:
-        """Return the tokens of the prompt.
-
-        Raises:
-            DataError: the template refuses it, with the row's place.
-        """
+        """Return the tokens of the prompt; raise DataError, with the row's place, where the template refuses it."""
         try:
-            ids: list[int]
             if self.beginning:
-                ids = renderer.beginning_ids(self.beginning)
-            else:
-                ids = renderer.prompt_ids(self.messages, self.tools)
+                return list(renderer.beginning_ids(self.beginning))
+            return list(renderer.prompt_ids(self.messages, self.tools))
         except DataError as error:
             raise DataError(error.what, where=str(self.source), fix=error.fix) from error
-        return ids
 
     @property
     def question(self) -> str:
-        """The question: the text of the last turn."""
+        """The text of the last turn."""
         return self.beginning or self.messages[-1].content
 
     def extra_content(self, system: str | None) -> str:
@@ -66,10 +59,8 @@ class Prompt:
 
 
 def to_prompt(row: RowFields, source: Source, *, number: int, reading: LayoutOptions) -> Prompt:
-    """The question of a row of any layout that training reads, and of one that has `prompt` alone.
-
-    Raises:
-        DataError: it has no question, or breaks a rule.
+    """Read the question of a row of any layout that training reads, and of one that has `prompt` alone.
+    Raise DataError where it has no question, or breaks a rule.
     """
     if text := read_beginning(row, reading=reading):
         return Prompt(number, source, row, (), "", text)
@@ -81,14 +72,12 @@ def read_reward_columns(row: RowFields, source: Source, *, reading: LayoutOption
 
     A published problem also has its tests, see `data.problems`.
     """
-    mapped = {field: row[column] for field, column in reading.columns if column in row}
-    columns: dict[str, Any] = {**row, **mapped}
+    columns: dict[str, Any] = {**row, **{field: row[column] for field, column in reading.columns if column in row}}
     try:
         record = to_record(row, source, reading=reading)
     except DataError:  # a prompt need not have an answer
         return columns
     if isinstance(record, Chat):
-        if columns.get(ANSWER) is None:
-            columns[ANSWER] = record.answer
+        columns[ANSWER] = record.answer if columns.get(ANSWER) is None else columns[ANSWER]
         columns |= json.loads(record.columns) if record.columns else {}
     return columns

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,32 +14,17 @@ from datasets import Dataset
 
 from sftplay.data.records import Source
 
-SCHEMA = pa.schema(
-    [
-        ("row", pa.int64()),
-        ("input_ids", pa.list_(pa.int64())),
-        ("content", pa.string()),
-        ("path", pa.string()),
-        ("line", pa.int64()),
-        ("record", pa.int64()),
-    ]
-)
+FIELDS = {"row": pa.int64(), "input_ids": pa.list_(pa.int64()), "content": pa.string()}
+SCHEMA = pa.schema(FIELDS | {"path": pa.string(), "line": pa.int64(), "record": pa.int64()})
 """`content` is JSON text: in Arrow's own columns each object would get the keys of all the others."""
-
-BATCH_ROWS = 256
-"""Rows that are written together."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A tokenised prompt."""
-
     row: int
     """The row's number in its file, from 0."""
 
     ids: list[int]
-    """The tokens of the prompt."""
-
     question: str
     """The words of its last turn, or the beginning of a plain text."""
 
@@ -61,7 +48,6 @@ class Questions:
 
     @property
     def row_numbers(self) -> list[int]:
-        """The row numbers of all prompts, in their order."""
         return list(self.rows["row"])
 
     def find_place(self, number: int) -> str:
@@ -70,26 +56,18 @@ class Questions:
         return str(Source(row["path"], row["line"], row["record"]))
 
 
-class QuestionWriter:
-    """Write rows of SCHEMA to a new file, many at a time; close it at the end of a `with`."""
+@contextmanager
+def open_writer(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield a function that appends a row of SCHEMA to a new file; the rows are written many at a time."""
+    rows: list[dict[str, Any]] = []
+    with pa.ipc.new_stream(str(path), SCHEMA) as stream:
 
-    def __init__(self, path: Path) -> None:
-        self._stream, self._rows = pa.ipc.new_stream(str(path), SCHEMA), list[dict[str, Any]]()
+        def append(row: dict[str, Any]) -> None:
+            rows.append(row)
+            if len(rows) == 256:
+                stream.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
+                rows.clear()
 
-    def __enter__(self) -> QuestionWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._flush()
-        self._stream.close()
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Append a row."""
-        self._rows.append(row)
-        if len(self._rows) == BATCH_ROWS:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._rows:
-            self._stream.write_batch(pa.RecordBatch.from_pylist(self._rows, schema=SCHEMA))
-            self._rows = []
+        yield append
+        if rows:
+            stream.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))

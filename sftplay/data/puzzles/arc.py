@@ -22,7 +22,7 @@ WAYS = range(8)
 
 
 def turned(grid: NDArray[Any], way: int) -> NDArray[Any]:
-    """The grid, 0 as it is, 1 to 3 turned left so often, 4 and 5 mirrored, 6 and 7 mirrored along a diagonal."""
+    """Return the grid, 0 as it is, 1 to 3 turned left so often, 4 and 5 mirrored, 6 and 7 along a diagonal."""
     if way < 4:
         return np.rot90(grid, way)
     return (np.fliplr(grid), np.flipud(grid), grid.T, np.fliplr(np.rot90(grid)))[way - 4]
@@ -37,8 +37,6 @@ Grid = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class GridPair:
-    """An input grid and its output grid."""
-
     input: Grid
     output: Grid
 
@@ -53,15 +51,12 @@ class ArcTask:
 
     @property
     def pairs(self) -> tuple[GridPair, ...]:
-        """All of them."""
         return self.train + self.test
 
 
 def read_tasks(folder: Path) -> list[ArcTask]:
     """Read the tasks in a folder with one json file a task, in the order of their names.
-
-    Raises:
-        SeveralErrors: files that hold no task, each with the place and what to do; it exits with code 4.
+    Raise SeveralErrors, each with the place and what to do, where files hold no task.
     """
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     if not files:
@@ -79,11 +74,7 @@ def read_tasks(folder: Path) -> list[ArcTask]:
 
 
 def read_task(file: Path) -> ArcTask:
-    """Read the task of a json file.
-
-    Raises:
-        DataError: it holds none.
-    """
+    """Read the task of a json file; raise DataError where it holds none."""
     try:
         content = json.loads(file.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -94,7 +85,6 @@ def read_task(file: Path) -> ArcTask:
 
 
 def parse_task(content: Any, name: str, *, where: str) -> ArcTask:
-    """Parse the task in a JSON object."""
     if not isinstance(content, dict):
         raise _fault("is no object with `train` and `test`", where)
     parts = {part: tuple(_pairs(content.get(part), f"{where} {part}")) for part in ("train", "test")}
@@ -102,7 +92,6 @@ def parse_task(content: Any, name: str, *, where: str) -> ArcTask:
 
 
 def as_json(task: ArcTask) -> dict[str, Any]:
-    """The task in the form of its file."""
 
     def pairs(part: tuple[GridPair, ...]) -> list[dict[str, Any]]:
         return [{"input": pair.input.tolist(), "output": pair.output.tolist()} for pair in part]
@@ -121,8 +110,7 @@ def _pairs(found: Any, where: str) -> Iterator[GridPair]:
 
 
 def _grid(rows: Any, where: str) -> Grid:
-    is_grid = isinstance(rows, list) and rows and all(isinstance(row, list) and row for row in rows)
-    if not is_grid:
+    if not (isinstance(rows, list) and rows and all(isinstance(row, list) and row for row in rows)):
         raise _fault("is no list of rows", where)
     width = len(rows[0])
     for number, row in enumerate(rows, 1):
@@ -145,7 +133,7 @@ ALPHABET = Alphabet(kind="arc", symbols=" |0123456789", shape=(LARGEST, LARGEST)
 
 
 def on_canvas(grid: Grid, *, top: int = 0, left: int = 0) -> Grid:
-    """The tokens of a grid, [900]. A line of END lies below it and right of it, where there is room."""
+    """Return the tokens of a grid, [900]. A line of END lies below it and right of it, where there is room."""
     canvas = np.zeros((LARGEST, LARGEST), np.uint8)
     bottom, right = top + grid.shape[0], left + grid.shape[1]
     canvas[top:bottom, left:right] = grid + FIRST_COLOUR
@@ -155,7 +143,7 @@ def on_canvas(grid: Grid, *, top: int = 0, left: int = 0) -> Grid:
 
 
 def cropped(tokens: NDArray[Any]) -> Grid:
-    """The largest rectangle of colours that begins in the top left corner; of two equal ones that with fewer rows.
+    """Return the largest rectangle of colours from the top left corner; of two equal ones that with fewer rows.
 
     It is empty, with the shape [0, 0], where no colour stands in the corner.
     """
@@ -170,8 +158,6 @@ def cropped(tokens: NDArray[Any]) -> Grid:
 
 
 SEPARATOR = "|||"
-TRIES = 5
-"""Samples for each copy that is wanted. A task with few colours may have fewer copies that differ."""
 
 
 @dataclass(frozen=True)
@@ -182,22 +168,19 @@ class Change:
     colours: tuple[int, ...] = tuple(range(10))
 
     def apply(self, grid: Grid) -> Grid:
-        """The changed grid."""
         return np.array(self.colours, np.uint8)[turned(grid, self.way)]
 
     def undo(self, grid: Grid) -> Grid:
-        """The grid that `apply` has changed."""
+        """Return the grid that `apply` has changed."""
         return turned(np.argsort(self.colours).astype(np.uint8)[grid], INVERSE[self.way])
 
     def name(self, task: str) -> str:
-        """The identifier of the task's copy; the task's own where nothing changes."""
-        if self == Change():
-            return task
-        return SEPARATOR.join([task, f"t{self.way}", "".join(map(str, self.colours))])
+        """Return the identifier of the task's copy; that of the task itself where nothing changes."""
+        parts = [f"t{self.way}", "".join(map(str, self.colours))] if self != Change() else []
+        return SEPARATOR.join([task, *parts])
 
 
 def parse_name(name: str) -> tuple[str, Change]:
-    """The task and the change that an identifier names."""
     task, *parts = name.split(SEPARATOR)
     if not parts:
         return task, Change()
@@ -207,21 +190,29 @@ def parse_name(name: str) -> tuple[str, Change]:
 
 def sample_changes(task: ArcTask, n: int, *, stream: np.random.Generator) -> list[Change]:
     """Sample up to `n` changes under which the task's grids all differ; the first of the list changes nothing."""
-    flat = [np.concatenate([_flat(turned(grid, way)) for grid in _grids(task.pairs)]) for way in WAYS]
-    is_shape = np.concatenate([_is_shape(grid) for grid in _grids(task.pairs)])
-    changes, seen = [Change()], {_digest(flat[0], is_shape, change=Change())}
-    for _ in range(TRIES * n):
+    grids = [grid for pair in task.pairs for grid in (pair.input, pair.output)]
+    by_way = [[turned(grid, way) for grid in grids] for way in WAYS]
+    shapes = [bytes(size for grid in turns for size in grid.shape) for turns in by_way]
+    cells = [np.concatenate([grid.ravel() for grid in turns]) for turns in by_way]
+
+    def digest(change: Change) -> bytes:
+        colours = np.array(change.colours, np.uint8)[cells[change.way]]
+        return hashlib.blake2b(shapes[change.way] + colours.tobytes(), digest_size=16).digest()
+
+    changes = [Change()]
+    seen = {digest(Change())}
+    for _ in range(5 * n):  # a task with few colours may have fewer copies that differ
         if len(changes) > n:
             break
         change = Change(int(stream.integers(8)), (0, *(1 + stream.permutation(9)).tolist()))
-        if (digest := _digest(flat[change.way], is_shape, change=change)) not in seen:
-            seen.add(digest)
+        if (mark := digest(change)) not in seen:
+            seen.add(mark)
             changes.append(change)
     return changes
 
 
 def canonical(pair: GridPair) -> bytes:
-    """The same for all pairs that a change makes of each other, and for no others."""
+    """Return the same for all pairs that a change makes of each other, and for no others."""
     return min(_in_order_of_colours(turned(pair.input, way), turned(pair.output, way)) for way in WAYS)
 
 
@@ -229,21 +220,3 @@ def _in_order_of_colours(first: Grid, second: Grid) -> bytes:
     cells = np.concatenate([first.ravel(), second.ravel()])
     names = {0: 0}
     return bytes([*first.shape, *second.shape, *(names.setdefault(int(cell), len(names)) for cell in cells)])
-
-
-def _grids(pairs: tuple[GridPair, ...]) -> list[Grid]:
-    return [grid for pair in pairs for grid in (pair.input, pair.output)]
-
-
-def _flat(grid: Grid) -> Grid:
-    return np.concatenate([np.array(grid.shape, np.uint8), grid.ravel()])
-
-
-def _is_shape(grid: Grid) -> np.ndarray:
-    return np.arange(grid.size + 2) < 2
-
-
-def _digest(flat: Grid, is_shape: np.ndarray, *, change: Change) -> bytes:
-    colours = np.array(change.colours, np.uint8)
-    cells = np.where(is_shape, flat, colours[np.where(is_shape, 0, flat)])
-    return hashlib.blake2b(cells.tobytes(), digest_size=16).digest()

@@ -6,7 +6,7 @@ import json
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,7 @@ BLANK = "<blank>"
 
 
 def read_names(split: Path) -> list[str]:
-    """Read the names of the identifiers of the split in the folder `split`; the file is next to that folder.
-
-    Raises:
-        DataError: there are none.
-    """
+    """Read the names of the identifiers of a split, next to its folder `split`; raise DataError without them."""
     names = _read(split, NAMES)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise _fault(split.parent / NAMES, "is no list of names")
@@ -38,11 +34,7 @@ def read_names(split: Path) -> list[str]:
 
 
 def read_asked(split: Path) -> dict[str, ArcTask]:
-    """Read the tasks of the test pairs in the split in the folder `split`.
-
-    Raises:
-        DataError: there are none.
-    """
+    """Read the tasks of the test pairs of a split, next to its folder `split`; raise DataError without them."""
     path, tasks = split.parent / ASKED, _read(split, ASKED)
     if not isinstance(tasks, dict) or not tasks:
         raise _fault(path, "holds no tasks")
@@ -93,12 +85,6 @@ class Candidate:
     """The mean of sigmoid(q_halt)."""
 
 
-@dataclass
-class _Votes:
-    grid: Grid
-    confidences: list[float] = field(default_factory=list)
-
-
 TestInput = tuple[str, bytes]
 """ArcTask and test input."""
 
@@ -110,15 +96,17 @@ class Tally:
     """The votes for each answer to each test input, while they come in. An empty answer has no vote."""
 
     def __init__(self) -> None:
-        self.boxes: dict[TestInput, dict[bytes, _Votes]] = {}
+        self.boxes: dict[TestInput, dict[bytes, tuple[Grid, list[float]]]] = {}
+        """Test input -> key of an answer -> the answer, and the confidences of its votes."""
 
     def add(self, answer: CopyAnswer) -> None:
-        """Count an answer."""
         task, change = parse_name(answer.identifier)
         box = self.boxes.setdefault((task, grid_key(change.undo(cropped(answer.inputs)))), {})
         grid = change.undo(cropped(answer.predicted))
         if grid.size:
-            box.setdefault(grid_key(grid), _Votes(grid)).confidences.append(_sigmoid(answer.q_halt))
+            score = math.exp(-abs(answer.q_halt))  # exp(x) with x <= 0 cannot overflow
+            sigmoid = (1 if answer.q_halt >= 0 else score) / (1 + score)
+            box.setdefault(grid_key(grid), (grid, []))[1].append(sigmoid)
 
     def shares(self, n: int) -> list[Tally]:
         """Return the same votes in `n` tallies. All votes for a task are in the one that `assign_share` names."""
@@ -128,15 +116,19 @@ class Tally:
         return found
 
     def merge(self, other: Tally) -> None:
-        """Count the votes of another tally too."""
         for question, other_box in other.boxes.items():
             box = self.boxes.setdefault(question, {})
-            for key, votes in other_box.items():
-                box.setdefault(key, _Votes(votes.grid)).confidences.extend(votes.confidences)
+            for key, (grid, confidences) in other_box.items():
+                box.setdefault(key, (grid, []))[1].extend(confidences)
 
     def ballots(self) -> Ballots:
-        """The answers to each test input: most votes first, then the highest mean confidence."""
-        return {question: _ranked(list(box.values())) for question, box in self.boxes.items()}
+        """Return the answers to each test input: most votes first, then the highest mean confidence."""
+        ballots = {}
+        for question, box in self.boxes.items():
+            found = ((len(votes), math.fsum(votes) / len(votes), key, grid) for key, (grid, votes) in box.items())
+            ranked = sorted(found, key=lambda answer: (-answer[0], -answer[1], answer[2]))
+            ballots[question] = [Candidate(grid, n, confidence) for n, confidence, _, grid in ranked]
+        return ballots
 
 
 def assign_share(task: str, n: int) -> int:
@@ -144,30 +136,24 @@ def assign_share(task: str, n: int) -> int:
     return zlib.crc32(task.encode()) % n
 
 
-def solved_at(task: ArcTask, ballots: Ballots) -> float:
-    """The least k with which the task is solved: each test input has its output among its first k; inf for never."""
-    return max(compute_ranks(task, ballots))
-
-
 def compute_ranks(task: ArcTask, ballots: Ballots) -> list[float]:
     """Compute for each test input the least k with its output among the first k answers; inf for never."""
     ranks: list[float] = []
     for pair in task.test:
-        ranked = ballots.get((task.id, grid_key(pair.input)), [])
-        keys = [grid_key(candidate.grid) for candidate in ranked]
+        keys = [grid_key(candidate.grid) for candidate in ballots.get((task.id, grid_key(pair.input)), [])]
         right = grid_key(pair.output)
         ranks.append(keys.index(right) + 1 if right in keys else math.inf)
     return ranks
 
 
 def share_solved(tries: Sequence[float], *, ks: Sequence[int] = KS) -> dict[int, float]:
-    """The share of tasks that is solved with k tries, from the least k of each."""
+    """Return the share of tasks that is solved with k tries, from the least k of each."""
     needed = np.array(tries)
     return {k: float((needed <= k).mean()) for k in ks}
 
 
 def share_of_inputs_solved(ranks: Sequence[Sequence[float]], *, ks: Sequence[int] = KS) -> dict[int, float]:
-    """The mean over tasks of the share of its test inputs that is solved with k tries, from the least k of each.
+    """Return the mean over tasks of the share of test inputs that is solved with k tries, from the least k of each.
 
     TRM's published figures count so (evaluators/arc.py): half a task of two test inputs is half a point.
     """
@@ -175,17 +161,5 @@ def share_of_inputs_solved(ranks: Sequence[Sequence[float]], *, ks: Sequence[int
 
 
 def grid_key(grid: Grid) -> bytes:
-    """The same for equal grids only."""
+    """Return the same for equal grids only."""
     return bytes(grid.shape) + grid.astype(np.uint8).tobytes()
-
-
-def _ranked(found: list[_Votes]) -> list[Candidate]:
-    candidates = [
-        Candidate(votes.grid, len(votes.confidences), math.fsum(votes.confidences) / len(votes.confidences))
-        for votes in found
-    ]
-    return sorted(candidates, key=lambda candidate: (-candidate.votes, -candidate.confidence, grid_key(candidate.grid)))
-
-
-def _sigmoid(score: float) -> float:
-    return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))

@@ -22,14 +22,22 @@ VERSION = 1
 
 
 def open_split(path: str, split: Split, *, key: str) -> PuzzleFolder:
-    """The split that the config's `key` names: `builtin:sudoku4`, the folder of a split, or that of both.
-
-    Raises:
-        ConfigError: there are no built-in puzzles of that name.
-        DataError: the folder is not sound.
+    """Open the split that the config's `key` names: `builtin:sudoku4`, the folder of a split, or that of both.
+    Raise ConfigError where no built-in puzzles have that name, DataError where the folder is not sound.
     """
     if path.startswith(BUILTIN):
-        return PuzzleFolder.open(_builtin(path.removeprefix(BUILTIN), split, key=key))
+        name = path.removeprefix(BUILTIN)
+        if name not in NAMES:
+            near = nearest_names(name, NAMES) or list(NAMES)
+            what, fix = f"no built-in puzzles called {name!r}", f"use builtin:{near[0]}"
+            raise ConfigError(what, where=key, fix=fix, nearest=near)
+        mark = fingerprint({"name": name, "version": VERSION, "seed": SEED})
+
+        def write_puzzles(unfinished: Path) -> None:
+            write_folder(unfinished, make_groups()[split], alphabet=ALPHABET)
+
+        cached = cache_root() / "puzzles" / f"{name}-{split}-{mark}"
+        return PuzzleFolder.open(ensure_folder(cached, write_puzzles, setting="SFTPLAY_CACHE"))
     folder = Path(path)
     inner, other = folder / split, folder / ("test" if split == "train" else "train")
     if (folder / FACTS).is_file():
@@ -37,18 +45,14 @@ def open_split(path: str, split: Split, *, key: str) -> PuzzleFolder:
     if (other / FACTS).is_file() and not (inner / FACTS).is_file():
         # Only what is named as training puzzles may be trained on.
         alone = f", or name {other} to measure nothing" if split == "test" and key == "data.train_path" else ""
-        raise DataError(
-            f"{key} holds the split {other.name} and no {split}", where=path, fix=f"write {inner} too{alone}"
-        )
+        what = f"{key} holds the split {other.name} and no {split}"
+        raise DataError(what, where=path, fix=f"write {inner} too{alone}")
     return PuzzleFolder.open(inner if (inner / FACTS).is_file() else folder)
 
 
 def open_splits(train_path: str, val_path: str | None) -> tuple[PuzzleFolder, PuzzleFolder | None]:
     """Open the puzzles to learn, and those to measure on: of `val_path`, else of the first's folder if it has any.
-
-    Raises:
-        ConfigError: there are no built-in puzzles of that name.
-        DataError: a folder is not sound, or the two hold different kinds of puzzles.
+    Raise as `open_split`, and DataError where the two hold different kinds of puzzles.
     """
     train = open_split(train_path, "train", key="data.train_path")
     if val_path is not None:
@@ -57,22 +61,6 @@ def open_splits(train_path: str, val_path: str | None) -> tuple[PuzzleFolder, Pu
         held_out = open_split(train_path, "test", key="data.train_path")
     else:
         return train, None
-    facts = train.facts
-    held_out.expect_kind(
-        cells=facts.seq_len, words=facts.vocab_size, identifiers=facts.num_puzzle_identifiers, of=str(train.path)
-    )
+    facts, identifiers = train.facts, train.facts.num_puzzle_identifiers
+    held_out.expect_kind(cells=facts.seq_len, words=facts.vocab_size, identifiers=identifiers, of=str(train.path))
     return train, held_out
-
-
-def _builtin(name: str, split: Split, *, key: str) -> Path:
-    """The cached folder of a split, made the first time."""
-    if name not in NAMES:
-        near = nearest_names(name, NAMES) or list(NAMES)
-        raise ConfigError(f"no built-in puzzles called {name!r}", where=key, fix=f"use builtin:{near[0]}", nearest=near)
-    mark = fingerprint({"name": name, "version": VERSION, "seed": SEED})
-    folder = cache_root() / "puzzles" / f"{name}-{split}-{mark}"
-
-    def write_puzzles(unfinished: Path) -> None:
-        write_folder(unfinished, make_groups()[split], alphabet=ALPHABET)
-
-    return ensure_folder(folder, write_puzzles, setting="SFTPLAY_CACHE")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -91,12 +91,8 @@ class PuzzleFolder:
 
     @classmethod
     def open(cls, path: Path) -> PuzzleFolder:
-        """The split in the folder `path`.
-
-        Raises:
-            DataError: something is missing or contradicts itself; it names the file and the remedy.
-        """
-        facts = _facts(path)
+        """Open the split in the folder `path`; raise DataError where something is missing or contradicts itself."""
+        facts = _read_facts(path)
         sets = tuple(_open_set(path, name, facts=facts) for name in facts.sets)
         groups = sum(puzzle_set.n_groups for puzzle_set in sets)
         if groups != facts.total_groups:
@@ -111,14 +107,13 @@ class PuzzleFolder:
 
         `of` names the owner of these numbers.
         """
-        facts = self.facts
-        what = ""
+        facts, fix = self.facts, "name puzzles of the same kind, made together with those of the training"
         if (facts.seq_len, facts.vocab_size) != (cells, words):
             what = f"has {facts.seq_len} cells of {facts.vocab_size} symbols; {of} has {cells} of {words}"
-        elif facts.num_puzzle_identifiers > identifiers:
+            raise _fault(self.path, what, fix=fix)
+        if facts.num_puzzle_identifiers > identifiers:
             what = f"has {facts.num_puzzle_identifiers:,} puzzle identifiers; {of} has {identifiers:,}"
-        if what:
-            raise _fault(self.path, what, fix="name puzzles of the same kind, made together with those of the training")
+            raise _fault(self.path, what, fix=fix)
 
     def total_steps(self, epochs: float, *, global_batch: int) -> int:
         """Count the steps of `epochs`; an epoch is one visit to each group."""
@@ -126,7 +121,6 @@ class PuzzleFolder:
 
 
 def array_file(folder: Path, set_name: str, *, array: str) -> Path:
-    """Return the path of an array of a set."""
     return folder / f"{set_name}__{array}.npy"
 
 
@@ -134,7 +128,7 @@ def _fault(path: Path, what: str, *, fix: str = AGAIN) -> DataError:
     return DataError(what, where=str(path), fix=fix)
 
 
-def _facts(folder: Path) -> Facts:
+def _read_facts(folder: Path) -> Facts:
     path = folder / FACTS
     if not path.is_file():
         if (folder / "train" / FACTS).is_file():
@@ -150,7 +144,7 @@ def _facts(folder: Path) -> Facts:
     given = {}
     for field in fields(Facts):
         if field.name in content:
-            given[field.name] = _value(path, field.name, value=content[field.name])
+            given[field.name] = _check_value(path, field.name, value=content[field.name])
         elif field.name not in ("kind", "shape", "symbols"):
             raise _fault(path, f"{field.name} is missing")
     facts = Facts(**given)
@@ -161,8 +155,8 @@ def _facts(folder: Path) -> Facts:
     return facts
 
 
-def _value(path: Path, name: str, *, value: Any) -> Any:
-    """The value of a key of dataset.json, in its type."""
+def _check_value(path: Path, name: str, *, value: Any) -> Any:
+    """Return the value of a key of dataset.json, in its type."""
     if name in ("sets", "shape"):
         kind: type = str if name == "sets" else int
         if isinstance(value, list) and value and all(type(item) is kind for item in value):
@@ -181,30 +175,27 @@ def _value(path: Path, name: str, *, value: Any) -> Any:
 
 
 def _open_set(folder: Path, name: str, *, facts: Facts) -> PuzzleSet:
-    arrays = {array: _array(array_file(folder, name, array=array)) for array in ARRAYS}
+    files = {array: array_file(folder, name, array=array) for array in ARRAYS}
+    arrays = {array: _open_array(file) for array, file in files.items()}
+    wanted = (len(arrays["inputs"]), facts.seq_len)
     for array in ("inputs", "labels"):
-        path, found = array_file(folder, name, array=array), arrays[array]
-        wanted = (len(arrays["inputs"]), facts.seq_len)
-        if found.shape != wanted:
-            what = f"has the shape {list(found.shape)}, not {list(wanted)} (examples, seq_len)"
-            raise _fault(path, what)
+        if arrays[array].shape != wanted:
+            what = f"has the shape {list(arrays[array].shape)}, not {list(wanted)} (examples, seq_len)"
+            raise _fault(files[array], what)
         ignored = facts.ignore_label_id if array == "labels" else None
-        _check_tokens(path, found, vocab_size=facts.vocab_size, ignored=ignored)
-    n_puzzles = len(arrays["puzzle_identifiers"])
-    _check_offsets(
-        array_file(folder, name, array="puzzle_indices"), arrays["puzzle_indices"], n=n_puzzles, end=wanted[0]
-    )
-    n_groups = max(0, len(arrays["group_indices"]) - 1)
-    _check_offsets(array_file(folder, name, array="group_indices"), arrays["group_indices"], n=n_groups, end=n_puzzles)
-    _check_range(
-        array_file(folder, name, array="puzzle_identifiers"),
-        arrays["puzzle_identifiers"],
-        end=facts.num_puzzle_identifiers,
-    )
+        _check_tokens(files[array], arrays[array], vocab_size=facts.vocab_size, ignored=ignored)
+    numbers, path, groups = arrays["puzzle_identifiers"], files["puzzle_identifiers"], arrays["group_indices"]
+    _check_offsets(files["puzzle_indices"], arrays["puzzle_indices"], n=len(numbers), end=wanted[0])
+    _check_offsets(files["group_indices"], groups, n=max(0, len(groups) - 1), end=len(numbers))
+    if numbers.ndim != 1:
+        raise _fault(path, f"has the shape {list(numbers.shape)}, not one number for each puzzle")
+    low, high, most = numbers.min(), numbers.max(), facts.num_puzzle_identifiers - 1
+    if not 0 <= low <= high <= most:
+        raise _fault(path, f"holds {low} to {high}; num_puzzle_identifiers allows 0 to {most}")
     return PuzzleSet(name=name, **arrays)
 
 
-def _array(path: Path) -> NDArray[Any]:
+def _open_array(path: Path) -> NDArray[Any]:
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -219,7 +210,7 @@ def _array(path: Path) -> NDArray[Any]:
 
 
 def _check_offsets(path: Path, offsets: NDArray[Any], *, n: int, end: int) -> None:
-    """Offsets of `n` parts that lie one behind the other from 0 to `end`, none of them empty."""
+    """Refuse all but the offsets of `n` parts, none of them empty, one behind the other from 0 to `end`."""
     if offsets.shape != (n + 1,) or n == 0:
         raise _fault(path, f"has the shape {list(offsets.shape)}, not [{n + 1}]")
     if offsets[0] != 0 or offsets[-1] != end:
@@ -230,32 +221,18 @@ def _check_offsets(path: Path, offsets: NDArray[Any], *, n: int, end: int) -> No
         raise _fault(path, f"does not grow at {at + 1}: {offsets[at]} is followed by {offsets[at + 1]}")
 
 
-def _check_range(path: Path, numbers: NDArray[Any], *, end: int) -> None:
-    if numbers.ndim != 1:
-        raise _fault(path, f"has the shape {list(numbers.shape)}, not one number for each puzzle")
-    if not 0 <= numbers.min() <= numbers.max() < end:
-        raise _fault(path, f"holds {numbers.min()} to {numbers.max()}; num_puzzle_identifiers allows 0 to {end - 1}")
-
-
 def _check_tokens(path: Path, rows: NDArray[Any], *, vocab_size: int, ignored: int | None) -> None:
-    for first, block in _blocks(rows):
+    size = max(1, BLOCK_BYTES // max(1, rows[0].nbytes))
+    step = max(size, size * rows.nbytes // CHECKED_BYTES)
+    for first in range(0, len(rows), step):
+        block = rows[first : first + size]
         wrong = (block < 0) | (block >= vocab_size)
         if ignored is not None:
             wrong &= block != ignored
         if wrong.any():
             row = int(np.argmax(wrong.any(axis=1)))
-            value = int(block[row][wrong[row]][0])
-            raise _fault(
-                path, f"example {first + row} holds the token {value}; vocab_size allows 0 to {vocab_size - 1}"
-            )
-
-
-def _blocks(rows: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Blocks of rows with the number of their first; all of them up to CHECKED_BYTES."""
-    size = max(1, BLOCK_BYTES // max(1, rows[0].nbytes))
-    step = max(size, size * rows.nbytes // CHECKED_BYTES)
-    for first in range(0, len(rows), step):
-        yield first, rows[first : first + size]
+            what = f"example {first + row} holds the token {int(block[row][wrong[row]][0])}"
+            raise _fault(path, f"{what}; vocab_size allows 0 to {vocab_size - 1}")
 
 
 SET = "all"
@@ -279,10 +256,8 @@ class Group:
     """An original and its augmented copies."""
 
     inputs: NDArray[np.uint8]
-    """[examples, cells]"""
-
     labels: NDArray[np.uint8]
-    """[examples, cells]"""
+    """[examples, cells], as the inputs."""
 
     sizes: Sequence[int] | None = None
     """Examples of each puzzle; None where each has one."""
@@ -300,25 +275,29 @@ class SplitWriter:
     def __init__(self, folder: Path, alphabet: Alphabet) -> None:
         self.folder, self.alphabet = folder, alphabet
         self.cells = alphabet.shape[0] * alphabet.shape[1]
-        self._inputs = _Rows(array_file(folder, SET, array="inputs"), self.cells)
-        self._labels = _Rows(array_file(folder, SET, array="labels"), self.cells)
+        self._files = {array: array_file(folder, SET, array=array).open("wb") for array in ("inputs", "labels")}
+        self._n_rows = 0
+        self._write_headers()
         self._sizes: list[int] = []
         self._identifiers: list[int] = []
         self._ends = [0]
 
     def add(self, group: Group) -> None:
-        """Write a group behind those before."""
-        self._inputs.add(group.inputs)
-        self._labels.add(group.labels)
+        for rows, file in zip((group.inputs, group.labels), self._files.values(), strict=True):
+            assert rows.dtype == np.uint8, rows.dtype
+            assert rows.shape == (len(group.inputs), self.cells), rows.shape
+            file.write(np.ascontiguousarray(rows).tobytes())
         n = len(group.inputs)
+        self._n_rows += n
         self._sizes += group.sizes if group.sizes is not None else [1] * n
         self._identifiers += group.identifiers if group.identifiers is not None else [0] * n
         self._ends.append(len(self._sizes))
 
     def finish(self, num_puzzle_identifiers: int | None = None) -> Facts:
         """Write `dataset.json` and return it; the default number of identifiers is one more than the largest."""
-        self._inputs.close()
-        self._labels.close()
+        self._write_headers()
+        for file in self._files.values():
+            file.close()
         sizes, identifiers = self._sizes, np.asarray(self._identifiers, np.int32)
         np.save(array_file(self.folder, SET, array="puzzle_identifiers"), identifiers)
         np.save(array_file(self.folder, SET, array="puzzle_indices"), np.cumsum([0, *sizes], dtype=np.int64))
@@ -332,37 +311,18 @@ class SplitWriter:
         (self.folder / FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n", encoding="utf-8")
         return facts
 
+    def _write_headers(self) -> None:
+        # numpy leaves room behind the header for a first axis of 21 digits (numpy.lib.format.GROWTH_AXIS_MAX_DIGITS).
+        header = {"descr": "|u1", "fortran_order": False, "shape": (self._n_rows, self.cells)}
+        for file in self._files.values():
+            file.seek(0)
+            npy.write_array_header_1_0(file, header)
+
 
 def write_folder(
     folder: Path, groups: Iterable[Group], *, alphabet: Alphabet, num_puzzle_identifiers: int | None = None
 ) -> Facts:
-    """Write a split of these groups into the existing folder `folder`."""
     writer = SplitWriter(folder, alphabet)
     for group in groups:
         writer.add(group)
     return writer.finish(num_puzzle_identifiers)
-
-
-class _Rows:
-    """An array on disk that grows; its header has room for any number of rows."""
-
-    def __init__(self, path: Path, cells: int) -> None:
-        self.cells, self.n = cells, 0
-        self.file: BinaryIO = path.open("wb")
-        self._write_header()
-
-    def add(self, rows: NDArray[np.uint8]) -> None:
-        assert rows.dtype == np.uint8, rows.dtype
-        assert rows.shape[1:] == (self.cells,), rows.shape
-        self.n += len(rows)
-        self.file.write(np.ascontiguousarray(rows).tobytes())
-
-    def close(self) -> None:
-        self.file.seek(0)
-        self._write_header()
-        self.file.close()
-
-    def _write_header(self) -> None:
-        # numpy leaves room behind the header for a first axis of 21 digits (numpy.lib.format.GROWTH_AXIS_MAX_DIGITS).
-        header = {"descr": "|u1", "fortran_order": False, "shape": (self.n, self.cells)}
-        npy.write_array_header_1_0(self.file, header)

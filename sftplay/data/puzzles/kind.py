@@ -28,16 +28,16 @@ class PuzzleKind(Protocol):
     """Other characters for the alphabet's first behind the padding's."""
 
     def problems(self, questions: Cells, answers: Cells) -> Iterator[tuple[int, str]]:
-        """Rows that cannot be used, and why."""
+        """Yield rows that cannot be used, and why."""
 
     def question_keys(self, questions: Cells) -> NDArray[np.uint64]:
-        """A number that all copies of a question share, and few others."""
+        """Return numbers that all copies of a question share, and few others."""
 
     def answer_keys(self, answers: Cells) -> NDArray[np.uint64]:
-        """The same for what decides on which side of the split a puzzle falls."""
+        """Return the same for what decides on which side of the split a puzzle falls: that of one solution."""
 
     def is_copy(self, one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
         """Return whether the one question is a copy of the other."""
 
     def make_copies(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
-        """`n` copies, at least one, of the two rows of `pair`, a question and its answer. Both are changed alike."""
+        """Return `n` copies, at least one, of a question and its answer, the rows of `pair`, changed alike."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,6 @@ from sftplay.errors import MOST_PROBLEMS, DataError, MachineError, SeveralErrors
 
 @dataclass(frozen=True, kw_only=True)
 class PuzzleSettings:
-    """The choices of one `puzzle-data`."""
-
     kind: str
     source: Path | None
     """A file or a folder; None for puzzles that need none."""
@@ -48,35 +46,26 @@ WORTH_WORKERS = 8 * CHUNK_PUZZLES
 """Below this number of puzzles, starting processes takes longer than the work."""
 
 
-@dataclass(frozen=True)
-class PuzzleKeys:
+class PuzzleKeys(NamedTuple):
     """Numbers that copies of each other share, for each puzzle."""
 
     questions: NDArray[np.uint64]
     answers: NDArray[np.uint64]
 
-
-NO_KEYS = np.zeros(0, np.uint64)
-
-PuzzleChunk = tuple[str, Cells, Cells]
-ChunkResult = tuple[list[tuple[int, str]], NDArray[np.uint64], NDArray[np.uint64]]
+    def take(self, rows: NDArray[Any]) -> PuzzleKeys:
+        return PuzzleKeys(self.questions[rows], self.answers[rows])
 
 
 def check_puzzles(puzzles: Puzzles, kind: PuzzleKind, *, workers: int) -> PuzzleKeys:
-    """The keys of puzzles that can all be used.
-
-    Raises:
-        SeveralErrors: those that cannot, with file and line, up to a hundred of them.
-    """
+    """Return the keys of puzzles; raise SeveralErrors, with file and line, for up to a hundred that cannot be used."""
     name, total = kind.alphabet.kind, len(puzzles)
     starts = range(0, total, CHUNK_PUZZLES)
-    chunks: Iterator[PuzzleChunk] = (
-        (name, puzzles.questions[at : at + CHUNK_PUZZLES], puzzles.answers[at : at + CHUNK_PUZZLES]) for at in starts
-    )
+    parts = (slice(at, at + CHUNK_PUZZLES) for at in starts)
+    chunks = ((name, puzzles.questions[part], puzzles.answers[part]) for part in parts)
     parallel = work_through(chunks, check_chunk, processes=workers, killed=killed_process())
     outcomes = parallel if workers > 1 and total >= WORTH_WORKERS else map(check_chunk, chunks)
     problems, keys = [], []
-    for start, (found, *marks) in zip(starts, outcomes, strict=True):
+    for start, (found, marks) in zip(starts, outcomes, strict=True):
         problems += [DataError(what, where=puzzles.place(start + row), fix=FIX_LINE) for row, what in found]
         keys.append(marks)
         log.progress(min(start + CHUNK_PUZZLES, total), total, what=f"checking {puzzles.path}", tag="puzzle-data")
@@ -89,22 +78,21 @@ def check_puzzles(puzzles: Puzzles, kind: PuzzleKind, *, workers: int) -> Puzzle
 
 
 def killed_process() -> MachineError:
-    """Return the error for a process of the pool that was killed."""
     fix = "free memory, or take fewer processes with --workers"
     return MachineError("a process that prepares puzzles was killed from outside", where="puzzle-data", fix=fix)
 
 
-def check_chunk(chunk: PuzzleChunk) -> ChunkResult:
-    """Return the problems of a chunk, and the keys of its questions and answers if it has none."""
+def check_chunk(chunk: tuple[str, Cells, Cells]) -> tuple[list[tuple[int, str]], PuzzleKeys]:
+    """Return the problems of a chunk, or the keys of its questions and answers if it has none."""
     name, questions, answers = chunk
-    kind = KINDS[name]
+    kind, none = KINDS[name], np.zeros(0, np.uint64)
     if problems := list(kind.problems(questions, answers)):
-        return problems, NO_KEYS, NO_KEYS
-    return [], kind.question_keys(questions), kind.answer_keys(answers)
+        return problems, PuzzleKeys(none, none)
+    return [], PuzzleKeys(kind.question_keys(questions), kind.answer_keys(answers))
 
 
 def check_held_out(train: tuple[Puzzles, PuzzleKeys], test: tuple[Puzzles, PuzzleKeys], *, kind: PuzzleKind) -> None:
-    """Raise where a question of the test is a copy of one of training; the error names both lines."""
+    """Raise SeveralErrors, each with both lines, where a question of the test is a copy of one of training."""
     (train_puzzles, train_keys), (test_puzzles, test_keys) = train, test
     order = np.argsort(train_keys.questions, kind="stable")
     sorted_keys = train_keys.questions[order]
@@ -112,12 +100,10 @@ def check_held_out(train: tuple[Puzzles, PuzzleKeys], test: tuple[Puzzles, Puzzl
     ends = np.searchsorted(sorted_keys, test_keys.questions, side="right")
     problems = []
     for row in np.flatnonzero(ends > begins).tolist():
-        question = test_puzzles.questions[row]
-        like = next(
-            (n for n in order[begins[row] : ends[row]] if kind.is_copy(train_puzzles.questions[n], question)), None
-        )
+        question, others = test_puzzles.questions[row], order[begins[row] : ends[row]].tolist()
+        like = next((other for other in others if kind.is_copy(train_puzzles.questions[other], question)), None)
         if like is not None:
-            what = f"is a copy of the training puzzle {train_puzzles.place(int(like))}"
+            what = f"is a copy of the training puzzle {train_puzzles.place(like)}"
             problems.append(DataError(what, where=test_puzzles.place(row), fix="take one of the two out"))
         if len(problems) > MOST_PROBLEMS:
             break

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,19 @@ from sftplay.data.puzzles.make_tasks import write_tasks
 from sftplay.data.puzzles.small_sudokus import ALPHABET, make_groups
 from sftplay.errors import ConfigError, DataError
 
-REPORT = "report.json"
-KINDS = ("sudoku", "maze", "arc", "sudoku4")
-
 
 def make_folder(settings: PuzzleSettings) -> dict[str, Any]:
     """Write `settings.out` with both splits and a report; return the report.
-
-    Raises:
-        ConfigError: the folder is there already, or another command is writing it.
-        DataError: the puzzles cannot be used; then there is no folder.
+    Raise ConfigError where the folder is there already, or another command is writing it; DataError, without a folder,
+    where the puzzles cannot be used.
     """
     _check_source(settings)
     check_new_file(settings.out)
     lock = unfinished_folder(settings.out).with_suffix(".lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with locked(lock, waits=False), removed(lock):
+        with locked(lock, waits=False), ExitStack() as at_end:
+            at_end.callback(lock.unlink, missing_ok=True)
             check_new_file(settings.out)  # another command may have made it meanwhile
             with whole_folder(settings.out) as folder:
                 return _write(settings, folder)
@@ -41,19 +36,9 @@ def make_folder(settings: PuzzleSettings) -> dict[str, Any]:
         raise ConfigError("another command is writing it", where=str(settings.out), fix=fix) from None
 
 
-@contextmanager
-def removed(path: Path) -> Iterator[None]:
-    """Remove the file `path` at the end of the block."""
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-
-
 def _check_source(settings: PuzzleSettings) -> None:
     if settings.kind == "sudoku4" and settings.source is not None:
-        fix = "leave it out; sudoku4 is made here"
-        raise ConfigError("is not read for sudoku4", where="--in", fix=fix)
+        raise ConfigError("is not read for sudoku4", where="--in", fix="leave it out; sudoku4 is made here")
     if settings.kind == "sudoku4" and (settings.copies is not None or settings.subsample is not None):
         name = "--aug" if settings.copies is not None else "--subsample"
         raise ConfigError("does not fit sudoku4: its puzzles and copies are fixed", where=name, fix="leave it out")
@@ -76,19 +61,11 @@ def _write(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
         more = write_rows(settings, folder)
     source = None if settings.source is None else str(settings.source)
     report = {"kind": settings.kind, "source": source, "seed": settings.seed, **more}
-    report |= {split: _counts(folder / split) for split in ("train", "test")}
-    (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for split in ("train", "test"):
+        written = PuzzleFolder.open(folder / split)  # the files are read back
+        n_puzzles = sum(len(puzzle_set.puzzle_identifiers) for puzzle_set in written.sets)
+        identifiers = written.facts.num_puzzle_identifiers
+        counts = {"groups": written.facts.total_groups, "puzzles": n_puzzles, "examples": len(written)}
+        report[split] = {**counts, "identifiers": identifiers}
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
-
-
-def _counts(split: Path) -> dict[str, int]:
-    """Count the content of a split, read back from the written files."""
-    folder = PuzzleFolder.open(split)
-    n_puzzles = sum(len(puzzle_set.puzzle_identifiers) for puzzle_set in folder.sets)
-    facts = folder.facts
-    return {
-        "groups": facts.total_groups,
-        "puzzles": n_puzzles,
-        "examples": len(folder),
-        "identifiers": facts.num_puzzle_identifiers,
-    }

@@ -22,10 +22,7 @@ KeyedPuzzles = tuple[Puzzles, PuzzleKeys]
 
 def write_rows(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
     """Write the splits `train` and `test` below `folder`; return what the report adds to their counts.
-
-    Raises:
-        ConfigError: a setting does not fit the data.
-        DataError: a file cannot be used; nothing of it is written then.
+    Raise ConfigError where a setting does not fit the data, DataError where a file cannot be used.
     """
     kind = KINDS[settings.kind]
     copies = kind.copies if settings.copies is None else settings.copies
@@ -33,50 +30,39 @@ def write_rows(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
         what = f"is {copies:,}; a {settings.kind} has {kind.most_copies} copies that differ"
         raise ConfigError(what, where="--aug", fix=f"take up to {kind.most_copies}")
     assert settings.source is not None
-    train, test = _read(settings, kind, files=find_files(settings.source))
+    train, test = _read_splits(settings, kind, files=find_files(settings.source))
     check_held_out(train, test, kind=kind)
-    for split, groups, puzzles in (
-        ("train", _groups(train[0], kind, copies=copies, seed=settings.seed), train[0]),
-        ("test", _groups(test[0], kind, copies=0, seed=settings.seed), test[0]),
-    ):
+    for split, puzzles, n in (("train", train[0], copies), ("test", test[0], 0)):
         (folder / split).mkdir()
-        write_folder(folder / split, _shown(groups, split, total=len(puzzles)), alphabet=kind.alphabet)
+        write_folder(folder / split, _make_groups(puzzles, kind, n, settings.seed, split), alphabet=kind.alphabet)
     shared = int(np.isin(test[1].answers, train[1].answers).sum())
     return {"copies": copies, "test_puzzles_with_a_training_solution": shared}
 
 
-def _read(settings: PuzzleSettings, kind: PuzzleKind, *, files: dict[str, Path]) -> tuple[KeyedPuzzles, KeyedPuzzles]:
+def _read_splits(
+    settings: PuzzleSettings, kind: PuzzleKind, *, files: dict[str, Path]
+) -> tuple[KeyedPuzzles, KeyedPuzzles]:
     """Read the puzzles of training and of the test, and check that all can be used."""
+    workers = settings.workers
     if "all" not in files:
-        train = _subsampled(read_puzzles(files["train"], kind), settings)
+        train = read_puzzles(files["train"], kind)
+        train = train.take(_choose_rows(len(train), settings))
         test = read_puzzles(files["test"], kind)
-        return _with_keys(train, kind, settings=settings), _with_keys(test, kind, settings=settings)
-    everything, keys = _with_keys(read_puzzles(files["all"], kind), kind, settings=settings)
-    is_test = _held_out(keys.answers, settings)
+        keys = check_puzzles(train, kind, workers=workers)
+        return (train, keys), (test, check_puzzles(test, kind, workers=workers))
+    everything = read_puzzles(files["all"], kind)
+    keys = check_puzzles(everything, kind, workers=workers)
+    # The solution alone decides, so that all puzzles with one solution are on one side.
+    solutions, back = np.unique(keys.answers, return_inverse=True)
+    numbers = [make_generator(solution.tobytes(), settings.seed).random() for solution in solutions]
+    is_test = (np.array(numbers) < settings.held_out)[back]
     if is_test.all() or not is_test.any():
         side = "training" if is_test.all() else "the test"
         what = f"leaves no puzzle for {side}: {len(everything):,} puzzles, a share of {settings.held_out:g} held out"
         raise DataError(what, where=everything.path, fix="name more puzzles, or another share with --held-out")
-    parts = [
-        (everything.take(side), PuzzleKeys(keys.questions[side], keys.answers[side])) for side in (~is_test, is_test)
-    ]
-    chosen = _choose_rows(len(parts[0][0]), settings)
-    return (parts[0][0].take(chosen), PuzzleKeys(*(column[chosen] for column in vars(parts[0][1]).values()))), parts[1]
-
-
-def _with_keys(puzzles: Puzzles, kind: PuzzleKind, *, settings: PuzzleSettings) -> KeyedPuzzles:
-    return puzzles, check_puzzles(puzzles, kind, workers=settings.workers)
-
-
-def _held_out(keys: NDArray[np.uint64], settings: PuzzleSettings) -> NDArray[np.bool_]:
-    """Choose the puzzles of the test by their solution alone, so that all with one solution are on one side."""
-    solutions, back = np.unique(keys, return_inverse=True)
-    numbers = [make_generator(solution.tobytes(), settings.seed).random() for solution in solutions]
-    return (np.array(numbers) < settings.held_out)[back]
-
-
-def _subsampled(puzzles: Puzzles, settings: PuzzleSettings) -> Puzzles:
-    return puzzles.take(_choose_rows(len(puzzles), settings))
+    rows = np.flatnonzero(~is_test)
+    rows = rows[_choose_rows(len(rows), settings)]
+    return (everything.take(rows), keys.take(rows)), (everything.take(is_test), keys.take(is_test))
 
 
 def _choose_rows(n: int, settings: PuzzleSettings) -> NDArray[np.int64]:
@@ -89,18 +75,13 @@ def _choose_rows(n: int, settings: PuzzleSettings) -> NDArray[np.int64]:
     return np.sort(make_generator(b"subsample", settings.seed).permutation(n)[: settings.subsample])
 
 
-def _groups(puzzles: Puzzles, kind: PuzzleKind, *, copies: int, seed: int) -> Iterator[Group]:
-    """Each original with its copies behind it, as tokens."""
-    for question, answer in zip(puzzles.questions, puzzles.answers, strict=True):
+def _make_groups(puzzles: Puzzles, kind: PuzzleKind, copies: int, seed: int, split: str) -> Iterator[Group]:
+    """Yield each original with its copies behind it, as tokens."""
+    for done, (question, answer) in enumerate(zip(puzzles.questions, puzzles.answers, strict=True), 1):
         pair = np.stack([question, answer])
         none = (pair[:0], pair[:0])
         made = kind.make_copies(pair, copies, stream=make_generator(question.tobytes(), seed)) if copies else none
         inputs, labels = (np.concatenate([one[None], more]) + np.uint8(1) for one, more in zip(pair, made, strict=True))
         yield Group(inputs, labels)
-
-
-def _shown(groups: Iterator[Group], split: str, *, total: int) -> Iterator[Group]:
-    for done, group in enumerate(groups, 1):
-        yield group
-        if done % 100 == 0 or done == total:
-            log.progress(done, total, what=f"writing {split}", tag="puzzle-data")
+        if done % 100 == 0 or done == len(puzzles):
+            log.progress(done, len(puzzles), what=f"writing {split}", tag="puzzle-data")

@@ -22,13 +22,10 @@ ANSWER = ("a", "answer", "solution", "solutions")
 """Names of the columns, in this order."""
 
 FIX_LINE = "correct the line, or take it out"
-SHOWN_EVERY = 20_000
 
 
 @dataclass(frozen=True)
 class Puzzles:
-    """The puzzles of one file."""
-
     path: str
     lines: NDArray[np.int64]
     questions: Cells
@@ -38,19 +35,15 @@ class Puzzles:
         return len(self.lines)
 
     def take(self, rows: NDArray[Any]) -> Puzzles:
-        """Some of them."""
         return Puzzles(self.path, self.lines[rows], self.questions[rows], self.answers[rows])
 
     def place(self, row: int) -> str:
-        """The file and line of one."""
         return f"{self.path}:{self.lines[row]}"
 
 
 def find_files(source: Path) -> dict[str, Path]:
-    """`train` and `test` of a folder with files of these names, or `all` for a single file.
-
-    Raises:
-        DataError: there is no such file, or a folder lacks one of the two.
+    """Find `train` and `test` of a folder with files of these names, or `all` for a single file.
+    Raise DataError where a folder lacks one of the two.
     """
     if not source.is_dir():
         return {"all": source}
@@ -68,14 +61,13 @@ def find_files(source: Path) -> dict[str, Path]:
 
 
 def read_puzzles(file: Path, kind: PuzzleKind) -> Puzzles:
-    """Read all puzzles of a file; the meaning of the characters is not checked.
-
-    Raises:
-        SeveralErrors: lines that hold no puzzle of this kind, up to a hundred of them.
-        DataError: the file cannot be read, or holds none.
+    """Read all puzzles of a file; the meaning of the characters is not checked. Raise SeveralErrors for up to a hundred
+    lines that hold no puzzle of this kind, DataError where the file cannot be read, or holds none.
     """
     lines, texts, problems = [], bytearray(), []
-    for line, question, answer, what in _texts(file, kind):
+    characters = {symbol: symbol for symbol in kind.alphabet.symbols[1:]}  # with that of the alphabet
+    characters |= dict.fromkeys(kind.also_blank, kind.alphabet.symbols[1])
+    for line, question, answer, what in _read_texts(file, kind, allowed=set(characters)):
         if what:
             problems.append(DataError(what, where=f"{file}:{line}", fix=FIX_LINE))
             if len(problems) > MOST_PROBLEMS:
@@ -83,28 +75,22 @@ def read_puzzles(file: Path, kind: PuzzleKind) -> Puzzles:
         else:
             lines.append(line)
             texts += question + answer
-        if len(lines) % SHOWN_EVERY == 0:
+        if len(lines) % 20_000 == 0:
             log.progress(len(lines), None, what=f"reading {file.name}", tag="puzzle-data")
     if problems:
         raise SeveralErrors(problems)
     if not lines:
         raise DataError("holds no puzzle", where=str(file), fix="name a file with a question and an answer in each row")
     table = np.zeros(256, np.uint8)
-    for character, same in _characters(kind).items():
+    for character, same in characters.items():
         table[ord(character)] = kind.alphabet.symbols.index(same) - 1
     cells = table[np.frombuffer(bytes(texts), np.uint8)].reshape(len(lines), 2, -1)
     return Puzzles(str(file), np.array(lines), np.ascontiguousarray(cells[:, 0]), np.ascontiguousarray(cells[:, 1]))
 
 
-def _characters(kind: PuzzleKind) -> dict[str, str]:
-    """Each character that may stand in a text, and that of the alphabet."""
-    symbols = kind.alphabet.symbols[1:]
-    return {**{symbol: symbol for symbol in symbols}, **dict.fromkeys(kind.also_blank, symbols[0])}
-
-
-def _texts(file: Path, kind: PuzzleKind) -> Iterator[tuple[int, bytes, bytes, str]]:
-    """Line, question, answer, and what is wrong with them."""
-    allowed, n_cells = set(_characters(kind)), kind.alphabet.shape[0] * kind.alphabet.shape[1]
+def _read_texts(file: Path, kind: PuzzleKind, *, allowed: set[str]) -> Iterator[tuple[int, bytes, bytes, str]]:
+    """Yield line, question, answer, and what is wrong with them."""
+    n_cells = kind.alphabet.shape[0] * kind.alphabet.shape[1]
     for source, row in read_rows(str(file)):
         if isinstance(row, Refused):
             yield source.line, b"", b"", row.reason
@@ -114,12 +100,12 @@ def _texts(file: Path, kind: PuzzleKind) -> Iterator[tuple[int, bytes, bytes, st
             name, names = ("question", QUESTION) if question is None else ("answer", ANSWER)
             what = f"has no {name}: its columns are {', '.join(row)}"
             raise DataError(what, where=f"{file}:{source.line}", fix=f"call the column one of {', '.join(names)}")
-        what = _flaw("question", question, allowed=allowed, n_cells=n_cells)
-        what = what or _flaw("answer", answer, allowed=allowed, n_cells=n_cells)
+        what = _find_flaw("question", question, allowed=allowed, n_cells=n_cells)
+        what = what or _find_flaw("answer", answer, allowed=allowed, n_cells=n_cells)
         yield source.line, *((b"", b"") if what else (question.encode(), answer.encode())), what
 
 
-def _flaw(name: str, text: Any, *, allowed: set[str], n_cells: int) -> str:
+def _find_flaw(name: str, text: Any, *, allowed: set[str], n_cells: int) -> str:
     if not isinstance(text, str):
         return f"the {name} is {text!r}, no text"
     if len(text) != n_cells:

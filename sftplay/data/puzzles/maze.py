@@ -28,30 +28,29 @@ class Maze:
     def problems(self, questions: Cells, answers: Cells) -> Iterator[tuple[int, str]]:
         """Questions without one start, one goal and a way; answers that are not the maze with a shortest way."""
         for row, (question, answer) in enumerate(zip(questions, answers, strict=True)):
-            if what := _problem(question, answer):
+            if what := _find_problem(question, answer):
                 yield row, what
 
     def question_keys(self, questions: Cells) -> NDArray[np.uint64]:
-        """Of the maze."""
-        return np.array([_digest(question) for question in questions], np.uint64)
+        digests = [hashlib.blake2b(_find_smallest(question), digest_size=8).digest() for question in questions]
+        return np.array([int.from_bytes(digest, "big") for digest in digests], np.uint64)
 
     def answer_keys(self, answers: Cells) -> NDArray[np.uint64]:
-        """Of the maze with its way."""
         return self.question_keys(answers)
 
     def is_copy(self, one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
         """Return whether the one maze is the other, turned or mirrored."""
-        return _smallest(one) == _smallest(other)
+        return _find_smallest(one) == _find_smallest(other)
 
     def make_copies(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
-        """One to seven copies, each turned or mirrored in another way."""
+        """Return one to seven copies, each turned or mirrored in another way."""
         ways = 1 + stream.permutation(7)[:n]
         grids = pair.reshape(2, SIZE, SIZE)
         questions, answers = (np.stack([turned(grid, int(way)).ravel() for way in ways]) for grid in grids)
         return questions, answers
 
 
-def _problem(question: NDArray[np.uint8], answer: NDArray[np.uint8]) -> str:
+def _find_problem(question: NDArray[np.uint8], answer: NDArray[np.uint8]) -> str:
     for cell, name in ((START, "S"), (GOAL, "G")):
         if (question == cell).sum() != 1:
             return f"the question has {(question == cell).sum()} cells {name}, not one"
@@ -61,11 +60,10 @@ def _problem(question: NDArray[np.uint8], answer: NDArray[np.uint8]) -> str:
     if len(changed):
         row, column = divmod(int(changed[0]), SIZE)
         return f"the answer changes the maze in row {row + 1}, column {column + 1}"
-    shortest = _steps(question != WALL, question)
+    shortest = _count_steps(question != WALL, question)
     if shortest is None:
         return "the question has no way from S to G"
-    on_way = _steps((answer == WAY) | (answer == GOAL), question)
-    if on_way is None:
+    if _count_steps((answer == WAY) | (answer == GOAL), question) is None:
         return "the answer's cells o do not lead from S to G"
     length = int((answer == WAY).sum()) + 1
     if length != shortest:
@@ -73,16 +71,14 @@ def _problem(question: NDArray[np.uint8], answer: NDArray[np.uint8]) -> str:
     return ""
 
 
-def _steps(is_open: NDArray[np.bool_], question: NDArray[np.uint8]) -> int | None:
-    """Steps from the start to the goal over open cells; None where there is no way."""
+def _count_steps(is_open: NDArray[np.bool_], question: NDArray[np.uint8]) -> int | None:
+    """Count the steps from the start to the goal over open cells; None where there is no way."""
     width = SIZE + 2  # a wall around the maze
     closed = np.ones((width, width), bool)
     closed[1:-1, 1:-1] = ~is_open.reshape(SIZE, SIZE)
     seen: list[bool] = closed.ravel().tolist()
-    start, goal = (
-        (index // SIZE + 1) * width + index % SIZE + 1
-        for index in (int(np.argmax(question == START)), int(np.argmax(question == GOAL)))
-    )
+    ends = (divmod(int(np.argmax(question == cell)), SIZE) for cell in (START, GOAL))
+    start, goal = ((row + 1) * width + column + 1 for row, column in ends)
     if seen[goal]:
         return None
     waiting = deque([(start, 0)])
@@ -97,10 +93,6 @@ def _steps(is_open: NDArray[np.bool_], question: NDArray[np.uint8]) -> int | Non
     return None
 
 
-def _smallest(cells: NDArray[np.uint8]) -> bytes:
+def _find_smallest(cells: NDArray[np.uint8]) -> bytes:
     grid = cells.reshape(SIZE, SIZE)
     return min(np.ascontiguousarray(turned(grid, way)).tobytes() for way in WAYS)
-
-
-def _digest(cells: NDArray[np.uint8]) -> int:
-    return int.from_bytes(hashlib.blake2b(_smallest(cells), digest_size=8).digest(), "big")

@@ -19,9 +19,6 @@ def make_generator(mark: bytes, seed: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number])))
 
 
-BATCHES = 100
-"""Least number of batches of a pass, if `epochs_per_pass` is None."""
-
 IGNORED = -100
 """The label of a cell without a loss, as torch has it."""
 
@@ -35,14 +32,10 @@ class PuzzleBatch:
     """[batch]: the number of each example in its set; -1 is padding."""
 
     inputs: NDArray[np.int32]
-    """[batch, cells]"""
-
     labels: NDArray[np.int32]
-    """[batch, cells], IGNORED where a cell has no loss."""
+    """Both [batch, cells]; a label is IGNORED where a cell has no loss."""
 
     puzzle_identifiers: NDArray[np.int32]
-    """[batch]"""
-
     mask: NDArray[np.bool_]
     """[batch]: False for padding."""
 
@@ -55,26 +48,20 @@ class TrainBatches:
     """
 
     def __init__(
-        self,
-        folder: PuzzleFolder,
-        *,
-        seed: int,
-        global_batch: int,
-        rank: int,
-        world: int,
+        self, folder: PuzzleFolder, *, seed: int, global_batch: int, rank: int, world: int,
         epochs_per_pass: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`epochs_per_pass` None: large enough that less than a hundredth of a pass is dropped at its end."""
         self.folder, self.seed = folder, seed
-        self.global_batch, self.rank_slice = global_batch, _part(global_batch, rank=rank, world=world)
+        self.global_batch, self.rank_slice = global_batch, _slice_batch(global_batch, rank=rank, world=world)
         self.passes, self.batches, self.position = 0, 0, 0
         self._order: NDArray[np.int32] | None = None
-        least = min(int(np.minimum.reduceat(_sizes(part), part.group_indices[:-1]).sum()) for part in folder.sets)
-        self.epochs_per_pass = epochs_per_pass or -(-BATCHES * global_batch // least)
+        sizes = [(np.diff(part.puzzle_indices), part.group_indices[:-1]) for part in folder.sets]
+        least = min(int(np.minimum.reduceat(puzzles, groups).sum()) for puzzles, groups in sizes)
+        self.epochs_per_pass = epochs_per_pass or -(-100 * global_batch // least)
         if least * self.epochs_per_pass < global_batch:
             what = f"{global_batch:,} rows are more than the {least * self.epochs_per_pass:,} that a pass has"
-            fix = "lower it, or prepare more puzzles"
-            raise ConfigError(what, where="train.effective_batch_size", fix=fix)
+            raise ConfigError(what, where="train.effective_batch_size", fix="lower it, or prepare more puzzles")
 
     def __iter__(self) -> Iterator[PuzzleBatch]:
         return self
@@ -92,11 +79,7 @@ class TrainBatches:
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Go on where another sampler of the same rows and settings was.
-
-        Raises:
-            ConfigError: it sampled from other rows, or with other settings.
-        """
+        """Go on where another sampler was; raise ConfigError where it had other rows or settings."""
         for name in ("seed", "global_batch", "epochs_per_pass", "examples"):
             if state[name] != self.state()[name]:
                 what = f"the checkpoint's rows were sampled with {name} {state[name]:,}, not {self.state()[name]:,}"
@@ -108,11 +91,11 @@ class TrainBatches:
         return self.folder.sets[self.passes % len(self.folder.sets)]
 
     def _stream(self, part: int) -> np.random.Generator:
-        """The stream of a pass, for its order (part 0) or for one of its batches: no two of them overlap."""
+        """Return the stream of a pass, for its order (part 0) or for one of its batches: no two of them overlap."""
         return np.random.Generator(np.random.Philox(self.seed + self.passes).jumped(part))
 
     def _sample(self) -> NDArray[np.int64] | None:
-        """The examples of the next whole batch; None where the pass has none left."""
+        """Return the examples of the next whole batch; None where the pass has none left."""
         chosen = self._set()
         if self._order is None:
             stream = self._stream(0)
@@ -141,11 +124,8 @@ class TestBatches:
     __test__ = False  # pytest takes it for tests by its name
 
     def __init__(self, folder: PuzzleFolder, *, global_batch: int, rank: int, world: int) -> None:
-        self.folder, self.global_batch, self.rank_slice = (
-            folder,
-            global_batch,
-            _part(global_batch, rank=rank, world=world),
-        )
+        self.folder, self.global_batch = folder, global_batch
+        self.rank_slice = _slice_batch(global_batch, rank=rank, world=world)
 
     def __len__(self) -> int:
         return sum(-(-len(part) // self.global_batch) for part in self.folder.sets)
@@ -158,11 +138,7 @@ class TestBatches:
 
 
 def take(folder: PuzzleFolder, chosen: PuzzleSet, *, rows: NDArray[np.int64]) -> PuzzleBatch:
-    """The examples `rows` of a set; -1 makes a row of padding.
-
-    Raises:
-        DataError: a row holds a token outside the vocabulary.
-    """
+    """Return the examples `rows` of a set; -1 makes a row of padding. Raise DataError at a token that is none."""
     facts, mask = folder.facts, rows >= 0
     known = np.where(mask, rows, 0)
     inputs, labels = chosen.inputs[known].astype(np.int32), chosen.labels[known].astype(np.int32)
@@ -176,17 +152,11 @@ def take(folder: PuzzleFolder, chosen: PuzzleSet, *, rows: NDArray[np.int64]) ->
             raise DataError(what, where=str(array_file(folder.path, chosen.name, array=name)), fix=AGAIN)
     identifiers = chosen.puzzle_identifiers[chosen.find_puzzles(known)].astype(np.int32)
     identifiers[~mask] = facts.blank_identifier_id
-    return PuzzleBatch(
-        set_name=chosen.name, rows=rows, inputs=inputs, labels=labels, puzzle_identifiers=identifiers, mask=mask
-    )
+    cells = {"inputs": inputs, "labels": labels}
+    return PuzzleBatch(set_name=chosen.name, rows=rows, **cells, puzzle_identifiers=identifiers, mask=mask)
 
 
-def _sizes(chosen: PuzzleSet) -> NDArray[np.int64]:
-    return np.diff(chosen.puzzle_indices)
-
-
-def _part(global_batch: int, *, rank: int, world: int) -> slice:
-    """Return the slice of a process in the batch of all."""
+def _slice_batch(global_batch: int, *, rank: int, world: int) -> slice:
     if global_batch % world:
         what = f"{global_batch:,} rows cannot be split evenly over {world} processes"
         raise ConfigError(what, where="train.effective_batch_size", fix=f"take a multiple of {world}")

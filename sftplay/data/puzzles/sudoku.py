@@ -30,8 +30,6 @@ BITS = np.array([number.bit_count() for number in range(1 << 9)], np.uint8)
 
 @dataclass(frozen=True)
 class Solutions:
-    """The result of a search."""
-
     owners: NDArray[np.int64]
     """[solutions]: the puzzle that each solves."""
 
@@ -49,7 +47,7 @@ class Solutions:
 
 @cache
 def list_units(size: int) -> NDArray[np.int64]:
-    """[units, size]: the cells of each row, column and box of a grid with `size` rows."""
+    """Return [units, size]: the cells of each row, column and box of a grid with `size` rows."""
     box = int(size**0.5)
     cells = np.arange(size * size).reshape(size, size)
     boxes = cells.reshape(box, box, box, box).swapaxes(1, 2).reshape(size, size)
@@ -58,7 +56,7 @@ def list_units(size: int) -> NDArray[np.int64]:
 
 @cache
 def find_cell_units(size: int) -> NDArray[np.int64]:
-    """[cells, 3]: the row, column and box of each cell, by their place in `list_units`."""
+    """Return [cells, 3]: the row, column and box of each cell, by their place in `list_units`."""
     units = list_units(size)
     return np.array([np.flatnonzero((units == cell).any(axis=1)) for cell in range(size * size)])
 
@@ -89,7 +87,7 @@ def find_solutions(puzzles: Grids, *, most: int = 2, most_nodes: int = MOST_NODE
 
 
 def _fill_singles(options: NDArray[np.uint16], size: int) -> NDArray[np.bool_]:
-    """Narrow the candidates in place as far as singles go; which nodes are without a contradiction."""
+    """Narrow the candidates in place as far as singles go; return which nodes have no contradiction."""
     units, of_cell, full = list_units(size), find_cell_units(size), (1 << size) - 1
     alive = np.ones(len(options), bool)
     moving = np.arange(len(options))
@@ -115,7 +113,7 @@ def _fill_singles(options: NDArray[np.uint16], size: int) -> NDArray[np.bool_]:
 
 
 def _pop(stack: list[Nodes]) -> Nodes:
-    """The last nodes of the stack, up to AT_ONCE."""
+    """Take the last nodes of the stack, up to AT_ONCE."""
     taken = [stack.pop()]
     while stack and sum(len(owner) for owner, _ in taken) < AT_ONCE:
         taken.append(stack.pop())
@@ -157,11 +155,10 @@ class Changes:
     """[grids, 81]: the cell from which each new cell is taken."""
 
     def apply(self, grids: Grids) -> Grids:
-        """The changed grids."""
         return np.take_along_axis(self.digits, np.take_along_axis(grids, self.cells, axis=1).astype(np.int64), axis=1)
 
     def undo(self) -> Changes:
-        """The changes that lead back: those of the cells and of the digits do not depend on each other."""
+        """Return the changes that lead back: those of the cells and of the digits do not depend on each other."""
         return Changes(np.argsort(self.digits, axis=1).astype(np.uint8), np.argsort(self.cells, axis=1))
 
 
@@ -176,7 +173,7 @@ def sample_changes(n: int, stream: np.random.Generator) -> Changes:
 
 
 def _lines(n: int, stream: np.random.Generator) -> NDArray[np.int64]:
-    """[n, 9]: orders of the rows (or columns) in which those of a band stay together."""
+    """Return [n, 9]: orders of the rows (or columns) in which those of a band stay together."""
     bands = _shuffled(n, 3, stream=stream)
     within = _shuffled(3 * n, 3, stream=stream).reshape(n, 3, 3)
     return (bands[:, :, None] * 3 + within).reshape(n, 9)
@@ -187,15 +184,13 @@ def _shuffled(n: int, size: int, *, stream: np.random.Generator) -> NDArray[np.i
 
 
 def compute_grid_keys(grids: Grids) -> Marks:
-    """Compute [grids]: a number that all copies of a grid share. Few other grids have the same."""
-    parts = [
-        _mix(cell_marks(grids[at : at + KEYS_AT_ONCE])).sum(axis=(1, 2)) for at in range(0, len(grids), KEYS_AT_ONCE)
-    ]
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+    """Return [grids]: a number that all copies of a grid share. Few other grids have the same."""
+    parts = (cell_marks(grids[at : at + KEYS_AT_ONCE]) for at in range(0, len(grids), KEYS_AT_ONCE))
+    return np.concatenate([np.zeros(0, np.uint64), *(_mix(marks).sum(axis=(1, 2)) for marks in parts)])
 
 
 def cell_marks(grids: Grids) -> Marks:
-    """[grids, 9, 9]: numbers of the cells that move with them under any change (colour refinement)."""
+    """Return [grids, 9, 9]: numbers of the cells that move with them under any change (colour refinement)."""
     found = grids.reshape(-1, 9, 9)
     marks = _mix((found > 0).astype(np.uint64))
     is_solved = (found > 0).all(axis=(1, 2))
@@ -218,7 +213,7 @@ def cell_marks(grids: Grids) -> Marks:
 
 
 def _cycle_marks(solved: NDArray[np.uint8]) -> Marks:
-    """[grids, 9]: of each row, the cycles of the exchanges of digits that make the other two rows of its band of it."""
+    """Return [grids, 9]: the cycles of the exchanges of digits that turn each row into the others of its band."""
     bands = (solved - 1).reshape(-1, 3, 9)
     cycles = np.zeros((len(bands), 3), np.uint64)
     for first, second in ((0, 1), (0, 2), (1, 2)):
@@ -235,14 +230,14 @@ def _cycle_marks(solved: NDArray[np.uint8]) -> Marks:
 
 
 def _line_marks(mixed: Marks) -> Marks:
-    """[grids, 9, 1]: of each row, together with the rows of its band."""
+    """Return [grids, 9, 1]: a number for each row, together with the rows of its band."""
     rows = mixed.sum(axis=2)
     bands = np.repeat(_mix(rows).reshape(-1, 3, 3).sum(axis=2), 3, axis=1)
     return _mix(rows * np.uint64(11) + _mix(bands))[:, :, None]
 
 
 def _mix(numbers: Marks) -> Marks:
-    """The last step of splitmix64 (Steele et al. 2014): each bit of the result depends on all bits."""
+    """Return the last step of splitmix64 (Steele et al. 2014): each bit of the result depends on all bits."""
     numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -257,29 +252,21 @@ def is_copy(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
         columns = ORDERS[(np.sort(marks, axis=0)[:, ORDERS] == np.sort(target, axis=0)[:, None]).all(axis=(0, 2))]
         for rows in ORDERS[(np.sort(marks, axis=1)[ORDERS] == np.sort(target, axis=1)).all(axis=(1, 2))]:
             fits = (marks[rows][:, columns] == target[:, None]).all(axis=(0, 2))
-            if any(_in_order(grid[rows][:, order]) == _in_order(goal) for order in columns[fits]):
+            if any(in_order_of_digits(grid[rows][:, order]) == in_order_of_digits(goal) for order in columns[fits]):
                 return True
     return False
 
 
-def _in_order(grid: NDArray[np.uint8]) -> list[int]:
-    """The grid with its digits renamed in the order in which they come."""
+def in_order_of_digits(grid: NDArray[np.uint8]) -> bytes:
+    """Return the grid with its digits renamed in the order in which they come: the same for all exchanges of digits."""
     names = {0: 0}
-    return [names.setdefault(digit, len(names)) for digit in grid.ravel().tolist()]
+    return bytes(names.setdefault(digit, len(names)) for digit in grid.ravel().tolist())
 
 
-def _all_orders() -> NDArray[np.int64]:
-    threes = list(permutations(range(3)))
-    return np.array(
-        [
-            [3 * band + line for band, lines in zip(bands, within, strict=True) for line in lines]
-            for bands in threes
-            for within in product(threes, repeat=3)
-        ]
-    )
-
-
-ORDERS = _all_orders()
+THREES = np.array(list(permutations(range(3))))
+ORDERS = np.array([
+    (3 * bands[:, None] + np.array(within)).ravel() for bands in THREES for within in product(THREES, repeat=3)
+])  # fmt: skip
 """[1296, 9]: all orders of the rows in which those of a band stay together."""
 
 
@@ -293,15 +280,17 @@ class Sudoku:
     copies = 1000
     most_copies: int | None = None
     also_blank = "0"
+    question_keys = answer_keys = staticmethod(compute_grid_keys)
+    is_copy = staticmethod(is_copy)
 
     def problems(self, questions: Cells, answers: Cells) -> Iterator[tuple[int, str]]:
-        """Answers with blanks, that break a rule or change a given; questions with none or several solutions."""
+        """Yield answers with blanks, that break a rule or change a given; questions with none or several solutions."""
         has_blank = (answers == 0).any(axis=1)
         in_units = np.sort(answers[:, list_units(9)], axis=2)
         breaks = (in_units != np.arange(1, 10)).any(axis=2)
-        changes = ((questions > 0) & (questions != answers)).any(axis=1)
+        changes = (questions > 0) & (questions != answers)
         found = find_solutions(questions)
-        for row in np.flatnonzero(has_blank | breaks.any(axis=1) | changes | (found.counts != 1)).tolist():
+        for row in np.flatnonzero(has_blank | breaks.any(axis=1) | changes.any(axis=1) | (found.counts != 1)).tolist():
             count = found.counts[row]
             if found.given_up[row] and count == 0:
                 yield row, "took too long to solve: it could not be shown that it has one solution"
@@ -311,37 +300,17 @@ class Sudoku:
                 yield row, f"the question has {count} solutions or more"
             elif found.given_up[row]:
                 yield row, "it could not be shown in time that the question has no other solution"
+            elif has_blank[row]:
+                yield row, "the answer has blanks"
+            elif len(changed := np.flatnonzero(changes[row])):
+                line, column = divmod(int(changed[0]), 9)
+                what = f"the answer has {answers[row][changed[0]]} in row {line + 1}, column {column + 1}"
+                yield row, f"{what}, where the question gives {questions[row][changed[0]]}"
             else:
-                yield row, self._wrong_answer(questions[row], answers[row], broken=breaks[row])
-
-    def _wrong_answer(
-        self, question: NDArray[np.uint8], answer: NDArray[np.uint8], *, broken: NDArray[np.bool_]
-    ) -> str:
-        if (answer == 0).any():
-            return "the answer has blanks"
-        changed = np.flatnonzero((question > 0) & (question != answer))
-        if len(changed):
-            row, column = divmod(int(changed[0]), 9)
-            return (
-                f"the answer has {answer[changed[0]]} in row {row + 1}, column {column + 1}, "
-                f"where the question gives {question[changed[0]]}"
-            )
-        unit = int(broken.argmax())
-        return f"the answer does not have all digits in {UNIT_NAMES[unit // 9]} {unit % 9 + 1}"
-
-    def question_keys(self, questions: Cells) -> NDArray[np.uint64]:
-        """Of the clues."""
-        return compute_grid_keys(questions)
-
-    def answer_keys(self, answers: Cells) -> NDArray[np.uint64]:
-        """Of the solution: all puzzles with one solution fall on one side."""
-        return compute_grid_keys(answers)
-
-    def is_copy(self, one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
-        """Return whether digits, rows and columns can be exchanged so that the one becomes the other."""
-        return is_copy(one, other)
+                unit = int(breaks[row].argmax())
+                yield row, f"the answer does not have all digits in {UNIT_NAMES[unit // 9]} {unit % 9 + 1}"
 
     def make_copies(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
-        """Copies with digits, bands, rows, stacks and columns exchanged; every second one is transposed."""
+        """Return copies with digits, bands, rows, stacks and columns exchanged; every second one is transposed."""
         changes = sample_changes(n, stream)
         return changes.apply(np.tile(pair[0], (n, 1))), changes.apply(np.tile(pair[1], (n, 1)))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sftplay.data.puzzles.folder import Facts
-from sftplay.data.puzzles.sudoku import list_units
+from sftplay.data.puzzles.sudoku import UNIT_NAMES, list_units
 from sftplay.errors import DataError
 
 UNLABELLED = "·"
@@ -19,7 +19,6 @@ UNLABELLED = "·"
 WITHOUT_SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """Characters of tokens in a folder that names none."""
 
-UNIT_NAMES = ("row", "column", "box")
 PUT_RIGHT = "correct the line"
 
 
@@ -44,20 +43,14 @@ class GridText:
         return self.kind.startswith("sudoku")
 
     def write(self, tokens: NDArray[Any]) -> str:
-        """The grid of tokens [cells]; a negative one is a cell without a label."""
-        cells = [self._character(int(token)) for token in tokens]
+        """Write the grid of tokens [cells]; a negative one is a cell without a label."""
+        known = dict(enumerate(self.symbols))
+        cells = [known.get(token, "?") if token >= 0 else UNLABELLED for token in map(int, tokens)]
         return "\n".join("".join(cells[at : at + self.columns]) for at in range(0, len(cells), self.columns))
 
-    def _character(self, token: int) -> str:
-        if token < 0:
-            return UNLABELLED
-        return self.symbols[token] if token < len(self.symbols) else "?"
-
     def read(self, text: str, *, cells: int, where: str) -> NDArray[np.int64]:
-        """The tokens [cells] of a grid with a line for each row, or with all of it in one line. `where` is its file.
-
-        Raises:
-            DataError: it is no grid of this kind; the line and what to do are named.
+        """Read the tokens [cells] of a grid with a line for each row, or with all of it in one line.
+        Raise DataError, with the line in the file `where`, where it is no grid of this kind.
         """
         lines = [numbered for numbered in enumerate(map(self._closed_up, text.splitlines()), 1) if numbered[1]]
         if not lines:
@@ -77,18 +70,23 @@ class GridText:
             fix = f"write {rows} lines of {self.columns} cells, or all {cells} cells in one line"
             raise DataError(what, where=f"{where}:{last}", fix=fix)
         grid = np.array(tokens, np.int64).ravel()
-        if self.is_sudoku:
-            self._check_rules(grid, where, numbers=[number for number, _ in lines])
+        blank = self.symbols.index(".") if self.is_sudoku else 0
+        for unit, places in enumerate(list_units(self.columns) if self.is_sudoku else ()):
+            values = grid[places]
+            twice = [place for place in places if grid[place] != blank and (values == grid[place]).sum() > 1]
+            if twice:
+                name = f"{UNIT_NAMES[unit // self.columns]} {unit % self.columns + 1}"
+                what = f"gives {self.symbols[grid[twice[1]]]} twice in {name}"
+                raise DataError(what, where=f"{where}:{lines[int(twice[1]) // self.columns][0]}", fix=PUT_RIGHT)
         return grid
 
     def _closed_up(self, line: str) -> str:
-        """A line without the spaces that set cells apart. Where a space is a cell, a row may be all of spaces."""
+        """Return a line without the spaces that set cells apart. Where a space is a cell, a row may be spaces only."""
         if " " not in self._tokens():
             return "".join(line.split())
         return line if line.strip() or len(line) == self.columns else ""
 
     def _tokens(self) -> dict[str, int]:
-        """The characters that a cell may have."""
         return {symbol: token for token, symbol in enumerate(self.symbols) if token != self.pad_id}
 
     def _row(self, line: str, where: str) -> list[int]:
@@ -102,17 +100,6 @@ class GridText:
                 what = f"holds {character!r} at {place}; a cell is one of {''.join(known)!r}"
                 raise DataError(what, where=where, fix=PUT_RIGHT)
         return [known[character] for character in line]
-
-    def _check_rules(self, grid: NDArray[np.int64], where: str, *, numbers: list[int]) -> None:
-        """Refuse a grid that gives a digit twice in a row, column or box."""
-        blank = self.symbols.index(".")
-        for unit, cells in enumerate(list_units(self.columns)):
-            values = grid[cells]
-            twice = [cell for cell in cells if grid[cell] != blank and (values == grid[cell]).sum() > 1]
-            if twice:
-                name = f"{UNIT_NAMES[unit // self.columns]} {unit % self.columns + 1}"
-                what = f"gives {self.symbols[grid[twice[1]]]} twice in {name}"
-                raise DataError(what, where=f"{where}:{numbers[int(twice[1]) // self.columns]}", fix=PUT_RIGHT)
 
     def breaks_rules(self, tokens: NDArray[Any]) -> bool:
         """Return whether a row, column or box of an answered Sudoku does not hold each digit once."""

@@ -15,8 +15,8 @@ from sftplay.data.ingest.duplicates import (
     PIECE_CHARS,
     SHINGLE_WORDS,
     band_keys,
-    candidates,
     count_band_rows,
+    find_candidates,
     find_first_equal,
     find_near,
     shingles,
@@ -81,7 +81,7 @@ def dropped(texts: list[str], near: float = 0.8) -> dict[int, tuple[int, float]]
     signatures = np.stack([signature(shingles(text)) for text in texts])
     bands = iter(band_keys(signatures, near))
     found = find_near(
-        candidates(bands, np.ones(len(texts), bool)), near=near,
+        find_candidates(bands, np.ones(len(texts), bool)), near=near,
         read_text=texts.__getitem__, read_signature=signatures.__getitem__,
     )  # fmt: skip
     return {pair.dropped: (pair.kept, pair.similarity) for pair in found}

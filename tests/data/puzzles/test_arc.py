@@ -35,7 +35,6 @@ from sftplay.data.puzzles.arc_votes import (
     compute_ranks,
     share_of_inputs_solved,
     share_solved,
-    solved_at,
 )
 from sftplay.data.puzzles.sampler import make_generator
 from sftplay.errors import DataError, SeveralErrors
@@ -209,7 +208,7 @@ def test_votes_count_first_and_the_mean_confidence_decides_between_equals():
     assert [candidate.grid.tolist() for candidate in ranked] == [[[1, 2]], [[2, 1]], [[7]]]
     assert [candidate.votes for candidate in ranked] == [2, 2, 1]
     assert [candidate.confidence for candidate in ranked] == pytest.approx([0.7, 0.625, 1.0])
-    assert solved_at(task(), count_votes(answers)) == 2
+    assert max(compute_ranks(task(), count_votes(answers))) == 2
     assert share_solved([2.0]) == {1: 0.0, 2: 1.0, 10: 1.0, 100: 1.0, 1000: 1.0}
 
 
@@ -217,7 +216,7 @@ def test_a_task_is_solved_when_all_its_test_inputs_are():
     two = task(n_test=2)
     first, second = two.test
     ballots = count_votes([answer(TURN, first.input, first.output, q_halt=0.0)])
-    assert solved_at(two, ballots) == math.inf  # nothing was said of the second
+    assert max(compute_ranks(two, ballots)) == math.inf  # nothing was said of the second
     ballots = count_votes(
         [
             answer(TURN, first.input, first.output, q_halt=0.0),
@@ -226,13 +225,13 @@ def test_a_task_is_solved_when_all_its_test_inputs_are():
             answer(BOTH, second.input, second.output, q_halt=0.0),
         ]
     )
-    assert solved_at(two, ballots) == 2
+    assert max(compute_ranks(two, ballots)) == 2
     # Four tasks: solved at 1, at 2, never (no answer), never (a wrong answer).
     tasks = {"one": ArcTask("one", (), two.test[:1]), "t": two, "none": ArcTask("none", (), two.test)}
     tasks["bad"] = ArcTask("bad", (), two.test[:1])
     ballots |= count_votes([answer(BOTH, first.input, first.output, q_halt=1.0, name="one")])
     ballots |= count_votes([answer(BOTH, first.input, grid("4"), q_halt=1.0, name="bad")])
-    tries = [solved_at(one_task, ballots) for one_task in tasks.values()]
+    tries = [max(compute_ranks(one_task, ballots)) for one_task in tasks.values()]
     assert share_solved(tries, ks=(1, 2, 1000)) == {1: 0.25, 2: 0.5, 1000: 0.5}
     # TRM counts the share of a task's test inputs (evaluators/arc.py): of `t` the first is right with one try.
     ranks = [compute_ranks(one_task, ballots) for one_task in tasks.values()]

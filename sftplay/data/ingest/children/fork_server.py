@@ -29,14 +29,9 @@ from sftplay.signals import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 
-WATCH_EVERY_S = 0.05
-"""Seconds between two checks of the children's memory."""
-
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_ROOM_CODE = 28
 """Exit code of a child that found the disk full. The file that it reads is not at fault."""
-
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass
@@ -51,81 +46,65 @@ class Child:
     killed_for: str = ""
 
 
-class ForkServer:
-    """All children of this process."""
-
-    def __init__(self, requests: int, answers: int) -> None:
-        self._requests, self._answers = requests, answers
-        self._children: dict[int, Child] = {}
-        self._rest = b""
-        self._woken, self._wakes = os.pipe()
-        for end in (self._woken, self._wakes):
-            os.set_blocking(end, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the requesting process handles Ctrl-C of a terminal
-        if sys.platform == "linux":  # orphans of a child become ours, so that we find them
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-    def serve(self) -> None:
-        """Start the requested tasks until the request pipe is closed."""
-        while True:
-            timeout = WATCH_EVERY_S if self._children else None
-            ready, _, _ = select.select([self._requests, self._woken], [], [], timeout)
-            if self._woken in ready:
-                os.read(self._woken, 1 << 12)
-            if self._requests in ready:
-                given = os.read(self._requests, 1 << 16)
-                if not given:
-                    break
-                *lines, self._rest = (self._rest + given).split(b"\n")
-                for line in lines:
-                    self._start(json.loads(line))
-            self._reap()
-            self._watch()
-        for pid in list(self._children):
-            _kill(pid)
-
-    def _start(self, task: dict[str, Any]) -> None:
-        pid = os.fork()
-        if pid == 0:
-            _run(task, os.getppid())
-        child = Child(task["number"], time.monotonic(), task["limit_s"], task["memory_bytes"])
-        self._children[pid] = child
-
-    def _reap(self) -> None:
-        """Report how children have ended, and kill the processes that they left."""
-        while self._children:
-            try:
-                pid, status, used = os.wait4(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
+def serve(requests: int, answers: int) -> None:
+    """Start the requested tasks until the request pipe is closed."""
+    children: dict[int, Child] = {}
+    rest = b""
+    woken, wakes = os.pipe()
+    for end in (woken, wakes):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the requesting process handles Ctrl-C of a terminal
+    if sys.platform == "linux":  # orphans of a child become ours, so that we find them
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    while True:
+        # While there are children, their memory is checked every 0.05 s.
+        ready, _, _ = select.select([requests, woken], [], [], 0.05 if children else None)
+        if woken in ready:
+            os.read(woken, 1 << 12)
+        if requests in ready:
+            given = os.read(requests, 1 << 16)
+            if not given:
                 break
-            child = self._children.pop(pid, None)
-            if child is not None:
-                self._report_end(child, os.waitstatus_to_exitcode(status), peak_bytes=used.ru_maxrss * 1024)
-            for stray in set(_list_children(os.getpid())) - set(self._children):
-                _kill(stray)
-
-    def _report_end(self, child: Child, exit_code: int, *, peak_bytes: int) -> None:
-        answer = {
-            "number": child.number, "exit_code": exit_code, "killed_for": child.killed_for,
-            "seconds": time.monotonic() - child.began, "peak_bytes": max(peak_bytes, child.peak_bytes),
-        }  # fmt: skip
-        os.write(self._answers, json.dumps(answer).encode() + b"\n")
-
-    def _watch(self) -> None:
-        now = time.monotonic()
-        for pid, child in self._children.items():
+            *lines, rest = (rest + given).split(b"\n")
+            for task in map(json.loads, lines):
+                pid = os.fork()
+                if pid == 0:
+                    _run(task, os.getppid())
+                children[pid] = Child(task["number"], time.monotonic(), task["limit_s"], task["memory_bytes"])
+        _reap(children, answers)
+        for pid, child in children.items():
             held = _held_bytes(pid)
             child.peak_bytes = max(child.peak_bytes, held)
             if child.memory_bytes and held > child.memory_bytes:
                 child.killed_for = "memory"
-            elif child.limit_s and now - child.began > child.limit_s:
+            elif child.limit_s and time.monotonic() - child.began > child.limit_s:
                 child.killed_for = child.killed_for or "timeout"
             if child.killed_for:
                 _kill(pid)
+    for pid in list(children):
+        _kill(pid)
+
+
+def _reap(children: dict[int, Child], answers: int) -> None:
+    """Report how children have ended, and kill the processes that they left."""
+    while children:
+        try:
+            pid, status, used = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            break
+        child = children.pop(pid, None)
+        if child is not None:
+            answer = {
+                "number": child.number, "exit_code": os.waitstatus_to_exitcode(status), "killed_for": child.killed_for,
+                "seconds": time.monotonic() - child.began, "peak_bytes": max(used.ru_maxrss * 1024, child.peak_bytes),
+            }  # fmt: skip
+            os.write(answers, json.dumps(answer).encode() + b"\n")
+        for stray in set(_list_children(os.getpid())) - set(children):
+            _kill(stray)
 
 
 def _run(task: dict[str, Any], server: int) -> NoReturn:
@@ -139,43 +118,28 @@ def _run(task: dict[str, Any], server: int) -> NoReturn:
         quiet, errors = os.open(os.devnull, os.O_RDWR), os.dup(2)
         for stream in (0, 1, 2):
             os.dup2(quiet, stream)
-        _bound(task["memory_bytes"], task["most_file_bytes"])
+        # RLIMIT_DATA counts the process's private memory, as RLIMIT_AS does, but not mapped libraries and files.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        bounds = {resource.RLIMIT_DATA: task["memory_bytes"], resource.RLIMIT_FSIZE: task["most_file_bytes"]}
+        for limit, most in bounds.items():
+            if most:
+                resource.setrlimit(limit, (most, most))
         module, _, function = task["function"].rpartition(".")
         answer = getattr(import_module(module), function)(**task["arguments"])
         write_text(Path(task["answer"]), json.dumps(answer))
         code = 0
-    except OSError as error:
-        code = NO_ROOM_CODE if error.errno in FULL else 1
-        _keep_trace(errors)
-    except BaseException:  # noqa: BLE001 - the child ends here: its traceback is kept
-        _keep_trace(errors)
+    except BaseException as error:  # noqa: BLE001 - the child ends here: its traceback is kept
+        code = NO_ROOM_CODE if isinstance(error, OSError) and error.errno in FULL else 1
+        with suppress(OSError, MemoryError):
+            os.write(errors, traceback.format_exc(limit=-30).encode())
     finally:
         os._exit(code)
 
 
-def _keep_trace(errors: int) -> None:
-    with suppress(OSError, MemoryError):
-        os.write(errors, traceback.format_exc(limit=-30).encode())
-
-
-def _bound(memory_bytes: int | None, most_file_bytes: int | None) -> None:
-    """Have the system refuse memory and disk beyond the bounds.
-
-    RLIMIT_DATA counts the process's private memory, as RLIMIT_AS does, but not mapped libraries and files.
-    """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if memory_bytes:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    if most_file_bytes:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most_file_bytes, most_file_bytes))
-
-
 def _kill(pid: int) -> None:
     for end in (os.killpg, os.kill):
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             end(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
 
 
 def _list_children(pid: int) -> list[int]:
@@ -188,14 +152,13 @@ def _list_children(pid: int) -> list[int]:
 def _held_bytes(pid: int) -> int:
     """Return the memory of a process and all that it started, with pages of files; 0 where it is unknown."""
     try:
-        held = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+        held = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return 0
     return held + sum(map(_held_bytes, _list_children(pid)))
 
 
 def main() -> None:
-    """Import what children need, then serve."""
     requests, answers = os.dup(0), os.dup(1)
     os.dup2(2, 1)  # the output of a library must not look like an answer
     for call in sys.argv[1:]:
@@ -203,7 +166,7 @@ def main() -> None:
         import_module(module).warm_up(*words)
     gc.collect()
     gc.freeze()
-    ForkServer(requests, answers).serve()
+    serve(requests, answers)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from sftplay.errors import MachineError
@@ -34,8 +33,6 @@ ONE_THREAD = {
 
 @dataclass(frozen=True, kw_only=True)
 class ChildTask:
-    """The work of one child."""
-
     function: str
     """`package.module.function`; it returns what JSON can hold."""
 
@@ -50,27 +47,22 @@ class ChildTask:
 
 @dataclass(frozen=True)
 class ChildEnd:
-    """The exit of a task's child."""
-
     task: ChildTask
     exit_code: int
+    """0 where the task's answer is complete."""
+
     killed_for: str
     """`timeout`, `memory`, or nothing."""
 
     seconds: float
     peak_bytes: int
 
-    @property
-    def is_done(self) -> bool:
-        """The task's answer is complete."""
-        return self.exit_code == 0
-
 
 class ChildPool:
     """Runs tasks in `size` children side by side."""
 
     def __init__(self, size: int, *, warmed: Iterable[str], errors: Path) -> None:
-        """`warmed` holds `module:word:...`; `module.warm_up(word, ...)` is called once for all children.
+        """Call `module.warm_up(word, ...)` once for all children, for each `module:word:...` of `warmed`.
 
         `errors` gets what libraries print.
         """
@@ -86,7 +78,7 @@ class ChildPool:
     def __enter__(self) -> ChildPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for stream in (self._server.stdin, self._server.stdout):
             if stream is not None:
                 with suppress(BrokenPipeError):  # the server has ended already
@@ -95,37 +87,33 @@ class ChildPool:
 
     def run(self, tasks: Iterable[ChildTask]) -> Iterator[ChildEnd]:
         """Yield the end of each task, in the order in which they end. A task is taken only when a child is free.
-
-        Raises:
-            MachineError: the server was killed.
+        Raise MachineError where the server was killed.
         """
         running: dict[int, ChildTask] = {}
+        assert self._server.stdin is not None
         for number, task in enumerate(tasks):
             running[number] = task
-            self._ask({"number": number, **asdict(task)})
+            request = {"number": number, **asdict(task)}
+            try:
+                self._server.stdin.write(json.dumps(request).encode() + b"\n")
+                self._server.stdin.flush()
+            except BrokenPipeError:
+                raise self._describe_end() from None
             if len(running) == self._size:
-                yield self._next(running)
+                yield self._wait(running)
         while running:
-            yield self._next(running)
+            yield self._wait(running)
 
-    def _ask(self, request: dict[str, Any]) -> None:
-        assert self._server.stdin is not None
-        try:
-            self._server.stdin.write(json.dumps(request).encode() + b"\n")
-            self._server.stdin.flush()
-        except BrokenPipeError:
-            raise self._lost() from None
-
-    def _next(self, running: dict[int, ChildTask]) -> ChildEnd:
+    def _wait(self, running: dict[int, ChildTask]) -> ChildEnd:
         assert self._server.stdout is not None
         line = self._server.stdout.readline()
         if not line:
-            raise self._lost()
+            raise self._describe_end()
         answer = json.loads(line)
         return ChildEnd(task=running.pop(answer.pop("number")), **answer)
 
-    def _lost(self) -> MachineError:
+    def _describe_end(self) -> MachineError:
         code = self._server.wait()
-        last_line = self._errors.read_text(errors="replace").strip().splitlines()[-1:]
-        what = f"the process that starts readers has ended (code {code}{': ' + last_line[0] if last_line else ''})"
+        last_line = self._errors.read_text(errors="replace").strip().rpartition("\n")[2]
+        what = f"the process that starts readers has ended (code {code}{': ' + last_line if last_line else ''})"
         return MachineError(what, where="ingest", fix="free memory; the same command goes on where this one stopped")

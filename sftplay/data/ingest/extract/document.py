@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
@@ -55,17 +56,17 @@ class Unreadable(Exception):
 
 
 def need(*modules: str, kind: str) -> None:
-    """Check that a kind's libraries are installed, without importing them.
-
-    Raises:
-        MachineError: one is not.
-    """
+    """Raise MachineError where a library of a kind of documents is not installed; import none."""
     lacking = [name for name in modules if find_spec(name) is None]
     if lacking:
         raise MachineError(f"{kind} documents need {', '.join(lacking)}", fix="make install EXTRAS=ingest")
 
 
+def find_heading(blocks: Iterable[Block]) -> str:
+    """Return the text of the first heading; empty where there is none."""
+    return next((block.text.lstrip("# ") for block in blocks if block.level), "")
+
+
 def heading(text: str, level: int, *, page: int | None = None) -> Block:
-    """A heading's block."""
     level = min(max(level, 1), 6)
     return Block(f"{'#' * level} {' '.join(text.split())}", "heading", level, page)

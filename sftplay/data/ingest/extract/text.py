@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import codecs
 import re
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
-from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, heading
+from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, find_heading, heading
 from sftplay.data.read.encodings import BOM, SAMPLE_BYTES, UNDECODABLE, Charset, detect_encoding, detect_file_encoding
 from sftplay.errors import DataError
 
 MOST_BYTES = 64 << 20
 """Of one text file. The text, its blocks and their row are in memory together, at up to four bytes a character."""
 
-READ_BYTES = 1 << 20
 WESTERN = "cp1252"
 """Taken where nothing is likelier: browsers read a page that names no encoding so (WHATWG, Encoding Standard)."""
 
@@ -23,19 +22,9 @@ NO_TEXT = re.compile(rb"[\0-\x08\x0b\x0e-\x1a\x1c-\x1f]")
 """Control characters that no text holds: all but white space, form feeds, and the escape that terminals and JIS use."""
 
 
-class Characters(NamedTuple):
-    """The characters of a document."""
-
-    text: str
-    guessed_encoding: str = ""
-    """The encoding that was taken for bytes that are not UTF-8 and name none; empty where it is known."""
-
-
-def read_characters(path: Path, encoding: str = "auto", *, most: int = MOST_BYTES) -> Characters:
-    """The whole text.
-
-    Raises:
-        Unreadable: it is too large, binary, or not in the encoding.
+def read_characters(path: Path, encoding: str = "auto", *, most: int = MOST_BYTES) -> tuple[str, str]:
+    """Return the whole text, and its encoding where that was guessed, see `open_charset`.
+    Raise Unreadable where it is too large, binary, or not in the encoding.
     """
     size = path.stat().st_size
     if size > most:
@@ -44,20 +33,24 @@ def read_characters(path: Path, encoding: str = "auto", *, most: int = MOST_BYTE
     with charset.open(newline=None) as stream:
         text = stream.read().removeprefix(BOM)
     check_characters(text, charset)
-    return Characters(text, guessed)
+    return text, guessed
 
 
 def open_charset(path: Path, encoding: str) -> tuple[Charset, str]:
-    """The file's encoding, and its name where it was guessed: the file is not UTF-8, and nothing names another one.
-
-    Raises:
-        Unreadable: the file is no text, or Python knows no encoding of that name.
+    """Return the file's encoding, and its name where it was guessed: it is not UTF-8, and nothing names another one.
+    Raise Unreadable where the file is no text, or Python knows no encoding of that name.
     """
     try:
         charset = Charset(path, encoding)
     except DataError as error:
         raise Unreadable("wrong_format", error.what) from None
-    if encoding != "auto" or not charset.is_utf8 or _is_utf8(path):
+    if encoding != "auto" or not charset.is_utf8:
+        return charset, ""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with path.open("rb") as stream, suppress(UnicodeDecodeError):
+        while piece := stream.read(1 << 20):
+            decoder.decode(piece)
+        decoder.decode(b"", final=True)
         return charset, ""
     with path.open("rb") as stream:
         _check_text(stream.read(SAMPLE_BYTES))
@@ -66,11 +59,7 @@ def open_charset(path: Path, encoding: str) -> tuple[Charset, str]:
 
 
 def guess_encoding(data: bytes) -> str:
-    """The likeliest encoding of bytes that are not UTF-8.
-
-    Raises:
-        Unreadable: they are no text.
-    """
+    """Return the likeliest encoding of bytes that are not UTF-8; raise Unreadable where they are no text."""
     _check_text(data[:SAMPLE_BYTES])
     return detect_encoding(data) or WESTERN
 
@@ -90,25 +79,13 @@ def _check_text(head: bytes) -> None:
         raise Unreadable("encoding", "the file is not UTF-8, and holds control characters that no text has")
 
 
-def _is_utf8(path: Path) -> bool:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    try:
-        with path.open("rb") as stream:
-            while piece := stream.read(READ_BYTES):
-                decoder.decode(piece)
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
 START = re.compile(r"^\*\*\* ?START OF (?:THE|THIS) PROJECT GUTENBERG EBOOK.*\*\*\*[ \t]*$", re.M)
 END = re.compile(r"^(?:\*\*\* ?END OF (?:THE|THIS) PROJECT GUTENBERG EBOOK|End of (?:the )?Project Gutenberg)", re.M)
 TITLE = re.compile(r"^Title:[ \t]*(\S.*)$", re.M)
 
 
 def cut_licence(text: str) -> tuple[str, str]:
-    """The title named in the header and the text between header and licence; "" and all of the text elsewhere."""
+    """Return the title in the header and the text between header and licence; "" and all of the text elsewhere."""
     start = START.search(text)
     if not start:
         return "", text
@@ -136,19 +113,18 @@ NARROWEST_WRAP, JOINED_SHARE = 50, 0.75
 
 
 def read_plain(path: Path, encoding: str) -> Extracted:
-    """A text file's paragraphs."""
-    found = read_characters(path, encoding)
-    named, text = cut_licence(found.text)
+    text, guessed = read_characters(path, encoding)
+    named, text = cut_licence(text)
     blocks = tuple(split_plain(text))
-    title = named or next((block.text.lstrip("# ") for block in blocks if block.kind == "heading"), "")
+    title = named or find_heading(blocks)
     if not title and blocks:
         first = blocks[0].text.split("\n")[0].strip()
         title = first if len(first) <= LONGEST_HEADING else path.stem
-    return Extracted(title[:LONGEST_TITLE], blocks, guessed_encoding=found.guessed_encoding)
+    return Extracted(title[:LONGEST_TITLE], blocks, guessed_encoding=guessed)
 
 
 def split_plain(text: str) -> list[Block]:
-    """The paragraphs of a text, which empty lines divide."""
+    """Return the paragraphs of a text, which empty lines divide."""
     parts = [part.strip("\n").rstrip() for part in re.split(r"\n[ \t]*(?:\n[ \t]*)+", text)]
     parts = [part for part in parts if part.strip()]
     width = wrap_width(parts)
@@ -156,28 +132,21 @@ def split_plain(text: str) -> list[Block]:
 
 
 def to_block(part: str, width: int) -> Block:
-    """One paragraph; a heading where it is a chapter's line or underlined."""
+    """Return one paragraph; a heading where it is a chapter's line or underlined."""
     lines = part.split("\n")
     if len(lines) == 2 and UNDERLINE.fullmatch(lines[1].strip()) and len(lines[0].strip()) <= LONGEST_HEADING:
         return heading(lines[0], 1 if lines[1].strip()[0] in "=#*" else 2)
     if len(lines) == 1 and len(part) <= LONGEST_HEADING and CHAPTER.fullmatch(part.strip()):
         return heading(part, 2)
-    return Block(join_lines(lines, width))
+    # The paragraph becomes one line where the width explains its breaks: the next word would not have fitted.
+    breaks = [len(line.rstrip()) + 1 + len((after.split() or [""])[0]) > width - 4 for line, after in pairwise(lines)]
+    is_wrapped = width and breaks and sum(breaks) >= JOINED_SHARE * len(breaks)
+    return Block(" ".join(line.strip() for line in lines) if is_wrapped else part)
 
 
 def wrap_width(parts: list[str]) -> int:
-    """The column at which the text's lines were broken; 0 where they were not."""
+    """Return the column at which the text's lines were broken; 0 where they were not."""
     lengths = sorted(len(line) for part in parts for line in part.split("\n")[:-1])
     # A few lines of a broken text are longer: a word or an address without a place to break.
     width = lengths[int(len(lengths) * 0.98)] if lengths else 0
     return width if width >= NARROWEST_WRAP else 0
-
-
-def join_lines(lines: list[str], width: int) -> str:
-    """The paragraph in one line where the width explains its breaks: the next word would not have fitted."""
-    if not width or len(lines) == 1:
-        return "\n".join(lines)
-    full = sum(len(line.rstrip()) + 1 + len((after.split() or [""])[0]) > width - 4 for line, after in pairwise(lines))
-    if full < JOINED_SHARE * (len(lines) - 1):
-        return "\n".join(lines)
-    return " ".join(line.strip() for line in lines)

@@ -14,9 +14,6 @@ from sftplay.data.ingest.run.walk import WalkEntry, shown
 from sftplay.data.ingest.settings import STEPS, Settings
 from sftplay.data.ingest.steps.finishing import EXAMPLES, format_example
 
-MOST_PAIRS = 1000
-"""Pairs of near-duplicates that are listed; all are counted."""
-
 KEPT_EXAMPLES = 5
 
 
@@ -26,36 +23,53 @@ def build_report(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the report, without tokens."""
     reasons = duplicates.reasons()
-    files = _files(documents, chunks, records=records, reasons=reasons)
-    rest = [_skipped(entry) for entry in skipped]
+    answers = [document.answer for document in documents]
+    files = _list_files(documents, chunks, records=records, reasons=reasons)
+    rest = [
+        {
+            "path": shown(entry.name), "status": "unreadable" if entry.is_fault else "skipped",
+            "reason": entry.reason, "detail": shown(entry.detail),
+        }
+        for entry in skipped
+    ]  # fmt: skip
     unreadable = Counter(file["reason"] for file in [*files, *rest] if file["status"] == "unreadable")
     dropped = sum((Counter(file["dropped"]) for file in files), Counter())
-    kept = int(np.count_nonzero(reasons == KEPT))
+    guessed = Counter(name for answer in answers if (name := answer.get("guessed_encoding")))
+    kept = np.flatnonzero(reasons == KEPT)
+    evenly_spaced = kept[:: max(1, len(kept) // KEPT_EXAMPLES)][:KEPT_EXAMPLES]
+
+    def locate(number: int) -> dict[str, Any]:
+        record = records.record(number)
+        return {key: record[key] for key in ("source", "section", "row", "place")}
+
     return {
-        "documents": kept + dropped.total() + unreadable.total(),
-        "kept": kept,
+        "documents": len(kept) + dropped.total() + unreadable.total(),
+        "kept": len(kept),
         "dropped": dict(sorted(dropped.items())),
-        "guessed_encodings": dict(sorted(_guessed(documents).items())),
+        "guessed_encodings": dict(sorted(guessed.items())),
         "unreadable": dict(sorted(unreadable.items())),
         "skipped": dict(sorted(Counter(file["reason"] for file in rest if file["status"] == "skipped").items())),
         "characters": int(records.column("chars")[reasons == KEPT].sum()),
         "by": settings.by,
         "steps": {step: "on" if settings.does(step) else "off" for step in STEPS},
-        "cleaned_blocks": dict(sum((Counter(document.answer.get("cleaned", {})) for document in documents), Counter())),
+        "cleaned_blocks": dict(sum((Counter(answer.get("cleaned", {})) for answer in answers), Counter())),
         "boilerplate": dict(sum((Counter(chunk.answer["taken"]) for chunk in chunks), Counter()).most_common(100)),
-        "near_duplicate_pairs": _pairs(records, duplicates),
+        "near_duplicate_pairs": [
+            {"similarity": round(pair.similarity, 4), "kept": locate(pair.kept), "dropped": locate(pair.dropped)}
+            for pair in duplicates.pairs[:1000]  # all are counted below
+        ],
         "near_duplicate_pairs_in_all": len(duplicates.pairs),
         "examples": {
-            "kept": _kept(records, reasons),
-            "dropped": _dropped(documents, chunks, records=records, duplicates=duplicates),
+            "kept": [format_example(records.record(int(number))) for number in evenly_spaced],
+            "dropped": _find_dropped_examples(documents, chunks, records=records, duplicates=duplicates),
         },
         "files": sorted([*files, *rest], key=lambda file: file["path"].split("/")),
     }
 
 
-def _files(
+def _list_files(
     documents: Sequence[IngestedFile], chunks: Sequence[RecordChunk], *, records: Records, reasons: Any
-) -> list[Any]:
+) -> list[dict[str, Any]]:
     dropped: list[Counter[str]] = [Counter(document.answer.get("dropped", {})) for document in documents]
     for chunk in chunks:
         for place, counts in chunk.answer["dropped"].items():
@@ -66,51 +80,20 @@ def _files(
             dropped[place][REASONS[code]] += count
     is_kept = reasons == KEPT
     kept = np.bincount(owners[is_kept], minlength=len(documents))
-    sums = np.bincount(owners[is_kept], records.column("chars")[is_kept], minlength=len(documents))
-    return [
-        _file(document, dropped[place], kept=int(kept[place]), characters=int(sums[place]))
-        for place, document in enumerate(documents)
-    ]
+    characters = np.bincount(owners[is_kept], records.column("chars")[is_kept], minlength=len(documents))
+    files = []
+    for place, document in enumerate(documents):
+        answer, found = document.answer, document.found
+        details = {key: answer[key] for key in ("reason", "detail", "notes", "sha256") if answer.get(key)}
+        files.append({
+            "path": shown(found.name), "status": answer["status"], **details, "bytes": found.size,
+            "kept": int(kept[place]), "dropped": dict(dropped[place]), "characters": int(characters[place]),
+            "seconds": round(answer["seconds"], 3), "peak_mb": round(answer["peak_bytes"] / 1e6),
+        })  # fmt: skip
+    return files
 
 
-def _guessed(documents: Sequence[IngestedFile]) -> Counter[str]:
-    """Return encoding -> files that were read in it by a guess."""
-    return Counter(name for document in documents if (name := document.answer.get("guessed_encoding")))
-
-
-def _file(document: IngestedFile, dropped: Counter[str], *, kept: int, characters: int) -> dict[str, Any]:
-    answer, found = document.answer, document.found
-    details = {key: answer[key] for key in ("reason", "detail", "notes", "sha256") if answer.get(key)}
-    return {
-        "path": shown(found.name), "status": answer["status"], **details, "bytes": found.size, "kept": kept,
-        "dropped": dict(dropped), "characters": characters, "seconds": round(answer["seconds"], 3),
-        "peak_mb": round(answer["peak_bytes"] / 1e6),
-    }  # fmt: skip
-
-
-def _skipped(entry: WalkEntry) -> dict[str, Any]:
-    status = "unreadable" if entry.is_fault else "skipped"
-    return {"path": shown(entry.name), "status": status, "reason": entry.reason, "detail": shown(entry.detail)}
-
-
-def _pairs(records: Records, duplicates: Duplicates) -> list[dict[str, Any]]:
-    def place(number: int) -> dict[str, Any]:
-        record = records.record(number)
-        return {key: record[key] for key in ("source", "section", "row", "place")}
-
-    return [
-        {"similarity": round(pair.similarity, 4), "kept": place(pair.kept), "dropped": place(pair.dropped)}
-        for pair in duplicates.pairs[:MOST_PAIRS]
-    ]
-
-
-def _kept(records: Records, reasons: Any) -> list[dict[str, Any]]:
-    kept = np.flatnonzero(reasons == KEPT)
-    evenly_spaced = kept[:: max(1, len(kept) // KEPT_EXAMPLES)][:KEPT_EXAMPLES]
-    return [format_example(records.record(int(number))) for number in evenly_spaced]
-
-
-def _dropped(
+def _find_dropped_examples(
     documents: Sequence[IngestedFile], chunks: Sequence[RecordChunk], *, records: Records, duplicates: Duplicates
 ) -> list[Any]:
     """Return a few examples of each reason."""
@@ -127,10 +110,9 @@ def _dropped(
     for number, kept, reason, what in twins:
         detail = f"{what} {records.record(kept)['source']}"
         found.append({"reason": reason, "detail": detail, **format_example(records.record(number))})
-    seen: Counter[str] = Counter()
-    shown_ones = []
+    by_reason: Counter[str] = Counter()
+    few = []
     for example in found:
-        seen[example["reason"]] += 1
-        if seen[example["reason"]] <= EXAMPLES:
-            shown_ones.append(example)
-    return shown_ones
+        by_reason[example["reason"]] += 1
+        few += [example] if by_reason[example["reason"]] <= EXAMPLES else []
+    return few

@@ -18,8 +18,8 @@ from sftplay.data.ingest.duplicates import (
     DuplicatePair,
     Hashes,
     Signature,
-    candidates,
     count_band_rows,
+    find_candidates,
     find_first_equal,
     find_near,
 )
@@ -59,23 +59,13 @@ class Records:
         chunk, place = self._find(number)
         with Path(f"{chunk.stem}.jsonl").open("rb") as stream:
             stream.seek(int(self.column("end")[number - 1]) if place else 0)
-            found: dict[str, Any] = json.loads(stream.readline())
-        return found
-
-    def text(self, number: int) -> str:
-        """Return one record's text."""
-        text: str = self.record(number)["text"]
-        return text
+            return dict(json.loads(stream.readline()))
 
     def bands(self, near: float) -> Iterator[Hashes]:
         """Yield for each band of the signatures the keys of all records: uint64 [records]."""
-        sizes = [chunk.answer["records"] for chunk in self._chunks]
+        sizes = [(chunk.stem, chunk.answer["records"]) for chunk in self._chunks if chunk.answer["records"]]
         for band in range(PERMUTATIONS // count_band_rows(near)):
-            parts = [
-                np.fromfile(f"{chunk.stem}.bands", np.uint64, size, offset=8 * band * size)
-                for chunk, size in zip(self._chunks, sizes, strict=True)
-                if size
-            ]
+            parts = [np.fromfile(f"{stem}.bands", np.uint64, n, offset=8 * band * n) for stem, n in sizes]
             yield np.concatenate(parts) if parts else np.zeros(0, np.uint64)
 
     def _read_signature(self, number: int) -> Signature:
@@ -111,8 +101,9 @@ def compare(records: Records, settings: Settings) -> Duplicates:
         repeats = find_first_equal([records.column("key"), records.column("key2")])
     if not settings.does("near_duplicates"):
         return Duplicates(repeats)
+    candidates = find_candidates(records.bands(settings.near), repeats == np.arange(len(records)))
     found = find_near(
-        candidates(records.bands(settings.near), repeats == np.arange(len(records))),
-        near=settings.near, read_text=records.text, read_signature=records.signature,
+        candidates, near=settings.near, read_text=lambda number: records.record(number)["text"],
+        read_signature=records.signature,
     )  # fmt: skip
     return Duplicates(repeats, list(found))

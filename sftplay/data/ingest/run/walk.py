@@ -21,6 +21,9 @@ from sftplay.errors import ConfigError, DataError
 ERRORS = "errors.txt"
 """In the work folder: the output of libraries, and the tracebacks of children that died."""
 
+SPECIAL_FILES = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+SPECIAL_FILES |= {stat.S_IFBLK: "a device", stat.S_IFCHR: "a device"}
+
 
 class WorkFolder:
     """The folder of intermediate results, and the names in it."""
@@ -29,11 +32,9 @@ class WorkFolder:
         self.folder = out.with_name(f".{out.name}.ingest")
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Hold the folder for this process alone.
-
-        Raises:
-            ConfigError: another process makes the same OUT, or nothing can be written there.
+    def opened(self) -> Iterator[WorkFolder]:
+        """Hold the folder for this process alone, and remove it at the end of a block that raises nothing.
+        Raise ConfigError where another process makes the same OUT, or nothing can be written there.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +42,8 @@ class WorkFolder:
             raise ConfigError(f"cannot be written: {error.strerror}", where=str(self.folder.parent)) from error
         try:
             with locked(self.folder / "lock", waits=False):
-                yield
+                yield self
+                shutil.rmtree(self.folder, ignore_errors=True)
         except BlockingIOError:
             fix = "wait for it, or choose another OUT"
             raise ConfigError("another process makes this file now", where=str(self.folder), fix=fix) from None
@@ -50,13 +52,9 @@ class WorkFolder:
         """Return the stem for the result of a stage; the result depends on these parts."""
         return str(self.folder / hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32])
 
-    def remove(self) -> None:
-        """Remove the folder, after OUT was written."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
 
 def answer_path(stem: str) -> str:
-    """Return the file with the answer of a stage. It is written after all else of the stage."""
+    """Return the file with the answer of a stage, which is written after all else of the stage."""
     return f"{stem}.json"
 
 
@@ -89,17 +87,14 @@ class WalkEntry:
 
 def walk(source: Path, left_out: Collection[Path]) -> list[WalkEntry]:
     """Return everything below a folder, sorted by name, or the one file, without the files in `left_out`.
-
-    Raises:
-        DataError: there is no such folder or file.
+    Raise DataError where there is no such folder or file.
     """
     try:
         mode = source.stat().st_mode
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise DataError(
-            f"cannot be read: {why}", where=str(source), fix="name a folder of documents with IN="
-        ) from None
+        fix = "name a folder of documents with IN="
+        raise DataError(f"cannot be read: {why}", where=str(source), fix=fix) from None
     if not stat.S_ISDIR(mode):
         return [_file(source, source.name, is_named=True)]
     kit_files = {os.path.realpath(path) for path in left_out}
@@ -114,24 +109,25 @@ def shown(name: str) -> str:
 
 def _below(source: Path) -> Iterator[WalkEntry]:
     errors: list[OSError] = []
-    for place, folders, names in os.walk(source, onerror=errors.append):
-        for name in sorted(folders):
-            path = Path(place, name)
-            if name.startswith("."):
-                yield _skipped(path, source, reason="hidden", detail="a hidden folder")
+    for folder, folders, files in os.walk(source, onerror=errors.append):
+        for place in sorted(folders):
+            path = Path(folder, place)
+            name = path.relative_to(source).as_posix()
+            if place.startswith("."):
+                yield WalkEntry(name=name, path=path, reason="hidden", detail="a hidden folder")
             elif path.is_symlink():
-                yield _skipped(path, source, reason="link_to_folder", detail=f"to {path.readlink()}")
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            path = Path(place, name)
-            if name.startswith("."):
-                yield _skipped(path, source, reason="hidden", detail="a hidden file")
+                yield WalkEntry(name=name, path=path, reason="link_to_folder", detail=f"to {path.readlink()}")
+        folders[:] = [place for place in folders if not place.startswith(".")]
+        for path in (Path(folder, file) for file in files):
+            name = path.relative_to(source).as_posix()
+            if path.name.startswith("."):
+                yield WalkEntry(name=name, path=path, reason="hidden", detail="a hidden file")
             else:
-                yield _file(path, _name(path, source))
+                yield _file(path, name)
     for error in errors:
-        path = Path(os.fsdecode(error.filename))
-        name, why = _name(path, source), error.strerror or str(error)
-        yield WalkEntry(name=name, path=path, reason="not_readable", detail=f"a folder: {why}", is_fault=True)
+        path, why = Path(os.fsdecode(error.filename)), f"a folder: {error.strerror or error}"
+        name = path.relative_to(source).as_posix()  # "." for the folder itself
+        yield WalkEntry(name=name, path=path, reason="not_readable", detail=why, is_fault=True)
 
 
 def _file(path: Path, name: str, *, is_named: bool = False) -> WalkEntry:
@@ -142,28 +138,10 @@ def _file(path: Path, name: str, *, is_named: bool = False) -> WalkEntry:
         reason = "link_loop" if is_loop else "broken_link" if path.is_symlink() else "not_readable"
         return WalkEntry(name=name, path=path, reason=reason, detail=error.strerror or str(error), is_fault=True)
     if not stat.S_ISREG(facts.st_mode):
-        return WalkEntry(name=name, path=path, reason="special_file", detail=_kind(facts.st_mode), is_fault=True)
+        detail = SPECIAL_FILES.get(stat.S_IFMT(facts.st_mode), "neither a file nor a folder")
+        return WalkEntry(name=name, path=path, reason="special_file", detail=detail, is_fault=True)
     suffix = path.suffix.lower()
     if not is_named and suffix not in SUFFIXES and not path.name.lower().endswith(ROWS):
         detail = f"no document by its name, which ends in {suffix!r}" if suffix else "a name without an ending"
         return WalkEntry(name=name, path=path, reason="other_kind", detail=detail)
     return WalkEntry(name=name, path=path, size=facts.st_size, mtime_ns=facts.st_mtime_ns)
-
-
-def _skipped(path: Path, source: Path, *, reason: str, detail: str) -> WalkEntry:
-    return WalkEntry(name=_name(path, source), path=path, reason=reason, detail=detail)
-
-
-def _name(path: Path, source: Path) -> str:
-    """Return a path below the folder as text, whatever bytes it holds."""
-    return path.relative_to(source).as_posix() if path != source else "."
-
-
-def _kind(mode: int) -> str:
-    kinds = {
-        stat.S_IFIFO: "a named pipe",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFBLK: "a device",
-        stat.S_IFCHR: "a device",
-    }
-    return kinds.get(stat.S_IFMT(mode), "neither a file nor a folder")

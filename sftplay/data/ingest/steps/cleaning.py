@@ -7,12 +7,10 @@ import re
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from importlib.util import find_spec
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from sftplay.data.ingest.extract.document import Block
-from sftplay.errors import MachineError
 
 TextBlock = tuple[str, str, int, int | None]
 """Text, kind, level of a heading, page."""
@@ -24,13 +22,11 @@ LEAST_DOCUMENTS, SHARE = 5, 0.5
 MOST_LINES = 2_000
 """Lines recorded at each end of one document."""
 
-SAMPLE = 256
-"""Documents that are searched for candidates. A line of half of all documents is not missed there."""
-
 
 def line_keys(blocks: Iterable[TextBlock]) -> set[int]:
     """Return the distinct lines of a document that could be boilerplate, as 63-bit hashes."""
-    keys = [hash_line(line) for line in _lines(blocks)]
+    texts = [text for text, kind, _, _ in blocks if kind in ("paragraph", "list")]
+    keys = [hash_line(line) for text in texts for line in text.split("\n") if _is_candidate(line)]
     return {*keys[:MOST_LINES], *keys[-MOST_LINES:]}
 
 
@@ -40,7 +36,6 @@ def hash_line(line: str) -> int:
 
 
 def write_keys(path: Path, keys: Iterable[int]) -> None:
-    """Write the keys of a document's lines to a file."""
     path.write_bytes(array("q", sorted(keys)).tobytes())
 
 
@@ -49,7 +44,7 @@ def repeated(documents: Sequence[Path]) -> list[int]:
     least = max(LEAST_DOCUMENTS, SHARE * len(documents))
     if len(documents) < least:
         return []
-    sample = documents[:: max(1, len(documents) // SAMPLE)]
+    sample = documents[:: max(1, len(documents) // 256)]  # a line of half of all documents is not missed in 256 of them
     found = Counter(key for path in sample for key in _read_keys(path))
     candidates = {key for key, count in found.items() if count >= 0.7 * least * len(sample) / len(documents)}
     counts = Counter(key for path in documents for key in _read_keys(path) if key in candidates)
@@ -70,19 +65,13 @@ def without_lines(blocks: Sequence[TextBlock], keys: set[int], *, taken: Counter
     for text, kind, level, page in blocks:
         if kind in ("paragraph", "list"):
             lines = text.split("\n")
-            stays = [line for line in lines if not (_is_candidate(line) and hash_line(line) in keys)]
-            if len(stays) < len(lines):
-                taken.update(line.strip() for line in lines if _is_candidate(line) and hash_line(line) in keys)
-                text = "\n".join(stays).strip("\n")
+            removed = {line for line in lines if _is_candidate(line) and hash_line(line) in keys}
+            if removed:
+                taken.update(line.strip() for line in lines if line in removed)
+                text = "\n".join(line for line in lines if line not in removed).strip("\n")
         if text:
             kept.append((text, kind, level, page))
     return kept
-
-
-def _lines(blocks: Iterable[TextBlock]) -> Iterator[str]:
-    for text, kind, _, _ in blocks:
-        if kind in ("paragraph", "list"):
-            yield from filter(_is_candidate, text.split("\n"))
 
 
 def _is_candidate(line: str) -> bool:
@@ -104,26 +93,17 @@ SPACES = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]")
 EMPTY_LINES = re.compile(r"\n{3,}")
 
 
-def check_installed(steps: Collection[str]) -> None:
-    """Raise MachineError where a step's library is missing."""
-    if "encoding" in steps and find_spec("ftfy") is None:
-        fix = "make install EXTRAS=ingest, or leave that step out with --without=encoding"
-        raise MachineError("the step `encoding` needs ftfy, which is not installed", where="ingest", fix=fix)
-
-
 class TextCleaner:
     """Cleans blocks; counts the blocks that each step changed."""
 
     def __init__(self, steps: Collection[str]) -> None:
-        self._steps = [getattr(self, f"_{step}") for step in steps]
-        self._names = list(steps)
+        self._steps = {step: getattr(self, f"_{step}") for step in steps}
         self.changed: Counter[str] = Counter()
         """Step -> blocks."""
 
     def clean(self, block: Block) -> str:
-        """Return the block's text after all steps."""
         text = block.text
-        for name, step in zip(self._names, self._steps, strict=True):
+        for name, step in self._steps.items():
             new = step(text, block.kind)
             if new != text:
                 self.changed[name] += 1
@@ -155,10 +135,7 @@ class TextCleaner:
         if kind in ("code", "table"):
             return "\n".join(map(str.rstrip, text.split("\n"))).strip("\n")
         if "  " in text or "\t" in text or " \n" in text or text.endswith(" "):
-            text = "\n".join(map(_even, text.split("\n")))
+            lines = text.split("\n")
+            indents = [line[: len(line) - len(line.lstrip())] for line in lines]
+            text = "\n".join(indent + " ".join(line.split()) for indent, line in zip(indents, lines, strict=True))
         return (EMPTY_LINES.sub("\n\n", text) if "\n\n\n" in text else text).strip("\n")
-
-
-def _even(line: str) -> str:
-    """Return the line with one space between words, none at its end, and its indentation."""
-    return line[: len(line) - len(line.lstrip())] + " ".join(line.split())

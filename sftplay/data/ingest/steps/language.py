@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
-
-from sftplay.errors import MachineError
 
 SAMPLE_CHARS = 1000
 """Characters of each of the three samples."""
@@ -15,22 +12,12 @@ SURE = 0.7
 """Less sure guesses are ignored: headings, names and code are guessed at random, below 0.5."""
 
 
-def check_installed() -> None:
-    """Raise MachineError where the library is missing."""
-    if find_spec("py3langid") is None:
-        fix = "make install EXTRAS=ingest, or leave out --language"
-        raise MachineError("--language needs py3langid, which is not installed", where="ingest", fix=fix)
-
-
 def detect_language(text: str) -> tuple[str, float]:
     """Return the ISO 639-1 code of the text's language, and the confidence, 0 to 1."""
-    middle = len(text) // 2
-    sample = (
-        text
-        if len(text) <= 3 * SAMPLE_CHARS
-        else f"{text[:SAMPLE_CHARS]} {text[middle : middle + SAMPLE_CHARS]} {text[-SAMPLE_CHARS:]}"
-    )
-    code, share = identifier().classify(sample.lower())  # the model knows few words in capitals
+    if len(text) > 3 * SAMPLE_CHARS:
+        middle = len(text) // 2
+        text = f"{text[:SAMPLE_CHARS]} {text[middle : middle + SAMPLE_CHARS]} {text[-SAMPLE_CHARS:]}"
+    code, share = identifier().classify(text.lower())  # the model knows few words in capitals
     return str(code), float(share)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from sftplay.data.ingest.extract.document import Block, heading
@@ -64,9 +65,6 @@ def math_text(element: Any) -> str:
 MOST_COLUMNS, MOST_ROWS_SPANNED, MOST_CELLS = 200, 1_000, 200_000
 """A document may claim any span; these bound its cost."""
 
-LONGEST_REPEATED = 80
-"""Characters of a cell over several rows that is repeated in each of them, so that every row can be read alone."""
-
 HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 
 
@@ -82,45 +80,22 @@ def as_markdown(rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + " --- |" * len(used), *lines[1:]])
 
 
-def list_rows(table: Any) -> list[Any]:
-    """Return the rows of a table without those of tables in its cells."""
-    rows = []
-    for child in table:
-        if child.tag == "tr":
-            rows.append(child)
-        elif child.tag in ("thead", "tbody", "tfoot"):
-            rows += [row for row in child if row.tag == "tr"]
-    return rows
-
-
-def list_cells(row: Any) -> list[Any]:
-    """Return the cells of one row."""
-    return [cell for cell in row if cell.tag in ("td", "th")]
-
-
-def is_layout(table: Any) -> bool:
-    """Whether a table only places things on a page: it has one column, is marked so, or holds headings."""
-    widths = [sum(_span(cell, "colspan", most=MOST_COLUMNS) for cell in list_cells(row)) for row in list_rows(table)]
-    if max(widths, default=0) <= 1 or table.get("role") in ("presentation", "none"):
-        return True
-    return any(element.tag in HEADINGS for element in table.iter())
-
-
-def build_grid(table: Any, read_cell: Callable[[Any], str]) -> list[list[str]]:
-    """Return the table's texts by row and column; a merged cell fills all its places."""
+def _build_grid(cells_by_row: list[list[Any]]) -> list[list[str]]:
+    """Return a table's texts by row and column; a merged cell fills all its places."""
     grid: list[list[str]] = []
     hanging: dict[int, tuple[int, str]] = {}  # column -> rows still to fill, text
     n_cells = 0
-    for row in list_rows(table):
+    for cells in cells_by_row:
         line: list[str] = []
-        for cell in list_cells(row):
+        for cell in cells:
             _fill(line, hanging)
-            text = read_cell(cell)
+            text = _cell_text(cell)
             rows, columns = _span(cell, "rowspan", most=MOST_ROWS_SPANNED), _span(cell, "colspan", most=MOST_COLUMNS)
             for place in range(columns):
                 shown = "" if place else text
                 if rows > 1:
-                    hanging[len(line)] = (rows - 1, shown if len(shown) <= LONGEST_REPEATED else "")
+                    # A short cell is repeated, so that every row can be read alone.
+                    hanging[len(line)] = (rows - 1, shown if len(shown) <= 80 else "")
                 line.append(shown)
             if len(line) > MOST_COLUMNS:
                 break
@@ -157,7 +132,6 @@ LANGUAGE = re.compile(
     r"(?:language-|lang-|brush: ?|highlight-source-|highlight-)([a-z0-9+#-]+)"
     r"|\bcode ([a-z0-9+#-]+) (?:literal-block|doctest)"
 )
-NO_LANGUAGE = ("default", "text", "none", "plaintext", "notranslate")
 CODE_SIGNS = re.compile(r"[{}=<>$#\\|@]|\(\)|\w[_/]\w")
 PARAGRAPHS = re.compile(rf"(?:{BREAK}[ \t\r\n\f]*){{2,}}")
 
@@ -170,11 +144,10 @@ def find_blocks(element: Any) -> list[Block]:
 
 
 def _walk(element: Any, out: list[Block]) -> None:
-    """Add the blocks of an element's content."""
     pending = element.text or ""
     for child in element:
         if isinstance(child.tag, str) and child.tag not in DROPPED:
-            if child.tag in BLOCKS or _holds_blocks(child):
+            if not BLOCKS.isdisjoint(inner.tag for inner in child.iter()):
                 _add_paragraphs(pending, out)
                 pending = ""
                 _add(child, out)
@@ -185,7 +158,6 @@ def _walk(element: Any, out: list[Block]) -> None:
 
 
 def _add(element: Any, out: list[Block]) -> None:
-    """Add the blocks of one block element."""
     tag = element.tag
     if tag in HEADINGS:
         text = " ".join(tidy(inline_text(element)).split())
@@ -203,9 +175,7 @@ def _add(element: Any, out: list[Block]) -> None:
         _add_definitions(element, out)
     elif tag == "blockquote":
         inner = find_blocks(element)
-        out += [
-            Block(_prefix(block.text, "> ", others="> "), "paragraph") if not block.level else block for block in inner
-        ]
+        out += [block if block.level else Block(_prefix(block.text, "> ", others="> ")) for block in inner]
     else:
         _walk(element, out)
 
@@ -214,10 +184,6 @@ def _add_paragraphs(text: str, out: list[Block]) -> None:
     """Add running text; two line breaks in a row are the end of a paragraph."""
     if text.strip():
         out += [Block(part) for paragraph in PARAGRAPHS.split(text) if (part := tidy(paragraph))]
-
-
-def _holds_blocks(element: Any) -> bool:
-    return any(isinstance(inner.tag, str) and inner.tag in BLOCKS for inner in element.iterdescendants())
 
 
 def _list_text(element: Any) -> str:
@@ -230,20 +196,14 @@ def _list_text(element: Any) -> str:
             inner = _list_text(item)
             lines += [_prefix(inner, "  ", others="  ")] if inner else []
         elif isinstance(item.tag, str) and item.tag not in DROPPED:
-            inner = _joined(find_blocks(item))
+            # A list follows its paragraph directly, all else after an empty line.
+            blocks = find_blocks(item)
+            inner = "".join(("\n" if block.kind == "list" else "\n\n") + block.text for block in blocks).lstrip("\n")
             if inner:
                 marker = f"{number}. " if element.tag == "ol" else "- "
                 lines.append(_prefix(inner, marker, others=" " * len(marker)))
                 number += 1
     return "\n".join(lines)
-
-
-def _joined(blocks: list[Block]) -> str:
-    """Join the blocks of a list's item: a list follows its paragraph directly, all else after an empty line."""
-    text = ""
-    for block in blocks:
-        text += ("" if not text else "\n" if block.kind == "list" else "\n\n") + block.text
-    return text
 
 
 def _prefix(text: str, first: str, *, others: str) -> str:
@@ -275,13 +235,17 @@ def _add_table(element: Any, out: list[Block]) -> None:
     for caption in element.iter("caption"):
         if next(caption.iterancestors("table")) is element:
             _walk(caption, out)
-    if is_layout(element):
-        for row in list_rows(element):
-            for cell in list_cells(row):
-                _walk(cell, out)
-        return
-    text = as_markdown(build_grid(element, _cell_text))
-    if text:
+    rows = []  # without those of tables in the cells
+    for child in element:
+        if child.tag in ("tr", "thead", "tbody", "tfoot"):
+            rows += [child] if child.tag == "tr" else [row for row in child if row.tag == "tr"]
+    cells_by_row = [[cell for cell in row if cell.tag in ("td", "th")] for row in rows]
+    widths = [sum(_span(cell, "colspan", most=MOST_COLUMNS) for cell in cells) for cells in cells_by_row]
+    is_layout = max(widths, default=0) <= 1 or element.get("role") in ("presentation", "none")
+    if is_layout or any(inner.tag in HEADINGS for inner in element.iter()):
+        for cell in chain.from_iterable(cells_by_row):
+            _walk(cell, out)
+    elif text := as_markdown(_build_grid(cells_by_row)):
         out.append(Block(text, "table"))
 
 
@@ -305,22 +269,19 @@ def _cell_text(cell: Any) -> str:
 def _add_pre(element: Any, out: list[Block]) -> None:
     """Add preformatted text: code in a fence, verse and letters line by line."""
     text = inline_text(element).replace(BREAK, "\n") if element.find("br") is not None else "".join(element.itertext())
-    lines = [line.rstrip() for line in text.expandtabs(4).replace("\r", "").strip("\n").split("\n")]
-    text = "\n".join(lines)
+    lines = text.expandtabs(4).replace("\r", "").strip("\n").split("\n")
+    text = "\n".join(line.rstrip() for line in lines)
     if not text.strip():
         return
     classes = " ".join([element.get("class") or "", *(e.get("class") or "" for e in element.iter("code"))])
     above = " ".join(ancestor.get("class") or "" for ancestor in list(element.iterancestors())[:2])
     is_code = element.find(".//code") is not None or bool(classes.strip()) or CODE_SIGNS.search(text) is not None
     if not is_code:
-        out += [
-            Block(part.strip("\n") if "\n" in part.strip("\n") else part.strip())
-            for part in re.split(r"\n(?:[ \t]*\n)+", text)
-            if part.strip()
-        ]
+        parts = [part.strip("\n") for part in re.split(r"\n(?:[ \t]*\n)+", text) if part.strip()]
+        out += [Block(part if "\n" in part else part.strip()) for part in parts]
         return
     named = LANGUAGE.search(classes) or LANGUAGE.search(above)
-    language = (named[1] or named[2]) if named else ""
-    language = "" if language in NO_LANGUAGE else language
+    language = named[1] or named[2] if named else ""
+    language = "" if language in ("default", "text", "none", "plaintext", "notranslate") else language
     fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
     out.append(Block(f"{fence}{language}\n{text}\n{fence}", "code"))

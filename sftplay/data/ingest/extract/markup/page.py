@@ -9,7 +9,7 @@ from email.message import EmailMessage
 from pathlib import Path
 from typing import Any
 
-from sftplay.data.ingest.extract.document import Block, BlockKind, Extracted, Unreadable, heading
+from sftplay.data.ingest.extract.document import Block, BlockKind, Extracted, Unreadable, find_heading, heading
 from sftplay.data.ingest.extract.markup.blocks import HEADINGS, find_blocks, inline_text, tidy
 from sftplay.data.ingest.extract.text import cut_blocks, guess_encoding, read_characters, split_plain
 from sftplay.data.read.encodings import MARKS
@@ -37,17 +37,7 @@ NAVIGATION = frozenset(NAVIGATION_WORDS.split())
 
 NAVIGATION_ROLES = ("navigation", "banner", "contentinfo", "search", "menu", "menubar", "toolbar", "dialog", "doc-toc")
 NAVIGATION_TAGS = (
-    "nav",
-    "footer",
-    "form",
-    "dialog",
-    "script",
-    "style",
-    "noscript",
-    "template",
-    "svg",
-    "button",
-    "select",
+    *("nav", "footer", "form", "dialog", "script", "style", "noscript", "template", "svg", "button", "select"),
 )
 HIDDEN = re.compile(r"(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.I)
 CONTENT_MARKS = ("main", "role=main", "id=mw-content-text", "itemprop=articleBody", "article")
@@ -62,24 +52,17 @@ CONTENTS = re.compile(r"(?:table of )?contents|on this page|in this article", re
 
 
 def read_page(path: Path, encoding: str) -> Extracted:
-    """An HTML file's title and blocks."""
-    if path.stat().st_size > MOST_PAGE_BYTES:
-        raise Unreadable(
-            "too_large", f"{path.stat().st_size >> 20} MiB; pages of up to {MOST_PAGE_BYTES >> 20} MiB are read"
-        )
-    data = path.read_bytes()
-    text, notes, guessed = decode(data, encoding)
+    size = path.stat().st_size
+    if size > MOST_PAGE_BYTES:
+        raise Unreadable("too_large", f"{size >> 20} MiB; pages of up to {MOST_PAGE_BYTES >> 20} MiB are read")
+    text, notes, guessed = _decode(path.read_bytes(), encoding)
     title, blocks = parse_page(text)
     return Extracted(title or path.stem, tuple(blocks), notes, guessed)
 
 
-def decode(data: bytes, encoding: str = "auto") -> tuple[str, tuple[str, ...], str]:
-    """Decode a page by its byte order mark, the encoding of the caller or of the page itself, else as UTF-8.
-
-    Return the text, notes, and the encoding that was guessed where none of these is right.
-
-    Raises:
-        Unreadable: it is not in the encoding that the caller names, or no text.
+def _decode(data: bytes, encoding: str) -> tuple[str, tuple[str, ...], str]:
+    """Return a page as text, by its byte order mark, the encoding of the caller or of the page itself, else as UTF-8;
+    notes; and the encoding that was guessed where none of these is right.
     """
     marked = next((name for mark, name in MARKS if data.startswith(mark)), "")
     found = DECLARED.search(data[:4096])
@@ -102,9 +85,7 @@ def decode(data: bytes, encoding: str = "auto") -> tuple[str, tuple[str, ...], s
 
 def parse_page(text: str, is_whole: bool = False) -> tuple[str, list[Block]]:
     """Return the title and blocks of a page; with `is_whole` nothing is treated as navigation.
-
-    Raises:
-        Unreadable: it cannot be parsed, or it is nested too deeply.
+    Raise Unreadable where it cannot be parsed, or is nested too deeply.
     """
     from lxml import etree, html
 
@@ -120,9 +101,15 @@ def parse_page(text: str, is_whole: bool = False) -> tuple[str, list[Block]]:
     named = tidy(root.findtext("head/title") or "")
     first = body.find(".//h1")
     headline = " ".join(tidy(inline_text(first)).split()) if first is not None else ""
-    if not is_whole:
-        drop_navigation(body)
-    content = body if is_whole else find_content(body)
+    content = body
+    if not is_whole:  # the text that follows a removed element stays
+        for element in list(body.iterdescendants()):
+            if isinstance(element.tag, str) and _is_navigation(element):
+                element.drop_tree()
+        for element in list(body.iterdescendants("table", "ul", "ol")):
+            if _is_contents(element):
+                element.drop_tree()
+        content = _find_content(body)
     blocks = without_empty_contents(cut_blocks(find_blocks(content)))
     levels = [block.level for block in blocks if block.level]
     if headline and content is not body and 1 not in levels:
@@ -130,18 +117,8 @@ def parse_page(text: str, is_whole: bool = False) -> tuple[str, list[Block]]:
     return (headline if levels.count(1) <= 1 and headline else named) or headline, blocks
 
 
-def drop_navigation(body: Any) -> None:
-    """Remove what the page marks as navigation; keep the text that follows it."""
-    for element in list(body.iter()):
-        if element is not body and isinstance(element.tag, str) and is_navigation(element):
-            element.drop_tree()
-    for element in list(body.iter("table", "ul", "ol")):
-        if element is not body and is_contents(element):
-            element.drop_tree()
-
-
-def is_navigation(element: Any) -> bool:
-    """Whether an element is marked as navigation."""
+def _is_navigation(element: Any) -> bool:
+    """Whether the page marks an element as navigation."""
     tag = element.tag
     if tag in NAVIGATION_TAGS or element.get("role") in NAVIGATION_ROLES or element.get("hidden") is not None:
         return True
@@ -149,42 +126,36 @@ def is_navigation(element: Any) -> bool:
         return True
     words = (element.get("class") or "").lower().split()
     if tag in ("header", "aside") and element.find(".//h1") is None:
-        return not any(
-            outer.tag in ("main", "article") or outer.get("role") == "main" for outer in element.iterancestors()
-        )
+        outer = [ancestor for ancestor in element.iterancestors() if ancestor.get("role") == "main"]
+        return not outer and next(element.iterancestors("main", "article"), None) is None
     if tag == "sup":
         return "reference" in words  # a wiki's note; the same word stands at every link that Sphinx makes
     is_place = tag in ("div", "ul", "ol") and "section" not in words  # a section's id is its heading's text
-    words += [(element.get("id") or "").lower()] if is_place and not _begins_with_heading(element) else []
+    begins_with_heading = len(element) > 0 and element[0].tag in HEADINGS
+    words += [(element.get("id") or "").lower()] if is_place and not begins_with_heading else []
     return not NAVIGATION.isdisjoint(words) and tag not in ("html", "body", "main", "article", "h1", "h2", "math")
 
 
-def _begins_with_heading(element: Any) -> bool:
-    return len(element) > 0 and element[0].tag in HEADINGS
-
-
-def is_contents(element: Any) -> bool:
+def _is_contents(element: Any) -> bool:
     """Whether a table or list is a table of contents: nearly all of it links into the same page."""
-    entries = [" ".join(entry.text_content().split()) for entry in element.iter("tr", "li", "p", "dt")]
-    entries = [entry for entry in entries if entry]
+    n_entries = sum(bool(entry.text_content().strip()) for entry in element.iter("tr", "li", "p", "dt"))
     links = [link for link in element.iter("a") if (link.get("href") or "").startswith("#")]
     n_links = sum(len(link.text_content().strip()) >= 3 for link in links)  # a note's way back is one sign
-    if n_links < LEAST_LINKS or n_links < LINKED_SHARE * len(entries):
+    if n_links < LEAST_LINKS or n_links < LINKED_SHARE * n_entries:
         return False
     return len(" ".join(element.text_content().split())) <= LONGEST_ENTRY * n_links
 
 
 def without_empty_contents(blocks: list[Block]) -> list[Block]:
     """Return the blocks without the headings of removed tables of contents."""
-    after = [*blocks[1:], Block("", "heading")]
-    return [
-        block
-        for block, then in zip(blocks, after)
-        if not (block.kind == then.kind == "heading" and CONTENTS.fullmatch(block.text.lstrip("# ")))
-    ]
+    kept = []
+    for block, after in zip(blocks, [*blocks[1:], Block("", "heading")]):
+        if not (block.kind == after.kind == "heading" and CONTENTS.fullmatch(block.text.lstrip("# "))):
+            kept.append(block)
+    return kept
 
 
-def find_content(body: Any) -> Any:
+def _find_content(body: Any) -> Any:
     """Return the element that the page marks as its content if it is a fair part of the page, else all."""
     whole = max(len(body.text_content()), 1)
     for mark in CONTENT_MARKS:
@@ -201,7 +172,6 @@ MOST_MAIL_BYTES = 64 << 20
 
 
 def read_mail(path: Path, encoding: str) -> Extracted:
-    """A mail's subject and blocks."""
     size = path.stat().st_size
     if size > MOST_MAIL_BYTES:
         raise Unreadable("too_large", f"{size >> 20} MiB; mails of up to {MOST_MAIL_BYTES >> 20} MiB are read")
@@ -211,18 +181,17 @@ def read_mail(path: Path, encoding: str) -> Extracted:
     if mail.get_content_type() == "multipart/encrypted":
         raise Unreadable("encrypted", "the mail is encrypted (PGP)")
     subject = " ".join(str(mail.get("subject", "")).split())
-    body = mail.get_body(preferencelist=("plain", "html"))
-    blocks = _blocks(body) if isinstance(body, EmailMessage) else []
-    if not blocks and isinstance(other := mail.get_body(preferencelist=("html",)), EmailMessage):
-        blocks = _blocks(other)
+    blocks: list[Block] = []
+    for kinds in (("plain", "html"), ("html",)):
+        body = mail.get_body(preferencelist=kinds) if not blocks else None
+        blocks = _read_part(body) if isinstance(body, EmailMessage) else blocks
     n_attachments = sum(part.is_attachment() for part in mail.walk() if isinstance(part, EmailMessage))
     notes = (f"attachments that are not read: {n_attachments}",) if n_attachments else ()
     head = [heading(subject, 1)] if subject and blocks else []
     return Extracted(subject or path.stem, (*head, *blocks), notes)
 
 
-def _blocks(part: EmailMessage) -> list[Block]:
-    """The blocks of one text of a mail."""
+def _read_part(part: EmailMessage) -> list[Block]:
     data = part.get_payload(decode=True) or b""
     charset = part.get_content_charset() or "utf-8"
     try:
@@ -255,21 +224,15 @@ COMMENT = re.compile(r"<!--.*?-->", re.S)
 
 
 def read_markdown(path: Path, encoding: str) -> Extracted:
-    """A Markdown file's blocks."""
+    """Return a title and the outermost blocks of the text, each with its lines unchanged."""
+    from markdown_it import MarkdownIt
+
     text, guessed = read_characters(path, encoding, most=MOST_MARKDOWN_BYTES)
     front = FRONT_MATTER.match(text)
     named = FRONT_TITLE.search(front[1]) if front else None
-    blocks = split_markdown(text[front.end() :] if front else text)
-    title = named[1] if named else next((block.text.lstrip("# ") for block in blocks if block.kind == "heading"), "")
-    return Extracted(title or path.stem, tuple(blocks), guessed_encoding=guessed)
-
-
-def split_markdown(text: str) -> list[Block]:
-    """Return the outermost blocks of the text, each with its lines unchanged."""
-    from markdown_it import MarkdownIt
-
+    text = text[front.end() :] if front else text
     lines = text.split("\n")
-    blocks = []
+    blocks: list[Block] = []
     tokens = MarkdownIt("commonmark").enable("table").disable("inline").parse(text)
     for place, token in enumerate(tokens):
         if token.level or token.map is None or token.nesting < 0 or token.type == "hr":
@@ -283,4 +246,5 @@ def split_markdown(text: str) -> list[Block]:
             kind = MARKDOWN_KINDS.get(token.type, "paragraph")
             body = body if kind == "code" else PICTURE.sub("", body).strip()
             blocks += [Block(body, kind)] if body else []
-    return blocks
+    title = named[1] if named else find_heading(blocks)
+    return Extracted(title or path.stem, tuple(blocks), guessed_encoding=guessed)

@@ -10,29 +10,20 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sftplay.data.ingest.extract.document import Extracted, Unreadable, heading, need
+from sftplay.data.ingest.extract.document import Extracted, Unreadable, find_heading, heading, need
 from sftplay.data.ingest.extract.markup.page import parse_page
 from sftplay.data.ingest.extract.text import read_characters
 
 LONGEST_LINE = 100_000
 """Characters; docutils gets slow on longer lines, because its rules look far ahead."""
 
-SETTINGS = {
-    "file_insertion_enabled": False,
-    "raw_enabled": False,
-    "_disable_config": True,
-    "report_level": 5,
-    "halt_level": 6,
-    "syntax_highlight": "none",
-    "math_output": "LaTeX",
-    "embed_stylesheet": False,
-    "stylesheet_path": None,
-    "docinfo_xform": False,
-    "smart_quotes": False,
-    "footnote_backlinks": False,
-    "toc_backlinks": False,
-    "line_length_limit": LONGEST_LINE,
-}
+SWITCHED_OFF = (
+    *("file_insertion_enabled", "raw_enabled", "embed_stylesheet", "docinfo_xform", "smart_quotes"),
+    *("footnote_backlinks", "toc_backlinks"),
+)
+SETTINGS: dict[str, Any] = dict.fromkeys(SWITCHED_OFF, False)
+SETTINGS |= {"_disable_config": True, "report_level": 5, "halt_level": 6, "line_length_limit": LONGEST_LINE}
+SETTINGS |= {"syntax_highlight": "none", "math_output": "LaTeX", "stylesheet_path": None}
 """https://docutils.sourceforge.io/docs/user/config.html"""
 
 HEADER = re.compile(r"\A\s*(?:[A-Z][\w-]*:.*\n(?:[ \t]+.*\n)*){2,}\s*\n")
@@ -41,17 +32,7 @@ HEADER = re.compile(r"\A\s*(?:[A-Z][\w-]*:.*\n(?:[ \t]+.*\n)*){2,}\s*\n")
 HEADER_TITLE = re.compile(r"^Title:[ \t]*(\S.*)$", re.M)
 ROLE = re.compile(r":((?:[a-z]+:)?[a-z]+):`~?!?([^`<]+?)(?:\s*<[^`>]*>)?`")
 DOCUTILS_ROLES = (
-    "math",
-    "sub",
-    "sup",
-    "subscript",
-    "superscript",
-    "code",
-    "literal",
-    "emphasis",
-    "strong",
-    "pep",
-    "rfc",
+    *("math", "sub", "sup", "subscript", "superscript", "code", "literal", "emphasis", "strong", "pep", "rfc"),
 )
 PLAIN_ROLES = ("ref", "doc", "term", "abbr", "numref", "guilabel", "menuselection", "dfn", "title", "any")
 """Roles that mark words; all others mark code."""
@@ -64,21 +45,13 @@ KEPT_DIRECTIVES = (
 )
 SKIPPED_DIRECTIVES = (
     *("toctree", "index", "currentmodule", "py:currentmodule", "highlight", "automodule", "autoclass", "autofunction"),
-    *(
-        "canonical-doc",
-        "canonical-pypa-spec",
-        "canonical-typing-spec",
-        "autosummary",
-        "plot",
-        "program",
-        "tabularcolumns",
-    ),
+    *("canonical-doc", "canonical-pypa-spec", "canonical-typing-spec", "autosummary", "plot", "program"),
+    "tabularcolumns",
 )
 """Directives of Sphinx by whether a reader sees their content."""
 
 
 def read_restructured(path: Path, encoding: str) -> Extracted:
-    """An rst file's title and blocks."""
     need("docutils", kind="reStructuredText")
     from docutils.core import publish_parts
     from docutils.utils import SystemMessage
@@ -89,7 +62,14 @@ def read_restructured(path: Path, encoding: str) -> Extracted:
         raise Unreadable("too_large", f"a line of {longest:,} characters; {LONGEST_LINE:,} are read")
     header = HEADER.match(text)
     named = HEADER_TITLE.search(header[0]) if header else None
-    text = ROLE.sub(_role_text, text[header.end() :] if header and named else text)
+
+    def replace_role(found: re.Match[str]) -> str:  # one that docutils does not know
+        role, words = found[1].rpartition(":")[2], " ".join(found[2].split())
+        if role in DOCUTILS_ROLES:
+            return found[0]
+        return words if role in PLAIN_ROLES else f"``{words}``"
+
+    text = ROLE.sub(replace_role, text[header.end() :] if header and named else text)
     _register_directives()
     settings = SETTINGS | {"warning_stream": io.StringIO(), "doctitle_xform": named is None}
     settings["initial_header_level"] = 2 if named else 1
@@ -101,16 +81,8 @@ def read_restructured(path: Path, encoding: str) -> Extracted:
     if named:
         title = named[1].strip()
         blocks.insert(0, heading(title, 1))
-    title = title or next((block.text.lstrip("# ") for block in blocks if block.level), path.stem)
+    title = title or find_heading(blocks) or path.stem
     return Extracted(title, tuple(blocks), guessed_encoding=guessed)
-
-
-def _role_text(found: re.Match[str]) -> str:
-    """Return the text for a role that docutils does not know."""
-    role, text = found[1].rpartition(":")[2], " ".join(found[2].split())
-    if role in DOCUTILS_ROLES:
-        return found[0]
-    return text if role in PLAIN_ROLES else f"``{text}``"
 
 
 def _register_directives() -> None:

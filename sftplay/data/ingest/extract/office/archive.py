@@ -20,9 +20,6 @@ MOST_READ_BYTES = 128 << 20
 
 MOST_ENTRIES = 50_000
 
-BOMB_RATIO = 100
-"""A too large part counts as a bomb above this ratio to its packed size. XML of real documents has 10 to 30."""
-
 WORD = b"http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 STRICT_WORD = b"http://purl.oclc.org/ooxml/wordprocessingml/main"
 """The same vocabulary in documents saved as Strict Open XML; ISO/IEC 29500-1."""
@@ -37,11 +34,7 @@ class Archive:
     """A zip archive from which parts are read by name."""
 
     def __init__(self, path: Path) -> None:
-        """Read the directory.
-
-        Raises:
-            Unreadable: it is no zip archive, damaged or locked by a password, or has too many entries.
-        """
+        """Read the directory. Raise Unreadable where it is damaged, locked by a password, or has too many entries."""
         try:
             self._zip = zipfile.ZipFile(path)
         except (*DAMAGES, ValueError) as error:
@@ -61,21 +54,13 @@ class Archive:
         self._zip.close()
 
     def check_all(self) -> None:
-        """Refuse an archive by the sum of its sizes, for libraries that unpack parts themselves.
-
-        Raises:
-            Unreadable: unpacked it exceeds the limit.
-        """
+        """Raise Unreadable by the sum of all sizes, for libraries that unpack parts themselves."""
         total = sum(entry.file_size for entry in self.names.values())
         if total > MOST_READ_BYTES:
             raise Unreadable("unsafe", f"unpacked it takes {total >> 20} MiB; {MOST_READ_BYTES >> 20} MiB are read")
 
     def read(self, name: str) -> bytes:
-        """Return one part's bytes; empty where it is missing.
-
-        Raises:
-            Unreadable: it is too large, or damaged.
-        """
+        """Return one part's bytes; empty where it is missing. Raise Unreadable where it is too large, or damaged."""
         entry = self.names.get(name.lstrip("/"))
         if entry is None:
             return b""
@@ -83,7 +68,8 @@ class Archive:
         if size > min(MOST_PART_BYTES, self._left):
             packed = max(entry.compress_size, 1)
             what = f"{name} takes {size >> 20} MiB unpacked, {size // packed} times its packed size"
-            reason: Reason = "unsafe" if size > BOMB_RATIO * packed else "too_large"
+            # XML of real documents is packed to a 10th or 30th.
+            reason: Reason = "unsafe" if size > 100 * packed else "too_large"
             raise Unreadable(reason, f"{what}; {MOST_PART_BYTES >> 20} MiB are read")
         self._left -= size
         try:
@@ -99,9 +85,7 @@ class Archive:
 
 def parse_xml(data: bytes, name: str) -> Any:
     """Parse XML without entities, without a network and with libxml2's bounds on depth and length.
-
-    Raises:
-        Unreadable: it is damaged, nested too deeply, or declares entities.
+    Raise Unreadable where it is damaged, nested too deeply, or declares entities.
     """
     from lxml import etree
 
@@ -119,15 +103,45 @@ def parse_xml(data: bytes, name: str) -> Any:
 
 def local(element: Any) -> str:
     """Return an element's name without its namespace; empty for comments and instructions."""
-    tag = element.tag
-    return tag.rpartition("}")[2] if isinstance(tag, str) else ""
+    return element.tag.rpartition("}")[2] if isinstance(element.tag, str) else ""
 
 
 def attribute(element: Any, name: str) -> str | None:
     """Return an attribute's value by its name without the namespace."""
-    if element is None:
-        return None
-    for key, value in element.attrib.items():
-        if key.rpartition("}")[2] == name:
-            return str(value)
-    return None
+    found = element.attrib.items() if element is not None else ()
+    return next((str(value) for key, value in found if key.rpartition("}")[2] == name), None)
+
+
+def add_element(parent: Any, tag: str, text: str | None = None, **attributes: str) -> Any:
+    """Append an element of HTML to its parent and return it; the text's line breaks become `br`."""
+    made = parent.makeelement(tag, attributes)
+    parent.append(made)
+    first, *others = (text or "").split("\n")
+    made.text = first if text is not None else None
+    for line in others:
+        add_element(made, "br").tail = line
+    return made
+
+
+def add_code(parent: Any, text: str) -> None:
+    """Add a line of code to the code block at the end of the parent, or begin a new block."""
+    if len(parent) and parent[-1].tag == "pre":
+        parent[-1].text += f"\n{text}"
+    else:
+        add_element(parent, "pre", **{"class": "code"}).text = text
+
+
+def add_item(parent: Any, text: str, *, level: int, tag: str = "ul", name: str = "", start: int = 1) -> None:
+    """Add an item to the list at the end of the parent, at its level from 0, or begin a list with this tag and name."""
+    holder = parent
+    for depth in range(level + 1):
+        is_target = depth == level
+        last: Any = holder[-1] if len(holder) else None
+        is_list = last is not None and last.tag in ("ul", "ol")
+        if not is_list or (is_target and (name, tag) != (last.get("name"), last.tag)):
+            last = add_element(holder, tag, name=name, start=str(start if is_target else 1))
+        holder = last
+        if is_target or len(last) == 0:  # where a level is left out, the item takes the deepest one there is
+            break
+        holder = last[-1]
+    add_element(add_element(holder, "li"), "p", text)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable
+from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, find_heading
 from sftplay.data.ingest.extract.markup.blocks import BREAK, find_blocks
-from sftplay.data.ingest.extract.office.archive import Archive, attribute, local
+from sftplay.data.ingest.extract.office.archive import Archive, add_code, add_element, attribute, local
 
 SKIPPED = (
     *("tracked-changes", "annotation", "annotation-end", "sequence-decls", "forms", "table-of-content", "notes"),
@@ -15,16 +15,11 @@ SKIPPED = (
 )
 """Parts without text of the document: deletions, comments, indexes with page numbers, speaker's notes."""
 
-MOST_REPEATED = 1_000
-"""Limit for the repeat count of cells and rows; whole empty sheets are stored as repeats."""
-
 CODE = ("preformatted", "source", "code")
 
 
 def read_opendocument(path: Path, encoding: str) -> Extracted:
-    """An OpenDocument file's title and blocks; slides and sheets are its pages."""
-    from lxml import etree
-
+    """Return title and blocks; slides and sheets are pages."""
     with Archive(path) as archive:
         if b"encryption-data" in archive.read("META-INF/manifest.xml"):
             raise Unreadable("encrypted", "the document is locked by a password")
@@ -37,25 +32,22 @@ def read_opendocument(path: Path, encoding: str) -> Extracted:
     blocks: list[Block] = []
     pages = [child for child in body[0] if local(child) in ("page", "table")] if local(body[0]) != "text" else []
     for number, page in enumerate(pages, 1):
-        root = etree.Element("body")
-        name = attribute(page, "name") or ""
+        root = content.makeelement("body")
         if local(page) == "table":
-            etree.SubElement(root, "h2").text = name
+            add_element(root, "h2").text = attribute(page, "name") or ""
         reader.add(page, root)
         made = find_blocks(root)
         keeps = len(made) > 1 or (made and not made[0].level)
         blocks += [Block(block.text, block.kind, block.level, number) for block in made if keeps]
     if not pages:
-        root = etree.Element("body")
+        root = content.makeelement("body")
         reader.add_children(body[0], root)
         blocks = find_blocks(root)
-    title = named.strip() or reader.title or next((b.text.lstrip("# ") for b in blocks if b.level), path.stem)
+    title = named.strip() or reader.title or find_heading(blocks) or path.stem
     return Extracted(title, tuple(blocks))
 
 
 class _Converter:
-    """Converts OpenDocument's elements to HTML."""
-
     def __init__(self, content: Any) -> None:
         self.title = ""
         self._parents: dict[str, str] = {}
@@ -70,14 +62,10 @@ class _Converter:
                 self._ordered[name, level] = is_numbered
 
     def add_children(self, element: Any, parent: Any) -> None:
-        """Add the children of an element, in order."""
         for child in element:
             self.add(child, parent)
 
     def add(self, element: Any, parent: Any) -> None:
-        """Add an element with all below it."""
-        from lxml import etree
-
         name = local(element)
         if not name or name in SKIPPED:
             return
@@ -86,31 +74,22 @@ class _Converter:
         elif name == "list":
             self._add_list(element, parent)
         elif name == "table":
-            self._add_table(element, etree.SubElement(parent, "table"))
+            self._add_table(element, add_element(parent, "table"))
         else:
             self.add_children(element, parent)
 
     def _add_paragraph(self, element: Any, parent: Any) -> None:
-        from lxml import etree
-
         text, frames = self._text(element)
         style = self._style(attribute(element, "style-name") or "")
         if text.strip(f" \n{BREAK}"):
             if local(element) == "h" or style == "title":
                 level = int(attribute(element, "outline-level") or "1") if style != "title" else 1
-                etree.SubElement(parent, f"h{min(max(level, 1), 6)}").text = text.replace(BREAK, " ")
+                add_element(parent, f"h{min(max(level, 1), 6)}").text = text.replace(BREAK, " ")
                 self.title = self.title or (" ".join(text.replace(BREAK, " ").split()) if style == "title" else "")
             elif any(word in style for word in CODE):
-                last = parent[-1] if len(parent) else None
-                if last is not None and last.tag == "pre":
-                    last.text += "\n" + text.replace(BREAK, "\n")
-                else:
-                    etree.SubElement(parent, "pre", {"class": "code"}).text = text.replace(BREAK, "\n")
+                add_code(parent, text.replace(BREAK, "\n"))
             else:
-                made = etree.SubElement(parent, "p")
-                made.text, *rest = text.split(BREAK)
-                for line in rest:
-                    etree.SubElement(made, "br").tail = line
+                add_element(parent, "p", text.replace("\n", " ").replace(BREAK, "\n"))
         for frame in frames:
             self.add_children(frame, parent)
 
@@ -144,14 +123,12 @@ class _Converter:
         return name.lower().replace("_20_", " ")
 
     def _add_list(self, element: Any, parent: Any, *, style: str = "", level: int = 1) -> None:
-        from lxml import etree
-
         style = attribute(element, "style-name") or style
-        made = etree.SubElement(parent, "ol" if self._ordered.get((style, level)) else "ul")
+        made = add_element(parent, "ol" if self._ordered.get((style, level)) else "ul")
         for item in element:
             if local(item) not in ("list-item", "list-header"):
                 continue
-            holder = etree.SubElement(made, "li")
+            holder = add_element(made, "li")
             for child in item:
                 if local(child) == "list":
                     self._add_list(child, holder, style=style, level=level + 1)
@@ -159,29 +136,24 @@ class _Converter:
                     self.add(child, holder)
 
     def _add_table(self, table: Any, made: Any) -> None:
-        from lxml import etree
-
         for row in table.iter():
-            if local(row) != "table-row" or _find_table(row) is not table:
+            if local(row) != "table-row" or next(e for e in row.iterancestors() if local(e) == "table") is not table:
                 continue
             cells = [child for child in row if local(child) in ("table-cell", "covered-table-cell")]
             while cells and len(cells[-1]) == 0:  # a sheet's empty cells up to its edge
                 cells.pop()
-            for _ in range(_count(row, "number-rows-repeated", most=MOST_REPEATED) if cells else 0):
-                line = etree.SubElement(made, "tr")
+            for _ in range(_count(row, "number-rows-repeated") if cells else 0):
+                line = add_element(made, "tr")
                 for cell in cells:
                     if local(cell) == "covered-table-cell":
                         continue
-                    for _ in range(_count(cell, "number-columns-repeated", most=MOST_REPEATED)):
-                        columns = _count(cell, "number-columns-spanned", most=MOST_REPEATED)
-                        rows = _count(cell, "number-rows-spanned", most=MOST_REPEATED)
-                        self.add_children(cell, etree.SubElement(line, "td", colspan=str(columns), rowspan=str(rows)))
+                    spans = {"colspan": "number-columns-spanned", "rowspan": "number-rows-spanned"}
+                    for _ in range(_count(cell, "number-columns-repeated")):
+                        counts = {span: str(_count(cell, name)) for span, name in spans.items()}
+                        self.add_children(cell, add_element(line, "td", **counts))
 
 
-def _find_table(row: Any) -> Any:
-    return next(ancestor for ancestor in row.iterancestors() if local(ancestor) == "table")
-
-
-def _count(element: Any, name: str, *, most: int) -> int:
+def _count(element: Any, name: str) -> int:
     value = attribute(element, name) or "1"
-    return min(max(int(value), 1), most) if value.isdecimal() and len(value) < 8 else 1
+    # Whole empty sheets are stored as repeats.
+    return min(max(int(value), 1), 1_000) if value.isdecimal() and len(value) < 8 else 1

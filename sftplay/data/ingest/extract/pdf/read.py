@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sftplay.data.ingest.extract.document import Block, Extracted, Reason, Unreadable, heading, need
+from sftplay.data.ingest.extract.document import Block, Extracted, Reason, Unreadable, find_heading, heading, need
 from sftplay.data.ingest.extract.markup.page import without_empty_contents
 from sftplay.data.ingest.extract.pdf.rules import read_rules, with_tables
 from sftplay.data.ingest.extract.pdf.structure import (
@@ -27,14 +27,14 @@ FAR_BACK, LEAST_OPEN = 14, 40
 """Most pieces between the halves of a paragraph, such as a figure's labels; fewest characters of its first half."""
 
 NO_TITLES = ("microsoft word", "untitled", "powerpoint", "(anonymous)", "slide 1")
-"""Beginnings of titles that a program has written."""
+FILE_NAMES = (".doc", ".docx", ".indd", ".tex", ".dvi", ".pdf", ".ppt", ".qxd", ".xls")
+"""Beginnings and ends of titles that a program, not a person, has written."""
 
 PASSWORD, SECURITY = 4, 5
 """Errors of pdfium; public/fpdfview.h."""
 
 
 def read_pdf(path: Path, encoding: str) -> Extracted:
-    """A PDF file's title and blocks."""
     need("pypdfium2", kind="PDF")
     import pypdfium2
 
@@ -46,19 +46,18 @@ def read_pdf(path: Path, encoding: str) -> Extracted:
         raise Unreadable("broken", f"pdfium: {error}") from None
     try:
         pages, notes = _read_pages(document, pypdfium2.PdfiumError)
-        named = document.get_metadata_value("Title").strip()
+        title = document.get_metadata_value("Title").strip()
     finally:
         document.close()
-    blocks = to_blocks(pages)
-    return Extracted(_title(named, blocks) or path.stem, tuple(blocks), notes)
+    blocks = _to_blocks(pages)
+    if not title or title.lower().endswith(FILE_NAMES) or title.lower().startswith(NO_TITLES):
+        early = [block for block in blocks[:40] if block.level]
+        title = find_heading(sorted(early, key=lambda block: block.level)) or path.stem
+    return Extracted(title, tuple(blocks), notes)
 
 
 def _read_pages(document: Any, error_type: type[Exception]) -> tuple[list[Page], tuple[str, ...]]:
-    """Return the pages that have text, and notes on those that have none.
-
-    Raises:
-        Unreadable: none has.
-    """
+    """Return the pages that have text, and notes on the others. Raise Unreadable where no page has text."""
     n_pages = len(document)
     if n_pages > MOST_PAGES:
         raise Unreadable("too_large", f"{n_pages:,} pages; {MOST_PAGES:,} are read: split the file")
@@ -70,29 +69,26 @@ def _read_pages(document: Any, error_type: type[Exception]) -> tuple[list[Page],
             page.close()
         except error_type:
             broken += 1
-    letterless = [page for page in pages if page.n_unknown > MOST_UNKNOWN * sum(len(w.text) for w in page.words)]
-    strange = [page for page in letterless if page.words]
     empty = [page for page in pages if not page.words]
-    good = [page for page in pages if page.words and page not in strange]
-    notes = []
-    for count, what in (
+    written = [page for page in pages if page.words]
+    good = [page for page in written if page.n_unknown <= MOST_UNKNOWN * sum(len(w.text) for w in page.words)]
+    n_strange = len(written) - len(good)
+    counts = (
         (sum(page.has_pictures for page in empty), "are pictures without text"),
         (sum(not page.has_pictures for page in empty), "are empty"),
-        (len(strange), "have fonts that do not say which letters they show"),
+        (n_strange, "have fonts that do not say which letters they show"),
         (broken, "are damaged"),
-    ):
-        if count:
-            notes.append(f"{count} of {n_pages} pages {what}")
+    )
+    notes = tuple(f"{count} of {n_pages} pages {what}" for count, what in counts if count)
     if not good:
         reason: Reason = "broken" if broken else "empty"
-        if strange or any(page.has_pictures for page in empty):
-            reason = "encoding" if strange else "scanned"
+        if n_strange or any(page.has_pictures for page in empty):
+            reason = "encoding" if n_strange else "scanned"
         raise Unreadable(reason, "; ".join(notes) or "the PDF has no pages")
-    return good, tuple(notes)
+    return good, notes
 
 
-def to_blocks(pages: list[Page]) -> list[Block]:
-    """Return the blocks of a document's pages."""
+def _to_blocks(pages: list[Page]) -> list[Block]:
     headers_footers = find_headers_footers(pages)
     for page in pages:
         page.words[:] = [word for word in page.words if id(word) not in headers_footers]
@@ -107,7 +103,13 @@ def to_blocks(pages: list[Page]) -> list[Block]:
                     pieces.append(piece)
                 else:
                     half.lines += piece.lines
-    return without_empty_contents([block for group in _grouped(pieces) for block in _block(group, vocabulary)])
+    groups: list[list[PdfPiece]] = []  # the items of a list are in one group
+    for piece in pieces:
+        if groups and piece.marker and groups[-1][-1].marker:
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return without_empty_contents([block for group in groups for block in _make_blocks(group, vocabulary)])
 
 
 def _open_half(pieces: list[PdfPiece], piece: PdfPiece) -> PdfPiece | None:
@@ -124,22 +126,19 @@ def _open_half(pieces: list[PdfPiece], piece: PdfPiece) -> PdfPiece | None:
     return None
 
 
-def _grouped(pieces: list[PdfPiece]) -> list[list[PdfPiece]]:
-    """Return the pieces, with the items of one list in one group."""
-    groups: list[list[PdfPiece]] = []
-    for piece in pieces:
-        if groups and piece.marker and groups[-1][-1].marker:
-            groups[-1].append(piece)
-        else:
-            groups.append([piece])
-    return groups
-
-
-def _block(group: list[PdfPiece], vocabulary: Vocabulary) -> list[Block]:
-    """Return the block of a piece, or of a list's items."""
+def _make_blocks(group: list[PdfPiece], vocabulary: Vocabulary) -> list[Block]:
+    """Return the block of a piece, or of a list's items, which are nested by their indentation."""
     first = group[0]
     if first.marker:
-        return [Block(_list_text(group, vocabulary), "list", page=first.page)]
+        depths: list[float] = []
+        lines = []
+        for item in group:
+            while depths and item.x0 < depths[-1] - 3:
+                depths.pop()
+            if not depths or item.x0 > depths[-1] + 3:
+                depths.append(item.x0)
+            lines.append("   " * (len(depths) - 1) + item.marker + vocabulary.join(item.lines))
+        return [Block("\n".join(lines), "list", page=first.page)]
     if first.kind == "code":
         return [Block("```\n" + "\n".join(first.lines) + "\n```", "code", page=first.page)]
     if first.kind == "table":
@@ -150,26 +149,3 @@ def _block(group: list[PdfPiece], vocabulary: Vocabulary) -> list[Block]:
     if first.kind == "heading":
         return [heading(text, first.level, page=first.page)]
     return [Block(text, page=first.page)]
-
-
-def _list_text(items: list[PdfPiece], vocabulary: Vocabulary) -> str:
-    """Return a list's items as Markdown, nested by their indentation."""
-    depths: list[float] = []
-    lines = []
-    for item in items:
-        while depths and item.x0 < depths[-1] - 3:
-            depths.pop()
-        if not depths or item.x0 > depths[-1] + 3:
-            depths.append(item.x0)
-        lines.append("   " * (len(depths) - 1) + item.marker + vocabulary.join(item.lines))
-    return "\n".join(lines)
-
-
-def _title(named: str, blocks: list[Block]) -> str:
-    """Return the title in the file's properties if a person has written it, else the first of the largest headings."""
-    is_file_name = named.lower().endswith((".doc", ".docx", ".indd", ".tex", ".dvi", ".pdf", ".ppt", ".qxd", ".xls"))
-    if named and not is_file_name and not named.lower().startswith(NO_TITLES):
-        return named
-    early = [block for block in blocks[:40] if block.level]
-    best = min(early, key=lambda block: block.level, default=None)
-    return best.text.lstrip("# ") if best else ""

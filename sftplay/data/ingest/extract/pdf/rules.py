@@ -61,9 +61,9 @@ def _read_lines(path: Any, raw: Any) -> Iterator[tuple[tuple[float, float], tupl
 
 def with_tables(words: list[Word], rules: Rules, *, vocabulary: Vocabulary) -> list[Word]:
     """Return the words, with those of each ruled table replaced by one that holds the table."""
-    for xs, ys in _grids(rules):
+    for xs, ys in _find_grids(rules):
         inside = [w for w in words if xs[0] < (w.x0 + w.x1) / 2 < xs[-1] and ys[0] < w.middle < ys[-1]]
-        text = _table_text(inside, xs, ys=ys, rules=rules, vocabulary=vocabulary) if inside else ""
+        text = _format_grid(inside, xs, ys=ys, rules=rules, vocabulary=vocabulary) if inside else ""
         if text:
             size = sorted(word.size for word in inside)[len(inside) // 2]
             table = Word("", xs[0], ys[0], xs[-1], ys[-1], size, 0, (ys[0] + ys[-1]) / 2 + 0.25 * size, text)
@@ -72,16 +72,17 @@ def with_tables(words: list[Word], rules: Rules, *, vocabulary: Vocabulary) -> l
     return words
 
 
-def _grids(rules: Rules) -> list[tuple[list[float], list[float]]]:
+def _find_grids(rules: Rules) -> list[tuple[list[float], list[float]]]:
     """Return the places of columns and rows of each group of lines that meet: two of each at least."""
     groups: list[tuple[list[Rule], list[Rule]]] = []
     for line in rules.down:
         met = [group for group in groups if any(_meet(rule, line) for rule in group[0])]
         across = [rule for rule in rules.across if _meet(rule, line)]
+        down = [line]
         for group in met:
             groups.remove(group)
-        merged = ([*across, *(rule for group in met for rule in group[0])], [line, *(e for g in met for e in g[1])])
-        groups.append(merged)
+            across, down = across + group[0], down + group[1]
+        groups.append((across, down))
     grids = [(_places(rule[0] for rule in down), _places(rule[0] for rule in across)) for across, down in groups]
     return [(xs, ys) for xs, ys in grids if len(xs) > 2 and len(ys) > 2]
 
@@ -99,7 +100,7 @@ def _places(values: Any) -> list[float]:
     return found
 
 
-def _table_text(words: list[Word], xs: list[float], *, ys: list[float], rules: Rules, vocabulary: Vocabulary) -> str:
+def _format_grid(words: list[Word], xs: list[float], *, ys: list[float], rules: Rules, vocabulary: Vocabulary) -> str:
     """Return the Markdown of a grid; cells without a line between them are one, with the text in the first."""
 
     @cache

@@ -7,7 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import hypot
+from functools import lru_cache
+from math import hypot, pi, tau
 from statistics import median
 from typing import Any
 
@@ -26,8 +27,7 @@ LINE_HYPHENS = (2, 0xFFFE)
 """Characters that pdfium puts for a hyphen at the end of a line; the next line's first word follows at once."""
 
 LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "ffl", 0xFB05: "st", 0xFB06: "st"}
-UPRIGHT = 0.1
-"""Radians by which a line may be turned and still count as running text."""
+SHOWN_AS = LIGATURES | dict.fromkeys(LINE_HYPHENS, "-")
 
 
 @dataclass(slots=True)
@@ -90,62 +90,45 @@ def read_words(page: Any, number: int, *, rules: Rules) -> Page:
 
     width, height = page.get_size()
     turned = page.get_rotation() // 90
+    box, matrix, x, y = raw.FS_RECTF(), raw.FS_MATRIX(), ctypes.c_double(), ctypes.c_double()
+    name, flags = ctypes.create_string_buffer(128), ctypes.c_int()
+    words = []
     text_page = page.get_textpage()
     try:
         handle = text_page.raw
         codes = [raw.FPDFText_GetUnicode(handle, place) for place in range(text_page.count_chars())]
-        spans = list(_spans(codes))
-        reader = _WordReader(handle)
-        found = [reader.word(codes, begin, end=end, turned=turned) for begin, end in spans]
-        left, bottom, right, top = page.get_cropbox()
+        edges = page.get_cropbox()
+        for begin, end in _spans(codes):
+            off = (raw.FPDFText_GetCharAngle(handle, begin) + turned * pi / 2) % tau  # pdfium counts angles clockwise
+            if min(off, tau - off) >= 0.1:  # a line may be turned by 0.1 rad and still counts as running text
+                continue
+            raw.FPDFText_GetLooseCharBox(handle, begin, box)
+            left, top, right, bottom = box.left, box.top, box.right, box.bottom
+            raw.FPDFText_GetLooseCharBox(handle, end - 1, box)
+            raw.FPDFText_GetMatrix(handle, begin, matrix)
+            raw.FPDFText_GetFontInfo(handle, begin, name, 128, flags)
+            raw.FPDFText_GetCharOrigin(handle, begin, x, y)
+            size = raw.FPDFText_GetFontSize(handle, begin) * hypot(matrix.c, matrix.d)
+            text = "".join(SHOWN_AS.get(code) or chr(code) for code in codes[begin:end] if code)
+            x0, y0, x1, y1 = min(left, box.left), max(top, box.top), max(right, box.right), min(bottom, box.bottom)
+            base = (x if turned % 2 else y).value
+            word = Word(text, x0, y0, x1, y1, size, _detect_style(name.value, flags.value), base)
+            words.append(_turn(word, turned, box=edges))
     finally:
         text_page.close()
-    words = [_turn(word, turned, box=(left, bottom, right, top)) for word, angle in found if _is_upright(angle, turned)]
     n_unknown = sum(code in (0, 0xFFFD) or 0xE000 <= code < 0xF900 for code in codes)
     pictures = page.get_objects(filter=(raw.FPDF_PAGEOBJ_IMAGE,), max_depth=2)
     has_pictures = not words and next(iter(pictures), None) is not None
     return Page(number, width, height, words, n_unknown, has_pictures, rules)
 
 
-class _WordReader:
-    """Reads boxes and fonts from pdfium; each font is described once."""
-
-    def __init__(self, handle: Any) -> None:
-        import pypdfium2.raw as raw
-
-        self._raw, self._handle = raw, handle
-        self._box, self._matrix = raw.FS_RECTF(), raw.FS_MATRIX()
-        self._x, self._y = ctypes.c_double(), ctypes.c_double()
-        self._name, self._flags = ctypes.create_string_buffer(128), ctypes.c_int()
-        self._styles: dict[tuple[bytes, int], int] = {}
-
-    def word(self, codes: list[int], begin: int, *, end: int, turned: int) -> tuple[Word, float]:
-        """Return the word of some characters in the page's coordinates, and the angle of its first character."""
-        raw, box, matrix = self._raw, self._box, self._matrix
-        raw.FPDFText_GetLooseCharBox(self._handle, begin, box)
-        left, top, right, bottom = box.left, box.top, box.right, box.bottom
-        raw.FPDFText_GetLooseCharBox(self._handle, end - 1, box)
-        raw.FPDFText_GetMatrix(self._handle, begin, matrix)
-        raw.FPDFText_GetFontInfo(self._handle, begin, self._name, 128, self._flags)
-        size = raw.FPDFText_GetFontSize(self._handle, begin) * hypot(matrix.c, matrix.d)
-        text = "".join(
-            LIGATURES.get(code) or ("-" if code in LINE_HYPHENS else chr(code)) for code in codes[begin:end] if code
-        )
-        x0, x1 = min(left, box.left), max(right, box.right)
-        style = self._style(self._name.value, self._flags.value)
-        raw.FPDFText_GetCharOrigin(self._handle, begin, self._x, self._y)
-        base = (self._x if turned % 2 else self._y).value
-        word = Word(text, x0, max(top, box.top), x1, min(bottom, box.bottom), size, style, base)
-        return word, raw.FPDFText_GetCharAngle(self._handle, begin)
-
-    def _style(self, name: bytes, flags: int) -> int:
-        if (name, flags) not in self._styles:
-            shown = name.decode("latin-1").rpartition("+")[2]
-            bold = BOLD if flags & FORCE_BOLD or BOLD_NAME.search(shown) else 0
-            italic = ITALIC if flags & SLANTED or ITALIC_NAME.search(shown) else 0
-            mono = MONO if flags & FIXED_PITCH or MONO_NAME.search(shown) else 0
-            self._styles[name, flags] = bold + italic + mono
-        return self._styles[name, flags]
+@lru_cache(maxsize=1024)
+def _detect_style(name: bytes, flags: int) -> int:
+    shown = name.decode("latin-1").rpartition("+")[2]
+    bold = BOLD if flags & FORCE_BOLD or BOLD_NAME.search(shown) else 0
+    italic = ITALIC if flags & SLANTED or ITALIC_NAME.search(shown) else 0
+    mono = MONO if flags & FIXED_PITCH or MONO_NAME.search(shown) else 0
+    return bold + italic + mono
 
 
 def _spans(codes: list[int]) -> Iterator[tuple[int, int]]:
@@ -165,13 +148,6 @@ def _spans(codes: list[int]) -> Iterator[tuple[int, int]]:
         yield begin, len(codes)
 
 
-def _is_upright(angle: float, turned: int) -> bool:
-    """Whether a character is upright on the page as it is displayed."""
-    quarter = 1.5707963267948966
-    off = (angle + turned * quarter) % (4 * quarter)  # pdfium counts angles clockwise
-    return min(off, 4 * quarter - off) < UPRIGHT
-
-
 def _turn(word: Word, turned: int, *, box: tuple[float, float, float, float]) -> Word:
     """Return the word with y downwards, on a page turned clockwise by so many quarters."""
     left, bottom, right, top = box
@@ -189,8 +165,7 @@ def _turn(word: Word, turned: int, *, box: tuple[float, float, float, float]) ->
     return word
 
 
-SAME_ROW = 0.45
-"""Of the font's size: largest distance between middles of words in one row."""
+HEBREW_OR_ARABIC = re.compile("[\u0590-\u08ff\ufb1d-\ufefc]")
 
 GUTTER = 0.8
 """Least width of a gutter in sizes of the font. Spaces in justified text are half as wide at most."""
@@ -226,45 +201,39 @@ class PdfRow:
     def text(self) -> str:
         return " ".join(word.text for word in self.words)
 
+    @property
+    def is_code(self) -> bool:
+        return all(word.style & MONO for word in self.words)
+
 
 def to_rows(words: list[Word]) -> list[PdfRow]:
     """Return the rows of some words, from top to bottom."""
     groups: list[list[Word]] = []
     for word in sorted(words, key=lambda word: (word.middle, word.x0)):
         for group in reversed(groups[-6:]):
-            near = SAME_ROW * max(min(group[0].size, word.size), 1)
+            # The largest distance between middles of words in one row.
+            near = 0.45 * max(min(group[0].size, word.size), 1)
             if abs(group[0].middle - word.middle) <= near:
                 group.append(word)
                 break
         else:
             groups.append([word])
-    return sorted((_row(group) for group in groups), key=lambda row: row.middle)
+    return sorted(map(_to_row, groups), key=lambda row: row.middle)
 
 
-def _row(words: list[Word]) -> PdfRow:
+def _to_row(words: list[Word]) -> PdfRow:
     words = sorted(words, key=lambda word: word.x0)
-    right_to_left = sum(is_right_to_left(word.text) for word in words)
-    if 2 * right_to_left > len(words):
+    right_to_left = [word for word in words if HEBREW_OR_ARABIC.search(word.text)]
+    if 2 * len(right_to_left) > len(words):
         words.reverse()
     sizes: Counter[float] = Counter()
     for word in words:
         sizes[word.size] += len(word.text)
     size = max(sizes, key=lambda candidate: sizes[candidate])
     longest = max((word for word in words if word.size == size), key=lambda word: len(word.text))
-    return PdfRow(
-        words,
-        min(word.top for word in words),
-        max(word.bottom for word in words),
-        min(word.x0 for word in words),
-        max(word.x1 for word in words),
-        size,
-        longest.middle,
-    )
-
-
-def is_right_to_left(text: str) -> bool:
-    """Whether a word is Hebrew or Arabic."""
-    return any("\u0590" <= sign <= "\u08ff" or "\ufb1d" <= sign <= "\ufefc" for sign in text)
+    top, bottom = min(word.top for word in words), max(word.bottom for word in words)
+    x0, x1 = min(word.x0 for word in words), max(word.x1 for word in words)
+    return PdfRow(words, top, bottom, x0, x1, size, longest.middle)
 
 
 def to_columns(words: list[Word], depth: int = 0) -> list[list[PdfRow]]:
@@ -295,9 +264,8 @@ def find_gutter(rows: list[PdfRow]) -> float | None:
     crossed = [0] * (n_steps + 1)
     for row in rows:
         for x0, x1 in segments(row.words, 2 * half):
-            for step in range(
-                max(int((x0 - half - first) / step_points), 0), min(int((x1 + half - first) / step_points), n_steps)
-            ):
+            begin, end = int((x0 - half - first) / step_points), int((x1 + half - first) / step_points)
+            for step in range(max(begin, 0), min(end, n_steps)):
                 crossed[step] += 1
     scores = {}
     for x in (first + step * step_points for step in range(n_steps) if crossed[step] <= MOST_CROSSED * len(rows)):
@@ -308,7 +276,6 @@ def find_gutter(rows: list[PdfRow]) -> float | None:
 
 
 def half_gutter(rows: list[PdfRow]) -> float:
-    """Return half the least width of a gutter among these rows."""
     return GUTTER * median(row.size for row in rows) / 2
 
 
@@ -332,14 +299,12 @@ def _bands(rows: list[PdfRow], x: float, *, half: float) -> list[tuple[list[PdfR
             bands[-1][0].append(row)
         else:
             bands.append(([row], is_free))
-    return [(band, is_free and _has_sides(band, x)) for band, is_free in bands]
-
-
-def _has_sides(band: list[PdfRow], x: float) -> bool:
-    """Whether enough rows have words on the left of x, and enough on the right."""
-    n_left = sum(any(word.x1 <= x for word in row.words) for row in band)
-    n_right = sum(any(word.x1 > x for word in row.words) for row in band)
-    return min(n_left, n_right) >= LEAST_ROWS
+    divided = []
+    for band, is_free in bands:
+        n_left = sum(any(word.x1 <= x for word in row.words) for row in band)
+        n_right = sum(any(word.x1 > x for word in row.words) for row in band)
+        divided.append((band, is_free and min(n_left, n_right) >= LEAST_ROWS))
+    return divided
 
 
 def _score(band: list[PdfRow], x: float, *, edges: tuple[float, float]) -> int:
