@@ -70,8 +70,7 @@ NOT_THE_FILES_FAULT = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errn
 def examine_object(path: Path) -> tuple[dict[str, Any], str]:
     """The file's object, and why it has none; both are empty where there is no file.
 
-    Raises:
-        OSError: the machine could not read it just now.
+    Raises OSError if the machine could not read it just now.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -110,10 +109,8 @@ def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     """An empty scratch folder to fill. It becomes `path` when the block ends, and is removed when the block raises.
 
     The scratch folder of a killed process is removed first. Therefore the caller must hold a lock where several
-    processes may come. With `replaces` an older `path` stays until the new one is complete.
-
-    Raises:
-        OSError: `path` exists, and `replaces` is False.
+    processes may come. With `replaces` an older `path` stays until the new one is complete. Raises OSError if `path`
+    exists, and `replaces` is False.
     """
     scratch = unfinished_folder(path)
     shutil.rmtree(scratch, ignore_errors=True)
@@ -171,8 +168,7 @@ def use_umask(folder: Path) -> None:
 def locked(path: Path, *, waits: bool = True) -> Iterator[None]:
     """Hold a lock on the folder or file `path`; a missing file is made. The system releases it when the process dies.
 
-    Raises:
-        BlockingIOError: another process holds it, and `waits` is False.
+    Raises BlockingIOError if another process holds it, and `waits` is False.
     """
     flags = os.O_RDONLY if path.is_dir() else os.O_WRONLY | os.O_CREAT | os.O_APPEND
     handle = os.open(path, flags, 0o666)

@@ -23,8 +23,7 @@ _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
 def split_args(text: str) -> list[str]:
     """The words of ARGS. Quotation marks and backslashes count as in a shell; nothing is expanded or run.
 
-    Raises:
-        ConfigError: a quotation mark is not closed.
+    Raises ConfigError if a quotation mark is not closed.
     """
     try:
         return shlex.split(text)

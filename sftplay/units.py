@@ -15,8 +15,7 @@ _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 def parse_bytes(text: str) -> int:
     """Bytes in `24GiB`, `80 GB`, `512MiB` or a bare number.
 
-    Raises:
-        ValueError: not a number followed by one of these units.
+    Raises ValueError if not a number followed by one of these units.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if not match or match[2].lower() not in _FACTORS:
@@ -25,11 +24,10 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in `3h30m`, `90m`, `1.5h`, a bare number of seconds, or a time in SLURM's form: `1-12:00:00`,
-    `12:00:00`, `1-12`. A bare number is seconds here and minutes in SLURM.
+    """Seconds in `3h30m`, `90m`, `1.5h`, a bare number of seconds, or a time in SLURM's form: `1-12:00:00`, `12:00:00`,
+    `1-12`. A bare number is seconds here and minutes in SLURM.
 
-    Raises:
-        ValueError: the text has none of these forms, or the time is not above 0.
+    Raises ValueError if the text has none of these forms, or the time is not above 0.
     """
     named = re.fullmatch(r"\s*" + "".join(rf"(?:([0-9.]+)\s*{unit}\s*)?" for unit in _SECONDS), text.lower())
     clock = re.fullmatch(r"\s*(?:([0-9]+)-)?([0-9]+)(?::([0-5]?[0-9]))?(?::([0-5]?[0-9]))?\s*", text)

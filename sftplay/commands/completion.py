@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from sftplay.cli import VERBS, list_flags
+from sftplay.cli import FLAGS, VERBS, list_flags
 from sftplay.config.keys import all_keys, list_keys
 from sftplay.errors import ConfigError
 
@@ -81,8 +81,7 @@ FISH_HEAD = "# sftplay completion for fish: sftplay completion fish > ~/.config/
 def completion(args: Namespace) -> int:
     """`completion`: the text that a shell reads to complete verbs, flags and keys of this kit.
 
-    Raises:
-        ConfigError: no shell of that name is known.
+    Raises ConfigError if no shell of that name is known.
     """
     if args.shell not in SHELLS:
         what = f"no completion for the shell {args.shell!r}" if args.shell else "completion needs a shell"
@@ -93,14 +92,14 @@ def completion(args: Namespace) -> int:
 
 def bash_text() -> str:
     """The script for bash. It completes make too, where nothing else does."""
-    cases = "\n".join(f"    {verb}) echo '{' '.join(_flags(verb))}' ;;" for verb in VERBS)
+    cases = "\n".join(f"    {verb}) echo '{' '.join(list_flags(verb))}' ;;" for verb in VERBS)
     return _filled(BASH, VERBS=" ".join(VERBS), KEYS=" ".join(_keys()), CASES=cases, MAKE=" ".join(MAKE_WORDS))
 
 
 def zsh_text() -> str:
     """The script for zsh, with what each verb does. zsh completes make's targets by itself."""
     described = " ".join(_quoted(f"{verb}:{text}") for verb, (_, text) in VERBS.items())
-    cases = "\n".join(f"    {verb}) flags='{' '.join(_flags(verb))}' ;;" for verb in VERBS)
+    cases = "\n".join(f"    {verb}) flags='{' '.join(list_flags(verb))}' ;;" for verb in VERBS)
     return _filled(ZSH, DESCRIBED=described, QUOTED_KEYS=" ".join(map(_quoted, _keys())), ZSH_CASES=cases)
 
 
@@ -109,8 +108,8 @@ def fish_text() -> str:
     lines = [FISH_HEAD, "complete -c sftplay -f"]
     for verb, (_, text) in VERBS.items():
         lines.append(f"complete -c sftplay -n __fish_use_subcommand -a {verb} -d {_quoted(text)}")
-        for flag in _flags(verb):
-            about = _quoted(str(list_flags(verb).get(flag, {}).get("help", "")))
+        for flag in list_flags(verb):
+            about = _quoted(FLAGS.get(verb, {}).get(flag, {}).get("help") or "")
             takes_path = " -r -F" if flag in PATHS else ""
             seen = f"'__fish_seen_subcommand_from {verb}'"
             lines.append(f"complete -c sftplay -n {seen} -l {flag.removeprefix('--')} -d {about}{takes_path}")
@@ -124,10 +123,6 @@ def _filled(template: str, **values: str) -> str:
     for name, value in values.items():
         text = text.replace(f"@{name}@", value)
     return text
-
-
-def _flags(verb: str) -> list[str]:
-    return ["--config", "--json", *list_flags(verb)]
 
 
 def _keys() -> list[str]:

@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 
 def load_texts(args: Namespace) -> RunConfig:
-    """The checked config of a run on texts.
-
-    Raises:
-        ConfigError: it learns puzzles, which no tokenizer reads.
-    """
+    """The checked config of a run on texts. Raises ConfigError if it learns puzzles, which no tokenizer reads."""
     cfg = load_checked(args.config, args.overrides)
     if not cfg.task.reads_text:
         what = "task_mode hrm learns puzzles, which have neither a tokenizer nor a template"

@@ -25,8 +25,7 @@ NAME = "demo"
 def demo(args: Namespace) -> int:
     """Train, compare the answers before and after, and end with one line of result.
 
-    Raises:
-        ConfigError: several nodes are asked for; each would make a run of its own.
+    Raises ConfigError if several nodes are asked for; each would make a run of its own.
     """
     if args.nnodes > 1:
         raise ConfigError(

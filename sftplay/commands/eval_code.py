@@ -65,8 +65,7 @@ def eval_code(args: Namespace) -> int:
 def _checked_ks(args: Namespace) -> tuple[int, ...]:
     """The k of the figures.
 
-    Raises:
-        ConfigError: the settings of drawing contradict each other, or a k is above the number of answers.
+    Raises ConfigError if the settings of drawing contradict each other, or a k is above the number of answers.
     """
     if args.n > 1 and args.temperature == 0:
         fix = "write TEMPERATURE=0.2, or N=1"

@@ -33,9 +33,8 @@ from sftplay.signals import StopAtOnce, Stopped
 def comm_check(args: Namespace) -> int:
     """`comm-check`: a table of all-reduces and its verdict.
 
-    Raises:
-        ConfigError: values are given, but no config to set them in.
-        RunError: a rank did not come or has gone, or a sum is wrong.
+    Raises ConfigError if values are given, but no config to set them in; RunError if a rank did not come or has gone,
+    or a sum is wrong.
     """
     if args.overrides and not args.config:
         what = f"comm-check has no config to set {args.overrides[0]!r} in"
@@ -113,8 +112,7 @@ def run_table(args: Namespace, table: list[Check], *, module: str) -> int:
 def select(table: list[Check], only: str) -> list[Check]:
     """The checks whose names contain one of the words in `only`, separated by commas; all where it is empty.
 
-    Raises:
-        ConfigError: a word is in no name.
+    Raises ConfigError if a word is in no name.
     """
     words = [word.strip() for word in only.split(",") if word.strip()]
     names = [check.name for check in table]

@@ -59,8 +59,7 @@ def _run_at(name: str, flag: str, *, output: Path) -> RunFolder:
 def start(args: Namespace) -> int:
     """`tensorboard`: start it over all runs of the output folder, or print the address of the one that runs.
 
-    Raises:
-        ConfigError: there is no run of the name that is given.
+    Raises ConfigError if there is no run of the name that is given.
     """
     output = Path(load_config(args.config, args.overrides).output_dir) if args.config else Path("outputs")
     folder = output

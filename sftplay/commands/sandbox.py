@@ -48,11 +48,7 @@ def sandbox(args: Namespace) -> int:
 
 
 def read_jobs(source: TextIO, *, timeout_s: float) -> Iterator[Job]:
-    """The jobs of JSON lines; empty lines are no jobs.
-
-    Raises:
-        DataError: a line holds no job; the error names it.
-    """
+    """The jobs of JSON lines; empty lines are no jobs. Raises DataError if a line holds no job; the error names it."""
     from sftplay.sandbox.verdicts.job import Limits, job_from_dict
 
     limits = Limits(timeout_s=timeout_s, test_timeout_s=min(timeout_s, Limits().test_timeout_s))

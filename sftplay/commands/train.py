@@ -107,8 +107,7 @@ def launch(
 def train_ray(args: Namespace) -> int:
     """`train-ray`: train on the cluster of RAY_ADDRESS, or on one that is started here.
 
-    Raises:
-        ConfigError: this is one process of another launch, or a single worker is asked for.
+    Raises ConfigError if this is one process of another launch, or a single worker is asked for.
     """
     from sftplay.launch.command.ray_command import ADDRESS
 

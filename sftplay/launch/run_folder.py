@@ -157,8 +157,7 @@ class RunFolder:
     def create(self) -> None:
         """Create the folder. The caller holds the run's lock.
 
-        Raises:
-            ConfigError: a run has started here, perhaps after `new_folder` found the name free.
+        Raises ConfigError if a run has started here, perhaps after `new_folder` found the name free.
         """
         if self.resolved.exists():
             raise name_taken(self.name, str(self.path))
@@ -167,10 +166,8 @@ class RunFolder:
     def set_aside(self) -> RunFolder:
         """Move the folder below SET_ASIDE, under its name and the time. The caller holds the run's lock.
 
-        What belongs to jobs of SLURM stays: the job writes into it until its end, and SLURM knows its path.
-
-        Raises:
-            MachineError: it cannot be moved.
+        What belongs to jobs of SLURM stays: the job writes into it until its end, and SLURM knows its path. Raises
+        MachineError if it cannot be moved.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
         target = _first_free(RunFolder(self.path.parent / SET_ASIDE / f"{self.name}-{stamp}"), claim=True).path
@@ -265,9 +262,7 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Lock the run for this process. The kernel releases the lock when the process dies.
 
-        Raises:
-            ConfigError: another process holds the lock.
-            MachineError: the folder cannot be created or written.
+        Raises ConfigError if another process holds the lock; MachineError if the folder cannot be created or written.
         """
         with ExitStack() as stack:
             try:
@@ -290,11 +285,8 @@ def choose_name(cfg: RunConfig, config_path: str) -> str:
 def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFolder:
     """The folder of a run that has not started yet. With `claim`, a folder named by the time is created here.
 
-    Without `claim` nothing shall start, and a name that is taken is only told.
-
-    Raises:
-        ConfigError: a run of that name exists.
-        MachineError: the folder cannot be created.
+    Without `claim` nothing shall start, and a name that is taken is only told. Raises ConfigError if a run of that name
+    exists; MachineError if the folder cannot be created.
     """
     name = choose_name(cfg, config_path)
     folder = RunFolder(Path(cfg.output_dir) / name)
@@ -329,8 +321,7 @@ def _create(path: Path) -> bool:
 def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> RunFolder:
     """The run that a command works on: `run` (a name or folder), or the config's fixed name, or its newest run.
 
-    Raises:
-        ConfigError: there is none.
+    Raises ConfigError if there is none.
     """
     output = Path(cfg.output_dir)
     if run or cfg.run_name:

@@ -54,8 +54,7 @@ def accelerate_text(path: Path, *, gpus: int, has_bf16: bool) -> str:
 def write_accelerate(path: Path, text: str) -> None:
     """Write the file unless the user has changed the existing one.
 
-    Raises:
-        ConfigError: the user has changed or written the file at `path`.
+    Raises ConfigError if the user has changed or written the file at `path`.
     """
     if path.exists() and not is_untouched(path.read_text(encoding="utf-8", errors="replace")):
         fix = "move it away, or give another file: make setup-accelerate OUT=accelerate_configs/mine.yaml"

@@ -54,10 +54,8 @@ def build_launch(
 ) -> Launch:
     """The worker itself for one process, `launcher` for several. `is_offline`: the run needs nothing from a hub.
 
-    `strategy` comes from `strategy_environment`; without it the processes run plain data parallelism.
-
-    Raises:
-        ConfigError: the launcher cannot start such a run, or there are options for a launcher but none runs.
+    `strategy` comes from `strategy_environment`; without it the processes run plain data parallelism. Raises
+    ConfigError if the launcher cannot start such a run, or there are options for a launcher but none runs.
     """
     env = quiet_environment() | cache_environment() | {FOLLOWED: "1"}
     if is_offline:

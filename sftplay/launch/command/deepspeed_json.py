@@ -126,9 +126,8 @@ class RunValue:
 def read_deepspeed(path: Path, expected: Mapping[str, RunValue] | None = None) -> dict[str, Any]:
     """The file's content without comments. `expected` (see `run_values`): dotted name -> its only value beside "auto".
 
-    Raises:
-        ConfigErrors: all problems of the file, in the order of the lines.
-        ConfigError: the file cannot be read, or is not JSON.
+    Raises ConfigErrors if all problems of the file, in the order of the lines; ConfigError if the file cannot be read,
+    or is not JSON.
     """
     text = _read_text(path)
     plain = strip_comments(text)

@@ -38,10 +38,8 @@ def nccl_environment(
     """The variables for `cluster.nccl` in a run of several processes. Without a GPU only gloo's, which replaces NCCL.
 
     `environ` is the user's environment, `interfaces` are this machine's. NCCL's flight recorder writes to `logs` unless
-    the user's environment names another place.
-
-    Raises:
-        ConfigErrors: an interface does not exist, or the environment has another value than the config.
+    the user's environment names another place. Raises ConfigErrors if an interface does not exist, or the environment
+    has another value than the config.
     """
     settings = list(_settings(cfg.cluster.nccl, has_gpu=has_gpu))
     problems = [*_missing_interfaces(cfg, interfaces), *_contradictions(cfg, settings, environ=environ)]

@@ -28,8 +28,7 @@ class _Parser(ArgumentParser):
 def read_request(words: Sequence[str]) -> Namespace:
     """The driver's command as `workers`, `gpu`, `placement`, `resources`, `start_timeout`, `worker`.
 
-    Raises:
-        ConfigError: an option is wrong.
+    Raises ConfigError if an option is wrong.
     """
     parser = _Parser(prog="ray", add_help=False, allow_abbrev=False)
     parser.add_argument("--workers", type=int, required=True)
@@ -44,9 +43,7 @@ def read_request(words: Sequence[str]) -> Namespace:
 def ray_command(workers: int, options: Sequence[str], *, has_gpu: bool, environ: Mapping[str, str]) -> list[str]:
     """The driver's command for so many workers, one GPU each where there are GPUs. `options` are the user's.
 
-    Raises:
-        ConfigError: an option is wrong, or another launch is active.
-        MachineError: ray is not installed.
+    Raises ConfigError if an option is wrong, or another launch is active; MachineError if ray is not installed.
     """
     _refuse_within_slurm(environ)
     if find_spec("ray") is None:

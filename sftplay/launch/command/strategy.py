@@ -37,10 +37,8 @@ def strategy_environment(
 
     `layer_class` is a comma-separated list of the model's decoder layers; with None accelerate uses the model's
     `_no_split_modules`. `deepspeed_json` is plain JSON (see `deepspeed_json.write_plain`) for ZeRO only; it sets stage
-    and offloading itself. `gradient_accumulation` must be the Trainer's.
-
-    Raises:
-        ConfigError: no such strategy, a JSON for a strategy without DeepSpeed, or processes that hsdp cannot divide.
+    and offloading itself. `gradient_accumulation` must be the Trainer's. Raises ConfigError if no such strategy, a JSON
+    for a strategy without DeepSpeed, or processes that hsdp cannot divide.
     """
     if strategy not in STRATEGIES:
         raise ConfigError(

@@ -76,8 +76,7 @@ def _deviations(section: str, name: str, *, values: Mapping[int, str]) -> Iterat
 def check_nodes_match(reports: Sequence[Mapping[str, Any]]) -> None:
     """Raise an error, the same one on every node, if nodes differ or if a node reports an error of its own.
 
-    Raises:
-        SftplayError: its kind is that of the first problem. It names every node that differs.
+    Raises SftplayError if its kind is that of the first problem. It names every node that differs.
     """
     names = [f"node {node} ({report['host']})" for node, report in enumerate(reports)]
     errors = {node: error_from_json(report["error"]) for node, report in enumerate(reports) if report.get("error")}
@@ -117,8 +116,7 @@ def announce_run(rendezvous: Rendezvous, folder: RunFolder) -> None:
 def join_run(rendezvous: Rendezvous) -> tuple[RunFolder, str]:
     """On another node: wait until node 0 has created the run's folder. Its path, and the digest of its resolved config.
 
-    Raises:
-        SftplayError: node 0 has ended with this error.
+    Raises SftplayError if node 0 has ended with this error.
     """
     message = rendezvous.gather({})[0]
     return RunFolder(Path(message["folder"])), message["resolved"]

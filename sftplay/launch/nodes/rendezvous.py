@@ -144,9 +144,8 @@ class Rendezvous:
     def __enter__(self) -> Rendezvous:
         """Wait until all nodes are connected.
 
-        Raises:
-            MachineError: a node did not come in time, node 0 was not found, or node 0 cannot listen on its port.
-            ConfigError: two nodes have the same number, or a number is too high.
+        Raises MachineError if a node did not come in time, node 0 was not found, or node 0 cannot listen on its port;
+        ConfigError if two nodes have the same number, or a number is too high.
         """
         try:
             self._await_nodes() if self.is_host else self._connect_to_host()
@@ -161,10 +160,8 @@ class Rendezvous:
     def gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Send this node's message and return those of all nodes, in the order of the nodes. Every node must call it.
 
-        Raises:
-            RunError: a node has gone.
-            SftplayError: node 0 has ended with this error.
-            RendezvousEnded: node 0 has ended without an error.
+        Raises RunError if a node has gone; SftplayError if node 0 has ended with this error; RendezvousEnded if node 0
+        has ended without an error.
         """
         if not self.is_host:
             self._peers[0].send({"message": message})

@@ -93,8 +93,7 @@ def main(words: list[str]) -> int:
 def _cluster(request: Namespace) -> Iterator[None]:
     """Be connected to the cluster of RAY_ADDRESS. Without it: to one of our own, on the loopback address alone.
 
-    Raises:
-        MachineError: no cluster answers there.
+    Raises MachineError if no cluster answers there.
     """
     address = os.environ.get(ADDRESS)
     if not address:
@@ -170,8 +169,7 @@ def _fit_ranks(request: Namespace, folder: RunFolder, *, task: dict[str, Any], s
 def _follow(fitting: Future[Any], server: Server, *, stop: Path) -> None:
     """Wait for the ranks. Those that have lost the server are told to stop, and killed where they do not.
 
-    Raises:
-        RunError: the server has ended, and no stop signal had come before.
+    Raises RunError if the server has ended, and no stop signal had come before.
     """
     while not wait([fitting], POLL_S).done:
         if (code := server.code()) is None:

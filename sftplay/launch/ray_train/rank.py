@@ -34,9 +34,8 @@ class Uneven(Exception):
 def run_rank(task: dict[str, Any]) -> None:
     """Run `task["worker"]`, a module and a run's folder, as this rank of Ray's group.
 
-    Raises:
-        RankEnded: it has not ended with 0. Ray then ends the other ranks.
-        Uneven: another node has another number of ranks.
+    Raises RankEnded if it has not ended with 0. Ray then ends the other ranks; Uneven if another node has another
+    number of ranks.
     """
     import ray
     from ray.train import get_context

@@ -69,9 +69,7 @@ class Server:
     def await_address(self, stop: Path) -> None:
         """Wait until the server answers, or `stop` is there: a stop of the run.
 
-        Raises:
-            MachineError: it was not ready in time, or cannot start.
-            RunError: it has ended.
+        Raises MachineError if it was not ready in time, or cannot start; RunError if it has ended.
         """
         while (code := self.code()) is None and not self.url and not stop.exists():
             time.sleep(POLL_S)
@@ -92,8 +90,7 @@ def placed_server(
 ) -> Iterator[Server]:
     """The server in its bundle; it is ended with the block. `task` names the folder and the variables of the processes.
 
-    Raises:
-        MachineError: Ray has no place for it.
+    Raises MachineError if Ray has no place for it.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group

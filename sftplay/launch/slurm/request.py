@@ -50,10 +50,8 @@ SECTIONS = ("training_args", "evaluation")
 def in_our_names(overrides: Sequence[str], *, world_size: int) -> tuple[list[str], list[str]]:
     """The overrides in the names of the config, and a note on each value that was not typed.
 
-    In the names of other kits micro-batch and accumulation decide the effective batch together.
-
-    Raises:
-        ConfigError: a name of these sections is not in the list.
+    In the names of other kits micro-batch and accumulation decide the effective batch together. Raises ConfigError if a
+    name of these sections is not in the list.
     """
     ours, aliased = [], dict[str, str]()
     for text in overrides:
@@ -151,11 +149,7 @@ def gpus_in(gres: str) -> int:
 
 
 def limit_seconds(text: str) -> float:
-    """Seconds of a time as sbatch reads it: a bare number is minutes.
-
-    Raises:
-        ConfigError: it is no such time.
-    """
+    """Seconds of a time as sbatch reads it: a bare number is minutes. Raises ConfigError if it is no such time."""
     try:
         if not re.fullmatch(r"[0-9:-]+", text):
             raise ValueError

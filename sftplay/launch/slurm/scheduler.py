@@ -112,11 +112,7 @@ class JobState:
 
 
 def submit(job_file: Path) -> int:
-    """Queue the job; its number.
-
-    Raises:
-        MachineError: SLURM refuses the job, does not answer, or is not here.
-    """
+    """Queue the job; its number. Raises MachineError if SLURM refuses the job, does not answer, or is not here."""
     # What make exports for its own recipe would reach the run through the job's environment.
     env = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "TYPED_", "MFLAGS"))}
     said = call("sbatch", "--parsable", str(job_file), env=env)
@@ -124,11 +120,7 @@ def submit(job_file: Path) -> int:
 
 
 def look(job: int) -> JobState:
-    """The job as SLURM knows it now.
-
-    Raises:
-        MachineError: SLURM does not answer, or is not here.
-    """
+    """The job as SLURM knows it now. Raises MachineError if SLURM does not answer, or is not here."""
     try:
         said = call(
             "squeue", "--noheader", "--states=all", f"--jobs={job}", f"--format=%i|{'|'.join(COLUMNS.values())}"
@@ -168,11 +160,7 @@ def is_cut_off(job: int) -> bool:
 
 
 def call(*argv: str, env: Mapping[str, str] | None = None) -> str:
-    """What the command prints.
-
-    Raises:
-        MachineError: it failed, gave no answer, or is not on this machine.
-    """
+    """What the command prints. Raises MachineError if it failed, gave no answer, or is not on this machine."""
     try:
         done = subprocess.run(
             argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False

@@ -44,8 +44,7 @@ class ServerStep:
     def await_address(self) -> str:
         """The address of the server when it answers. Empty when it has ended, or the job is to stop, before that.
 
-        Raises:
-            SftplayError: the server has ended; the exit code is its own where that is one of the kit's.
+        Raises SftplayError if the server has ended; the exit code is its own where that is one of the kit's.
         """
         while not self._is_stopping():
             if self._address.exists():

@@ -75,8 +75,7 @@ class Watchdog:
     def check(self) -> None:
         """Check that the ranks make progress. Call it about once a second; most calls return at once.
 
-        Raises:
-            Stall: a rank has been in one phase for longer than the timeout.
+        Raises Stall if a rank has been in one phase for longer than the timeout.
         """
         now = self.clock()
         if now - self._last_call_s > GAP_S:
