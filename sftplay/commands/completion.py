@@ -8,8 +8,6 @@ from sftplay.cli import FLAGS, VERBS, list_flags
 from sftplay.config.keys import all_keys, list_keys
 from sftplay.errors import ConfigError
 
-SHELLS = ("bash", "zsh", "fish")
-
 PATHS = ("--config", "--in", "--out", "--data", "--merged")
 """Flags that take a file."""
 
@@ -79,14 +77,11 @@ FISH_HEAD = "# sftplay completion for fish: sftplay completion fish > ~/.config/
 
 
 def completion(args: Namespace) -> int:
-    """`completion`: the text that a shell reads to complete verbs, flags and keys of this kit.
-
-    Raises ConfigError if no shell of that name is known.
-    """
+    """`completion`: the text that a shell reads to complete verbs, flags and keys of this kit."""
     if args.shell not in SHELLS:
         what = f"no completion for the shell {args.shell!r}" if args.shell else "completion needs a shell"
         raise ConfigError(what, where="SHELL", fix=f"sftplay completion {' | '.join(SHELLS)}")
-    print({"bash": bash_text, "zsh": zsh_text, "fish": fish_text}[args.shell](), end="")
+    print(SHELLS[args.shell](), end="")
     return 0
 
 
@@ -133,3 +128,6 @@ def _keys() -> list[str]:
 def _quoted(text: str) -> str:
     """The text between single quotes, as bash, zsh and fish read it; it holds no quote of its own."""
     return "'" + text.replace("'", "") + "'"
+
+
+SHELLS = {"bash": bash_text, "zsh": zsh_text, "fish": fish_text}

@@ -7,7 +7,7 @@ import os
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sftplay import log
 from sftplay.atomic import check_new_file
@@ -37,7 +37,8 @@ def load_texts(args: Namespace) -> RunConfig:
 
 def process(args: Namespace) -> int:
     """`process`: read, render and cache the rows; the data report as a table or as JSON."""
-    rows = _load(load_texts(args))
+    cfg = load_texts(args)
+    rows = _load_mixture(cfg) if cfg.learns_documents else _load_examples(cfg)
     if args.json:
         print(json.dumps(rows.report))
     else:
@@ -46,70 +47,51 @@ def process(args: Namespace) -> int:
 
 
 def inspect(args: Namespace) -> int:
-    """`inspect`: the data report, and a spread of training rows with the learned tokens marked."""
+    """`inspect`: the data report, and evenly spaced training rows or blocks with the learned tokens marked."""
     cfg = load_texts(args)
-    if cfg.learns_documents:
-        return _inspect_blocks(_load_mixture(cfg), args)
-    examples = _load_examples(cfg)
+    loaded: Any = _load_mixture(cfg) if cfg.learns_documents else _load_examples(cfg)
+    from sftplay.data import inspect as views
     from sftplay.data.display import decoded, legend, mark_learned
-    from sftplay.data.inspect import evenly_spaced_rows, n_learned
 
-    tokenizer, rows = examples.renderer.tokenizer, list(evenly_spaced_rows(examples, args.n))
+    tokenizer, colours = loaded.renderer.tokenizer, has_colours(sys.stdout)
+    blocks = views.evenly_spaced_blocks(loaded, args.n) if cfg.learns_documents else []
+    rows = [] if cfg.learns_documents else list(views.evenly_spaced_rows(loaded, args.n))
     if args.json:
         keys = ("row", "source", "input_ids", "labels")
-        documents = [{**{key: row[key] for key in keys}, "text": decoded(tokenizer, row["input_ids"])} for row in rows]
-        print(json.dumps({"report": examples.report, "rows": documents}))
+        documents = [views.as_json(block, tokenizer) for block in blocks]
+        documents += [{**{key: row[key] for key in keys}, "text": decoded(tokenizer, row["input_ids"])} for row in rows]
+        print(json.dumps({"report": loaded.report, "rows": documents}))
         return 0
-    _show_report(examples)
-    colours = has_colours(sys.stdout)
-    if rows:
-        log.show(f"\n{legend(colours=colours)}")
-    for row in rows:
-        n_tokens = len(row["input_ids"])
-        log.show(f"\nrow {row['row']}  {row['source']}  {n_tokens:,} tokens, {n_learned(row):,} learned")
-        log.show(mark_learned(tokenizer, row["input_ids"], labels=row["labels"], colours=colours))
-    return 0
-
-
-def _inspect_blocks(mixture: MixtureRows, args: Namespace) -> int:
-    from sftplay.data.display import legend
-    from sftplay.data.inspect import as_json, evenly_spaced_blocks, show_block
-
-    tokenizer, blocks, colours = (
-        mixture.renderer.tokenizer,
-        evenly_spaced_blocks(mixture, args.n),
-        has_colours(sys.stdout),
-    )
-    if args.json:
-        print(json.dumps({"report": mixture.report, "rows": [as_json(block, tokenizer) for block in blocks]}))
-        return 0
-    _show_report(mixture)
-    if args.n:
+    _show_report(loaded)
+    if rows or (cfg.learns_documents and args.n):
         log.show(f"\n{legend(colours=colours)}")
     for block in blocks:
-        show_block(block, tokenizer, colours=colours)
+        views.show_block(block, tokenizer, colours=colours)
+    for row in rows:
+        n_tokens = len(row["input_ids"])
+        log.show(f"\nrow {row['row']}  {row['source']}  {n_tokens:,} tokens, {views.n_learned(row):,} learned")
+        log.show(mark_learned(tokenizer, row["input_ids"], labels=row["labels"], colours=colours))
     return 0
 
 
 def render(args: Namespace) -> int:
     """`render`: training rows as the chat template writes them; with `--out` every row, into a new jsonl file."""
-    out = None if args.out is None else Path(args.out)
     cfg = load_texts(args)
     if cfg.learns_documents:
         where = f"{cfg.origins.get('task_mode', args.config)} task_mode"
         what = f"the rows of {cfg.task_mode} are blocks of documents, which no chat template writes"
         raise ConfigError(what, where=where, fix=f"make inspect CONFIG={args.config} shows what stands in them")
-    if out is not None:
-        check_new_file(out)
+    if args.out is not None:
+        check_new_file(Path(args.out))
     examples = _load_examples(cfg)
     from sftplay.data.inspect import evenly_spaced_rows, rendered, show_rendered, write_rendered
 
     tokenizer = examples.renderer.tokenizer
-    if out is not None:
-        count = write_rendered(examples, out)
-        log.say(f"{count:,} rows in {out}", "render")
+    if args.out is not None:
+        count = write_rendered(examples, Path(args.out))
+        log.say(f"{count:,} rows in {Path(args.out)}", "render")
         if args.json:
-            print(json.dumps({"out": str(out), "rows": count}))
+            print(json.dumps({"out": str(Path(args.out)), "rows": count}))
         return 0
     rows = evenly_spaced_rows(examples, args.n)
     if args.json:
@@ -118,10 +100,6 @@ def render(args: Namespace) -> int:
     for row in rows:
         show_rendered(row, tokenizer)
     return 0
-
-
-def _load(cfg: RunConfig) -> Examples | MixtureRows:
-    return _load_mixture(cfg) if cfg.learns_documents else _load_examples(cfg)
 
 
 def _load_examples(cfg: RunConfig) -> Examples:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,17 @@ def ingest(args: Namespace) -> int:
     from sftplay.data.ingest.run.ingest import ingest as run
     from sftplay.report.documents import page_of
 
-    callbacks = IngestCallbacks(render_page=page_of, count_tokens=_counter(args.tokenizer) if args.tokenizer else None)
-    report = run(settings, callbacks, replaces=args.replace)
+    count = None
+    if args.tokenizer:
+        from sftplay.config.run import ModelConfig
+        from sftplay.model.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(ModelConfig(name=args.tokenizer))
+
+        def count(texts: Sequence[str]) -> int:
+            return sum(map(len, tokenizer(list(texts), add_special_tokens=False)["input_ids"]))
+
+    report = run(settings, IngestCallbacks(render_page=page_of, count_tokens=count), replaces=args.replace)
     if not args.json:
         _show_ingest_report(report, settings)
     check_outcome(report, settings)
@@ -50,20 +59,6 @@ def _settings(args: Namespace) -> Settings:
         limit_s=args.timeout, memory_bytes=args.memory, workers=args.workers or usable_cores(),
         bad_files=args.on_bad_file, tokenizer=args.tokenizer,
     )  # fmt: skip
-
-
-def _counter(name: str) -> Callable[[Sequence[str]], int]:
-    """What counts the tokens of texts, by the tokenizer of a model."""
-    from sftplay.config.run import ModelConfig
-    from sftplay.model.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(ModelConfig(name=name))
-
-    def count(texts: Sequence[str]) -> int:
-        found = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        return sum(map(len, found))
-
-    return count
 
 
 def _show_ingest_report(report: dict[str, Any], settings: Settings) -> None:
@@ -109,19 +104,12 @@ def puzzle_data(args: Namespace) -> int:
     report = make_folder(settings)
     if args.json:
         print(json.dumps(report))
-    else:
-        _show_puzzle_report(report, settings.out)
-    return 0
-
-
-def _show_puzzle_report(report: dict[str, Any], out: Path) -> None:
+        return 0
     for split in ("train", "test"):
         counts = report[split]
         identifiers = f", {counts['identifiers']:,} identifiers" if counts["identifiers"] > 1 else ""
-        text = (
-            f"{counts['groups']:,} originals, {counts['puzzles']:,} with their copies, {counts['examples']:,} examples"
-        )
-        log.say(f"{split:5} {text}{identifiers}", "puzzle-data")
+        text = f"{counts['groups']:,} originals, {counts['puzzles']:,} with their copies, {counts['examples']:,}"
+        log.say(f"{split:5} {text} examples{identifiers}", "puzzle-data")
     copies, others = report.get("test_pairs_like_a_demonstration"), report.get("like_another_task", [])
     if copies:
         log.say(f"note: {copies:,} test pairs are copies of a demonstration of their own task", "puzzle-data")
@@ -133,4 +121,5 @@ def _show_puzzle_report(report: dict[str, Any], out: Path) -> None:
         log.say("no puzzle of the test is a copy of one of training", "puzzle-data")
     if shared := report.get("test_puzzles_with_a_training_solution"):
         log.say(f"note: {shared:,} puzzles of the test share their solution with one of training", "puzzle-data")
-    log.say(f"{out}: set data.train_path and data.val_path to it", "puzzle-data")
+    log.say(f"{settings.out}: set data.train_path and data.val_path to it", "puzzle-data")
+    return 0

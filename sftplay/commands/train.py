@@ -6,7 +6,6 @@ import os
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
@@ -34,34 +33,34 @@ from sftplay.runs.strategy_setup import with_deepspeed
 
 def train(args: Namespace) -> int:
     """`train`: start the run of a config, or continue it where train.resume asks for that."""
-    return _on_every_node(args, partial(_train, args))
 
+    def start(rendezvous: Rendezvous | None) -> int:
+        cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
+        if args.documents and not cfg.learns_documents:
+            where = f"{cfg.origins.get('task_mode', args.config)} task_mode"
+            fix = "write task_mode: cpt, or cpt_mixed with chats next to them; or use make train"
+            raise ConfigError(f"{cfg.task_mode} does not learn documents", where=where, fix=fix)
+        if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_begun(cfg, args.config)):
+            return launch(args, cfg, rendezvous=rendezvous)
+        from sftplay.runs.resume import continue_run
 
-def _train(args: Namespace, rendezvous: Rendezvous | None) -> int:
-    cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
-    if args.documents and not cfg.learns_documents:
-        where = f"{cfg.origins.get('task_mode', args.config)} task_mode"
-        fix = "write task_mode: cpt, or cpt_mixed with chats next to them; or use make train"
-        raise ConfigError(f"{cfg.task_mode} does not learn documents", where=where, fix=fix)
-    if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_begun(cfg, args.config)):
-        return launch(args, cfg, rendezvous=rendezvous)
-    from sftplay.runs.resume import continue_run
+        return continue_run(args, cfg, rendezvous=rendezvous)
 
-    return continue_run(args, cfg, rendezvous=rendezvous)
+    return _on_every_node(args, start)
 
 
 def resume(args: Namespace) -> int:
     """`resume`: continue the newest run of a config."""
-    return _on_every_node(args, partial(_resume, args))
 
+    def go_on(rendezvous: Rendezvous | None) -> int:
+        from sftplay.runs.resume import continue_run
 
-def _resume(args: Namespace, rendezvous: Rendezvous | None) -> int:
-    cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
-    if cfg.train.resume == "never":
-        cfg = cfg.with_values({"train.resume": "auto"}, "resume")
-    from sftplay.runs.resume import continue_run
+        cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
+        if cfg.train.resume == "never":
+            cfg = cfg.with_values({"train.resume": "auto"}, "resume")
+        return continue_run(args, cfg, rendezvous=rendezvous)
 
-    return continue_run(args, cfg, rendezvous=rendezvous)
+    return _on_every_node(args, go_on)
 
 
 def _on_every_node(args: Namespace, work: Callable[[Rendezvous | None], int]) -> int:
@@ -105,10 +104,7 @@ def launch(
 
 
 def train_ray(args: Namespace) -> int:
-    """`train-ray`: train on the cluster of RAY_ADDRESS, or on one that is started here.
-
-    Raises ConfigError if this is one process of another launch, or a single worker is asked for.
-    """
+    """`train-ray`: train on the cluster of RAY_ADDRESS, or on one that is started here."""
     from sftplay.launch.command.ray_command import ADDRESS
 
     if numbers := [name for name in args.strays if name in CLUSTER_NAMES or name.startswith("TORCHELASTIC_")]:

@@ -6,6 +6,7 @@ the newest complete checkpoint, where the run's folder is still there.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -70,11 +71,11 @@ class ClusterJob:
     def command(self, python: str, **words: str) -> str:
         """The shell command that trains on one node. Words that hold a `$` are left to that shell."""
         argv = [python, "-m", "sftplay", "train", "--config", self.config, f"run_name={self.name}", "train.resume=auto"]
-        own = shlex.join([*argv, *self.overrides, "--nproc", str(self.gpus)])
+        command = shlex.join([*argv, *self.overrides, "--nproc", str(self.gpus)])
         if self.nodes == 1:
-            return f"exec {own}"
+            return f"exec {command}"
         where = " ".join(f'--{flag.replace("_", "-")} "{word}"' for flag, word in words.items())
-        return f"exec {own} --nnodes {self.nodes} {where} --master-port {PORT}"
+        return f"exec {command} --nnodes {self.nodes} {where} --master-port {PORT}"
 
 
 def skypilot(job: ClusterJob) -> list[dict[str, Any]]:
@@ -106,7 +107,9 @@ def dstack(job: ClusterJob) -> list[dict[str, Any]]:
     Source: dstack.ai, tasks and distributed tasks.
     """
     command = job.command(".venv/bin/python", node_rank="$DSTACK_NODE_RANK", master_addr="$DSTACK_MASTER_NODE_IP")
-    gpu = {"name": _shorten(job.gpu), "count": job.gpus, "memory": f"{job.gpu_bytes * 9 // 10 // 2**30}GB.."}
+    # A100-80GB -> A100, RTX-4090 -> RTX4090, RTX-A6000 -> A6000
+    name = re.sub("-(32|40|80)GB$", "", job.gpu).replace("-", "").replace("RTXA", "A")
+    gpu = {"name": name, "count": job.gpus, "memory": f"{job.gpu_bytes * 9 // 10 // 2**30}GB.."}
     start = {"image": job.image} if job.image else {"python": "3.12"}
     again = _AGAIN.format(command=command.removeprefix("exec "), stopped=STOPPED, terminated=TERMINATED)
     return [
@@ -145,9 +148,13 @@ def kubernetes(job: ClusterJob) -> list[dict[str, Any]]:
         "resources": {"limits": {"nvidia.com/gpu": job.gpus}},
         "volumeMounts": [{"name": "outputs", "mountPath": outputs}, {"name": "shm", "mountPath": "/dev/shm"}],
     }
+    # Nodes whose GPUs have the planned memory, by the label that NVIDIA's feature discovery gives them.
+    least_mib = str(round(job.gpu_bytes * LEAST_SHARE) >> 20)
+    rule = {"key": "nvidia.com/gpu.memory", "operator": "Gt", "values": [least_mib]}
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}
     pod = {
         "subdomain": job.name,
-        "affinity": _affinity(job),
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}},
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": GRACE_S,
         "containers": [container],
@@ -156,23 +163,28 @@ def kubernetes(job: ClusterJob) -> list[dict[str, Any]]:
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
+    moved = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    codes = [
+        {"action": action, "onExitCodes": {"containerName": "train", "operator": "In", "values": values}}
+        for action, values in (("Ignore", [STOPPED, TERMINATED]), ("FailJob", NEVER_AGAIN))
+    ]
     spec = {
         "completions": job.nodes,
         "parallelism": job.nodes,
         "completionMode": "Indexed",
         "backoffLimit": LOSSES * (job.nodes - 1),
-        **_FAILURES,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {"rules": [moved, *codes]},
         "template": {"spec": pod},
     }
+    storage = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "100Gi"}}}
     service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": job.name}}
     return [
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": job.name}, "spec": service},
-        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": claim}, "spec": _STORAGE},
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": claim}, "spec": storage},
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job.name}, "spec": spec},
     ]
 
-
-_STORAGE = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "100Gi"}}}
 
 KINDS: dict[str, Callable[[ClusterJob], list[dict[str, Any]]]] = {
     "skypilot": skypilot,
@@ -191,36 +203,13 @@ def job_text(kind: str, job: ClusterJob) -> str:
     return f"# {job.config} on {plan}, written by `make job-file`. Use: {USES[kind]}\n{documents}"
 
 
-def _shorten(gpu: str) -> str:
-    """`A100-80GB` -> `A100`, `RTX-4090` -> `RTX4090`, `RTX-A6000` -> `A6000`."""
-    return gpu.removesuffix("-40GB").removesuffix("-80GB").removesuffix("-32GB").replace("-", "").replace("RTXA", "A")
-
-
-def _failure_rules() -> list[dict[str, Any]]:
-    def codes(action: str, values: list[int]) -> dict[str, Any]:
-        return {"action": action, "onExitCodes": {"containerName": "train", "operator": "In", "values": values}}
-
-    moved = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    return [moved, codes("Ignore", [STOPPED, TERMINATED]), codes("FailJob", NEVER_AGAIN)]
-
-
-_FAILURES = {"podReplacementPolicy": "Failed", "podFailurePolicy": {"rules": _failure_rules()}}
-
-
-def _affinity(job: ClusterJob) -> dict[str, Any]:
-    """Nodes whose GPUs have the planned memory, by the label that NVIDIA's feature discovery gives them."""
-    least_mib = str(round(job.gpu_bytes * LEAST_SHARE) >> 20)
-    rule = {"key": "nvidia.com/gpu.memory", "operator": "Gt", "values": [least_mib]}
-    terms = {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}
-    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
-
-
 class _Blocks(yaml.SafeDumper):
     """Writes texts of several lines, and scripts, as blocks."""
 
 
-def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if text.endswith("\n") else None)
-
-
-_Blocks.add_representer(str, _as_block)
+_Blocks.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if text.endswith("\n") else None
+    ),
+)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -82,9 +82,12 @@ class TorchBuild:
         Code runs on later minor versions of the same major one too. PTX (`compute_`) runs on every later card, code
         with a letter (`sm_90a`) on that card alone (CUDA C++ programming guide, binary and PTX compatibility).
         """
-        if not self.archs:
-            return None
-        return any(_fits(arch, capability) for arch in self.archs)
+        for kind, major, minor, letter in re.findall(r"\b(sm|compute)_(\d+)(\d)([a-z]?)\b", " ".join(self.archs)):
+            built = (int(major), int(minor))
+            is_later = built <= capability and (kind == "compute" or built[0] == capability[0])
+            if built == capability or (is_later and not letter):
+                return True
+        return False if self.archs else None
 
     def newest_cuda(self) -> tuple[int, int] | None:
         """`cuda` as numbers."""
@@ -99,9 +102,14 @@ def find_torch(*, with_archs: bool = False) -> TorchBuild | None:
         return None
     folder = Path(spec.origin).parent
     try:
-        facts = _assignments(ast.parse((folder / "version.py").read_text(encoding="utf-8")))
+        nodes = ast.parse((folder / "version.py").read_text(encoding="utf-8")).body
     except (OSError, SyntaxError):
-        facts = {}
+        nodes = []
+    facts: dict[str, Any] = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            facts[ast.unparse(target)] = node.value.value
     cuda, hip = facts.get("cuda"), facts.get("hip")
     archs = find_archs(folder / "lib" / "libtorch_python.so") if with_archs and cuda else ()
     return TorchBuild(str(facts.get("__version__", "unknown")), cuda, hip, archs)
@@ -135,27 +143,6 @@ def ask_torch() -> dict[str, Any]:
     return {"error": lines[-1] if lines else f"it ended with code {process.returncode}"}
 
 
-def _fits(arch: str, capability: tuple[int, int]) -> bool:
-    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", arch)
-    if match is None:
-        return False
-    built = (int(match[2]), int(match[3]))
-    if match[4]:
-        return built == capability
-    return built <= capability and (match[1] == "compute" or built[0] == capability[0])
-
-
-def _assignments(tree: ast.Module) -> dict[str, Any]:
-    values = {}
-    for node in tree.body:
-        if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Constant):
-            continue
-        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-        if isinstance(target, ast.Name):
-            values[target.id] = node.value.value
-    return values
-
-
 OLDEST = "2026.10.9"
 """The first release that trains without a GPU (the one before ends with "You need a GPU"). This kit was tried with it.
 An install without a lower bound resolves to a release of 2025, which states no upper bounds."""
@@ -171,48 +158,37 @@ def find_unsloth_problem(*, has_gpu: bool) -> str:
     """Why unsloth cannot be used here; empty when no reason is known."""
     if find_spec("unsloth") is None:
         return "the package unsloth is not installed"
-    return next(_problems(has_gpu=has_gpu), "")
-
-
-def _problems(*, has_gpu: bool) -> Iterator[str]:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
     from packaging.version import Version
 
     for package in PACKAGES:
         version = installed_version(package)
         if version is None:
-            yield f"the package {package} is not installed"
-        elif Version(version) < Version(OLDEST):
-            yield f"{package} {version} is too old, {OLDEST} is the first that is known to work"
-        else:
-            yield from _unmet(package, version)
+            return f"the package {package} is not installed"
+        if Version(version) < Version(OLDEST):
+            return f"{package} {version} is too old, {OLDEST} is the first that is known to work"
+        for requirement in map(Requirement, metadata.requires(package) or []):
+            name = canonicalize_name(requirement.name)
+            if name not in NEEDED or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+                continue
+            installed = installed_version(name)
+            if installed is None:
+                return f"{package} {version} needs {name}, which is not installed"
+            broken = [str(part) for part in requirement.specifier if not part.contains(installed, prereleases=True)]
+            if broken:
+                wanted = ", ".join(sorted(broken))
+                return f"{package} {version} wants {name} {wanted}, and {installed} is installed"
     if not has_gpu and os.environ.get("UNSLOTH_DISABLE_CPU_FALLBACK") == "1":
-        yield "there is no GPU, and UNSLOTH_DISABLE_CPU_FALLBACK=1 forbids unsloth to use the CPU"
-
-
-def _unmet(package: str, version: str) -> Iterator[str]:
-    """The requirements in the package's own metadata that the installed libraries do not meet."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    for text in metadata.requires(package) or []:
-        requirement = Requirement(text)
-        name = canonicalize_name(requirement.name)
-        if name not in NEEDED or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
-            continue
-        own = installed_version(name)
-        broken = [str(bound) for bound in requirement.specifier if own and not bound.contains(own, prereleases=True)]
-        if own is None:
-            yield f"{package} {version} needs {name}, which is not installed"
-        elif broken:
-            yield f"{package} {version} wants {name} {', '.join(sorted(broken))}, and {own} is installed"
+        return "there is no GPU, and UNSLOTH_DISABLE_CPU_FALLBACK=1 forbids unsloth to use the CPU"
+    return ""
 
 
 def installed_version(package: str) -> str | None:
     """Version of an installed package, from its metadata; None when it is not installed."""
-    try:
+    with suppress(PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 WORD_OF_BEFORE = "gradient_checkpointing"
@@ -234,8 +210,8 @@ def recomputation() -> str:
 
 
 def as_named_here(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a TrainingArguments by their names of today. It takes old names too, and passes over them beside a
-    new one."""
+    """Arguments of a TrainingArguments by their names of today. It takes old names too, and ignores them next to new
+    ones."""
     return {name.replace(WORD_OF_BEFORE, recomputation()): value for name, value in arguments.items()}
 
 
@@ -269,10 +245,9 @@ def recompute(model: Any) -> None:
 @contextmanager
 def nothing_recomputed(model: Any) -> Iterator[None]:
     """The model without recomputation, which a cache does not go with; switched on again afterwards if it was on."""
-    word = recomputation()
     was_on = is_recomputing(model)
     if was_on:
-        getattr(model, f"{word}_disable")()
+        getattr(model, f"{recomputation()}_disable")()
     try:
         yield
     finally:
@@ -291,28 +266,21 @@ VLLM_INSTALL = "pip install vllm==0.31.0"
 def vllm_problem() -> str:
     """Why trl cannot use the installed vLLM; empty where it can, or where no release of vLLM is installed.
 
-    trl itself only warns (1.16, import_utils.py, `is_vllm_available`), and fails later.
+    trl itself only warns (1.16, import_utils.py, `is_vllm_available`), and fails later. The releases that it takes are
+    read from its source: an import of trl takes seconds.
     """
-    oldest, newest = vllm_range()
-    try:
-        installed = version("vllm")
-    except PackageNotFoundError:
-        return ""
-    numbers = [_numbers(each) for each in (oldest, installed, newest)]
-    return "" if numbers == sorted(numbers) else f"trl takes vllm {oldest} to {newest}, and {installed} is installed"
-
-
-def vllm_range() -> tuple[str, str]:
-    """Oldest and newest vLLM that the installed trl names, read from its source: an import of trl takes seconds."""
     spec = find_spec("trl")
     source = Path(spec.origin).with_name("import_utils.py") if spec and spec.origin else None
     text = source.read_text(encoding="utf-8") if source and source.is_file() else ""
     found = re.search(r'Version\("([\d.]+)"\) <= _vllm_base_version <= Version\("([\d.]+)"\)', text)
-    return (found[1], found[2]) if found else TAKEN_BY_TRL
-
-
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple([*map(int, re.findall(r"\d+", release.partition("+")[0])), 0, 0][:3])
+    oldest, newest = (found[1], found[2]) if found else TAKEN_BY_TRL
+    try:
+        installed = version("vllm")
+    except PackageNotFoundError:
+        return ""
+    parts = [re.findall(r"\d+", release.partition("+")[0]) for release in (oldest, installed, newest)]
+    numbers = [[*map(int, part), 0, 0][:3] for part in parts]
+    return "" if numbers == sorted(numbers) else f"trl takes vllm {oldest} to {newest}, and {installed} is installed"
 
 
 def hub_client() -> ModuleType:

@@ -24,10 +24,7 @@ RENDEZVOUS_PORT = 29511
 
 
 def free_port(first: int) -> int:
-    """The first port from `first` on which nothing listens; for 0 any one of `QUIET`.
-
-    Raises MachineError if none of the next ones is free.
-    """
+    """The first port from `first` on which nothing listens; for 0 any one of `QUIET`. MachineError if none is free."""
     tried = range(first, first + PORTS_TRIED) if first else SystemRandom().sample(QUIET, PORTS_TRIED)
     for port in tried:
         if number := bound_port(port):

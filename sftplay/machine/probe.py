@@ -99,7 +99,10 @@ def other_accelerators(root: Path = Path("/")) -> tuple[str, ...]:
         return ("Apple's GPU (MPS) is here; this kit trains on CUDA or the CPU",)
     notes = []
     for device in sorted(root.glob("sys/bus/pci/devices/*")):
-        vendor, kind = (_first_line(device / name) for name in ("vendor", "class"))
+        try:
+            vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
+        except (OSError, UnicodeDecodeError):
+            continue
         if not kind.startswith(("0x0300", "0x0302", "0x1200")):  # VGA, 3D controller, processing accelerator
             continue
         if vendor in OTHER_MAKERS:
@@ -109,18 +112,9 @@ def other_accelerators(root: Path = Path("/")) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _first_line(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
-
-
 def usable_cores() -> int:
     """Number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def library_versions() -> dict[str, str]:

@@ -14,9 +14,9 @@ from sftplay.launch.checkpoints import (
     mark_complete,
     newest_complete,
     read_marker,
+    read_step,
     rotate,
     set_aside,
-    step_of,
 )
 from sftplay.train.metrics import cut_back
 
@@ -130,8 +130,8 @@ def test_a_folder_whose_name_holds_no_step_is_named_and_passed_over(tmp_path: Pa
 
 def test_step_of_a_checkpoint_kept_under_another_name_is_in_its_marker(tmp_path: Path):
     moved = make(tmp_path, 6).rename(tmp_path / "the good one")
-    assert step_of(moved) == 6
-    assert step_of(tmp_path / "checkpoint-12") == 12
+    assert read_step(moved) == 6
+    assert read_step(tmp_path / "checkpoint-12") == 12
 
 
 def test_no_folder_holds_no_checkpoint(tmp_path: Path):

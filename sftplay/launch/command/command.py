@@ -62,7 +62,9 @@ def build_launch(
         env |= offline_environment()
     env |= {EXPECTS_GPU: "1", **gpu_environment()} if has_gpu else allocator_environment()
     if scale.world_size == 1:
-        _refuse_launcher_args(scale)
+        if scale.launcher_args:
+            what = f"the run has one process and no launcher that could take {shlex.join(scale.launcher_args)}"
+            raise ConfigError(what, where="--", fix="ask for several processes (NPROC=2), or leave them out")
         return Launch((sys.executable, "-m", WORKER, str(run_folder)), env)
     if not has_gpu:
         if not strategy:
@@ -80,13 +82,6 @@ def build_launch(
     argv = launcher_command(launcher, scale, strategy=strategy or {}, config=config, has_gpu=has_gpu, gpus=gpus)
     files = {config: accelerate_config(scale, strategy or {})} if launcher == "accelerate" else {}
     return Launch((*argv, WORKER, str(run_folder)), env, files)
-
-
-def _refuse_launcher_args(scale: Scale) -> None:
-    if scale.launcher_args:
-        options = shlex.join(scale.launcher_args)
-        fix = "ask for several processes (NPROC=2), or leave them out"
-        raise ConfigError(f"the run has one process and no launcher that could take {options}", where="--", fix=fix)
 
 
 def quiet_environment() -> dict[str, str]:
@@ -144,21 +139,14 @@ def allocator_environment() -> dict[str, str]:
     memory costs time; huge pages (torch, `THP_MEM_ALLOC_ENABLE`) save as much. Smaller tensors stay in the heap. glibc
     lets its end grow to twice the threshold before it returns memory, but to 128 KiB once the threshold is set.
     """
-    settings = {
-        "MALLOC_MMAP_THRESHOLD_": str(LARGE_BYTES),
-        "MALLOC_TRIM_THRESHOLD_": str(2 * LARGE_BYTES),
-        "THP_MEM_ALLOC_ENABLE": "1",
-    }
+    settings = {"MALLOC_MMAP_THRESHOLD_": str(LARGE_BYTES), "MALLOC_TRIM_THRESHOLD_": str(2 * LARGE_BYTES)}
+    settings["THP_MEM_ALLOC_ENABLE"] = "1"
     return {key: value for key, value in settings.items() if key not in os.environ}
 
 
 def cache_environment() -> dict[str, str]:
     """Puts caches below .cache/ if the home folder cannot be written. The user's own settings stay."""
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() fails where no home is known
-    settings = {}
-    if not os.access(home, os.W_OK):
-        root = cache_root().resolve()
-        for key, folder in (("HF_HOME", "huggingface"), ("XDG_CACHE_HOME", "xdg"), ("TORCH_HOME", "torch")):
-            if key not in os.environ:
-                settings[key] = str(root / folder)
-    return settings
+    if os.access(os.path.expanduser("~"), os.W_OK):  # noqa: PTH111 - Path.home() fails where no home is known
+        return {}
+    folders = {"HF_HOME": "huggingface", "XDG_CACHE_HOME": "xdg", "TORCH_HOME": "torch"}
+    return {key: str(cache_root().resolve() / name) for key, name in folders.items() if key not in os.environ}

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from ipaddress import ip_address
 from typing import Any
 
@@ -31,11 +32,6 @@ MAX_LINE_BYTES = 2**24
 """A peer that sends a longer line is no run of this kit."""
 
 
-def new_challenge() -> str:
-    """A random text that the other side must prove to know the token with."""
-    return secrets.token_hex(16)
-
-
 def prove(challenge: str, subject: str) -> str:
     """The proof that this process has the run's token; `subject` says who it is: `host`, or the node's number."""
     token = os.environ.get(TOKEN, "")
@@ -54,8 +50,8 @@ class Peer:
     connection: socket.socket
     messages: deque[Any] = field(default_factory=deque)
     has_gone: bool = False
-    challenge: str = field(default_factory=new_challenge)
-    """What the other side must prove the run's token with."""
+    challenge: str = field(default_factory=partial(secrets.token_hex, 16))
+    """A random text that the other side must prove to know the run's token with."""
 
     _rest: bytes = b""
 
@@ -222,7 +218,9 @@ class Rendezvous:
             listener.settimeout(POLL_S)
             while missing := expected - set(self._peers):
                 if time.monotonic() > deadline:
-                    raise _missing_error(missing, self.timeout_s)
+                    nodes = ", ".join(f"node {node}" for node in sorted(missing))
+                    fix = "start every node with the same MASTER_ADDR, MASTER_PORT and NNODES, and its own NODE_RANK"
+                    raise MachineError(f"{nodes} did not come within {self.timeout_s:.0f} s", where="nodes", fix=fix)
                 with suppress(TimeoutError):
                     pending.append(Peer(listener.accept()[0]))
                 pending = [peer for peer in pending if self._is_pending(peer)]
@@ -265,7 +263,7 @@ class Rendezvous:
         self._peers[node] = peer
 
     def _connect_to_host(self) -> None:
-        deadline = time.monotonic() + self.timeout_s
+        deadline, node = time.monotonic() + self.timeout_s, self.scale.node_rank
         address, reason = (self.scale.master_addr, self.scale.master_port), "nobody answered"
         while time.monotonic() < deadline:
             try:
@@ -273,31 +271,24 @@ class Rendezvous:
             except OSError as error:
                 reason = error.strerror or str(error)
             else:
-                if not (reason := self._introduce(peer)):
+                peer.send({"node": node, "challenge": peer.challenge})
+                answer: Any = None
+                with suppress(TimeoutError, EOFError):
+                    answer = peer.read(ANSWER_S)
+                if not isinstance(answer, dict) or answer.get("welcome") != WELCOME:
+                    reason = "the program on that port is no run of this kit"
+                elif not is_proof(answer.get("proof"), challenge=peer.challenge, subject=HOST):
+                    reason = f"the run at that port has another {TOKEN}"
+                else:
+                    proof = prove(str(answer.get("challenge")), str(node))
+                    peer.send({"node": node, "is_here": True, "proof": proof})
                     self._peers[0] = peer
                     return
                 peer.close()
             time.sleep(POLL_S)
-        raise MachineError(
-            f"node 0 was not found at {address[0]}:{address[1]} within {self.timeout_s:.0f} s ({reason})",
-            where=f"node {self.scale.node_rank}",
-            fix="start node 0 with the same MASTER_ADDR and MASTER_PORT, and open that port in the firewall",
-        )
-
-    def _introduce(self, peer: Peer) -> str:
-        """Tell the other side who this node is; why it is not node 0 of this run, empty where it is."""
-        node = self.scale.node_rank
-        peer.send({"node": node, "challenge": peer.challenge})
-        try:
-            answer = peer.read(ANSWER_S)
-        except (TimeoutError, EOFError):
-            answer = None
-        if not isinstance(answer, dict) or answer.get("welcome") != WELCOME:
-            return "the program on that port is no run of this kit"
-        if not is_proof(answer.get("proof"), challenge=peer.challenge, subject=HOST):
-            return f"the run at that port has another {TOKEN}"
-        peer.send({"node": node, "is_here": True, "proof": prove(str(answer.get("challenge")), str(node))})
-        return ""
+        what = f"node 0 was not found at {address[0]}:{address[1]} within {self.timeout_s:.0f} s ({reason})"
+        fix = "start node 0 with the same MASTER_ADDR and MASTER_PORT, and open that port in the firewall"
+        raise MachineError(what, where=f"node {node}", fix=fix)
 
     def _read_host(self, limit_s: float | None = SILENT_S) -> dict[str, Any]:
         try:
@@ -347,11 +338,3 @@ def _lost_error(node: int, error: Exception) -> RunError:
     silent = f"has said nothing for {SILENT_S / 60:.0f} minutes"
     what = f"node {node} {silent if isinstance(error, TimeoutError) else 'has gone'}"
     return RunError(what, where="nodes", fix="find the reason on that node")
-
-
-def _missing_error(missing: set[int], timeout_s: float) -> MachineError:
-    return MachineError(
-        f"{', '.join(f'node {node}' for node in sorted(missing))} did not come within {timeout_s:.0f} s",
-        where="nodes",
-        fix="start every node with the same MASTER_ADDR, MASTER_PORT and NNODES, and its own NODE_RANK",
-    )

@@ -19,9 +19,9 @@ from sftplay.launch.supervise.processes import (
     ask_for_stacks,
     descends_from,
     end_launch,
-    rank_of,
+    read_rank,
+    read_state,
     stacks_path,
-    state_of,
 )
 
 CHECKS = 60
@@ -53,7 +53,7 @@ class Stall(RunError):
         """The culprit's innermost calls, one a line, or why they are not known."""
 
 
-def timeout_of(folder: RunFolder) -> float:
+def read_timeout(folder: RunFolder) -> float:
     """Seconds that a phase of this run may last; 0 means no limit. All ranks of a launch read the same value."""
     return load_config(folder.resolved).train.stall_timeout if folder.resolved.exists() else 0
 
@@ -103,7 +103,7 @@ class Watchdog:
         key = (beat.rank, beat.pid)
         if key not in self._is_of_launch:
             # In containers, ranks of two nodes may have the same pid.
-            is_of_launch = descends_from(beat.pid, self._launcher) and rank_of(beat.pid) in (None, beat.rank)
+            is_of_launch = descends_from(beat.pid, self._launcher) and read_rank(beat.pid) in (None, beat.rank)
             self._is_of_launch[key] = is_of_launch
         return self._is_of_launch[key]
 
@@ -112,10 +112,10 @@ class Watchdog:
 
     def _raise_stall(self, beats: Sequence[Beat]) -> None:
         """Raise Stall if a rank is to blame, by the stacks of all ranks and their heartbeats afterwards."""
-        stacks = ask_for_stacks(self.folder.logs, {beat.rank: beat.pid for beat in beats if state_of(beat.pid)})
+        stacks = ask_for_stacks(self.folder.logs, {beat.rank: beat.pid for beat in beats if read_state(beat.pid)})
         now = self.clock()
         fresh = [beat for beat in self._local_beats(now) if beat.phase != "idle"]
-        if not all(state_of(beat.pid) for beat in fresh):
+        if not all(read_state(beat.pid) for beat in fresh):
             return  # a rank has died: the launcher notices that and ends the others
         culprits = find_culprits(fresh, stacks)
         limit_s = self.timeout_s * (1 if culprits else EVERYBODY_WAITS)
@@ -178,7 +178,7 @@ def _describe_waiting(beats: Sequence[Beat], culprits: Sequence[Beat]) -> str:
 
 
 def _describe_missing_stack(beat: Beat) -> str:
-    reason = NO_STACK_REASONS.get(state_of(beat.pid), "it did not answer")
+    reason = NO_STACK_REASONS.get(read_state(beat.pid), "it did not answer")
     return f"  process {beat.pid} gives no stack: {reason}"
 
 

@@ -46,9 +46,5 @@ def diagnose(machine: Machine, needs: RunNeeds, *, is_fast: bool = False) -> lis
         results += check_torch(ask_torch(), machine)
     results += check_memory(machine)
     results += check_disk(needs.output, needs.checkpoint_bytes, kept=needs.checkpoints_kept)
-    results += check_shared_memory(machine)
-    results += check_ports()
-    results += check_limits()
-    results += check_environment(machine)
-    results += check_builds()
-    return results + check_hub(needs.hub_model, is_fast=is_fast)
+    results += [*check_shared_memory(machine), *check_ports(), *check_limits(), *check_environment(machine)]
+    return [*results, *check_builds(), *check_hub(needs.hub_model, is_fast=is_fast)]

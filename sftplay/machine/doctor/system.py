@@ -6,7 +6,8 @@ import os
 import resource
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from sftplay.machine.doctor.check_result import CheckResult
@@ -24,17 +25,11 @@ LEAST_DISK_BYTES = GIB
 ROOMY_DISK_BYTES = 10 * GIB
 """One or two checkpoints of most adapters, with logs and the cache of the data."""
 
-SHM_BYTES = {"several GPUs": GIB, "else": 64 * 2**20}
-"""Shared memory that NCCL and data loaders need. Containers get 64 MiB by default."""
-
 OPEN_FILES = 4096
 """Ranks, data workers and shards of a data set each keep some files open."""
 
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both name the same setting; the first is the newer."""
-
-BUILDS = cache_root() / "torch_extensions"
-"""Where DeepSpeed's operators are built when the user names no folder: in this project, not in the user's home."""
 
 
 def check_memory(machine: Machine) -> list[CheckResult]:
@@ -69,7 +64,7 @@ def check_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> li
     if not folder.is_dir():
         return []
     free = shutil.disk_usage(folder).free
-    least = SHM_BYTES["several GPUs" if len(machine.gpus) > 1 else "else"]
+    least = GIB if len(machine.gpus) > 1 else 64 * 2**20  # for NCCL and data loaders; containers get 64 MiB by default
     what = f"{format_bytes(free)} free in {folder}"
     if free < least:
         fix = "start the container with --shm-size=8g or --ipc=host"
@@ -80,9 +75,8 @@ def check_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> li
 def check_ports() -> list[CheckResult]:
     """Whether the processes of a run can meet."""
     if not bound_port(0):
-        return [
-            CheckResult("stop", "ports", f"no port can be opened on {HOST}", "allow connections on the loopback device")
-        ]
+        fix = "allow connections on the loopback device"
+        return [CheckResult("stop", "ports", f"no port can be opened on {HOST}", fix)]
     if not bound_port(RENDEZVOUS_PORT):
         what = f"port {RENDEZVOUS_PORT}, where runs over several machines meet, is taken"
         return [CheckResult("warn", "ports", what, "give such a run another: MASTER_PORT=29512")]
@@ -122,8 +116,8 @@ def check_environment(machine: Machine, environ: Mapping[str, str] = os.environ)
 
 
 def builds_folder(environ: Mapping[str, str]) -> Path:
-    """The folder of the operators that torch builds when a run starts."""
-    return Path(environ.get("TORCH_EXTENSIONS_DIR") or BUILDS).absolute()
+    """The folder of the operators that torch builds when a run starts: the user's, else in this project."""
+    return Path(environ.get("TORCH_EXTENSIONS_DIR") or cache_root() / "torch_extensions").absolute()
 
 
 def check_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> list[CheckResult]:
@@ -134,7 +128,12 @@ def check_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path
     locks = sorted(builds_folder(environ).glob("*/lock"))
     if not locks or not processes.is_dir():
         return []
-    open_files = _open_files(processes)
+    open_files = set()
+    for folder in processes.glob("[0-9]*/fd"):
+        with suppress(OSError):  # the process has ended, or is another user's
+            for link in folder.iterdir():
+                with suppress(OSError):  # closed meanwhile
+                    open_files.add(str(link.readlink()))
     stale = [lock for lock in locks if str(lock.resolve()) not in open_files]
     if not stale:
         return [CheckResult("ok", "builds", f"{len(locks)} operators of DeepSpeed are being built now")]
@@ -145,22 +144,3 @@ def check_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path
 def nearest_folder(path: Path) -> Path:
     """`path` itself, or the nearest folder above it that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
-
-
-def _open_files(processes: Path) -> set[str]:
-    """Files that processes of this user have open. Those of other users cannot be seen."""
-    paths = set()
-    for link in _links(processes):
-        try:
-            paths.add(str(link.readlink()))
-        except OSError:
-            continue  # closed meanwhile
-    return paths
-
-
-def _links(processes: Path) -> Iterator[Path]:
-    for folder in processes.glob("[0-9]*/fd"):
-        try:
-            yield from list(folder.iterdir())
-        except OSError:
-            continue  # the process has ended, or is another user's
