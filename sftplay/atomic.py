@@ -59,12 +59,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The file's object; empty where there is none."""
-    content, _ = examine_object(path)
-    return content
-
-
-NOT_THE_FILES_FAULT = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ESTALE)
-"""Errors after which a file may be whole all the same. Whoever took it for empty would write over it."""
+    return examine_object(path)[0]
 
 
 def examine_object(path: Path) -> tuple[dict[str, Any], str]:
@@ -77,7 +72,8 @@ def examine_object(path: Path) -> tuple[dict[str, Any], str]:
     except FileNotFoundError:
         return {}, ""
     except OSError as error:
-        if error.errno in NOT_THE_FILES_FAULT:
+        # The file may be whole all the same, and whoever took it for empty would write over it.
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ESTALE):
             raise
         return {}, f"cannot be read ({error.strerror})"
     except (ValueError, RecursionError):

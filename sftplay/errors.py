@@ -9,6 +9,7 @@ import re
 import resource
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 LONGEST_LINE, LONGEST_END = 1_000, 200
@@ -31,7 +32,9 @@ class SftplayError(Exception):
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", nearest: Sequence[str] = ()) -> None:
         super().__init__(what)
-        self.what, self.where, self.fix = map(presentable, (what, where, fix))
+        self.what, self.where, self.fix = (
+            "\n".join(map(_cut, without_secrets(text).split("\n"))) for text in (what, where, fix)
+        )
         self.nearest = list(nearest)
 
     def __str__(self) -> str:
@@ -44,7 +47,8 @@ class SftplayError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions with keyword-only arguments do not survive the pickling of process pools without help.
-        return (_rebuild, (type(self), (self.what, self.where, self.fix, self.nearest)))
+        parts: dict[str, Any] = {"where": self.where, "fix": self.fix, "nearest": self.nearest}
+        return (partial(type(self), **parts), (self.what,))
 
 
 class ConfigError(SftplayError):
@@ -162,22 +166,12 @@ def out_of_ram(error: BaseException) -> MachineError | None:
     return MachineError(f"out of memory ({said})", where="this machine", fix=fix)
 
 
-def without_kernels(error: BaseException) -> MachineError | None:
-    """The refusal for CUDA's error that a program has no code for this GPU; None for any other."""
-    if "no kernel image" not in str(error):  # cudaGetErrorString of cudaErrorNoKernelImageForDevice
-        return None
-    what = "a library has no code for this GPU's compute capability (CUDA: no kernel image is available)"
-    return MachineError(what, where="this GPU", fix="`make doctor` names the build that has it")
-
-
 def machine_refusal(error: BaseException) -> MachineError | None:
     """The refusal for a library's error that this machine has caused; None for any other."""
-    return no_memory(error) or without_kernels(error)
-
-
-def presentable(text: str) -> str:
-    """A message without tokens and passwords; what is too long in a line of it is left out of its middle."""
-    return "\n".join(map(_cut, without_secrets(text).split("\n")))
+    if "no kernel image" not in str(error):  # cudaGetErrorString of cudaErrorNoKernelImageForDevice
+        return no_memory(error)
+    what = "a library has no code for this GPU's compute capability (CUDA: no kernel image is available)"
+    return no_memory(error) or MachineError(what, where="this GPU", fix="`make doctor` names the build that has it")
 
 
 def without_secrets(text: str) -> str:
@@ -199,11 +193,6 @@ def nearest_names(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> li
     `cutoff` is the least similarity, 0 to 1. Source: `difflib.SequenceMatcher.ratio`.
     """
     return get_close_matches(name[:LONGEST_NAME], list(known), n=3, cutoff=cutoff)
-
-
-def _rebuild(kind: type[SftplayError], parts: tuple[str, str, str, list[str]]) -> SftplayError:
-    what, where, fix, nearest = parts
-    return kind(what, where=where, fix=fix, nearest=nearest)
 
 
 def error_from_json(content: dict[str, Any]) -> SftplayError:

@@ -187,17 +187,13 @@ class Console:
         figures = f"  {progress.text}" if progress.text else ""
         clock = "{elapsed}<{remaining}" if progress.total else "{elapsed}"
         count = "{n_fmt}/{total_fmt} {bar:24}" if progress.total else "{n_fmt}"
-        return str(
-            tqdm.format_meter(
-                progress.done,
-                progress.total,
-                now - began,
-                initial=first,
-                ncols=min(WIDEST, max(NARROWEST, shutil.get_terminal_size().columns - 1)),
-                prefix=f"[{progress.tag}] {progress.what}",
-                bar_format=f"{{desc}} {count}{figures.replace('{', '(').replace('}', ')')}  {clock}",
-            )
-        ).rstrip()
+        width = min(WIDEST, max(NARROWEST, shutil.get_terminal_size().columns - 1))
+        bar = f"{{desc}} {count}{figures.replace('{', '(').replace('}', ')')}  {clock}"
+        meter = tqdm.format_meter(
+            progress.done, progress.total, now - began, initial=first, ncols=width, bar_format=bar,
+            prefix=f"[{progress.tag}] {progress.what}",
+        )  # fmt: skip
+        return str(meter).rstrip()
 
     def _as_text(self, progress: Progress, now: float) -> str:
         _, began, first = self._began
@@ -253,11 +249,8 @@ def clear_cluster_variables() -> list[str]:
 
     With them a single process would believe to be one of many, and wait for the others, or shard the model.
     """
-    names = [
-        name
-        for name in sorted(os.environ)
-        if name in CLUSTER_NAMES or (name.startswith(CLUSTER_PREFIXES) and name not in HARMLESS)
-    ]
+    names = [name for name in sorted(os.environ) if name in CLUSTER_NAMES or name.startswith(CLUSTER_PREFIXES)]
+    names = [name for name in names if name not in HARMLESS]
     for name in names:
         del os.environ[name]
     return names
@@ -340,7 +333,12 @@ def _emit(mark: str, lines: list[str]) -> None:
     elif followed:
         _write(sys.stdout, [f"{mark}{line}" for line in lines])
     else:
-        console = _own_console()
+        stream = screen()
+        if not _OWN or _OWN[0][0] is not stream:
+            if not _OWN:
+                atexit.register(close_live_line)
+            _OWN[:] = [(stream, new_console())]
+        console = _OWN[0][1]
         for line in lines:
             # Whoever reads a pipe of a short verb sees every stage of it.
             show_marked(f"{mark if console.is_tty or mark == PROGRESS else LINE}{line}", console=console)
@@ -375,15 +373,6 @@ def close_live_line() -> None:
 
 _OWN: list[tuple[TextIO, Console]] = []
 """This process's own console and the stream it writes to, once it was used."""
-
-
-def _own_console() -> Console:
-    stream = screen()
-    if not _OWN or _OWN[0][0] is not stream:
-        if not _OWN:
-            atexit.register(close_live_line)
-        _OWN[:] = [(stream, new_console())]
-    return _OWN[0][1]
 
 
 def own_screen() -> Screen | None:

@@ -26,7 +26,7 @@ MOST_STATE_BYTES = 2**25
 
 MOST_LOG_BYTES = 2**26
 MOST_SAMPLES = 5
-NOTE_MARKS = ("passed over", "is not continued", "] note: ")
+NOTE_MARKS = ("passed over", "] skipping ", "is not continued", "] note: ")
 """Parts of the kit's own log lines that a reader of the report must not miss."""
 
 

@@ -25,8 +25,8 @@ CODE_LINE = re.compile(r"\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 """Lines in torchrun's list of failed ranks. The rank that failed first comes last, under the title `ROOT_CAUSE`
 (torch/distributed/elastic/multiprocessing/errors/__init__.py). Without the list a death is noticed with less detail."""
 
-LOST = "rank {rank} (process {pid}) has gone"
-LOST_LINE = re.compile(r"rank \d+ \(process (\d+)\) has gone")
+LOST = "rank {rank} (pid {pid}) died"
+LOST_LINE = re.compile(r"rank \d+ \(pid (\d+)\) died")
 """What a rank says that has lost another one of its node."""
 
 DEEPSPEED_LINE = re.compile(r"\[ERROR\] \[launch\.py:.*\] exits with return code = (-?\d+)$")

@@ -37,11 +37,10 @@ def read_state(pid: int) -> str:
 
 def _read_stat(pid: int, place: int, *, column: str) -> str:
     """A field after the command's name in /proc/PID/stat (proc(5)). Without /proc, the column of `ps`."""
-    try:
+    with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[place]
-    except OSError:
-        if Path("/proc/self").exists():
-            return ""
+    if Path("/proc/self").exists():
+        return ""
     done = subprocess.run(["ps", "-o", column, "-p", str(pid)], capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
