@@ -63,10 +63,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def examine_object(path: Path) -> tuple[dict[str, Any], str]:
-    """The file's object, and why it has none; both are empty where there is no file.
-
-    Raises OSError if the machine could not read it just now.
-    """
+    """The file's object, and why it has none; both are empty for no file. OSError: it cannot be read just now."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -82,10 +79,7 @@ def examine_object(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The objects of a file with one on each line, and the numbers of the lines that hold none.
-
-    Empty lines do not count, nor does a last line that was cut off: a process was killed while it wrote.
-    """
+    """The objects of a file with one a line, and the numbers of lines without one; a last line cut off is ignored."""
     objects, broken = [], []
     *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for number, raw in enumerate([*lines, last], start=1):
@@ -125,16 +119,13 @@ def unfinished_folder(path: Path) -> Path:
 
 @contextmanager
 def resumed_folder(path: Path) -> Iterator[Path]:
-    """As `whole_folder` with `replaces`, but the scratch folder of a killed process is kept, and gone on with.
-
-    An error removes it. A stop signal keeps it, as it is no `Exception`.
-    """
+    """As `whole_folder` with `replaces`, but a killed process's folder is gone on with. An error removes it."""
     scratch = unfinished_folder(path)
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         yield scratch
         _put_in_place(scratch, path, replaces=True)
-    except Exception:
+    except Exception:  # a stop signal is none, and keeps it
         shutil.rmtree(scratch, ignore_errors=True)
         raise
 
@@ -162,10 +153,7 @@ def use_umask(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path, *, waits: bool = True) -> Iterator[None]:
-    """Hold a lock on the folder or file `path`; a missing file is made. The system releases it when the process dies.
-
-    Raises BlockingIOError if another process holds it, and `waits` is False.
-    """
+    """Hold a lock on a folder or file, which is made if missing. BlockingIOError if it is taken, without `waits`."""
     flags = os.O_RDONLY if path.is_dir() else os.O_WRONLY | os.O_CREAT | os.O_APPEND
     handle = os.open(path, flags, 0o666)
     try:
@@ -177,10 +165,7 @@ def locked(path: Path, *, waits: bool = True) -> Iterator[None]:
 
 @contextmanager
 def locked_if_possible(path: Path) -> Iterator[None]:
-    """Hold a lock on the folder or file `path`, for a change that takes milliseconds and must not be lost.
-
-    The block runs without the lock where the file system has none, or where its holder has stood still for STILL_S.
-    """
+    """Hold a lock for a change of milliseconds; run without where there are none, or its holder stands still."""
     with ExitStack() as held:
         deadline = time.monotonic() + STILL_S
         while True:

@@ -33,32 +33,23 @@ PATH = os.path.expanduser
 """The type of a path: a shell leaves the `~` of `--out=~/x`, and make that of OUT=~/x."""
 
 
-def _whole(what: str, *, least: int = 0, most: float = float("inf")) -> Callable[[str], int]:
-    def parse_whole(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"not {what}: {text!r}")
-        return int(text)
-
-    return parse_whole
-
-
-_count = _whole("a number of rows")
-_processes = _whole("a number of processes", least=1)
-_positive = _whole("a number, 1 or more", least=1)
-
-
-def _real(what: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
-    def parse_real(text: str) -> float:
+def _number(
+    what: str, kind: Callable[[str], T], *, holds: Callable[[Any], bool] = lambda _: True
+) -> Callable[[str], T]:
+    def parse_number(text: str) -> T:
         with suppress(ValueError):
-            if holds(value := float(text)):
+            if (kind is float or text.isdecimal()) and holds(value := kind(text)):
                 return value
         raise argparse.ArgumentTypeError(f"not {what}: {text!r}")
 
-    return parse_real
+    return parse_number
 
 
-_temperature = _real("a temperature, 0 or more", lambda value: 0 <= value < float("inf"))
-_share = _real("a share above 0 and up to 1", lambda value: 0 < value <= 1)
+_count = _number("a number of rows", int)
+_processes = _number("a number of processes", int, holds=lambda value: value >= 1)
+_positive = _number("a number, 1 or more", int, holds=lambda value: value >= 1)
+_temperature = _number("a temperature, 0 or more", float, holds=lambda value: 0 <= value < float("inf"))
+_share = _number("a share above 0 and up to 1", float, holds=lambda value: 0 < value <= 1)
 
 
 def _with_unit(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -108,7 +99,9 @@ _LAUNCH: Flags = {**_SCALE, **_EXTRAS}
 _SAMPLING: Flags = {
     "--temperature": _flag("0 takes the likeliest token each time", _temperature, default=0.0),
     "--top-p": _flag("draw from the likeliest tokens that sum up to it", _share),
-    "--max-new-tokens": _flag("longest answer; else eval.max_new_tokens", _whole("a number of tokens", least=1)),
+    "--max-new-tokens": _flag(
+        "longest answer; else eval.max_new_tokens", _number("a number of tokens", int, holds=lambda value: value >= 1)
+    ),
     "--seed": _flag("of what is drawn; else the config's", int),
 }
 _WHOLE_MODEL: Flags = {
@@ -157,7 +150,7 @@ FLAGS: dict[str, Flags] = {
         ),
         "--out": _flag("a new folder for both splits", PATH, required=True),
         "--aug": _flag("copies of each training puzzle; else 1000, of a maze 0", _count),
-        "--seed": _flag("of all that is drawn", _whole("a seed, 0 or more"), default=0),
+        "--seed": _flag("of all that is drawn", _number("a seed, 0 or more", int), default=0),
         "--subsample": _flag("training puzzles that are drawn; else all", _count),
         "--held-out": _flag("share of the solutions of one file that go to the test", _share, default=0.1),
         "--workers": _flag("processes; else one for each core", _processes),
@@ -181,7 +174,11 @@ FLAGS: dict[str, Flags] = {
     "export": {**_RUN, **_WHOLE_MODEL},
     "serve": {
         **_RUN,
-        "--port": _flag("where to listen; 0 takes any free port", _whole("a port", most=65535), default=8000),
+        "--port": _flag(
+            "where to listen; 0 takes any free port",
+            _number("a port", int, holds=lambda value: value <= 65535),
+            default=8000,
+        ),
         "--server": _flag(choices=["auto", "transformers", "vllm"], default="auto"),
     },
     "report": _RUN,
@@ -364,7 +361,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in split(arguments)[0]
     try:
-        _check_folder()
+        if not _has_folder():
+            fix = "go to a folder that exists: cd"
+            raise MachineError("does not exist any more", where="the working folder", fix=fix)
         is_make = bool(arguments) and arguments[-1].startswith(MAKE_ARGS)
         if is_make:
             from sftplay.make_arguments import split_args
@@ -412,13 +411,11 @@ def limit_spinning() -> None:
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
-def _check_folder() -> None:
-    """Raise MachineError where the working folder was deleted: nothing that is written would be found again."""
-    try:
-        pathlib.Path.cwd()
-    except OSError:
-        fix = "go to a folder that exists: cd"
-        raise MachineError("does not exist any more", where="the working folder", fix=fix) from None
+def _has_folder() -> bool:
+    """False where the working folder was deleted: nothing that is written would be found again."""
+    with suppress(OSError):
+        return bool(pathlib.Path.cwd())
+    return False
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -15,8 +15,6 @@ from typing import Any
 LONGEST_LINE, LONGEST_END = 1_000, 200
 """Characters of a line of a message, and those kept of its end where it is cut: a message may repeat a value."""
 
-LONGEST_NAME = 200
-"""Characters of a name that are compared with known names."""
 
 MOST_PROBLEMS = 100
 """Problems of one error that are shown."""
@@ -107,10 +105,8 @@ class ConfigErrors(SeveralErrors, ConfigError):
 OUT_OF_RAM = ("failed to map segment", "Cannot allocate memory", "can't allocate memory")
 """What the loader of libraries, the system and torch say where a process may take no more memory."""
 
-
 EXTENSION_FAILED = ("error return without exception set", "returned NULL without setting an exception")
 """What Python says of a module in C that fails in silence, as some do where an allocation fails."""
-
 
 CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
 """Only this text tells a failed allocation on a CPU from other RuntimeErrors (c10/core/impl/alloc_cpu.cpp)."""
@@ -188,17 +184,12 @@ def _cut(line: str) -> str:
 
 
 def nearest_names(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> list[str]:
-    """Up to three known names that are similar to `name`, the most similar first.
-
-    `cutoff` is the least similarity, 0 to 1. Source: `difflib.SequenceMatcher.ratio`.
-    """
-    return get_close_matches(name[:LONGEST_NAME], list(known), n=3, cutoff=cutoff)
+    """Up to three known names with a `difflib.SequenceMatcher.ratio` above `cutoff`, the most similar first."""
+    return get_close_matches(name[:200], list(known), n=3, cutoff=cutoff)
 
 
 def error_from_json(content: dict[str, Any]) -> SftplayError:
     """The error that another process wrote with `as_json`."""
-    kinds: dict[str, type[SftplayError]] = {
-        kind.code: kind for kind in (ConfigError, MachineError, DataError, RunError)
-    }
+    kinds: dict[str, type[SftplayError]] = {kind.code: kind for kind in (ConfigError, MachineError, DataError)}
     kind = kinds.get(str(content.get("code")), RunError)
     return kind(str(content["what"]), where=str(content.get("where", "")), fix=str(content.get("fix", "")))

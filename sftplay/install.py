@@ -110,12 +110,10 @@ def main(force: bool, wanted: Environment = KIT) -> int:
 
 
 def find_owner_problem(wanted: Environment, is_new: bool) -> str:
-    """Why nothing is installed into the environment's folder; empty when it is missing, empty or the kit's own.
-
-    With `is_new` it would be cleared, and what a link names is never cleared.
-    """
+    """Why nothing is installed into the folder; empty when it is missing, empty or the kit's own."""
     venv = wanted.venv
     inner = (venv / "bin", venv / "lib")
+    # A folder that is new would be cleared; what a link names is never cleared.
     link = next((path for path in ((venv, *inner) if is_new else inner) if path.is_symlink()), None)
     if link:
         what, fix = f"{link} is a link to {link.readlink()}, which the kit has not made", f"rm {link}"
@@ -129,10 +127,7 @@ def find_owner_problem(wanted: Environment, is_new: bool) -> str:
 
 
 def choose_index(before: str) -> tuple[str, str]:
-    """Where torch comes from, and why where the machine decides it. Empty: pip's own index.
-
-    TORCH_INDEX is taken, else what the environment has been built with, else what driver and GPUs need.
-    """
+    """The index of torch, and why the machine decides it: TORCH_INDEX, else that of before, else by driver and GPUs."""
     named = os.environ.get("TORCH_INDEX") or before
     driver, capabilities = ("", []) if named or os.environ.get("PIP_NO_INDEX") else read_gpus()
     branch = int(driver.partition(".")[0] or 0)
@@ -192,10 +187,7 @@ def format_title(argv: list[str]) -> str:
 
 
 def run_logged(argv: list[str]) -> int:
-    """Run a step with its output in the log and a sign of life on the screen; its exit code.
-
-    When it fails, the last lines of its output are shown.
-    """
+    """Run a step with its output in the log and a sign of life on the screen; show the last lines if it fails."""
     LOG.parent.mkdir(exist_ok=True)
     with LOG.open("ab") as output, LOG.open("rb") as reader:
         started = time.monotonic()

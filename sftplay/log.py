@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-YELLOW, RED = "\x1b[33m", "\x1b[31m"
-PLAIN = "\x1b[0m"
+YELLOW, RED, PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -79,16 +78,12 @@ NARROWEST, WIDEST = 40, 140
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a piece of work is."""
+    """How far a piece of work is: `what` is counted (`step`, `rows`), `total` is None where nobody knows it yet."""
 
     tag: str
     what: str
-    """What is counted: `step`, `rows`."""
-
     done: int
     total: int | None = None
-    """None where nobody knows it yet."""
-
     text: str = ""
     """More figures."""
 
@@ -97,11 +92,9 @@ class Screen:
     """Writes for the user until nobody reads the screen any more. The run goes on without it."""
 
     def __init__(self, stream: Callable[[], TextIO]) -> None:
-        self.is_read = True
+        self.is_read, self._stream = True, stream
         self.failure: OSError | None = None
         """Why nothing can be written, where it is not that the reader has gone."""
-
-        self._stream = stream
 
     def __call__(self, text: str) -> None:
         if not self.is_read:
@@ -208,20 +201,14 @@ class Console:
         return "  ".join(parts)
 
 
-LINE = "\x1e"
-"""Marks a line the user should see."""
+LINE, STATUS, PROGRESS = "\x1e", "\x1d", "\x1c"
+"""Marks of a line that the user should see, of one that replaces the line before it on a terminal (elsewhere only some
+of them are printed), and of the figures of a live line, as JSON."""
 
-STATUS = "\x1d"
-"""Marks a line that replaces the line before it on a terminal. Elsewhere only some of these lines are printed."""
 
-PROGRESS = "\x1c"
-"""Marks the figures of a live line, as JSON."""
-
-FOLLOWED = "SFTPLAY_FOLLOWED"
-"""The parent sets it for its workers, because it reads their lines: they must mark them."""
-
-REDIRECTED = "2"
-"""Its value in a process whose other output goes to a log file."""
+FOLLOWED, REDIRECTED = "SFTPLAY_FOLLOWED", "2"
+"""The parent sets the variable for its workers, because it reads their lines: they must mark them. The other is its
+value in a process whose other output goes to a log file."""
 
 
 JSON = "SFTPLAY_JSON"

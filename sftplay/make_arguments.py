@@ -21,10 +21,7 @@ _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
 
 
 def split_args(text: str) -> list[str]:
-    """The words of ARGS. Quotation marks and backslashes count as in a shell; nothing is expanded or run.
-
-    Raises ConfigError if a quotation mark is not closed.
-    """
+    """The words of ARGS, with a shell's quotation marks and backslashes; ConfigError for an open mark."""
     try:
         return shlex.split(text)
     except ValueError as error:

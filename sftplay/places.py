@@ -17,10 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def cache_root() -> Path:
-    """The folder of all caches: `.cache` where the current folder is a checkout, else the user's own.
-
-    A home that cannot be written leaves `.cache` of the current folder.
-    """
+    """The folder of all caches: `.cache` of a checkout or where no home can be written, else the user's own."""
     if given := os.environ.get(CACHE):
         return Path(given)
     if Path("sftplay/cli.py").is_file() and Path("Makefile").is_file():

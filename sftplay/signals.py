@@ -118,11 +118,9 @@ class Forwarder:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask Linux to kill this process when its parent dies; elsewhere nothing happens.
+    """Ask Linux to kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG); elsewhere nothing happens.
 
-    `parent` is the parent's pid. None means that the parent cannot have died before this call.
-
-    Source: prctl(2), PR_SET_PDEATHSIG.
+    None for the `parent`'s pid means that the parent cannot have died before this call.
     """
     if sys.platform != "linux":
         return
@@ -144,8 +142,7 @@ def popen_tied(
 ) -> subprocess.Popen[bytes]:
     """Start a process that Linux kills when this one dies. `env` is added to this process's environment.
 
-    Its standard output and error both go to `output`; it has no input. It has a session of its own: a terminal's Ctrl-C
-    reaches this process only.
+    It has no input; its standard output and error go to `output`. A terminal's Ctrl-C does not reach its own session.
     """
     return TiedPopen(
         argv, env={**os.environ, **(env or {})}, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output,

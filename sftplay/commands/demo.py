@@ -23,11 +23,8 @@ NAME = "demo"
 
 
 def demo(args: Namespace) -> int:
-    """Train, compare the answers before and after, and end with one line of result.
-
-    Raises ConfigError if several nodes are asked for; each would make a run of its own.
-    """
-    if args.nnodes > 1:
+    """Train, compare the answers before and after, and end with one line of result."""
+    if args.nnodes > 1:  # each would make a run of its own
         fix = f"make train-distributed CONFIG={args.config or CONFIG} NNODES={args.nnodes} NODE_RANK= MASTER_ADDR="
         raise ConfigError(f"the demo runs on one node, not on {args.nnodes}", where="--nnodes", fix=fix)
     log.say("SFT-Play demo: a small model learns a task on this machine", "demo")

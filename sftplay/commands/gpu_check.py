@@ -60,10 +60,7 @@ def comm_check(args: Namespace) -> int:
 
 
 def gpu_check(args: Namespace) -> int:
-    """`gpu-check`: a row for each check on the screen and in both files; code 5 when one has failed.
-
-    A stop signal ends the check that runs and removes what it has written. The rows so far stay.
-    """
+    """`gpu-check`: a row for each check on the screen and in both files; code 5 when one has failed."""
     stop = StopAtOnce()
     stop.install()
     try:

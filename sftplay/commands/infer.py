@@ -26,10 +26,7 @@ from sftplay.runs.finished_run import load_renderer, open_run, prepare_environme
 
 
 def infer(args: Namespace) -> int:
-    """`infer`: a conversation on standard input and output, one line a turn. An empty line or the end of input ends.
-
-    For a run that has learned puzzles: the solution of the one in a file.
-    """
+    """`infer`: talk on standard input and output until an empty line; or solve the puzzle in a file."""
     cfg, folder = open_run(args, takes_puzzles=True)
     if not cfg.task.reads_text:
         return _solve_puzzle(args, cfg, folder=folder)
@@ -112,10 +109,7 @@ def _interruptible() -> Iterator[Event]:
 
 
 def infer_batch(args: Namespace) -> int:
-    """`infer-batch`: the rows of a file in any layout that training reads, in order, each with a `response`.
-
-    Answers are kept next to OUT as they come. The same command continues from there after an interruption.
-    """
+    """`infer-batch`: answer the rows of a file, in order; the same command continues after an interruption."""
     cfg, folder = open_run(args)
     cfg = _in_length(cfg, args)
     out = _check_paths(args)

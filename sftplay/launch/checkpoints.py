@@ -65,10 +65,7 @@ def read_step(checkpoint: Path) -> int:
 
 
 def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
-    """Sync every file of `checkpoint` to the disk, then write the marker.
-
-    The marker holds each file's size and sha256, and `facts` (the run's fingerprint).
-    """
+    """Sync every file to the disk, then write the marker: each file's size and sha256, and the run's `facts`."""
     files = {}
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MARKER):
         with path.open("rb") as file:
@@ -142,10 +139,7 @@ def list_marked(folder: Path) -> list[Path]:
 
 
 def newest_complete(folder: Path, check: Callable[[Path], str] = lambda _: "") -> tuple[Path | None, list[str]]:
-    """The newest undamaged complete checkpoint, and a line for each folder that was skipped before it.
-
-    `check` says what else is wrong with an undamaged one; nothing when it returns an empty text.
-    """
+    """The newest undamaged complete checkpoint that `check` has nothing against, and a line for each skipped folder."""
     numbered = list_checkpoints(folder)
     strange = sorted(p.name for p in folder.glob("checkpoint-*") if p.is_dir() and p not in numbered)
     skipped = [f"skipping {name!r}: its name ends with no number of steps" for name in strange]

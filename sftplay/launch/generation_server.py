@@ -85,10 +85,7 @@ def client_environment(url: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class ServerProcess:
-    """The process that holds the server on its node, started when this is made. `address` is the file for its address.
-
-    `runner` starts it on that node; `options` are those of `main`.
-    """
+    """The process that holds the server on its node, where `runner` starts `main` with `options`."""
 
     def __init__(
         self, config: Path, address: Path, *, log: Path, runner: Sequence[str] = (), options: Sequence[str] = (),
@@ -123,10 +120,7 @@ class FollowedServer:
         """The exit code of a server that has ended before the trainers."""
 
     def await_address(self) -> str:
-        """The server's address when it answers; empty if the run is to stop before that.
-
-        Raises MachineError if the server was not ready in time, or cannot start; RunError if it has ended.
-        """
+        """The server's address when it answers, empty for a stop of the run. An error if it ends before that."""
         while not self._is_stopping():
             code, url = self._look()
             if code is not None:
@@ -189,10 +183,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _hold(cfg: RunConfig, address: Path, *, node: str, stopped: Sequence[int]) -> None:
-    """Start the server and end it when a signal has `stopped` this process.
-
-    Raises MachineError if it cannot start or is not ready in time, RunError if it ends by itself.
-    """
+    """Start the server and end it when a signal has `stopped` this process. An error if it ends before that."""
     port, timeout_s = free_port(0), cfg.grpo.vllm.timeout
     command = server_command(cfg, host=HOST if node == HOST else EVERYWHERE, port=port)
     print(f"[server] {shlex.join(command)}", flush=True)

@@ -79,10 +79,7 @@ class ClusterJob:
 
 
 def skypilot(job: ClusterJob) -> list[dict[str, Any]]:
-    """A task for `sky launch` and `sky jobs launch`, which replaces a lost machine and starts again after 138.
-
-    Source: docs.skypilot.co, SkyPilot YAML and distributed jobs.
-    """
+    """A task for `sky launch` and `sky jobs launch` (docs.skypilot.co, SkyPilot YAML and distributed jobs)."""
     command = job.command(
         ".venv/bin/python", node_rank="$SKYPILOT_NODE_RANK", master_addr='$(echo "$SKYPILOT_NODE_IPS" | head -n1)'
     )
@@ -102,10 +99,7 @@ def skypilot(job: ClusterJob) -> list[dict[str, Any]]:
 
 
 def dstack(job: ClusterJob) -> list[dict[str, Any]]:
-    """A task for `dstack apply`, which replaces a lost machine. Its shell starts again after 138.
-
-    Source: dstack.ai, tasks and distributed tasks.
-    """
+    """A task for `dstack apply` (dstack.ai, tasks and distributed tasks). Its shell starts again after 138."""
     command = job.command(".venv/bin/python", node_rank="$DSTACK_NODE_RANK", master_addr="$DSTACK_MASTER_NODE_IP")
     # A100-80GB -> A100, RTX-4090 -> RTX4090, RTX-A6000 -> A6000
     name = re.sub("-(32|40|80)GB$", "", job.gpu).replace("-", "").replace("RTXA", "A")

@@ -154,10 +154,7 @@ class RunFolder:
         )
 
     def create(self) -> None:
-        """Create the folder. The caller holds the run's lock.
-
-        Raises ConfigError if a run has started here, perhaps after `new_folder` found the name free.
-        """
+        """Create the folder, under the run's lock. ConfigError if a run has started here since `new_folder`."""
         if self.resolved.exists():
             raise name_taken(self.name, str(self.path))
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -198,10 +195,7 @@ class RunFolder:
         return {key: value for key, value in content.items() if key not in odd}
 
     def set_broken_aside(self) -> None:
-        """Rename the run's small files that are broken, and say of each what is wrong. Call it under the run's lock.
-
-        The fields that are whole are written anew.
-        """
+        """Rename the run's broken small files, and write their whole fields anew. Call it under the run's lock."""
         for name in SHAPES:
             content, problem = examine_object(self.path / name)
             if odd := odd_fields(name, content):
@@ -259,10 +253,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the run for this process. The kernel releases the lock when the process dies.
-
-        Raises ConfigError if another process holds the lock; MachineError if the folder cannot be created or written.
-        """
+        """Lock the run until this process dies. ConfigError if another one does, MachineError without a folder."""
         with ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -311,10 +302,7 @@ def _first_free(folder: RunFolder, *, claim: bool) -> RunFolder:
 
 
 def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> RunFolder:
-    """The run that a command works on: `run` (a name or folder), or the config's fixed name, or its newest run.
-
-    Raises ConfigError if there is none.
-    """
+    """The run `run` (a name or folder), else of the config's fixed name, else its newest one; else ConfigError."""
     output = Path(cfg.output_dir)
     if run or cfg.run_name:
         candidates = [Path(run), output / run] if run else [output / str(cfg.run_name)]

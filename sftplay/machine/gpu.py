@@ -154,10 +154,7 @@ SWITCH = "switch"
 
 
 def read_gpus(*, in_detail: bool = False) -> GpuReading:
-    """The devices that this process may use, and the reason when there is none.
-
-    `in_detail` adds temperature, power, errors, processes and links. Without it the driver is asked little.
-    """
+    """The devices that this process may use, or why there is none; `in_detail` asks for more than their memory."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return GpuReading(reason=choose((), visible)[1])
@@ -215,10 +212,7 @@ def _read(nvml: Any, visible: str | None, *, in_detail: bool) -> GpuReading:
 
 
 def _read_gpu(nvml: Any, index: int, handle: Any, *, whole: Any, place: int, in_detail: bool) -> Gpu:
-    """A device that CUDA gives this process. `whole` is the GPU that a MIG instance is part of, else `handle` itself.
-
-    Handles are None for a GPU that does not answer.
-    """
+    """A device of this process; `whole` is the GPU that a MIG instance is part of. Mute GPUs have no handles (None)."""
     total, free, used = _read_memory(nvml, handle)
     gpu = Gpu(
         index=index,

@@ -199,10 +199,7 @@ PLAIN_RECOMPUTATION = {"use_reentrant": False}
 
 @cache
 def recomputation() -> str:
-    """The word for recomputing activations that is in the names of arguments and methods of transformers.
-
-    New releases call it activation_checkpointing, and warn of the word they had before.
-    """
+    """The word for recomputing activations in transformers; new releases warn of the one they had before."""
     from transformers import TrainingArguments
 
     new = "activation_checkpointing"
@@ -222,10 +219,7 @@ def recomputation_arguments(*, recomputes: bool) -> dict[str, Any]:
 
 
 def page_argument() -> str:
-    """The name of the argument of ContinuousBatchingConfig that says how many tokens a page of its cache holds.
-
-    transformers 5.17 calls it block_size; later releases call it page_size and warn of the name before.
-    """
+    """ContinuousBatchingConfig's argument for tokens a page: block_size in transformers 5.17, page_size later."""
     from transformers import ContinuousBatchingConfig
 
     return "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"

@@ -110,10 +110,7 @@ def offline_environment() -> dict[str, str]:
 
 
 def gpu_environment() -> dict[str, str]:
-    """Numbers GPUs as nvidia-smi does. The allocator extends its blocks, which leaves fewer gaps.
-
-    The user's own settings stay.
-    """
+    """Numbers GPUs as nvidia-smi does; the allocator extends blocks, for fewer gaps. The user's settings stay."""
     settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return {key: value for key, value in settings.items() if key not in os.environ}
 

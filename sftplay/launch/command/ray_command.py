@@ -36,10 +36,7 @@ def read_request(words: Sequence[str]) -> Namespace:
 
 
 def ray_command(workers: int, options: Sequence[str], *, has_gpu: bool, environ: Mapping[str, str]) -> list[str]:
-    """The driver's command for so many workers, one GPU each where there are GPUs. `options` are the user's.
-
-    Raises ConfigError if an option is wrong, or another launch is active; MachineError if ray is not installed.
-    """
+    """The driver's command for so many workers, with the user's `options`. Raises ConfigError, MachineError."""
     tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks > 1 or ("SLURM_JOB_ID" in environ and ADDRESS not in environ):
         what = f"this is part of the SLURM job {environ.get('SLURM_JOB_ID', '')}, which places processes itself"

@@ -61,10 +61,7 @@ def find_differences(reports: Sequence[Mapping[str, Any]]) -> list[tuple[int, st
 
 
 def check_nodes_match(reports: Sequence[Mapping[str, Any]]) -> None:
-    """Raise an error, the same one on every node, if nodes differ or if a node reports an error.
-
-    Its kind is that of the first problem. It names every node that differs.
-    """
+    """Raise an error, the same on every node, that names every node that differs or reports an error."""
     names = [f"node {node} ({report['host']})" for node, report in enumerate(reports)]
     errors = {node: error_from_json(report["error"]) for node, report in enumerate(reports) if report.get("error")}
     if errors:
@@ -99,10 +96,7 @@ def announce_run(rendezvous: Rendezvous, folder: RunFolder) -> None:
 
 
 def join_run(rendezvous: Rendezvous) -> tuple[RunFolder, str]:
-    """On another node: wait until node 0 has created the run's folder. Its path, and the digest of its resolved config.
-
-    Raises SftplayError if node 0 has ended with this error.
-    """
+    """On another node: wait for the run's folder. It, and the digest of its config; or raise node 0's error."""
     message = rendezvous.gather({})[0]
     return RunFolder(Path(message["folder"])), message["resolved"]
 

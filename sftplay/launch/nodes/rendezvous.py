@@ -186,10 +186,7 @@ class Rendezvous:
         raise AssertionError("node 0 gathers no more messages")
 
     def endings(self) -> dict[int, str]:
-        """Node -> why it failed, for the nodes whose failure is known now.
-
-        Nodes other than 0 know only of node 0, and report its end even if it did not fail.
-        """
+        """Node -> why it failed, for the failures known now. Nodes other than 0 report any end of node 0."""
         for peer in self._peers.values():
             peer.poll()
         if not self.is_host:

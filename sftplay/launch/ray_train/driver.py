@@ -93,10 +93,7 @@ def main(words: list[str]) -> int:
 
 @contextmanager
 def _cluster(request: Namespace) -> Iterator[None]:
-    """Be connected to the cluster of RAY_ADDRESS. Without it: to one of our own, on the loopback address alone.
-
-    Raises MachineError if no cluster answers there.
-    """
+    """Be connected to the cluster of RAY_ADDRESS (else MachineError), or to our own on the loopback address."""
     address = os.environ.get(ADDRESS)
     if not address:
         # Ray would write a token of its own into the home folder. Whoever has it can run code here.

@@ -64,10 +64,7 @@ def list_children(pid: int) -> list[int]:
 
 
 def end_launch(launcher: int) -> list[int]:
-    """Kill a launcher, all its descendants and the process groups that these lead.
-
-    Returns the pids that are still alive after `ENDING_S`.
-    """
+    """Kill a launcher, its descendants and the groups that they lead; the pids alive after `ENDING_S`."""
     pids = [launcher]
     for pid in pids:  # the loop extends the list
         with suppress(ProcessLookupError):

@@ -73,10 +73,7 @@ class Watchdog:
         self._launcher = launcher_pid
 
     def check(self) -> None:
-        """Check that the ranks make progress. Call it about once a second; most calls return at once.
-
-        Raises Stall if a rank has been in one phase for longer than the timeout.
-        """
+        """Raise Stall if a rank makes no progress. Call it about once a second; most calls return at once."""
         now = self.clock()
         if now - self._last_call_s > GAP_S:
             self._awake_since_s = now

@@ -35,10 +35,7 @@ class RunNeeds:
 
 
 def diagnose(machine: Machine, needs: RunNeeds, *, is_fast: bool = False) -> list[CheckResult]:
-    """All findings, GPUs first. With `is_fast` neither torch, which takes seconds, nor the network is asked.
-
-    `machine` must have been probed in detail.
-    """
+    """All findings about a machine probed in detail. With `is_fast` neither torch nor the network is asked."""
     results = [*check_gpus(machine), *check_libraries(machine), *check_compiler(machine)]
     if needs.wants_4bit and "bitsandbytes" not in machine.libraries:
         results.append(CheckResult("stop", "versions", "tuning.mode qlora needs bitsandbytes", "make install"))
