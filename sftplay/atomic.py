@@ -18,8 +18,7 @@ from typing import Any
 
 from sftplay.errors import ConfigError
 
-STILL_S = 30.0
-"""After this time the holder of a short lock is taken for a process that has been stopped."""
+STILL_S = 30.0  # after this time the holder of a short lock is taken for a process that has been stopped
 
 
 @contextmanager

@@ -26,11 +26,8 @@ from sftplay.units import parse_bytes, parse_seconds
 
 T = TypeVar("T")
 
-Flags = dict[str, dict[str, Any]]
-"""flag -> keywords of argparse's add_argument."""
-
-PATH = os.path.expanduser
-"""The type of a path: a shell leaves the `~` of `--out=~/x`, and make that of OUT=~/x."""
+Flags = dict[str, dict[str, Any]]  # flag -> keywords of argparse's add_argument
+PATH = os.path.expanduser  # the type of a path: a shell leaves the `~` of `--out=~/x`, and make that of OUT=~/x
 
 
 def _number(
@@ -340,9 +337,7 @@ WITHOUT_CONFIG = (
 FLAGS_OF_VARIABLES = {"init": {"DATA": "--data", "OUT": "--out"}, "completion": {"FOR": "--shell"}}
 """Verb -> what it takes without a flag, in order."""
 
-MAKE_ARGS = "--make-args="
-"""What follows it, always in the last argument, is the text of make's ARGS as it was typed."""
-
+MAKE_ARGS = "--make-args="  # what follows it, always in the last argument, is the text of make's ARGS as it was typed
 
 REFUSED = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
 """What a file system says to a path that it does not serve. Readers with more to say about a path say it first."""

@@ -26,9 +26,7 @@ OLDEST_OF_CU130, NEWEST_OF_CU126 = 7.5, 9.0
 LOCK = Path("requirements.lock")
 LOG = Path(".cache") / "install.log"
 CONFIG, MACHINE = 2, 3
-BEGUN = "begun"
-"""Stands in the stamp of an environment that the kit makes: it is not finished, but the kit's own."""
-
+BEGUN = "begun"  # stands in the stamp of an environment that the kit makes: it is not finished, but the kit's own
 SIGN_OF_LIFE_S = 9.0
 
 LAST_LINES = 15

@@ -72,8 +72,7 @@ CLEAR = "\r\x1b[K"
 WARNING = re.compile(r"(\[[\w-]+\] )?(note|warning|out of memory|restart \d+)\b")
 """How a line begins that the user should not overlook."""
 
-NARROWEST, WIDEST = 40, 140
-"""Columns of the live line."""
+NARROWEST, WIDEST = 40, 140  # columns of the live line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,8 +357,7 @@ def close_live_line() -> None:
         console.close()
 
 
-_OWN: list[tuple[TextIO, Console]] = []
-"""This process's own console and the stream it writes to, once it was used."""
+_OWN: list[tuple[TextIO, Console]] = []  # this process's own console and the stream it writes to, once it was used
 
 
 def own_screen() -> Screen | None:

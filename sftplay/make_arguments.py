@@ -14,9 +14,7 @@ from typing import NoReturn
 
 from sftplay.errors import ConfigError, nearest_names
 
-OTHER_NAMES = {"a": "RUN_A", "b": "RUN_B", "shell": "FOR"}
-"""Flags whose setting has another name than their own."""
-
+OTHER_NAMES = {"a": "RUN_A", "b": "RUN_B", "shell": "FOR"}  # flags whose setting has another name than their own
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
 
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-CACHE = "SFTPLAY_CACHE"
-"""Names a folder for all caches instead of the usual one."""
-
+CACHE = "SFTPLAY_CACHE"  # names a folder for all caches instead of the usual one
 PROJECT = "sft-play"
-SHARED = "share/sftplay"
-"""Where pip puts what lies next to the package (pyproject.toml, data-files)."""
-
+SHARED = "share/sftplay"  # where pip puts what lies next to the package (pyproject.toml, data-files)
 ROOT = Path(__file__).resolve().parents[1]
 """The folder that holds the package: the repository in a checkout, site-packages where pip has put it."""
 

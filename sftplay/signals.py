@@ -16,9 +16,7 @@ from typing import IO, Any
 
 PR_SET_PDEATHSIG = 1
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that end a run in good order."""
-
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # signals that end a run in good order
 
 ECHO_S = 10.0
 """SLURM sends the end of a job to each of its processes, and a parent forwards it too. Within this time after the first

@@ -8,8 +8,7 @@ from sftplay.cli import FLAGS, VERBS, list_flags
 from sftplay.config.keys import all_keys, list_keys
 from sftplay.errors import ConfigError
 
-PATHS = ("--config", "--in", "--out", "--data", "--merged")
-"""Flags that take a file."""
+PATHS = ("--config", "--in", "--out", "--data", "--merged")  # flags that take a file
 
 MAKE_WORDS = (
     "CONFIG=", "ARGS=", "RUN=", "NPROC=", "NNODES=", "DRY_RUN=1", "JSON=1", "DATA=", "OUT=", "IN=", "GPUS=", "VRAM=",

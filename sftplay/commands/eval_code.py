@@ -22,14 +22,11 @@ from sftplay.runs.start import print_command, read_scale
 
 SHOWN_STATUSES = 6
 
-USUAL_KS = (1, 10)
-"""The k of pass@k where the command line names none and there are so many answers."""
-
+USUAL_KS = (1, 10)  # the k of pass@k where the command line names none and there are so many answers
 ROOMY_TOKENS = 512
 """The longest solution of MBPP has 906 characters; that of HumanEval 1,993, with the docstring of its question."""
 
-FEW_PROBLEMS = 100
-"""With fewer the standard error is up to five points and more."""
+FEW_PROBLEMS = 100  # with fewer the standard error is up to five points and more
 
 
 def eval_code(args: Namespace) -> int:

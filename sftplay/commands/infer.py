@@ -116,7 +116,8 @@ def infer_batch(args: Namespace) -> int:
     questions = PromptFile(args.input, read_layout_options(cfg.data), read_dialect(cfg.data))
     n = sum(1 for _ in questions)
     digest = questions.digest()
-    settings = {"batch_size": cfg.eval.batch_size, "max_new_tokens": _longest(args, cfg)}
+    longest = cfg.score.max_new_tokens if cfg.task.turns == 2 else args.max_new_tokens or cfg.eval.max_new_tokens
+    settings = {"batch_size": cfg.eval.batch_size, "max_new_tokens": longest}
     settings |= _drawing(args, cfg) if args.temperature else {"temperature": args.temperature}
     partial = PartialAnswers(out, {"input": digest, "run": fingerprint_run(folder), **settings})
     with partial.held():
@@ -207,13 +208,15 @@ def _open_generator(cfg: RunConfig, folder: RunFolder, *, args: Namespace) -> tu
 
     tokenizer, renderer = load_renderer(cfg, folder)
     is_base, role_models = getattr(args, "base", False), None
+    longest = args.max_new_tokens or cfg.eval.max_new_tokens
     if cfg.task.turns == 2:
+        longest = cfg.score.max_new_tokens
         role_models = cfg.task.finished.open_role_models(cfg, folder, untrained=is_base)
         model = role_models.model
     else:
         model = load_untrained(cfg, folder.path) if is_base else load_result(cfg, folder.path)
     sampling = Sampling(**_drawing(args, cfg))
-    return Generator(model, tokenizer, renderer.end_token_ids, _longest(args, cfg), sampling), renderer, role_models
+    return Generator(model, tokenizer, renderer.end_token_ids, longest, sampling), renderer, role_models
 
 
 def _drawing(args: Namespace, cfg: RunConfig) -> dict[str, Any]:
@@ -222,14 +225,7 @@ def _drawing(args: Namespace, cfg: RunConfig) -> dict[str, Any]:
     return {"temperature": args.temperature, "top_p": top_p, "seed": seed}
 
 
-def _longest(args: Namespace, cfg: RunConfig) -> int:
-    if cfg.task.turns == 2:
-        return cfg.score.max_new_tokens
-    return args.max_new_tokens or cfg.eval.max_new_tokens
-
-
-LONGEST_BYTES = 1 << 16
-"""A larger file holds no puzzle."""
+LONGEST_BYTES = 1 << 16  # a larger file holds no puzzle
 
 
 def _solve_puzzle(args: Namespace, cfg: RunConfig, *, folder: RunFolder) -> int:

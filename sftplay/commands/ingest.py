@@ -85,8 +85,7 @@ def _show_ingest_report(report: dict[str, Any], settings: Settings) -> None:
         log.say(f"{settings.out} in {seconds}; report: {page}", "ingest")
 
 
-SHOWN_SOURCES = 5
-"""Repeated pairs of ARC that are named on the terminal; the report names all."""
+SHOWN_SOURCES = 5  # repeated pairs of ARC that are named on the terminal; the report names all
 
 
 def puzzle_data(args: Namespace) -> int:

@@ -21,11 +21,8 @@ CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 
 REFRESH_S = 2.0
 
-AMPERE = (8, 0)
-"""Oldest compute capability with bf16."""
-
-CLEAR = "\x1b[H\x1b[J"
-"""Moves the cursor to the top left corner and clears the terminal."""
+AMPERE = (8, 0)  # oldest compute capability with bf16
+CLEAR = "\x1b[H\x1b[J"  # moves the cursor to the top left corner and clears the terminal
 
 
 def gpu_info(args: Namespace) -> int:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 BEGIN, END = "<!-- attacks: written by the self-test -->", "<!-- end of attacks -->"
 """Marks in a page, between which the self-test writes its table."""
 
-BATCH = 256
-"""Jobs that are read before the first verdict is written."""
+BATCH = 256  # jobs that are read before the first verdict is written
 
 
 def sandbox(args: Namespace) -> int:

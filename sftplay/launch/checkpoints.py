@@ -28,8 +28,6 @@ TOGETHER = ("rows_sha256", "rows", "kit", "data_files", "held_out_sha256", "temp
 
 
 class MarkedFile(BaseModel):
-    """What a marker says of a file."""
-
     model_config = ConfigDict(strict=True)
 
     bytes: int
@@ -83,11 +81,10 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
 
 def read_marker(checkpoint: Path) -> dict[str, Any]:
     """The content of the marker; empty for a checkpoint that does not count."""
-    content, _ = _read_marker(checkpoint)
-    return content
+    return examine_marker(checkpoint)[0]
 
 
-def _read_marker(checkpoint: Path) -> tuple[dict[str, Any], str]:
+def examine_marker(checkpoint: Path) -> tuple[dict[str, Any], str]:
     """The marker's content, empty where anything in it is odd; and what that is."""
     try:
         content = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
@@ -105,7 +102,7 @@ def _read_marker(checkpoint: Path) -> tuple[dict[str, Any], str]:
 
 def find_damage(checkpoint: Path) -> str:
     """What is wrong with a checkpoint that is marked complete, such as a changed file; empty when it has no damage."""
-    marker, problem = _read_marker(checkpoint)
+    marker, problem = examine_marker(checkpoint)
     if problem or not marker.get("files"):
         return problem or f"no readable {MARKER}"
     if marker["step"] != read_step(checkpoint):

@@ -32,26 +32,19 @@ if TYPE_CHECKING:  # pydantic comes with it, which the process of a job does not
 MODULE = "sftplay.launch.generation_server"
 KEY = "grpo.vllm.command"
 
-URL = "SFTPLAY_SERVER_URL"
-"""The trainers' variable with the address of the server that was started for them."""
-
-DEFAULT_URL = "http://localhost:8000"
-"""TRL's own default."""
+URL = "SFTPLAY_SERVER_URL"  # the trainers' variable with the address of the server that was started for them
+DEFAULT_URL = "http://localhost:8000"  # TRL's own default
 
 NEEDED = (
     "--weight-transfer-config", '{"backend": "nccl"}', "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1",
 )  # fmt: skip
 """What a server of TRL's trainers needs (trl 1.16, scripts/vllm_serve.py, `build_command`)."""
 
-ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
-"""The endpoints for weights belong to vLLM's development mode."""
-
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # the endpoints for weights belong to vLLM's development mode
 EVERYWHERE = "0.0.0.0"
 POLL_S, ANSWER_S, ENDING_S = 0.3, 5.0, 20.0
 
-HOLDER_ENDING_S = 40.0
-"""How long the process that holds the server may take to end, before it is killed."""
-
+HOLDER_ENDING_S = 40.0  # how long the process that holds the server may take to end, before it is killed
 CHECKPOINT_S = 60.0
 """How long trainers without a server may take for a checkpoint. They can save one only if they are not sampling."""
 

@@ -17,20 +17,15 @@ import yaml
 from sftplay.errors import ConfigError
 
 PORT = 29511
-GRACE_S = 300
-"""Seconds that dstack and Kubernetes leave between SIGTERM and SIGKILL, for a checkpoint."""
-
+GRACE_S = 300  # seconds that dstack and Kubernetes leave between SIGTERM and SIGKILL, for a checkpoint
 STOPPED, TERMINATED = 138, 143
 """Exit codes of a run that was stopped by SIGUSR1, which asks to be started again, or by SIGTERM."""
 
-NEVER_AGAIN = [1, 2, 3, 4]
-"""Exit codes of a bug, or of a config, machine or data that would be refused again."""
-
+NEVER_AGAIN = [1, 2, 3, 4]  # exit codes of a bug, or of a config, machine or data that would be refused again
 LOSSES = 5
 """How often a run of several nodes may lose one. The others then end with 5, which Kubernetes counts as failures."""
 
-LEAST_SHARE = 0.97
-"""Of a card's memory: what a driver reports where a part is kept for error correction."""
+LEAST_SHARE = 0.97  # of a card's memory: what a driver reports where a part is kept for error correction
 
 _AGAIN = """\
 stopping=

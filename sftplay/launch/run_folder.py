@@ -94,46 +94,23 @@ def odd_fields(name: str, content: dict[str, Any]) -> list[str]:
 
 EVENTS = "events.jsonl"
 
-SET_ASIDE = ".set-aside"
-"""The folder next to the runs with those that made no step."""
-
-BROKEN = ".broken"
-"""What is added to the name of a small file that was passed over."""
-
+SET_ASIDE = ".set-aside"  # the folder next to the runs with those that made no step
+BROKEN = ".broken"  # what is added to the name of a small file that was passed over
 OUT_OF_MEMORY, RESIZED, RESTARTED = "out_of_memory", "resized", "restarted"
 """Events of a run: a step was run again in smaller micro-batches; later attempts have other sizes; an attempt started
 after a process of the previous one had died."""
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class RunFolder:
     """`outputs/<run_name>/` and the paths in it."""
 
     path: Path
 
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def resolved(self) -> Path:
-        return self.path / RESOLVED
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def eval(self) -> Path:
-        return self.path / "eval"
+    def __post_init__(self) -> None:
+        self.name, self.resolved = self.path.name, self.path / RESOLVED
+        self.checkpoints, self.logs, self.eval = (self.path / name for name in ("checkpoints", "logs", "eval"))
+        self.metrics = self.path / "metrics.jsonl"
 
     @property
     def result(self) -> Path | None:

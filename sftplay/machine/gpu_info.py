@@ -10,8 +10,7 @@ UNSEEN_BYTES = 128 * 2**20
 """Memory in use that belongs to no visible process gets a line above this size. Idle drivers hold a little less."""
 
 
-CPU_BASE_BYTES = 3 * GIB // 2
-"""What torch, the libraries and a small batch take besides the model."""
+CPU_BASE_BYTES = 3 * GIB // 2  # what torch, the libraries and a small batch take besides the model
 
 LINKS = {
     "PIX": "one PCIe bridge",

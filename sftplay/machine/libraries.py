@@ -45,10 +45,7 @@ def compiler_remedy() -> str:
     return f"apt install gcc python{sys.version_info[0]}.{sys.version_info[1]}-dev (Debian, Ubuntu)"
 
 
-ANSWER_S = 60.0
-"""Longest wait for an import of torch. A cold disk is slow."""
-
-_ARCHS = re.compile(rb"sm_\d+[a-z]?(?: (?:sm|compute)_\d+[a-z]?)*\x00")
+ANSWER_S = 60.0  # Longest wait for an import of torch. A cold disk is slow.
 
 _QUESTION = """
 import json, torch
@@ -117,15 +114,12 @@ def find_torch(*, with_archs: bool = False) -> TorchBuild | None:
 
 def find_archs(library: Path) -> tuple[str, ...]:
     """The value of `torch.cuda.get_arch_list()`: one string, CUDA_ARCH_FLAGS of torch/csrc/cuda/Module.cpp."""
-    try:
-        with library.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            start = content.find(b"\x00sm_")
-            while start >= 0:
-                if match := _ARCHS.match(content, start + 1):
-                    return tuple(match[0][:-1].decode().split())
-                start = content.find(b"\x00sm_", start + 1)
-    except (OSError, ValueError):
-        return ()
+    with suppress(OSError, ValueError), library.open("rb") as handle:
+        with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            match = re.search(rb"\x00(sm_\d+[a-z]?(?: (?:sm|compute)_\d+[a-z]?)*)\x00", content)
+            text = match[1].decode() if match else ""
+            del match  # it would keep the map open
+            return tuple(text.split())
     return ()
 
 
@@ -137,10 +131,9 @@ def ask_torch() -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {ANSWER_S:.0f} s"}
     if process.returncode == 0 and "ANSWER" in process.stdout:
-        answer: dict[str, Any] = json.loads(process.stdout.rpartition("ANSWER")[2])
-        return answer
-    lines = process.stderr.strip().splitlines()
-    return {"error": lines[-1] if lines else f"it ended with code {process.returncode}"}
+        return dict(json.loads(process.stdout.rpartition("ANSWER")[2]))
+    last = process.stderr.strip().rpartition("\n")[2]
+    return {"error": last or f"it ended with code {process.returncode}"}
 
 
 OLDEST = "2026.10.9"
@@ -249,12 +242,9 @@ def nothing_recomputed(model: Any) -> Iterator[None]:
             recompute(model)
 
 
-TAKEN_BY_TRL = ("0.22.0", "0.31.0")
-"""Oldest and newest vLLM that trl 1.16 takes."""
+TAKEN_BY_TRL = ("0.22.0", "0.31.0")  # oldest and newest vLLM that trl 1.16 takes
 
-
-VLLM_INSTALL = "pip install vllm==0.31.0"
-"""The newest that trl 1.16 takes, and made for torch 2.13."""
+VLLM_INSTALL = "pip install vllm==0.31.0"  # the newest that trl 1.16 takes, and made for torch 2.13
 
 
 def vllm_problem() -> str:

@@ -104,15 +104,13 @@ def describe_run(run: RunMemory) -> list[str]:
 
 
 def find_owner(pid: int) -> str:
-    """The name of the user who owns a process; empty when the process cannot be seen."""
-    try:
+    """The name of the user who owns a process, else the user's number; empty when the process cannot be seen."""
+    with suppress(OSError):
         uid = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116 - a path of the kernel, not a file
-    except OSError:
-        return ""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
+        with suppress(KeyError):
+            return pwd.getpwuid(uid).pw_name
         return str(uid)
+    return ""
 
 
 def _read_rank(rank: int, pid: int, *, metrics: dict[str, Any], budget: int | None, machine: Machine) -> RankMemory:

@@ -19,8 +19,7 @@ QUIET = range(JOB_PORTS.stop, 29_500)
 here may be used a minute later, when a model is loaded. Jobs of SLURM and Ray's workers have the ports below; torchrun,
 runs over several machines and Kubernetes have those above."""
 
-RENDEZVOUS_PORT = 29511
-"""Port of a run over several nodes when none is given."""
+RENDEZVOUS_PORT = 29511  # port of a run over several nodes when none is given
 
 
 def free_port(first: int) -> int:

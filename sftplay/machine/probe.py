@@ -24,8 +24,7 @@ LIBRARIES = (
     "pydantic", "unsloth", "unsloth_zoo",
 )  # fmt: skip
 
-OTHER_MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}
-"""PCI vendors whose GPUs this kit does not use."""
+OTHER_MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}  # PCI vendors whose GPUs this kit does not use
 
 
 @dataclass(frozen=True)

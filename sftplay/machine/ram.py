@@ -8,8 +8,7 @@ from pathlib import Path
 
 ROOT = Path("/")
 
-UNLIMITED = 1 << 60
-"""cgroup v1 writes a number near 2**63 for "no limit"."""
+UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 
 def physical_ram_bytes() -> int:

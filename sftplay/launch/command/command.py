@@ -20,9 +20,7 @@ from sftplay.places import cache_root
 
 WORKER = "sftplay.tasks.worker"
 
-ACCELERATE_CONFIG = "accelerate.yaml"
-"""Name of accelerate's config file in the run folder."""
-
+ACCELERATE_CONFIG = "accelerate.yaml"  # name of accelerate's config file in the run folder
 LARGE_BYTES = 4 * 2**20
 """Tensors of at least this size get pages of their own on a CPU. The size is two huge pages: with one huge page, runs
 took up to a tenth longer."""

@@ -18,8 +18,7 @@ from sftplay.machine.doctor.system import builds_folder
 
 STRATEGIES = ("single", "ddp", *SHARDED)
 
-LEAST_HSDP = 4
-"""Fewest processes of hsdp: two copies of a model, each split over two processes."""
+LEAST_HSDP = 4  # fewest processes of hsdp: two copies of a model, each split over two processes
 
 
 def strategy_environment(

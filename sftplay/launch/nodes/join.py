@@ -16,9 +16,7 @@ from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.follow import NodeLost
 
-SHOWN = 12
-"""How many differences an error lists."""
-
+SHOWN = 12  # how many differences an error lists
 MISSING = "missing"
 
 FIXES = {
@@ -86,8 +84,7 @@ POLL_S = 0.2
 HOST_GRACE_S = 5.0
 """How long node 0's ranks may take to end after a rank on another node has written its error to status.json."""
 
-OTHERS_GRACE_S = 30.0
-"""How long another node's ranks may take to end after those of node 0."""
+OTHERS_GRACE_S = 30.0  # how long another node's ranks may take to end after those of node 0
 
 
 def announce_run(rendezvous: Rendezvous, folder: RunFolder) -> None:

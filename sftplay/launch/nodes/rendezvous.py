@@ -21,15 +21,12 @@ from sftplay.launch.command.command import Scale
 TOKEN = "SFTPLAY_RUN_TOKEN"
 """The variable with the run's secret, the same on all nodes. A job of SLURM makes one; without it anybody may join."""
 
-SEND_S = 60.0
-"""How long the other side may take nothing of what is sent to it."""
-
+SEND_S = 60.0  # how long the other side may take nothing of what is sent to it
 SILENT_S = 3600.0
 """How long the other side may say nothing: node 0 sizes the run and measures a GPU meanwhile. The kernel notices a
 machine without power much sooner."""
 
-MAX_LINE_BYTES = 2**24
-"""A peer that sends a longer line is no run of this kit."""
+MAX_LINE_BYTES = 2**24  # a peer that sends a longer line is no run of this kit
 
 
 def prove(challenge: str, subject: str) -> str:
@@ -110,12 +107,8 @@ class Peer:
             self.connection.close()
 
 
-TIMEOUT_S = 120.0
-"""How long nodes wait for each other: users may start them by hand, in one terminal after another."""
-
-ANSWER_S = 5.0
-"""How long node 0 may take to answer. Another program on that port never sends our answer."""
-
+TIMEOUT_S = 120.0  # how long nodes wait for each other: users may start them by hand, in one terminal after another
+ANSWER_S = 5.0  # How long node 0 may take to answer. Another program on that port never sends our answer.
 POLL_S = 0.1
 WELCOME, HOST = "sftplay", "host"
 

@@ -31,9 +31,7 @@ from sftplay.launch.supervise.exit_cause import ROOT_CAUSE
 from sftplay.launch.variables import PASSED_ON
 from sftplay.signals import catch_signals
 
-OBJECT_STORE_BYTES = 10**8
-"""Ray's memory for objects. The ranks exchange nothing by it."""
-
+OBJECT_STORE_BYTES = 10**8  # Ray's memory for objects. The ranks exchange nothing by it.
 LOOPBACK = "127.0.0.1"
 
 SETTINGS = {
@@ -46,8 +44,7 @@ PREFIX = re.compile(r"^(?:\x1b\[[0-9;]*m)*\([^()]*\)(?:\x1b\[[0-9;]*m)* (?=[\x1c
 """What Ray puts before a line of a rank, where the line is marked for the user's screen (`log`)."""
 
 
-NOISE = "State API may be temporarily unavailable"
-"""Ray says it every second where it has no dashboard."""
+NOISE = "State API may be temporarily unavailable"  # Ray says it every second where it has no dashboard
 
 
 class _Lines:

@@ -26,15 +26,7 @@ from sftplay.launch.generation_server import FollowedServer, client_environment
 from sftplay.launch.nodes.rendezvous import TOKEN
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.slurm import scheduler
-from sftplay.launch.slurm.scheduler import (
-    CONFIG,
-    NOTE,
-    JobFolder,
-    add_job,
-    newest_job,
-    write_environment,
-    write_summary,
-)
+from sftplay.launch.slurm.scheduler import JobFolder
 from sftplay.launch.slurm.server import follow_trainer, start_server_step
 from sftplay.launch.supervise.processes import end_launch, list_children
 from sftplay.machine.ports import JOB_PORTS
@@ -43,14 +35,9 @@ from sftplay.signals import STOP_SIGNALS, Forwarder, catch_signals, popen_tied
 PR_SET_CHILD_SUBREAPER = 36
 STOP_CODES = tuple(128 + number for number in STOP_SIGNALS)
 
-LOCK_WAIT_S = 180.0
-"""How long a requeued job waits for the processes of its previous attempt, perhaps on another node."""
-
-OTHERS_S = 30.0
-"""How long the trainers of the other nodes may take to end behind this node's."""
-
-IDLE_ATTEMPTS = 3
-"""A job that has made no step in so many attempts, one after the other, is not queued again."""
+LOCK_WAIT_S = 180.0  # how long a requeued job waits for the processes of its previous attempt, perhaps on another node
+OTHERS_S = 30.0  # how long the trainers of the other nodes may take to end behind this node's
+IDLE_ATTEMPTS = 3  # a job that has made no step in so many attempts, one after the other, is not queued again
 
 
 @dataclass(frozen=True)
@@ -80,7 +67,7 @@ class Allocation:
 
 def trainer_command(run: Path, allocation: Allocation, *, nproc: int, launcher_args: Sequence[str] = ()) -> list[str]:
     """The command of the trainer on this node."""
-    command = [sys.executable, "-m", "sftplay", "train", "--node-rank", "0", "--config", str(run / CONFIG)]
+    command = [sys.executable, "-m", "sftplay", "train", "--node-rank", "0", "--config", str(run / scheduler.CONFIG)]
     command += ["--nproc", str(nproc)]
     if allocation.nodes > 1:
         command += ["--nnodes", str(allocation.nodes), "--master-addr", allocation.master_addr]
@@ -137,14 +124,14 @@ def run_job(run: Path, *, nproc: int, launcher_args: Sequence[str] = (), has_ser
     os.environ["MASTER_PORT"] = str(allocation.master_port)  # env.txt shows it
     job, folder = JobFolder(run, allocation.job), RunFolder(run)
     job.path.mkdir(parents=True, exist_ok=True)
-    if (newest := newest_job(run)) is None or newest.job != job.job:  # started by sbatch, and not by `submit`
-        add_job(run, job.job, nodes=allocation.nodes, nproc=nproc)
-    write_environment(job)
+    if (newest := scheduler.newest_job(run)) is None or newest.job != job.job:  # started by sbatch, and not by `submit`
+        scheduler.add_job(run, job.job, nodes=allocation.nodes, nproc=nproc)
+    scheduler.write_environment(job)
     deadline = time.monotonic() + LOCK_WAIT_S
     while allocation.restarts and is_locked(folder.path / ".lock") and time.monotonic() < deadline:
         time.sleep(0.5)  # a node that was lost may still have processes for a while
     start, start_s, n_before = _format_now(), time.monotonic(), len(folder.read_json("status.json").get("attempts", []))
-    write_summary(job, processes=nproc, exit_code=None)
+    scheduler.write_summary(job, processes=nproc, exit_code=None)
     what = f"job {job.job}, attempt {allocation.restarts + 1}: {allocation.nodes} node(s), {nproc} process(es) on each"
     say(f"{what}; {job.log} has its lines")
     with job.log.open("a") as log:
@@ -164,7 +151,7 @@ def run_job(run: Path, *, nproc: int, launcher_args: Sequence[str] = (), has_ser
         to_step=int(step if last is None else last), exit_code=code,
         signals=[signal.Signals(number).name for number in forwarder.received],
     )  # fmt: skip
-    write_summary(job, processes=nproc, exit_code=code)
+    scheduler.write_summary(job, processes=nproc, exit_code=code)
     # Its time is over, or will soon be, or another job takes its place.
     if code == 128 + signal.SIGUSR1 or (code == 128 + signal.SIGTERM and scheduler.is_cut_off(job.job)):
         _requeue(job, nproc=nproc, code=code)
@@ -239,8 +226,8 @@ def _requeue(job: JobFolder, *, nproc: int, code: int) -> None:
             problem = f"stopped with a checkpoint, and not queued again ({error.what})"
     fix = "go on with: make submit CONFIG=... ARGS='run_name=" + job.run.name + " train.resume=auto'"
     say(f"{problem}\n  fix: {fix}")
-    write_text(job.path / NOTE, f"{problem}\n{fix}\n")
-    write_summary(job, processes=nproc, exit_code=code)
+    write_text(job.path / scheduler.NOTE, f"{problem}\n{fix}\n")
+    scheduler.write_summary(job, processes=nproc, exit_code=code)
 
 
 def _format_now() -> str:

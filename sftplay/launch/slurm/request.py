@@ -75,8 +75,7 @@ def in_our_names(overrides: Sequence[str], *, world_size: int) -> tuple[list[str
 NOTICE_S = 300
 """How long before its end SLURM tells a job of it, where the job's time allows that. It may do so a minute earlier."""
 
-NOTICE_SHARE = 0.2
-"""The notice takes at most this share of a job's time, so that a short job also makes steps."""
+NOTICE_SHARE = 0.2  # the notice takes at most this share of a job's time, so that a short job also makes steps
 
 OURS = (
     "array", "wrap", "output", "error", "nodes", "ntasks", "ntasks-per-node", "chdir", "open-mode", "parsable", "wait",

@@ -27,34 +27,20 @@ LIVES, NOTE = "lives.jsonl", "requeue_failed.txt"
 SERVER, SERVER_LOG = "generation_server.url", "generation_server.log"
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class JobFolder:
     """`slurm-<JOBID>/` in a run's folder."""
 
     run: Path
     job: int
 
-    @property
-    def path(self) -> Path:
-        return self.run / f"slurm-{self.job}"
-
-    @property
-    def output(self) -> Path:
+    def __post_init__(self) -> None:
+        self.path = self.run / f"slurm-{self.job}"
+        self.output = self.run / f"slurm-{self.job}.out"
         """What the job's shell and SLURM itself have written."""
-        return self.run / f"slurm-{self.job}.out"
-
-    @property
-    def log(self) -> Path:
-        return self.path / LOG
-
-    @property
-    def server(self) -> Path:
+        self.log, self.server_log = self.path / LOG, self.path / SERVER_LOG
+        self.server = self.path / SERVER
         """The address of the job's generation server, which is there while one answers."""
-        return self.path / SERVER
-
-    @property
-    def server_log(self) -> Path:
-        return self.path / SERVER_LOG
 
     @property
     def note(self) -> str:
@@ -83,9 +69,7 @@ def newest_job(run: Path) -> JobFolder | None:
     return JobFolder(run, jobs[-1]) if jobs else None
 
 
-LIMIT_S = 60.0
-"""How long a command may take to answer."""
-
+LIMIT_S = 60.0  # how long a command may take to answer
 COLUMNS = {"state": "%T", "reason": "%r", "nodes": "%N", "left": "%L", "start": "%S"}
 """What `squeue` tells of a job, and its codes (squeue(1), --format)."""
 
@@ -178,8 +162,7 @@ def call(*argv: str, env: Mapping[str, str] | None = None) -> str:
 
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
-PASS = ("pass@1", "pass", "exact_match")
-"""Names of the share of right answers, in the files of an evaluation."""
+PASS = ("pass@1", "pass", "exact_match")  # names of the share of right answers, in the files of an evaluation
 
 SHOWN = (
     "SLURM", "CUDA", "NVIDIA", "NCCL", "GLOO", "MASTER_", "OMP_", "HF_", "TRANSFORMERS_", "TORCH", "PYTHON", "WANDB_",

@@ -11,11 +11,8 @@ from sftplay.launch.generation_server import FollowedServer, ServerProcess
 from sftplay.launch.slurm.scheduler import CONFIG, JobFolder
 from sftplay.launch.supervise.processes import end_launch
 
-GROUP = 1
-"""The server's node in a heterogeneous job; the trainers' nodes are group 0."""
-
-LATE_S = 2.0
-"""A trainer may fail for want of the server before the end of the server's step is known here."""
+GROUP = 1  # the server's node in a heterogeneous job; the trainers' nodes are group 0
+LATE_S = 2.0  # a trainer may fail for want of the server before the end of the server's step is known here
 
 
 def start_server_step(job: JobFolder) -> ServerProcess:

@@ -33,9 +33,7 @@ LAST_LINES = 20
 KEPT_LINES = 1000
 """How many of the launcher's lines are searched for a death. torchrun writes six for each rank that failed."""
 
-WORKER_CODES = (2, 3, 4, 5)
-"""Exit codes that only a worker of ours has."""
-
+WORKER_CODES = (2, 3, 4, 5)  # exit codes that only a worker of ours has
 ECHO_S = 20.0
 """make forwards a SIGTERM to its recipe (commands.c, fatal_error_signal). The second one arrives within this time, on a
 busy machine too: taken for a signal of the user it would kill the workers while they write their last checkpoint. Only

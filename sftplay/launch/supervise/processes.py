@@ -83,9 +83,7 @@ def end_launch(launcher: int) -> list[int]:
 
 STACKS_SIGNAL = signal.SIGUSR2
 
-ANSWER_S = 2.0
-"""How long an answer may take. A process that is stopped or waits inside the kernel does not answer."""
-
+ANSWER_S = 2.0  # How long an answer may take. A process that is stopped or waits inside the kernel does not answer.
 SETTLED_S = 0.1
 """A stack file that has grown and then stays the same for this long is complete. Writing one takes a millisecond."""
 

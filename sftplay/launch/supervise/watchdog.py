@@ -24,9 +24,7 @@ from sftplay.launch.supervise.processes import (
     stacks_path,
 )
 
-CHECKS = 60
-"""Number of checks within the time that a phase may last."""
-
+CHECKS = 60  # number of checks within the time that a phase may last
 GAP_S = 10.0
 """After a longer pause of the parent (Ctrl-Z, a suspended machine, a blocked terminal) all ages start anew: a rank may
 have waited for the parent."""

@@ -15,14 +15,9 @@ DRIVERS = {11: "450", 12: "525", 13: "580"}
 """First driver branch for each major version of CUDA. A driver runs every minor version of it (CUDA release notes,
 table of minor version compatibility)."""
 
-HOT_C = 85
-"""Data centre cards slow themselves down between 85 and 90 C (nvidia-smi -q, slowdown temperature)."""
-
-HELD_SHARE = 0.05
-"""Share of a GPU's memory. When others hold more than this, the batch becomes smaller."""
-
-LEAST_BYTES = GIB
-"""Nothing can be trained with less: a CUDA context and cuBLAS take half of it."""
+HOT_C = 85  # data centre cards slow themselves down between 85 and 90 C (nvidia-smi -q, slowdown temperature)
+HELD_SHARE = 0.05  # Share of a GPU's memory. When others hold more than this, the batch becomes smaller.
+LEAST_BYTES = GIB  # nothing can be trained with less: a CUDA context and cuBLAS take half of it
 
 
 def check_gpus(machine: Machine) -> list[CheckResult]:

@@ -14,12 +14,8 @@ from pathlib import Path
 from sftplay.machine.doctor.check_result import CheckResult
 from sftplay.machine.doctor.system import nearest_folder
 
-WAIT_S = 4.0
-"""Longest wait for the hub's answer."""
-
-TRUE_VALUES = ("1", "ON", "YES", "TRUE")
-"""Values of an environment variable that huggingface_hub reads as true."""
-
+WAIT_S = 4.0  # longest wait for the hub's answer
+TRUE_VALUES = ("1", "ON", "YES", "TRUE")  # values of an environment variable that huggingface_hub reads as true
 LOGIN = "hf auth login, or export HF_TOKEN="
 
 

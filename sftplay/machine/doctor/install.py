@@ -26,8 +26,7 @@ RANGES = {
 OPTIONAL = {"bitsandbytes": "4-bit weights (tuning.mode: qlora)", "tensorboard": "the TensorBoard tracker"}
 """Libraries that only some runs need, and what needs them."""
 
-UNSLOTH_LIMITS = {"datasets": "<5", "transformers": "<5.18", "trl": "<1.16"}
-"""unsloth 2026.10 refuses newer versions."""
+UNSLOTH_LIMITS = {"datasets": "<5", "transformers": "<5.18", "trl": "<1.16"}  # unsloth 2026.10 refuses newer versions
 
 
 def check_libraries(machine: Machine) -> list[CheckResult]:

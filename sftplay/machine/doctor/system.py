@@ -10,26 +10,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from sftplay.machine.doctor.check_result import CheckResult
+from sftplay.machine.doctor.check_result import CheckResult, Level
 from sftplay.machine.ports import HOST, RENDEZVOUS_PORT, bound_port
 from sftplay.machine.probe import Machine
 from sftplay.machine.ram import physical_ram_bytes
 from sftplay.places import cache_root
 from sftplay.units import GIB, format_bytes
 
-LEAST_RAM_BYTES = 2 * GIB
-"""torch, transformers and a tiny model take about 1.5 GiB."""
-
+LEAST_RAM_BYTES = 2 * GIB  # torch, transformers and a tiny model take about 1.5 GiB
 LEAST_DISK_BYTES = GIB
 
-ROOMY_DISK_BYTES = 10 * GIB
-"""One or two checkpoints of most adapters, with logs and the cache of the data."""
-
-OPEN_FILES = 4096
-"""Ranks, data workers and shards of a data set each keep some files open."""
-
-ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Both name the same setting; the first is the newer."""
+ROOMY_DISK_BYTES = 10 * GIB  # one or two checkpoints of most adapters, with logs and the cache of the data
+OPEN_FILES = 4096  # Ranks, data workers and shards of a data set each keep some files open
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # both name the same setting; the first is the newer
 
 
 def check_memory(machine: Machine) -> list[CheckResult]:
@@ -47,16 +40,15 @@ def check_disk(output: Path, checkpoint_bytes: int | None, *, kept: int) -> list
     folder = nearest_folder(output)
     if not os.access(folder, os.W_OK):
         return [CheckResult("stop", "disk", f"{folder} cannot be written", "choose another output_dir")]
-    free = shutil.disk_usage(folder).free
+    free, needed = shutil.disk_usage(folder).free, LEAST_DISK_BYTES
     what = f"{format_bytes(free)} free for {output}"
-    fix = "make room there, or choose another output_dir"
     if checkpoint_bytes is not None:
         needed = checkpoint_bytes * (kept + 1)
         what += f"; {kept} checkpoints and the one being written take {format_bytes(needed)}"
-        return [CheckResult("stop" if free < needed else "ok", "disk", what, fix if free < needed else "")]
-    if free < LEAST_DISK_BYTES:
-        return [CheckResult("stop", "disk", what, fix)]
-    return [CheckResult("warn", "disk", what, fix) if free < ROOMY_DISK_BYTES else CheckResult("ok", "disk", what)]
+    is_tight = checkpoint_bytes is None and free < ROOMY_DISK_BYTES
+    level: Level = "stop" if free < needed else "warn" if is_tight else "ok"
+    fix = "make room there, or choose another output_dir"
+    return [CheckResult(level, "disk", what, "" if level == "ok" else fix)]
 
 
 def check_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> list[CheckResult]:
@@ -93,22 +85,22 @@ def check_limits() -> list[CheckResult]:
 
 def check_environment(machine: Machine, environ: Mapping[str, str] = os.environ) -> list[CheckResult]:
     """Environment variables that change how torch and NCCL work, and that are easily forgotten."""
-    results = []
     allocators = {name: environ[name] for name in ALLOCATORS if environ.get(name)}
-    for name, value in allocators.items():
-        if any(":" not in part for part in value.split(",")):
-            what = f"{name}={value} is not a list of key:value"
-            results.append(CheckResult("stop", "environment", what, f"export {name}=expandable_segments:True"))
-    if len(set(allocators.values())) > 1:
-        what = f"{ALLOCATORS[0]} and {ALLOCATORS[1]} differ"
-        results.append(CheckResult("warn", "environment", what, f"unset {ALLOCATORS[1]}"))
-    if environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-        what = "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait; it is for debugging"
-        results.append(CheckResult("warn", "environment", what, "unset CUDA_LAUNCH_BLOCKING"))
+    broken = [name for name, value in allocators.items() if any(":" not in part for part in value.split(","))]
+    results = [
+        CheckResult("stop", "environment", f"{name}={allocators[name]} is not a list of key:value",
+                    f"export {name}=expandable_segments:True")
+        for name in broken
+    ]  # fmt: skip
     has_nvlink = any(kind.startswith("NV") for row in machine.links for kind in row)
+    forgotten = {}
+    if len(set(allocators.values())) > 1:
+        forgotten[ALLOCATORS[1]] = f"{ALLOCATORS[0]} and {ALLOCATORS[1]} differ"
+    if environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        forgotten["CUDA_LAUNCH_BLOCKING"] = "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait; it is for debugging"
     if environ.get("NCCL_P2P_DISABLE") == "1" and has_nvlink:
-        what = "NCCL_P2P_DISABLE=1 leaves the NVLinks of this machine unused"
-        results.append(CheckResult("warn", "environment", what, "unset NCCL_P2P_DISABLE"))
+        forgotten["NCCL_P2P_DISABLE"] = "NCCL_P2P_DISABLE=1 leaves the NVLinks of this machine unused"
+    results += [CheckResult("warn", "environment", what, f"unset {name}") for name, what in forgotten.items()]
     if results or not machine.gpus:
         return results
     settings = ", ".join(f"{name}={value}" for name, value in allocators.items())
