@@ -87,14 +87,21 @@ def completion(args: Namespace) -> int:
 def bash_text() -> str:
     """The script for bash. It completes make too, where nothing else does."""
     cases = "\n".join(f"    {verb}) echo '{' '.join(list_flags(verb))}' ;;" for verb in VERBS)
-    return _filled(BASH, VERBS=" ".join(VERBS), KEYS=" ".join(_keys()), CASES=cases, MAKE=" ".join(MAKE_WORDS))
+    text = BASH.replace("@PATHS@", "|".join(PATHS)).replace("@CASES@", cases).replace("@MAKE@", " ".join(MAKE_WORDS))
+    return text.replace("@VERBS@", " ".join(VERBS)).replace("@KEYS@", " ".join(_list_keys()))
+
+
+def _list_keys() -> list[str]:
+    """Every key; one of a list's entry is typed after the entry's name, which is the user's own."""
+    return [f"{key}=" for key in all_keys() if key.partition(".")[0] not in list_keys()]
 
 
 def zsh_text() -> str:
     """The script for zsh, with what each verb does. zsh completes make's targets by itself."""
     described = " ".join(_quoted(f"{verb}:{text}") for verb, (_, text) in VERBS.items())
     cases = "\n".join(f"    {verb}) flags='{' '.join(list_flags(verb))}' ;;" for verb in VERBS)
-    return _filled(ZSH, DESCRIBED=described, QUOTED_KEYS=" ".join(map(_quoted, _keys())), ZSH_CASES=cases)
+    text = ZSH.replace("@PATHS@", "|".join(PATHS)).replace("@ZSH_CASES@", cases).replace("@DESCRIBED@", described)
+    return text.replace("@QUOTED_KEYS@", " ".join(map(_quoted, _list_keys())))
 
 
 def fish_text() -> str:
@@ -108,20 +115,8 @@ def fish_text() -> str:
             seen = f"'__fish_seen_subcommand_from {verb}'"
             lines.append(f"complete -c sftplay -n {seen} -l {flag.removeprefix('--')} -d {about}{takes_path}")
     after = "'not __fish_use_subcommand'"
-    lines += [f"complete -c sftplay -n {after} -a {_quoted(key)}" for key in _keys()]
+    lines += [f"complete -c sftplay -n {after} -a {_quoted(key)}" for key in _list_keys()]
     return "\n".join(lines) + "\n"
-
-
-def _filled(template: str, **values: str) -> str:
-    text = template.replace("@PATHS@", "|".join(PATHS))
-    for name, value in values.items():
-        text = text.replace(f"@{name}@", value)
-    return text
-
-
-def _keys() -> list[str]:
-    """Every key; one of a list's entry is typed after the entry's name, which is the user's own."""
-    return [f"{key}=" for key in all_keys() if key.partition(".")[0] not in list_keys()]
 
 
 def _quoted(text: str) -> str:

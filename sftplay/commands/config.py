@@ -81,9 +81,10 @@ def style(args: Namespace) -> int:
     """`style`: set data.system in the config's file and change nothing else; without --style, print it."""
     cfg = load_config(args.config, args.overrides)
     before, origin = cfg.data.system, cfg.origins.get(KEY, "default")
+    old, new = ("none" if text is None else json.dumps(text, ensure_ascii=False) for text in (before, args.style))
     if args.style is None:
         facts = {"file": args.config, "system": before, "origin": origin}
-        lines = [f"{KEY} = {_quote(before)}, from {origin}"]
+        lines = [f"{KEY} = {old}, from {origin}"]
     else:
         if args.overrides:
             what = f"{args.overrides[0]!r} would not be written into the file"
@@ -99,7 +100,7 @@ def style(args: Namespace) -> int:
         amend_file(Path(args.config), KEY, value=args.style)
         facts = {"file": args.config, "was": before, "system": args.style, "origin": origin}
         lines = [
-            f"{args.config} {KEY}: {_quote(before)} -> {_quote(args.style)}",
+            f"{args.config} {KEY}: {old} -> {new}",
             "train, inspect, eval and infer use it from the next run on; rows with a system message keep it",
         ]
     if args.json:
@@ -107,7 +108,3 @@ def style(args: Namespace) -> int:
     for line in [] if args.json else lines:
         log.say(line, "style")
     return 0
-
-
-def _quote(text: str | None) -> str:
-    return "none" if text is None else json.dumps(text, ensure_ascii=False)

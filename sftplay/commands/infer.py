@@ -7,8 +7,6 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from threading import Event
@@ -80,20 +78,7 @@ def _next_line() -> str:
 
 
 def _answer(conversation: Any, question: str) -> None:
-    with _interruptible() as stop:
-        try:
-            for piece in conversation.ask(question, stop, notify=lambda text: log.say(f"note: {text}", "infer")):
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-        except DataError as error:
-            log.say(str(error), "infer")
-        else:
-            print(flush=True)
-
-
-@contextmanager
-def _interruptible() -> Iterator[Event]:
-    """An event that the first Ctrl-C sets. The second Ctrl-C interrupts as usual."""
+    """Print the answer. The first Ctrl-C ends it, the second one interrupts as usual."""
     stop = Event()
 
     def on_interrupt(number: int, frame: Any) -> None:
@@ -103,7 +88,13 @@ def _interruptible() -> Iterator[Event]:
 
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield stop
+        for piece in conversation.ask(question, stop, notify=lambda text: log.say(f"note: {text}", "infer")):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except DataError as error:
+        log.say(str(error), "infer")
+    else:
+        print(flush=True)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -140,7 +131,25 @@ def infer_batch(args: Namespace) -> int:
 def _answer_file(
     args: Namespace, cfg: RunConfig, *, folder: RunFolder, questions: PromptFile, partial: PartialAnswers, n: int
 ) -> None:
-    answer, renderer = _open_answers(args, cfg, folder=folder, questions=None if partial.n_batches else questions)
+    """Answer the rest of the rows. Before the first one the lengths of all are checked."""
+    if cfg.task.turns == 2:
+        prepare_environment(cfg)
+        from sftplay.generate.sampling import Sampling
+
+        finished = cfg.task.finished
+        _, renderer = load_renderer(cfg, folder)
+        role_models, sampling = finished.open_role_models(cfg, folder), Sampling(**_drawing(args, cfg))
+        row_sampler = finished.RowEpisodeSampler(cfg, role_models, renderer=renderer, sampling=sampling)
+        if not partial.n_batches:
+            finished.check_problems(questions, renderer, cfg=cfg)
+        answer = row_sampler.sample_answers
+    else:
+        generator, renderer, _ = _open_generator(cfg, folder, args=args)
+        from sftplay.generate.batch import check_lengths, make_answerer
+
+        if not partial.n_batches:
+            check_lengths(questions, renderer, generator=generator)
+        answer = make_answerer(generator)
     from sftplay.generate.batch import ProgressMeter, answer_rest
 
     console = log.new_console()
@@ -155,29 +164,6 @@ def _answer_file(
     except KeyboardInterrupt:
         log.say(f"stopped; {partial.n_answers} answers are kept, the same command continues from there", "infer")
         raise
-
-
-def _open_answers(
-    args: Namespace, cfg: RunConfig, *, folder: RunFolder, questions: PromptFile | None
-) -> tuple[Any, Any]:
-    """What answers a batch of rows, and the renderer; the lengths of `questions` are checked before anything else."""
-    if cfg.task.turns == 2:
-        prepare_environment(cfg)
-        from sftplay.generate.sampling import Sampling
-
-        finished = cfg.task.finished
-        _, renderer = load_renderer(cfg, folder)
-        role_models, sampling = finished.open_role_models(cfg, folder), Sampling(**_drawing(args, cfg))
-        row_sampler = finished.RowEpisodeSampler(cfg, role_models, renderer=renderer, sampling=sampling)
-        if questions:
-            finished.check_problems(questions, renderer, cfg=cfg)
-        return row_sampler.sample_answers, renderer
-    generator, renderer, _ = _open_generator(cfg, folder, args=args)
-    from sftplay.generate.batch import check_lengths, make_answerer
-
-    if questions:
-        check_lengths(questions, renderer, generator=generator)
-    return make_answerer(generator), renderer
 
 
 def _check_paths(args: Namespace) -> Path:

@@ -21,7 +21,6 @@ CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 
 REFRESH_S = 2.0
 
-AMPERE = (8, 0)  # oldest compute capability with bf16
 CLEAR = "\x1b[H\x1b[J"  # moves the cursor to the top left corner and clears the terminal
 
 
@@ -124,10 +123,10 @@ def setup_accelerate(args: Namespace) -> int:
     path = Path(args.out)
     if args.interactive:
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
-        return subprocess.call(command)
+        cli = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+        return subprocess.call([*cli, "config", "--config_file", str(path)])
     machine = probe()
-    has_bf16 = bool(machine.gpus) and all(gpu.capability >= AMPERE for gpu in machine.gpus)
+    has_bf16 = bool(machine.gpus) and all(gpu.has_bf16 for gpu in machine.gpus)
     text = accelerate_text(path, gpus=len(machine.gpus), has_bf16=has_bf16)
     write_accelerate(path, text)
     if args.json:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 BEGIN, END = "<!-- attacks: written by the self-test -->", "<!-- end of attacks -->"
 """Marks in a page, between which the self-test writes its table."""
 
-BATCH = 256  # jobs that are read before the first verdict is written
-
 
 def sandbox(args: Namespace) -> int:
     """`sandbox`: a job a line on standard input, its verdict on the same line of standard output."""
@@ -47,7 +45,7 @@ def sandbox(args: Namespace) -> int:
             scratch = stack.enter_context(whole_file(Path(args.out)))
             target = stack.enter_context(scratch.open("w", encoding="utf-8"))
         jobs = read_jobs(source, timeout_s=args.timeout)
-        while batch := list(islice(jobs, BATCH)):
+        while batch := list(islice(jobs, 256)):
             for verdict in box.run(batch):
                 target.write(json.dumps(verdict.as_dict(), ensure_ascii=False) + "\n")
             target.flush()
