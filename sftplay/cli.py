@@ -178,14 +178,11 @@ FLAGS: dict[str, Flags] = {
         ),
         "--server": _flag(choices=["auto", "transformers", "vllm"], default="auto"),
     },
-    "report": _RUN,
     "compare": {
         "--a": _flag("name or folder of a run", PATH, required=True),
         "--b": _flag("name or folder of the other", PATH, required=True),
     },
-    "eval-test": _RUN,
-    "eval-quick": _RUN,
-    "eval-full": _RUN,
+    **dict.fromkeys(("eval-test", "eval-quick", "eval-full", "report", "status"), _RUN),
     "eval-code": {
         **_RUN,
         "--base": _switch("what the run started from"),
@@ -261,7 +258,6 @@ FLAGS: dict[str, Flags] = {
         "--image": _flag("a container image with the kit; k8s needs one", default=""),
         "--out": _flag("a new file; else it is printed", PATH),
     },
-    "status": _RUN,
     "logs": {
         **_RUN,
         "--n": _flag("how many lines of each file", _count, default=50),

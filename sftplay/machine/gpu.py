@@ -215,17 +215,11 @@ def _read_gpu(nvml: Any, index: int, handle: Any, *, whole: Any, place: int, in_
     """A device of this process; `whole` is the GPU that a MIG instance is part of. Mute GPUs have no handles (None)."""
     total, free, used = _read_memory(nvml, handle)
     gpu = Gpu(
-        index=index,
-        name=_read_text(nvml, "Name", handle) or "GPU without an answer",
-        total_bytes=total,
-        free_bytes=free,
+        index=index, name=_read_text(nvml, "Name", handle) or "GPU without an answer", total_bytes=total,
+        free_bytes=free, used_bytes=used, uuid=_read_text(nvml, "UUID", handle), machine_index=place,
         capability=tuple(_ask(nvml, "nvmlDeviceGetCudaComputeCapability", whole) or (0, 0)),
-        used_bytes=used,
-        uuid=_read_text(nvml, "UUID", handle),
-        bus_id=_read_bus(nvml, "nvmlDeviceGetPciInfo", whole),
-        machine_index=place,
-        is_mig=handle is not whole,
-    )
+        bus_id=_read_bus(nvml, "nvmlDeviceGetPciInfo", whole), is_mig=handle is not whole,
+    )  # fmt: skip
     if not in_detail or whole is None:
         return gpu
     power, limit = (_ask(nvml, f"nvmlDeviceGet{field}", whole) for field in ("PowerUsage", "EnforcedPowerLimit"))

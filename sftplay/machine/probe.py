@@ -66,24 +66,13 @@ def probe(*, in_detail: bool = False) -> Machine:
     reading = read_gpus(in_detail=in_detail)
     others = () if reading.gpus else other_accelerators()
     return Machine(
-        gpus=reading.gpus,
-        gpu_reason=reading.reason,
-        ram_bytes=ram_limit_bytes(),
-        cores=usable_cores(),
-        python=platform.python_version(),
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        libraries=library_versions(),
-        ram_free_bytes=ram_free_bytes(),
-        disk_free_bytes=shutil.disk_usage(".").free,
-        driver=reading.driver,
-        cuda_driver=reading.cuda,
-        torch=find_torch(with_archs=bool(reading.gpus)),
-        links=reading.links,
-        without_peer_access=reading.without_peer_access,
-        mig_instances=reading.instances,
-        notes=(*reading.notes, *others),
-        unsloth_problem=find_unsloth_problem(has_gpu=bool(reading.gpus)),
-    )
+        gpus=reading.gpus, gpu_reason=reading.reason, ram_bytes=ram_limit_bytes(), cores=usable_cores(),
+        python=platform.python_version(), system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        libraries=library_versions(), ram_free_bytes=ram_free_bytes(), disk_free_bytes=shutil.disk_usage(".").free,
+        driver=reading.driver, cuda_driver=reading.cuda, torch=find_torch(with_archs=bool(reading.gpus)),
+        links=reading.links, without_peer_access=reading.without_peer_access, mig_instances=reading.instances,
+        notes=(*reading.notes, *others), unsloth_problem=find_unsloth_problem(has_gpu=bool(reading.gpus)),
+    )  # fmt: skip
 
 
 def find_gpus() -> tuple[tuple[Gpu, ...], str]:

@@ -45,17 +45,18 @@ def find_differences(reports: Sequence[Mapping[str, Any]]) -> list[tuple[int, st
             usual_nodes = [node for node in values if values[node] == usual]
             others = f"node {usual_nodes[0]}" if len(usual_nodes) == 1 else f"nodes {', '.join(map(str, usual_nodes))}"
             for node, value in values.items():
-                if value == usual:
-                    continue
-                if section != "files":
-                    what = f"{name} is {value}, on {others} it is {usual}"
-                elif MISSING in (value, usual):
-                    here, there = ("is missing", "exists") if value == MISSING else ("exists", "is missing")
-                    what = f"the path in {name} {here}, on {others} it {there}"
-                else:
-                    what = f"the path in {name} has other content than on {others}"
-                differences.append((node, kind, what))
+                what = f"{name} is {value}, on {others} it is {usual}"
+                if section == "files":
+                    what = f"the path in {name} {_compare_files(value, usual, others=others)}"
+                differences += [(node, kind, what)] if value != usual else []
     return differences
+
+
+def _compare_files(value: str, usual: str, *, others: str) -> str:
+    if MISSING not in (value, usual):
+        return f"has other content than on {others}"
+    here, there = ("is missing", "exists") if value == MISSING else ("exists", "is missing")
+    return f"{here}, on {others} it {there}"
 
 
 def check_nodes_match(reports: Sequence[Mapping[str, Any]]) -> None:

@@ -15,33 +15,22 @@ from sftplay.units import parse_seconds
 BATCH, ACCUM, EFFECTIVE = "train.batch_size", "train.grad_accum", "train.effective_batch_size"
 
 ALIASES: dict[str, str] = {
-    "training_args.max_steps": "train.max_steps",
+    **{f"training_args.{name}": f"train.{name}" for name in (
+        "max_steps", "learning_rate", "warmup_ratio", "weight_decay", "max_grad_norm", "gradient_checkpointing",
+        "optim", "save_steps", "save_total_limit", "eval_steps",
+    )},
+    **{f"training_args.{name}": f"grpo.{name}" for name in (
+        "num_generations", "max_completion_length", "max_prompt_length", "num_iterations", "temperature", "top_p",
+        "beta", "epsilon", "loss_type",
+    )},
     "training_args.num_train_epochs": "train.epochs",
-    "training_args.learning_rate": "train.learning_rate",
     "training_args.lr_scheduler_type": "train.lr_scheduler",
-    "training_args.warmup_ratio": "train.warmup_ratio",
-    "training_args.weight_decay": "train.weight_decay",
-    "training_args.max_grad_norm": "train.max_grad_norm",
     "training_args.per_device_train_batch_size": BATCH,
     "training_args.gradient_accumulation_steps": ACCUM,
-    "training_args.gradient_checkpointing": "train.gradient_checkpointing",
-    "training_args.optim": "train.optim",
-    "training_args.save_steps": "train.save_steps",
-    "training_args.save_total_limit": "train.save_total_limit",
-    "training_args.eval_steps": "train.eval_steps",
     "training_args.logging_steps": "logging.steps",
     "training_args.seed": "seed",
-    "training_args.num_generations": "grpo.num_generations",
-    "training_args.max_completion_length": "grpo.max_completion_length",
-    "training_args.max_prompt_length": "grpo.max_prompt_length",
-    "training_args.num_iterations": "grpo.num_iterations",
-    "training_args.temperature": "grpo.temperature",
-    "training_args.top_p": "grpo.top_p",
-    "training_args.beta": "grpo.beta",
-    "training_args.epsilon": "grpo.epsilon",
-    "training_args.loss_type": "grpo.loss_type",
     "evaluation.eval_interval_steps": "train.eval_steps",
-}
+}  # fmt: skip
 """Name in the guide on distributed GRPO -> the key here."""
 
 
