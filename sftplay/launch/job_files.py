@@ -195,10 +195,8 @@ def job_text(kind: str, job: ClusterJob) -> str:
 class _Blocks(yaml.SafeDumper):
     """Writes texts of several lines, and scripts, as blocks."""
 
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if text.endswith("\n") else None)
 
-_Blocks.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if text.endswith("\n") else None
-    ),
-)
+
+_Blocks.add_representer(str, _Blocks.represent_str)

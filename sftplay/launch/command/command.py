@@ -84,17 +84,11 @@ def build_launch(
 
 def quiet_environment() -> dict[str, str]:
     """Switches off telemetry, advice and progress bars of libraries."""
-    return {
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "DO_NOT_TRACK": "1",
-        "ACCELERATE_DISABLE_RICH": "1",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-        "BITSANDBYTES_NOWELCOME": "1",
-        "PYTHONUNBUFFERED": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
+    switches = (
+        "HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK", "ACCELERATE_DISABLE_RICH", "TRANSFORMERS_NO_ADVISORY_WARNINGS",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS", "TRL_EXPERIMENTAL_SILENCE", "BITSANDBYTES_NOWELCOME", "PYTHONUNBUFFERED",
+    )  # fmt: skip
+    return {**dict.fromkeys(switches, "1"), "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def offline_environment() -> dict[str, str]:

@@ -193,11 +193,9 @@ def job_file(request: JobRequest, folder: Path, *, chdir: Path, python: str, lau
     argv = [python, "-m", SUPERVISOR, str(folder), "--nproc", str(request.processes)]
     argv += ["--server"] if request.server_gpus is not None else []
     argv += ["--", *launcher_args] if launcher_args else []
+    lines = "\n".join(f"#SBATCH {line}" for line in directives(request, folder, chdir=chdir))
+    setup = f"source {quote(str(request.setup.absolute()))}\n" if request.setup else ""
     return _TEMPLATE.format(
-        name=folder.name,
-        directives="\n".join(f"#SBATCH {line}" for line in directives(request, folder, chdir=chdir)),
-        setup=f"source {quote(str(request.setup.absolute()))}\n" if request.setup else "",
-        first_port=JOB_PORTS.start,
-        ports=len(JOB_PORTS),
+        name=folder.name, directives=lines, setup=setup, first_port=JOB_PORTS.start, ports=len(JOB_PORTS),
         command=join(argv),
-    )
+    )  # fmt: skip
