@@ -274,7 +274,7 @@ FLAGS: dict[str, Flags] = {
 
 VERBS = {
     "train": ("train.train", "train the run of a config"),
-    "resume": ("train.resume", "continue a run from its newest complete checkpoint"),
+    "resume": ("train.train", "continue a run from its newest complete checkpoint"),
     "demo": ("demo.demo", "teach the builtin model a task, on any machine"),
     "process": ("data.process", "read, render and cache the data; print the data report"),
     "inspect": ("data.inspect", "show training rows with what is learned of them; the report"),

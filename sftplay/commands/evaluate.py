@@ -115,8 +115,8 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[di
     _expect_held_out(rows.held_out)
     measure_model: Callable[..., dict[str, Any]] = evaluate_prompts if cfg.task.turns == 1 else measure_examples
     for side, path in paths.items():
-        model = load_untrained(cfg, folder.path) if side == "before" else load_result(cfg, folder.path)
-        figures[side] = measure_model(model, rows, cfg=cfg, path=path)
+        load = load_untrained if side == "before" else load_result
+        figures[side] = measure_model(load(cfg, folder.path), rows, cfg=cfg, path=path)  # one model at a time
     width = max(12, 2 + max(map(len, figures["after"])))
     titles = {"before": "base", "after": "tuned"}
     lines = [" " * width + "".join(f"{titles[side]:>12}" for side in figures)]

@@ -6,7 +6,6 @@ import json
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from sftplay import log
 from sftplay.data.ingest.settings import STEPS, Settings
@@ -21,7 +20,7 @@ def ingest(args: Namespace) -> int:
         what = f"{args.overrides[0]!r} is no setting of ingest, which has no config"
         raise ConfigError(what, where="command line", fix="see `python -m sftplay ingest --help`")
     settings = _settings(args)
-    from sftplay.data.ingest.run.ingest import IngestCallbacks, check_outcome
+    from sftplay.data.ingest.run.ingest import IngestCallbacks, check_outcome, report_paths
     from sftplay.data.ingest.run.ingest import ingest as run
     from sftplay.report.documents import page_of
 
@@ -36,11 +35,32 @@ def ingest(args: Namespace) -> int:
             return sum(map(len, tokenizer(list(texts), add_special_tokens=False)["input_ids"]))
 
     report = run(settings, IngestCallbacks(render_page=page_of, count_tokens=count), replaces=args.replace)
-    if not args.json:
-        _show_ingest_report(report, settings)
-    check_outcome(report, settings)
     if args.json:
+        check_outcome(report, settings)
         print(json.dumps(report))
+        return 0
+
+    def count_by_reason(group: str) -> str:
+        named = ", ".join(f"{number:,} {reason.replace('_', ' ')}" for reason, number in report[group].items())
+        return f"{sum(report[group].values()):,}" + (f" ({named})" if named else "")
+
+    size = f"{report['characters']:,} characters"
+    size += f", {report['tokens']:,} tokens" if report["tokens"] is not None else ""
+    log.say(f"documents   {report['documents']:,}", "ingest")
+    log.say(f"kept        {report['kept']:,}, {size}", "ingest")
+    for group in ("dropped", "unreadable"):
+        log.say(f"{group:11} {count_by_reason(group)}", "ingest")
+    if report["guessed_encodings"]:
+        guessed = count_by_reason("guessed_encodings")
+        log.say(f"guessed     encodings of {guessed}; their notes are in the report", "ingest")
+    if report["tracebacks"]:
+        log.say(f"tracebacks  of readers that failed: {report['tracebacks']}", "ingest")
+    if report["skipped"]:
+        log.say(f"passed over {count_by_reason('skipped')}", "ingest")
+    if report["kept"]:
+        page, seconds = report_paths(settings.out)[1], format_seconds(report["seconds"])
+        log.say(f"{settings.out} in {seconds}; report: {page}", "ingest")
+    check_outcome(report, settings)
     return 0
 
 
@@ -59,30 +79,6 @@ def _settings(args: Namespace) -> Settings:
         limit_s=args.timeout, memory_bytes=args.memory, workers=args.workers or usable_cores(),
         bad_files=args.on_bad_file, tokenizer=args.tokenizer,
     )  # fmt: skip
-
-
-def _show_ingest_report(report: dict[str, Any], settings: Settings) -> None:
-    from sftplay.data.ingest.run.ingest import report_paths
-
-    def counted(group: str) -> str:
-        named = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in report[group].items())
-        return f"{sum(report[group].values()):,}" + (f" ({named})" if named else "")
-
-    size = f"{report['characters']:,} characters"
-    size += f", {report['tokens']:,} tokens" if report["tokens"] is not None else ""
-    log.say(f"documents   {report['documents']:,}", "ingest")
-    log.say(f"kept        {report['kept']:,}, {size}", "ingest")
-    for group in ("dropped", "unreadable"):
-        log.say(f"{group:11} {counted(group)}", "ingest")
-    if report["guessed_encodings"]:
-        log.say(f"guessed     encodings of {counted('guessed_encodings')}; their notes are in the report", "ingest")
-    if report["tracebacks"]:
-        log.say(f"tracebacks  of readers that failed: {report['tracebacks']}", "ingest")
-    if report["skipped"]:
-        log.say(f"passed over {counted('skipped')}", "ingest")
-    if report["kept"]:
-        page, seconds = report_paths(settings.out)[1], format_seconds(report["seconds"])
-        log.say(f"{settings.out} in {seconds}; report: {page}", "ingest")
 
 
 SHOWN_SOURCES = 5  # repeated pairs of ARC that are named on the terminal; the report names all

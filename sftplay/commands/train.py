@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
@@ -32,43 +32,27 @@ from sftplay.runs.strategy_setup import with_deepspeed
 
 
 def train(args: Namespace) -> int:
-    """`train`: start the run of a config, or continue it where train.resume asks for that."""
-
-    def start(rendezvous: Rendezvous | None) -> int:
-        cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
-        if args.documents and not cfg.learns_documents:
-            where = f"{cfg.origins.get('task_mode', args.config)} task_mode"
-            fix = "write task_mode: cpt, or cpt_mixed with chats next to them; or use make train"
-            raise ConfigError(f"{cfg.task_mode} does not learn documents", where=where, fix=fix)
-        if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_begun(cfg, args.config)):
-            return launch(args, cfg, rendezvous=rendezvous)
-        from sftplay.runs.resume import continue_run
-
-        return continue_run(args, cfg, rendezvous=rendezvous)
-
-    return _on_every_node(args, start)
-
-
-def resume(args: Namespace) -> int:
-    """`resume`: continue the newest run of a config."""
-
-    def go_on(rendezvous: Rendezvous | None) -> int:
-        from sftplay.runs.resume import continue_run
-
-        cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
-        if cfg.train.resume == "never":
-            cfg = cfg.with_values({"train.resume": "auto"}, "resume")
-        return continue_run(args, cfg, rendezvous=rendezvous)
-
-    return _on_every_node(args, go_on)
-
-
-def _on_every_node(args: Namespace, work: Callable[[Rendezvous | None], int]) -> int:
+    """`train`: start the run of a config, or continue it where train.resume asks for that; `resume`: continue it."""
     if args.nnodes == 1 or args.dry_run:
-        return work(None)
+        return _train(args, None)
     from sftplay.runs.nodes import among_nodes
 
-    return among_nodes(args, work)
+    return among_nodes(args, partial(_train, args))
+
+
+def _train(args: Namespace, rendezvous: Rendezvous | None) -> int:
+    cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
+    if args.verb == "resume":
+        cfg = cfg.with_values({"train.resume": "auto"}, "resume") if cfg.train.resume == "never" else cfg
+    elif args.documents and not cfg.learns_documents:
+        where = f"{cfg.origins.get('task_mode', args.config)} task_mode"
+        fix = "write task_mode: cpt, or cpt_mixed with chats next to them; or use make train"
+        raise ConfigError(f"{cfg.task_mode} does not learn documents", where=where, fix=fix)
+    elif cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_begun(cfg, args.config)):
+        return launch(args, cfg, rendezvous=rendezvous)
+    from sftplay.runs.resume import continue_run
+
+    return continue_run(args, cfg, rendezvous=rendezvous)
 
 
 def launch(
