@@ -181,15 +181,15 @@ def _read(nvml: Any, visible: str | None, *, in_detail: bool) -> GpuReading:
         count = (_ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0) if is_on else 0
         instances = [_ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, n) for n in range(count)]
         slices.append([instance for instance in instances if instance is not None] if is_on else None)
-    uuids = [_read_text(nvml, "UUID", handle) for handle in handles]
+    uuids = [_read_text(nvml, handle) for handle in handles]
     present = [
-        Present(uuid, None if group is None else tuple(_read_text(nvml, "UUID", mig) for mig in group))
+        Present(uuid, None if group is None else tuple(_read_text(nvml, mig) for mig in group))
         for uuid, group in zip(uuids, slices, strict=True)
     ]
     chosen, reason = choose(present, visible)
     gpus = [
-        _read_gpu(nvml, index, (slices[place] or [])[n] if n is not None else handles[place], whole=handles[place],
-                  place=place, in_detail=in_detail)
+        _read_gpu(nvml, index, handle=(slices[place] or [])[n] if n is not None else handles[place],
+                  whole=handles[place], place=place, in_detail=in_detail)
         for index, (place, n) in enumerate(chosen)
     ]  # fmt: skip
     whole = [handles[place] for place, n in chosen if n is None]
@@ -203,7 +203,7 @@ def _read(nvml: Any, visible: str | None, *, in_detail: bool) -> GpuReading:
         links=_read_links(nvml, whole) if wants_links else (),
         without_peer_access=tuple(_find_strangers(nvml, whole)) if wants_links else (),
         instances=tuple(
-            MigInstance(_read_text(nvml, "UUID", mig), _read_text(nvml, "Name", mig), n, *_read_memory(nvml, mig)[:2])
+            MigInstance(_read_text(nvml, mig), _read_text(nvml, mig, field="Name"), n, *_read_memory(nvml, mig)[:2])
             for n, group in enumerate(slices)
             for mig in group or ()
         ),
@@ -211,12 +211,12 @@ def _read(nvml: Any, visible: str | None, *, in_detail: bool) -> GpuReading:
     )
 
 
-def _read_gpu(nvml: Any, index: int, handle: Any, *, whole: Any, place: int, in_detail: bool) -> Gpu:
+def _read_gpu(nvml: Any, index: int, *, handle: Any, whole: Any, place: int, in_detail: bool) -> Gpu:
     """A device of this process; `whole` is the GPU that a MIG instance is part of. Mute GPUs have no handles (None)."""
     total, free, used = _read_memory(nvml, handle)
     gpu = Gpu(
-        index=index, name=_read_text(nvml, "Name", handle) or "GPU without an answer", total_bytes=total,
-        free_bytes=free, used_bytes=used, uuid=_read_text(nvml, "UUID", handle), machine_index=place,
+        index=index, name=_read_text(nvml, handle, field="Name") or "GPU without an answer", total_bytes=total,
+        free_bytes=free, used_bytes=used, uuid=_read_text(nvml, handle), machine_index=place,
         capability=tuple(_ask(nvml, "nvmlDeviceGetCudaComputeCapability", whole) or (0, 0)),
         bus_id=_read_bus(nvml, "nvmlDeviceGetPciInfo", whole), is_mig=handle is not whole,
     )  # fmt: skip
@@ -311,7 +311,7 @@ def _as_text(answer: Any) -> str:
     return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
 
 
-def _read_text(nvml: Any, field: str, handle: Any) -> str:
+def _read_text(nvml: Any, handle: Any, *, field: str = "UUID") -> str:
     return _as_text(_ask(nvml, f"nvmlDeviceGet{field}", handle)) if handle is not None else ""
 
 

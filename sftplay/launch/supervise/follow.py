@@ -58,7 +58,7 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
     """
     console = new_console()
     console.status("[train] the worker imports its libraries")
-    forwarder = Forwarder(partial(_forward, folder), at_second=_kill_group, is_echo=find_echoes())
+    forwarder = Forwarder(partial(_forward, folder=folder), at_second=_kill_group, is_echo=find_echoes())
     watchdog, check_folder = Watchdog(folder, read_timeout(folder)), watch_folder(folder)
     attempts = len(folder.read_json("status.json").get("attempts", []))
     for path, text in launch.files.items():
@@ -87,7 +87,7 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
     return final_exit_code(folder, code, received=received, unmarked=unmarked, attempts_before=attempts)
 
 
-def _forward(folder: RunFolder, process: subprocess.Popen[bytes], number: int) -> None:
+def _forward(process: subprocess.Popen[bytes], number: int, *, folder: RunFolder) -> None:
     """Send the signal to the ranks of this node: torchrun itself dies of SIGUSR1. Before they are known: to it."""
     pids = [rank["pid"] for rank in folder.read_json("status.json").get("ranks") or []]
     # The list includes ranks of other nodes. On this node another process, even a rank's helper, may have that pid.
