@@ -18,8 +18,7 @@ from typing import Any
 
 from sftplay.errors import ConfigError
 
-STILL_S = 30.0
-"""After this time the holder of a short lock is taken for a process that has been stopped."""
+STILL_S = 30.0  # after this time the holder of a short lock is taken for a process that has been stopped
 
 
 @contextmanager
@@ -59,26 +58,18 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The file's object; empty where there is none."""
-    content, _ = examine_object(path)
-    return content
-
-
-NOT_THE_FILES_FAULT = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ESTALE)
-"""Errors after which a file may be whole all the same. Whoever took it for empty would write over it."""
+    return examine_object(path)[0]
 
 
 def examine_object(path: Path) -> tuple[dict[str, Any], str]:
-    """The file's object, and why it has none; both are empty where there is no file.
-
-    Raises:
-        OSError: the machine could not read it just now.
-    """
+    """The file's object, and why it has none; both are empty for no file. OSError: it cannot be read just now."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}, ""
     except OSError as error:
-        if error.errno in NOT_THE_FILES_FAULT:
+        # The file may be whole all the same, and whoever took it for empty would write over it.
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ESTALE):
             raise
         return {}, f"cannot be read ({error.strerror})"
     except (ValueError, RecursionError):
@@ -87,10 +78,7 @@ def examine_object(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The objects of a file with one on each line, and the numbers of the lines that hold none.
-
-    Empty lines do not count, nor does a last line that was cut off: a process was killed while it wrote.
-    """
+    """The objects of a file with one a line, and the numbers of lines without one; a last line cut off is ignored."""
     objects, broken = [], []
     *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for number, raw in enumerate([*lines, last], start=1):
@@ -110,10 +98,8 @@ def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     """An empty scratch folder to fill. It becomes `path` when the block ends, and is removed when the block raises.
 
     The scratch folder of a killed process is removed first. Therefore the caller must hold a lock where several
-    processes may come. With `replaces` an older `path` stays until the new one is complete.
-
-    Raises:
-        OSError: `path` exists, and `replaces` is False.
+    processes may come. With `replaces` an older `path` stays until the new one is complete. Raises OSError if `path`
+    exists, and `replaces` is False.
     """
     scratch = unfinished_folder(path)
     shutil.rmtree(scratch, ignore_errors=True)
@@ -132,16 +118,13 @@ def unfinished_folder(path: Path) -> Path:
 
 @contextmanager
 def resumed_folder(path: Path) -> Iterator[Path]:
-    """As `whole_folder` with `replaces`, but the scratch folder of a killed process is kept, and gone on with.
-
-    An error removes it. A stop signal keeps it, as it is no `Exception`.
-    """
+    """As `whole_folder` with `replaces`, but a killed process's folder is gone on with. An error removes it."""
     scratch = unfinished_folder(path)
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         yield scratch
         _put_in_place(scratch, path, replaces=True)
-    except Exception:
+    except Exception:  # a stop signal is none, and keeps it
         shutil.rmtree(scratch, ignore_errors=True)
         raise
 
@@ -169,11 +152,7 @@ def use_umask(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path, *, waits: bool = True) -> Iterator[None]:
-    """Hold a lock on the folder or file `path`; a missing file is made. The system releases it when the process dies.
-
-    Raises:
-        BlockingIOError: another process holds it, and `waits` is False.
-    """
+    """Hold a lock on a folder or file, which is made if missing. BlockingIOError if it is taken, without `waits`."""
     flags = os.O_RDONLY if path.is_dir() else os.O_WRONLY | os.O_CREAT | os.O_APPEND
     handle = os.open(path, flags, 0o666)
     try:
@@ -185,10 +164,7 @@ def locked(path: Path, *, waits: bool = True) -> Iterator[None]:
 
 @contextmanager
 def locked_if_possible(path: Path) -> Iterator[None]:
-    """Hold a lock on the folder or file `path`, for a change that takes milliseconds and must not be lost.
-
-    The block runs without the lock where the file system has none, or where its holder has stood still for STILL_S.
-    """
+    """Hold a lock for a change of milliseconds; run without where there are none, or its holder stands still."""
     with ExitStack() as held:
         deadline = time.monotonic() + STILL_S
         while True:

@@ -14,6 +14,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Any, NoReturn, TypeVar
@@ -25,46 +26,40 @@ from sftplay.units import parse_bytes, parse_seconds
 
 T = TypeVar("T")
 
-Flags = dict[str, dict[str, Any]]
-"""flag -> keywords of argparse's add_argument."""
-
-PATH = os.path.expanduser
-"""The type of a path: a shell leaves the `~` of `--out=~/x`, and make that of OUT=~/x."""
+Flags = dict[str, dict[str, Any]]  # flag -> keywords of argparse's add_argument
+PATH = os.path.expanduser  # the type of a path: a shell leaves the `~` of `--out=~/x`, and make that of OUT=~/x
 
 
-def _whole(what: str, *, least: int = 0, most: float = float("inf")) -> Callable[[str], int]:
-    def parse_whole(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"not {what}: {text!r}")
-        return int(text)
-
-    return parse_whole
-
-
-_count = _whole("a number of rows")
-_processes = _whole("a number of processes", least=1)
-_seed = _whole("a seed, 0 or more")
-_tokens = _whole("a number of tokens", least=1)
-_positive = _whole("a number, 1 or more", least=1)
-_port = _whole("a port", most=65535)
-
-
-def _temperature(text: str) -> float:
-    return _number(text, lambda value: 0 <= value < float("inf"), what="a temperature, 0 or more")
-
-
-def _share(text: str) -> float:
-    return _number(text, lambda value: 0 < value <= 1, what="a share above 0 and up to 1")
-
-
-def _number(text: str, holds: Callable[[float], bool], *, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not holds(value):
+def _number(
+    what: str, kind: Callable[[str], T], *, holds: Callable[[Any], bool] = lambda _: True
+) -> Callable[[str], T]:
+    def parse_number(text: str) -> T:
+        with suppress(ValueError):
+            if (kind is float or text.isdecimal()) and holds(value := kind(text)):
+                return value
         raise argparse.ArgumentTypeError(f"not {what}: {text!r}")
-    return value
+
+    return parse_number
+
+
+_count = _number("a number of rows", int)
+_processes = _number("a number of processes", int, holds=lambda value: value >= 1)
+_positive = _number("a number, 1 or more", int, holds=lambda value: value >= 1)
+_temperature = _number("a temperature, 0 or more", float, holds=lambda value: 0 <= value < float("inf"))
+_share = _number("a share above 0 and up to 1", float, holds=lambda value: 0 < value <= 1)
+
+
+def _with_unit(parse: Callable[[str], T]) -> Callable[[str], T]:
+    def parse_with_unit(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_with_unit
+
+
+_seconds, _size = _with_unit(parse_seconds), _with_unit(parse_bytes)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -75,267 +70,211 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(_positive(part.strip()) for part in text.split(","))
 
 
-def _seconds(text: str) -> float:
-    return _parsed(parse_seconds, text)
+def _flag(help: str | None = None, kind: Callable[[str], Any] | None = None, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "default": None, "help": help, **more}
 
 
-def _size(text: str) -> int:
-    return _parsed(parse_bytes, text)
+def _switch(help: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": help}
 
 
-def _parsed(parse: Callable[[str], T], text: str) -> T:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-ACCELERATE: Flags = {
-    "--out": {"type": PATH, "default": "accelerate_configs/this_machine.yaml", "help": "the file to write"},
-    "--interactive": {"action": "store_true", "help": "let accelerate ask its own questions"},
+_RUN: Flags = {"--run": _flag("name or folder of the run", PATH)}
+_N_ROWS: Flags = {"--n": _flag("how many rows", _count, default=3)}
+_SCALE: Flags = {
+    "--dry-run": _switch("print the command, start nothing"),
+    "--nproc": _flag("processes on this node; `gpu` means one per GPU"),
+    "--nnodes": _flag(kind=int, default=1),
+    "--node-rank": _flag(kind=int, default=0),
+    "--master-addr": _flag(default="127.0.0.1"),
+    "--master-port": _flag(kind=int),
+}
+_EXTRAS: Flags = {
+    "--tb": _switch("start TensorBoard too"),
+    "--deepspeed": _switch("share the work by DeepSpeed"),
+}
+_LAUNCH: Flags = {**_SCALE, **_EXTRAS}
+_SAMPLING: Flags = {
+    "--temperature": _flag("0 takes the likeliest token each time", _temperature, default=0.0),
+    "--top-p": _flag("draw from the likeliest tokens that sum up to it", _share),
+    "--max-new-tokens": _flag(
+        "longest answer; else eval.max_new_tokens", _number("a number of tokens", int, holds=lambda value: value >= 1)
+    ),
+    "--seed": _flag("of what is drawn; else the config's", int),
+}
+_WHOLE_MODEL: Flags = {
+    "--out": _flag("a new folder for the model", PATH),
+    "--dtype": _flag("its number format; else the base's", choices=["fp32", "bf16", "fp16"]),
 }
 
-GPU_CHECK: Flags = {
-    "--fast": {"action": "store_true", "help": "leave out the measurements of memory and speed"},
-    "--out": {"type": PATH, "default": "outputs", "help": "the folder for gpu-check.json and gpu-check.md"},
-    "--only": {"default": "", "help": "only checks whose name contains one of these words, with commas"},
-}
-
-LAUNCH: Flags = {
-    "--dry-run": {"action": "store_true", "help": "print the command, start nothing"},
-    "--nproc": {"default": None, "help": "processes on this node; `gpu` means one per GPU"},
-    "--nnodes": {"type": int, "default": 1},
-    "--node-rank": {"type": int, "default": 0},
-    "--master-addr": {"default": "127.0.0.1"},
-    "--master-port": {"type": int, "default": None},
-    "--tb": {"action": "store_true", "help": "start TensorBoard too"},
-    "--deepspeed": {"action": "store_true", "help": "share the work by DeepSpeed"},
-}
-"""The flags of the verbs that launch a run."""
-
-
-PLAN: Flags = {
-    "--gpus": {"default": None, "help": "GPUs to plan for instead of these, such as 2xH200"},
-    "--vram": {"default": None, "help": "one GPU of so much memory, such as 24GiB"},
-    "--nproc": {"type": _processes, "default": None, "help": "processes; else one per GPU"},
-    "--compare": {"action": "store_true", "help": "all modes and strategies side by side"},
-}
-
-SUBMIT: Flags = {
-    "--dry-run": {"action": "store_true", "help": "print the job file, queue nothing"},
-    "--nodes": {"type": _processes, "default": 1, "help": "nodes of the job"},
-    "--gpus-per-node": {"type": _processes, "default": None, "help": "GPUs of each node, of any kind"},
-    "--gres": {"default": "", "help": "GPUs of each node as the cluster names them, such as gpu:volta:2"},
-    "--time": {"default": "", "help": "limit of the job: 12:00:00, 1-12:00:00, or minutes"},
-    "--partition": {"default": "", "help": "the partition of the cluster"},
-    "--nproc": {"type": _processes, "default": None, "help": "processes on each node; else one for each GPU"},
-    "--sbatch": {"default": "", "help": 'more options of sbatch, such as "--account=lab --mem=64G"'},
-    "--server-sbatch": {"default": "", "help": "options of sbatch for the generation server's node"},
-    "--setup": {"type": PATH, "default": "", "help": "a file for the job's shell to read first"},
-    "--here": {"action": "store_true", "help": "train in the job that this is called in"},
-}
-
-TRAIN_RAY: Flags = {
-    "--workers": {"type": _processes, "default": 2, "help": "processes on all machines together"},
-    **{flag: LAUNCH[flag] for flag in ("--dry-run", "--tb", "--deepspeed")},
-}
-
-INIT: Flags = {
-    "--data": {"default": "", "help": "a file or folder with rows"},
-    "--out": {"default": "run.yaml", "help": "the config to write"},
-}
-
-INGEST: Flags = {
-    "--in": {"type": PATH, "dest": "input", "required": True, "help": "a folder of documents, or one file"},
-    "--out": {"type": PATH, "required": True, "help": "the jsonl file to write; the report lies next to it"},
-    "--by": {"choices": ["document", "section"], "default": "document", "help": "what becomes a row"},
-    "--without": {"type": _names, "default": (), "help": "steps to leave out, with commas; docs/ingest.md has them"},
-    "--near": {"type": _share, "default": 0.8, "help": "least similarity of near-duplicates"},
-    "--min-chars": {"type": int, "default": 50, "help": "shorter texts are dropped"},
-    "--max-chars": {"type": int, "default": None, "help": "longer texts are dropped"},
-    "--language": {"type": _names, "default": (), "help": "languages to keep, such as en,de; else all"},
-    "--encoding": {"default": "auto", "help": "of text files without a byte order mark; else UTF-8 or UTF-16"},
-    "--timeout": {"type": _seconds, "default": 30.0, "help": "seconds for one file"},
-    "--memory": {"type": _size, "default": 10**9, "help": "for one file's reader, such as 2GB"},
-    "--workers": {"type": _processes, "default": None, "help": "files read side by side; else one for each core"},
-    "--on-bad-file": {
-        "choices": ["report", "error"],
-        "default": "report",
-        "help": "error: end with 4 after all others",
+FLAGS: dict[str, Flags] = {
+    "train": {"--documents": _switch("refuse a config of task sft"), **_LAUNCH},
+    "resume": {**_LAUNCH, **_RUN},
+    "train-ray": {
+        "--workers": _flag("processes on all machines together", _processes, default=2),
+        "--dry-run": _SCALE["--dry-run"],
+        **_EXTRAS,
     },
-    "--tokenizer": {"default": "", "help": "a model's name, to count tokens"},
-    "--replace": {"action": "store_true", "help": "write over a file that is there"},
-}
-
-PUZZLES: Flags = {
-    "--kind": {"choices": ["sudoku", "maze", "arc", "sudoku4"], "required": True, "help": "sudoku4 needs no file"},
-    "--in": {
-        "type": PATH,
-        "dest": "input",
-        "default": "",
-        "help": "a file, which is split; a folder with train.* and test.*; for arc one with training, evaluation",
+    "comm-check": _SCALE,
+    "demo": {"--control": _switch("train on shuffled answers instead"), **_LAUNCH},
+    "init": {
+        "--data": _flag("a file or folder with rows", default=""),
+        "--out": _flag("the config to write", default="run.yaml"),
     },
-    "--out": {"type": PATH, "required": True, "help": "a new folder for both splits"},
-    "--aug": {"type": _count, "default": None, "help": "copies of each training puzzle; else 1000, of a maze 0"},
-    "--seed": {"type": _seed, "default": 0, "help": "of all that is drawn"},
-    "--subsample": {"type": _count, "default": None, "help": "training puzzles that are drawn; else all"},
-    "--held-out": {"type": _share, "default": 0.1, "help": "share of the solutions of one file that go to the test"},
-    "--workers": {"type": _processes, "default": None, "help": "processes; else one for each core"},
+    "ingest": {
+        "--in": _flag("a folder of documents, or one file", PATH, dest="input", required=True),
+        "--out": _flag("the jsonl file to write; the report lies next to it", PATH, required=True),
+        "--by": _flag("what becomes a row", choices=["document", "section"], default="document"),
+        "--without": _flag("steps to leave out, with commas; docs/ingest.md has them", _names, default=()),
+        "--near": _flag("least similarity of near-duplicates", _share, default=0.8),
+        "--min-chars": _flag("shorter texts are dropped", int, default=50),
+        "--max-chars": _flag("longer texts are dropped", int),
+        "--language": _flag("languages to keep, such as en,de; else all", _names, default=()),
+        "--encoding": _flag("of text files without a byte order mark; else UTF-8 or UTF-16", default="auto"),
+        "--timeout": _flag("seconds for one file", _seconds, default=30.0),
+        "--memory": _flag("for one file's reader, such as 2GB", _size, default=10**9),
+        "--workers": _flag("files read side by side; else one for each core", _processes),
+        "--on-bad-file": _flag("error: end with 4 after all others", choices=["report", "error"], default="report"),
+        "--tokenizer": _flag("a model's name, to count tokens", default=""),
+        "--replace": _switch("write over a file that is there"),
+    },
+    "puzzle-data": {
+        "--kind": _flag("sudoku4 needs no file", choices=["sudoku", "maze", "arc", "sudoku4"], required=True),
+        "--in": _flag(
+            "a file, which is split; a folder with train.* and test.*; for arc one with training, evaluation",
+            PATH,
+            dest="input",
+            default="",
+        ),
+        "--out": _flag("a new folder for both splits", PATH, required=True),
+        "--aug": _flag("copies of each training puzzle; else 1000, of a maze 0", _count),
+        "--seed": _flag("of all that is drawn", _number("a seed, 0 or more", int), default=0),
+        "--subsample": _flag("training puzzles that are drawn; else all", _count),
+        "--held-out": _flag("share of the solutions of one file that go to the test", _share, default=0.1),
+        "--workers": _flag("processes; else one for each core", _processes),
+    },
+    "reward-check": {
+        **_RUN,
+        "--n": _flag("how many rows (32); of a run, how many steps (all)", _count),
+        "--in": _flag("rows with `completion`: what each is paid", PATH, dest="input", default=""),
+    },
+    "completion": {"--shell": _flag("bash, zsh or fish", default="")},
+    "inspect": _N_ROWS,
+    "render": {**_N_ROWS, "--out": _flag("a new jsonl file for all rows", PATH)},
+    "style": {"--style": _flag("the system prompt; without it the present one is printed")},
+    "eval": {**_RUN, "--split": _flag(choices=["val", "test"], default="val")},
+    "download-model": {
+        "--model": _flag("its hub name, org/model", required=True),
+        "--revision": _flag("branch, tag or commit"),
+    },
+    "merge": {**_RUN, **_WHOLE_MODEL},
+    "merge-test": {**_RUN, "--merged": _flag("the merged model's folder", PATH)},
+    "export": {**_RUN, **_WHOLE_MODEL},
+    "serve": {
+        **_RUN,
+        "--port": _flag(
+            "where to listen; 0 takes any free port",
+            _number("a port", int, holds=lambda value: value <= 65535),
+            default=8000,
+        ),
+        "--server": _flag(choices=["auto", "transformers", "vllm"], default="auto"),
+    },
+    "compare": {
+        "--a": _flag("name or folder of a run", PATH, required=True),
+        "--b": _flag("name or folder of the other", PATH, required=True),
+    },
+    **dict.fromkeys(("eval-test", "eval-quick", "eval-full", "report", "status"), _RUN),
+    "eval-code": {
+        **_RUN,
+        "--base": _switch("what the run started from"),
+        "--data": _flag(
+            "a file of MBPP or HumanEval; or mbpp, mbpp-sanitized, humaneval: in data/, else from the hub",
+            default="mbpp",
+        ),
+        "--split": _flag(choices=["test", "validation", "train", "prompt", "all"], default="test"),
+        "--n": _flag("answers to each problem", _positive, default=1),
+        "--k": _flag("answers that a figure allows, with commas; else 1, and 10 if n is as many", _counts, default=()),
+        "--limit": _flag("only so many problems, drawn by the seed", _positive),
+        "--executor": _flag("as for the verb sandbox; else sandbox.executor of the config"),
+        **_SAMPLING,
+        **_SCALE,
+    },
+    "infer": {
+        **_RUN,
+        "--base": _switch("the untuned model"),
+        "--in": _flag("of a run on puzzles: a file with one grid", PATH, dest="input", default=""),
+        **_SAMPLING,
+    },
+    "infer-batch": {
+        **_RUN,
+        "--in": _flag(kind=PATH, dest="input", required=True),
+        "--out": _flag(kind=PATH, required=True),
+        **_SAMPLING,
+    },
+    "tensorboard": {**_RUN, "--port": _flag(kind=int, default=6006)},
+    "plan": {
+        "--gpus": _flag("GPUs to plan for instead of these, such as 2xH200"),
+        "--vram": _flag("one GPU of so much memory, such as 24GiB"),
+        "--nproc": _flag("processes; else one per GPU", _processes),
+        "--compare": _switch("all modes and strategies side by side"),
+    },
+    "gpu-info": {"--torch": _switch("ask torch too, which takes seconds")},
+    "memory-check": {"--watch": _switch("again every two seconds, until Ctrl-C")},
+    "setup-accelerate": {
+        "--out": _flag("the file to write", PATH, default="accelerate_configs/this_machine.yaml"),
+        "--interactive": _switch("let accelerate ask its own questions"),
+    },
+    "gpu-check": {
+        "--fast": _switch("leave out the measurements of memory and speed"),
+        "--out": _flag("the folder for gpu-check.json and gpu-check.md", PATH, default="outputs"),
+        "--only": _flag("only checks whose name contains one of these words, with commas", default=""),
+    },
+    "sandbox": {
+        "--executor": _flag("auto takes the best one that holds here; none isolates nothing", default="auto"),
+        "--timeout": _flag("seconds for a program with all its tests", _seconds, default=5.0),
+        "--workers": _flag("boxes at the same time; else one per core", _processes),
+        "--packages": _flag("what programs may import besides Python's own: numpy,sympy", default=""),
+        "--fresh": _switch("a new box for each program, instead of a fork in one that waits"),
+        "--in": _flag("a jsonl file of jobs; else standard input", PATH, dest="input", default=""),
+        "--out": _flag("the file for verdicts; else standard output", PATH),
+        "--self-test": _switch("let every attack of the suite loose in every kind of box here"),
+    },
+    "submit": {
+        "--dry-run": _switch("print the job file, queue nothing"),
+        "--nodes": _flag("nodes of the job", _processes, default=1),
+        "--gpus-per-node": _flag("GPUs of each node, of any kind", _processes),
+        "--gres": _flag("GPUs of each node as the cluster names them, such as gpu:volta:2", default=""),
+        "--time": _flag("limit of the job: 12:00:00, 1-12:00:00, or minutes", default=""),
+        "--partition": _flag("the partition of the cluster", default=""),
+        "--nproc": _flag("processes on each node; else one for each GPU", _processes),
+        "--sbatch": _flag('more options of sbatch, such as "--account=lab --mem=64G"', default=""),
+        "--server-sbatch": _flag("options of sbatch for the generation server's node", default=""),
+        "--setup": _flag("a file for the job's shell to read first", PATH, default=""),
+        "--here": _switch("train in the job that this is called in"),
+    },
+    "job-file": {
+        "--kind": _flag("the tool that reads it", choices=["skypilot", "dstack", "k8s"], required=True),
+        "--gpus": _flag("GPUs of a node, such as 2xH200; else those here"),
+        "--nodes": _flag("nodes of the job", _processes, default=1),
+        "--image": _flag("a container image with the kit; k8s needs one", default=""),
+        "--out": _flag("a new file; else it is printed", PATH),
+    },
+    "logs": {
+        **_RUN,
+        "--n": _flag("how many lines of each file", _count, default=50),
+        "--watch": _switch("show new lines until Ctrl-C"),
+    },
+    "cancel": {
+        **_RUN,
+        "--wait": _flag("seconds for the checkpoint", _seconds, default=300.0),
+        "--fast": _switch("do not wait for a checkpoint"),
+    },
+    "doctor": {"--fast": _switch("ask neither torch nor the network")},
 }
-
-_FILES: Flags = {
-    "--in": {"type": PATH, "dest": "input", "required": True},
-    "--out": {"type": PATH, "required": True},
-}
-
-
-def list_flags(verb: str) -> Flags:
-    """The flags of a verb besides --config and --json."""
-    run: Flags = {"--run": {"type": PATH, "default": None, "help": "name or folder of the run"}}
-    count: Flags = {"--n": {"type": _count, "default": 3, "help": "how many rows"}}
-    special: dict[str, Flags] = {
-        "train": {"--documents": {"action": "store_true", "help": "refuse a config of task sft"}, **LAUNCH},
-        "resume": {**LAUNCH, **run},
-        "train-ray": TRAIN_RAY,
-        "comm-check": {flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
-        "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **LAUNCH},
-        "init": INIT,
-        "ingest": INGEST,
-        "puzzle-data": PUZZLES,
-        "reward-check": {
-            **run,
-            "--n": {"type": _count, "default": None, "help": "how many rows (32); of a run, how many steps (all)"},
-            "--in": {"type": PATH, "dest": "input", "default": "", "help": "rows with `completion`: what each is paid"},
-        },
-        "completion": {"--shell": {"default": "", "help": "bash, zsh or fish"}},
-        "inspect": count,
-        "render": {**count, "--out": {"type": PATH, "default": None, "help": "a new jsonl file for all rows"}},
-        "style": {"--style": {"default": None, "help": "the system prompt; without it the present one is printed"}},
-        "eval": {**run, "--split": {"choices": ["val", "test"], "default": "val"}},
-        "download-model": {
-            "--model": {"required": True, "help": "its hub name, org/model"},
-            "--revision": {"default": None, "help": "branch, tag or commit"},
-        },
-        **_result_flags(run),
-        **_answer_flags(run),
-        "tensorboard": {**run, "--port": {"type": int, "default": 6006}},
-        "plan": PLAN,
-        "gpu-info": {"--torch": {"action": "store_true", "help": "ask torch too, which takes seconds"}},
-        "memory-check": {"--watch": {"action": "store_true", "help": "again every two seconds, until Ctrl-C"}},
-        "setup-accelerate": ACCELERATE,
-        "gpu-check": GPU_CHECK,
-        "sandbox": _sandbox_flags(),
-        **_job_flags(run),
-        "doctor": {"--fast": {"action": "store_true", "help": "ask neither torch nor the network"}},
-    }
-    return special.get(verb, {})
-
-
-def _job_flags(run: Flags) -> dict[str, Flags]:
-    return {
-        "submit": SUBMIT,
-        "job-file": {
-            "--kind": {"choices": ["skypilot", "dstack", "k8s"], "required": True, "help": "the tool that reads it"},
-            "--gpus": {"default": None, "help": "GPUs of a node, such as 2xH200; else those here"},
-            "--nodes": {"type": _processes, "default": 1, "help": "nodes of the job"},
-            "--image": {"default": "", "help": "a container image with the kit; k8s needs one"},
-            "--out": {"type": PATH, "default": None, "help": "a new file; else it is printed"},
-        },
-        "status": run,
-        "logs": {
-            **run,
-            "--n": {"type": _count, "default": 50, "help": "how many lines of each file"},
-            "--watch": {"action": "store_true", "help": "show new lines until Ctrl-C"},
-        },
-        "cancel": {
-            **run,
-            "--wait": {"type": _seconds, "default": 300.0, "help": "seconds for the checkpoint"},
-            "--fast": {"action": "store_true", "help": "do not wait for a checkpoint"},
-        },
-    }
-
-
-def _answer_flags(run: Flags) -> dict[str, Flags]:
-    choice: Flags = {
-        "--temperature": {"type": _temperature, "default": 0.0, "help": "0 takes the likeliest token each time"},
-        "--top-p": {"type": _share, "default": None, "help": "draw from the likeliest tokens that sum up to it"},
-        "--max-new-tokens": {"type": _tokens, "default": None, "help": "longest answer; else eval.max_new_tokens"},
-        "--seed": {"type": int, "default": None, "help": "of what is drawn; else the config's"},
-    }
-    return {
-        "eval-test": run,
-        "eval-quick": run,
-        "eval-full": run,
-        "eval-code": {
-            **run,
-            "--base": {"action": "store_true", "help": "what the run started from"},
-            "--data": {
-                "default": "mbpp",
-                "help": "a file of MBPP or HumanEval; or mbpp, mbpp-sanitized, humaneval: in data/, else from the hub",
-            },
-            "--split": {"choices": ["test", "validation", "train", "prompt", "all"], "default": "test"},
-            "--n": {"type": _positive, "default": 1, "help": "answers to each problem"},
-            "--k": {
-                "type": _counts,
-                "default": (),
-                "help": "answers that a figure allows, with commas; else 1, and 10 if n is as many",
-            },
-            "--limit": {"type": _positive, "default": None, "help": "only so many problems, drawn by the seed"},
-            "--executor": {"default": None, "help": "as for the verb sandbox; else sandbox.executor of the config"},
-            **choice,
-            **{flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
-        },
-        "infer": {
-            **run,
-            "--base": {"action": "store_true", "help": "the untuned model"},
-            "--in": {"type": PATH, "dest": "input", "default": "", "help": "of a run on puzzles: a file with one grid"},
-            **choice,
-        },
-        "infer-batch": {**run, **_FILES, **choice},
-    }
-
-
-def _sandbox_flags() -> Flags:
-    return {
-        "--executor": {"default": "auto", "help": "auto takes the best one that holds here; none isolates nothing"},
-        "--timeout": {"type": _seconds, "default": 5.0, "help": "seconds for a program with all its tests"},
-        "--workers": {"type": _processes, "default": None, "help": "boxes at the same time; else one per core"},
-        "--packages": {"default": "", "help": "what programs may import besides Python's own: numpy,sympy"},
-        "--fresh": {"action": "store_true", "help": "a new box for each program, instead of a fork in one that waits"},
-        "--in": {"type": PATH, "dest": "input", "default": "", "help": "a jsonl file of jobs; else standard input"},
-        "--out": {"type": PATH, "default": None, "help": "the file for verdicts; else standard output"},
-        "--self-test": {
-            "action": "store_true",
-            "help": "let every attack of the suite loose in every kind of box here",
-        },
-    }
-
-
-def _result_flags(run: Flags) -> dict[str, Flags]:
-    whole: Flags = {
-        "--out": {"type": PATH, "default": None, "help": "a new folder for the model"},
-        "--dtype": {"choices": ["fp32", "bf16", "fp16"], "default": None, "help": "its number format; else the base's"},
-    }
-    return {
-        "merge": {**run, **whole},
-        "merge-test": {**run, "--merged": {"type": PATH, "default": None, "help": "the merged model's folder"}},
-        "export": {**run, **whole},
-        "serve": {
-            **run,
-            "--port": {"type": _port, "default": 8000, "help": "where to listen; 0 takes any free port"},
-            "--server": {"choices": ["auto", "transformers", "vllm"], "default": "auto"},
-        },
-        "report": run,
-        "compare": {
-            "--a": {"type": PATH, "required": True, "help": "name or folder of a run"},
-            "--b": {"type": PATH, "required": True, "help": "name or folder of the other"},
-        },
-    }
-
+"""Verb -> its flags besides --config and --json."""
 
 VERBS = {
     "train": ("train.train", "train the run of a config"),
-    "resume": ("train.resume", "continue a run from its newest complete checkpoint"),
+    "resume": ("train.train", "continue a run from its newest complete checkpoint"),
     "demo": ("demo.demo", "teach the builtin model a task, on any machine"),
     "process": ("data.process", "read, render and cache the data; print the data report"),
     "inspect": ("data.inspect", "show training rows with what is learned of them; the report"),
@@ -394,10 +333,7 @@ WITHOUT_CONFIG = (
 FLAGS_OF_VARIABLES = {"init": {"DATA": "--data", "OUT": "--out"}, "completion": {"FOR": "--shell"}}
 """Verb -> what it takes without a flag, in order."""
 
-MAKE_ARGS = "--make-args="
-"""What follows it, always in the last argument, is the text of make's ARGS as it was typed."""
-
-BUG = 1
+MAKE_ARGS = "--make-args="  # what follows it, always in the last argument, is the text of make's ARGS as it was typed
 
 REFUSED = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
 """What a file system says to a path that it does not serve. Readers with more to say about a path say it first."""
@@ -410,11 +346,15 @@ that threads which wait take the cores from those which work, where anything els
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code that docs/interfaces.md promises."""
     open_closed()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a character that the terminal's encoding lacks is printed as its escape
+            stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in split(arguments)[0]
-    _print_anything()
     try:
-        _check_folder()
+        if not _has_folder():
+            fix = "go to a folder that exists: cd"
+            raise MachineError("does not exist any more", where="the working folder", fix=fix)
         is_make = bool(arguments) and arguments[-1].startswith(MAKE_ARGS)
         if is_make:
             from sftplay.make_arguments import split_args
@@ -444,7 +384,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        return _report_unwritable(error) if is_unwritable(error) else _report_path(error, as_json)
+        if is_unwritable(error):
+            return _report_unwritable(error)
+        if error.filename is None or error.errno not in REFUSED:
+            return _report_bug(error, as_json)
+        fix = "name another path, or give this user the right to it"
+        return _report(ConfigError(str(error.strerror), where=os.fsdecode(error.filename), fix=fix), as_json)
     except Exception as error:  # noqa: BLE001 - the one place where a bug becomes exit code 1 with its traceback
         return _report_bug(error, as_json)
     finally:
@@ -457,20 +402,11 @@ def limit_spinning() -> None:
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
-def _check_folder() -> None:
-    """Raise MachineError where the working folder was deleted: nothing that is written would be found again."""
-    try:
-        pathlib.Path.cwd()
-    except OSError:
-        fix = "go to a folder that exists: cd"
-        raise MachineError("does not exist any more", where="the working folder", fix=fix) from None
-
-
-def _print_anything() -> None:
-    """Print a character that the terminal's encoding lacks as its escape, instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+def _has_folder() -> bool:
+    """False where the working folder was deleted: nothing that is written would be found again."""
+    with suppress(OSError):
+        return bool(pathlib.Path.cwd())
+    return False
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -480,14 +416,11 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def parse(arguments: list[str], *, is_make: bool = False) -> argparse.Namespace:
-    """The parsed arguments.
+    """The parsed arguments; `args.launcher_args` holds what follows `--`.
 
-    `args.overrides` holds the config values `a.b=c`, also those written `--a.b=c`. `args.launcher_args` holds what
-    follows `--`.
-
-    Raises:
-        ConfigError: the verb or flag is unknown (the error has the nearest name); a verb that needs a config got none;
-            a verb without a launcher got arguments for one. With `is_make` it names make's settings for the flags.
+    `args.overrides` holds the config values `a.b=c`, also those written `--a.b=c`. Raises ConfigError if the verb or
+    flag is unknown (the error has the nearest name); a verb that needs a config got none; a verb without a launcher got
+    arguments for one. With `is_make` it names make's settings for the flags.
     """
     try:
         return _parse(arguments)
@@ -508,14 +441,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         fix = f"did you mean {near[0]!r}?" if near else "see `make help`"
         raise ConfigError(f"no verb called {verb!r}", where="command line", fix=fix, nearest=near)
     # Overrides stay outside argparse, which would lose their order: the later of two values for one key counts.
-    args, rest = _parser().parse_known_args(words)
+    args, rest = _build_parser().parse_known_args(words)
+    known = list_flags(args.verb)
     for argument in rest:
         key = argument.partition("=")[0]
-        is_flag = (
-            argument.startswith("--") and "." not in key and nearest_names(key, _known_flags(args.verb), cutoff=0.8)
-        )
+        is_flag = argument.startswith("--") and "." not in key and nearest_names(key, known, cutoff=0.8)
         if "=" not in argument or key.strip("-") == "" or is_flag:
-            raise _unknown_argument(argument, args.verb)
+            near = nearest_names(key, known)
+            fix = f"did you mean {near[0]!r}?" if near else "write config values as a.b=c"
+            raise ConfigError(f"{args.verb} does not know {argument!r}", where="command line", fix=fix, nearest=near)
     args.overrides = [argument.removeprefix("--") for argument in rest]
     args.launcher_args = launcher_args
     if launcher_args and not _launches(verb):
@@ -549,7 +483,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message, where="command line", fix=f"see `python -m {self.prog} --help`")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="sftplay", description="Fine-tune language models from one YAML file.", allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, (_, text) in VERBS.items():
@@ -558,23 +492,18 @@ def _parser() -> argparse.ArgumentParser:
         verb.epilog = "a.b=c sets a config value and goes before the file's"
         verb.add_argument("--config", type=PATH, default="", help="the run's YAML")
         verb.add_argument("--json", action="store_true", help="one JSON document on standard output")
-        for flag, options in list_flags(name).items():
+        for flag, options in FLAGS.get(name, {}).items():
             verb.add_argument(flag, **options)
     return parser
 
 
-def _unknown_argument(argument: str, verb: str) -> ConfigError:
-    near = nearest_names(argument.split("=")[0], _known_flags(verb))
-    fix = f"did you mean {near[0]!r}?" if near else "write config values as a.b=c"
-    return ConfigError(f"{verb} does not know {argument!r}", where="command line", fix=fix, nearest=near)
+def list_flags(verb: str) -> list[str]:
+    """The names of all flags that a verb takes."""
+    return ["--config", "--json", *FLAGS.get(verb, {})]
 
 
 def _launches(verb: str) -> bool:
     return "--dry-run" in list_flags(verb)
-
-
-def _known_flags(verb: str) -> list[str]:
-    return ["--config", "--json", *list_flags(verb)]
 
 
 def _report(error: SftplayError, as_json: bool) -> int:
@@ -598,14 +527,6 @@ def _report_unwritable(error: OSError) -> int:
     return _report(RunError(f"writing failed ({error.strerror})", where="the output", fix=fix), as_json=False)
 
 
-def _report_path(error: OSError, as_json: bool) -> int:
-    """Name the path that cannot be opened; an error of another kind is a bug."""
-    if error.filename is None or error.errno not in REFUSED:
-        return _report_bug(error, as_json)
-    fix = "name another path, or give this user the right to it"
-    return _report(ConfigError(str(error.strerror), where=os.fsdecode(error.filename), fix=fix), as_json)
-
-
 def _report_bug(error: Exception, as_json: bool) -> int:
     if refusal := machine_refusal(error):
         return _report(refusal, as_json)
@@ -615,4 +536,4 @@ def _report_bug(error: Exception, as_json: bool) -> int:
         traceback.print_exception(error)
     except OSError:
         drop(1)
-    return BUG
+    return SftplayError.exit_code

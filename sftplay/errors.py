@@ -9,17 +9,14 @@ import re
 import resource
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 LONGEST_LINE, LONGEST_END = 1_000, 200
 """Characters of a line of a message, and those kept of its end where it is cut: a message may repeat a value."""
 
-LONGEST_NAME = 200
-"""Characters of a name that are compared with known names."""
 
-MOST_PROBLEMS = 100
-"""Problems of one error that are shown."""
-
+MOST_PROBLEMS = 100  # problems of one error that are shown
 _SECRETS = re.compile(r"hf_\w{6,}|(?<=://)[^/@\s]+(?=@)|(?<=token=)[^&\s]+|(?<=Bearer )\S+")
 
 
@@ -31,7 +28,9 @@ class SftplayError(Exception):
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", nearest: Sequence[str] = ()) -> None:
         super().__init__(what)
-        self.what, self.where, self.fix = map(presentable, (what, where, fix))
+        self.what, self.where, self.fix = (
+            "\n".join(map(_cut, without_secrets(text).split("\n"))) for text in (what, where, fix)
+        )
         self.nearest = list(nearest)
 
     def __str__(self) -> str:
@@ -44,7 +43,8 @@ class SftplayError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions with keyword-only arguments do not survive the pickling of process pools without help.
-        return (_rebuild, (type(self), (self.what, self.where, self.fix, self.nearest)))
+        parts: dict[str, Any] = {"where": self.where, "fix": self.fix, "nearest": self.nearest}
+        return (partial(type(self), **parts), (self.what,))
 
 
 class ConfigError(SftplayError):
@@ -103,10 +103,8 @@ class ConfigErrors(SeveralErrors, ConfigError):
 OUT_OF_RAM = ("failed to map segment", "Cannot allocate memory", "can't allocate memory")
 """What the loader of libraries, the system and torch say where a process may take no more memory."""
 
-
 EXTENSION_FAILED = ("error return without exception set", "returned NULL without setting an exception")
 """What Python says of a module in C that fails in silence, as some do where an allocation fails."""
-
 
 CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
 """Only this text tells a failed allocation on a CPU from other RuntimeErrors (c10/core/impl/alloc_cpu.cpp)."""
@@ -162,22 +160,12 @@ def out_of_ram(error: BaseException) -> MachineError | None:
     return MachineError(f"out of memory ({said})", where="this machine", fix=fix)
 
 
-def without_kernels(error: BaseException) -> MachineError | None:
-    """The refusal for CUDA's error that a program has no code for this GPU; None for any other."""
-    if "no kernel image" not in str(error):  # cudaGetErrorString of cudaErrorNoKernelImageForDevice
-        return None
-    what = "a library has no code for this GPU's compute capability (CUDA: no kernel image is available)"
-    return MachineError(what, where="this GPU", fix="`make doctor` names the build that has it")
-
-
 def machine_refusal(error: BaseException) -> MachineError | None:
     """The refusal for a library's error that this machine has caused; None for any other."""
-    return no_memory(error) or without_kernels(error)
-
-
-def presentable(text: str) -> str:
-    """A message without tokens and passwords; what is too long in a line of it is left out of its middle."""
-    return "\n".join(map(_cut, without_secrets(text).split("\n")))
+    if "no kernel image" not in str(error):  # cudaGetErrorString of cudaErrorNoKernelImageForDevice
+        return no_memory(error)
+    what = "a library has no code for this GPU's compute capability (CUDA: no kernel image is available)"
+    return no_memory(error) or MachineError(what, where="this GPU", fix="`make doctor` names the build that has it")
 
 
 def without_secrets(text: str) -> str:
@@ -194,22 +182,12 @@ def _cut(line: str) -> str:
 
 
 def nearest_names(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> list[str]:
-    """Up to three known names that are similar to `name`, the most similar first.
-
-    `cutoff` is the least similarity, 0 to 1. Source: `difflib.SequenceMatcher.ratio`.
-    """
-    return get_close_matches(name[:LONGEST_NAME], list(known), n=3, cutoff=cutoff)
-
-
-def _rebuild(kind: type[SftplayError], parts: tuple[str, str, str, list[str]]) -> SftplayError:
-    what, where, fix, nearest = parts
-    return kind(what, where=where, fix=fix, nearest=nearest)
+    """Up to three known names with a `difflib.SequenceMatcher.ratio` above `cutoff`, the most similar first."""
+    return get_close_matches(name[:200], list(known), n=3, cutoff=cutoff)
 
 
 def error_from_json(content: dict[str, Any]) -> SftplayError:
     """The error that another process wrote with `as_json`."""
-    kinds: dict[str, type[SftplayError]] = {
-        kind.code: kind for kind in (ConfigError, MachineError, DataError, RunError)
-    }
+    kinds: dict[str, type[SftplayError]] = {kind.code: kind for kind in (ConfigError, MachineError, DataError)}
     kind = kinds.get(str(content.get("code")), RunError)
     return kind(str(content["what"]), where=str(content.get("where", "")), fix=str(content.get("fix", "")))

@@ -26,12 +26,8 @@ OLDEST_OF_CU130, NEWEST_OF_CU126 = 7.5, 9.0
 LOCK = Path("requirements.lock")
 LOG = Path(".cache") / "install.log"
 CONFIG, MACHINE = 2, 3
-BEGUN = "begun"
-"""Stands in the stamp of an environment that the kit makes: it is not finished, but the kit's own."""
-
+BEGUN = "begun"  # stands in the stamp of an environment that the kit makes: it is not finished, but the kit's own
 SIGN_OF_LIFE_S = 9.0
-PIP_SAYS = ("Collecting", "Downloading", "Installing", "Building")
-"""How pip's lines begin that tell a reader where it is."""
 
 LAST_LINES = 15
 
@@ -81,7 +77,8 @@ def main(force: bool, wanted: Environment = KIT) -> int:
         sys.stderr.write(problem + "\n")
         return CONFIG
     state, before = read_stamp(wanted)
-    is_new = state not in (BEGUN, here) or not works(wanted.python)
+    is_new = state not in (BEGUN, here) or not Path(wanted.python).exists()
+    is_new = is_new or subprocess.call([wanted.python, "-c", "import pip"], stderr=subprocess.DEVNULL) != 0
     problem = find_owner_problem(wanted, is_new)
     if problem:
         sys.stderr.write(problem + "\n")
@@ -95,7 +92,11 @@ def main(force: bool, wanted: Environment = KIT) -> int:
         # pip would leave torch of another index as it is: "already satisfied".
         steps.insert(0, [wanted.python, "-m", "pip", "uninstall", "--yes", "torch"])
     if is_new:
-        clear(wanted)
+        for path in wanted.venv.iterdir():  # the stamp stays: by it the kit knows its folder after an interruption
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path != wanted.stamp:
+                path.unlink()
         steps.insert(0, [sys.executable, "-m", "venv", str(wanted.venv)])
     for step in steps:
         if run_logged(step):
@@ -107,12 +108,10 @@ def main(force: bool, wanted: Environment = KIT) -> int:
 
 
 def find_owner_problem(wanted: Environment, is_new: bool) -> str:
-    """Why nothing is installed into the environment's folder; empty when it is missing, empty or the kit's own.
-
-    With `is_new` it would be cleared, and what a link names is never cleared.
-    """
+    """Why nothing is installed into the folder; empty when it is missing, empty or the kit's own."""
     venv = wanted.venv
     inner = (venv / "bin", venv / "lib")
+    # A folder that is new would be cleared; what a link names is never cleared.
     link = next((path for path in ((venv, *inner) if is_new else inner) if path.is_symlink()), None)
     if link:
         what, fix = f"{link} is a link to {link.readlink()}, which the kit has not made", f"rm {link}"
@@ -125,20 +124,8 @@ def find_owner_problem(wanted: Environment, is_new: bool) -> str:
     return f"install: {what}; nothing there is changed\n  fix: {fix}, then run the command again"
 
 
-def clear(wanted: Environment) -> None:
-    """Empty the environment but for its stamp, by which the kit knows it as its own after an interruption."""
-    for path in wanted.venv.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path != wanted.stamp:
-            path.unlink()
-
-
 def choose_index(before: str) -> tuple[str, str]:
-    """Where torch comes from, and why where the machine decides it. Empty: pip's own index.
-
-    TORCH_INDEX is taken, else what the environment has been built with, else what driver and GPUs need.
-    """
+    """The index of torch, and why the machine decides it: TORCH_INDEX, else that of before, else by driver and GPUs."""
     named = os.environ.get("TORCH_INDEX") or before
     driver, capabilities = ("", []) if named or os.environ.get("PIP_NO_INDEX") else read_gpus()
     branch = int(driver.partition(".")[0] or 0)
@@ -168,8 +155,13 @@ def list_steps(wanted: Environment, extras: list[str], *, index: str = "") -> li
     if wanted.unpinned:
         steps.append([*pip, "--no-deps", "-r", str(wanted.unpinned)])
     if extras:
+        known = known_extras()
+        requirements = [requirement for name in extras for requirement in known[name]]
+        # The base install does without the packages of an extra, so some extras have locks.
+        locks = [LOCK.with_name(f"requirements-{name}.lock") for name in extras]
+        constraints = [word for lock in [LOCK, *filter(Path.exists, locks)] for word in ("-c", str(lock))]
         # torch is named again: the lock does not contain it, and an extra must not change its version.
-        steps.append([*pip, "-c", str(LOCK), *own_locks(extras), TORCH, *extra_requirements(extras)])
+        steps.append([*pip, *constraints, TORCH, *requirements])
     return steps
 
 
@@ -192,45 +184,40 @@ def format_title(argv: list[str]) -> str:
     return f"{verb} {', '.join(named)}" if "pip" in argv else " ".join(argv[1:3])[:40]
 
 
-def _latest(begins: int) -> str:
-    """The newest line of a step's output that says what pip is at; empty where there is none."""
-    with LOG.open("rb") as handle:
-        handle.seek(begins)
-        lines = handle.read().decode(errors="replace").splitlines()
-    steps = [line.strip() for line in lines if line.strip().startswith(PIP_SAYS)]
-    return f": {steps[-1][:80]}" if steps else ""
-
-
 def run_logged(argv: list[str]) -> int:
-    """Run a step with its output in the log and a sign of life on the screen; its exit code.
-
-    When it fails, the last lines of its output are shown.
-    """
+    """Run a step with its output in the log and a sign of life on the screen; show the last lines if it fails."""
     LOG.parent.mkdir(exist_ok=True)
-    with LOG.open("ab") as handle:
-        begins, started = handle.tell(), time.monotonic()
-        process = subprocess.Popen(argv, stdout=handle, stderr=subprocess.STDOUT)
+    with LOG.open("ab") as output, LOG.open("rb") as reader:
+        started = time.monotonic()
+        reader.seek(0, os.SEEK_END)
+        process, said = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT), b""
         while True:
             try:
                 exit_code = process.wait(SIGN_OF_LIFE_S)
                 break
             except subprocess.TimeoutExpired:
-                say(f"{format_title(argv)}, {time.monotonic() - started:.0f} s{_latest(begins)}")
+                said += reader.read()
+                begins = ("Collecting", "Downloading", "Installing", "Building")  # pip's lines that tell where it is
+                lines = map(str.strip, said.decode(errors="replace").splitlines())
+                steps = [line for line in lines if line.startswith(begins)]
+                newest = f": {steps[-1][:80]}" if steps else ""
+                say(f"{format_title(argv)}, {time.monotonic() - started:.0f} s{newest}")
+        said += reader.read()
     if exit_code:
-        with LOG.open("rb") as handle:
-            handle.seek(begins)
-            sys.stderr.write("".join(handle.read().decode(errors="replace").splitlines(keepends=True)[-LAST_LINES:]))
+        sys.stderr.write("".join(said.decode(errors="replace").splitlines(keepends=True)[-LAST_LINES:]))
     return exit_code
 
 
 def find_problem(version: tuple[int, ...]) -> str:
     """Why this Python cannot be used, with the remedy; empty when it can."""
     if not OLDEST <= tuple(version) <= NEWEST:
-        pythons = ", ".join(other_pythons()) or "none found on PATH"
+        names = [f"python3.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)]
+        folders = os.environ.get("PATH", "").split(os.pathsep)
+        pythons = ", ".join(name for name in names if any(Path(folder, name).exists() for folder in folders))
         this = ".".join(map(str, version))
         return (
             f"install: Python 3.11 to 3.13 is needed, {sys.executable} is {this}\n"
-            f"  fix: make PYTHON=python3.12 ... (found here: {pythons})"
+            f"  fix: make PYTHON=python3.12 ... (found here: {pythons or 'none found on PATH'})"
         )
     try:
         import ensurepip  # noqa: F401
@@ -239,13 +226,6 @@ def find_problem(version: tuple[int, ...]) -> str:
         package = f"python{version[0]}.{version[1]}-venv"
         return f"install: this Python has no {error.name}\n  fix: apt install {package} (Debian, Ubuntu), then again"
     return ""
-
-
-def other_pythons() -> list[str]:
-    """Names of usable Pythons on PATH."""
-    names = [f"python3.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)]
-    folders = os.environ.get("PATH", "").split(os.pathsep)
-    return [name for name in names if any(Path(folder, name).exists() for folder in folders)]
 
 
 def announce(wanted: Environment = KIT, why: str = "") -> None:
@@ -258,18 +238,6 @@ def announce(wanted: Environment = KIT, why: str = "") -> None:
     if sys.platform.startswith("linux") and not has_driver and not os.environ.get("TORCH_INDEX"):
         say(f"no NVIDIA driver here: plain {TORCH} may still bring up to 5 GB of GPU libraries;")
         say("make install TORCH_INDEX=<an index with a CPU build of torch> avoids them")
-
-
-def extra_requirements(names: list[str]) -> list[str]:
-    """The requirements of the named extras in pyproject.toml; KeyError for an unknown one."""
-    extras = known_extras()
-    return [requirement for name in names for requirement in extras[name]]
-
-
-def own_locks(names: list[str]) -> list[str]:
-    """pip's arguments for the locks of those extras that have one. The base install does without these packages."""
-    locks = [LOCK.with_name(f"requirements-{name}.lock") for name in names]
-    return [argument for lock in locks if lock.exists() for argument in ("-c", str(lock))]
 
 
 def known_extras() -> dict[str, list[str]]:
@@ -290,13 +258,7 @@ def read_stamp(wanted: Environment) -> tuple[str, str]:
     return state, index
 
 
-def works(python: str) -> bool:
-    """True when the environment's own pip answers."""
-    return Path(python).exists() and subprocess.call([python, "-c", "import pip"], stderr=subprocess.DEVNULL) == 0
-
-
 def say(text: str) -> None:
-    """A line of progress."""
     sys.stdout.write(f"[install] {text}\n")
     sys.stdout.flush()
 

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-YELLOW, RED = "\x1b[33m", "\x1b[31m"
-PLAIN = "\x1b[0m"
+YELLOW, RED, PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -73,22 +72,17 @@ CLEAR = "\r\x1b[K"
 WARNING = re.compile(r"(\[[\w-]+\] )?(note|warning|out of memory|restart \d+)\b")
 """How a line begins that the user should not overlook."""
 
-NARROWEST, WIDEST = 40, 140
-"""Columns of the live line."""
+NARROWEST, WIDEST = 40, 140  # columns of the live line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a piece of work is."""
+    """How far a piece of work is: `what` is counted (`step`, `rows`), `total` is None where nobody knows it yet."""
 
     tag: str
     what: str
-    """What is counted: `step`, `rows`."""
-
     done: int
     total: int | None = None
-    """None where nobody knows it yet."""
-
     text: str = ""
     """More figures."""
 
@@ -97,11 +91,9 @@ class Screen:
     """Writes for the user until nobody reads the screen any more. The run goes on without it."""
 
     def __init__(self, stream: Callable[[], TextIO]) -> None:
-        self.is_read = True
+        self.is_read, self._stream = True, stream
         self.failure: OSError | None = None
         """Why nothing can be written, where it is not that the reader has gone."""
-
-        self._stream = stream
 
     def __call__(self, text: str) -> None:
         if not self.is_read:
@@ -187,17 +179,13 @@ class Console:
         figures = f"  {progress.text}" if progress.text else ""
         clock = "{elapsed}<{remaining}" if progress.total else "{elapsed}"
         count = "{n_fmt}/{total_fmt} {bar:24}" if progress.total else "{n_fmt}"
-        return str(
-            tqdm.format_meter(
-                progress.done,
-                progress.total,
-                now - began,
-                initial=first,
-                ncols=min(WIDEST, max(NARROWEST, shutil.get_terminal_size().columns - 1)),
-                prefix=f"[{progress.tag}] {progress.what}",
-                bar_format=f"{{desc}} {count}{figures.replace('{', '(').replace('}', ')')}  {clock}",
-            )
-        ).rstrip()
+        width = min(WIDEST, max(NARROWEST, shutil.get_terminal_size().columns - 1))
+        bar = f"{{desc}} {count}{figures.replace('{', '(').replace('}', ')')}  {clock}"
+        meter = tqdm.format_meter(
+            progress.done, progress.total, now - began, initial=first, ncols=width, bar_format=bar,
+            prefix=f"[{progress.tag}] {progress.what}",
+        )  # fmt: skip
+        return str(meter).rstrip()
 
     def _as_text(self, progress: Progress, now: float) -> str:
         _, began, first = self._began
@@ -212,20 +200,14 @@ class Console:
         return "  ".join(parts)
 
 
-LINE = "\x1e"
-"""Marks a line the user should see."""
+LINE, STATUS, PROGRESS = "\x1e", "\x1d", "\x1c"
+"""Marks of a line that the user should see, of one that replaces the line before it on a terminal (elsewhere only some
+of them are printed), and of the figures of a live line, as JSON."""
 
-STATUS = "\x1d"
-"""Marks a line that replaces the line before it on a terminal. Elsewhere only some of these lines are printed."""
 
-PROGRESS = "\x1c"
-"""Marks the figures of a live line, as JSON."""
-
-FOLLOWED = "SFTPLAY_FOLLOWED"
-"""The parent sets it for its workers, because it reads their lines: they must mark them."""
-
-REDIRECTED = "2"
-"""Its value in a process whose other output goes to a log file."""
+FOLLOWED, REDIRECTED = "SFTPLAY_FOLLOWED", "2"
+"""The parent sets the variable for its workers, because it reads their lines: they must mark them. The other is its
+value in a process whose other output goes to a log file."""
 
 
 JSON = "SFTPLAY_JSON"
@@ -253,11 +235,8 @@ def clear_cluster_variables() -> list[str]:
 
     With them a single process would believe to be one of many, and wait for the others, or shard the model.
     """
-    names = [
-        name
-        for name in sorted(os.environ)
-        if name in CLUSTER_NAMES or (name.startswith(CLUSTER_PREFIXES) and name not in HARMLESS)
-    ]
+    names = [name for name in sorted(os.environ) if name in CLUSTER_NAMES or name.startswith(CLUSTER_PREFIXES)]
+    names = [name for name in names if name not in HARMLESS]
     for name in names:
         del os.environ[name]
     return names
@@ -340,7 +319,12 @@ def _emit(mark: str, lines: list[str]) -> None:
     elif followed:
         _write(sys.stdout, [f"{mark}{line}" for line in lines])
     else:
-        console = _own_console()
+        stream = screen()
+        if not _OWN or _OWN[0][0] is not stream:
+            if not _OWN:
+                atexit.register(close_live_line)
+            _OWN[:] = [(stream, new_console())]
+        console = _OWN[0][1]
         for line in lines:
             # Whoever reads a pipe of a short verb sees every stage of it.
             show_marked(f"{mark if console.is_tty or mark == PROGRESS else LINE}{line}", console=console)
@@ -373,17 +357,7 @@ def close_live_line() -> None:
         console.close()
 
 
-_OWN: list[tuple[TextIO, Console]] = []
-"""This process's own console and the stream it writes to, once it was used."""
-
-
-def _own_console() -> Console:
-    stream = screen()
-    if not _OWN or _OWN[0][0] is not stream:
-        if not _OWN:
-            atexit.register(close_live_line)
-        _OWN[:] = [(stream, new_console())]
-    return _OWN[0][1]
+_OWN: list[tuple[TextIO, Console]] = []  # this process's own console and the stream it writes to, once it was used
 
 
 def own_screen() -> Screen | None:

@@ -14,18 +14,12 @@ from typing import NoReturn
 
 from sftplay.errors import ConfigError, nearest_names
 
-OTHER_NAMES = {"a": "RUN_A", "b": "RUN_B", "shell": "FOR"}
-"""Flags whose setting has another name than their own."""
-
+OTHER_NAMES = {"a": "RUN_A", "b": "RUN_B", "shell": "FOR"}  # flags whose setting has another name than their own
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
 
 
 def split_args(text: str) -> list[str]:
-    """The words of ARGS. Quotation marks and backslashes count as in a shell; nothing is expanded or run.
-
-    Raises:
-        ConfigError: a quotation mark is not closed.
-    """
+    """The words of ARGS, with a shell's quotation marks and backslashes; ConfigError for an open mark."""
     try:
         return shlex.split(text)
     except ValueError as error:

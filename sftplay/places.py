@@ -5,22 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-CACHE = "SFTPLAY_CACHE"
-"""Names a folder for all caches instead of the usual one."""
-
+CACHE = "SFTPLAY_CACHE"  # names a folder for all caches instead of the usual one
 PROJECT = "sft-play"
-SHARED = "share/sftplay"
-"""Where pip puts what lies next to the package (pyproject.toml, data-files)."""
-
+SHARED = "share/sftplay"  # where pip puts what lies next to the package (pyproject.toml, data-files)
 ROOT = Path(__file__).resolve().parents[1]
 """The folder that holds the package: the repository in a checkout, site-packages where pip has put it."""
 
 
 def cache_root() -> Path:
-    """The folder of all caches: `.cache` where the current folder is a checkout, else the user's own.
-
-    A home that cannot be written leaves `.cache` of the current folder.
-    """
+    """The folder of all caches: `.cache` of a checkout or where no home can be written, else the user's own."""
     if given := os.environ.get(CACHE):
         return Path(given)
     if Path("sftplay/cli.py").is_file() and Path("Makefile").is_file():

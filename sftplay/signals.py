@@ -8,17 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 PR_SET_PDEATHSIG = 1
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that end a run in good order."""
-
-Handler = Callable[[int, Any], None]
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # signals that end a run in good order
 
 ECHO_S = 10.0
 """SLURM sends the end of a job to each of its processes, and a parent forwards it too. Within this time after the first
@@ -69,19 +67,58 @@ class StopAtOnce:
         raise Stopped(signal.Signals(number).name)
 
 
-def catch_signals(handler: Handler) -> dict[int, Any]:
+def catch_signals(handler: Callable[[int, Any], None]) -> dict[int, Any]:
     """Install `handler` for the stop signals; the previous handlers. A hang-up that nohup ignores stays ignored."""
     ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     wanted = [stop for stop in STOP_SIGNALS if not (stop == signal.SIGHUP and ignores_hangup)]
     return {stop: signal.signal(stop, handler) for stop in wanted}
 
 
+class Forwarder:
+    """Forwards the first stop signal to a process, also one that came before the process was started."""
+
+    def __init__(
+        self,
+        forward: Callable[[subprocess.Popen[bytes], int], None],
+        *,
+        at_second: Callable[[subprocess.Popen[bytes]], None] = lambda _: None,
+        is_echo: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        self.received: list[int] = []
+        """The stop signals that came, without echoes."""
+        self._forward, self._at_second, self._is_echo = forward, at_second, is_echo
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle the stop signals; the previous handlers come back at the end."""
+        previous = catch_signals(self.on_signal)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def attach(self, process: subprocess.Popen[bytes]) -> None:
+        """Forward to this process from now on."""
+        self._process = process
+        if self.received:
+            self._forward(process, self.received[0])
+
+    def on_signal(self, number: int, _frame: Any) -> None:
+        if self._is_echo(number):
+            return
+        self.received.append(number)
+        if self._process and len(self.received) == 1:
+            self._forward(self._process, number)
+        elif self._process:
+            self._at_second(self._process)
+
+
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask Linux to kill this process when its parent dies; elsewhere nothing happens.
+    """Ask Linux to kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG); elsewhere nothing happens.
 
-    `parent` is the parent's pid. None means that the parent cannot have died before this call.
-
-    Source: prctl(2), PR_SET_PDEATHSIG.
+    None for the `parent`'s pid means that the parent cannot have died before this call.
     """
     if sys.platform != "linux":
         return
@@ -103,8 +140,7 @@ def popen_tied(
 ) -> subprocess.Popen[bytes]:
     """Start a process that Linux kills when this one dies. `env` is added to this process's environment.
 
-    Its standard output and error both go to `output`; it has no input. It has a session of its own: a terminal's Ctrl-C
-    reaches this process only.
+    It has no input; its standard output and error go to `output`. A terminal's Ctrl-C does not reach its own session.
     """
     return TiedPopen(
         argv, env={**os.environ, **(env or {})}, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output,

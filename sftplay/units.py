@@ -13,11 +13,7 @@ _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in `24GiB`, `80 GB`, `512MiB` or a bare number.
-
-    Raises:
-        ValueError: not a number followed by one of these units.
-    """
+    """Bytes in `24GiB`, `80 GB`, `512MiB` or a bare number; ValueError for anything else."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if not match or match[2].lower() not in _FACTORS:
         raise ValueError(f"not a size: {text!r} (write 24GiB, 512MiB or a number of bytes)")
@@ -25,11 +21,10 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in `3h30m`, `90m`, `1.5h`, a bare number of seconds, or a time in SLURM's form: `1-12:00:00`,
-    `12:00:00`, `1-12`. A bare number is seconds here and minutes in SLURM.
+    """Seconds in `3h30m`, `90m`, `1.5h`, a bare number of seconds, or a time in SLURM's form: `1-12:00:00`, `12:00:00`,
+    `1-12`. A bare number is seconds here and minutes in SLURM.
 
-    Raises:
-        ValueError: the text has none of these forms, or the time is not above 0.
+    Raises ValueError if the text has none of these forms, or the time is not above 0.
     """
     named = re.fullmatch(r"\s*" + "".join(rf"(?:([0-9.]+)\s*{unit}\s*)?" for unit in _SECONDS), text.lower())
     clock = re.fullmatch(r"\s*(?:([0-9]+)-)?([0-9]+)(?::([0-5]?[0-9]))?(?::([0-5]?[0-9]))?\s*", text)
@@ -37,7 +32,11 @@ def parse_seconds(text: str) -> float:
         if named:
             seconds = sum(float(n) * factor for n, factor in zip(named.groups(), _SECONDS.values(), strict=True) if n)
         elif clock:
-            seconds = _clock_seconds(clock.groups())
+            days, first, second, third = clock.groups()
+            if days is None and third is None:  # minutes and seconds, or seconds, unlike SLURM (sbatch(1), --time)
+                first, second, third = ("0", first, second) if second is not None else ("0", "0", first)
+            parts = zip((days, first, second, third), _SECONDS.values(), strict=True)
+            seconds = sum(int(part or 0) * factor for part, factor in parts)
         else:
             seconds = float(text)
     except ValueError:
@@ -45,17 +44,6 @@ def parse_seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise ValueError(f"not a time: {text!r} (write 3h30m, 90m, 1-12:00:00 or a number of seconds)")
     return seconds
-
-
-def _clock_seconds(parts: tuple[str | None, ...]) -> float:
-    """Seconds of SLURM's forms. Without days, two parts are minutes and seconds; one part is seconds, unlike SLURM.
-
-    Source: sbatch(1), --time.
-    """
-    days, first, second, third = parts
-    if days is None and third is None:
-        first, second, third = ("0", first, second) if second is not None else ("0", "0", first)
-    return int(days or 0) * 86400 + int(first or 0) * 3600 + int(second or 0) * 60 + int(third or 0)
 
 
 def format_bytes(n_bytes: float) -> str:

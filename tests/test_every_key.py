@@ -52,7 +52,7 @@ from sftplay.launch.command.ray_command import DRIVER
 from sftplay.launch.generation_server import server_command
 from sftplay.launch.run_folder import RunFolder, new_folder
 from sftplay.launch.supervise.exit_cause import Death
-from sftplay.launch.supervise.watchdog import timeout_of
+from sftplay.launch.supervise.watchdog import read_timeout
 from sftplay.machine.libraries import recomputation_arguments
 from sftplay.machine.probe import Gpu, Machine, probe
 from sftplay.plan.sizing.size_run import size_run
@@ -1033,7 +1033,7 @@ TABLE: dict[str, Check] = {
     "train.oom_recovery": each(
         "train__oom_recovery", lambda run: run.trainer.replay is not None, {True: True, False: False}
     ),
-    "train.stall_timeout": each("train__stall_timeout", lambda run: timeout_of(run.folder), {600: 600, 7: 7, 0: 0}),
+    "train.stall_timeout": each("train__stall_timeout", lambda run: read_timeout(run.folder), {600: 600, 7: 7, 0: 0}),
     "train.time_limit": each(
         "train__time_limit", lambda run: callback(run, "StopInTime") is not None, {None: False, "90d": True}
     ),

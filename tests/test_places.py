@@ -52,10 +52,10 @@ def test_what_is_shipped_lies_beside_the_package():
 FIND = """
 import sys; sys.path.insert(0, sys.argv[1])
 from sftplay.model.builtin import TEXT_DIR, text_files
-from sftplay.commands.demo import _default_config, _with_rows
-from sftplay.config.load import load_config
+from argparse import Namespace
+from sftplay.commands.demo import load_demo
 import sftplay
-cfg = _with_rows(load_config(_default_config()))
+cfg = load_demo(Namespace(config="", overrides=[]))
 print(len(text_files(TEXT_DIR)), cfg.data.train_path, cfg.data.processed_dir, sftplay.__file__, sep="\\n")
 """
 

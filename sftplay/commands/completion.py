@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from sftplay.cli import VERBS, list_flags
+from sftplay.cli import FLAGS, VERBS, list_flags
 from sftplay.config.keys import all_keys, list_keys
 from sftplay.errors import ConfigError
 
-SHELLS = ("bash", "zsh", "fish")
-
-PATHS = ("--config", "--in", "--out", "--data", "--merged")
-"""Flags that take a file."""
+PATHS = ("--config", "--in", "--out", "--data", "--merged")  # flags that take a file
 
 MAKE_WORDS = (
     "CONFIG=", "ARGS=", "RUN=", "NPROC=", "NNODES=", "DRY_RUN=1", "JSON=1", "DATA=", "OUT=", "IN=", "GPUS=", "VRAM=",
@@ -79,29 +76,32 @@ FISH_HEAD = "# sftplay completion for fish: sftplay completion fish > ~/.config/
 
 
 def completion(args: Namespace) -> int:
-    """`completion`: the text that a shell reads to complete verbs, flags and keys of this kit.
-
-    Raises:
-        ConfigError: no shell of that name is known.
-    """
+    """`completion`: the text that a shell reads to complete verbs, flags and keys of this kit."""
     if args.shell not in SHELLS:
         what = f"no completion for the shell {args.shell!r}" if args.shell else "completion needs a shell"
         raise ConfigError(what, where="SHELL", fix=f"sftplay completion {' | '.join(SHELLS)}")
-    print({"bash": bash_text, "zsh": zsh_text, "fish": fish_text}[args.shell](), end="")
+    print(SHELLS[args.shell](), end="")
     return 0
 
 
 def bash_text() -> str:
     """The script for bash. It completes make too, where nothing else does."""
-    cases = "\n".join(f"    {verb}) echo '{' '.join(_flags(verb))}' ;;" for verb in VERBS)
-    return _filled(BASH, VERBS=" ".join(VERBS), KEYS=" ".join(_keys()), CASES=cases, MAKE=" ".join(MAKE_WORDS))
+    cases = "\n".join(f"    {verb}) echo '{' '.join(list_flags(verb))}' ;;" for verb in VERBS)
+    text = BASH.replace("@PATHS@", "|".join(PATHS)).replace("@CASES@", cases).replace("@MAKE@", " ".join(MAKE_WORDS))
+    return text.replace("@VERBS@", " ".join(VERBS)).replace("@KEYS@", " ".join(_list_keys()))
+
+
+def _list_keys() -> list[str]:
+    """Every key; one of a list's entry is typed after the entry's name, which is the user's own."""
+    return [f"{key}=" for key in all_keys() if key.partition(".")[0] not in list_keys()]
 
 
 def zsh_text() -> str:
     """The script for zsh, with what each verb does. zsh completes make's targets by itself."""
     described = " ".join(_quoted(f"{verb}:{text}") for verb, (_, text) in VERBS.items())
-    cases = "\n".join(f"    {verb}) flags='{' '.join(_flags(verb))}' ;;" for verb in VERBS)
-    return _filled(ZSH, DESCRIBED=described, QUOTED_KEYS=" ".join(map(_quoted, _keys())), ZSH_CASES=cases)
+    cases = "\n".join(f"    {verb}) flags='{' '.join(list_flags(verb))}' ;;" for verb in VERBS)
+    text = ZSH.replace("@PATHS@", "|".join(PATHS)).replace("@ZSH_CASES@", cases).replace("@DESCRIBED@", described)
+    return text.replace("@QUOTED_KEYS@", " ".join(map(_quoted, _list_keys())))
 
 
 def fish_text() -> str:
@@ -109,32 +109,19 @@ def fish_text() -> str:
     lines = [FISH_HEAD, "complete -c sftplay -f"]
     for verb, (_, text) in VERBS.items():
         lines.append(f"complete -c sftplay -n __fish_use_subcommand -a {verb} -d {_quoted(text)}")
-        for flag in _flags(verb):
-            about = _quoted(str(list_flags(verb).get(flag, {}).get("help", "")))
+        for flag in list_flags(verb):
+            about = _quoted(FLAGS.get(verb, {}).get(flag, {}).get("help") or "")
             takes_path = " -r -F" if flag in PATHS else ""
             seen = f"'__fish_seen_subcommand_from {verb}'"
             lines.append(f"complete -c sftplay -n {seen} -l {flag.removeprefix('--')} -d {about}{takes_path}")
     after = "'not __fish_use_subcommand'"
-    lines += [f"complete -c sftplay -n {after} -a {_quoted(key)}" for key in _keys()]
+    lines += [f"complete -c sftplay -n {after} -a {_quoted(key)}" for key in _list_keys()]
     return "\n".join(lines) + "\n"
-
-
-def _filled(template: str, **values: str) -> str:
-    text = template.replace("@PATHS@", "|".join(PATHS))
-    for name, value in values.items():
-        text = text.replace(f"@{name}@", value)
-    return text
-
-
-def _flags(verb: str) -> list[str]:
-    return ["--config", "--json", *list_flags(verb)]
-
-
-def _keys() -> list[str]:
-    """Every key; one of a list's entry is typed after the entry's name, which is the user's own."""
-    return [f"{key}=" for key in all_keys() if key.partition(".")[0] not in list_keys()]
 
 
 def _quoted(text: str) -> str:
     """The text between single quotes, as bash, zsh and fish read it; it holds no quote of its own."""
     return "'" + text.replace("'", "") + "'"
+
+
+SHELLS = {"bash": bash_text, "zsh": zsh_text, "fish": fish_text}

@@ -10,7 +10,6 @@ from pathlib import Path
 from sftplay import log
 from sftplay.config.load import load_config
 from sftplay.config.rules import check_rules, notes
-from sftplay.config.run import RunConfig
 from sftplay.config.section import find_spec
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.runs.inputs import load_checked
@@ -68,8 +67,8 @@ def init(args: Namespace) -> int:
     check_new_file(out)
     write_text(out, draft.text)
     if args.json:
-        print(json.dumps({"config": str(out), "model": draft.model, "max_seq_len": draft.max_seq_len,
-                          "rows": draft.n_rows}))  # fmt: skip
+        facts = {"config": str(out), "model": draft.model, "max_seq_len": draft.max_seq_len, "rows": draft.n_rows}
+        print(json.dumps(facts))
         return 0
     log.show(draft.text)
     log.say(f"{out} is written; next: {command_for('inspect', str(out))}", "init")
@@ -83,40 +82,30 @@ def style(args: Namespace) -> int:
     """`style`: set data.system in the config's file and change nothing else; without --style, print it."""
     cfg = load_config(args.config, args.overrides)
     before, origin = cfg.data.system, cfg.origins.get(KEY, "default")
+    old, new = ("none" if text is None else json.dumps(text, ensure_ascii=False) for text in (before, args.style))
     if args.style is None:
-        _print(args, {"file": args.config, "system": before, "origin": origin})
-        return 0
-    if args.overrides:
-        what = f"{args.overrides[0]!r} would not be written into the file"
-        raise ConfigError(what, where="command line", fix="leave it out; style writes data.system only")
-    _check(cfg, args.style)
-    from sftplay.config.edit import amend_file
+        facts = {"file": args.config, "system": before, "origin": origin}
+        lines = [f"{KEY} = {old}, from {origin}"]
+    else:
+        if args.overrides:
+            what = f"{args.overrides[0]!r} would not be written into the file"
+            raise ConfigError(what, where="command line", fix="leave it out; style writes data.system only")
+        try:
+            args.style.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ConfigError("is not valid Unicode", where="--style", fix="give it as UTF-8") from None
+        if problems := check_rules(cfg.with_values({KEY: args.style}, "--style")):
+            raise ConfigErrors(problems)
+        from sftplay.config.edit import amend_file
 
-    amend_file(Path(args.config), KEY, value=args.style)
-    _print(args, {"file": args.config, "was": before, "system": args.style, "origin": origin})
-    return 0
-
-
-def _check(cfg: RunConfig, text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ConfigError("is not valid Unicode", where="--style", fix="give it as UTF-8") from None
-    if problems := check_rules(cfg.with_values({KEY: text}, "--style")):
-        raise ConfigErrors(problems)
-
-
-def _print(args: Namespace, facts: dict[str, str | None]) -> None:
+        amend_file(Path(args.config), KEY, value=args.style)
+        facts = {"file": args.config, "was": before, "system": args.style, "origin": origin}
+        lines = [
+            f"{args.config} {KEY}: {old} -> {new}",
+            "train, inspect, eval and infer use it from the next run on; rows with a system message keep it",
+        ]
     if args.json:
         print(json.dumps(facts))
-    elif args.style is None:
-        log.say(f"{KEY} = {_shown(facts['system'])}, from {facts['origin']}", "style")
-    else:
-        log.say(f"{args.config} {KEY}: {_shown(facts['was'])} -> {_shown(facts['system'])}", "style")
-        log.say(
-            "train, inspect, eval and infer use it from the next run on; rows with a system message keep it", "style"
-        )
-
-
-def _shown(text: str | None) -> str:
-    return "none" if text is None else json.dumps(text, ensure_ascii=False)
+    for line in [] if args.json else lines:
+        log.say(line, "style")
+    return 0

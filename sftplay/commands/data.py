@@ -7,7 +7,7 @@ import os
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from sftplay import log
 from sftplay.atomic import check_new_file
@@ -20,17 +20,9 @@ from sftplay.model.start_point import resolve_names
 from sftplay.runs.inputs import load_checked, needs_no_hub
 from sftplay.startup import leave_out
 
-if TYPE_CHECKING:
-    from sftplay.data.mixture.load import MixtureRows
-    from sftplay.data.pipeline import Examples
-
 
 def load_texts(args: Namespace) -> RunConfig:
-    """The checked config of a run on texts.
-
-    Raises:
-        ConfigError: it learns puzzles, which no tokenizer reads.
-    """
+    """The checked config of a run on texts. Raises ConfigError if it learns puzzles, which no tokenizer reads."""
     cfg = load_checked(args.config, args.overrides)
     if not cfg.task.reads_text:
         what = "task_mode hrm learns puzzles, which have neither a tokenizer nor a template"
@@ -41,7 +33,7 @@ def load_texts(args: Namespace) -> RunConfig:
 
 def process(args: Namespace) -> int:
     """`process`: read, render and cache the rows; the data report as a table or as JSON."""
-    rows = _load(load_texts(args))
+    rows = _load_rows(load_texts(args))
     if args.json:
         print(json.dumps(rows.report))
     else:
@@ -50,70 +42,51 @@ def process(args: Namespace) -> int:
 
 
 def inspect(args: Namespace) -> int:
-    """`inspect`: the data report, and a spread of training rows with the learned tokens marked."""
+    """`inspect`: the data report, and evenly spaced training rows or blocks with the learned tokens marked."""
     cfg = load_texts(args)
-    if cfg.learns_documents:
-        return _inspect_blocks(_load_mixture(cfg), args)
-    examples = _load_examples(cfg)
+    loaded = _load_rows(cfg)
+    from sftplay.data import inspect as views
     from sftplay.data.display import decoded, legend, mark_learned
-    from sftplay.data.inspect import evenly_spaced_rows, n_learned
 
-    tokenizer, rows = examples.renderer.tokenizer, list(evenly_spaced_rows(examples, args.n))
+    tokenizer, colours = loaded.renderer.tokenizer, has_colours(sys.stdout)
+    blocks = views.evenly_spaced_blocks(loaded, args.n) if cfg.learns_documents else []
+    rows = [] if cfg.learns_documents else list(views.evenly_spaced_rows(loaded, args.n))
     if args.json:
         keys = ("row", "source", "input_ids", "labels")
-        documents = [{**{key: row[key] for key in keys}, "text": decoded(tokenizer, row["input_ids"])} for row in rows]
-        print(json.dumps({"report": examples.report, "rows": documents}))
+        documents = [views.as_json(block, tokenizer) for block in blocks]
+        documents += [{**{key: row[key] for key in keys}, "text": decoded(tokenizer, row["input_ids"])} for row in rows]
+        print(json.dumps({"report": loaded.report, "rows": documents}))
         return 0
-    _show_report(examples)
-    colours = has_colours(sys.stdout)
-    if rows:
-        log.show(f"\n{legend(colours=colours)}")
-    for row in rows:
-        n_tokens = len(row["input_ids"])
-        log.show(f"\nrow {row['row']}  {row['source']}  {n_tokens:,} tokens, {n_learned(row):,} learned")
-        log.show(mark_learned(tokenizer, row["input_ids"], labels=row["labels"], colours=colours))
-    return 0
-
-
-def _inspect_blocks(mixture: MixtureRows, args: Namespace) -> int:
-    from sftplay.data.display import legend
-    from sftplay.data.inspect import as_json, evenly_spaced_blocks, show_block
-
-    tokenizer, blocks, colours = (
-        mixture.renderer.tokenizer,
-        evenly_spaced_blocks(mixture, args.n),
-        has_colours(sys.stdout),
-    )
-    if args.json:
-        print(json.dumps({"report": mixture.report, "rows": [as_json(block, tokenizer) for block in blocks]}))
-        return 0
-    _show_report(mixture)
-    if args.n:
+    _show_report(loaded)
+    if rows or (cfg.learns_documents and args.n):
         log.show(f"\n{legend(colours=colours)}")
     for block in blocks:
-        show_block(block, tokenizer, colours=colours)
+        views.show_block(block, tokenizer, colours=colours)
+    for row in rows:
+        n_tokens = len(row["input_ids"])
+        log.show(f"\nrow {row['row']}  {row['source']}  {n_tokens:,} tokens, {views.n_learned(row):,} learned")
+        log.show(mark_learned(tokenizer, row["input_ids"], labels=row["labels"], colours=colours))
     return 0
 
 
 def render(args: Namespace) -> int:
     """`render`: training rows as the chat template writes them; with `--out` every row, into a new jsonl file."""
-    out = None if args.out is None else Path(args.out)
     cfg = load_texts(args)
     if cfg.learns_documents:
         where = f"{cfg.origins.get('task_mode', args.config)} task_mode"
         what = f"the rows of {cfg.task_mode} are blocks of documents, which no chat template writes"
         raise ConfigError(what, where=where, fix=f"make inspect CONFIG={args.config} shows what stands in them")
-    if out is not None:
-        check_new_file(out)
-    examples = _load_examples(cfg)
+    if args.out is not None:
+        check_new_file(Path(args.out))
+    examples = _load_rows(cfg)
     from sftplay.data.inspect import evenly_spaced_rows, rendered, show_rendered, write_rendered
 
     tokenizer = examples.renderer.tokenizer
-    if out is not None:
-        count = write_rendered(examples, out)
-        log.say(f"{count:,} rows in {out}", "render")
+    if args.out is not None:
+        count = write_rendered(examples, Path(args.out))
+        log.say(f"{count:,} rows in {Path(args.out)}", "render")
         if args.json:
-            print(json.dumps({"out": str(out), "rows": count}))
+            print(json.dumps({"out": str(Path(args.out)), "rows": count}))
         return 0
     rows = evenly_spaced_rows(examples, args.n)
     if args.json:
@@ -124,74 +97,48 @@ def render(args: Namespace) -> int:
     return 0
 
 
-def _load(cfg: RunConfig) -> Examples | MixtureRows:
-    return _load_mixture(cfg) if cfg.learns_documents else _load_examples(cfg)
-
-
-def _load_examples(cfg: RunConfig) -> Examples:
-    """The rows as training gets them. Problems that need no heavy library are found first."""
-    cfg = _prepared(cfg)
-    from sftplay.model.tokenizer import load_extended
-
-    before, tokenizer = _seal_times(cfg), load_extended(cfg)[0]
-    if cfg.task.learns_from_rewards:
-        from sftplay.data.inspect import as_examples
-        from sftplay.data.prompts.load import load_prompts
-
-        examples = as_examples(load_prompts(cfg, tokenizer))
-    else:
-        from sftplay.data.pipeline import load_examples
-
-        examples = load_examples(cfg, tokenizer)
-    _say_where(cfg, examples.report["fingerprint"], before=before)
-    return examples
-
-
-def _load_mixture(cfg: RunConfig) -> MixtureRows:
-    """The same for blocks of documents."""
-    cfg = _prepared(cfg)
-    from sftplay.data.mixture.load import load_mixture
-    from sftplay.data.tokenize.known_lengths import note_blocks
-    from sftplay.model.tokenizer import load_extended
-
-    before = _seal_times(cfg)
-    mixture = load_mixture(cfg, load_extended(cfg)[0])
-    for source in mixture.report["sources"].values():
-        _say_where(cfg, source["fingerprint"], before=before)
-    if mixture.steps_per_epoch is not None:
-        note_blocks(cfg, mixture.steps_per_epoch * cfg.train.effective_batch_size)
-    return mixture
-
-
-def _prepared(cfg: RunConfig) -> RunConfig:
+def _load_rows(cfg: RunConfig) -> Any:
+    """Examples, or MixtureRows of documents, as training gets them. What needs no heavy library is checked first."""
     cfg = resolve_names(cfg)
     os.environ.update(quiet_environment() | cache_environment())
     if needs_no_hub(cfg):
         os.environ.update(offline_environment())
     log.say(f"reading {', '.join(source.path for source in cfg.datasets) or cfg.rows_path}", "data")
     leave_out(unneeded_for_rows(cfg.model))
-    return cfg
-
-
-def _say_where(cfg: RunConfig, name: str, *, before: dict[str, int]) -> None:
-    outcome = "found in" if before.get(name) == _seal_times(cfg).get(name) else "written to"
-    log.say(f"token rows {outcome} {Path(cfg.data.processed_dir) / name}", "data")
-
-
-def _seal_times(cfg: RunConfig) -> dict[str, int]:
-    """Name of a cache folder -> when it was made."""
     from sftplay.data.cache import SEAL
+    from sftplay.model.tokenizer import load_extended
 
-    return {path.parent.name: path.stat().st_mtime_ns for path in Path(cfg.data.processed_dir).glob(f"*/{SEAL}")}
+    cache, tokenizer = Path(cfg.data.processed_dir), load_extended(cfg)[0]
+    before = {path.parent.name: path.stat().st_mtime_ns for path in cache.glob(f"*/{SEAL}")}
+    rows: Any
+    if cfg.learns_documents:
+        from sftplay.data.mixture.load import load_mixture
+        from sftplay.data.tokenize.known_lengths import note_blocks
+
+        rows = load_mixture(cfg, tokenizer)
+        if rows.steps_per_epoch is not None:
+            note_blocks(cfg, rows.steps_per_epoch * cfg.train.effective_batch_size)
+    elif cfg.task.learns_from_rewards:
+        from sftplay.data.inspect import as_examples
+        from sftplay.data.prompts.load import load_prompts
+
+        rows = as_examples(load_prompts(cfg, tokenizer))
+    else:
+        from sftplay.data.pipeline import load_examples
+
+        rows = load_examples(cfg, tokenizer)
+    for report in rows.report["sources"].values() if cfg.learns_documents else [rows.report]:
+        name = report["fingerprint"]
+        is_old = (cache / name / SEAL).exists() and before.get(name) == (cache / name / SEAL).stat().st_mtime_ns
+        log.say(f"token rows {'found in' if is_old else 'written to'} {cache / name}", "data")
+    return rows
 
 
-def _show_report(rows: Examples | MixtureRows) -> None:
+def _show_report(rows: Any) -> None:
     from sftplay.data.mixture.report import mixture_table
     from sftplay.data.pipeline import Examples
     from sftplay.data.prompts.load import prompts_table
     from sftplay.data.tokenize.report import report_table
 
-    if not isinstance(rows, Examples):
-        log.show(mixture_table(rows.report))
-    else:
-        log.show(prompts_table(rows.report) if "max_prompt_tokens" in rows.report else report_table(rows.report))
+    table = prompts_table if "max_prompt_tokens" in rows.report else report_table
+    log.show((table if isinstance(rows, Examples) else mixture_table)(rows.report))

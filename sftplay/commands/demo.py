@@ -23,34 +23,32 @@ NAME = "demo"
 
 
 def demo(args: Namespace) -> int:
-    """Train, compare the answers before and after, and end with one line of result.
-
-    Raises:
-        ConfigError: several nodes are asked for; each would make a run of its own.
-    """
-    if args.nnodes > 1:
-        raise ConfigError(
-            f"the demo runs on one node, not on {args.nnodes}",
-            where="--nnodes",
-            fix=f"make train-distributed CONFIG={args.config or CONFIG} NNODES={args.nnodes} NODE_RANK= MASTER_ADDR=",
-        )
+    """Train, compare the answers before and after, and end with one line of result."""
+    if args.nnodes > 1:  # each would make a run of its own
+        fix = f"make train-distributed CONFIG={args.config or CONFIG} NNODES={args.nnodes} NODE_RANK= MASTER_ADDR="
+        raise ConfigError(f"the demo runs on one node, not on {args.nnodes}", where="--nnodes", fix=fix)
     log.say("SFT-Play demo: a small model learns a task on this machine", "demo")
     started = time.monotonic()
-    args.config = args.config or _default_config()
-    cfg = _with_rows(load_config(args.config, args.overrides))
-    cfg = cfg.with_values({"run_name": NAME, "eval.before": True, "eval.after": True}, "demo")
+    cfg = load_demo(args)
     folder = RunFolder(Path(cfg.output_dir) / NAME)
     if not args.dry_run:
-        move_aside(folder)
+        _move_aside(folder)
         if args.control:
-            cfg = cfg.with_values({"data.train_path": shuffle_answers(cfg)}, "demo --control")
+            cfg = cfg.with_values({"data.train_path": _shuffle_answers(cfg)}, "demo --control")
             log.say("control: the training answers are shuffled, so there is nothing to learn but their form", "demo")
     exit_code = launch(args, cfg, folder=folder)
     if exit_code or args.dry_run:
         return exit_code
-    result = read_result(folder, is_control=args.control)
+    before, after = (folder.read_json(f"eval/{name}.json") for name in ("before", "after"))
+    result = {
+        "exact_match_before": before["exact_match"],
+        "exact_match_after": after["exact_match"],
+        "n": after["n"],
+        "train_seconds": folder.read_json("status.json")["train_seconds"],
+        "control_exact_match": after["exact_match"] if args.control else None,
+    }
     folder.write_json("demo.json", result)
-    show_samples(folder, 3)
+    _show_samples(folder, 3)
     log.say(f"everything is in {folder.path}; the demo took {time.monotonic() - started:.0f} s", "demo")
     log.show(
         f"demo: exact match {result['exact_match_before']:.3f} -> {result['exact_match_after']:.3f} "
@@ -61,19 +59,18 @@ def demo(args: Namespace) -> int:
     return 0
 
 
-def _default_config() -> str:
-    return CONFIG if Path(CONFIG).exists() else str(shipped(CONFIG))
-
-
-def _with_rows(cfg: RunConfig) -> RunConfig:
-    """The config with the shipped rows where the current folder has none of that name."""
+def load_demo(args: Namespace) -> RunConfig:
+    """The demo's config, which `args.config` then names; its rows are those shipped where the folder has none."""
+    args.config = args.config or (CONFIG if Path(CONFIG).exists() else str(shipped(CONFIG)))
+    cfg = load_config(args.config, args.overrides)
     paths = {"data.train_path": cfg.data.train_path, "data.val_path": cfg.data.val_path}
     missing = {key: path for key, path in paths.items() if path and not Path(path).exists()}
-    found = {key: str(shipped(path)) for key, path in missing.items() if shipped(path).exists()}
-    return cfg.with_values(found, "shipped with the kit") if found else cfg
+    if found := {key: str(shipped(path)) for key, path in missing.items() if shipped(path).exists()}:
+        cfg = cfg.with_values(found, "shipped with the kit")
+    return cfg.with_values({"run_name": NAME, "eval.before": True, "eval.after": True}, "demo")
 
 
-def move_aside(folder: RunFolder) -> None:
+def _move_aside(folder: RunFolder) -> None:
     """Rename an earlier demo after the time of its start; nothing is deleted."""
     if not folder.resolved.exists():
         return
@@ -86,47 +83,33 @@ def move_aside(folder: RunFolder) -> None:
     log.say(f"the earlier demo is now {target}", "demo")
 
 
-def shuffle_answers(cfg: RunConfig) -> str:
+def _shuffle_answers(cfg: RunConfig) -> str:
     """Write a copy of the training rows with the answers shuffled among the prompts; its path."""
-    source = Path(cfg.rows_path)
-    rows: list[dict[str, Any]] = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    lines = Path(cfg.rows_path).read_text(encoding="utf-8").splitlines()
+    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     answers = [row["messages"][-1] for row in rows]
     random.Random(cfg.seed).shuffle(answers)
-    lines = [
-        json.dumps({**row, "messages": [*row["messages"][:-1], answer]})
-        for row, answer in zip(rows, answers, strict=True)
-    ]
+    for row, answer in zip(rows, answers, strict=True):
+        row["messages"][-1] = answer
     target = Path(cfg.data.processed_dir) / "demo-control.jsonl"
-    write_text(target, "\n".join(lines) + "\n")
+    write_text(target, "\n".join(map(json.dumps, rows)) + "\n")
     return str(target)
 
 
-def read_result(folder: RunFolder, *, is_control: bool) -> dict[str, Any]:
-    """The content of demo.json."""
-    before, after = (folder.read_json(f"eval/{name}.json") for name in ("before", "after"))
-    return {
-        "exact_match_before": before["exact_match"],
-        "exact_match_after": after["exact_match"],
-        "n": after["n"],
-        "train_seconds": folder.read_json("status.json")["train_seconds"],
-        "control_exact_match": after["exact_match"] if is_control else None,
-    }
+def _show_samples(folder: RunFolder, count: int) -> None:
+    """Show the first answers, before and after, next to their references, and keep them in samples/."""
 
+    def flatten(text: str, width: int = 100) -> str:
+        flat = " ".join(text.split())
+        return flat if len(flat) <= width else flat[: width - 1] + "…"
 
-def show_samples(folder: RunFolder, count: int) -> None:
-    """The first answers, before and after, next to their references; also kept in samples/."""
     before, after = (
         [json.loads(line) for line in (folder.eval / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
         for name in ("before", "after")
     )
     text = ""
     for old, new in list(zip(before, after, strict=True))[:count]:
-        text += f"\n  prompt    {_one_line(new['prompt'])}\n  before    {_one_line(old['prediction'])}\n"
-        text += f"  after     {_one_line(new['prediction'])}\n  expected  {_one_line(new['reference'])}\n"
+        text += f"\n  prompt    {flatten(new['prompt'])}\n  before    {flatten(old['prediction'])}\n"
+        text += f"  after     {flatten(new['prediction'])}\n  expected  {flatten(new['reference'])}\n"
     log.show(text)
     write_text(folder.path / "samples" / "demo.txt", text)
-
-
-def _one_line(text: str, width: int = 100) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= width else flat[: width - 1] + "…"

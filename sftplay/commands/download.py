@@ -81,9 +81,8 @@ def _fetch(name: str, revision: str | None, *, sizes: dict[str, int], where: str
     done, total, folder = 0, sum(sizes.values()), cache
     try:
         for number, (file, size) in enumerate(sizes.items(), 1):
-            log.status(
-                f"{number}/{len(sizes)} files, {format_bytes(done)} of {format_bytes(total)}: {file}", "download"
-            )
+            so_far = f"{format_bytes(done)} of {format_bytes(total)}"
+            log.status(f"{number}/{len(sizes)} files, {so_far}: {file}", "download")
             folder = Path(hf_hub_download(name, file, revision=revision)).parent
             done += size
     except (hub_client().HTTPError, OSError) as error:

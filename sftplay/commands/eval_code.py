@@ -6,35 +6,27 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.errors import ConfigError
 from sftplay.launch.command.command import Scale
-from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
 from sftplay.runs.code_eval import Subject, find_subject, questions_of
 from sftplay.runs.code_eval_ranks import answer_by_ranks, build_ranks
 from sftplay.runs.start import print_command, read_scale
 
-if TYPE_CHECKING:
-    from sftplay.data.problems.problem import Problem
-    from sftplay.sandbox.pool import Sandbox
-    from sftplay.sandbox.verdicts.job import Limits
-
 SHOWN_STATUSES = 6
 
-USUAL_KS = (1, 10)
-"""The k of pass@k where the command line names none and there are so many answers."""
-
+USUAL_KS = (1, 10)  # the k of pass@k where the command line names none and there are so many answers
 ROOMY_TOKENS = 512
 """The longest solution of MBPP has 906 characters; that of HumanEval 1,993, with the docstring of its question."""
 
-FEW_PROBLEMS = 100
-"""With fewer the standard error is up to five points and more."""
+FEW_PROBLEMS = 100  # with fewer the standard error is up to five points and more
 
 
 def eval_code(args: Namespace) -> int:
@@ -51,23 +43,27 @@ def eval_code(args: Namespace) -> int:
         return print_command(launch, args)
     subject.folder.eval.mkdir(parents=True, exist_ok=True)  # before the work: it may be refused
     figures, lines = _measure(args, subject, ks=ks, scale=scale, has_gpu=bool(machine.gpus))
-    path = _claim_file(subject.folder)
+    for number in count(1):  # the first name that is free: no measurement is written over, nor by another process
+        path = subject.folder.eval / f"code-{number}.json"
+        with suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            break
     write_text(path.with_suffix(".jsonl"), "".join(line + "\n" for line in lines))
     write_text(path, json.dumps(figures, indent=1) + "\n")
     if args.json:
         print(json.dumps(figures))
     else:
-        log.show(_summary(figures))
+        for k in figures["k"]:
+            error = figures["stderr" if k == figures["k"][0] else f"stderr@{k}"]
+            log.show(f"{f'pass@{k}':<10} {figures[f'pass@{k}']:.3f} +- {error:.3f}")
+        most = sorted(figures["statuses"].items(), key=lambda pair: -pair[1])[:SHOWN_STATUSES]
+        log.show("answers    " + ", ".join(f"{name} {n:,}" for name, n in most))
         log.say(f"every answer with its verdict: {path.with_suffix('.jsonl')}", "eval")
     return 0
 
 
 def _checked_ks(args: Namespace) -> tuple[int, ...]:
-    """The k of the figures.
-
-    Raises:
-        ConfigError: the settings of drawing contradict each other, or a k is above the number of answers.
-    """
+    """The k of the figures. Raises ConfigError if settings of sampling contradict each other, or a k is too large."""
     if args.n > 1 and args.temperature == 0:
         fix = "write TEMPERATURE=0.2, or N=1"
         raise ConfigError(f"{args.n} answers a problem would all be the likeliest one", where="--n", fix=fix)
@@ -85,6 +81,7 @@ def _measure(
     args: Namespace, subject: Subject, *, ks: Sequence[int], scale: Scale, has_gpu: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """The figures, and a line for each answer."""
+    from sftplay.data.problems.load import load_problems, sample_subset, sound_problems
     from sftplay.data.problems.problem import format_question
     from sftplay.evaluate.code import evaluate_code, measuring_limits
     from sftplay.sandbox.pool import Sandbox
@@ -94,7 +91,12 @@ def _measure(
     executor = args.executor or subject.cfg.sandbox.executor
     packages = subject.cfg.sandbox.packages
     with Sandbox(executor, packages=packages) as sandbox:  # before the heavy libraries: boxes are forked from it
-        problems, failed = _problems(args, sandbox, seed=seed, limits=limits)
+        sound, failed = sound_problems(load_problems(args.data, args.split), sandbox, limits=limits)
+        problems = sample_subset(sound, args.limit, seed=seed)
+        if len(problems) < len(sound):
+            log.say(f"{len(problems):,} of {len(sound):,} problems, drawn by seed {seed}", "eval")
+        if len(problems) < FEW_PROBLEMS:
+            log.say(f"note: {len(problems)} problems say little; look at the standard error", "eval")
         questions = questions_of([format_question(item) for item in problems], cfg=subject.cfg, args=args)
         log.say(f"{len(problems):,} problems, {args.n} answers each; programs run in {sandbox.executor}", "eval")
         if questions.max_new_tokens < ROOMY_TOKENS:
@@ -112,36 +114,3 @@ def _measure(
         "questions_sha256": questions.digest(), **subject.describe(),
     }  # fmt: skip
     return figures, [json.dumps(item.as_json()) for item in graded]
-
-
-def _problems(args: Namespace, sandbox: Sandbox, *, seed: int, limits: Limits) -> tuple[list[Problem], dict[str, str]]:
-    """The problems to ask, and why others are left out."""
-    from sftplay.data.problems.load import load_problems, sample_subset, sound_problems
-
-    sound, failed = sound_problems(load_problems(args.data, args.split), sandbox, limits=limits)
-    problems = sample_subset(sound, args.limit, seed=seed)
-    if len(problems) < len(sound):
-        log.say(f"{len(problems):,} of {len(sound):,} problems, drawn by seed {seed}", "eval")
-    if len(problems) < FEW_PROBLEMS:
-        log.say(f"note: {len(problems)} problems say little; look at the standard error", "eval")
-    return problems, failed
-
-
-def _claim_file(folder: RunFolder) -> Path:
-    """The first name that is free, created here: no measurement is written over, nor by another process."""
-    for number in count(1):
-        path = folder.eval / f"code-{number}.json"
-        try:
-            path.touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        break
-    return path
-
-
-def _summary(figures: dict[str, Any]) -> str:
-    ks = figures["k"]
-    errors = {k: figures["stderr" if k == ks[0] else f"stderr@{k}"] for k in ks}
-    lines = [f"{f'pass@{k}':<10} {figures[f'pass@{k}']:.3f} +- {errors[k]:.3f}" for k in ks]
-    most = sorted(figures["statuses"].items(), key=lambda pair: -pair[1])[:SHOWN_STATUSES]
-    return "\n".join([*lines, "answers    " + ", ".join(f"{name} {n:,}" for name, n in most)])

@@ -7,8 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import nan
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from sftplay import log
 from sftplay.config.data import Metric
@@ -16,9 +15,6 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.runs.finished_run import open_run, prepare_environment, report_at_end, stored_template
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -49,30 +45,26 @@ def evaluate(args: Namespace) -> int:
     """
     measure = MEASURES["eval-test" if getattr(args, "split", "val") == "test" else args.verb]
     cfg, folder = open_run(args, measure.values, takes_puzzles=True)
-    if measure.split == "test":
-        _expect_test_set(cfg)
+    if measure.split == "test" and cfg.data.test_path is None:
+        fix = "name one: ARGS=data.test_path=FILE"
+        if cfg.datasets:
+            fix = "give its rows as val_path of one more source with weight: 0, and measure with `make eval`"
+        raise ConfigError("there is no test set", where="data.test_path", fix=fix)
     prepare_environment(cfg)
-    if not cfg.task.reads_text:
-        figures, table = _measure_puzzles(cfg, folder, measure=measure)
+    if not cfg.task.reads_text:  # an untrained model solves no puzzle, so it is not measured
+        path, limit = folder.eval / f"{measure.prefix}after.json", measure.values.get("eval.limit")
+        after = cfg.task.finished.measure_finished(cfg, folder, split=measure.split, limit=limit, path=path)
+        figures, table = {"after": after}, cfg.task.finished.figures_table(after)
     elif cfg.learns_documents:
         figures, table = _measure_sources(cfg, folder, measure=measure)
     else:
-        figures = _measure(cfg, folder, measure=measure)
-        table = _figures_table(figures) if cfg.task.turns != 2 else cfg.task.finished.ablation_table(figures)
+        figures, table = _measure(cfg, folder, measure=measure)
     report_at_end(folder)
     if args.json:
         print(json.dumps(figures))
     else:
         log.show(table)
     return 0
-
-
-def _expect_test_set(cfg: RunConfig) -> None:
-    if cfg.data.test_path is None:
-        fix = "name one: ARGS=data.test_path=FILE"
-        if cfg.datasets:
-            fix = "give its rows as val_path of one more source with weight: 0, and measure with `make eval`"
-        raise ConfigError("there is no test set", where="data.test_path", fix=fix)
 
 
 def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[dict[str, Any], str]:
@@ -88,8 +80,7 @@ def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> 
 
     def measured(side: str, *, tokenizer: Any, open_model: Callable[[], Any]) -> dict[str, Any]:
         held_out = held_out_of(load_mixture(cfg, tokenizer, renderer_template=template))
-        if not held_out.documents and not held_out.chats:
-            raise _nothing_held_out()
+        _expect_held_out(held_out.documents or held_out.chats)
         path = folder.eval / f"{measure.prefix}{side}.json"
         return measure_sources(open_model(), held_out, tokenizer=tokenizer, cfg=cfg, path=path)
 
@@ -101,70 +92,44 @@ def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> 
     return content, comparison_table(content)
 
 
-def _measure_puzzles(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[dict[str, Any], str]:
-    """The figures of the result and their table. An untrained model solves nothing, so it is not measured."""
-    finished = cfg.task.finished
-    limit = measure.values.get("eval.limit")
-    path = folder.eval / f"{measure.prefix}after.json"
-    figures = finished.measure_finished(cfg, folder, split=measure.split, limit=limit, path=path)
-    return {"after": figures}, finished.figures_table(figures)
+def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[dict[str, dict[str, Any]], str]:
+    """Figures of the base (if the measure has it) and of the result, and their table.
 
-
-def _nothing_held_out() -> DataError:
-    return DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
-
-
-def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str, dict[str, Any]]:
-    """Figures of the base (if the measure has it) and of the result."""
+    A run in two turns is measured with each kind of hint; where nothing is held out, on the problems that were trained
+    on. A run on prompts: by greedy answers as long as in training, and what its rewards say of them.
+    """
+    from sftplay.evaluate.evaluate import evaluate as measure_examples
+    from sftplay.evaluate.rewarded import evaluate_prompts
     from sftplay.model.load import load_result, load_untrained
 
-    rows = _load_data(cfg, folder, split=measure.split)
+    rows, figures = _load_data(cfg, folder, split=measure.split), {}
+    paths = {side: folder.eval / f"{measure.prefix}{side}.json" for side in ("before", "after")}
+    if not measure.has_base:
+        del paths["before"]
     if cfg.task.turns == 2:
-        return _measure_turns(cfg, folder, measure=measure, prompts=rows)
-    measure_model = _measure_prompts if cfg.task.turns == 1 else _measure_examples
-    if not rows.held_out:
-        raise _nothing_held_out()
-    figures = {}
-    if measure.has_base:
-        before = folder.eval / f"{measure.prefix}before.json"
-        figures["before"] = measure_model(load_untrained(cfg, folder.path), rows, cfg=cfg, path=before)
-    after = folder.eval / f"{measure.prefix}after.json"
-    figures["after"] = measure_model(load_result(cfg, folder.path), rows, cfg=cfg, path=after)
-    return figures
-
-
-def _measure_turns(cfg: RunConfig, folder: RunFolder, *, measure: Measure, prompts: Any) -> dict[str, dict[str, Any]]:
-    """Both turns with each kind of hint; where nothing is held out, of the problems that were trained on."""
-    finished = cfg.task.finished
-    figures = {}
-    for side in ("before", "after") if measure.has_base else ("after",):
-        role_models = finished.open_role_models(cfg, folder, untrained=side == "before")
-        path = folder.eval / f"{measure.prefix}{side}.json"
-        figures[side] = finished.measure_ablation(role_models, prompts, cfg=cfg, path=path)
-    return figures
-
-
-def _measure_examples(model: Any, examples: Any, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
-    from sftplay.evaluate.evaluate import evaluate as measure_model
-
-    return measure_model(model, examples, cfg=cfg, path=path)
-
-
-def _measure_prompts(model: Any, prompts: Any, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
-    """Greedy answers as long as in training, and what the rewards of the run say of them."""
-    from sftplay.evaluate.rewarded import evaluate_prompts
-
-    return evaluate_prompts(model, prompts, cfg=cfg, path=path)
-
-
-def _figures_table(figures: dict[str, dict[str, Any]]) -> str:
-    titles, width = {"before": "base", "after": "tuned"}, max(12, 2 + max(map(len, figures["after"])))
+        finished = cfg.task.finished
+        for side, path in paths.items():
+            role_models = finished.open_role_models(cfg, folder, untrained=side == "before")
+            figures[side] = finished.measure_ablation(role_models, rows, cfg=cfg, path=path)
+        return figures, finished.ablation_table(figures)
+    _expect_held_out(rows.held_out)
+    measure_model: Callable[..., dict[str, Any]] = evaluate_prompts if cfg.task.turns == 1 else measure_examples
+    for side, path in paths.items():
+        load = load_untrained if side == "before" else load_result
+        figures[side] = measure_model(load(cfg, folder.path), rows, cfg=cfg, path=path)  # one model at a time
+    width = max(12, 2 + max(map(len, figures["after"])))
+    titles = {"before": "base", "after": "tuned"}
     lines = [" " * width + "".join(f"{titles[side]:>12}" for side in figures)]
-    for key in figures["after"]:
-        if isinstance(figures["after"][key], int | float):  # others are in the file
+    for key, value in figures["after"].items():
+        if isinstance(value, int | float):  # others are in the file
             form = "12" if key == "n" else "12.4f"
-            lines.append(f"{key:{width}}" + "".join(f"{of.get(key, nan):{form}}" for of in figures.values()))
-    return "\n".join(lines)
+            lines.append(f"{key:{width}}" + "".join(f"{side.get(key, nan):{form}}" for side in figures.values()))
+    return figures, "\n".join(lines)
+
+
+def _expect_held_out(rows: Any) -> None:
+    if not rows:
+        raise DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
 
 
 def _load_data(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
@@ -174,11 +139,10 @@ def _load_data(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
     template = stored_template(tokenizer, folder)
-    if cfg.task.learns_from_rewards:
-        if split == "test":
-            return load_held_out_prompts(cfg, tokenizer, path=str(cfg.data.test_path), renderer_template=template)
-        return load_prompts(cfg, tokenizer, renderer_template=template)
     if split == "test":
-        return load_held_out(cfg, tokenizer, path=str(cfg.data.test_path), renderer_template=template)
+        load = load_held_out_prompts if cfg.task.learns_from_rewards else load_held_out
+        return load(cfg, tokenizer, path=str(cfg.data.test_path), renderer_template=template)
+    if cfg.task.learns_from_rewards:
+        return load_prompts(cfg, tokenizer, renderer_template=template)
     checked = folder.read_json("data_report.json").get("files")
     return load_examples(cfg, tokenizer, renderer_template=template, checked=checked)

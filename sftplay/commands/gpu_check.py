@@ -10,8 +10,7 @@ from pathlib import Path
 from sftplay import log
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, MachineError, RunError, nearest_names
-from sftplay.launch.command.command import Scale
-from sftplay.machine.probe import Machine, probe
+from sftplay.machine.probe import probe
 from sftplay.plan.sizing.communication import nominal_link
 from sftplay.runs.comm_check import (
     LIMIT_S,
@@ -31,17 +30,17 @@ from sftplay.signals import StopAtOnce, Stopped
 
 
 def comm_check(args: Namespace) -> int:
-    """`comm-check`: a table of all-reduces and its verdict.
-
-    Raises:
-        ConfigError: values are given, but no config to set them in.
-        RunError: a rank did not come or has gone, or a sum is wrong.
-    """
+    """`comm-check`: a table of all-reduces and its verdict."""
     if args.overrides and not args.config:
         what = f"comm-check has no config to set {args.overrides[0]!r} in"
         raise ConfigError(what, where="command line", fix="name one with CONFIG=")
     machine = probe()
-    scale = _scale(args, machine)
+    if args.nproc in (None, ""):
+        args.nproc = "gpu" if machine.gpus else "2"
+    scale = read_scale(args, machine)
+    if scale.world_size == 1:
+        fix = "check where there is a second GPU, or several nodes with NNODES=2"
+        raise MachineError("one process has nobody to exchange with", where="--nproc", fix=fix)
     cfg = load_config(args.config, args.overrides) if args.config else None
     if args.dry_run:
         return print_command(build_check(Path("FOLDER"), scale, machine=machine, cfg=cfg), args)
@@ -60,25 +59,8 @@ def comm_check(args: Namespace) -> int:
     return 0
 
 
-def _scale(args: Namespace, machine: Machine) -> Scale:
-    """The scale of a run. Where no number of processes is given, it is one per GPU, or two on a CPU."""
-    if args.nproc in (None, ""):
-        args.nproc = "gpu" if machine.gpus else "2"
-    scale = read_scale(args, machine)
-    if scale.world_size == 1:
-        raise MachineError(
-            "one process has nobody to exchange with",
-            where="--nproc",
-            fix="check where there is a second GPU, or several nodes with NNODES=2",
-        )
-    return scale
-
-
 def gpu_check(args: Namespace) -> int:
-    """`gpu-check`: a row for each check on the screen and in both files; code 5 when one has failed.
-
-    A stop signal ends the check that runs and removes what it has written. The rows so far stay.
-    """
+    """`gpu-check`: a row for each check on the screen and in both files; code 5 when one has failed."""
     stop = StopAtOnce()
     stop.install()
     try:
@@ -111,11 +93,7 @@ def run_table(args: Namespace, table: list[Check], *, module: str) -> int:
 
 
 def select(table: list[Check], only: str) -> list[Check]:
-    """The checks whose names contain one of the words in `only`, separated by commas; all where it is empty.
-
-    Raises:
-        ConfigError: a word is in no name.
-    """
+    """The checks whose names contain a word in `only`, with commas; all if it is empty. Unknown words: ConfigError."""
     words = [word.strip() for word in only.split(",") if word.strip()]
     names = [check.name for check in table]
     for word in words:

@@ -7,8 +7,6 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from threading import Event
@@ -26,17 +24,20 @@ from sftplay.runs.finished_run import load_renderer, open_run, prepare_environme
 
 
 def infer(args: Namespace) -> int:
-    """`infer`: a conversation on standard input and output, one line a turn. An empty line or the end of input ends.
-
-    For a run that has learned puzzles: the solution of the one in a file.
-    """
+    """`infer`: talk on standard input and output until an empty line; or solve the puzzle in a file."""
     cfg, folder = open_run(args, takes_puzzles=True)
     if not cfg.task.reads_text:
         return _solve_puzzle(args, cfg, folder=folder)
     _refuse_puzzle_file(args)
-    conversation = _open_conversation(_in_length(cfg, args), folder, args=args)
-    from sftplay.generate.chat import run_command
+    cfg = _in_length(cfg, args)
+    generator, renderer, role_models = _open_generator(cfg, folder, args=args)
+    from sftplay.generate.chat import Conversation, run_command
 
+    conversation: Any
+    if role_models is None:
+        conversation = Conversation(generator, renderer, cfg.data.system)
+    else:
+        conversation = cfg.task.finished.EpisodeChat(cfg, role_models, renderer=renderer, generator=generator)
     model = f"{'the base of ' if args.base else ''}{folder.path}"
     log.say(f"talking to {model}; an empty line ends it, /help lists commands", "infer")
     if isinstance(sys.stdin, TextIOWrapper):
@@ -49,17 +50,6 @@ def infer(args: Namespace) -> int:
         else:
             return 0
     return 0
-
-
-def _open_conversation(cfg: RunConfig, folder: RunFolder, *, args: Namespace) -> Any:
-    """A chat, or episodes where the run answers twice."""
-    if cfg.task.turns == 2:
-        prepare_environment(cfg)
-        return _open_chat(cfg, folder, args=args, sampling=_sampling(args, cfg))
-    generator, renderer = open_generator(cfg, folder, args=args)
-    from sftplay.generate.chat import Conversation
-
-    return Conversation(generator, renderer, cfg.data.system)
 
 
 def _in_length(cfg: RunConfig, args: Namespace) -> RunConfig:
@@ -88,20 +78,7 @@ def _next_line() -> str:
 
 
 def _answer(conversation: Any, question: str) -> None:
-    with _interruptible() as stop:
-        try:
-            for piece in conversation.ask(question, stop, notify=lambda text: log.say(f"note: {text}", "infer")):
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-        except DataError as error:
-            log.say(str(error), "infer")
-        else:
-            print(flush=True)
-
-
-@contextmanager
-def _interruptible() -> Iterator[Event]:
-    """An event that the first Ctrl-C sets. The second Ctrl-C interrupts as usual."""
+    """Print the answer. The first Ctrl-C ends it, the second one interrupts as usual."""
     stop = Event()
 
     def on_interrupt(number: int, frame: Any) -> None:
@@ -111,23 +88,29 @@ def _interruptible() -> Iterator[Event]:
 
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield stop
+        for piece in conversation.ask(question, stop, notify=lambda text: log.say(f"note: {text}", "infer")):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except DataError as error:
+        log.say(str(error), "infer")
+    else:
+        print(flush=True)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def infer_batch(args: Namespace) -> int:
-    """`infer-batch`: the rows of a file in any layout that training reads, in order, each with a `response`.
-
-    Answers are kept next to OUT as they come. The same command continues from there after an interruption.
-    """
+    """`infer-batch`: answer the rows of a file, in order; the same command continues after an interruption."""
     cfg, folder = open_run(args)
     cfg = _in_length(cfg, args)
     out = _check_paths(args)
     questions = PromptFile(args.input, read_layout_options(cfg.data), read_dialect(cfg.data))
     n = sum(1 for _ in questions)
     digest = questions.digest()
-    partial = PartialAnswers(out, {"input": digest, "run": fingerprint_run(folder), **_settings(args, cfg)})
+    longest = cfg.score.max_new_tokens if cfg.task.turns == 2 else args.max_new_tokens or cfg.eval.max_new_tokens
+    settings = {"batch_size": cfg.eval.batch_size, "max_new_tokens": longest}
+    settings |= _drawing(args, cfg) if args.temperature else {"temperature": args.temperature}
+    partial = PartialAnswers(out, {"input": digest, "run": fingerprint_run(folder), **settings})
     with partial.held():
         if n_kept := partial.n_answers:
             log.say(f"{partial.path} holds {n_kept} of {n} answers: continuing from there", "infer")
@@ -148,44 +131,39 @@ def infer_batch(args: Namespace) -> int:
 def _answer_file(
     args: Namespace, cfg: RunConfig, *, folder: RunFolder, questions: PromptFile, partial: PartialAnswers, n: int
 ) -> None:
-    answer, renderer = _open_answers(args, cfg, folder=folder, questions=None if partial.n_batches else questions)
-    from sftplay.generate.batch import ProgressMeter, answer_rest
-
-    meter = ProgressMeter(n, partial.n_answers, show=_progress_line())
-    try:
-        answer_rest(answer, renderer, questions=questions, batch_size=cfg.eval.batch_size, partial=partial, meter=meter)
-    except KeyboardInterrupt:
-        log.say(f"stopped; {partial.n_answers} answers are kept, the same command continues from there", "infer")
-        raise
-
-
-def _open_answers(
-    args: Namespace, cfg: RunConfig, *, folder: RunFolder, questions: PromptFile | None
-) -> tuple[Any, Any]:
-    """What answers a batch of rows, and the renderer; the lengths of `questions` are checked before anything else."""
+    """Answer the rest of the rows. Before the first one the lengths of all are checked."""
     if cfg.task.turns == 2:
         prepare_environment(cfg)
-        row_sampler, renderer = _open_row_sampler(cfg, folder, sampling=_sampling(args, cfg))
-        if questions:
-            cfg.task.finished.check_problems(questions, renderer, cfg=cfg)
-        return row_sampler.sample_answers, renderer
-    generator, renderer = open_generator(cfg, folder, args=args)
-    from sftplay.generate.batch import check_lengths, make_answerer
+        from sftplay.generate.sampling import Sampling
 
-    if questions:
-        check_lengths(questions, renderer, generator=generator)
-    return make_answerer(generator), renderer
+        finished = cfg.task.finished
+        _, renderer = load_renderer(cfg, folder)
+        role_models, sampling = finished.open_role_models(cfg, folder), Sampling(**_drawing(args, cfg))
+        row_sampler = finished.RowEpisodeSampler(cfg, role_models, renderer=renderer, sampling=sampling)
+        if not partial.n_batches:
+            finished.check_problems(questions, renderer, cfg=cfg)
+        answer = row_sampler.sample_answers
+    else:
+        generator, renderer, _ = _open_generator(cfg, folder, args=args)
+        from sftplay.generate.batch import check_lengths, make_answerer
 
+        if not partial.n_batches:
+            check_lengths(questions, renderer, generator=generator)
+        answer = make_answerer(generator)
+    from sftplay.generate.batch import ProgressMeter, answer_rest
 
-def _progress_line() -> Callable[[str], None]:
-    """A function that prints progress: one changing line on a terminal, elsewhere a line from time to time."""
     console = log.new_console()
 
     def show(text: str) -> None:
         console.status(f"[infer] {text}")
         console.tick(time.monotonic())
 
-    return show
+    meter = ProgressMeter(n, partial.n_answers, show=show)
+    try:
+        answer_rest(answer, renderer, questions=questions, batch_size=cfg.eval.batch_size, partial=partial, meter=meter)
+    except KeyboardInterrupt:
+        log.say(f"stopped; {partial.n_answers} answers are kept, the same command continues from there", "infer")
+        raise
 
 
 def _check_paths(args: Namespace) -> Path:
@@ -207,70 +185,52 @@ def _check_paths(args: Namespace) -> Path:
     return out
 
 
-def _settings(args: Namespace, cfg: RunConfig) -> dict[str, Any]:
-    """The settings that change the answers, besides the run and the rows."""
-    fixed = {"batch_size": cfg.eval.batch_size, "max_new_tokens": _longest(args, cfg), "temperature": args.temperature}
-    return {**fixed, "top_p": _top_p(args), "seed": _seed(args, cfg)} if args.temperature else fixed
-
-
-def open_generator(cfg: RunConfig, folder: RunFolder, *, args: Namespace) -> tuple[Any, Any]:
+def _open_generator(cfg: RunConfig, folder: RunFolder, *, args: Namespace) -> tuple[Any, Any, Any]:
+    """A generator and its renderer, and the models of both roles of a run that answers twice; else None."""
     prepare_environment(cfg)
     from sftplay.generate.generate import Generator
+    from sftplay.generate.sampling import Sampling
     from sftplay.model.load import load_result, load_untrained
 
     tokenizer, renderer = load_renderer(cfg, folder)
-    model = load_untrained(cfg, folder.path) if getattr(args, "base", False) else load_result(cfg, folder.path)
-    return Generator(model, tokenizer, renderer.end_token_ids, _longest(args, cfg), _sampling(args, cfg)), renderer
-
-
-def _sampling(args: Namespace, cfg: RunConfig) -> Any:
-    from sftplay.generate.sampling import Sampling
-
-    return Sampling(args.temperature, _top_p(args), _seed(args, cfg))
-
-
-def _longest(args: Namespace, cfg: RunConfig) -> int:
+    is_base, role_models = getattr(args, "base", False), None
+    longest = args.max_new_tokens or cfg.eval.max_new_tokens
     if cfg.task.turns == 2:
-        return cfg.score.max_new_tokens
-    return args.max_new_tokens or cfg.eval.max_new_tokens
+        longest = cfg.score.max_new_tokens
+        role_models = cfg.task.finished.open_role_models(cfg, folder, untrained=is_base)
+        model = role_models.model
+    else:
+        model = load_untrained(cfg, folder.path) if is_base else load_result(cfg, folder.path)
+    sampling = Sampling(**_drawing(args, cfg))
+    return Generator(model, tokenizer, renderer.end_token_ids, longest, sampling), renderer, role_models
 
 
-def _top_p(args: Namespace) -> float:
-    return 1.0 if args.top_p is None else args.top_p
+def _drawing(args: Namespace, cfg: RunConfig) -> dict[str, Any]:
+    """The settings of sampling."""
+    top_p, seed = 1.0 if args.top_p is None else args.top_p, cfg.seed if args.seed is None else args.seed
+    return {"temperature": args.temperature, "top_p": top_p, "seed": seed}
 
 
-def _seed(args: Namespace, cfg: RunConfig) -> int:
-    return cfg.seed if args.seed is None else args.seed
-
-
-def _open_chat(cfg: RunConfig, folder: RunFolder, *, args: Namespace, sampling: Any) -> Any:
-    """Open a chat with the run's solver and guide, or with the base model for both."""
-    from sftplay.generate.generate import Generator
-
-    finished = cfg.task.finished
-    tokenizer, renderer = load_renderer(cfg, folder)
-    role_models = finished.open_role_models(cfg, folder, untrained=args.base)
-    generator = Generator(role_models.model, tokenizer, renderer.end_token_ids, cfg.score.max_new_tokens, sampling)
-    return finished.EpisodeChat(cfg, role_models, renderer=renderer, generator=generator)
-
-
-def _open_row_sampler(cfg: RunConfig, folder: RunFolder, *, sampling: Any) -> tuple[Any, Any]:
-    """Open the episode sampler for the rows of a file, and the renderer of their prompts."""
-    finished = cfg.task.finished
-    _, renderer = load_renderer(cfg, folder)
-    role_models = finished.open_role_models(cfg, folder)
-    return finished.RowEpisodeSampler(cfg, role_models, renderer=renderer, sampling=sampling), renderer
-
-
-LONGEST_BYTES = 1 << 16
-"""A larger file holds no puzzle."""
+LONGEST_BYTES = 1 << 16  # a larger file holds no puzzle
 
 
 def _solve_puzzle(args: Namespace, cfg: RunConfig, *, folder: RunFolder) -> int:
     """Print the grid of the solution, and what is to be said of it."""
-    text = _read_grid(args.input)
+    name = args.input
+    if not name:
+        fix = "name a file with one grid: IN=puzzle.txt"
+        raise ConfigError("this run solves puzzles, and none is named", where="--in (IN=)", fix=fix)
+    fix = "name a file with one grid"
+    try:
+        if Path(name).stat().st_size > LONGEST_BYTES:
+            raise DataError("is larger than any puzzle", where=name, fix=fix)
+        text = Path(name).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"cannot be read ({error.strerror})", where=name, fix=fix) from None
+    except UnicodeDecodeError:
+        raise DataError("is no text", where=name, fix=fix) from None
     prepare_environment(cfg)
-    solution = cfg.task.finished.solve_text(cfg, folder, text=text, where=args.input)
+    solution = cfg.task.finished.solve_text(cfg, folder, text=text, where=name)
     print(solution.text, flush=True)
     log.say(solution.said, "infer")
     return 0
@@ -282,18 +242,3 @@ def _refuse_puzzle_file(args: Namespace) -> None:
         what = "only a run of task mode hrm takes a file here"
         fix = "leave it out to talk, or answer a file of rows with make infer-batch IN= OUT="
         raise ConfigError(what, where="--in (IN=)", fix=fix)
-
-
-def _read_grid(name: str) -> str:
-    if not name:
-        fix = "name a file with one grid: IN=puzzle.txt"
-        raise ConfigError("this run solves puzzles, and none is named", where="--in (IN=)", fix=fix)
-    path = Path(name)
-    try:
-        if path.stat().st_size > LONGEST_BYTES:
-            raise DataError("is larger than any puzzle", where=name, fix="name a file with one grid")
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise DataError(f"cannot be read ({error.strerror})", where=name, fix="name a file with one grid") from None
-    except UnicodeDecodeError:
-        raise DataError("is no text", where=name, fix="name a file with one grid") from None

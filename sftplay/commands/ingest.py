@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from sftplay import log
 from sftplay.data.ingest.settings import STEPS, Settings
@@ -21,17 +20,47 @@ def ingest(args: Namespace) -> int:
         what = f"{args.overrides[0]!r} is no setting of ingest, which has no config"
         raise ConfigError(what, where="command line", fix="see `python -m sftplay ingest --help`")
     settings = _settings(args)
-    from sftplay.data.ingest.run.ingest import check_outcome
+    from sftplay.data.ingest.run.ingest import check_outcome, report_paths
     from sftplay.data.ingest.run.ingest import ingest as run
     from sftplay.report.documents import page_of
 
-    count_tokens = _counter(args.tokenizer) if args.tokenizer else None
-    report = run(settings, render_page=page_of, count_tokens=count_tokens, replaces=args.replace)
-    if not args.json:
-        _show_ingest_report(report, settings)
-    check_outcome(report, settings)
+    count = None
+    if args.tokenizer:
+        from sftplay.config.run import ModelConfig
+        from sftplay.model.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(ModelConfig(name=args.tokenizer))
+
+        def count(texts: Sequence[str]) -> int:
+            return sum(map(len, tokenizer(list(texts), add_special_tokens=False)["input_ids"]))
+
+    report = run(settings, render_page=page_of, count_tokens=count, replaces=args.replace)
     if args.json:
+        check_outcome(report, settings)
         print(json.dumps(report))
+        return 0
+
+    def count_by_reason(group: str) -> str:
+        named = ", ".join(f"{number:,} {reason.replace('_', ' ')}" for reason, number in report[group].items())
+        return f"{sum(report[group].values()):,}" + (f" ({named})" if named else "")
+
+    size = f"{report['characters']:,} characters"
+    size += f", {report['tokens']:,} tokens" if report["tokens"] is not None else ""
+    log.say(f"documents   {report['documents']:,}", "ingest")
+    log.say(f"kept        {report['kept']:,}, {size}", "ingest")
+    for group in ("dropped", "unreadable"):
+        log.say(f"{group:11} {count_by_reason(group)}", "ingest")
+    if report["guessed_encodings"]:
+        guessed = count_by_reason("guessed_encodings")
+        log.say(f"guessed     encodings of {guessed}; their notes are in the report", "ingest")
+    if report["tracebacks"]:
+        log.say(f"tracebacks  of readers that failed: {report['tracebacks']}", "ingest")
+    if report["skipped"]:
+        log.say(f"passed over {count_by_reason('skipped')}", "ingest")
+    if report["kept"]:
+        page, seconds = report_paths(settings.out)[1], format_seconds(report["seconds"])
+        log.say(f"{settings.out} in {seconds}; report: {page}", "ingest")
+    check_outcome(report, settings)
     return 0
 
 
@@ -52,46 +81,7 @@ def _settings(args: Namespace) -> Settings:
     )  # fmt: skip
 
 
-def _counter(name: str) -> Callable[[Sequence[str]], int]:
-    """What counts the tokens of texts, by the tokenizer of a model."""
-    from sftplay.config.run import ModelConfig
-    from sftplay.model.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(ModelConfig(name=name))
-
-    def count(texts: Sequence[str]) -> int:
-        found = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        return sum(map(len, found))
-
-    return count
-
-
-def _show_ingest_report(report: dict[str, Any], settings: Settings) -> None:
-    from sftplay.data.ingest.run.ingest import report_paths
-
-    def counted(group: str) -> str:
-        named = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in report[group].items())
-        return f"{sum(report[group].values()):,}" + (f" ({named})" if named else "")
-
-    size = f"{report['characters']:,} characters"
-    size += f", {report['tokens']:,} tokens" if report["tokens"] is not None else ""
-    log.say(f"documents   {report['documents']:,}", "ingest")
-    log.say(f"kept        {report['kept']:,}, {size}", "ingest")
-    for group in ("dropped", "unreadable"):
-        log.say(f"{group:11} {counted(group)}", "ingest")
-    if report["guessed_encodings"]:
-        log.say(f"guessed     encodings of {counted('guessed_encodings')}; their notes are in the report", "ingest")
-    if report["tracebacks"]:
-        log.say(f"tracebacks  of readers that failed: {report['tracebacks']}", "ingest")
-    if report["skipped"]:
-        log.say(f"passed over {counted('skipped')}", "ingest")
-    if report["kept"]:
-        page, seconds = report_paths(settings.out)[1], format_seconds(report["seconds"])
-        log.say(f"{settings.out} in {seconds}; report: {page}", "ingest")
-
-
-SHOWN_SOURCES = 5
-"""Repeated pairs of ARC that are named on the terminal; the report names all."""
+SHOWN_SOURCES = 5  # repeated pairs of ARC that are named on the terminal; the report names all
 
 
 def puzzle_data(args: Namespace) -> int:
@@ -109,19 +99,12 @@ def puzzle_data(args: Namespace) -> int:
     report = make_folder(settings)
     if args.json:
         print(json.dumps(report))
-    else:
-        _show_puzzle_report(report, settings.out)
-    return 0
-
-
-def _show_puzzle_report(report: dict[str, Any], out: Path) -> None:
+        return 0
     for split in ("train", "test"):
         counts = report[split]
         identifiers = f", {counts['identifiers']:,} identifiers" if counts["identifiers"] > 1 else ""
-        text = (
-            f"{counts['groups']:,} originals, {counts['puzzles']:,} with their copies, {counts['examples']:,} examples"
-        )
-        log.say(f"{split:5} {text}{identifiers}", "puzzle-data")
+        text = f"{counts['groups']:,} originals, {counts['puzzles']:,} with their copies, {counts['examples']:,}"
+        log.say(f"{split:5} {text} examples{identifiers}", "puzzle-data")
     copies, others = report.get("test_pairs_like_a_demonstration"), report.get("like_another_task", [])
     if copies:
         log.say(f"note: {copies:,} test pairs are copies of a demonstration of their own task", "puzzle-data")
@@ -133,4 +116,5 @@ def _show_puzzle_report(report: dict[str, Any], out: Path) -> None:
         log.say("no puzzle of the test is a copy of one of training", "puzzle-data")
     if shared := report.get("test_puzzles_with_a_training_solution"):
         log.say(f"note: {shared:,} puzzles of the test share their solution with one of training", "puzzle-data")
-    log.say(f"{out}: set data.train_path and data.val_path to it", "puzzle-data")
+    log.say(f"{settings.out}: set data.train_path and data.val_path to it", "puzzle-data")
+    return 0

@@ -10,26 +10,18 @@ import time
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError
 from sftplay.log import is_terminal
-from sftplay.machine.probe import Machine, probe
+from sftplay.machine.probe import probe
 from sftplay.units import format_bytes
-
-if TYPE_CHECKING:
-    from sftplay.machine.doctor.examine import RunNeeds
 
 CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 
 REFRESH_S = 2.0
 
-AMPERE = (8, 0)
-"""Oldest compute capability with bf16."""
-
-CLEAR = "\x1b[H\x1b[J"
-"""Moves the cursor to the top left corner and clears the terminal."""
+CLEAR = "\x1b[H\x1b[J"  # moves the cursor to the top left corner and clears the terminal
 
 
 def gpu_info(args: Namespace) -> int:
@@ -73,9 +65,22 @@ def memory_check(args: Namespace) -> int:
 
 def doctor(args: Namespace) -> int:
     """`doctor`: findings with their remedies; exit code 3 when one of them would stop a run."""
-    from sftplay.machine.doctor.examine import diagnose
+    from sftplay.machine.doctor.examine import RunNeeds, diagnose
 
-    findings = diagnose(probe(in_detail=True), _run_needs(args), is_fast=args.fast)
+    if args.config:
+        from sftplay.config.load import load_config
+        from sftplay.model.source import is_local
+        from sftplay.runs.model_shape import checkpoint_bytes
+
+        cfg = load_config(args.config, args.overrides)
+        needs = RunNeeds(
+            output=Path(cfg.output_dir), hub_model=None if is_local(cfg.model.name) else cfg.model.name,
+            checkpoint_bytes=checkpoint_bytes(cfg), checkpoints_kept=cfg.train.save_total_limit,
+            wants_4bit=cfg.tuning.mode == "qlora",
+        )  # fmt: skip
+    else:
+        needs = RunNeeds(output=_output_folder(args))
+    findings = diagnose(probe(in_detail=True), needs, is_fast=args.fast)
     counts = {level: sum(finding.level == level for finding in findings) for level in ("ok", "warn", "stop")}
     if args.json:
         print(json.dumps({**counts, "findings": [asdict(finding) for finding in findings]}, ensure_ascii=False))
@@ -118,10 +123,10 @@ def setup_accelerate(args: Namespace) -> int:
     path = Path(args.out)
     if args.interactive:
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
-        return subprocess.call(command)
+        cli = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+        return subprocess.call([*cli, "config", "--config_file", str(path)])
     machine = probe()
-    has_bf16 = bool(machine.gpus) and all(gpu.capability >= AMPERE for gpu in machine.gpus)
+    has_bf16 = bool(machine.gpus) and all(gpu.has_bf16 for gpu in machine.gpus)
     text = accelerate_text(path, gpus=len(machine.gpus), has_bf16=has_bf16)
     write_accelerate(path, text)
     if args.json:
@@ -143,16 +148,12 @@ def _show_memory(output: Path, *, as_json: bool) -> None:
         print(json.dumps({**memory, "n_gpus": len(gpus), "gpus": gpus, "runs": [run.as_dict() for run in runs]}))
         return
     lines = describe_gpus(machine) or [f"No GPU: {machine.gpu_reason}"]
-    lines.append(_ram(machine))
+    used, free = format_bytes(machine.ram_bytes - machine.ram_available), format_bytes(machine.ram_available)
+    lines.append(f"memory: {format_bytes(machine.ram_bytes)}: {used} used, {free} free")
     for run in runs:
         lines += describe_run(run)
     for line in lines if runs else [*lines, f"no run is going on in {output}"]:
         log.show(line)
-
-
-def _ram(machine: Machine) -> str:
-    used = format_bytes(machine.ram_bytes - machine.ram_available)
-    return f"memory: {format_bytes(machine.ram_bytes)}: {used} used, {format_bytes(machine.ram_available)} free"
 
 
 def _output_folder(args: Namespace) -> Path:
@@ -165,22 +166,3 @@ def _output_folder(args: Namespace) -> Path:
     if unknown := next((key for key in overrides if key != "output_dir"), None):
         raise ConfigError(f"{unknown} needs a config", where="command line", fix="name one with CONFIG=")
     return Path(overrides.get("output_dir", "outputs"))
-
-
-def _run_needs(args: Namespace) -> RunNeeds:
-    from sftplay.machine.doctor.examine import RunNeeds
-
-    if not args.config:
-        return RunNeeds(output=_output_folder(args))
-    from sftplay.config.load import load_config
-    from sftplay.model.source import is_local
-    from sftplay.runs.model_shape import checkpoint_bytes
-
-    cfg = load_config(args.config, args.overrides)
-    return RunNeeds(
-        output=Path(cfg.output_dir),
-        hub_model=None if is_local(cfg.model.name) else cfg.model.name,
-        checkpoint_bytes=checkpoint_bytes(cfg),
-        checkpoints_kept=cfg.train.save_total_limit,
-        wants_4bit=cfg.tuning.mode == "qlora",
-    )

@@ -14,16 +14,9 @@ from sftplay.model.start_point import resolve_names
 from sftplay.plan.devices.cards import Card, find_card, parse_fleet
 from sftplay.plan.memory.budget import find_device
 from sftplay.plan.memory.forecast import Hardware
-from sftplay.plan.report.tables import (
-    describe_memory,
-    describe_model,
-    describe_suggestions,
-    describe_workload,
-)
-from sftplay.plan.report.task_report import TaskReport, find_report
-from sftplay.plan.shape.model_shape import ModelShape
+from sftplay.plan.report.tables import describe_memory, describe_model, describe_suggestions, describe_workload
+from sftplay.plan.report.task_report import find_report
 from sftplay.plan.sizing.size_run import size_run
-from sftplay.plan.sizing.task_sizing import SizedRun
 from sftplay.runs.inputs import known_lengths, load_checked
 from sftplay.runs.model_shape import require_shape
 from sftplay.units import parse_bytes
@@ -42,14 +35,23 @@ def plan(args: Namespace) -> int:
     sized = fitted(cfg, shape=shape)
     world_size = sized.world_size
     hardware = Hardware(find_device(machine, world_size), world_size, lengths)
-    if args.compare:
-        return _compare(args, sized, task=task, shape=shape, hardware=hardware)
     forecast = sized.forecast
     assert forecast is not None
+    if args.compare:
+        rows, table = task.compare(sized.cfg, shape, hardware=hardware)
+        if args.json:
+            print(json.dumps({"model": shape.name, "rows": [row.as_dict() for row in rows]}))
+        for line in [] if args.json else [*describe_model(forecast), *table]:
+            log.show(line)
+        return 0
     work = task.workload(sized.cfg, forecast, lengths=lengths)
     suggestions = [] if forecast.verdict == "fits" else task.suggest(cfg, sized, sizing=fitted, hardware=hardware)
     if args.json:
-        extra = {"suggestions": [each.as_dict() for each in suggestions], **vars(work), "notes": list(sized.notes)}
+        extra = {
+            "suggestions": [suggestion.as_dict() for suggestion in suggestions],
+            **vars(work),
+            "notes": list(sized.notes),
+        }
         print(json.dumps({**sized.as_plan(), **extra}))
         return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
     train = sized.cfg.train
@@ -59,7 +61,7 @@ def plan(args: Namespace) -> int:
         f"tuning      {sized.cfg.tuning.mode}, {train.precision}, {task.describe_tokens(sized.cfg, forecast.size.seq)}",
         f"batch       {sizes} {task.unit} a step (batch_size x grad_accum x processes = effective batch)",
         *task.describe_sampling(forecast, sized.as_plan()),
-        *(f"            {key} = {each.value}: {each.reason}" for key, each in sized.decisions.items()),
+        *(f"            {key} = {decision.value}: {decision.reason}" for key, decision in sized.decisions.items()),
         "memory on each device, at its peak",
         *describe_memory(forecast),
         *task.describe_phases(forecast),
@@ -73,17 +75,6 @@ def plan(args: Namespace) -> int:
     return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
 
 
-def _compare(args: Namespace, sized: SizedRun, *, task: TaskReport, shape: ModelShape, hardware: Hardware) -> int:
-    rows, lines = task.compare(sized.cfg, shape, hardware=hardware)
-    if args.json:
-        print(json.dumps({"model": shape.name, "rows": [row.as_dict() for row in rows]}))
-        return 0
-    assert sized.forecast is not None
-    for line in (*describe_model(sized.forecast), *lines):
-        log.show(line)
-    return 0
-
-
 def _planned_machine(args: Namespace) -> tuple[Machine, int]:
     """The machine to plan for, and the number of processes."""
     if args.gpus and args.vram:
@@ -93,23 +84,18 @@ def _planned_machine(args: Namespace) -> tuple[Machine, int]:
         count, card = parse_fleet(args.gpus, "--gpus (GPUS=)")
         machine = _with_gpus(machine, count, card=card)
     elif args.vram:
-        machine = _with_gpus(machine, 1, card=_card_of_size(args.vram))
+        try:
+            mib = parse_bytes(args.vram) >> 20
+        except ValueError as error:
+            raise ConfigError(str(error), where="--vram (VRAM=)", fix="write VRAM=24GiB") from None
+        card = find_card("A10") or Card("", 0, (8, 0), 0)
+        machine = _with_gpus(machine, 1, card=replace(card, name=f"GPU of {args.vram}", total_mib=mib, tflops=0))
     world_size = args.nproc or max(1, len(machine.gpus))
     if 0 < len(machine.gpus) < world_size:
-        raise MachineError(
-            f"{world_size} processes need {world_size} GPUs, there are {len(machine.gpus)}",
-            where="--nproc",
-            fix=f"use --nproc {len(machine.gpus)}, or plan for others with GPUS={world_size}xA100",
-        )
+        what = f"{world_size} processes need {world_size} GPUs, there are {len(machine.gpus)}"
+        fix = f"use --nproc {len(machine.gpus)}, or plan for others with GPUS={world_size}xA100"
+        raise MachineError(what, where="--nproc", fix=fix)
     return machine, world_size
-
-
-def _card_of_size(text: str) -> Card:
-    try:
-        size = parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(str(error), where="--vram (VRAM=)", fix="write VRAM=24GiB") from None
-    return replace(find_card("A10") or Card("", 0, (8, 0), 0), name=f"GPU of {text}", total_mib=size >> 20, tflops=0)
 
 
 def _with_gpus(machine: Machine, count: int, *, card: Card) -> Machine:

@@ -38,30 +38,24 @@ def compare(args: Namespace) -> int:
         what = f"compare has nothing to set {args.overrides[0]!r} in"
         raise ConfigError(what, where="command line", fix="leave it out, or give the config with --config")
     output = Path(load_config(args.config, args.overrides).output_dir if args.config else "outputs")
-    one, two = (_run_at(name, flag, output=output) for flag, name in (("--a", args.a), ("--b", args.b)))
+    runs = []
+    for flag, name in (("--a", args.a), ("--b", args.b)):
+        if not name:
+            raise ConfigError("no run is named", where=flag, fix="make compare RUN_A=name RUN_B=name")
+        folder = next((path for path in (Path(name), output / name) if (path / RESOLVED).is_file()), None)
+        if folder is None:
+            places = f"neither {name} nor {output / name} holds a {RESOLVED}"
+            raise ConfigError(f"no run {name!r} ({places})", where=flag, fix="give a run's folder, or its name")
+        runs.append(RunFolder(folder))
     from sftplay.report.compare import compare_runs, comparison_table
 
-    comparison = compare_runs(one, two)
+    comparison = compare_runs(*runs)
     print(json.dumps(comparison, ensure_ascii=False) if args.json else comparison_table(comparison))
     return 0
 
 
-def _run_at(name: str, flag: str, *, output: Path) -> RunFolder:
-    if not name:
-        raise ConfigError("no run is named", where=flag, fix="make compare RUN_A=name RUN_B=name")
-    folder = next((path for path in (Path(name), output / name) if (path / RESOLVED).is_file()), None)
-    if folder is None:
-        places = f"neither {name} nor {output / name} holds a {RESOLVED}"
-        raise ConfigError(f"no run {name!r} ({places})", where=flag, fix="give a run's folder, or its name")
-    return RunFolder(folder)
-
-
 def start(args: Namespace) -> int:
-    """`tensorboard`: start it over all runs of the output folder, or print the address of the one that runs.
-
-    Raises:
-        ConfigError: there is no run of the name that is given.
-    """
+    """`tensorboard`: start it over all runs of the output folder, or print the address of the one that runs."""
     output = Path(load_config(args.config, args.overrides).output_dir) if args.config else Path("outputs")
     folder = output
     if args.run:

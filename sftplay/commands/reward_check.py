@@ -9,22 +9,15 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from sftplay import log
 from sftplay.config.load import load_config
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.launch.run_folder import find_run
 from sftplay.model.start_point import resolve_names
 from sftplay.runs.finished_run import prepare_environment
 from sftplay.runs.inputs import load_checked
-
-if TYPE_CHECKING:
-    from sftplay.reward.check import RewardCheck
-
-
-ROWS = 32
-"""Rows on which rewards are tried."""
 
 
 def reward_check(args: Namespace) -> int:
@@ -34,18 +27,17 @@ def reward_check(args: Namespace) -> int:
     each reward for each completion of a file; 0.
     """
     if args.input:
-        return _score_given(args)
+        if args.run or args.n:
+            raise ConfigError("--in goes with neither --run nor --n", where="reward-check", fix="leave those out")
+        return _score_given(_expect_rewards(load_config(args.config, args.overrides), args), args)
     if args.run:
         return _recheck(args)
-    cfg = load_checked(args.config, args.overrides, asks_hub=False)  # no model answers here
-    if not cfg.rewards:
-        fix = "write rewards: [{name: answer, use: exact_match}]"
-        raise ConfigError("the config has no rewards", where=args.config, fix=fix)
+    cfg = _expect_rewards(load_checked(args.config, args.overrides, asks_hub=False), args)  # no model answers here
     from sftplay.reward.check import check_rewards, make_error
     from sftplay.reward.reward_set import RewardSet
     from sftplay.runs.reward_check import check_solutions, read_cases
 
-    cases = read_cases(cfg, args.n or ROWS)
+    cases = read_cases(cfg, args.n or 32)
     with RewardSet(cfg) as rewards:
         check_solutions(cfg, rewards)
         checks = check_rewards(rewards, cases, cfg=cfg)
@@ -54,30 +46,34 @@ def reward_check(args: Namespace) -> int:
         print(json.dumps([asdict(check) for check in checks]))
         return RunError.exit_code if bad else 0
     for check in checks:
-        _show(check)
+        said = "ok" if check.verdict == "ok" else check.verdict.replace("_", " ").upper()
+        scores = {"right answers": check.gold_mean, **check.junk}
+        means = "  ".join(f"{kind} {'-' if mean is None else format(mean, '.2f')}" for kind, mean in scores.items())
+        log.say(f"{check.name:<16} {said:<12} {means}{f'  ({check.why})' if check.why else ''}", "reward")
+        if check.in_process:
+            places = ", ".join(check.in_process)
+            log.say(f"note: these tests run in_process, where a program can forge its verdict: {places}", "reward")
     if bad:
         raise make_error(bad)
     return 0
 
 
-def _score_given(args: Namespace) -> int:
-    if args.run or args.n:
-        raise ConfigError("--in goes with neither --run nor --n", where="reward-check", fix="leave those out")
-    cfg = load_config(args.config, args.overrides)
+def _expect_rewards(cfg: RunConfig, args: Namespace) -> RunConfig:
     if not cfg.rewards:
         fix = "write rewards: [{name: answer, use: exact_match}]"
         raise ConfigError("the config has no rewards", where=args.config, fix=fix)
+    return cfg
+
+
+def _score_given(cfg: RunConfig, args: Namespace) -> int:
     from sftplay.runs.reward_check import score_given
 
     rows = score_given(cfg, args.input)
     if args.json:
         print(json.dumps({"rows": rows}))
-        return 0
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate([] if args.json else rows, 1):
         values = {**row["rewards"], "total": row["total"]}
-        said = "  ".join(
-            f"{name} {'unknown' if value is None else format(value, 'g')}" for name, value in values.items()
-        )
+        said = "  ".join(f"{name} {'unknown' if x is None else format(x, 'g')}" for name, x in values.items())
         status = f"  ({row['verdict']['status']})" if row["verdict"] else ""
         log.say(f"{number:>5}  {said}{status}", "reward")
     return 0
@@ -92,10 +88,8 @@ def _recheck(args: Namespace) -> int:
 
     files = kept_steps(folder.path)
     if not files:
-        raise DataError(
-            "no completions are kept there", where=str(folder.path / "samples"),
-            fix="name a run of task_mode grpo whose grpo.samples is not 0",
-        )  # fmt: skip
+        fix = "name a run of task_mode grpo whose grpo.samples is not 0"
+        raise DataError("no completions are kept there", where=str(folder.path / "samples"), fix=fix)
     if args.n:
         files = [files[at * len(files) // args.n] for at in range(args.n)] if args.n < len(files) else files
     prepare_environment(cfg)
@@ -109,21 +103,10 @@ def _recheck(args: Namespace) -> int:
         executor = rewards.executor
     if args.json:
         print(json.dumps([asdict(result) for result in found]))
-    for result in found if not args.json else []:
-        said = f"{result.differ:,} differ, first {result.first}" if result.differ else "all agree"
-        log.say(f"{result.name:<16} {result.n:,} completions of {len(files):,} steps: {said}", "reward")
-    if executor and not args.json:
-        log.say(f"programs ran in {executor}", "reward")
+    else:
+        for result in found:
+            said = f"{result.differ:,} differ, first {result.first}" if result.differ else "all agree"
+            log.say(f"{result.name:<16} {result.n:,} completions of {len(files):,} steps: {said}", "reward")
+        if executor:
+            log.say(f"programs ran in {executor}", "reward")
     return RunError.exit_code if any(result.differ for result in found) else 0
-
-
-def _show(check: RewardCheck) -> None:
-    said = "ok" if check.verdict == "ok" else check.verdict.replace("_", " ").upper()
-    means = "  ".join(
-        f"{kind} {'-' if mean is None else format(mean, '.2f')}"
-        for kind, mean in {"right answers": check.gold_mean, **check.junk}.items()
-    )
-    log.say(f"{check.name:<16} {said:<12} {means}{f'  ({check.why})' if check.why else ''}", "reward")
-    if check.in_process:
-        places = ", ".join(check.in_process)
-        log.say(f"note: these tests run in_process, where a program can forge its verdict: {places}", "reward")

@@ -6,7 +6,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 BEGIN, END = "<!-- attacks: written by the self-test -->", "<!-- end of attacks -->"
 """Marks in a page, between which the self-test writes its table."""
 
-BATCH = 256
-"""Jobs that are read before the first verdict is written."""
-
 
 def sandbox(args: Namespace) -> int:
     """`sandbox`: a job a line on standard input, its verdict on the same line of standard output."""
@@ -33,14 +30,22 @@ def sandbox(args: Namespace) -> int:
     from sftplay.sandbox.pool import Sandbox
 
     with ExitStack() as stack:
-        source: TextIO = stack.enter_context(_open(args.input)) if args.input else sys.stdin
+        source, target = sys.stdin, sys.stdout
+        if args.input:
+            try:
+                source = stack.enter_context(Path(args.input).open(encoding="utf-8"))
+            except OSError as error:
+                fix = "name a file with one job a line"
+                raise DataError(f"cannot be read ({error.strerror})", where=args.input, fix=fix) from error
         packages = [name for name in args.packages.split(",") if name]
         box = stack.enter_context(
             Sandbox(args.executor, workers=args.workers, is_warm=not args.fresh, packages=packages)
         )
-        target: TextIO = stack.enter_context(_whole(Path(args.out))) if args.out else sys.stdout
+        if args.out:  # it takes the place of what is there when all is written: that may be the jobs themselves
+            scratch = stack.enter_context(whole_file(Path(args.out)))
+            target = stack.enter_context(scratch.open("w", encoding="utf-8"))
         jobs = read_jobs(source, timeout_s=args.timeout)
-        while batch := list(islice(jobs, BATCH)):
+        while batch := list(islice(jobs, 256)):
             for verdict in box.run(batch):
                 target.write(json.dumps(verdict.as_dict(), ensure_ascii=False) + "\n")
             target.flush()
@@ -48,11 +53,7 @@ def sandbox(args: Namespace) -> int:
 
 
 def read_jobs(source: TextIO, *, timeout_s: float) -> Iterator[Job]:
-    """The jobs of JSON lines; empty lines are no jobs.
-
-    Raises:
-        DataError: a line holds no job; the error names it.
-    """
+    """The jobs of JSON lines; empty lines are no jobs. Raises DataError if a line holds no job; the error names it."""
     from sftplay.sandbox.verdicts.job import Limits, job_from_dict
 
     limits = Limits(timeout_s=timeout_s, test_timeout_s=min(timeout_s, Limits().test_timeout_s))
@@ -97,36 +98,16 @@ def self_test(args: Namespace) -> int:
     if not rows:
         choose_executor(args.executor, is_warm=False)  # says why, and what to install
         raise MachineError("no executor is here", where="sandbox")
-    _show(table(rows), args.out)
+    text = table(rows)
+    if args.out:  # a file with the marks keeps all that is outside of them
+        before = Path(args.out).read_text(encoding="utf-8") if Path(args.out).exists() else ""
+        head, mark, rest = before.partition(BEGIN)
+        if mark and END in rest:
+            text = f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}".rstrip("\n")
+        write_text(Path(args.out), text + "\n")
+    else:
+        log.show(text)
     through = [f"{name}: {row.attack.name}" for name, several in rows.items() for row in several if row.problems]
     held = sum(len(several) for several in rows.values()) - len(through)
     log.show(f"{held} attempts held, {len(through)} got through{': ' if through else ''}{'; '.join(through)}")
     return RunError.exit_code if through else 0
-
-
-def _show(text: str, out: str | None) -> None:
-    """Print the table, or write it; a file with the marks keeps all that is outside of them."""
-    if not out:
-        log.show(text)
-        return
-    before = Path(out).read_text(encoding="utf-8") if Path(out).exists() else ""
-    head, mark, rest = before.partition(BEGIN)
-    if mark and END in rest:
-        text = f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}".rstrip("\n")
-    write_text(Path(out), text + "\n")
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[TextIO]:
-    """A file to write to. It takes the place of what is there when all is written: that may be the jobs themselves."""
-    with whole_file(path) as scratch, scratch.open("w", encoding="utf-8") as file:
-        yield file
-
-
-def _open(path: str) -> TextIO:
-    try:
-        return Path(path).open(encoding="utf-8")
-    except OSError as error:
-        raise DataError(
-            f"cannot be read ({error.strerror})", where=path, fix="name a file with one job a line"
-        ) from error

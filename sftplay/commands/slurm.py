@@ -16,7 +16,7 @@ from sftplay.errors import ConfigError
 from sftplay.launch.job_files import job_text
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.slurm.request import JobRequest
-from sftplay.launch.slurm.scheduler import JOB_FILE, JobFolder
+from sftplay.launch.slurm.scheduler import JOB_FILE
 from sftplay.runs import submit as submitting
 from sftplay.runs.submit import as_text, describe, plan_job
 from sftplay.runs.submit import cancel as cancel_job
@@ -26,7 +26,18 @@ def submit(args: Namespace) -> int:
     """`submit`: queue the run of a config as a job; with --here, train in the job that this is called in."""
     if args.here:
         return submitting.run_here(args, os.environ)
-    job = submitting.prepare(args, _request(args))
+    options = {}
+    for flag, text in (("--sbatch", args.sbatch), ("--server-sbatch", args.server_sbatch)):
+        try:
+            options[flag] = tuple(shlex.split(text))
+        except ValueError as error:
+            raise ConfigError(f"cannot be split into words ({error})", where=flag, fix="close the quotes") from None
+    request = JobRequest(
+        nodes=args.nodes, gpus_per_node=args.gpus_per_node, gres=args.gres, time=args.time, partition=args.partition,
+        nproc=args.nproc, setup=Path(args.setup) if args.setup else None, sbatch=options["--sbatch"],
+        server_sbatch=options["--server-sbatch"],
+    )  # fmt: skip
+    job = submitting.prepare(args, request)
     answer = {"job_id": None, "run": str(job.folder.path), "job_file": str(job.folder.path / JOB_FILE)}
     if args.dry_run:
         print(json.dumps({**answer, "text": job.text}) if args.json else job.text, end="\n" if args.json else "")
@@ -73,7 +84,9 @@ def cancel(args: Namespace) -> int:
     """`cancel`: stop the job of a run with a checkpoint, or take it out of the queue."""
     job = submitting.find_job(_output(args), args.run)
     was_there = cancel_job(job, wait_s=0 if args.fast else args.wait)
-    facts = {"run": job.run.name, "job_id": job.job, "cancelled": was_there, **_read_end(job)}
+    ended = RunFolder(job.run).read_json("status.json")
+    facts = {"run": job.run.name, "job_id": job.job, "cancelled": was_there}
+    facts |= {key: ended.get(key) for key in ("step", "last_checkpoint")}
     if args.json:
         print(json.dumps(facts))
     else:
@@ -83,31 +96,11 @@ def cancel(args: Namespace) -> int:
     return 0
 
 
-def _read_end(job: JobFolder) -> dict[str, object]:
-    run = RunFolder(job.run).read_json("status.json")
-    return {key: run.get(key) for key in ("step", "last_checkpoint")}
-
-
 def _output(args: Namespace) -> Path:
     if args.overrides and not args.config:
         what = f"{args.verb} has no config to set {args.overrides[0]!r} in"
         raise ConfigError(what, where="command line", fix="leave it out, or name the config with CONFIG=")
     return Path(load_config(args.config, args.overrides).output_dir if args.config else "outputs")
-
-
-def _request(args: Namespace) -> JobRequest:
-    return JobRequest(
-        nodes=args.nodes, gpus_per_node=args.gpus_per_node, gres=args.gres, time=args.time, partition=args.partition,
-        nproc=args.nproc, setup=Path(args.setup) if args.setup else None, sbatch=_words(args.sbatch, "--sbatch"),
-        server_sbatch=_words(args.server_sbatch, "--server-sbatch"),
-    )  # fmt: skip
-
-
-def _words(text: str, flag: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise ConfigError(f"cannot be split into words ({error})", where=flag, fix="close the quotes") from None
 
 
 def job_file(args: Namespace) -> int:

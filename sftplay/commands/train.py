@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -33,43 +32,27 @@ from sftplay.runs.strategy_setup import with_deepspeed
 
 
 def train(args: Namespace) -> int:
-    """`train`: start the run of a config, or continue it where train.resume asks for that."""
-    return _on_every_node(args, partial(_train, args))
+    """`train`: start the run of a config, or continue it where train.resume asks for that; `resume`: continue it."""
+    if args.nnodes == 1 or args.dry_run:
+        return _train(args, None)
+    from sftplay.runs.nodes import among_nodes
+
+    return among_nodes(args, partial(_train, args))
 
 
 def _train(args: Namespace, rendezvous: Rendezvous | None) -> int:
     cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
-    if args.documents and not cfg.learns_documents:
+    if args.verb == "resume":
+        cfg = cfg.with_values({"train.resume": "auto"}, "resume") if cfg.train.resume == "never" else cfg
+    elif args.documents and not cfg.learns_documents:
         where = f"{cfg.origins.get('task_mode', args.config)} task_mode"
         fix = "write task_mode: cpt, or cpt_mixed with chats next to them; or use make train"
         raise ConfigError(f"{cfg.task_mode} does not learn documents", where=where, fix=fix)
-    if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_begun(cfg, args.config)):
+    elif cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_begun(cfg, args.config)):
         return launch(args, cfg, rendezvous=rendezvous)
     from sftplay.runs.resume import continue_run
 
     return continue_run(args, cfg, rendezvous=rendezvous)
-
-
-def resume(args: Namespace) -> int:
-    """`resume`: continue the newest run of a config."""
-    return _on_every_node(args, partial(_resume, args))
-
-
-def _resume(args: Namespace, rendezvous: Rendezvous | None) -> int:
-    cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
-    if cfg.train.resume == "never":
-        cfg = cfg.with_values({"train.resume": "auto"}, "resume")
-    from sftplay.runs.resume import continue_run
-
-    return continue_run(args, cfg, rendezvous=rendezvous)
-
-
-def _on_every_node(args: Namespace, work: Callable[[Rendezvous | None], int]) -> int:
-    if args.nnodes == 1 or args.dry_run:
-        return work(None)
-    from sftplay.runs.nodes import among_nodes
-
-    return among_nodes(args, work)
 
 
 def launch(
@@ -105,11 +88,7 @@ def launch(
 
 
 def train_ray(args: Namespace) -> int:
-    """`train-ray`: train on the cluster of RAY_ADDRESS, or on one that is started here.
-
-    Raises:
-        ConfigError: this is one process of another launch, or a single worker is asked for.
-    """
+    """`train-ray`: train on the cluster of RAY_ADDRESS, or on one that is started here."""
     from sftplay.launch.command.ray_command import ADDRESS
 
     if numbers := [name for name in args.strays if name in CLUSTER_NAMES or name.startswith("TORCHELASTIC_")]:

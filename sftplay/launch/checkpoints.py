@@ -28,8 +28,6 @@ TOGETHER = ("rows_sha256", "rows", "kit", "data_files", "held_out_sha256", "temp
 
 
 class MarkedFile(BaseModel):
-    """What a marker says of a file."""
-
     model_config = ConfigDict(strict=True)
 
     bytes: int
@@ -58,35 +56,35 @@ class Marker(BaseModel):
     data_files: dict[str, str | None] = {}
 
 
-def step_of(checkpoint: Path) -> int:
+def read_step(checkpoint: Path) -> int:
     """N of `checkpoint-N`; for a folder with another name the step in its marker."""
     match = NUMBERED.fullmatch(checkpoint.name)
     return int(match[1]) if match else int(read_marker(checkpoint)["step"])
 
 
 def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
-    """Sync every file of `checkpoint` to the disk, then write the marker.
-
-    The marker holds each file's size and sha256, and `facts` (the run's fingerprint).
-    """
+    """Sync every file to the disk, then write the marker: each file's size and sha256, and the run's `facts`."""
     files = {}
-    for path in sorted(each for each in checkpoint.rglob("*") if each.is_file() and each.name != MARKER):
+    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MARKER):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
         files[str(path.relative_to(checkpoint))] = {"bytes": path.stat().st_size, "sha256": digest}
-    write_text(checkpoint / MARKER, json.dumps({"step": step_of(checkpoint), **facts, "files": files}, indent=1))
-    _sync_folder(checkpoint)
-    _sync_folder(checkpoint.parent)
+    write_text(checkpoint / MARKER, json.dumps({"step": read_step(checkpoint), **facts, "files": files}, indent=1))
+    for folder in (checkpoint, checkpoint.parent):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def read_marker(checkpoint: Path) -> dict[str, Any]:
     """The content of the marker; empty for a checkpoint that does not count."""
-    content, _ = _read_marker(checkpoint)
-    return content
+    return examine_marker(checkpoint)[0]
 
 
-def _read_marker(checkpoint: Path) -> tuple[dict[str, Any], str]:
+def examine_marker(checkpoint: Path) -> tuple[dict[str, Any], str]:
     """The marker's content, empty where anything in it is odd; and what that is."""
     try:
         content = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
@@ -104,10 +102,10 @@ def _read_marker(checkpoint: Path) -> tuple[dict[str, Any], str]:
 
 def find_damage(checkpoint: Path) -> str:
     """What is wrong with a checkpoint that is marked complete, such as a changed file; empty when it has no damage."""
-    marker, problem = _read_marker(checkpoint)
+    marker, problem = examine_marker(checkpoint)
     if problem or not marker.get("files"):
         return problem or f"no readable {MARKER}"
-    if marker["step"] != step_of(checkpoint):
+    if marker["step"] != read_step(checkpoint):
         return f"{MARKER} is of step {marker['step']}"
     for name, expected in marker["files"].items():
         path = checkpoint / name
@@ -124,7 +122,7 @@ def find_damage(checkpoint: Path) -> str:
 def list_checkpoints(folder: Path) -> list[Path]:
     """All `checkpoint-N` in `folder`, oldest first, complete or not."""
     found = [p for p in folder.glob("checkpoint-*") if p.is_dir() and NUMBERED.fullmatch(p.name)]
-    return sorted(found, key=step_of)
+    return sorted(found, key=read_step)
 
 
 def is_marked(checkpoint: Path) -> bool:
@@ -138,19 +136,16 @@ def list_marked(folder: Path) -> list[Path]:
 
 
 def newest_complete(folder: Path, check: Callable[[Path], str] = lambda _: "") -> tuple[Path | None, list[str]]:
-    """The newest undamaged complete checkpoint, and a line for each folder that was passed over before it.
-
-    `check` says what else is wrong with an undamaged one; nothing when it returns an empty text.
-    """
+    """The newest undamaged complete checkpoint that `check` has nothing against, and a line for each skipped folder."""
     numbered = list_checkpoints(folder)
     strange = sorted(p.name for p in folder.glob("checkpoint-*") if p.is_dir() and p not in numbered)
-    passed_over = [f"{name!r} is passed over: its name ends with no number of steps" for name in strange]
+    skipped = [f"skipping {name!r}: its name ends with no number of steps" for name in strange]
     for checkpoint in reversed(numbered):
         damage = find_damage(checkpoint) or check(checkpoint)
         if not damage:
-            return checkpoint, passed_over
-        passed_over.append(f"{checkpoint.name} is passed over: {damage}")
-    return None, passed_over
+            return checkpoint, skipped
+        skipped.append(f"skipping {checkpoint.name}: {damage}")
+    return None, skipped
 
 
 def set_aside(folder: Path, *, after_step: int) -> list[str]:
@@ -160,7 +155,7 @@ def set_aside(folder: Path, *, after_step: int) -> list[str]:
     """
     moved = []
     for checkpoint in list_checkpoints(folder):
-        if step_of(checkpoint) > after_step or not is_marked(checkpoint):
+        if read_step(checkpoint) > after_step or not is_marked(checkpoint):
             target = folder / "incomplete" / checkpoint.name
             target.parent.mkdir(exist_ok=True)
             while target.exists():
@@ -173,18 +168,10 @@ def set_aside(folder: Path, *, after_step: int) -> list[str]:
 def rotate(folder: Path, limit: int, *, best: Path | None) -> list[str]:
     """Remove the oldest complete checkpoints beyond `limit`, never the newest or the best. Return their names."""
     complete = list_marked(folder)
-    removable = [each for each in complete[:-1] if best is None or each.resolve() != best.resolve()]
+    removable = [path for path in complete[:-1] if best is None or path.resolve() != best.resolve()]
     removed = []
     for checkpoint in removable[: max(0, len(complete) - limit)]:
         (checkpoint / MARKER).unlink()  # what an interrupted removal leaves does not count
         shutil.rmtree(checkpoint)
         removed.append(checkpoint.name)
     return removed
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -6,6 +6,7 @@ the newest complete checkpoint, where the run's folder is still there.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,20 +17,15 @@ import yaml
 from sftplay.errors import ConfigError
 
 PORT = 29511
-GRACE_S = 300
-"""Seconds that dstack and Kubernetes leave between SIGTERM and SIGKILL, for a checkpoint."""
-
+GRACE_S = 300  # seconds that dstack and Kubernetes leave between SIGTERM and SIGKILL, for a checkpoint
 STOPPED, TERMINATED = 138, 143
 """Exit codes of a run that was stopped by SIGUSR1, which asks to be started again, or by SIGTERM."""
 
-NEVER_AGAIN = [1, 2, 3, 4]
-"""Exit codes of a bug, or of a config, machine or data that would be refused again."""
-
+NEVER_AGAIN = [1, 2, 3, 4]  # exit codes of a bug, or of a config, machine or data that would be refused again
 LOSSES = 5
 """How often a run of several nodes may lose one. The others then end with 5, which Kubernetes counts as failures."""
 
-LEAST_SHARE = 0.97
-"""Of a card's memory: what a driver reports where a part is kept for error correction."""
+LEAST_SHARE = 0.97  # of a card's memory: what a driver reports where a part is kept for error correction
 
 _AGAIN = """\
 stopping=
@@ -70,18 +66,15 @@ class ClusterJob:
     def command(self, python: str, **words: str) -> str:
         """The shell command that trains on one node. Words that hold a `$` are left to that shell."""
         argv = [python, "-m", "sftplay", "train", "--config", self.config, f"run_name={self.name}", "train.resume=auto"]
-        own = shlex.join([*argv, *self.overrides, "--nproc", str(self.gpus)])
+        command = shlex.join([*argv, *self.overrides, "--nproc", str(self.gpus)])
         if self.nodes == 1:
-            return f"exec {own}"
+            return f"exec {command}"
         where = " ".join(f'--{flag.replace("_", "-")} "{word}"' for flag, word in words.items())
-        return f"exec {own} --nnodes {self.nodes} {where} --master-port {PORT}"
+        return f"exec {command} --nnodes {self.nodes} {where} --master-port {PORT}"
 
 
 def skypilot(job: ClusterJob) -> list[dict[str, Any]]:
-    """A task for `sky launch` and `sky jobs launch`, which replaces a lost machine and starts again after 138.
-
-    Source: docs.skypilot.co, SkyPilot YAML and distributed jobs.
-    """
+    """A task for `sky launch` and `sky jobs launch` (docs.skypilot.co, SkyPilot YAML and distributed jobs)."""
     command = job.command(
         ".venv/bin/python", node_rank="$SKYPILOT_NODE_RANK", master_addr='$(echo "$SKYPILOT_NODE_IPS" | head -n1)'
     )
@@ -101,12 +94,11 @@ def skypilot(job: ClusterJob) -> list[dict[str, Any]]:
 
 
 def dstack(job: ClusterJob) -> list[dict[str, Any]]:
-    """A task for `dstack apply`, which replaces a lost machine. Its shell starts again after 138.
-
-    Source: dstack.ai, tasks and distributed tasks.
-    """
+    """A task for `dstack apply` (dstack.ai, tasks and distributed tasks). Its shell starts again after 138."""
     command = job.command(".venv/bin/python", node_rank="$DSTACK_NODE_RANK", master_addr="$DSTACK_MASTER_NODE_IP")
-    gpu = {"name": _shorten(job.gpu), "count": job.gpus, "memory": f"{job.gpu_bytes * 9 // 10 // 2**30}GB.."}
+    # A100-80GB -> A100, RTX-4090 -> RTX4090, RTX-A6000 -> A6000
+    name = re.sub("-(32|40|80)GB$", "", job.gpu).replace("-", "").replace("RTXA", "A")
+    gpu = {"name": name, "count": job.gpus, "memory": f"{job.gpu_bytes * 9 // 10 // 2**30}GB.."}
     start = {"image": job.image} if job.image else {"python": "3.12"}
     again = _AGAIN.format(command=command.removeprefix("exec "), stopped=STOPPED, terminated=TERMINATED)
     return [
@@ -145,9 +137,13 @@ def kubernetes(job: ClusterJob) -> list[dict[str, Any]]:
         "resources": {"limits": {"nvidia.com/gpu": job.gpus}},
         "volumeMounts": [{"name": "outputs", "mountPath": outputs}, {"name": "shm", "mountPath": "/dev/shm"}],
     }
+    # Nodes whose GPUs have the planned memory, by the label that NVIDIA's feature discovery gives them.
+    least_mib = str(round(job.gpu_bytes * LEAST_SHARE) >> 20)
+    rule = {"key": "nvidia.com/gpu.memory", "operator": "Gt", "values": [least_mib]}
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}
     pod = {
         "subdomain": job.name,
-        "affinity": _affinity(job),
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}},
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": GRACE_S,
         "containers": [container],
@@ -156,23 +152,28 @@ def kubernetes(job: ClusterJob) -> list[dict[str, Any]]:
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
+    moved = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    codes = [
+        {"action": action, "onExitCodes": {"containerName": "train", "operator": "In", "values": values}}
+        for action, values in (("Ignore", [STOPPED, TERMINATED]), ("FailJob", NEVER_AGAIN))
+    ]
     spec = {
         "completions": job.nodes,
         "parallelism": job.nodes,
         "completionMode": "Indexed",
         "backoffLimit": LOSSES * (job.nodes - 1),
-        **_FAILURES,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {"rules": [moved, *codes]},
         "template": {"spec": pod},
     }
+    storage = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "100Gi"}}}
     service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": job.name}}
     return [
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": job.name}, "spec": service},
-        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": claim}, "spec": _STORAGE},
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": claim}, "spec": storage},
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job.name}, "spec": spec},
     ]
 
-
-_STORAGE = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "100Gi"}}}
 
 KINDS: dict[str, Callable[[ClusterJob], list[dict[str, Any]]]] = {
     "skypilot": skypilot,
@@ -191,36 +192,11 @@ def job_text(kind: str, job: ClusterJob) -> str:
     return f"# {job.config} on {plan}, written by `make job-file`. Use: {USES[kind]}\n{documents}"
 
 
-def _shorten(gpu: str) -> str:
-    """`A100-80GB` -> `A100`, `RTX-4090` -> `RTX4090`, `RTX-A6000` -> `A6000`."""
-    return gpu.removesuffix("-40GB").removesuffix("-80GB").removesuffix("-32GB").replace("-", "").replace("RTXA", "A")
-
-
-def _failure_rules() -> list[dict[str, Any]]:
-    def codes(action: str, values: list[int]) -> dict[str, Any]:
-        return {"action": action, "onExitCodes": {"containerName": "train", "operator": "In", "values": values}}
-
-    moved = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    return [moved, codes("Ignore", [STOPPED, TERMINATED]), codes("FailJob", NEVER_AGAIN)]
-
-
-_FAILURES = {"podReplacementPolicy": "Failed", "podFailurePolicy": {"rules": _failure_rules()}}
-
-
-def _affinity(job: ClusterJob) -> dict[str, Any]:
-    """Nodes whose GPUs have the planned memory, by the label that NVIDIA's feature discovery gives them."""
-    least_mib = str(round(job.gpu_bytes * LEAST_SHARE) >> 20)
-    rule = {"key": "nvidia.com/gpu.memory", "operator": "Gt", "values": [least_mib]}
-    terms = {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}
-    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
-
-
 class _Blocks(yaml.SafeDumper):
     """Writes texts of several lines, and scripts, as blocks."""
 
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if text.endswith("\n") else None)
 
-def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if text.endswith("\n") else None)
 
-
-_Blocks.add_representer(str, _as_block)
+_Blocks.add_representer(str, _Blocks.represent_str)

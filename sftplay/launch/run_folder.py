@@ -73,8 +73,7 @@ class _Event(_Fields):
     batch_size: Positive | None = None
 
 
-def is_event(line: dict[str, Any]) -> bool:
-    """True for a line of events.jsonl as the kit writes it."""
+def _is_event(line: dict[str, Any]) -> bool:
     try:
         event = _Event.model_validate(line)
     except ValidationError:
@@ -89,52 +88,29 @@ def odd_fields(name: str, content: dict[str, Any]) -> list[str]:
     try:
         SHAPES[name].model_validate(content)
     except ValidationError as error:
-        return sorted({str(each["loc"][0]) for each in error.errors(include_url=False)})
+        return sorted({str(problem["loc"][0]) for problem in error.errors(include_url=False)})
     return []
 
 
 EVENTS = "events.jsonl"
 
-SET_ASIDE = ".set-aside"
-"""The folder beside the runs with those that made no step."""
-
-BROKEN = ".broken"
-"""What is added to the name of a small file that was passed over."""
-
+SET_ASIDE = ".set-aside"  # the folder next to the runs with those that made no step
+BROKEN = ".broken"  # what is added to the name of a small file that was passed over
 OUT_OF_MEMORY, RESIZED, RESTARTED = "out_of_memory", "resized", "restarted"
 """Events of a run: a step was run again in smaller micro-batches; later attempts have other sizes; an attempt started
 after a process of the previous one had died."""
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class RunFolder:
     """`outputs/<run_name>/` and the paths in it."""
 
     path: Path
 
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def resolved(self) -> Path:
-        return self.path / RESOLVED
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def eval(self) -> Path:
-        return self.path / "eval"
+    def __post_init__(self) -> None:
+        self.name, self.resolved = self.path.name, self.path / RESOLVED
+        self.checkpoints, self.logs, self.eval = (self.path / name for name in ("checkpoints", "logs", "eval"))
+        self.metrics = self.path / "metrics.jsonl"
 
     @property
     def result(self) -> Path | None:
@@ -155,11 +131,7 @@ class RunFolder:
         )
 
     def create(self) -> None:
-        """Create the folder. The caller holds the run's lock.
-
-        Raises:
-            ConfigError: a run has started here, perhaps after `new_folder` found the name free.
-        """
+        """Create the folder, under the run's lock. ConfigError if a run has started here since `new_folder`."""
         if self.resolved.exists():
             raise name_taken(self.name, str(self.path))
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -167,10 +139,8 @@ class RunFolder:
     def set_aside(self) -> RunFolder:
         """Move the folder below SET_ASIDE, under its name and the time. The caller holds the run's lock.
 
-        What belongs to jobs of SLURM stays: the job writes into it until its end, and SLURM knows its path.
-
-        Raises:
-            MachineError: it cannot be moved.
+        What belongs to jobs of SLURM stays: the job writes into it until its end, and SLURM knows its path. Raises
+        MachineError if it cannot be moved.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
         target = _first_free(RunFolder(self.path.parent / SET_ASIDE / f"{self.name}-{stamp}"), claim=True).path
@@ -185,7 +155,7 @@ class RunFolder:
         return RunFolder(target)
 
     def become_latest(self) -> None:
-        """Make the link `latest` beside the folder point to it. A file of the user's by that name is left alone."""
+        """Make the link `latest` next to the folder point to it. A file of the user's by that name is left alone."""
         latest = self.path.parent / "latest"
         if latest.is_symlink() or not latest.exists():
             scratch = latest.with_name(f".latest-{os.getpid()}")
@@ -202,10 +172,7 @@ class RunFolder:
         return {key: value for key, value in content.items() if key not in odd}
 
     def set_broken_aside(self) -> None:
-        """Rename the run's small files that are broken, and say of each what is wrong. Call it under the run's lock.
-
-        The fields that are whole are written anew.
-        """
+        """Rename the run's broken small files, and write their whole fields anew. Call it under the run's lock."""
         for name in SHAPES:
             content, problem = examine_object(self.path / name)
             if odd := odd_fields(name, content):
@@ -232,7 +199,7 @@ class RunFolder:
         events: list[dict[str, Any]] = [{"event": RESIZED}] if plan.get("resized") else []
         events += [{"event": OUT_OF_MEMORY, **shortage} for shortage in plan.get("shortages", [])]
         lines, _ = read_lines(self.path / EVENTS)
-        return [each for each in [*events, *lines] if is_event(each)]
+        return [event for event in [*events, *lines] if _is_event(event)]
 
     @property
     def is_resized(self) -> bool:
@@ -241,7 +208,7 @@ class RunFolder:
 
     def update_status(self, **changes: Any) -> None:
         """Merge `changes` into status.json. Several may do so at once: the main rank's thread, a failing rank."""
-        self._edit_status(lambda status: changes)
+        self._edit_status(lambda _: changes)
 
     def close_attempt(self, cause: str, *, again: bool = False) -> None:
         """Record at which step the running attempt ended and why. `again` replaces an earlier record."""
@@ -263,12 +230,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the run for this process. The kernel releases the lock when the process dies.
-
-        Raises:
-            ConfigError: another process holds the lock.
-            MachineError: the folder cannot be created or written.
-        """
+        """Lock the run until this process dies. ConfigError if another one does, MachineError without a folder."""
         with ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -282,21 +244,13 @@ class RunFolder:
             yield
 
 
-def choose_name(cfg: RunConfig, config_path: str) -> str:
-    """The run's name: `run_name` if it is set, otherwise the config's stem and the local time."""
-    return cfg.run_name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
 def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFolder:
-    """The folder of a run that has not started yet. With `claim`, a folder named by the time is created here.
+    """The folder of a run that has not started yet: `run_name`, or the config's stem and the local time.
 
-    Without `claim` nothing shall start, and a name that is taken is only told.
-
-    Raises:
-        ConfigError: a run of that name exists.
-        MachineError: the folder cannot be created.
+    With `claim`, a folder named by the time is created here. Without `claim` nothing shall start, and only a note says
+    that a name is taken. Raises ConfigError if a run of that name exists; MachineError if the folder cannot be created.
     """
-    name = choose_name(cfg, config_path)
+    name = cfg.run_name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = RunFolder(Path(cfg.output_dir) / name)
     if cfg.run_name is None:
         return _first_free(folder, claim=claim)
@@ -310,28 +264,22 @@ def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFo
 
 def _first_free(folder: RunFolder, *, claim: bool) -> RunFolder:
     path, n = folder.path, 2
-    while path.exists() or (claim and not _create(path)):  # two runs of one config within a second
+    while True:
+        if not path.exists():
+            if not claim:
+                return RunFolder(path)
+            try:
+                path.mkdir(parents=True)
+                return RunFolder(path)
+            except FileExistsError:  # two runs of one config within a second
+                pass
+            except OSError as error:
+                raise _not_writable(path, error) from error
         path, n = folder.path.with_name(f"{folder.name}-{n}"), n + 1
-    return RunFolder(path)
-
-
-def _create(path: Path) -> bool:
-    """Create the folder; False when another process was faster."""
-    try:
-        path.mkdir(parents=True)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise _not_writable(path, error) from error
-    return True
 
 
 def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> RunFolder:
-    """The run that a command works on: `run` (a name or folder), or the config's fixed name, or its newest run.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The run `run` (a name or folder), else of the config's fixed name, else its newest one; else ConfigError."""
     output = Path(cfg.output_dir)
     if run or cfg.run_name:
         candidates = [Path(run), output / run] if run else [output / str(cfg.run_name)]
@@ -340,7 +288,9 @@ def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> Run
             what, fix = f"no run {run or cfg.run_name!r}", "train first, or check the name"
             raise ConfigError(what, where=str(output), fix=fix)
         return RunFolder(found)
-    runs = _runs_of(config_path, output)
+    # Only names that new_folder makes from this stem: runs of `run.yaml`, but not those of `run-long.yaml`.
+    pattern = re.compile(re.escape(Path(config_path).stem) + r"-\d{8}-\d{6}(-\d+)?")
+    runs = [path for path in output.glob("*") if pattern.fullmatch(path.name) and (path / RESOLVED).is_file()]
     if not runs:
         raise ConfigError(f"no run of {config_path} yet", where=str(output), fix="train first, or name one with RUN=")
     return RunFolder(max(runs, key=lambda path: (path / RESOLVED).stat().st_mtime_ns))
@@ -351,12 +301,6 @@ def has_begun(cfg: RunConfig, config_path: str) -> bool:
     with suppress(ConfigError):
         return find_run(cfg, config_path).has_made_step
     return False
-
-
-def _runs_of(config_path: str, output: Path) -> list[Path]:
-    # Only names that choose_name makes from this stem: runs of `run.yaml`, but not those of `run-long.yaml`.
-    pattern = re.compile(re.escape(Path(config_path).stem) + r"-\d{8}-\d{6}(-\d+)?")
-    return [path for path in output.glob("*") if pattern.fullmatch(path.name) and (path / RESOLVED).is_file()]
 
 
 def name_taken(name: str, where: str) -> ConfigError:

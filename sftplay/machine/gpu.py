@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, permutations
 from typing import Any
 
 from sftplay.machine.ram import ram_free_bytes, ram_limit_bytes
@@ -98,25 +99,26 @@ class Present:
     instances: tuple[str, ...] | None = None
 
 
-Choice = tuple[int, int | None]
-"""Index of a GPU, and of the MIG instance on it; None for a whole GPU."""
-
-
-def choose(present: Sequence[Present], visible: str | None) -> tuple[list[Choice], str]:
+def choose(present: Sequence[Present], visible: str | None) -> tuple[list[tuple[int, int | None]], str]:
     """The devices in CUDA's order, and the reason when there is none.
 
-    `visible` is the value of CUDA_VISIBLE_DEVICES; None when it is not set. Devices after the first one that does not
-    exist do not count, and a device named twice leaves none (torch/cuda/__init__.py, _parse_visible_devices). A process
-    sees one MIG instance at most, and then it sees no whole GPU (NVIDIA MIG User Guide, CUDA Device Enumeration).
+    A device is the index of a GPU, and that of the MIG instance on it, None for a whole GPU. `visible` is the value of
+    CUDA_VISIBLE_DEVICES; None when it is not set. Devices after the first one that does not exist do not count, and a
+    device named twice leaves none (torch/cuda/__init__.py, _parse_visible_devices). A process sees one MIG instance at
+    most, and then it sees no whole GPU (NVIDIA MIG User Guide, CUDA Device Enumeration).
     """
     if visible is not None and visible.strip() in ("", "-1"):
         return [], "CUDA_VISIBLE_DEVICES hides every GPU"
-    choices = _all(present) if visible is None else _named(present, visible)
+    choices: list[tuple[int, int | None]] = []
+    if visible is not None:
+        choices = _find_named(present, visible)
+    else:
+        for index, gpu in enumerate(present):
+            choices += [(index, None)] if gpu.instances is None else [(index, n) for n in range(len(gpu.instances))]
     if len(set(choices)) < len(choices):
         return [], f"CUDA_VISIBLE_DEVICES={visible} names a GPU twice, then CUDA gives none"
     instances = [choice for choice in choices if choice[1] is not None]
-    chosen = instances[:1] or choices
-    if chosen:
+    if chosen := instances[:1] or choices:
         return chosen, ""
     if visible is not None:
         return [], f"CUDA_VISIBLE_DEVICES={visible} names no GPU of this machine"
@@ -125,43 +127,23 @@ def choose(present: Sequence[Present], visible: str | None) -> tuple[list[Choice
     return [], "the driver sees no GPU"
 
 
-def _all(present: Sequence[Present]) -> list[Choice]:
-    choices: list[Choice] = []
-    for index, gpu in enumerate(present):
-        choices += [(index, None)] if gpu.instances is None else [(index, n) for n in range(len(gpu.instances))]
-    return choices
-
-
-def _named(present: Sequence[Present], visible: str) -> list[Choice]:
-    choices: list[Choice] = []
+def _find_named(present: Sequence[Present], visible: str) -> list[tuple[int, int | None]]:
+    choices: list[tuple[int, int | None]] = []
     for name in map(str.strip, visible.split(",")):
-        choice = _find_instance(present, name) if name.startswith("MIG-") else _find_gpu(present, name)
-        if choice is None:
+        found: list[tuple[int, int | None]]
+        if name.startswith("MIG-"):
+            uuids = [(i, n, uuid) for i, gpu in enumerate(present) for n, uuid in enumerate(gpu.instances or ())]
+            found = [(index, n) for index, n, uuid in uuids if uuid.startswith(name)]
+        elif name.isdigit():
+            found = [(int(name), None)] if int(name) < len(present) else []
+        else:
+            found = [(index, None) for index, gpu in enumerate(present) if name and gpu.uuid.startswith(name)]
+        if len(found) == 1 and found[0][1] is None and (instances := present[found[0][0]].instances) is not None:
+            found = [(found[0][0], 0)] if instances else []  # the name of a whole GPU stands for its first instance
+        if len(found) != 1:
             break  # CUDA itself ignores everything after the first device that does not exist
-        choices.append(choice)
+        choices += found
     return choices
-
-
-def _find_gpu(present: Sequence[Present], name: str) -> Choice | None:
-    indices = (
-        [int(name)] if name.isdigit() else [n for n, gpu in enumerate(present) if name and gpu.uuid.startswith(name)]
-    )
-    if len(indices) != 1 or indices[0] >= len(present):
-        return None
-    instances = present[indices[0]].instances
-    if instances is None:
-        return indices[0], None
-    return (indices[0], 0) if instances else None
-
-
-def _find_instance(present: Sequence[Present], name: str) -> Choice | None:
-    matches = [
-        (index, n)
-        for index, gpu in enumerate(present)
-        for n, uuid in enumerate(gpu.instances or ())
-        if uuid.startswith(name)
-    ]
-    return matches[0] if len(matches) == 1 else None
 
 
 LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
@@ -172,10 +154,7 @@ SWITCH = "switch"
 
 
 def read_gpus(*, in_detail: bool = False) -> GpuReading:
-    """The devices that this process may use, and the reason when there is none.
-
-    `in_detail` adds temperature, power, errors, processes and links. Without it the driver is asked little.
-    """
+    """The devices that this process may use, or why there is none; `in_detail` asks for more than their memory."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return GpuReading(reason=choose((), visible)[1])
@@ -193,32 +172,27 @@ def read_gpus(*, in_detail: bool = False) -> GpuReading:
         nvml.nvmlShutdown()
 
 
-@dataclass(frozen=True)
-class _Device:
-    """NVML's handles of a device that CUDA gives this process. They are None for a GPU that does not answer."""
-
-    handle: Any
-    whole: Any
-    """Handle of the whole GPU: the device itself, or the GPU that a MIG instance is part of."""
-
-    machine_index: int
-    is_mig: bool
-
-
 def _read(nvml: Any, visible: str | None, *, in_detail: bool) -> GpuReading:
-    count = _ask(nvml, "nvmlDeviceGetCount") or 0
-    handles = [_ask(nvml, "nvmlDeviceGetHandleByIndex", place) for place in range(count)]
-    slices = [_mig_handles(nvml, handle) for handle in handles]
-    present = [_present(nvml, handle, slices=slices[place]) for place, handle in enumerate(handles)]
-    chosen, reason = choose(present, visible)
-    devices = [
-        _Device(handles[place] if n is None else (slices[place] or [])[n], handles[place], place, n is not None)
-        for place, n in chosen
+    handles = [_ask(nvml, "nvmlDeviceGetHandleByIndex", n) for n in range(_ask(nvml, "nvmlDeviceGetCount") or 0)]
+    slices: list[list[Any] | None] = []  # handles of each GPU's MIG instances; None when MIG is off, or not known
+    for handle in handles:
+        mode: Any = _ask(nvml, "nvmlDeviceGetMigMode", handle) if handle is not None else None
+        is_on = bool(mode) and mode[0] == nvml.NVML_DEVICE_MIG_ENABLE
+        count = (_ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0) if is_on else 0
+        instances = [_ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, n) for n in range(count)]
+        slices.append([instance for instance in instances if instance is not None] if is_on else None)
+    uuids = [_read_text(nvml, handle) for handle in handles]
+    present = [
+        Present(uuid, None if group is None else tuple(_read_text(nvml, mig) for mig in group))
+        for uuid, group in zip(uuids, slices, strict=True)
     ]
-    gpus = [_gpu(nvml, index, device=device) for index, device in enumerate(devices)]
-    if in_detail:
-        gpus = [_with_details(nvml, gpu, device=device) for gpu, device in zip(gpus, devices, strict=True)]
-    whole = [device.whole for device in devices if not device.is_mig]
+    chosen, reason = choose(present, visible)
+    gpus = [
+        _read_gpu(nvml, index, handle=(slices[place] or [])[n] if n is not None else handles[place],
+                  whole=handles[place], place=place, in_detail=in_detail)
+        for index, (place, n) in enumerate(chosen)
+    ]  # fmt: skip
+    whole = [handles[place] for place, n in chosen if n is None]
     wants_links = in_detail and len(whole) > 1
     cuda = _ask(nvml, "nvmlSystemGetCudaDriverVersion_v2")
     return GpuReading(
@@ -226,49 +200,53 @@ def _read(nvml: Any, visible: str | None, *, in_detail: bool) -> GpuReading:
         reason=reason,
         driver=_as_text(_ask(nvml, "nvmlSystemGetDriverVersion")),
         cuda=(cuda // 1000, cuda % 1000 // 10) if cuda else None,
-        links=_links(nvml, whole) if wants_links else (),
-        without_peer_access=_without_peer_access(nvml, whole) if wants_links else (),
+        links=_read_links(nvml, whole) if wants_links else (),
+        without_peer_access=tuple(_find_strangers(nvml, whole)) if wants_links else (),
         instances=tuple(
-            _instance(nvml, place, handle=mig) for place, group in enumerate(slices) for mig in group or ()
+            MigInstance(_read_text(nvml, mig), _read_text(nvml, mig, field="Name"), n, *_read_memory(nvml, mig)[:2])
+            for n, group in enumerate(slices)
+            for mig in group or ()
         ),
-        notes=tuple(f"GPU {place} does not answer" for place, handle in enumerate(handles) if handle is None),
+        notes=tuple(f"GPU {n} does not answer" for n, handle in enumerate(handles) if handle is None),
     )
 
 
-def _mig_handles(nvml: Any, handle: Any) -> list[Any] | None:
-    """Handles of a GPU's instances; None when MIG is off, or when the GPU does not know it."""
-    mode = _ask(nvml, "nvmlDeviceGetMigMode", handle) if handle is not None else None
-    if not mode or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
-        return None
-    count = _ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0
-    instances = (_ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, n) for n in range(count))
-    return [instance for instance in instances if instance is not None]
-
-
-def _present(nvml: Any, handle: Any, *, slices: list[Any] | None) -> Present:
-    uuid = _as_text(_ask(nvml, "nvmlDeviceGetUUID", handle)) if handle is not None else ""
-    if slices is None:
-        return Present(uuid)
-    return Present(uuid, tuple(_as_text(_ask(nvml, "nvmlDeviceGetUUID", mig)) for mig in slices))
-
-
-def _gpu(nvml: Any, index: int, *, device: _Device) -> Gpu:
-    total, free, used = _memory(nvml, device.handle)
-    return Gpu(
-        index=index,
-        name=_as_text(_ask(nvml, "nvmlDeviceGetName", device.handle)) or "GPU without an answer",
-        total_bytes=total,
-        free_bytes=free,
-        capability=tuple(_ask(nvml, "nvmlDeviceGetCudaComputeCapability", device.whole) or (0, 0)),
-        used_bytes=used,
-        uuid=_as_text(_ask(nvml, "nvmlDeviceGetUUID", device.handle)),
-        bus_id=_bus_id(_ask(nvml, "nvmlDeviceGetPciInfo", device.whole)),
-        machine_index=device.machine_index,
-        is_mig=device.is_mig,
+def _read_gpu(nvml: Any, index: int, *, handle: Any, whole: Any, place: int, in_detail: bool) -> Gpu:
+    """A device of this process; `whole` is the GPU that a MIG instance is part of. Mute GPUs have no handles (None)."""
+    total, free, used = _read_memory(nvml, handle)
+    gpu = Gpu(
+        index=index, name=_read_text(nvml, handle, field="Name") or "GPU without an answer", total_bytes=total,
+        free_bytes=free, used_bytes=used, uuid=_read_text(nvml, handle), machine_index=place,
+        capability=tuple(_ask(nvml, "nvmlDeviceGetCudaComputeCapability", whole) or (0, 0)),
+        bus_id=_read_bus(nvml, "nvmlDeviceGetPciInfo", whole), is_mig=handle is not whole,
+    )  # fmt: skip
+    if not in_detail or whole is None:
+        return gpu
+    power, limit = (_ask(nvml, f"nvmlDeviceGet{field}", whole) for field in ("PowerUsage", "EnforcedPowerLimit"))
+    rows, errors = _ask(nvml, "nvmlDeviceGetRemappedRows", whole), nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    holders: dict[int, int | None] = {}  # a process that computes and draws is in both of NVML's lists
+    for kind in ("Compute", "Graphics"):
+        for process in _ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) or ():
+            holders[process.pid] = max(holders.get(process.pid) or 0, process.usedGpuMemory or 0) or None
+    processes = [
+        GpuProcess(pid, _as_text(_ask(nvml, "nvmlSystemGetProcessName", pid)).rpartition("/")[2], used_bytes)
+        for pid, used_bytes in holders.items()
+    ]
+    return replace(
+        gpu,
+        temperature_c=_ask(nvml, "nvmlDeviceGetTemperature", whole, nvml.NVML_TEMPERATURE_GPU),
+        power_w=None if power is None else power / 1000,
+        power_limit_w=None if limit is None else limit / 1000,
+        busy_percent=getattr(_ask(nvml, "nvmlDeviceGetUtilizationRates", handle), "gpu", None),
+        memory_errors=_ask(nvml, "nvmlDeviceGetTotalEccErrors", whole, errors, nvml.NVML_VOLATILE_ECC),
+        needs_reset=None if rows is None else bool(rows[2]),
+        is_failing=None if rows is None else bool(rows[3]),
+        compute_mode=_ask(nvml, "nvmlDeviceGetComputeMode", whole),
+        processes=tuple(sorted(processes, key=lambda process: (-(process.used_bytes or 0), process.pid))),
     )
 
 
-def _memory(nvml: Any, handle: Any) -> tuple[int, int, int]:
+def _read_memory(nvml: Any, handle: Any) -> tuple[int, int, int]:
     """Total, free and used bytes. Version 2 leaves out what the driver reserves, as nvidia-smi does.
 
     A GPU without memory of its own (GB10, Jetson) gives no answer: it uses the memory of the machine.
@@ -283,86 +261,36 @@ def _memory(nvml: Any, handle: Any) -> tuple[int, int, int]:
     return int(memory.total), int(memory.free), int(memory.used)
 
 
-def _instance(nvml: Any, place: int, *, handle: Any) -> MigInstance:
-    total, free, _ = _memory(nvml, handle)
-    uuid, name = (_as_text(_ask(nvml, f"nvmlDeviceGet{field}", handle)) for field in ("UUID", "Name"))
-    return MigInstance(uuid, name, place, total, free)
-
-
-def _with_details(nvml: Any, gpu: Gpu, *, device: _Device) -> Gpu:
-    handle, whole = device.handle, device.whole
-    if whole is None:
-        return gpu
-    power, limit = (_ask(nvml, f"nvmlDeviceGet{field}", whole) for field in ("PowerUsage", "EnforcedPowerLimit"))
-    rows = _ask(nvml, "nvmlDeviceGetRemappedRows", whole)
-    return replace(
-        gpu,
-        temperature_c=_ask(nvml, "nvmlDeviceGetTemperature", whole, nvml.NVML_TEMPERATURE_GPU),
-        power_w=None if power is None else power / 1000,
-        power_limit_w=None if limit is None else limit / 1000,
-        busy_percent=getattr(_ask(nvml, "nvmlDeviceGetUtilizationRates", handle), "gpu", None),
-        memory_errors=_ask(
-            nvml, "nvmlDeviceGetTotalEccErrors", whole, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        ),
-        needs_reset=None if rows is None else bool(rows[2]),
-        is_failing=None if rows is None else bool(rows[3]),
-        compute_mode=_ask(nvml, "nvmlDeviceGetComputeMode", whole),
-        processes=_processes(nvml, handle),
-    )
-
-
-def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:
-    """Who holds memory, largest first. A process that computes and draws is in both of NVML's lists."""
-    used_bytes: dict[int, int | None] = {}
-    for kind in ("Compute", "Graphics"):
-        for process in _ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) or ():
-            pid = process.pid
-            used_bytes[pid] = max(used_bytes.get(pid) or 0, process.usedGpuMemory or 0) or None
-    holders = (
-        GpuProcess(pid, _as_text(_ask(nvml, "nvmlSystemGetProcessName", pid)).rpartition("/")[2], used)
-        for pid, used in used_bytes.items()
-    )
-    return tuple(sorted(holders, key=lambda holder: (-(holder.used_bytes or 0), holder.pid)))
-
-
-def _links(nvml: Any, handles: list[Any]) -> tuple[tuple[str, ...], ...]:
+def _read_links(nvml: Any, handles: list[Any]) -> tuple[tuple[str, ...], ...]:
     """A square matrix in nvidia-smi's terms, with X on its diagonal and ? where the driver does not say."""
-    buses = [_bus_id(_ask(nvml, "nvmlDeviceGetPciInfo", handle)) for handle in handles]
-    ends = [_far_ends(nvml, handle) for handle in handles]
-    rows = []
-    for a, first in enumerate(handles):
-        row = []
-        for b, second in enumerate(handles):
-            joined = ends[a].count(buses[b]) or min(ends[a].count(SWITCH), ends[b].count(SWITCH))
-            level = LEVELS.get(_ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", first, second), "?") if a != b else "X"
-            row.append(f"NV{joined}" if joined and a != b else level)
-        rows.append(tuple(row))
-    return tuple(rows)
+    buses = [_read_bus(nvml, "nvmlDeviceGetPciInfo", handle) for handle in handles]
+    ends: list[list[str]] = []  # where each active NVLink of a GPU ends: another GPU's bus address, or a switch
+    for handle in handles:
+        ends.append([])
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+            is_active = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
+            if is_active is None:
+                break  # this link does not exist, and no later one either
+            kind = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link) if is_active else None
+            if kind == nvml.NVML_NVLINK_DEVICE_TYPE_GPU:
+                ends[-1].append(_read_bus(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link))
+            elif is_active:
+                ends[-1].append(SWITCH)
+    rows = [["X"] * len(handles) for _ in handles]
+    for a, b in permutations(range(len(handles)), 2):
+        joined = ends[a].count(buses[b]) or min(ends[a].count(SWITCH), ends[b].count(SWITCH))
+        level = LEVELS.get(_ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", handles[a], handles[b]), "?")
+        rows[a][b] = f"NV{joined}" if joined else level
+    return tuple(map(tuple, rows))
 
 
-def _without_peer_access(nvml: Any, handles: list[Any]) -> tuple[tuple[int, int], ...]:
+def _find_strangers(nvml: Any, handles: list[Any]) -> Iterator[tuple[int, int]]:
     """Pairs of GPUs that cannot read each other's memory. Pairs without an answer of the driver are left out."""
-    pairs = [(a, b) for a in range(len(handles)) for b in range(a + 1, len(handles))]
     reading = 0  # NVML_P2P_CAPS_INDEX_READ; in the package it is the tuple (0,), because of a stray comma
-    answers = {(a, b): _ask(nvml, "nvmlDeviceGetP2PStatus", handles[a], handles[b], reading) for a, b in pairs}
-    return tuple(pair for pair, status in answers.items() if status not in (None, nvml.NVML_P2P_STATUS_OK))
-
-
-def _far_ends(nvml: Any, handle: Any) -> list[str]:
-    """Where each active NVLink of a GPU ends: another GPU's bus address, or a switch."""
-    ends = []
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        is_active = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
-        if is_active is None:
-            break  # this link does not exist, and no later one either
-        if not is_active:
-            continue
-        kind = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
-        if kind == nvml.NVML_NVLINK_DEVICE_TYPE_GPU:
-            ends.append(_bus_id(_ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link)))
-        else:
-            ends.append(SWITCH)
-    return ends
+    for a, b in combinations(range(len(handles)), 2):
+        status = _ask(nvml, "nvmlDeviceGetP2PStatus", handles[a], handles[b], reading)
+        if status not in (None, nvml.NVML_P2P_STATUS_OK):
+            yield a, b
 
 
 def _ask(nvml: Any, function: str, *args: Any, **kwargs: Any) -> Any:
@@ -383,5 +311,9 @@ def _as_text(answer: Any) -> str:
     return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
 
 
-def _bus_id(pci_info: Any) -> str:
-    return _as_text(getattr(pci_info, "busId", None))
+def _read_text(nvml: Any, handle: Any, *, field: str = "UUID") -> str:
+    return _as_text(_ask(nvml, f"nvmlDeviceGet{field}", handle)) if handle is not None else ""
+
+
+def _read_bus(nvml: Any, function: str, *args: Any) -> str:
+    return _as_text(getattr(_ask(nvml, function, *args), "busId", None))

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from sftplay.machine.gpu import Gpu, GpuProcess
-from sftplay.machine.libraries import TorchBuild
 from sftplay.machine.probe import Machine
 from sftplay.units import GIB, format_bytes, format_count
 
 UNSEEN_BYTES = 128 * 2**20
 """Memory in use that belongs to no visible process gets a line above this size. Idle drivers hold a little less."""
 
-CPU_FULL_BYTES_PER_PARAM = 16
-"""fp32 weight, gradient and two AdamW states: 4 x 4 bytes."""
 
-CPU_BASE_BYTES = 3 * GIB // 2
-"""What torch, the libraries and a small batch take beside the model."""
+CPU_BASE_BYTES = 3 * GIB // 2  # what torch, the libraries and a small batch take besides the model
 
 LINKS = {
     "PIX": "one PCIe bridge",
@@ -33,12 +29,39 @@ def describe_machine(machine: Machine) -> list[str]:
         lines.append(f"  none: {machine.gpu_reason}")
     lines += [f"  note: {note}" for note in machine.notes]
     for gpu in machine.gpus:
-        lines += _gpu(gpu)
-    lines += _instances(machine)
-    lines += _links(machine)
+        formats = "bf16, fp16, flash attention 2" if gpu.has_bf16 else "fp16; neither bf16 nor flash attention 2"
+        lines += [f"  {headline(gpu)}", f"    compute capability {'.'.join(map(str, gpu.capability))}: {formats}"]
+        facts = [f"{gpu.temperature_c} C"] if gpu.temperature_c is not None else []
+        if gpu.power_w is not None:
+            facts.append(f"{gpu.power_w:.0f} W" + (f" of {gpu.power_limit_w:.0f} W" if gpu.power_limit_w else ""))
+        facts += [f"busy {gpu.busy_percent} %"] if gpu.busy_percent is not None else []
+        errors = "not reported" if gpu.memory_errors is None else gpu.memory_errors
+        lines.append(f"    {', '.join([*facts, f'uncorrected memory errors: {errors}'])}")
+        held = [f"{label(p)} {format_bytes(p.used_bytes) if p.used_bytes is not None else '?'}" for p in holders(gpu)]
+        lines.append(f"    in use by: {', '.join(held) or 'nobody'}")
+    if machine.mig_instances:
+        lines.append("MIG instances; a process sees one of them, which CUDA_VISIBLE_DEVICES=UUID selects:")
+    for mig in machine.mig_instances:
+        total, free = format_bytes(mig.total_bytes), format_bytes(mig.free_bytes)
+        lines.append(f"  {mig.uuid}  on GPU {mig.machine_index}: {mig.name}, {total}, {free} free")
+    if machine.links:
+        lines += _describe_links(machine)
     if machine.driver:
         cuda = f", runs CUDA up to {machine.cuda_driver[0]}.{machine.cuda_driver[1]}" if machine.cuda_driver else ""
         lines.append(f"NVIDIA driver {machine.driver}{cuda}")
+    return lines
+
+
+def _describe_links(machine: Machine) -> list[str]:
+    kinds = sorted({kind for row in machine.links for kind in row} - {"X"})
+    meanings = [f"{kind[2:]} NVLinks" if kind.startswith("NV") else LINKS.get(kind, "unknown") for kind in kinds]
+    meaning = "; ".join(f"{kind}: {text}" for kind, text in zip(kinds, meanings))
+    width = max(5, *(len(kind) + 1 for kind in kinds))
+    names = [f"GPU{n}" for n in range(len(machine.links))]
+    lines = [f"Links between GPUs ({meaning}):", f"  {'':<5}" + "".join(f"{name:>{width}}" for name in names)]
+    lines += [f"  {name:<5}" + "".join(f"{kind:>{width}}" for kind in row) for name, row in zip(names, machine.links)]
+    if machine.without_peer_access:
+        lines.append(f"  no peer access: {', '.join(f'{a}-{b}' for a, b in machine.without_peer_access)}")
     return lines
 
 
@@ -49,24 +72,22 @@ def describe_host(machine: Machine) -> list[str]:
     lines = [f"CPU cores: {machine.cores}, memory: {memory}{disk}; {machine.system}"]
     if not machine.gpus:
         room = max(0, machine.ram_available - CPU_BASE_BYTES)
-        full, adapter = (format_count(room // size) for size in (CPU_FULL_BYTES_PER_PARAM, 4))
+        # 16 bytes: fp32 weight, gradient and two AdamW states
+        full, adapter = (format_count(room // size) for size in (16, 4))
         lines.append(
             f"  allows on the CPU: tuning.mode full up to about {full} parameters (16 bytes each), lora up to about"
             f" {adapter} (4 bytes each); `make plan CONFIG=` shows what a run really takes"
         )
     if machine.torch:
-        lines.append(describe_torch(machine.torch))
+        build = machine.torch
+        kind = f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.hip}" if build.hip else "the CPU alone"
+        archs = f": {' '.join(build.archs)}" if build.archs else ""
+        lines.append(f"torch {build.version}, built for {kind}{archs}")
     libraries = (f"{name} {v}" for name, v in machine.libraries.items() if name != "torch")
     lines.append(f"Python {machine.python}, " + ", ".join(libraries))
     if "unsloth" in machine.libraries:
         lines.append(f"unsloth: {'not usable, ' + machine.unsloth_problem if machine.unsloth_problem else 'usable'}")
     return lines
-
-
-def describe_torch(build: TorchBuild) -> str:
-    """The version of torch and what it was built for."""
-    kind = f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.hip}" if build.hip else "the CPU alone"
-    return f"torch {build.version}, built for {kind}" + (f": {' '.join(build.archs)}" if build.archs else "")
 
 
 def headline(gpu: Gpu) -> str:
@@ -86,56 +107,3 @@ def holders(gpu: Gpu) -> list[GpuProcess]:
 def label(process: GpuProcess) -> str:
     """`python (4450)`; process 0 stands for those that cannot be seen."""
     return f"{process.name or 'process'} ({process.pid})" if process.pid else "processes that cannot be seen from here"
-
-
-def _gpu(gpu: Gpu) -> list[str]:
-    major, minor = gpu.capability
-    formats = "bf16, fp16, flash attention 2" if gpu.has_bf16 else "fp16; neither bf16 nor flash attention 2"
-    lines = [f"  {headline(gpu)}", f"    compute capability {major}.{minor}: {formats}"]
-    state = _state(gpu)
-    lines += [f"    {', '.join(state)}"] if state else []
-    held = [f"{label(p)} {format_bytes(p.used_bytes) if p.used_bytes is not None else '?'}" for p in holders(gpu)]
-    return [*lines, f"    in use by: {', '.join(held) or 'nobody'}"]
-
-
-def _state(gpu: Gpu) -> list[str]:
-    facts = [f"{gpu.temperature_c} C"] if gpu.temperature_c is not None else []
-    if gpu.power_w is not None:
-        facts.append(f"{gpu.power_w:.0f} W" + (f" of {gpu.power_limit_w:.0f} W" if gpu.power_limit_w else ""))
-    facts += [f"busy {gpu.busy_percent} %"] if gpu.busy_percent is not None else []
-    errors = "not reported" if gpu.memory_errors is None else gpu.memory_errors
-    facts.append(f"uncorrected memory errors: {errors}")
-    return facts
-
-
-def _instances(machine: Machine) -> list[str]:
-    if not machine.mig_instances:
-        return []
-    lines = ["MIG instances; a process sees one of them, which CUDA_VISIBLE_DEVICES=UUID selects:"]
-    for mig in machine.mig_instances:
-        total, free = format_bytes(mig.total_bytes), format_bytes(mig.free_bytes)
-        lines.append(f"  {mig.uuid}  on GPU {mig.machine_index}: {mig.name}, {total}, {free} free")
-    return lines
-
-
-def _links(machine: Machine) -> list[str]:
-    if not machine.links:
-        return []
-    kinds = {kind for row in machine.links for kind in row} - {"X"}
-    meaning = "; ".join(f"{kind}: {_describe_link(kind)}" for kind in sorted(kinds))
-    width = max(5, *(len(kind) + 1 for kind in kinds))
-    names = [f"GPU{n}" for n in range(len(machine.links))]
-    table = [f"  {'':<5}" + "".join(f"{name:>{width}}" for name in names)]
-    table += [f"  {name:<5}" + "".join(f"{kind:>{width}}" for kind in row) for name, row in zip(names, machine.links)]
-    return [f"Links between GPUs ({meaning}):", *table, *_peers(machine)]
-
-
-def _describe_link(kind: str) -> str:
-    return f"{kind[2:]} NVLinks" if kind.startswith("NV") else LINKS.get(kind, "unknown")
-
-
-def _peers(machine: Machine) -> list[str]:
-    if not machine.without_peer_access:
-        return []
-    pairs = ", ".join(f"{a}-{b}" for a, b in machine.without_peer_access)
-    return [f"  no peer access: {pairs}"]

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -45,10 +45,7 @@ def compiler_remedy() -> str:
     return f"apt install gcc python{sys.version_info[0]}.{sys.version_info[1]}-dev (Debian, Ubuntu)"
 
 
-ANSWER_S = 60.0
-"""Longest wait for an import of torch. A cold disk is slow."""
-
-_ARCHS = re.compile(rb"sm_\d+[a-z]?(?: (?:sm|compute)_\d+[a-z]?)*\x00")
+ANSWER_S = 60.0  # Longest wait for an import of torch. A cold disk is slow.
 
 _QUESTION = """
 import json, torch
@@ -82,9 +79,12 @@ class TorchBuild:
         Code runs on later minor versions of the same major one too. PTX (`compute_`) runs on every later card, code
         with a letter (`sm_90a`) on that card alone (CUDA C++ programming guide, binary and PTX compatibility).
         """
-        if not self.archs:
-            return None
-        return any(_fits(arch, capability) for arch in self.archs)
+        for kind, major, minor, letter in re.findall(r"\b(sm|compute)_(\d+)(\d)([a-z]?)\b", " ".join(self.archs)):
+            built = (int(major), int(minor))
+            is_later = built <= capability and (kind == "compute" or built[0] == capability[0])
+            if built == capability or (is_later and not letter):
+                return True
+        return False if self.archs else None
 
     def newest_cuda(self) -> tuple[int, int] | None:
         """`cuda` as numbers."""
@@ -99,9 +99,14 @@ def find_torch(*, with_archs: bool = False) -> TorchBuild | None:
         return None
     folder = Path(spec.origin).parent
     try:
-        facts = _assignments(ast.parse((folder / "version.py").read_text(encoding="utf-8")))
+        nodes = ast.parse((folder / "version.py").read_text(encoding="utf-8")).body
     except (OSError, SyntaxError):
-        facts = {}
+        nodes = []
+    facts: dict[str, Any] = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            facts[ast.unparse(target)] = node.value.value
     cuda, hip = facts.get("cuda"), facts.get("hip")
     archs = find_archs(folder / "lib" / "libtorch_python.so") if with_archs and cuda else ()
     return TorchBuild(str(facts.get("__version__", "unknown")), cuda, hip, archs)
@@ -109,15 +114,12 @@ def find_torch(*, with_archs: bool = False) -> TorchBuild | None:
 
 def find_archs(library: Path) -> tuple[str, ...]:
     """The value of `torch.cuda.get_arch_list()`: one string, CUDA_ARCH_FLAGS of torch/csrc/cuda/Module.cpp."""
-    try:
-        with library.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            start = content.find(b"\x00sm_")
-            while start >= 0:
-                if match := _ARCHS.match(content, start + 1):
-                    return tuple(match[0][:-1].decode().split())
-                start = content.find(b"\x00sm_", start + 1)
-    except (OSError, ValueError):
-        return ()
+    with suppress(OSError, ValueError), library.open("rb") as handle:
+        with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            match = re.search(rb"\x00(sm_\d+[a-z]?(?: (?:sm|compute)_\d+[a-z]?)*)\x00", content)
+            text = match[1].decode() if match else ""
+            del match  # it would keep the map open
+            return tuple(text.split())
     return ()
 
 
@@ -129,31 +131,9 @@ def ask_torch() -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {ANSWER_S:.0f} s"}
     if process.returncode == 0 and "ANSWER" in process.stdout:
-        answer: dict[str, Any] = json.loads(process.stdout.rpartition("ANSWER")[2])
-        return answer
-    lines = process.stderr.strip().splitlines()
-    return {"error": lines[-1] if lines else f"it ended with code {process.returncode}"}
-
-
-def _fits(arch: str, capability: tuple[int, int]) -> bool:
-    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", arch)
-    if match is None:
-        return False
-    built = (int(match[2]), int(match[3]))
-    if match[4]:
-        return built == capability
-    return built <= capability and (match[1] == "compute" or built[0] == capability[0])
-
-
-def _assignments(tree: ast.Module) -> dict[str, Any]:
-    values = {}
-    for node in tree.body:
-        if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Constant):
-            continue
-        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-        if isinstance(target, ast.Name):
-            values[target.id] = node.value.value
-    return values
+        return dict(json.loads(process.stdout.rpartition("ANSWER")[2]))
+    last = process.stderr.strip().rpartition("\n")[2]
+    return {"error": last or f"it ended with code {process.returncode}"}
 
 
 OLDEST = "2026.10.9"
@@ -171,48 +151,37 @@ def find_unsloth_problem(*, has_gpu: bool) -> str:
     """Why unsloth cannot be used here; empty when no reason is known."""
     if find_spec("unsloth") is None:
         return "the package unsloth is not installed"
-    return next(_problems(has_gpu=has_gpu), "")
-
-
-def _problems(*, has_gpu: bool) -> Iterator[str]:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
     from packaging.version import Version
 
     for package in PACKAGES:
         version = installed_version(package)
         if version is None:
-            yield f"the package {package} is not installed"
-        elif Version(version) < Version(OLDEST):
-            yield f"{package} {version} is too old, {OLDEST} is the first that is known to work"
-        else:
-            yield from _unmet(package, version)
+            return f"the package {package} is not installed"
+        if Version(version) < Version(OLDEST):
+            return f"{package} {version} is too old, {OLDEST} is the first that is known to work"
+        for requirement in map(Requirement, metadata.requires(package) or []):
+            name = canonicalize_name(requirement.name)
+            if name not in NEEDED or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+                continue
+            installed = installed_version(name)
+            if installed is None:
+                return f"{package} {version} needs {name}, which is not installed"
+            broken = [str(part) for part in requirement.specifier if not part.contains(installed, prereleases=True)]
+            if broken:
+                wanted = ", ".join(sorted(broken))
+                return f"{package} {version} wants {name} {wanted}, and {installed} is installed"
     if not has_gpu and os.environ.get("UNSLOTH_DISABLE_CPU_FALLBACK") == "1":
-        yield "there is no GPU, and UNSLOTH_DISABLE_CPU_FALLBACK=1 forbids unsloth to use the CPU"
-
-
-def _unmet(package: str, version: str) -> Iterator[str]:
-    """The requirements in the package's own metadata that the installed libraries do not meet."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    for text in metadata.requires(package) or []:
-        requirement = Requirement(text)
-        name = canonicalize_name(requirement.name)
-        if name not in NEEDED or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
-            continue
-        own = installed_version(name)
-        broken = [str(bound) for bound in requirement.specifier if own and not bound.contains(own, prereleases=True)]
-        if own is None:
-            yield f"{package} {version} needs {name}, which is not installed"
-        elif broken:
-            yield f"{package} {version} wants {name} {', '.join(sorted(broken))}, and {own} is installed"
+        return "there is no GPU, and UNSLOTH_DISABLE_CPU_FALLBACK=1 forbids unsloth to use the CPU"
+    return ""
 
 
 def installed_version(package: str) -> str | None:
     """Version of an installed package, from its metadata; None when it is not installed."""
-    try:
+    with suppress(PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 WORD_OF_BEFORE = "gradient_checkpointing"
@@ -223,10 +192,7 @@ PLAIN_RECOMPUTATION = {"use_reentrant": False}
 
 @cache
 def recomputation() -> str:
-    """The word for recomputing activations that is in the names of arguments and methods of transformers.
-
-    New releases call it activation_checkpointing, and warn of the word they had before.
-    """
+    """The word for recomputing activations in transformers; new releases warn of the one they had before."""
     from transformers import TrainingArguments
 
     new = "activation_checkpointing"
@@ -234,8 +200,8 @@ def recomputation() -> str:
 
 
 def as_named_here(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a TrainingArguments by their names of today. It takes old names too, and passes over them beside a
-    new one."""
+    """Arguments of a TrainingArguments by their names of today. It takes old names too, and ignores them next to new
+    ones."""
     return {name.replace(WORD_OF_BEFORE, recomputation()): value for name, value in arguments.items()}
 
 
@@ -246,10 +212,7 @@ def recomputation_arguments(*, recomputes: bool) -> dict[str, Any]:
 
 
 def page_argument() -> str:
-    """The name of the argument of ContinuousBatchingConfig that says how many tokens a page of its cache holds.
-
-    transformers 5.17 calls it block_size; later releases call it page_size and warn of the name before.
-    """
+    """ContinuousBatchingConfig's argument for tokens a page: block_size in transformers 5.17, page_size later."""
     from transformers import ContinuousBatchingConfig
 
     return "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"
@@ -269,10 +232,9 @@ def recompute(model: Any) -> None:
 @contextmanager
 def nothing_recomputed(model: Any) -> Iterator[None]:
     """The model without recomputation, which a cache does not go with; switched on again afterwards if it was on."""
-    word = recomputation()
     was_on = is_recomputing(model)
     if was_on:
-        getattr(model, f"{word}_disable")()
+        getattr(model, f"{recomputation()}_disable")()
     try:
         yield
     finally:
@@ -280,39 +242,29 @@ def nothing_recomputed(model: Any) -> Iterator[None]:
             recompute(model)
 
 
-TAKEN_BY_TRL = ("0.22.0", "0.31.0")
-"""Oldest and newest vLLM that trl 1.16 takes."""
+TAKEN_BY_TRL = ("0.22.0", "0.31.0")  # oldest and newest vLLM that trl 1.16 takes
 
-
-VLLM_INSTALL = "pip install vllm==0.31.0"
-"""The newest that trl 1.16 takes, and made for torch 2.13."""
+VLLM_INSTALL = "pip install vllm==0.31.0"  # the newest that trl 1.16 takes, and made for torch 2.13
 
 
 def vllm_problem() -> str:
     """Why trl cannot use the installed vLLM; empty where it can, or where no release of vLLM is installed.
 
-    trl itself only warns (1.16, import_utils.py, `is_vllm_available`), and fails later.
+    trl itself only warns (1.16, import_utils.py, `is_vllm_available`), and fails later. The releases that it takes are
+    read from its source: an import of trl takes seconds.
     """
-    oldest, newest = vllm_range()
-    try:
-        installed = version("vllm")
-    except PackageNotFoundError:
-        return ""
-    numbers = [_numbers(each) for each in (oldest, installed, newest)]
-    return "" if numbers == sorted(numbers) else f"trl takes vllm {oldest} to {newest}, and {installed} is installed"
-
-
-def vllm_range() -> tuple[str, str]:
-    """Oldest and newest vLLM that the installed trl names, read from its source: an import of trl takes seconds."""
     spec = find_spec("trl")
     source = Path(spec.origin).with_name("import_utils.py") if spec and spec.origin else None
     text = source.read_text(encoding="utf-8") if source and source.is_file() else ""
     found = re.search(r'Version\("([\d.]+)"\) <= _vllm_base_version <= Version\("([\d.]+)"\)', text)
-    return (found[1], found[2]) if found else TAKEN_BY_TRL
-
-
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple([*map(int, re.findall(r"\d+", release.partition("+")[0])), 0, 0][:3])
+    oldest, newest = (found[1], found[2]) if found else TAKEN_BY_TRL
+    try:
+        installed = version("vllm")
+    except PackageNotFoundError:
+        return ""
+    parts = [re.findall(r"\d+", release.partition("+")[0]) for release in (oldest, installed, newest)]
+    numbers = [[*map(int, part), 0, 0][:3] for part in parts]
+    return "" if numbers == sorted(numbers) else f"trl takes vllm {oldest} to {newest}, and {installed} is installed"
 
 
 def hub_client() -> ModuleType:

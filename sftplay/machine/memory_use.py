@@ -14,14 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.atomic import read_object
-from sftplay.machine.gpu import Gpu
 from sftplay.machine.gpu_info import headline, holders, label
 from sftplay.machine.probe import Machine
 from sftplay.machine.ram import resident_bytes
 from sftplay.units import format_bytes
-
-LAST_LINE_BYTES = 1 << 16
-"""How much of the end of metrics.jsonl is read. It always holds a whole line."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +55,24 @@ class RunMemory:
 
 def read_runs(output: Path, machine: Machine) -> list[RunMemory]:
     """The runs below `output` whose status.json says `running`, by name."""
-    folders = sorted(path.parent for path in output.glob("*/status.json") if not path.parent.is_symlink())
-    states = ((folder, read_object(folder / "status.json")) for folder in folders)
-    return [_read_run(folder, status, machine=machine) for folder, status in states if status.get("state") == "running"]
+    runs = []
+    for folder in sorted(path.parent for path in output.glob("*/status.json") if not path.parent.is_symlink()):
+        status, plan = read_object(folder / "status.json"), read_object(folder / "plan.json")
+        if status.get("state") != "running":
+            continue
+        metrics: dict[str, Any] = {}
+        with suppress(OSError), (folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, (folder / "metrics.jsonl").stat().st_size - 2**16))  # that always holds a whole line
+            for line in file.read().splitlines():
+                with suppress(ValueError):  # the run may be writing the next line
+                    content = json.loads(line)
+                    metrics = content if isinstance(content, dict) else metrics
+        pids = [rank["pid"] for rank in status.get("ranks") or []] or [status["pid"]] * bool(status.get("pid"))
+        budget = plan.get("budget_bytes")
+        ranks = tuple(_read_rank(n, pid, metrics=metrics, budget=budget, machine=machine) for n, pid in enumerate(pids))
+        alive = not pids or any(resident_bytes(pid) for pid in pids)
+        runs.append(RunMemory(folder.name, status.get("step") or 0, alive, plan.get("peak_bytes"), budget, ranks))
+    return runs
 
 
 def describe_gpus(machine: Machine) -> list[str]:
@@ -70,7 +81,7 @@ def describe_gpus(machine: Machine) -> list[str]:
     for gpu in machine.gpus:
         lines.append(headline(gpu))
         for process in holders(gpu):
-            owner = owner_of(process.pid) if process.pid else ""
+            owner = find_owner(process.pid) if process.pid else ""
             size = "?" if process.used_bytes is None else format_bytes(process.used_bytes)
             lines.append(f"  {size:>10}  {label(process)}{owner and f' of {owner}'}")
         if not holders(gpu):
@@ -82,86 +93,42 @@ def describe_run(run: RunMemory) -> list[str]:
     """What was planned for a run, and what each of its processes holds."""
     if not run.is_alive:
         return [f"run {run.name}: was running at step {run.step}, but its process has gone; `make resume` goes on"]
-    lines = [
-        f"run {run.name}: running, step {run.step}; planned {_size(run.planned_bytes)} of {_size(run.budget_bytes)}"
-    ]
+    plan = f"{_size(run.planned_bytes)} of {_size(run.budget_bytes)}"
+    lines = [f"run {run.name}: running, step {run.step}; planned {plan}"]
     for rank in run.ranks:
         place = f"GPU {rank.gpu}" if rank.gpu is not None else "memory"
-        parts = {
-            "allocated": rank.allocated_bytes,
-            "reserved": rank.reserved_bytes,
-            "peak": rank.peak_bytes,
-            "headroom": rank.headroom_bytes,
-        }
-        known = "".join(f", {name} {_size(value)}" for name, value in parts.items() if value is not None)
+        sizes = {name: getattr(rank, f"{name}_bytes") for name in ("allocated", "reserved", "peak", "headroom")}
+        known = "".join(f", {name} {_size(size)}" for name, size in sizes.items() if size is not None)
         lines.append(f"  rank {rank.rank} (process {rank.pid}): {place}, holds {_size(rank.held_bytes)}{known}")
     return lines
 
 
-def owner_of(pid: int) -> str:
-    """The name of the user who owns a process; empty when the process cannot be seen."""
-    try:
+def find_owner(pid: int) -> str:
+    """The name of the user who owns a process, else the user's number; empty when the process cannot be seen."""
+    with suppress(OSError):
         uid = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116 - a path of the kernel, not a file
-    except OSError:
-        return ""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
+        with suppress(KeyError):
+            return pwd.getpwuid(uid).pw_name
         return str(uid)
-
-
-def _read_run(folder: Path, status: dict[str, Any], *, machine: Machine) -> RunMemory:
-    plan, metrics = read_object(folder / "plan.json"), _last_object(folder / "metrics.jsonl")
-    pids = [rank["pid"] for rank in status.get("ranks") or []] or [status["pid"]] * bool(status.get("pid"))
-    budget = plan.get("budget_bytes")
-    ranks = tuple(_read_rank(n, pid, metrics=metrics, budget=budget, machine=machine) for n, pid in enumerate(pids))
-    alive = not pids or any(resident_bytes(pid) for pid in pids)
-    return RunMemory(folder.name, status.get("step") or 0, alive, plan.get("peak_bytes"), budget, ranks)
+    return ""
 
 
 def _read_rank(rank: int, pid: int, *, metrics: dict[str, Any], budget: int | None, machine: Machine) -> RankMemory:
     entries = metrics.get("ranks_memory") or [metrics]  # one entry a rank, or the main rank's fields alone
     memory = entries[rank] if rank < len(entries) else {}
-    gpu, held = _place(pid, machine)
-    resident = resident_bytes(pid)
-    on_cpu = not machine.gpus
+    holders = ((gpu, process.used_bytes) for gpu in machine.gpus for process in gpu.processes if process.pid == pid)
+    gpu, held = next(holders, (None, None))
+    resident, on_cpu = resident_bytes(pid), not machine.gpus
     peak = memory.get("peak_bytes") or memory.get("peak_rss_bytes") or (resident[1] if resident and on_cpu else None)
     held = held if held is not None or not on_cpu else (resident[0] if resident else None)
     most = max((size for size in (memory.get("reserved_bytes"), peak, held) if size is not None), default=None)
     limit = budget or (machine.ram_bytes if on_cpu else gpu.total_bytes if gpu else None)
     headroom = None if most is None or limit is None else limit - most
     return RankMemory(
-        rank=rank,
-        pid=pid,
-        gpu=gpu.index if gpu else None,
-        held_bytes=held,
-        allocated_bytes=memory.get("allocated_bytes"),
-        reserved_bytes=memory.get("reserved_bytes"),
-        peak_bytes=peak,
-        headroom_bytes=headroom,
-    )
-
-
-def _place(pid: int, machine: Machine) -> tuple[Gpu | None, int | None]:
-    """The GPU on which a process holds memory, and how much."""
-    for gpu in machine.gpus:
-        for process in gpu.processes:
-            if process.pid == pid:
-                return gpu, process.used_bytes
-    return None, None
+        rank=rank, pid=pid, gpu=gpu.index if gpu else None, held_bytes=held, peak_bytes=peak, headroom_bytes=headroom,
+        allocated_bytes=memory.get("allocated_bytes"), reserved_bytes=memory.get("reserved_bytes"),
+    )  # fmt: skip
 
 
 def _size(size: int | None) -> str:
     return "?" if size is None else format_bytes(size) if size >= 0 else f"-{format_bytes(-size)}"
-
-
-def _last_object(path: Path) -> dict[str, Any]:
-    """The last whole object of a jsonl file; empty without one. A run may be writing the next line."""
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LAST_LINE_BYTES))
-        for line in reversed(file.read().splitlines()):
-            with suppress(ValueError):
-                content = json.loads(line)
-                if isinstance(content, dict):
-                    return content
-    return {}

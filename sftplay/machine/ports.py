@@ -19,16 +19,11 @@ QUIET = range(JOB_PORTS.stop, 29_500)
 here may be used a minute later, when a model is loaded. Jobs of SLURM and Ray's workers have the ports below; torchrun,
 runs over several machines and Kubernetes have those above."""
 
-RENDEZVOUS_PORT = 29511
-"""Port of a run over several nodes when none is given."""
+RENDEZVOUS_PORT = 29511  # port of a run over several nodes when none is given
 
 
 def free_port(first: int) -> int:
-    """The first port from `first` on which nothing listens; for 0 any one of `QUIET`.
-
-    Raises:
-        MachineError: none of the next ones is free.
-    """
+    """The first port from `first` on which nothing listens; for 0 any one of `QUIET`. MachineError if none is free."""
     tried = range(first, first + PORTS_TRIED) if first else SystemRandom().sample(QUIET, PORTS_TRIED)
     for port in tried:
         if number := bound_port(port):

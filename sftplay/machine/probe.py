@@ -24,8 +24,7 @@ LIBRARIES = (
     "pydantic", "unsloth", "unsloth_zoo",
 )  # fmt: skip
 
-OTHER_MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}
-"""PCI vendors whose GPUs this kit does not use."""
+OTHER_MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}  # PCI vendors whose GPUs this kit does not use
 
 
 @dataclass(frozen=True)
@@ -67,24 +66,13 @@ def probe(*, in_detail: bool = False) -> Machine:
     reading = read_gpus(in_detail=in_detail)
     others = () if reading.gpus else other_accelerators()
     return Machine(
-        gpus=reading.gpus,
-        gpu_reason=reading.reason,
-        ram_bytes=ram_limit_bytes(),
-        cores=usable_cores(),
-        python=platform.python_version(),
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        libraries=library_versions(),
-        ram_free_bytes=ram_free_bytes(),
-        disk_free_bytes=shutil.disk_usage(".").free,
-        driver=reading.driver,
-        cuda_driver=reading.cuda,
-        torch=find_torch(with_archs=bool(reading.gpus)),
-        links=reading.links,
-        without_peer_access=reading.without_peer_access,
-        mig_instances=reading.instances,
-        notes=(*reading.notes, *others),
-        unsloth_problem=find_unsloth_problem(has_gpu=bool(reading.gpus)),
-    )
+        gpus=reading.gpus, gpu_reason=reading.reason, ram_bytes=ram_limit_bytes(), cores=usable_cores(),
+        python=platform.python_version(), system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        libraries=library_versions(), ram_free_bytes=ram_free_bytes(), disk_free_bytes=shutil.disk_usage(".").free,
+        driver=reading.driver, cuda_driver=reading.cuda, torch=find_torch(with_archs=bool(reading.gpus)),
+        links=reading.links, without_peer_access=reading.without_peer_access, mig_instances=reading.instances,
+        notes=(*reading.notes, *others), unsloth_problem=find_unsloth_problem(has_gpu=bool(reading.gpus)),
+    )  # fmt: skip
 
 
 def find_gpus() -> tuple[tuple[Gpu, ...], str]:
@@ -99,7 +87,10 @@ def other_accelerators(root: Path = Path("/")) -> tuple[str, ...]:
         return ("Apple's GPU (MPS) is here; this kit trains on CUDA or the CPU",)
     notes = []
     for device in sorted(root.glob("sys/bus/pci/devices/*")):
-        vendor, kind = (_first_line(device / name) for name in ("vendor", "class"))
+        try:
+            vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
+        except (OSError, UnicodeDecodeError):
+            continue
         if not kind.startswith(("0x0300", "0x0302", "0x1200")):  # VGA, 3D controller, processing accelerator
             continue
         if vendor in OTHER_MAKERS:
@@ -109,18 +100,9 @@ def other_accelerators(root: Path = Path("/")) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _first_line(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
-
-
 def usable_cores() -> int:
     """Number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def library_versions() -> dict[str, str]:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 ROOT = Path("/")
 
-UNLIMITED = 1 << 60
-"""cgroup v1 writes a number near 2**63 for "no limit"."""
+UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 
 def physical_ram_bytes() -> int:
@@ -52,22 +51,16 @@ def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:
     """
     v1, v2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
     mounts = [("memory", "sys/fs/cgroup/memory", v1), ("", "sys/fs/cgroup", v2), ("", "sys/fs/cgroup/unified", v2)]
-    paths = _group_paths(root)
+    paths: dict[str, str] = {}  # controller -> path of this process's group; the empty controller is version 2
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths |= dict.fromkeys(controllers.split(","), path)
     for controller, mount, names in mounts:
         inner = Path(paths.get(controller, "/").lstrip("/"))
         for part in (inner, *inner.parents):
             folder = root / mount / part
             if (folder / names[0]).is_file():
                 yield folder, *names
-
-
-def _group_paths(root: Path) -> dict[str, str]:
-    """Controller -> path of this process's group; the empty controller is version 2."""
-    paths: dict[str, str] = {}
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        paths |= dict.fromkeys(controllers.split(","), path)
-    return paths
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -16,7 +16,7 @@ from sftplay.config import yaml12
 from sftplay.config.keys import RENAMED_KEYS
 from sftplay.config.resolved import flow
 from sftplay.errors import ConfigError
-from sftplay.launch.checkpoints import is_marked, list_checkpoints, step_of
+from sftplay.launch.checkpoints import is_marked, list_checkpoints, read_step
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.history import MOST_SOURCES, History, Point, as_number, read_history
 from sftplay.tasks import TASKS, TaskRow
@@ -26,7 +26,7 @@ MOST_STATE_BYTES = 2**25
 
 MOST_LOG_BYTES = 2**26
 MOST_SAMPLES = 5
-NOTE_MARKS = ("passed over", "is not continued", "] note: ")
+NOTE_MARKS = ("passed over", "] skipping ", "is not continued", "] note: ")
 """Parts of the kit's own log lines that a reader of the report must not miss."""
 
 
@@ -260,7 +260,7 @@ class _Reader:
             return
         for entry in mappings(self.json(name).get("log_history")):
             step, loss = as_number(entry.get("step")), as_number(entry.get("eval_loss"))
-            if step is not None and loss is not None and abs(step) <= max(step_of(checkpoint), 0):
+            if step is not None and loss is not None and abs(step) <= max(read_step(checkpoint), 0):
                 yield step, loss
 
     def notes(self) -> list[str]:

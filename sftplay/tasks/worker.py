@@ -24,7 +24,7 @@ from sftplay.config.resolved import RESOLVED
 from sftplay.errors import SftplayError, machine_refusal
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.exit_cause import LOST, Death
-from sftplay.launch.supervise.processes import answer_with_stacks, parent_of, state_of
+from sftplay.launch.supervise.processes import answer_with_stacks, find_parent, read_state
 from sftplay.launch.variables import PARENT
 from sftplay.log import quiet_libraries
 from sftplay.model.libraries import import_unsloth, unneeded
@@ -122,7 +122,7 @@ def is_orphan() -> bool:
     """True when parent or launcher died before this process could ask to die with them."""
     parent, above = int(os.environ.get(PARENT, "0")), os.getppid()
     while parent and above > 1 and above != parent:
-        above = parent_of(above)
+        above = find_parent(above)
     return parent not in (0, above)
 
 
@@ -137,7 +137,7 @@ def lost_rank(folder: RunFolder) -> str:
     deadline = time.monotonic() + DISAPPEAR_S
     while len(ranks) > 1 and time.monotonic() < deadline:
         here = [(n, ranks[n]["pid"]) for n in log.local_ranks() if n < len(ranks)]
-        gone = [LOST.format(rank=n, pid=pid) for n, pid in here if not state_of(pid)]
+        gone = [LOST.format(rank=n, pid=pid) for n, pid in here if not read_state(pid)]
         if gone:
             return gone[0]
         time.sleep(0.02)

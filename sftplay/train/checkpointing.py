@@ -19,9 +19,9 @@ from sftplay.launch.checkpoints import (
     mark_complete,
     newest_complete,
     read_marker,
+    read_step,
     rotate,
     set_aside,
-    step_of,
 )
 from sftplay.launch.run_folder import RunFolder
 from sftplay.train.disk import check_room, checkpoint_bytes
@@ -143,7 +143,7 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any
             )
     check_same_run(checkpoint, facts, resized=folder.is_resized)
     log.say(f"continuing from {checkpoint}", "resume")
-    _set_others_aside(folder, after_step=step_of(checkpoint))
+    _set_others_aside(folder, after_step=read_step(checkpoint))
     return checkpoint
 
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
-from sftplay.launch.checkpoints import step_of
+from sftplay.launch.checkpoints import read_step
 from sftplay.model.source import describe_pickle
 from sftplay.train.random_numbers import random_numbers_kept
 
@@ -68,8 +68,8 @@ def _state_problem(checkpoint: Path) -> str:
         state = TrainerState.load_from_json(str(checkpoint / STATE))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return "is not what the Trainer writes"
-    if type(state.global_step) is not int or state.global_step != step_of(checkpoint):
-        return f"is not of step {step_of(checkpoint)}"
+    if type(state.global_step) is not int or state.global_step != read_step(checkpoint):
+        return f"is not of step {read_step(checkpoint)}"
     best, callbacks = state.best_model_checkpoint, state.stateful_callbacks
     numbers = (
         *(state.epoch, state.total_flos, state.num_input_tokens_seen, state.max_steps, state.num_train_epochs),

@@ -20,7 +20,7 @@ from sftplay.config.run import RunConfig
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError, RunError, ran_out_of_memory, said_of_memory
 from sftplay.heartbeat import Heartbeat, heartbeat_path
-from sftplay.launch.checkpoints import newest_complete, read_marker, step_of
+from sftplay.launch.checkpoints import newest_complete, read_marker, read_step
 from sftplay.model.out_of_memory import OutOfMemory, held_bytes
 from sftplay.plan.devices.cards import find_card
 from sftplay.plan.memory.memory_setup import read_memory_setup
@@ -75,7 +75,7 @@ class TrainRun:
             "world_size": setup.world_size,
         }
         self.checkpoint = choose_checkpoint(self.cfg, self.folder, facts=facts)
-        self.from_step = step_of(self.checkpoint) if self.checkpoint else 0
+        self.from_step = read_step(self.checkpoint) if self.checkpoint else 0
         marker = read_marker(self.checkpoint) if self.checkpoint else {}
         self.metrics = MetricsWriter(
             self.folder.metrics,

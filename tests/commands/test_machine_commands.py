@@ -15,7 +15,7 @@ import pytest
 from processes import HANG_S
 
 from sftplay.machine.gpu import Gpu, GpuProcess
-from sftplay.machine.memory_use import describe_run, owner_of, read_runs
+from sftplay.machine.memory_use import describe_run, find_owner, read_runs
 from sftplay.machine.probe import Machine, probe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,10 +115,10 @@ def test_before_the_first_step_a_rank_on_a_cpu_has_the_kernels_figures_and_one_o
 
 
 def test_the_owner_of_a_process_is_its_user_by_name_or_number(monkeypatch):
-    assert owner_of(os.getpid()) == pwd.getpwuid(os.getuid()).pw_name
-    assert owner_of(2**30) == ""  # no process has that number
+    assert find_owner(os.getpid()) == pwd.getpwuid(os.getuid()).pw_name
+    assert find_owner(2**30) == ""  # no process has that number
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container without the host's users
-    assert owner_of(os.getpid()) == str(os.getuid())
+    assert find_owner(os.getpid()) == str(os.getuid())
 
 
 @pytest.mark.contract

@@ -14,9 +14,9 @@ from sftplay.launch.checkpoints import (
     mark_complete,
     newest_complete,
     read_marker,
+    read_step,
     rotate,
     set_aside,
-    step_of,
 )
 from sftplay.train.metrics import cut_back
 
@@ -104,7 +104,7 @@ def test_damaged_checkpoint_is_named_and_passed_over_for_the_one_before(harm, da
     before, newest = make(tmp_path, 2), make(tmp_path, 4)
     assert newest_complete(tmp_path) == (newest, [])
     harm(newest)
-    assert newest_complete(tmp_path) == (before, [f"checkpoint-4 is passed over: {damage}"])
+    assert newest_complete(tmp_path) == (before, [f"skipping checkpoint-4: {damage}"])
 
 
 def test_order_is_by_step_not_by_name_and_other_files_are_left_out(tmp_path: Path):
@@ -123,15 +123,15 @@ def test_a_folder_whose_name_holds_no_step_is_named_and_passed_over(tmp_path: Pa
             (tmp_path / f"checkpoint-{name}").mkdir()
     found, passed_over = newest_complete(tmp_path)
     assert found == whole
-    assert "'checkpoint-²' is passed over: its name ends with no number of steps" in passed_over
+    assert "skipping 'checkpoint-²': its name ends with no number of steps" in passed_over
     assert len(passed_over) == 6
     assert set_aside(tmp_path, after_step=3) == []
 
 
 def test_step_of_a_checkpoint_kept_under_another_name_is_in_its_marker(tmp_path: Path):
     moved = make(tmp_path, 6).rename(tmp_path / "the good one")
-    assert step_of(moved) == 6
-    assert step_of(tmp_path / "checkpoint-12") == 12
+    assert read_step(moved) == 6
+    assert read_step(tmp_path / "checkpoint-12") == 12
 
 
 def test_no_folder_holds_no_checkpoint(tmp_path: Path):

@@ -20,7 +20,7 @@ from sftplay.launch.command.command import Launch
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise import follow as following
 from sftplay.launch.supervise.follow import FolderGone, follow, watch_folder
-from sftplay.launch.supervise.processes import parent_of
+from sftplay.launch.supervise.processes import find_parent
 from sftplay.log import LINE, STATUS
 from sftplay.signals import STOP_SIGNALS, catch_signals
 
@@ -179,8 +179,8 @@ def test_signal_handlers_are_given_back_afterwards(folder):
 
 
 def test_the_parent_of_a_process_is_known_and_of_none_is_0():
-    assert parent_of(os.getpid()) == os.getppid()
-    assert parent_of(2**30) == 0  # no process has that number
+    assert find_parent(os.getpid()) == os.getppid()
+    assert find_parent(2**30) == 0  # no process has that number
 
 
 DRIVER = """

@@ -16,7 +16,7 @@ def report(**sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(*reports: dict[str, Any]) -> list[tuple[int, str, str]]:
-    return [(each.node, each.kind, each.what) for each in find_differences(reports)]
+    return find_differences(reports)
 
 
 def test_nodes_that_agree_have_no_differences():

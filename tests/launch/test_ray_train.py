@@ -11,7 +11,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +25,11 @@ from processes import HANG_S, wait_until
 from sftplay import log
 from sftplay.cli import main
 from sftplay.errors import ConfigError, MachineError, RunError
+from sftplay.launch import generation_server
 from sftplay.launch.command import ray_command as module
 from sftplay.launch.command.launchers import Scale, launcher_command
 from sftplay.launch.command.ray_command import ray_command, read_request
+from sftplay.launch.generation_server import FollowedServer
 from sftplay.launch.ray_train import driver
 from sftplay.launch.ray_train.driver import _Lines
 from sftplay.launch.ray_train.rank import STOP
@@ -139,32 +141,29 @@ def test_driver_that_gets_no_place_for_its_ranks_tells_it_and_leaves_it_in_the_s
     assert final_exit_code(RunFolder(tmp_path), 3, received=0, unmarked=[]) == 3
 
 
-class LostServer:
-    """A generation server that has died."""
+def test_ranks_without_their_server_are_stopped_and_then_killed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generation_server, "CHECKPOINT_S", 0.01)
+    monkeypatch.setattr(generation_server, "POLL_S", 0.01)
+    sent: list[int] = []
 
-    def code(self) -> int:
-        return -9
+    def follow(*, is_stopping: bool) -> FollowedServer:
+        fitting = Future[None]()
 
+        def stop(number: int) -> None:
+            sent.append(number)
+            if number == signal.SIGKILL:
+                fitting.set_result(None)
 
-def test_ranks_without_their_server_are_stopped_and_then_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(driver, "CHECKPOINT_S", 0.01)
-    monkeypatch.setattr(driver, "POLL_S", 0.01)
-    stop, fitting, written = tmp_path / STOP, Future[None](), list[str]()
+        server = FollowedServer(lambda: (-9, ""), is_stopping=lambda: is_stopping)
+        server.follow(wait=lambda seconds: bool(wait([fitting], seconds).done), stop=stop)
+        return server
 
-    def write(path: Path, text: str) -> None:
-        written.append(text)
-        path.write_text(text)
-        if text == "9":
-            fitting.set_result(None)
-
-    monkeypatch.setattr(driver, "write_text", write)
     with pytest.raises(RunError, match="the generation server has ended with -9 while the run trained"):
-        driver._follow(fitting, LostServer(), stop=stop)  # type: ignore[arg-type]
-    assert written == ["15", "9"]
+        follow(is_stopping=False).check()
+    assert sent == [15, 9]
     # A stop of the run takes the server too; the stop is then what the run has ended by.
-    fitting = Future[None]()
-    driver._follow(fitting, LostServer(), stop=stop)  # type: ignore[arg-type]
-    assert written == ["15", "9", "9"]
+    follow(is_stopping=True).check()
+    assert sent == [15, 9, 9]
 
 
 def curve(run: Path) -> list[Any]:

@@ -86,8 +86,8 @@ def record_end(folder: RunFolder, code: int, cause: str, **more: Any) -> None:
 
 def test_rank_that_lost_another_and_the_launcher_agree_on_the_death(folder: RunFolder):
     """The surviving rank has ended by its library's error, by ours for a lost rank, or by torchrun's SIGTERM."""
-    lost = Death("rank 1 (process 7) has gone").as_json()
-    endings = [(1, "RuntimeError", None), (5, "rank 1 (process 7) has gone", lost), (143, "SIGTERM", None)]
+    lost = Death("rank 1 (pid 7) died").as_json()
+    endings = [(1, "RuntimeError", None), (5, "rank 1 (pid 7) died", lost), (143, "SIGTERM", None)]
     for code, cause, error in endings:
         record_end(folder, code, cause, error=error, signal="SIGTERM" if code == 143 else None)
         assert final_exit_code(folder, 1, received=0, unmarked=failure_list((1, -9), (0, code))) == 5
@@ -98,13 +98,13 @@ def test_rank_that_lost_another_and_the_launcher_agree_on_the_death(folder: RunF
 
 
 def test_rank_that_was_lost_is_the_one_that_died_even_if_torchrun_noticed_the_other_first(folder: RunFolder):
-    lost = Death("rank 1 (process 4001) has gone")
+    lost = Death("rank 1 (pid 4001) died")
     record_end(folder, 5, lost.what, error=lost.as_json())
     assert final_exit_code(folder, 1, received=0, unmarked=failure_list((0, 5), (1, -9))) == 5
     assert cause_of_death(folder) == "rank 1 was killed by SIGKILL"
     record_end(folder, 5, lost.what, error=lost.as_json())
     assert final_exit_code(folder, 1, received=0, unmarked=failure_list((0, 5), (2, -9))) == 5
-    assert cause_of_death(folder) == "rank 1 (process 4001) has gone"
+    assert cause_of_death(folder) == "rank 1 (pid 4001) died"
 
 
 def test_death_before_the_launch_had_an_attempt_leaves_the_earlier_ones_as_they_were(folder: RunFolder):
@@ -132,7 +132,7 @@ def test_stop_signal_and_a_finished_run_are_no_deaths(folder: RunFolder):
 
 
 def test_a_rank_lost_after_a_stop_signal_is_no_death_to_restart_from(folder: RunFolder):
-    record_end(folder, 5, "rank 1 (process 7) has gone", error=Death("rank 1 (process 7) has gone").as_json())
+    record_end(folder, 5, "rank 1 (pid 7) died", error=Death("rank 1 (pid 7) died").as_json())
     assert final_exit_code(folder, 1, received=signal.SIGTERM, unmarked=failure_list((1, -9), (0, 5))) == 143
     status = folder.read_json("status.json")
     assert (status["state"], status["signal"], status["attempts"][0]["cause"]) == ("stopped", "SIGTERM", "SIGTERM")
@@ -232,7 +232,7 @@ def test_rank_that_loses_another_ends_with_the_reason_of_that_one_or_calls_it_a_
     assert worker.lost_rank(folder) == ""  # no process group: the others have ended as they should
     monkeypatch.setattr(worker, "is_in_process_group", lambda: True)
     gone = worker.lost_rank(folder)
-    assert gone == f"rank 1 (process {ended.pid}) has gone"
+    assert gone == f"rank 1 (pid {ended.pid}) died"
     assert worker.end_after_lost_rank(folder, gone) == (recorded or 5)
     assert cause_of_death(folder) == ("" if recorded else gone)
 

@@ -369,7 +369,7 @@ def test_job_that_makes_no_step_in_three_lives_is_not_queued_again(life: Life, s
     for restarts in range(3):
         assert life.end(restarts=restarts, code=138, **{"from": 4, "to": 4}) == 138
     assert calls.read_text().splitlines() == ["scontrol requeue 12"] * 2
-    assert "no step was made in 3 lives" in life.job.note
+    assert "no step was made in 3 attempts" in life.job.note
 
 
 def test_process_that_the_trainer_has_left_ends_with_the_job(life: Life, slurm: Callable[..., Path]):
@@ -385,7 +385,7 @@ def test_the_first_node_trains_in_the_job_itself_and_srun_starts_the_others(tmp_
     words = "--config /run/slurm.yaml --nproc 2 --nnodes 3 --master-addr head --master-port 4000 -- --max-restarts 1"
     own = trainer_command(Path("/run"), allocation, nproc=2, launcher_args=options)
     assert own == [sys.executable, "-m", "sftplay", "train", "--node-rank", "0", *words.split()]
-    argv = others_command(Path("/run"), allocation, nproc=2, launcher_args=options)
+    argv = others_command(own, allocation)
     shell = argv.index("bash")
     assert argv[:shell] == [
         "srun", "--mpi=none", "--export=ALL", "--kill-on-bad-exit=0", "--relative=1", "--nodes=2", "--ntasks=2",
@@ -398,7 +398,7 @@ def test_the_first_node_trains_in_the_job_itself_and_srun_starts_the_others(tmp_
         argv[shell:], env={**os.environ, "SLURM_NODEID": "1"}, capture_output=True, text=True, check=True
     )
     assert started.stdout.split() == f"-m sftplay train --node-rank 2 {words}".split()
-    assert not others_command(Path("/run"), Allocation.of({"SLURM_JOB_ID": "5"}), nproc=2)
+    assert not others_command(own, Allocation.of({"SLURM_JOB_ID": "5"}))
 
 
 def test_stop_that_slurm_sends_to_every_process_counts_once(monkeypatch: pytest.MonkeyPatch):
@@ -419,8 +419,8 @@ def test_a_signal_inside_a_line_of_the_job_does_not_end_the_job():
 import signal
 from types import SimpleNamespace
 from sftplay.launch.slurm import job
-forwarder = job.Forwarder()
-forwarder._process = SimpleNamespace(send_signal=lambda number: None)
+forwarder = job.new_forwarder()
+forwarder.attach(SimpleNamespace(send_signal=lambda number: None))
 signal.signal(signal.SIGUSR1, forwarder.on_signal)
 for _ in range(200):
     job.say("x" * 1000)
@@ -465,7 +465,7 @@ def test_the_nodes_of_a_job_get_a_token_of_their_own(tmp_path: Path, monkeypatch
     folder = job.JobFolder(tmp_path, 7)
     folder.path.mkdir()
     for _ in range(2):
-        job._train(folder, ["own"], others=["srun"], forwarder=job.Forwarder(), wait=Done.wait)
+        job._train(folder, ["own"], others=["srun"], forwarder=job.new_forwarder(), wait=Done.wait)
     tokens = [env["SFTPLAY_RUN_TOKEN"] for env in given]
     assert tokens[0] == tokens[1] != tokens[2] == tokens[3]
     assert len(tokens[0]) == 32

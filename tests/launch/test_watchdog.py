@@ -17,7 +17,7 @@ from processes import HANG_S, is_alive, wait_until
 
 from sftplay.heartbeat import Beat, Heartbeat, heartbeat_path, read_heartbeats
 from sftplay.launch.supervise import processes as stacks
-from sftplay.launch.supervise.processes import Stack, ask_for_stacks, state_of
+from sftplay.launch.supervise.processes import Stack, ask_for_stacks, read_state
 from sftplay.launch.supervise.watchdog import GAP_S, SHOWN_LINES, Stall, Watchdog, find_culprits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,7 +214,7 @@ def test_a_rank_without_an_answer_is_named_with_the_reason_whatever_it_answered_
     assert ask_for_stacks(folder.logs, {0: process.pid})[0].lines
     monkeypatch.setattr(stacks, "ANSWER_S", 0.3)
     process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: state_of(process.pid) == "T")
+    wait_until(lambda: read_state(process.pid) == "T")
     stall = stall_of(watchdog, clock, TIMEOUT_S + 5)
     assert stall.stack[1:] == [f"  process {process.pid} gives no stack: it is stopped by a signal"]
 

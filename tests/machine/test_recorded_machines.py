@@ -31,7 +31,7 @@ def same_host(monkeypatch):
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(probe, "find_torch", lambda **_: TORCH)
-    monkeypatch.setattr(memory_use, "owner_of", lambda pid: "")  # pids of another machine
+    monkeypatch.setattr(memory_use, "find_owner", lambda pid: "")  # pids of another machine
 
 
 def printed(capsys) -> str:

@@ -285,7 +285,7 @@ def test_rows_that_were_lost_and_checkpoints_that_do_not_count_are_warned_of(fol
     (folder.checkpoints / "checkpoint-7").mkdir()
     (folder.checkpoints / "incomplete" / "checkpoint-6").mkdir(parents=True)
     folder.logs.mkdir(exist_ok=True)
-    (folder.logs / "rank0.log").write_text("[resume] checkpoint-6 is passed over: model.bin is missing\n[train] x\n")
+    (folder.logs / "rank0.log").write_text("[resume] skipping checkpoint-6: model.bin is missing\n[train] x\n")
     text = sentences(folder)
     for part in (
         "warn: The template drops thinking.",
@@ -294,7 +294,7 @@ def test_rows_that_were_lost_and_checkpoints_that_do_not_count_are_warned_of(fol
         "warn: 1 rows were longer",
         "warn: checkpoint-7 is not marked complete",
         "note: checkpoint-6 was not continued",
-        "note: Checkpoint-6 is passed over: model.bin is missing.",
+        "note: Skipping checkpoint-6: model.bin is missing.",
         "warn: 8 steps in all are few",
     ):
         assert part in text

@@ -116,7 +116,7 @@ def test_file_that_the_trainer_cannot_go_on_from_is_named_and_the_checkpoint_bef
     forge(newest, name, made)
     found, (line,) = newest_complete(copy.checkpoints, find_unreadable)
     assert found == copy.checkpoints / "checkpoint-4"
-    assert line.startswith(f"checkpoint-5 is passed over: {name} {said}")
+    assert line.startswith(f"skipping checkpoint-5: {name} {said}")
     assert "weights_only" not in line
     assert not Command(newest).mark.exists()
 
@@ -136,9 +136,9 @@ def test_run_goes_on_from_what_is_whole_and_ends_as_if_nothing_had_been_broken(
     copy.metrics.write_bytes(copy.metrics.read_bytes().replace(b'"loss"', b'"lo\xffs', 1))
     resumed = train_in(stopped.cfg.with_values({"train.resume": "auto"}, "test"), copy)
     said = capsys.readouterr().out
-    assert f"checkpoint-5 is passed over: optimizer.pt {PICKLE}" in said
-    assert "checkpoint-4 is passed over: COMPLETE.json has an odd 'files'" in said
-    assert "'checkpoint-²' is passed over: its name ends with no number of steps" in said
+    assert f"skipping checkpoint-5: optimizer.pt {PICKLE}" in said
+    assert "skipping checkpoint-4: COMPLETE.json has an odd 'files'" in said
+    assert "skipping 'checkpoint-²': its name ends with no number of steps" in said
     assert "metrics.jsonl: line 1 cannot be read: passed over" in said
     assert [line["step"] for line in resumed.metrics] == [2, 3, 4, 5, 6]
     whole = train(tmp_path / "whole", inputs, **OPTIONS)

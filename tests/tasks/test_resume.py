@@ -106,8 +106,8 @@ def test_damaged_newest_checkpoint_is_named_and_set_aside_and_the_one_before_is_
     capsys.readouterr()
     resumed = train_in(cfg.with_values({"train.resume": "auto", "train.save_total_limit": 1}, "test"), folder)
     output = capsys.readouterr().out
-    assert "checkpoint-5 is passed over: optimizer.pt has changed (sha256)" in output
-    assert "checkpoint-4 is passed over: no readable COMPLETE.json" in output
+    assert "skipping checkpoint-5: optimizer.pt has changed (sha256)" in output
+    assert "skipping checkpoint-4: no readable COMPLETE.json" in output
     assert "checkpoint-4 is not continued: moved to" in output
     assert f"continuing from {folder.checkpoints / 'checkpoint-2'}" in output
     assert sorted(p.name for p in (folder.checkpoints / "incomplete").iterdir()) == ["checkpoint-4", "checkpoint-5"]

@@ -20,9 +20,7 @@ from sftplay.places import cache_root
 
 WORKER = "sftplay.tasks.worker"
 
-ACCELERATE_CONFIG = "accelerate.yaml"
-"""Name of accelerate's config file in the run folder."""
-
+ACCELERATE_CONFIG = "accelerate.yaml"  # name of accelerate's config file in the run folder
 LARGE_BYTES = 4 * 2**20
 """Tensors of at least this size get pages of their own on a CPU. The size is two huge pages: with one huge page, runs
 took up to a tenth longer."""
@@ -54,17 +52,17 @@ def build_launch(
 ) -> Launch:
     """The worker itself for one process, `launcher` for several. `is_offline`: the run needs nothing from a hub.
 
-    `strategy` comes from `strategy_environment`; without it the processes run plain data parallelism.
-
-    Raises:
-        ConfigError: the launcher cannot start such a run, or there are options for a launcher but none runs.
+    `strategy` comes from `strategy_environment`; without it the processes run plain data parallelism. Raises
+    ConfigError if the launcher cannot start such a run, or there are options for a launcher but none runs.
     """
     env = quiet_environment() | cache_environment() | {FOLLOWED: "1"}
     if is_offline:
         env |= offline_environment()
     env |= {EXPECTS_GPU: "1", **gpu_environment()} if has_gpu else allocator_environment()
     if scale.world_size == 1:
-        _refuse_launcher_args(scale)
+        if scale.launcher_args:
+            what = f"the run has one process and no launcher that could take {shlex.join(scale.launcher_args)}"
+            raise ConfigError(what, where="--", fix="ask for several processes (NPROC=2), or leave them out")
         return Launch((sys.executable, "-m", WORKER, str(run_folder)), env)
     if not has_gpu:
         if not strategy:
@@ -84,26 +82,13 @@ def build_launch(
     return Launch((*argv, WORKER, str(run_folder)), env, files)
 
 
-def _refuse_launcher_args(scale: Scale) -> None:
-    if scale.launcher_args:
-        options = shlex.join(scale.launcher_args)
-        fix = "ask for several processes (NPROC=2), or leave them out"
-        raise ConfigError(f"the run has one process and no launcher that could take {options}", where="--", fix=fix)
-
-
 def quiet_environment() -> dict[str, str]:
     """Switches off telemetry, advice and progress bars of libraries."""
-    return {
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "DO_NOT_TRACK": "1",
-        "ACCELERATE_DISABLE_RICH": "1",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-        "BITSANDBYTES_NOWELCOME": "1",
-        "PYTHONUNBUFFERED": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
+    switches = (
+        "HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK", "ACCELERATE_DISABLE_RICH", "TRANSFORMERS_NO_ADVISORY_WARNINGS",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS", "TRL_EXPERIMENTAL_SILENCE", "BITSANDBYTES_NOWELCOME", "PYTHONUNBUFFERED",
+    )  # fmt: skip
+    return {**dict.fromkeys(switches, "1"), "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def offline_environment() -> dict[str, str]:
@@ -117,10 +102,7 @@ def offline_environment() -> dict[str, str]:
 
 
 def gpu_environment() -> dict[str, str]:
-    """Numbers GPUs as nvidia-smi does. The allocator extends its blocks, which leaves fewer gaps.
-
-    The user's own settings stay.
-    """
+    """Numbers GPUs as nvidia-smi does; the allocator extends blocks, for fewer gaps. The user's settings stay."""
     settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return {key: value for key, value in settings.items() if key not in os.environ}
 
@@ -146,21 +128,14 @@ def allocator_environment() -> dict[str, str]:
     memory costs time; huge pages (torch, `THP_MEM_ALLOC_ENABLE`) save as much. Smaller tensors stay in the heap. glibc
     lets its end grow to twice the threshold before it returns memory, but to 128 KiB once the threshold is set.
     """
-    settings = {
-        "MALLOC_MMAP_THRESHOLD_": str(LARGE_BYTES),
-        "MALLOC_TRIM_THRESHOLD_": str(2 * LARGE_BYTES),
-        "THP_MEM_ALLOC_ENABLE": "1",
-    }
+    settings = {"MALLOC_MMAP_THRESHOLD_": str(LARGE_BYTES), "MALLOC_TRIM_THRESHOLD_": str(2 * LARGE_BYTES)}
+    settings["THP_MEM_ALLOC_ENABLE"] = "1"
     return {key: value for key, value in settings.items() if key not in os.environ}
 
 
 def cache_environment() -> dict[str, str]:
     """Puts caches below .cache/ if the home folder cannot be written. The user's own settings stay."""
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() fails where no home is known
-    settings = {}
-    if not os.access(home, os.W_OK):
-        root = cache_root().resolve()
-        for key, folder in (("HF_HOME", "huggingface"), ("XDG_CACHE_HOME", "xdg"), ("TORCH_HOME", "torch")):
-            if key not in os.environ:
-                settings[key] = str(root / folder)
-    return settings
+    if os.access(os.path.expanduser("~"), os.W_OK):  # noqa: PTH111 - Path.home() fails where no home is known
+        return {}
+    folders = {"HF_HOME": "huggingface", "XDG_CACHE_HOME": "xdg", "TORCH_HOME": "torch"}
+    return {key: str(cache_root().resolve() / name) for key, name in folders.items() if key not in os.environ}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,35 +115,34 @@ _COMMENT = re.compile(rf"({_STRING})|//[^\n]*|/\*.*?\*/", re.DOTALL)
 _TOKEN = re.compile(rf"({_STRING})(\s*:)?|[{{}}\[\]\n]")
 
 
-@dataclass(frozen=True)
-class RunValue:
-    """The value that the run's config sets for a name in the file, and the config's key."""
+def read_deepspeed(path: Path, expected: Mapping[str, tuple[Any, str]] | None = None) -> dict[str, Any]:
+    """The file's content without comments. `expected` (see `run_values`) holds the only values besides "auto".
 
-    value: Any
-    key: str
-
-
-def read_deepspeed(path: Path, expected: Mapping[str, RunValue] | None = None) -> dict[str, Any]:
-    """The file's content without comments. `expected` (see `run_values`): dotted name -> its only value beside "auto".
-
-    Raises:
-        ConfigErrors: all problems of the file, in the order of the lines.
-        ConfigError: the file cannot be read, or is not JSON.
+    Raises ConfigErrors with all problems of the file, in the order of the lines; ConfigError if it cannot be read, or
+    is not JSON.
     """
-    text = _read_text(path)
-    plain = strip_comments(text)
     try:
-        values = json.loads(plain, object_pairs_hook=_refuse_duplicates)
+        check_small_file(path, str(path))
+        plain = strip_comments(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        fix = "correct cluster.deepspeed; deepspeed_configs/ holds examples"
+        raise ConfigError(f"cannot be read: {reason}", where=str(path), fix=fix) from error
+
+    def build_section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = next((name for name, count in Counter(name for name, _ in pairs).items() if count > 1), None)
+        if twice is not None:
+            raise ConfigError(f"{twice} is written twice in one section", where=str(path), fix="keep one of them")
+        return dict(pairs)
+
+    try:
+        values = json.loads(plain, object_pairs_hook=build_section)
     except json.JSONDecodeError as error:
         raise ConfigError(f"no JSON: {error.msg}", where=f"{path}:{error.lineno}", fix="correct that line") from error
-    except ValueError as error:
-        raise ConfigError(
-            f"{error} is written twice in one section", where=str(path), fix="keep one of them"
-        ) from error
     if not isinstance(values, dict):
         raise ConfigError("holds no object", where=str(path), fix="start from deepspeed_configs/custom_example.json")
     lines = _line_numbers(plain)
-    problems = [*_unknown(values), *_contradictions(values, expected or {}), *_missing(values)]
+    problems = [*_unknown(values), *_contradictions(values, expected or {})]
     problems.sort(key=lambda problem: lines.get(problem[0], 0))
     if problems:
         raise ConfigErrors(
@@ -157,53 +156,35 @@ def write_plain(values: Mapping[str, Any], path: Path) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def run_values(cfg: RunConfig, *, world_size: int, stage: int | None = None) -> dict[str, RunValue]:
-    """Dotted name in a DeepSpeed file -> the value in the run's config. Values that are still `auto` are left out."""
+def run_values(cfg: RunConfig, *, world_size: int, stage: int | None = None) -> dict[str, tuple[Any, str]]:
+    """Dotted name in a DeepSpeed file -> the value in the run's config and its key; without what is still `auto`."""
     train = cfg.train
-    expected = {
-        "train_batch_size": RunValue(train.effective_batch_size, "train.effective_batch_size"),
-        "train_micro_batch_size_per_gpu": RunValue(train.batch_size, "train.batch_size"),
-        "gradient_accumulation_steps": RunValue(train.grad_accum, "train.grad_accum"),
-        "gradient_clipping": RunValue(train.max_grad_norm, "train.max_grad_norm"),
-        "optimizer.params.lr": RunValue(train.peak_rate, "train.learning_rate"),
-        "optimizer.params.weight_decay": RunValue(train.weight_decay, "train.weight_decay"),
-        "scheduler.params.warmup_max_lr": RunValue(train.peak_rate, "train.learning_rate"),
-        "optimizer.type": RunValue("AdamW" if "adam" in train.optim or train.optim == "auto" else None, "train.optim"),
-        "scheduler.type": RunValue(SCHEDULERS.get(train.lr_scheduler), "train.lr_scheduler"),
+    expected: dict[str, tuple[Any, str]] = {
+        "train_batch_size": (train.effective_batch_size, "train.effective_batch_size"),
+        "train_micro_batch_size_per_gpu": (train.batch_size, "train.batch_size"),
+        "gradient_accumulation_steps": (train.grad_accum, "train.grad_accum"),
+        "gradient_clipping": (train.max_grad_norm, "train.max_grad_norm"),
+        "optimizer.params.lr": (train.peak_rate, "train.learning_rate"),
+        "optimizer.params.weight_decay": (train.weight_decay, "train.weight_decay"),
+        "scheduler.params.warmup_max_lr": (train.peak_rate, "train.learning_rate"),
+        "optimizer.type": ("AdamW" if "adam" in train.optim or train.optim == "auto" else None, "train.optim"),
+        "scheduler.type": (SCHEDULERS.get(train.lr_scheduler), "train.lr_scheduler"),
         # DeepSpeed's default warms up logarithmically, the run's own schedules linearly.
-        "scheduler.params.warmup_type": RunValue("linear", "train.lr_scheduler"),
+        "scheduler.params.warmup_type": ("linear", "train.lr_scheduler"),
     }
     if train.precision != "auto":
         for name in ("bf16", "fp16"):
-            expected[f"{name}.enabled"] = RunValue(train.precision == name, "train.precision")
+            expected[f"{name}.enabled"] = (train.precision == name, "train.precision")
     if stage is not None:
-        expected[f"{ZERO}.stage"] = RunValue(stage, "cluster.strategy")
+        expected[f"{ZERO}.stage"] = (stage, "cluster.strategy")
     if isinstance(train.batch_size, int) and isinstance(train.grad_accum, int):
-        expected["train_batch_size"] = RunValue(train.batch_size * train.grad_accum * world_size, "train.batch_size")
-    return {name: run_value for name, run_value in expected.items() if run_value.value != "auto"}
+        expected["train_batch_size"] = (train.batch_size * train.grad_accum * world_size, "train.batch_size")
+    return {name: (value, key) for name, (value, key) in expected.items() if value != "auto"}
 
 
 def strip_comments(text: str) -> str:
-    """The text with spaces in place of comments, so that positions stay. The content of strings stays too."""
+    """The text with spaces instead of comments, so that positions stay. The content of strings stays too."""
     return _COMMENT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        check_small_file(path, str(path))
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        fix = "correct cluster.deepspeed; deepspeed_configs/ holds examples"
-        raise ConfigError(f"cannot be read: {reason}", where=str(path), fix=fix) from error
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    duplicate = next((name for name in names if names.count(name) > 1), None)
-    if duplicate is not None:
-        raise ValueError(duplicate)
-    return dict(pairs)
 
 
 def _line_numbers(plain: str) -> dict[str, int]:
@@ -257,26 +238,22 @@ def _unknown(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield dotted, 'nothing replaces "auto" here', fix
 
 
-def _contradictions(values: Mapping[str, Any], expected: Mapping[str, RunValue]) -> Iterator[tuple[str, str, str]]:
+def _contradictions(
+    values: Mapping[str, Any], expected: Mapping[str, tuple[Any, str]]
+) -> Iterator[tuple[str, str, str]]:
     for _, dotted, value in _leaves(values):
-        run_value = expected.get(dotted)
-        if run_value is None or value == "auto" or _is_equal(value, run_value.value):
+        right, key = expected.get(dotted, (value, ""))
+        is_equal = value == right and isinstance(value, bool) == isinstance(right, bool)
+        if isinstance(value, str) and isinstance(right, str):
+            is_equal = value.lower() == right.lower() or {value.lower(), right.lower()} == {"adam", "adamw"}
+        if value == "auto" or is_equal:
             continue
-        if run_value.value is None:
-            what = f"{json.dumps(value)} would replace {run_value.key}, and DeepSpeed has no such kind"
+        if right is None:
+            what = f"{json.dumps(value)} would replace {key}, and DeepSpeed has no such kind"
             yield dotted, what, f"remove {dotted.partition('.')[0]}; then the run uses its own"
         else:
-            what = f"{json.dumps(value)} contradicts {run_value.key}, which sets {json.dumps(run_value.value)}"
-            yield dotted, what, f"set {run_value.key}" if "type" in dotted else f'write "auto", or set {run_value.key}'
-
-
-def _is_equal(value: Any, expected: Any) -> bool:
-    if isinstance(value, str) and isinstance(expected, str):
-        return value.lower() == expected.lower() or {value.lower(), expected.lower()} == {"adam", "adamw"}
-    return bool(value == expected) and isinstance(value, bool) == isinstance(expected, bool)
-
-
-def _missing(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+            what = f"{json.dumps(value)} contradicts {key}, which sets {json.dumps(right)}"
+            yield dotted, what, f"set {key}" if "type" in dotted else f'write "auto", or set {key}'
     zero = values.get(ZERO)
     if zero is None:
         yield ZERO, "is missing, so nothing would be sharded", f'add "{ZERO}": {{"stage": 2}}'

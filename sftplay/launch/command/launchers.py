@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sftplay.config.cluster import Launcher
@@ -16,6 +16,10 @@ from sftplay.launch.command.ray_command import ray_command
 
 KEY = "cluster.launcher"
 DEEPSPEED = "sftplay.launch.command.deepspeed_runner"
+
+PRECISION = "ACCELERATE_MIXED_PRECISION"
+"""The workers' variable, which accelerate's launcher overwrites. Plain data parallelism does not set it: the Trainer's
+own arguments decide, and "no" has the same effect as nothing."""
 
 _ACCELERATE_CONFIG = """\
 # For accelerate launch, which would otherwise read the config in its own cache. Options of the command override it.
@@ -58,11 +62,8 @@ def launcher_command(
     """The command up to the workers' module. The user's options for the launcher come last.
 
     `strategy` is the workers' environment for their strategy, `config` the path of `accelerate_config`'s text, `gpus`
-    the CUDA_VISIBLE_DEVICES of a machine with GPUs.
-
-    Raises:
-        ConfigError: the launcher cannot start such a run.
-        MachineError: it is not installed.
+    the CUDA_VISIBLE_DEVICES of a machine with GPUs. Raises ConfigError if the launcher cannot start such a run;
+    MachineError if it is not installed.
     """
     if launcher == "ray":
         if scale.nnodes > 1:
@@ -70,7 +71,12 @@ def launcher_command(
             raise ConfigError("ray places the processes on its nodes itself", where=KEY, fix=fix)
         return [*ray_command(scale.nproc, scale.launcher_args, has_gpu=has_gpu, environ=os.environ), "-m"]
     if launcher == "accelerate":
-        argv = _accelerate_command(scale, precision_of(strategy), config=config)
+        # With --use_deepspeed or --use_fsdp accelerate would overwrite the environment of the strategy.
+        argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--multi_gpu"]
+        argv += ["--num_processes", str(scale.world_size), "--num_machines", str(scale.nnodes)]
+        argv += ["--machine_rank", str(scale.node_rank), "--main_process_ip", scale.master_addr]
+        argv += ["--main_process_port", str(scale.master_port)]
+        argv += ["--mixed_precision", strategy.get(PRECISION, "no"), "--dynamo_backend", "no"]
     elif launcher == "deepspeed":
         argv = _deepspeed_command(scale, strategy, gpus=gpus)
     else:
@@ -81,29 +87,6 @@ def launcher_command(
     return [*argv, *scale.launcher_args, module]
 
 
-def accelerate_config(scale: Scale, strategy: Mapping[str, str]) -> str:
-    """The text of accelerate's config file. Without one, accelerate reads a file that the user made for other runs."""
-    precision = precision_of(strategy)
-    return _ACCELERATE_CONFIG.format(processes=scale.world_size, nodes=scale.nnodes, precision=precision)
-
-
-def precision_of(strategy: Mapping[str, str]) -> str:
-    """The workers' ACCELERATE_MIXED_PRECISION, which accelerate's launcher overwrites.
-
-    Plain data parallelism does not set it: the Trainer's own arguments decide, and "no" has the same effect as nothing.
-    """
-    return strategy.get("ACCELERATE_MIXED_PRECISION", "no")
-
-
-def _accelerate_command(scale: Scale, precision: str, *, config: str) -> list[str]:
-    # With --use_deepspeed or --use_fsdp accelerate would overwrite the environment of the strategy with its options.
-    argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--multi_gpu"]
-    argv += ["--num_processes", str(scale.world_size), "--num_machines", str(scale.nnodes)]
-    argv += ["--machine_rank", str(scale.node_rank), "--main_process_ip", scale.master_addr]
-    argv += ["--main_process_port", str(scale.master_port)]
-    return [*argv, "--mixed_precision", precision, "--dynamo_backend", "no"]
-
-
 def _deepspeed_command(scale: Scale, strategy: Mapping[str, str], *, gpus: str | None) -> list[str]:
     if "ACCELERATE_USE_DEEPSPEED" not in strategy:
         fix = f"write cluster.strategy: zero1, zero2 or zero3; or {KEY}: auto"
@@ -111,18 +94,19 @@ def _deepspeed_command(scale: Scale, strategy: Mapping[str, str], *, gpus: str |
     if scale.nnodes > 1:
         what = f"deepspeed reaches {scale.nnodes} nodes by ssh, and stop signals to this command would not reach them"
         raise ConfigError(what, where=KEY, fix=f"write {KEY}: torchrun, and start it on every node")
+    devices = ["--num_gpus", str(scale.nproc)]
+    if gpus:  # with only a number DeepSpeed takes the machine's first devices
+        chosen = [gpu.strip() for gpu in gpus.split(",")][: scale.nproc]
+        if not all(gpu.isdecimal() for gpu in chosen):
+            fix = f"give their numbers (nvidia-smi -L), or write {KEY}: torchrun"
+            raise ConfigError(f"deepspeed takes GPUs by number, not {gpus}", where="CUDA_VISIBLE_DEVICES", fix=fix)
+        devices = ["--include", f"localhost:{','.join(chosen)}"]
     # A list of hosts on this machine (/job/hostfile) would start the run on other machines.
-    argv = [sys.executable, "-m", DEEPSPEED, "--hostfile", os.devnull, *_device_options(scale.nproc, gpus)]
-    argv += ["--master_addr", scale.master_addr, "--master_port", str(scale.master_port)]
-    return [*argv, "--no_local_rank"]
+    argv = [sys.executable, "-m", DEEPSPEED, "--hostfile", os.devnull, *devices]
+    return [*argv, "--master_addr", scale.master_addr, "--master_port", str(scale.master_port), "--no_local_rank"]
 
 
-def _device_options(nproc: int, gpus: str | None) -> Sequence[str]:
-    """The options that select the devices. With only a number DeepSpeed takes the machine's first ones."""
-    if not gpus:
-        return "--num_gpus", str(nproc)
-    chosen = [gpu.strip() for gpu in gpus.split(",")][:nproc]
-    if not all(gpu.isdecimal() for gpu in chosen):
-        fix = f"give their numbers (nvidia-smi -L), or write {KEY}: torchrun"
-        raise ConfigError(f"deepspeed takes GPUs by number, not {gpus}", where="CUDA_VISIBLE_DEVICES", fix=fix)
-    return "--include", f"localhost:{','.join(chosen)}"
+def accelerate_config(scale: Scale, strategy: Mapping[str, str]) -> str:
+    """The text of accelerate's config file. Without one, accelerate reads a file that the user made for other runs."""
+    precision = strategy.get(PRECISION, "no")
+    return _ACCELERATE_CONFIG.format(processes=scale.world_size, nodes=scale.nnodes, precision=precision)

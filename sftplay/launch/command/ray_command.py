@@ -16,8 +16,6 @@ KEY = "cluster.launcher"
 ADDRESS = "RAY_ADDRESS"
 """Ray's own variable: the cluster to run on. Without it the driver starts a cluster on this machine."""
 
-PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-
 
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -26,15 +24,11 @@ class _Parser(ArgumentParser):
 
 
 def read_request(words: Sequence[str]) -> Namespace:
-    """The driver's command as `workers`, `gpu`, `placement`, `resources`, `start_timeout`, `worker`.
-
-    Raises:
-        ConfigError: an option is wrong.
-    """
+    """The command as `workers`, `gpu`, `placement`, `resources`, `start_timeout`, `worker`, or ConfigError."""
     parser = _Parser(prog="ray", add_help=False, allow_abbrev=False)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--placement", choices=PLACEMENTS, default="PACK")
+    parser.add_argument("--placement", choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"), default="PACK")
     parser.add_argument("--resources", type=_resources, default={})
     parser.add_argument("--start-timeout", type=_seconds, default=300.0)
     parser.add_argument("-m", dest="worker", nargs=2, metavar=("MODULE", "RUN"))
@@ -42,13 +36,12 @@ def read_request(words: Sequence[str]) -> Namespace:
 
 
 def ray_command(workers: int, options: Sequence[str], *, has_gpu: bool, environ: Mapping[str, str]) -> list[str]:
-    """The driver's command for so many workers, one GPU each where there are GPUs. `options` are the user's.
-
-    Raises:
-        ConfigError: an option is wrong, or another launch is active.
-        MachineError: ray is not installed.
-    """
-    _refuse_within_slurm(environ)
+    """The driver's command for so many workers, with the user's `options`. Raises ConfigError, MachineError."""
+    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks > 1 or ("SLURM_JOB_ID" in environ and ADDRESS not in environ):
+        what = f"this is part of the SLURM job {environ.get('SLURM_JOB_ID', '')}, which places processes itself"
+        fix = f"use `make submit` without ray; or start Ray in the job, set {ADDRESS}, and call this once"
+        raise ConfigError(what, where=KEY, fix=fix)
     if find_spec("ray") is None:
         raise MachineError("the package ray is not installed", where=KEY, fix="make install EXTRAS=ray")
     words = ["--workers", str(workers), *(["--gpu"] if has_gpu else []), *options]
@@ -57,14 +50,6 @@ def ray_command(workers: int, options: Sequence[str], *, has_gpu: bool, environ:
         what = f"a cluster on this machine has no {', '.join(sorted(custom))}"
         raise ConfigError(what, where="--resources", fix=f"set {ADDRESS} to a cluster that has it, or leave it out")
     return [sys.executable, "-m", DRIVER, *words]
-
-
-def _refuse_within_slurm(environ: Mapping[str, str]) -> None:
-    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if tasks > 1 or ("SLURM_JOB_ID" in environ and ADDRESS not in environ):
-        what = f"this is part of the SLURM job {environ.get('SLURM_JOB_ID', '')}, which places processes itself"
-        fix = f"use `make submit` without ray; or start Ray in the job, set {ADDRESS}, and call this once"
-        raise ConfigError(what, where=KEY, fix=fix)
 
 
 def _resources(text: str) -> dict[str, float]:

@@ -18,8 +18,7 @@ from sftplay.machine.doctor.system import builds_folder
 
 STRATEGIES = ("single", "ddp", *SHARDED)
 
-LEAST_HSDP = 4
-"""Fewest processes of hsdp: two copies of a model, each split over two processes."""
+LEAST_HSDP = 4  # fewest processes of hsdp: two copies of a model, each split over two processes
 
 
 def strategy_environment(
@@ -37,27 +36,30 @@ def strategy_environment(
 
     `layer_class` is a comma-separated list of the model's decoder layers; with None accelerate uses the model's
     `_no_split_modules`. `deepspeed_json` is plain JSON (see `deepspeed_json.write_plain`) for ZeRO only; it sets stage
-    and offloading itself. `gradient_accumulation` must be the Trainer's.
-
-    Raises:
-        ConfigError: no such strategy, a JSON for a strategy without DeepSpeed, or processes that hsdp cannot divide.
+    and offloading itself. `gradient_accumulation` must be the Trainer's. Raises ConfigError for
+    an unknown strategy, a JSON for a strategy without DeepSpeed, or processes that hsdp cannot divide.
     """
     if strategy not in STRATEGIES:
-        raise ConfigError(
-            f"no strategy {strategy!r}", where="cluster.strategy", fix=f"choose from {', '.join(STRATEGIES)}"
-        )
+        fix = f"choose from {', '.join(STRATEGIES)}"
+        raise ConfigError(f"no strategy {strategy!r}", where="cluster.strategy", fix=fix)
     if deepspeed_json is not None and strategy not in ZERO_STAGES:
         fix = f"write cluster.strategy: {', '.join(ZERO_STAGES)}; or leave cluster.deepspeed out"
-        raise ConfigError(
-            f"a DeepSpeed file is given, but {strategy} does not use it", where="cluster.deepspeed", fix=fix
-        )
+        what = f"a DeepSpeed file is given, but {strategy} does not use it"
+        raise ConfigError(what, where="cluster.deepspeed", fix=fix)
     if strategy in ZERO_STAGES:
-        env = _zero(
-            ZERO_STAGES[strategy], deepspeed_json, gradient_accumulation=gradient_accumulation
-        ) | build_environment(has_gpu=has_gpu)
+        env = _zero(ZERO_STAGES[strategy], deepspeed_json, gradient_accumulation=gradient_accumulation)
+        env |= build_environment(has_gpu=has_gpu)
     elif strategy in SHARDED:
         env = _fsdp(layer_class, has_gpu=has_gpu)
-        env |= _mesh(world_size, nnodes) if strategy == "hsdp" else {}
+        if strategy == "hsdp":  # one copy of the model per node, split over its processes; on a single node two copies
+            copies = nnodes if nnodes > 1 else 2
+            if world_size < LEAST_HSDP or world_size % copies or world_size // copies < 2:
+                what = f"hsdp splits each of {copies} model copies over 2 or more processes; {world_size} processes"
+                fix = f"use {max(LEAST_HSDP, 2 * copies)} processes or another multiple, or cluster.strategy: fsdp"
+                raise ConfigError(f"{what} do not fit", where="cluster.strategy", fix=fix)
+            env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+            env["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = str(copies)
+            env["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(world_size // copies)
     else:
         # Without it each rank trains alone as the main one, and all exit with 0.
         env = {"ACCELERATE_USE_CPU": "true"} if world_size > 1 and not has_gpu else {}
@@ -117,17 +119,3 @@ def _fsdp(layer_class: str | None, *, has_gpu: bool) -> dict[str, str]:
     if not has_gpu:
         env["ACCELERATE_TORCH_DEVICE"] = "cpu"
     return env
-
-
-def _mesh(world_size: int, nnodes: int) -> dict[str, str]:
-    """One copy of the model per node, split over the node's processes. On a single node there are two copies."""
-    copies = nnodes if nnodes > 1 else 2
-    if world_size < LEAST_HSDP or world_size % copies or world_size // copies < 2:
-        what = f"hsdp splits each of {copies} model copies over 2 or more processes; {world_size} processes do not fit"
-        fix = f"use {max(LEAST_HSDP, 2 * copies)} processes or another multiple, or cluster.strategy: fsdp"
-        raise ConfigError(what, where="cluster.strategy", fix=fix)
-    return {
-        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(copies),
-        "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(world_size // copies),
-    }

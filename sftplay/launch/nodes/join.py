@@ -6,9 +6,8 @@ import hashlib
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.follow import NodeLost
 
-SHOWN = 12
-"""How many differences an error lists."""
-
+SHOWN = 12  # how many differences an error lists
 MISSING = "missing"
 
 FIXES = {
@@ -31,54 +28,39 @@ SECTIONS = {"launch": "config", "config": "config", "files": "data", "versions":
 """Part of a report -> the kind of error for a difference in it. The error text has this order."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A value of one node that differs from that of the other nodes."""
+def find_differences(reports: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, str]]:
+    """Node, kind of error and description of every value that differs from the most frequent one.
 
-    node: int
-    kind: str
-    what: str
-
-
-def find_differences(reports: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    """Every value that differs from the most frequent one. If no value is the most frequent, that of node 0 counts.
-
-    `reports` are in the order of the nodes. Each has `host` and, for each of SECTIONS, a mapping of names to values. A
-    node that could not read its config has not all sections. A missing section is compared among the other nodes.
+    If no value is the most frequent, that of node 0 counts. `reports` are in the order of the nodes. Each has `host`
+    and, for each of SECTIONS, a mapping of names to values. A node that could not read its config has not all sections.
+    A missing section is compared among the other nodes.
     """
     differences = []
     for section, kind in SECTIONS.items():
         parts = {node: report[section] for node, report in enumerate(reports) if section in report}
         for name in sorted({name for part in parts.values() for name in part}):
             values = {node: str(part.get(name, MISSING)) for node, part in parts.items()}
-            differences += [Difference(node, kind, what) for node, what in _deviations(section, name, values=values)]
+            counts = Counter(values.values())
+            usual = max(counts, key=lambda value: (counts[value], value == values[min(values)]))
+            usual_nodes = [node for node in values if values[node] == usual]
+            others = f"node {usual_nodes[0]}" if len(usual_nodes) == 1 else f"nodes {', '.join(map(str, usual_nodes))}"
+            for node, value in values.items():
+                what = f"{name} is {value}, on {others} it is {usual}"
+                if section == "files":
+                    what = f"the path in {name} {_compare_files(value, usual, others=others)}"
+                differences += [(node, kind, what)] if value != usual else []
     return differences
 
 
-def _deviations(section: str, name: str, *, values: Mapping[int, str]) -> Iterator[tuple[int, str]]:
-    """Node and description of every value that differs from the most frequent one."""
-    counts = Counter(values.values())
-    usual = max(counts, key=lambda value: (counts[value], value == values[min(values)]))
-    usual_nodes = [node for node in values if values[node] == usual]
-    others = f"node {usual_nodes[0]}" if len(usual_nodes) == 1 else f"nodes {', '.join(map(str, usual_nodes))}"
-    for node, value in values.items():
-        if value == usual:
-            continue
-        if section != "files":
-            yield node, f"{name} is {value}, on {others} it is {usual}"
-        elif MISSING in (value, usual):
-            here, there = ("is missing", "exists") if value == MISSING else ("exists", "is missing")
-            yield node, f"the path in {name} {here}, on {others} it {there}"
-        else:
-            yield node, f"the path in {name} has other content than on {others}"
+def _compare_files(value: str, usual: str, *, others: str) -> str:
+    if MISSING not in (value, usual):
+        return f"has other content than on {others}"
+    here, there = ("is missing", "exists") if value == MISSING else ("exists", "is missing")
+    return f"{here}, on {others} it {there}"
 
 
 def check_nodes_match(reports: Sequence[Mapping[str, Any]]) -> None:
-    """Raise an error, the same one on every node, if nodes differ or if a node reports an error of its own.
-
-    Raises:
-        SftplayError: its kind is that of the first problem. It names every node that differs.
-    """
+    """Raise an error, the same on every node, that names every node that differs or reports an error."""
     names = [f"node {node} ({report['host']})" for node, report in enumerate(reports)]
     errors = {node: error_from_json(report["error"]) for node, report in enumerate(reports) if report.get("error")}
     if errors:
@@ -87,14 +69,12 @@ def check_nodes_match(reports: Sequence[Mapping[str, Any]]) -> None:
             f"{names[node]}: {error.where + ': ' if error.where else ''}{error.what}" for node, error in errors.items()
         ]
         raise type(first)("; ".join(problems), where="nodes", fix=first.fix)
-    differences = find_differences(reports)
-    if not differences:
-        return
-    lines = [f"{names[difference.node]}: {difference.what}" for difference in differences]
-    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    kinds = list(dict.fromkeys(difference.kind for difference in differences))
-    error_class: type[SftplayError] = {"config": ConfigError, "data": DataError}.get(kinds[0], MachineError)
-    raise error_class("; ".join(lines[:SHOWN]) + more, where="nodes", fix="; ".join(FIXES[kind] for kind in kinds))
+    if differences := find_differences(reports):
+        lines = [f"{names[node]}: {what}" for node, _, what in differences]
+        more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+        kinds = list(dict.fromkeys(kind for _, kind, _ in differences))
+        error_class: type[SftplayError] = {"config": ConfigError, "data": DataError}.get(kinds[0], MachineError)
+        raise error_class("; ".join(lines[:SHOWN]) + more, where="nodes", fix="; ".join(FIXES[kind] for kind in kinds))
 
 
 SHARED_S = 10.0
@@ -105,21 +85,16 @@ POLL_S = 0.2
 HOST_GRACE_S = 5.0
 """How long node 0's ranks may take to end after a rank on another node has written its error to status.json."""
 
-OTHERS_GRACE_S = 30.0
-"""How long another node's ranks may take to end after those of node 0."""
+OTHERS_GRACE_S = 30.0  # how long another node's ranks may take to end after those of node 0
 
 
 def announce_run(rendezvous: Rendezvous, folder: RunFolder) -> None:
     """On node 0: send the run's folder, which is complete now, to the other nodes."""
-    rendezvous.gather({"folder": str(folder.path), "resolved": _digest(folder)})
+    rendezvous.gather({"folder": str(folder.path), "resolved": _hash_config(folder)})
 
 
 def join_run(rendezvous: Rendezvous) -> tuple[RunFolder, str]:
-    """On another node: wait until node 0 has created the run's folder. Its path, and the digest of its resolved config.
-
-    Raises:
-        SftplayError: node 0 has ended with this error.
-    """
+    """On another node: wait for the run's folder. It, and the digest of its config; or raise node 0's error."""
     message = rendezvous.gather({})[0]
     return RunFolder(Path(message["folder"])), message["resolved"]
 
@@ -156,15 +131,13 @@ def check_folder(folder: RunFolder, digest: str) -> None:
     deadline = time.monotonic() + SHARED_S
     while time.monotonic() < deadline:
         with suppress(OSError):
-            if _digest(folder) == digest:
+            if _hash_config(folder) == digest:
                 return
         time.sleep(POLL_S)
-    raise MachineError(
-        f"{folder.path.absolute()} is not the folder that node 0 has created",
-        where="output_dir",
-        fix="give output_dir a folder that all nodes share, as an absolute path",
-    )
+    what = f"{folder.path.absolute()} is not the folder that node 0 has created"
+    fix = "give output_dir a folder that all nodes share, as an absolute path"
+    raise MachineError(what, where="output_dir", fix=fix)
 
 
-def _digest(folder: RunFolder) -> str:
+def _hash_config(folder: RunFolder) -> str:
     return hashlib.sha256(folder.resolved.read_bytes()).hexdigest()

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from ipaddress import ip_address
 from typing import Any
 
@@ -20,20 +21,12 @@ from sftplay.launch.command.command import Scale
 TOKEN = "SFTPLAY_RUN_TOKEN"
 """The variable with the run's secret, the same on all nodes. A job of SLURM makes one; without it anybody may join."""
 
-SEND_S = 60.0
-"""How long the other side may take nothing of what is sent to it."""
-
+SEND_S = 60.0  # how long the other side may take nothing of what is sent to it
 SILENT_S = 3600.0
 """How long the other side may say nothing: node 0 sizes the run and measures a GPU meanwhile. The kernel notices a
 machine without power much sooner."""
 
-MAX_LINE_BYTES = 2**24
-"""A peer that sends a longer line is no run of this kit."""
-
-
-def new_challenge() -> str:
-    """A random text that the other side must prove to know the token with."""
-    return secrets.token_hex(16)
+MAX_LINE_BYTES = 2**24  # a peer that sends a longer line is no run of this kit
 
 
 def prove(challenge: str, subject: str) -> str:
@@ -54,8 +47,8 @@ class Peer:
     connection: socket.socket
     messages: deque[Any] = field(default_factory=deque)
     has_gone: bool = False
-    challenge: str = field(default_factory=new_challenge)
-    """What the other side must prove the run's token with."""
+    challenge: str = field(default_factory=partial(secrets.token_hex, 16))
+    """A random text that the other side must prove to know the run's token with."""
 
     _rest: bytes = b""
 
@@ -114,12 +107,8 @@ class Peer:
             self.connection.close()
 
 
-TIMEOUT_S = 120.0
-"""How long nodes wait for each other: users may start them by hand, in one terminal after another."""
-
-ANSWER_S = 5.0
-"""How long node 0 may take to answer. Another program on that port never sends our answer."""
-
+TIMEOUT_S = 120.0  # how long nodes wait for each other: users may start them by hand, in one terminal after another
+ANSWER_S = 5.0  # How long node 0 may take to answer. Another program on that port never sends our answer.
 POLL_S = 0.1
 WELCOME, HOST = "sftplay", "host"
 
@@ -144,9 +133,8 @@ class Rendezvous:
     def __enter__(self) -> Rendezvous:
         """Wait until all nodes are connected.
 
-        Raises:
-            MachineError: a node did not come in time, node 0 was not found, or node 0 cannot listen on its port.
-            ConfigError: two nodes have the same number, or a number is too high.
+        Raises MachineError if a node did not come in time, node 0 was not found, or node 0 cannot listen on its port;
+        ConfigError if two nodes have the same number, or a number is too high.
         """
         try:
             self._await_nodes() if self.is_host else self._connect_to_host()
@@ -161,10 +149,8 @@ class Rendezvous:
     def gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Send this node's message and return those of all nodes, in the order of the nodes. Every node must call it.
 
-        Raises:
-            RunError: a node has gone.
-            SftplayError: node 0 has ended with this error.
-            RendezvousEnded: node 0 has ended without an error.
+        Raises RunError if a node has gone; SftplayError if node 0 has ended with this error; RendezvousEnded if node 0
+        has ended without an error.
         """
         if not self.is_host:
             self._peers[0].send({"message": message})
@@ -193,10 +179,7 @@ class Rendezvous:
         raise AssertionError("node 0 gathers no more messages")
 
     def endings(self) -> dict[int, str]:
-        """Node -> why it failed, for the nodes whose failure is known now.
-
-        Nodes other than 0 know only of node 0, and report its end even if it did not fail.
-        """
+        """Node -> why it failed, for the failures known now. Nodes other than 0 report any end of node 0."""
         for peer in self._peers.values():
             peer.poll()
         if not self.is_host:
@@ -225,7 +208,9 @@ class Rendezvous:
             listener.settimeout(POLL_S)
             while missing := expected - set(self._peers):
                 if time.monotonic() > deadline:
-                    raise _missing_error(missing, self.timeout_s)
+                    nodes = ", ".join(f"node {node}" for node in sorted(missing))
+                    fix = "start every node with the same MASTER_ADDR, MASTER_PORT and NNODES, and its own NODE_RANK"
+                    raise MachineError(f"{nodes} did not come within {self.timeout_s:.0f} s", where="nodes", fix=fix)
                 with suppress(TimeoutError):
                     pending.append(Peer(listener.accept()[0]))
                 pending = [peer for peer in pending if self._is_pending(peer)]
@@ -268,7 +253,7 @@ class Rendezvous:
         self._peers[node] = peer
 
     def _connect_to_host(self) -> None:
-        deadline = time.monotonic() + self.timeout_s
+        deadline, node = time.monotonic() + self.timeout_s, self.scale.node_rank
         address, reason = (self.scale.master_addr, self.scale.master_port), "nobody answered"
         while time.monotonic() < deadline:
             try:
@@ -276,31 +261,24 @@ class Rendezvous:
             except OSError as error:
                 reason = error.strerror or str(error)
             else:
-                if not (reason := self._introduce(peer)):
+                peer.send({"node": node, "challenge": peer.challenge})
+                answer: Any = None
+                with suppress(TimeoutError, EOFError):
+                    answer = peer.read(ANSWER_S)
+                if not isinstance(answer, dict) or answer.get("welcome") != WELCOME:
+                    reason = "the program on that port is no run of this kit"
+                elif not is_proof(answer.get("proof"), challenge=peer.challenge, subject=HOST):
+                    reason = f"the run at that port has another {TOKEN}"
+                else:
+                    proof = prove(str(answer.get("challenge")), str(node))
+                    peer.send({"node": node, "is_here": True, "proof": proof})
                     self._peers[0] = peer
                     return
                 peer.close()
             time.sleep(POLL_S)
-        raise MachineError(
-            f"node 0 was not found at {address[0]}:{address[1]} within {self.timeout_s:.0f} s ({reason})",
-            where=f"node {self.scale.node_rank}",
-            fix="start node 0 with the same MASTER_ADDR and MASTER_PORT, and open that port in the firewall",
-        )
-
-    def _introduce(self, peer: Peer) -> str:
-        """Tell the other side who this node is; why it is not node 0 of this run, empty where it is."""
-        node = self.scale.node_rank
-        peer.send({"node": node, "challenge": peer.challenge})
-        try:
-            answer = peer.read(ANSWER_S)
-        except (TimeoutError, EOFError):
-            answer = None
-        if not isinstance(answer, dict) or answer.get("welcome") != WELCOME:
-            return "the program on that port is no run of this kit"
-        if not is_proof(answer.get("proof"), challenge=peer.challenge, subject=HOST):
-            return f"the run at that port has another {TOKEN}"
-        peer.send({"node": node, "is_here": True, "proof": prove(str(answer.get("challenge")), str(node))})
-        return ""
+        what = f"node 0 was not found at {address[0]}:{address[1]} within {self.timeout_s:.0f} s ({reason})"
+        fix = "start node 0 with the same MASTER_ADDR and MASTER_PORT, and open that port in the firewall"
+        raise MachineError(what, where=f"node {node}", fix=fix)
 
     def _read_host(self, limit_s: float | None = SILENT_S) -> dict[str, Any]:
         try:
@@ -350,11 +328,3 @@ def _lost_error(node: int, error: Exception) -> RunError:
     silent = f"has said nothing for {SILENT_S / 60:.0f} minutes"
     what = f"node {node} {silent if isinstance(error, TimeoutError) else 'has gone'}"
     return RunError(what, where="nodes", fix="find the reason on that node")
-
-
-def _missing_error(missing: set[int], timeout_s: float) -> MachineError:
-    return MachineError(
-        f"{', '.join(f'node {node}' for node in sorted(missing))} did not come within {timeout_s:.0f} s",
-        where="nodes",
-        fix="start every node with the same MASTER_ADDR, MASTER_PORT and NNODES, and its own NODE_RANK",
-    )

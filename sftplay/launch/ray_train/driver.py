@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,17 +23,15 @@ from sftplay.atomic import write_text
 from sftplay.config.load import load_resolved
 from sftplay.errors import MachineError, RunError
 from sftplay.launch.command.ray_command import ADDRESS, read_request
-from sftplay.launch.generation_server import client_environment, starts_server
+from sftplay.launch.generation_server import FollowedServer, client_environment, starts_server
 from sftplay.launch.ray_train.rank import STOP, Uneven, run_rank
-from sftplay.launch.ray_train.server import Server, lost, placed_server
+from sftplay.launch.ray_train.server import placed_server
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.exit_cause import ROOT_CAUSE
 from sftplay.launch.variables import PASSED_ON
 from sftplay.signals import catch_signals
 
-OBJECT_STORE_BYTES = 10**8
-"""Ray's memory for objects. The ranks exchange nothing by it."""
-
+OBJECT_STORE_BYTES = 10**8  # Ray's memory for objects. The ranks exchange nothing by it.
 LOOPBACK = "127.0.0.1"
 
 SETTINGS = {
@@ -47,11 +44,7 @@ PREFIX = re.compile(r"^(?:\x1b\[[0-9;]*m)*\([^()]*\)(?:\x1b\[[0-9;]*m)* (?=[\x1c
 """What Ray puts before a line of a rank, where the line is marked for the user's screen (`log`)."""
 
 
-CHECKPOINT_S, POLL_S = 60.0, 1.0
-"""How long ranks without a generation server may take for a checkpoint, and how often the server is looked at."""
-
-NOISE = "State API may be temporarily unavailable"
-"""Ray says it every second where it has no dashboard."""
+NOISE = "State API may be temporarily unavailable"  # Ray says it every second where it has no dashboard
 
 
 class _Lines:
@@ -74,15 +67,21 @@ class _Lines:
 def main(words: list[str]) -> int:
     """Run the ranks to their end: 0, or the code of a machine or a run that has failed."""
     request = read_request(words)
-    folder = RunFolder(Path(request.worker[1]))
-    (folder.path / STOP).unlink(missing_ok=True)
+    folder, received = RunFolder(Path(request.worker[1])), list[int]()
+    stop = folder.path / STOP
+    stop.unlink(missing_ok=True)
     os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(request.start_timeout)
     sys.stdout, sys.stderr = _Lines(sys.stdout), _Lines(sys.stderr)
+
+    def on_signal(number: int, _frame: object) -> None:
+        received.append(number)
+        write_text(stop, str(number))
+
     try:
         with _cluster(request):
-            catch_signals(lambda number, _frame: write_text(folder.path / STOP, str(number)))  # ray.init sets its own
-            return _fit(request, folder)
+            catch_signals(on_signal)  # ray.init sets its own
+            return _fit(request, folder, received=received)
     except (MachineError, RunError) as error:
         folder.update_status(state="failed", exit_code=error.exit_code, error=error.as_json())
         log.show_error(str(error))
@@ -91,11 +90,7 @@ def main(words: list[str]) -> int:
 
 @contextmanager
 def _cluster(request: Namespace) -> Iterator[None]:
-    """Be connected to the cluster of RAY_ADDRESS. Without it: to one of our own, on the loopback address alone.
-
-    Raises:
-        MachineError: no cluster answers there.
-    """
+    """Be connected to the cluster of RAY_ADDRESS (else MachineError), or to our own on the loopback address."""
     address = os.environ.get(ADDRESS)
     if not address:
         # Ray would write a token of its own into the home folder. Whoever has it can run code here.
@@ -122,7 +117,7 @@ def _cluster(request: Namespace) -> Iterator[None]:
             ray.shutdown()
 
 
-def _fit(request: Namespace, folder: RunFolder) -> int:
+def _fit(request: Namespace, folder: RunFolder, *, received: list[int]) -> int:
     import ray
 
     if not request.gpu and ray.cluster_resources().get("GPU"):
@@ -132,27 +127,56 @@ def _fit(request: Namespace, folder: RunFolder) -> int:
     env = {name: os.environ[name] for name in names if name in os.environ}
     task = {"cwd": str(Path.cwd()), "address": "" if os.environ.get(ADDRESS) else LOOPBACK, "env": env}
     cfg = load_resolved(folder.resolved)
-    beside: AbstractContextManager[Server | None] = nullcontext()
-    if starts_server(cfg):
-        beside = placed_server(cfg, folder, task=task, gpu=request.gpu, limit_s=request.start_timeout)
-    with beside as server:
-        if server:
-            server.await_address(stop := folder.path / STOP)
-            if not server.url:
-                return 128 + int(stop.read_text())
-            task["env"] = {**env, **client_environment(server.url, os.environ)}
+    if not starts_server(cfg):
+        return _fit_ranks(request, folder, task=task)
+    with placed_server(cfg, folder, task=task, gpu=request.gpu, limit_s=request.start_timeout) as look:
+        server = FollowedServer(look, is_stopping=lambda: bool(received))
+        if not (url := server.await_address()):
+            return 128 + received[0]
+        task["env"] = {**env, **client_environment(url, os.environ)}
         return _fit_ranks(request, folder, task=task, server=server)
 
 
-def _fit_ranks(request: Namespace, folder: RunFolder, *, task: dict[str, Any], server: Server | None) -> int:
-    from ray.train import TrainingFailedError
+def _fit_ranks(
+    request: Namespace, folder: RunFolder, *, task: dict[str, Any], server: FollowedServer | None = None
+) -> int:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+    from ray.train.backend import Backend, BackendConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     from ray.train.v2.api.exceptions import ControllerError
 
+    class Shared(Backend):
+        share_cuda_visible_devices = True  # a rank takes the GPU by its number on the node
+
+    class Plain(BackendConfig):
+        """No process group in Ray's workers: it would take memory of each GPU. The ranks form their own."""
+
+        @property
+        def backend_cls(self) -> type[Backend]:
+            return Shared
+
+    trainer = DataParallelTrainer(
+        run_rank,
+        train_loop_config={**task, "worker": request.worker},
+        backend_config=Plain(),
+        scaling_config=ScalingConfig(
+            num_workers=request.workers, use_gpu=request.gpu, placement_strategy=request.placement,
+            resources_per_worker={**request.resources, **({"GPU": 1} if request.gpu else {})} or None,
+        ),
+        run_config=RunConfig(
+            name="ray", storage_path=str(folder.logs.absolute()),
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0),
+        ),
+    )  # fmt: skip
     with ThreadPoolExecutor(1) as threads:  # in the main thread Ray would end the ranks at Ctrl-C, without a checkpoint
         try:
-            fitting = threads.submit(_trainer(request, folder, task=task).fit)
+            fitting = threads.submit(trainer.fit)
             if server:
-                _follow(fitting, server, stop=folder.path / STOP)
+                server.follow(
+                    wait=lambda seconds: bool(wait([fitting], seconds).done),
+                    stop=lambda number: write_text(folder.path / STOP, str(int(number))),
+                )
+                server.check()
             fitting.result()
         except ControllerError as error:
             fix = "look at logs/launch.log; ask for less with WORKERS= and --resources, or wait longer: --start-timeout"
@@ -165,59 +189,6 @@ def _fit_ranks(request: Namespace, folder: RunFolder, *, task: dict[str, Any], s
             print(f"{ROOT_CAUSE}\n{error}")
             return RunError.exit_code
     return 0
-
-
-def _follow(fitting: Future[Any], server: Server, *, stop: Path) -> None:
-    """Wait for the ranks. Those that have lost the server are told to stop, and killed where they do not.
-
-    Raises:
-        RunError: the server has ended, and no stop signal had come before.
-    """
-    while not wait([fitting], POLL_S).done:
-        if (code := server.code()) is None:
-            continue
-        is_stopping = stop.exists()
-        if not is_stopping:
-            write_text(stop, str(int(signal.SIGTERM)))
-        if not wait([fitting], CHECKPOINT_S).done:
-            write_text(stop, str(int(signal.SIGKILL)))
-        wait([fitting])
-        if not is_stopping:
-            raise lost(code, "while the run trained")
-
-
-def _trainer(request: Namespace, folder: RunFolder, *, task: dict[str, Any]) -> Any:
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-
-    return DataParallelTrainer(
-        run_rank,
-        train_loop_config={**task, "worker": request.worker},
-        backend_config=_plain_backend(),
-        scaling_config=ScalingConfig(
-            num_workers=request.workers, use_gpu=request.gpu, placement_strategy=request.placement,
-            resources_per_worker={**request.resources, **({"GPU": 1} if request.gpu else {})} or None,
-        ),
-        run_config=RunConfig(
-            name="ray", storage_path=str(folder.logs.absolute()),
-            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0),
-        ),
-    )  # fmt: skip
-
-
-def _plain_backend() -> Any:
-    """No process group in Ray's workers: it would take memory of each GPU. The ranks form their own."""
-    from ray.train.backend import Backend, BackendConfig
-
-    class Shared(Backend):
-        share_cuda_visible_devices = True  # a rank takes the GPU by its number on the node
-
-    class Plain(BackendConfig):
-        @property
-        def backend_cls(self) -> type[Backend]:
-            return Shared
-
-    return Plain()
 
 
 if __name__ == "__main__":

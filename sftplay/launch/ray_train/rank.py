@@ -19,8 +19,7 @@ from sftplay.signals import popen_tied
 
 POLL_S = 0.2
 
-STOP = "ray.stop"
-"""In the run's folder, for ranks on other machines: the signal with which the run has to stop."""
+STOP = "ray.stop"  # in the run's folder, for ranks on other machines: the signal with which the run has to stop
 
 
 class RankEnded(Exception):
@@ -34,9 +33,7 @@ class Uneven(Exception):
 def run_rank(task: dict[str, Any]) -> None:
     """Run `task["worker"]`, a module and a run's folder, as this rank of Ray's group.
 
-    Raises:
-        RankEnded: it has not ended with 0. Ray then ends the other ranks.
-        Uneven: another node has another number of ranks.
+    Raises RankEnded if it fails, after which Ray ends the other ranks; Uneven if nodes differ in their number of ranks.
     """
     import ray
     from ray.train import get_context
@@ -57,12 +54,12 @@ def run_rank(task: dict[str, Any]) -> None:
     }  # fmt: skip
     env = {**task["env"], **{name: str(value) for name, value in numbers.items()}}
     process = popen_tied([sys.executable, "-m", module, folder], output=1, env=env, cwd=Path(task["cwd"]))
-    told, note = 0, Path(folder, STOP)
+    sent, note = 0, Path(folder, STOP)
     while process.poll() is None:
         time.sleep(POLL_S)
-        if note.exists() and (number := int(note.read_text())) != told:
+        if note.exists() and (number := int(note.read_text())) != sent:
             process.send_signal(signal.Signals(number))
-            told = number
+            sent = number
     if process.returncode:
         raise RankEnded(
             f"\nrank      : {rank} (local_rank: {local_rank})\nexitcode  : {process.returncode} (pid: {process.pid})"

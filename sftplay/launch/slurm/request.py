@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import join, quote
 
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.machine.ports import JOB_PORTS
@@ -15,51 +15,40 @@ from sftplay.units import parse_seconds
 BATCH, ACCUM, EFFECTIVE = "train.batch_size", "train.grad_accum", "train.effective_batch_size"
 
 ALIASES: dict[str, str] = {
-    "training_args.max_steps": "train.max_steps",
+    **{f"training_args.{name}": f"train.{name}" for name in (
+        "max_steps", "learning_rate", "warmup_ratio", "weight_decay", "max_grad_norm", "gradient_checkpointing",
+        "optim", "save_steps", "save_total_limit", "eval_steps",
+    )},
+    **{f"training_args.{name}": f"grpo.{name}" for name in (
+        "num_generations", "max_completion_length", "max_prompt_length", "num_iterations", "temperature", "top_p",
+        "beta", "epsilon", "loss_type",
+    )},
     "training_args.num_train_epochs": "train.epochs",
-    "training_args.learning_rate": "train.learning_rate",
     "training_args.lr_scheduler_type": "train.lr_scheduler",
-    "training_args.warmup_ratio": "train.warmup_ratio",
-    "training_args.weight_decay": "train.weight_decay",
-    "training_args.max_grad_norm": "train.max_grad_norm",
     "training_args.per_device_train_batch_size": BATCH,
     "training_args.gradient_accumulation_steps": ACCUM,
-    "training_args.gradient_checkpointing": "train.gradient_checkpointing",
-    "training_args.optim": "train.optim",
-    "training_args.save_steps": "train.save_steps",
-    "training_args.save_total_limit": "train.save_total_limit",
-    "training_args.eval_steps": "train.eval_steps",
     "training_args.logging_steps": "logging.steps",
     "training_args.seed": "seed",
-    "training_args.num_generations": "grpo.num_generations",
-    "training_args.max_completion_length": "grpo.max_completion_length",
-    "training_args.max_prompt_length": "grpo.max_prompt_length",
-    "training_args.num_iterations": "grpo.num_iterations",
-    "training_args.temperature": "grpo.temperature",
-    "training_args.top_p": "grpo.top_p",
-    "training_args.beta": "grpo.beta",
-    "training_args.epsilon": "grpo.epsilon",
-    "training_args.loss_type": "grpo.loss_type",
     "evaluation.eval_interval_steps": "train.eval_steps",
-}
+}  # fmt: skip
 """Name in the guide on distributed GRPO -> the key here."""
-
-SECTIONS = ("training_args", "evaluation")
 
 
 def in_our_names(overrides: Sequence[str], *, world_size: int) -> tuple[list[str], list[str]]:
     """The overrides in the names of the config, and a note on each value that was not typed.
 
-    In the names of other kits micro-batch and accumulation decide the effective batch together.
-
-    Raises:
-        ConfigError: a name of these sections is not in the list.
+    In the names of other kits micro-batch and accumulation decide the effective batch together. Raises ConfigError if a
+    name of these sections is not in the list.
     """
     ours, aliased = [], dict[str, str]()
     for text in overrides:
         name, sign, value = text.removeprefix("--").partition("=")
-        if name.partition(".")[0] in SECTIONS:
-            key = _key_of(name)
+        if name.partition(".")[0] in ("training_args", "evaluation"):
+            if name not in ALIASES:
+                near = nearest_names(name, ALIASES)
+                fix = f"did you mean {near[0]}?" if near else "write the key of the config; docs/config.md lists them"
+                raise ConfigError(f"there is no {name!r}", where="command line", fix=fix, nearest=near)
+            key = ALIASES[name]
             aliased[key] = value
             ours.append(f"{key}{sign}{value}")
         else:
@@ -72,19 +61,10 @@ def in_our_names(overrides: Sequence[str], *, world_size: int) -> tuple[list[str
     return [*ours, f"{EFFECTIVE}={effective}"], [note]
 
 
-def _key_of(name: str) -> str:
-    if name in ALIASES:
-        return ALIASES[name]
-    near = nearest_names(name, ALIASES)
-    fix = f"did you mean {near[0]}?" if near else "write the key of the config; docs/config.md lists them"
-    raise ConfigError(f"there is no {name!r}", where="command line", fix=fix, nearest=near)
-
-
 NOTICE_S = 300
 """How long before its end SLURM tells a job of it, where the job's time allows that. It may do so a minute earlier."""
 
-NOTICE_SHARE = 0.2
-"""The notice takes at most this share of a job's time, so that a short job also makes steps."""
+NOTICE_SHARE = 0.2  # the notice takes at most this share of a job's time, so that a short job also makes steps
 
 OURS = (
     "array", "wrap", "output", "error", "nodes", "ntasks", "ntasks-per-node", "chdir", "open-mode", "parsable", "wait",
@@ -128,20 +108,16 @@ class JobRequest:
             raise ConfigError(what, where="--gres", fix="leave one of --gres and --gpus-per-node out")
         if self.time:
             limit_seconds(self.time)
-        for flag, options in (("--sbatch", self.sbatch), ("--server-sbatch", self.server_sbatch)):
-            _check_options(options, flag)
+        options = [("--sbatch", option) for option in self.sbatch]
+        for flag, option in [*options, *(("--server-sbatch", option) for option in self.server_sbatch)]:
+            name = option.partition("=")[0]
+            if not re.fullmatch(r"-[a-zA-Z]\S*|--[a-z][a-z-]*(=.*)?", option, re.S) or "\n" in option:
+                fix = "write options as one word each, such as --account=lab"
+                raise ConfigError(f"{option!r} is no option of sbatch", where=flag, fix=fix)
+            if SHORT.get(name[:2], name.removeprefix("--")) in OURS:
+                raise ConfigError(f"{name} is set by the kit", where=flag, fix="leave it out; see docs/slurm.md")
         if self.setup is not None and not self.setup.is_file():
             raise ConfigError("there is no such file", where=f"--setup {self.setup}", fix="correct the path")
-
-
-def _check_options(options: Iterable[str], flag: str) -> None:
-    for option in options:
-        name = option.partition("=")[0]
-        if not re.fullmatch(r"-[a-zA-Z]\S*|--[a-z][a-z-]*(=.*)?", option, re.S) or "\n" in option:
-            fix = "write options as one word each, such as --account=lab"
-            raise ConfigError(f"{option!r} is no option of sbatch", where=flag, fix=fix)
-        if SHORT.get(name[:2], name.removeprefix("--")) in OURS:
-            raise ConfigError(f"{name} is set by the kit", where=flag, fix="leave it out; see docs/slurm.md")
 
 
 def gpus_in(gres: str) -> int:
@@ -151,11 +127,7 @@ def gpus_in(gres: str) -> int:
 
 
 def limit_seconds(text: str) -> float:
-    """Seconds of a time as sbatch reads it: a bare number is minutes.
-
-    Raises:
-        ConfigError: it is no such time.
-    """
+    """Seconds of a time as sbatch reads it: a bare number is minutes. Raises ConfigError if it is no such time."""
     try:
         if not re.fullmatch(r"[0-9:-]+", text):
             raise ValueError
@@ -171,40 +143,30 @@ def directives(request: JobRequest, folder: Path, *, chdir: Path) -> Iterator[st
     With a server the job is heterogeneous: behind `hetjob` stands its node. What is not said again there, such as
     account, memory and notice, is as for the trainers.
     """
-    yield f"--job-name={word(folder.name)}"
-    yield f"--nodes={request.nodes}"
-    yield "--ntasks-per-node=1"
-    for flag, value in (("gres", request.gres), ("time", request.time), ("partition", request.partition)):
-        if value:
-            yield f"--{flag}={word(value)}"
+    limits = [f"--{flag}={quote(getattr(request, flag))}" for flag in ("time", "partition") if getattr(request, flag)]
+    yield from (f"--job-name={quote(folder.name)}", f"--nodes={request.nodes}", "--ntasks-per-node=1")
+    if request.gres:
+        yield f"--gres={quote(request.gres)}"
+    yield from limits
     if request.gpus_per_node:
         yield f"--gpus-per-node={request.gpus_per_node}"
     notice_s = min(NOTICE_S, NOTICE_SHARE * limit_seconds(request.time)) if request.time else NOTICE_S
-    yield f"--signal=B:USR1@{round(notice_s)}"
-    yield "--requeue"
-    yield "--open-mode=append"
-    yield f"--output={word(str(folder).replace('%', '%%'))}/slurm-%j.out"
-    yield f"--chdir={word(str(chdir))}"
-    yield from map(_as_words, request.sbatch)
+    yield from (f"--signal=B:USR1@{round(notice_s)}", "--requeue", "--open-mode=append")
+    yield f"--output={quote(str(folder).replace('%', '%%'))}/slurm-%j.out"
+    yield f"--chdir={quote(str(chdir))}"
+    yield from map(_quote_value, request.sbatch)
     if request.server_gpus is None:
         return
-    yield from ("hetjob", "--nodes=1", "--ntasks-per-node=1")
-    for flag, value in (("time", request.time), ("partition", request.partition)):
-        if value:
-            yield f"--{flag}={word(value)}"
+    yield from ("hetjob", "--nodes=1", "--ntasks-per-node=1", *limits)
     if request.gpus_per_node or gpus_in(request.gres):
         yield f"--gpus-per-node={request.server_gpus}"
-    yield from map(_as_words, request.server_sbatch)
+    yield from map(_quote_value, request.server_sbatch)
 
 
-def _as_words(option: str) -> str:
+def _quote_value(option: str) -> str:
+    """A line of `#SBATCH` takes the quotation marks of a shell."""
     name, sign, value = option.partition("=")
-    return f"{name}{sign}{word(value) if value else ''}"
-
-
-def word(text: str) -> str:
-    """The text as one word of a shell, and of a line of `#SBATCH`, which takes the same quotation marks."""
-    return shlex.quote(text)
+    return f"{name}{sign}{quote(value) if value else ''}"
 
 
 SUPERVISOR = "sftplay.launch.slurm.job"
@@ -231,11 +193,9 @@ def job_file(request: JobRequest, folder: Path, *, chdir: Path, python: str, lau
     argv = [python, "-m", SUPERVISOR, str(folder), "--nproc", str(request.processes)]
     argv += ["--server"] if request.server_gpus is not None else []
     argv += ["--", *launcher_args] if launcher_args else []
+    lines = "\n".join(f"#SBATCH {line}" for line in directives(request, folder, chdir=chdir))
+    setup = f"source {quote(str(request.setup.absolute()))}\n" if request.setup else ""
     return _TEMPLATE.format(
-        name=folder.name,
-        directives="\n".join(f"#SBATCH {line}" for line in directives(request, folder, chdir=chdir)),
-        setup=f"source {word(str(request.setup.absolute()))}\n" if request.setup else "",
-        first_port=JOB_PORTS.start,
-        ports=len(JOB_PORTS),
-        command=shlex.join(argv),
-    )
+        name=folder.name, directives=lines, setup=setup, first_port=JOB_PORTS.start, ports=len(JOB_PORTS),
+        command=join(argv),
+    )  # fmt: skip

@@ -27,34 +27,20 @@ LIVES, NOTE = "lives.jsonl", "requeue_failed.txt"
 SERVER, SERVER_LOG = "generation_server.url", "generation_server.log"
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class JobFolder:
     """`slurm-<JOBID>/` in a run's folder."""
 
     run: Path
     job: int
 
-    @property
-    def path(self) -> Path:
-        return self.run / f"slurm-{self.job}"
-
-    @property
-    def output(self) -> Path:
+    def __post_init__(self) -> None:
+        self.path = self.run / f"slurm-{self.job}"
+        self.output = self.run / f"slurm-{self.job}.out"
         """What the job's shell and SLURM itself have written."""
-        return self.run / f"slurm-{self.job}.out"
-
-    @property
-    def log(self) -> Path:
-        return self.path / LOG
-
-    @property
-    def server(self) -> Path:
+        self.log, self.server_log = self.path / LOG, self.path / SERVER_LOG
+        self.server = self.path / SERVER
         """The address of the job's generation server, which is there while one answers."""
-        return self.path / SERVER
-
-    @property
-    def server_log(self) -> Path:
-        return self.path / SERVER_LOG
 
     @property
     def note(self) -> str:
@@ -83,9 +69,7 @@ def newest_job(run: Path) -> JobFolder | None:
     return JobFolder(run, jobs[-1]) if jobs else None
 
 
-LIMIT_S = 60.0
-"""How long a command may take to answer."""
-
+LIMIT_S = 60.0  # how long a command may take to answer
 COLUMNS = {"state": "%T", "reason": "%r", "nodes": "%N", "left": "%L", "start": "%S"}
 """What `squeue` tells of a job, and its codes (squeue(1), --format)."""
 
@@ -112,11 +96,7 @@ class JobState:
 
 
 def submit(job_file: Path) -> int:
-    """Queue the job; its number.
-
-    Raises:
-        MachineError: SLURM refuses the job, does not answer, or is not here.
-    """
+    """Queue the job; its number. Raises MachineError if SLURM refuses the job, does not answer, or is not here."""
     # What make exports for its own recipe would reach the run through the job's environment.
     env = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "TYPED_", "MFLAGS"))}
     said = call("sbatch", "--parsable", str(job_file), env=env)
@@ -124,15 +104,10 @@ def submit(job_file: Path) -> int:
 
 
 def look(job: int) -> JobState:
-    """The job as SLURM knows it now.
-
-    Raises:
-        MachineError: SLURM does not answer, or is not here.
-    """
+    """The job as SLURM knows it now. Raises MachineError if SLURM does not answer, or is not here."""
     try:
-        said = call(
-            "squeue", "--noheader", "--states=all", f"--jobs={job}", f"--format=%i|{'|'.join(COLUMNS.values())}"
-        )
+        columns = "|".join(COLUMNS.values())
+        said = call("squeue", "--noheader", "--states=all", f"--jobs={job}", f"--format=%i|{columns}")
     except MachineError as error:
         if "Invalid job id" in error.what:  # it ended a while ago
             return JobState()
@@ -153,7 +128,7 @@ def ask_to_stop(job: int) -> None:
 
 
 def requeue(job: int) -> None:
-    """Put this job back into the queue."""
+    """Requeue this job."""
     call("scontrol", "requeue", str(job))
 
 
@@ -168,11 +143,7 @@ def is_cut_off(job: int) -> bool:
 
 
 def call(*argv: str, env: Mapping[str, str] | None = None) -> str:
-    """What the command prints.
-
-    Raises:
-        MachineError: it failed, gave no answer, or is not on this machine.
-    """
+    """What the command prints. Raises MachineError if it failed, gave no answer, or is not on this machine."""
     try:
         done = subprocess.run(
             argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False
@@ -191,10 +162,8 @@ def call(*argv: str, env: Mapping[str, str] | None = None) -> str:
 
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
-PASS = ("pass@1", "pass", "exact_match")
-"""Names of the share of right answers, in the files of an evaluation."""
+PASS = ("pass@1", "pass", "exact_match")  # names of the share of right answers, in the files of an evaluation
 
-LAST_LINES, LAST_BYTES = 20, 8192
 SHOWN = (
     "SLURM", "CUDA", "NVIDIA", "NCCL", "GLOO", "MASTER_", "OMP_", "HF_", "TRANSFORMERS_", "TORCH", "PYTHON", "WANDB_",
     "SFTPLAY_", "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_", "HOSTNAME",
@@ -211,43 +180,36 @@ def write_environment(job: JobFolder) -> None:
 
 def write_summary(job: JobFolder, *, processes: int, exit_code: int | None) -> None:
     """Write job_summary.txt. `exit_code` is None while the job runs."""
-    facts = [*_job_facts(job, processes=processes), *_run_facts(job)]
-    facts += [("exit code", "still running" if exit_code is None else exit_code)]
+    facts = [*_list_facts(job, processes=processes), ("exit code", "still running" if exit_code is None else exit_code)]
     lines = [f"{name + ':':<18}{value}" for name, value in facts if value not in (None, "")]
-    if exit_code and exit_code < 128:
-        for path in (job.server_log, job.log):
-            lines += ["", f"the last lines of {path.name}:", *_last_lines(path)] if path.exists() else []
+    for path in (job.server_log, job.log) if exit_code and exit_code < 128 else ():
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - 8192))
+                last = file.read().decode("utf-8", "replace").splitlines()[-20:]
+            lines += ["", f"the last lines of {path.name}:", *last]
     write_text(job.path / SUMMARY, "\n".join(lines) + "\n")
 
 
-def _job_facts(job: JobFolder, *, processes: int) -> Iterator[tuple[str, Any]]:
-    slurm = {name: os.environ.get(f"SLURM_{name}", "") for name in ("JOB_NODELIST", "JOB_NUM_NODES", "JOB_PARTITION")}
-    lives = job.lives()
+def _list_facts(job: JobFolder, *, processes: int) -> Iterator[tuple[str, Any]]:
+    folder, lives, versions = RunFolder(job.run), job.lives(), library_versions()
+    status, metrics = folder.read_json("status.json"), read_lines(folder.metrics)[0]
     yield "job id", job.job
     yield "run", job.run
-    yield "nodes", f"{slurm['JOB_NUM_NODES'] or 1} ({slurm['JOB_NODELIST'] or platform.node()})"
-    yield "partition", slurm["JOB_PARTITION"]
-    yield "GPUs", _gpus(job)
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES") or 1
+    yield "nodes", f"{nodes} ({os.environ.get('SLURM_JOB_NODELIST') or platform.node()})"
+    yield "partition", os.environ.get("SLURM_JOB_PARTITION", "")
+    machine = read_object(job.run / "manifest.json").get("machine") or {}
+    names = ", ".join(str(gpu["name"]) for gpu in machine.get("gpus", ()))
+    number = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE") or "0"
+    yield "GPUs", f"{number} on this node{f': {names}' if names else ''}"
     yield "processes", f"{processes} on each node"
-    versions = library_versions()
     named = [f"{name} {versions[name]}" for name in LIBRARIES if name in versions]
     yield "versions", ", ".join([f"sftplay {__version__}", f"python {platform.python_version()}", *named])
     yield "start", lives[0]["start"] if lives else time.strftime("%Y-%m-%dT%H:%M:%S%z")
     yield "end", lives[-1]["end"] if lives else ""
     ended = [f"{life['from_step']}-{life['to_step']} ({life['exit_code']})" for life in lives]
     yield "lives", f"{len(lives)}: steps (exit code) {', '.join(ended)}" if lives else ""
-
-
-def _gpus(job: JobFolder) -> str:
-    machine = read_object(job.run / "manifest.json").get("machine") or {}
-    names = ", ".join(str(gpu["name"]) for gpu in machine.get("gpus", ()))
-    number = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE") or "0"
-    return f"{number} on this node{f': {names}' if names else ''}"
-
-
-def _run_facts(job: JobFolder) -> Iterator[tuple[str, Any]]:
-    folder = RunFolder(job.run)
-    status, metrics, lives = folder.read_json("status.json"), read_lines(folder.metrics)[0], job.lives()
     yield "state", status.get("state")
     yield "steps", status.get("step", 0)
     seconds = sum(life["seconds"] for life in lives)
@@ -255,28 +217,15 @@ def _run_facts(job: JobFolder) -> Iterator[tuple[str, Any]]:
     yield "steps/h", f"{3600 * made / seconds:.1f}" if seconds else None
     for name, key in (("last loss", "loss"), ("last reward", "reward"), ("last true reward", "true_reward")):
         yield name, next((line[key] for line in reversed(metrics) if line.get(key) is not None), None)
-    yield "last pass@1", _last_pass(folder.eval)
+    files = sorted(folder.eval.glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    shares = ((path, name, read_object(path).get(name)) for path in files for name in PASS)
+    found = next((share for share in shares if isinstance(share[2], float | int)), None)
+    yield "last pass@1", found and f"{found[2]:.3f} ({found[1]} in {found[0].parent.name}/{found[0].name})"
     peaks = [line[key] for line in metrics for key in ("peak_bytes", "peak_rss_bytes") if key in line]
     yield "peak memory", format_bytes(max(peaks)) if peaks else None
     yield "last checkpoint", status.get("last_checkpoint")
-    complete = sorted(path.parent.name for path in folder.checkpoints.glob("checkpoint-*/COMPLETE.json"))
+    complete = [path.parent.name for path in folder.checkpoints.glob("checkpoint-*/COMPLETE.json")]
     yield "checkpoints", ", ".join(sorted(complete, key=lambda name: int(name.rpartition("-")[2])))
     error = status.get("error") or {}
     yield "error", error.get("what", "").split("\n")[0]
     yield "note", job.note.replace("\n", "; ")
-
-
-def _last_pass(folder: Path) -> str | None:
-    """The newest share of right answers, with the file that it stands in."""
-    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        content = read_object(path)
-        for name in PASS:
-            if isinstance(content.get(name), float | int):
-                return f"{content[name]:.3f} ({name} in {path.parent.name}/{path.name})"
-    return None
-
-
-def _last_lines(path: Path) -> list[str]:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LAST_BYTES))
-        return file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]

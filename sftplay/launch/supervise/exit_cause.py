@@ -25,10 +25,8 @@ CODE_LINE = re.compile(r"\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 """Lines in torchrun's list of failed ranks. The rank that failed first comes last, under the title `ROOT_CAUSE`
 (torch/distributed/elastic/multiprocessing/errors/__init__.py). Without the list a death is noticed with less detail."""
 
-LOST = "rank {rank} (process {pid}) has gone"
-LOST_LINE = re.compile(r"rank \d+ \(process (\d+)\) has gone")
-"""What a rank says that has lost another one of its node."""
-
+LOST = "rank {rank} (pid {pid}) died"
+LOST_LINE = re.compile(r"rank \d+ \(pid (\d+)\) died")  # what a rank says that has lost another one of its node
 DEEPSPEED_LINE = re.compile(r"\[ERROR\] \[launch\.py:.*\] exits with return code = (-?\d+)$")
 """DeepSpeed's launcher writes it for the first process that failed. It does not name the rank (launcher/launch.py)."""
 
@@ -42,17 +40,15 @@ class Death(RunError):
 def find_death(lines: Iterable[str], *, said: str = "") -> str:
     """Which rank died first and of what, from the launcher's `lines`; empty when that rank reported why it ended.
 
-    Only the first one counts: torchrun ends all others, at last with SIGKILL, and lists them too. `said` is the reason
-    that a rank recorded: where that is the loss of another one, the lost one died first, in whatever order torchrun
-    has noticed the two.
+    Only the first one counts: torchrun ends all others, at last with SIGKILL, and lists them too. Where `said`, the
+    reason that a rank recorded, is the loss of another one, that one died first, whichever torchrun noticed first.
     """
     lines = list(lines)
     if lost := LOST_LINE.fullmatch(said):
         causes = [cause for pid, cause in _listed_deaths(lines) if pid == lost[1]]
         if any(causes):
             return causes[0]
-    first = next(_listed_deaths(dropwhile(lambda line: not line.startswith(ROOT_CAUSE), lines)), None)
-    if first:
+    if first := next(_listed_deaths(dropwhile(lambda line: not line.startswith(ROOT_CAUSE), lines)), None):
         return first[1]
     codes = [int(match[1]) for line in lines if (match := DEEPSPEED_LINE.search(line))]
     cause = describe_code(codes[0]) if codes else ""
@@ -83,10 +79,8 @@ def signal_name(number: int) -> str:
 
 
 def follows_from_death(status: Mapping[str, Any]) -> bool:
-    """True when the end in status.json may be that of a rank which only lost another rank.
-
-    In such a rank a library fails, or torchrun stops it. An error class of our own is the run's error, even if another
-    rank died at the same time.
+    """True when the end in status.json may be that of a rank which only lost another rank: a library fails in it, or
+    torchrun stops it. An error class of our own is the run's error, even if another rank died at the same time.
     """
     error = status.get("error") or {"code": Death.code}
     return bool(status.get("exit_code") != 0 and error.get("code") == Death.code)

@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,11 +21,11 @@ from sftplay.errors import ConfigError, RunError, SftplayError
 from sftplay.launch.command.command import Launch
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.exit_cause import Death, cause_of_death, find_death, follows_from_death, signal_name
-from sftplay.launch.supervise.processes import ENDING_S, descends_from, rank_of
-from sftplay.launch.supervise.watchdog import Stall, Watchdog, timeout_of
+from sftplay.launch.supervise.processes import ENDING_S, descends_from, read_rank
+from sftplay.launch.supervise.watchdog import Stall, Watchdog, read_timeout
 from sftplay.launch.variables import PARENT, PASSED_ON
 from sftplay.log import Console, new_console, show_marked
-from sftplay.signals import Echoes, catch_signals, popen_tied
+from sftplay.signals import Echoes, Forwarder, popen_tied
 
 LAST_LINES = 20
 """How many of the launcher's last lines are shown when it ends without a message. logs/launch.log has all of them."""
@@ -32,17 +33,11 @@ LAST_LINES = 20
 KEPT_LINES = 1000
 """How many of the launcher's lines are searched for a death. torchrun writes six for each rank that failed."""
 
-WORKER_CODES = (2, 3, 4, 5)
-"""Exit codes that only a worker of ours has."""
-
+WORKER_CODES = (2, 3, 4, 5)  # exit codes that only a worker of ours has
 ECHO_S = 20.0
 """make forwards a SIGTERM to its recipe (commands.c, fatal_error_signal). The second one arrives within this time, on a
 busy machine too: taken for a signal of the user it would kill the workers while they write their last checkpoint. Only
 one signal counts as an echo."""
-
-
-GONE_S = 0.3
-"""Between two looks for a file that is missing."""
 
 
 class FolderGone(RunError):
@@ -58,14 +53,13 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
 
     A run that stands still for `train.stall_timeout` of its resolved config is ended. Only node 0 decides how the run
     ended. Other nodes return the launcher's exit code, or that of a stop signal. `check_nodes` is called every half
-    second and may raise NodeLost.
-
-    Raises:
-        FolderGone: somebody has removed or moved the run's folder. Nothing is written where it was.
+    second and may raise NodeLost. Raises FolderGone if somebody has removed or moved the run's folder. Nothing is
+    written where it was.
     """
     console = new_console()
     console.status("[train] the worker imports its libraries")
-    forwarder, watchdog, check_folder = Forwarder(folder), Watchdog(folder, timeout_of(folder)), watch_folder(folder)
+    forwarder = Forwarder(partial(_forward, folder=folder), at_second=_kill_group, is_echo=find_echoes())
+    watchdog, check_folder = Watchdog(folder, read_timeout(folder)), watch_folder(folder)
     attempts = len(folder.read_json("status.json").get("attempts", []))
     for path, text in launch.files.items():
         write_text(Path(path), text)
@@ -75,11 +69,9 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
         process = popen_tied(launch.argv, output=subprocess.PIPE, env=env)
         forwarder.attach(process)
         watchdog.attach(process.pid)
-        lines: queue.Queue[bytes | None] = queue.Queue()
-        threading.Thread(target=_read_lines, args=(process, lines), daemon=True).start()
         try:
             checks = [watchdog.check, check_folder, *([check_nodes] if check_nodes else [])]
-            unmarked = _show_lines(lines, console, log=log, checks=checks)
+            unmarked = _show_lines(process, console, log=log, checks=checks)
         except (Stall, NodeLost) as error:
             return _end_launch(error, watchdog, process=process, console=console)
         except FolderGone:
@@ -87,11 +79,48 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
             raise
         code = process.wait()
     check_folder()
+    received = forwarder.received[0] if forwarder.received else 0
     if node:
         if death := find_death(unmarked):
             _print_end(folder, death, unmarked=unmarked)
-        return 128 + forwarder.received if forwarder.received else code
-    return final_exit_code(folder, code, received=forwarder.received, unmarked=unmarked, attempts_before=attempts)
+        return 128 + received if received else code
+    return final_exit_code(folder, code, received=received, unmarked=unmarked, attempts_before=attempts)
+
+
+def _forward(process: subprocess.Popen[bytes], number: int, *, folder: RunFolder) -> None:
+    """Send the signal to the ranks of this node: torchrun itself dies of SIGUSR1. Before they are known: to it."""
+    pids = [rank["pid"] for rank in folder.read_json("status.json").get("ranks") or []]
+    # The list includes ranks of other nodes. On this node another process, even a rank's helper, may have that pid.
+    local = [n for n, pid in enumerate(pids) if descends_from(pid, process.pid) and read_rank(pid) in (None, n)]
+    for pid in [pids[n] for n in local] or [process.pid]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # torchrun's ranks die with it
+
+
+def find_echoes() -> Callable[[int], bool]:
+    """A function that is called once for each stop signal, and says whether it is an echo of the first.
+
+    Echoes come from SLURM, and from make: it forwards a SIGTERM after the whole process group, this process included,
+    has got it.
+    """
+    echoes, until, is_first = Echoes(), 0.0, True
+
+    def is_echo(number: int) -> bool:
+        nonlocal until, is_first
+        if echoes.is_echo():
+            return True
+        now, is_of_make = time.monotonic(), number == signal.SIGTERM and time.monotonic() < until
+        if number == signal.SIGTERM and "MAKELEVEL" in os.environ:
+            until = now + ECHO_S if is_first else 0.0
+        is_first = False
+        return is_of_make
+
+    return is_echo
 
 
 def watch_folder(folder: RunFolder) -> Callable[[], None]:
@@ -106,7 +135,7 @@ def watch_folder(folder: RunFolder) -> Callable[[], None]:
             for _ in range(2):  # nor is one that forgets a file for a moment
                 if folder.resolved.exists():
                     return
-                time.sleep(GONE_S)
+                time.sleep(0.3)
             left = {path.name for path in folder.path.iterdir()} if folder.path.exists() else set()
             gone = ", ".join(sorted(present - left)) if left else "the whole folder"
             raise FolderGone(
@@ -162,7 +191,11 @@ def final_exit_code(
     if recorded is not None and not (received and said):
         return int(recorded)
     if code == ConfigError.exit_code and status.get("pid", code) is None and unmarked:
-        return _record_refusal(folder, unmarked)
+        # The launcher's argparse has refused an option of the user: it ends with this code before a worker starts.
+        error = ConfigError(unmarked[-1], where="the launcher", fix="change the options after `--`")
+        _record_end(folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
     if code in WORKER_CODES:  # the disk is too full even for status.json
         return code
     if received:
@@ -188,14 +221,6 @@ def _record_death(folder: RunFolder, cause: str, *, unmarked: Sequence[str], aga
     return death.exit_code
 
 
-def _record_refusal(folder: RunFolder, unmarked: Sequence[str]) -> int:
-    """The launcher's argparse has refused an option of the user: it ends with this code before a worker starts."""
-    error = ConfigError(unmarked[-1], where="the launcher", fix="change the options after `--`")
-    _record_end(folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
-    sys.stderr.write(f"{error}\n")
-    return error.exit_code
-
-
 def _print_end(folder: RunFolder, what: str, *, unmarked: Sequence[str]) -> None:
     for line in [*unmarked][-LAST_LINES:]:
         sys.stderr.write(line + "\n")
@@ -210,77 +235,21 @@ def _record_end(folder: RunFolder, cause: str, *, again: bool = False, **changes
         sys.stderr.write(f"{folder.path}: status.json cannot be written ({error.strerror})\n")
 
 
-class Forwarder:
-    """Forwards the first stop signal to the workers, and kills them all at the second."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder, self.received = folder, 0
-        self.process: subprocess.Popen[bytes] | None = None
-        self._echo_until, self._echoes = 0.0, Echoes()
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Handle the stop signals; the previous handlers come back at the end."""
-        previous = catch_signals(self._on_signal)
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    def attach(self, process: subprocess.Popen[bytes]) -> None:
-        """Forward signals to this process from now on, and one that came before it started."""
-        self.process = process
-        if self.received:
-            self._forward(self.received)
-
-    def _on_signal(self, number: int, _frame: Any) -> None:
-        if self._echoes.is_echo() or self._is_echo_of_make(number):
-            return
-        is_second, self.received = bool(self.received), self.received or number
-        if self.process is None:
-            return
-        if is_second:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # torchrun's ranks die with it
-        else:
-            self._forward(number)
-
-    def _is_echo_of_make(self, number: int) -> bool:
-        """True for a SIGTERM that make forwards after the whole process group, this process included, has got it."""
-        now, until = time.monotonic(), self._echo_until
-        if number == signal.SIGTERM and "MAKELEVEL" in os.environ:
-            self._echo_until = 0.0 if self.received else now + ECHO_S
-        return number == signal.SIGTERM and now < until
-
-    def _forward(self, number: int) -> None:
-        for pid in self._workers():
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def _workers(self) -> list[int]:
-        # torchrun itself dies of SIGUSR1, so signals go to the ranks. Before they are known, the launcher gets them.
-        assert self.process is not None
-        launcher = self.process.pid
-        pids = [rank["pid"] for rank in self.folder.read_json("status.json").get("ranks") or []]
-        # The list includes ranks of other nodes. On this node another process, even a rank's helper, may have that pid.
-        local = [pid for rank, pid in enumerate(pids) if descends_from(pid, launcher) and rank_of(pid) in (None, rank)]
-        return local or [launcher]
-
-
-def _read_lines(process: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) -> None:
-    assert process.stdout is not None
-    with process.stdout as stream:
-        for raw in stream:
-            lines.put(raw)
-    lines.put(None)
-
-
 def _show_lines(
-    lines: queue.Queue[bytes | None], console: Console, *, log: BinaryIO, checks: Sequence[Callable[[], None]]
+    process: subprocess.Popen[bytes], console: Console, *, log: BinaryIO, checks: Sequence[Callable[[], None]]
 ) -> deque[str]:
     """Show the run's own lines and write all others to `log`, until there are no more; the last of these others."""
     unmarked: deque[str] = deque(maxlen=KEPT_LINES)
+    lines: queue.Queue[bytes | None] = queue.Queue()
+
+    def read_lines() -> None:
+        assert process.stdout is not None
+        with process.stdout as stream:
+            for raw in stream:
+                lines.put(raw)
+        lines.put(None)
+
+    threading.Thread(target=read_lines, daemon=True).start()
     while True:
         for check in checks:
             check()

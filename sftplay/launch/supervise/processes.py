@@ -17,7 +17,7 @@ ENDING_S = 5.0
 """How long a killed process may take to disappear. A process that waits inside the kernel may never do so."""
 
 
-def parent_of(pid: int) -> int:
+def find_parent(pid: int) -> int:
     """The pid of a process's parent, 0 when there is no such process."""
     return int(_read_stat(pid, 1, column="ppid=") or 0)
 
@@ -25,11 +25,11 @@ def parent_of(pid: int) -> int:
 def descends_from(pid: int, ancestor: int) -> bool:
     """True for the process itself, its children, their children and so on. False when one between them has ended."""
     while pid > 1 and pid != ancestor:
-        pid = parent_of(pid)
+        pid = find_parent(pid)
     return pid == ancestor
 
 
-def state_of(pid: int) -> str:
+def read_state(pid: int) -> str:
     """The letter that `ps` shows: R running, S sleeping, D in the kernel, T stopped. Empty when the process has ended,
     even if its parent has not read its exit code yet."""
     return _read_stat(pid, 0, column="stat=")[:1].replace("Z", "")
@@ -37,16 +37,15 @@ def state_of(pid: int) -> str:
 
 def _read_stat(pid: int, place: int, *, column: str) -> str:
     """A field after the command's name in /proc/PID/stat (proc(5)). Without /proc, the column of `ps`."""
-    try:
+    with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[place]
-    except OSError:
-        if Path("/proc/self").exists():
-            return ""
+    if Path("/proc/self").exists():
+        return ""
     done = subprocess.run(["ps", "-o", column, "-p", str(pid)], capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
-def rank_of(pid: int) -> int | None:
+def read_rank(pid: int) -> int | None:
     """The rank in a process's environment, 0 if there is none. None when the system does not show the environment."""
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -55,41 +54,36 @@ def rank_of(pid: int) -> int | None:
     return next((int(entry[5:]) for entry in environ if entry.startswith(b"RANK=")), 0)
 
 
-def children_of(pid: int) -> list[int]:
+def list_children(pid: int) -> list[int]:
     """The pids of a process's children."""
     if Path("/proc/self").exists():
         pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-        return [child for child in pids if parent_of(child) == pid]
+        return [child for child in pids if find_parent(child) == pid]
     done = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
     return [int(line) for line in done.stdout.split()]
 
 
 def end_launch(launcher: int) -> list[int]:
-    """Kill a launcher, all its descendants and the process groups that these lead.
-
-    Returns the pids that are still alive after `ENDING_S`.
-    """
+    """Kill a launcher, its descendants and the groups that they lead; the pids alive after `ENDING_S`."""
     pids = [launcher]
     for pid in pids:  # the loop extends the list
         with suppress(ProcessLookupError):
             # A stopped process starts no more children. It reads no exit codes, so its children's pids are not reused.
             os.kill(pid, signal.SIGSTOP)
-        pids += children_of(pid)
+        pids += list_children(pid)
     for pid in reversed(pids):
         with suppress(ProcessLookupError):
             kill = os.killpg if os.getpgid(pid) == pid else os.kill
             kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + ENDING_S
-    while any(map(state_of, pids)) and time.monotonic() < deadline:
+    while any(map(read_state, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return [pid for pid in pids if state_of(pid)]
+    return [pid for pid in pids if read_state(pid)]
 
 
 STACKS_SIGNAL = signal.SIGUSR2
 
-ANSWER_S = 2.0
-"""How long an answer may take. A process that is stopped or waits inside the kernel does not answer."""
-
+ANSWER_S = 2.0  # How long an answer may take. A process that is stopped or waits inside the kernel does not answer.
 SETTLED_S = 0.1
 """A stack file that has grown and then stays the same for this long is complete. Writing one takes a millisecond."""
 
@@ -140,7 +134,13 @@ def ask_for_stacks(logs: Path, pids: Mapping[int, int]) -> dict[int, Stack]:
     for rank in old_sizes:  # a rank without its file does not handle the signal yet, and would die of it
         with suppress(ProcessLookupError):
             os.kill(pids[rank], STACKS_SIGNAL)
-    _await_growth({files[rank]: size for rank, size in old_sizes.items()})
+    deadline, previous = time.monotonic() + ANSWER_S, dict[int, int]()
+    while time.monotonic() < deadline:
+        sizes = {rank: files[rank].stat().st_size for rank in old_sizes}
+        if sizes == previous and all(sizes[rank] > size for rank, size in old_sizes.items()):
+            break
+        previous = sizes
+        time.sleep(SETTLED_S)
     stacks = dict.fromkeys(pids, Stack())
     for rank, size in old_sizes.items():
         stacks[rank] = main_stack(files[rank].read_bytes()[size:].decode("utf-8", "replace"))
@@ -160,15 +160,3 @@ def main_stack(text: str) -> Stack:
         elif line:
             lines = []
     return Stack(tuple(lines))
-
-
-def _await_growth(old_sizes: Mapping[Path, int]) -> None:
-    """Wait until all files have grown and no longer change."""
-    deadline = time.monotonic() + ANSWER_S
-    previous: dict[Path, int] = {}
-    while time.monotonic() < deadline:
-        sizes = {path: path.stat().st_size for path in old_sizes}
-        if sizes == previous and all(sizes[path] > size for path, size in old_sizes.items()):
-            return
-        previous = sizes
-        time.sleep(SETTLED_S)

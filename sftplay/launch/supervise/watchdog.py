@@ -19,14 +19,12 @@ from sftplay.launch.supervise.processes import (
     ask_for_stacks,
     descends_from,
     end_launch,
-    rank_of,
+    read_rank,
+    read_state,
     stacks_path,
-    state_of,
 )
 
-CHECKS = 60
-"""Number of checks within the time that a phase may last."""
-
+CHECKS = 60  # number of checks within the time that a phase may last
 GAP_S = 10.0
 """After a longer pause of the parent (Ctrl-Z, a suspended machine, a blocked terminal) all ages start anew: a rank may
 have waited for the parent."""
@@ -53,7 +51,7 @@ class Stall(RunError):
         """The culprit's innermost calls, one a line, or why they are not known."""
 
 
-def timeout_of(folder: RunFolder) -> float:
+def read_timeout(folder: RunFolder) -> float:
     """Seconds that a phase of this run may last; 0 means no limit. All ranks of a launch read the same value."""
     return load_config(folder.resolved).train.stall_timeout if folder.resolved.exists() else 0
 
@@ -73,11 +71,7 @@ class Watchdog:
         self._launcher = launcher_pid
 
     def check(self) -> None:
-        """Check that the ranks make progress. Call it about once a second; most calls return at once.
-
-        Raises:
-            Stall: a rank has been in one phase for longer than the timeout.
-        """
+        """Raise Stall if a rank makes no progress. Call it about once a second; most calls return at once."""
         now = self.clock()
         if now - self._last_call_s > GAP_S:
             self._awake_since_s = now
@@ -96,48 +90,49 @@ class Watchdog:
         return end_launch(self._launcher)
 
     def _local_beats(self, now: float) -> list[Beat]:
-        # Older heartbeats are those of an earlier launch. The system may have given its pids to other processes.
-        beats = [beat for beat in read_heartbeats(self.folder.logs) if self._start_s <= beat.since_s <= now]
-        return [beat for beat in beats if self._is_local(beat)]
-
-    def _is_local(self, beat: Beat) -> bool:
-        key = (beat.rank, beat.pid)
-        if key not in self._is_of_launch:
-            # In containers, ranks of two nodes may have the same pid.
-            is_of_launch = descends_from(beat.pid, self._launcher) and rank_of(beat.pid) in (None, beat.rank)
-            self._is_of_launch[key] = is_of_launch
-        return self._is_of_launch[key]
+        beats = []
+        for beat in read_heartbeats(self.folder.logs):
+            # Older heartbeats are those of an earlier launch. The system may have given its pids to other processes.
+            if not self._start_s <= beat.since_s <= now:
+                continue
+            key = (beat.rank, beat.pid)
+            if key not in self._is_of_launch:  # in containers, ranks of two nodes may have the same pid
+                is_below = descends_from(beat.pid, self._launcher)
+                self._is_of_launch[key] = is_below and read_rank(beat.pid) in (None, beat.rank)
+            beats += [beat] if self._is_of_launch[key] else []
+        return beats
 
     def _age_s(self, beat: Beat, now: float) -> float:
         return now - max(beat.since_s, self._awake_since_s)
 
     def _raise_stall(self, beats: Sequence[Beat]) -> None:
         """Raise Stall if a rank is to blame, by the stacks of all ranks and their heartbeats afterwards."""
-        stacks = ask_for_stacks(self.folder.logs, {beat.rank: beat.pid for beat in beats if state_of(beat.pid)})
+        stacks = ask_for_stacks(self.folder.logs, {beat.rank: beat.pid for beat in beats if read_state(beat.pid)})
         now = self.clock()
         fresh = [beat for beat in self._local_beats(now) if beat.phase != "idle"]
-        if not all(state_of(beat.pid) for beat in fresh):
+        if not all(read_state(beat.pid) for beat in fresh):
             return  # a rank has died: the launcher notices that and ends the others
         culprits = find_culprits(fresh, stacks)
         limit_s = self.timeout_s * (1 if culprits else EVERYBODY_WAITS)
         # A rank that entered its phase a short time ago is no culprit, and the others wait for it rightly. The same
         # holds for a rank that made progress while the stacks were written.
         suspects = culprits or fresh
-        if suspects and all(beat in beats and self._age_s(beat, now) > limit_s for beat in suspects):
-            raise self._stall(culprits, [beat for beat in fresh if beat not in culprits], stacks=stacks, now=now)
-
-    def _stall(
-        self, culprits: Sequence[Beat], waiting: Sequence[Beat], *, stacks: Mapping[int, Stack], now: float
-    ) -> Stall:
-        first = (culprits or waiting)[0]
+        if not suspects or any(beat not in beats or self._age_s(beat, now) <= limit_s for beat in suspects):
+            return
+        first, waiting = suspects[0], [beat for beat in fresh if beat not in culprits]
+        what = f"all ranks here wait for others: {describe_heartbeats(waiting, now)}"
+        traces = f"{self.folder.logs / 'rank*.stacks'} and at the network between the processes"
         if culprits:
-            what = f"{describe_heartbeats(culprits, now)}{_describe_waiting(waiting, culprits)}"
-            traces = str(stacks_path(self.folder.logs, first.rank))
-        else:
-            what = f"all ranks here wait for others: {describe_heartbeats(waiting, now)}"
-            traces = f"{self.folder.logs / 'rank*.stacks'} and at the network between the processes"
-        stack = stacks.get(first.rank, Stack()).lines[:SHOWN_LINES] or [_describe_missing_stack(first)]
-        return Stall(
+            what, traces = describe_heartbeats(culprits, now), str(stacks_path(self.folder.logs, first.rank))
+        if culprits and waiting:
+            phases = ", ".join(sorted({beat.phase for beat in waiting}, key=PHASES.index))
+            verb, pronoun = "waits" if len(waiting) == 1 else "wait", "it" if len(culprits) == 1 else "them"
+            what += f"; {_rank_names(waiting)} {verb} for {pronoun} ({phases})"
+        stack = list(stacks.get(first.rank, Stack()).lines[:SHOWN_LINES])
+        if not stack:
+            reason = NO_STACK_REASONS.get(read_state(first.pid), "it did not answer")
+            stack = [f"  process {first.pid} gives no stack: {reason}"]
+        raise Stall(
             what,
             where=str(self.folder.path),
             fix=f"look at {traces}; if the run was only slow, raise train.stall_timeout ({self.timeout_s:g} s); "
@@ -168,19 +163,6 @@ def describe_heartbeats(beats: Sequence[Beat], now: float) -> str:
         verb = "has" if len(group) == 1 else "have"
         parts.append(f"{_rank_names(group)} {verb} been in {phase} for {age_s:.0f} s at step {step}")
     return ", ".join(parts)
-
-
-def _describe_waiting(beats: Sequence[Beat], culprits: Sequence[Beat]) -> str:
-    if not beats:
-        return ""
-    phases = sorted({beat.phase for beat in beats}, key=PHASES.index)
-    verb, pronoun = "waits" if len(beats) == 1 else "wait", "it" if len(culprits) == 1 else "them"
-    return f"; {_rank_names(beats)} {verb} for {pronoun} ({', '.join(phases)})"
-
-
-def _describe_missing_stack(beat: Beat) -> str:
-    reason = NO_STACK_REASONS.get(state_of(beat.pid), "it did not answer")
-    return f"  process {beat.pid} gives no stack: {reason}"
 
 
 def _rank_names(beats: Sequence[Beat]) -> str:

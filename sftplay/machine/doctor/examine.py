@@ -5,19 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from sftplay.machine.doctor import system
 from sftplay.machine.doctor.check_result import CheckResult
 from sftplay.machine.doctor.gpu import check_gpus
 from sftplay.machine.doctor.hub import check_hub
 from sftplay.machine.doctor.install import check_compiler, check_libraries, check_torch
-from sftplay.machine.doctor.system import (
-    check_builds,
-    check_disk,
-    check_environment,
-    check_limits,
-    check_memory,
-    check_ports,
-    check_shared_memory,
-)
 from sftplay.machine.libraries import ask_torch
 from sftplay.machine.probe import Machine
 
@@ -35,20 +27,14 @@ class RunNeeds:
 
 
 def diagnose(machine: Machine, needs: RunNeeds, *, is_fast: bool = False) -> list[CheckResult]:
-    """All findings, GPUs first. With `is_fast` neither torch, which takes seconds, nor the network is asked.
-
-    `machine` must have been probed in detail.
-    """
+    """All findings about a machine probed in detail. With `is_fast` neither torch nor the network is asked."""
     results = [*check_gpus(machine), *check_libraries(machine), *check_compiler(machine)]
     if needs.wants_4bit and "bitsandbytes" not in machine.libraries:
         results.append(CheckResult("stop", "versions", "tuning.mode qlora needs bitsandbytes", "make install"))
     if not is_fast and "torch" in machine.libraries:
         results += check_torch(ask_torch(), machine)
-    results += check_memory(machine)
-    results += check_disk(needs.output, needs.checkpoint_bytes, kept=needs.checkpoints_kept)
-    results += check_shared_memory(machine)
-    results += check_ports()
-    results += check_limits()
-    results += check_environment(machine)
-    results += check_builds()
+    results += system.check_memory(machine)
+    results += system.check_disk(needs.output, needs.checkpoint_bytes, kept=needs.checkpoints_kept)
+    results += [*system.check_shared_memory(machine), *system.check_ports(), *system.check_limits()]
+    results += [*system.check_environment(machine), *system.check_builds()]
     return results + check_hub(needs.hub_model, is_fast=is_fast)

@@ -7,7 +7,6 @@ from collections import Counter
 from itertools import chain
 
 from sftplay.machine.doctor.check_result import CheckResult
-from sftplay.machine.gpu import Gpu
 from sftplay.machine.gpu_info import holders, label
 from sftplay.machine.probe import Machine
 from sftplay.units import GIB, format_bytes
@@ -16,44 +15,28 @@ DRIVERS = {11: "450", 12: "525", 13: "580"}
 """First driver branch for each major version of CUDA. A driver runs every minor version of it (CUDA release notes,
 table of minor version compatibility)."""
 
-HOT_C = 85
-"""Data centre cards slow themselves down between 85 and 90 C (nvidia-smi -q, slowdown temperature)."""
-
-HELD_SHARE = 0.05
-"""Share of a GPU's memory. When others hold more than this, the batch becomes smaller."""
-
-LEAST_BYTES = GIB
-"""Nothing can be trained with less: a CUDA context and cuBLAS take half of it."""
-
-PROHIBITED, EXCLUSIVE = 2, 3
-"""NVML_COMPUTEMODE_*."""
+HOT_C = 85  # data centre cards slow themselves down between 85 and 90 C (nvidia-smi -q, slowdown temperature)
+HELD_SHARE = 0.05  # Share of a GPU's memory. When others hold more than this, the batch becomes smaller.
+LEAST_BYTES = GIB  # nothing can be trained with less: a CUDA context and cuBLAS take half of it
 
 
 def check_gpus(machine: Machine) -> list[CheckResult]:
     """Findings in the order in which they matter."""
     if not machine.gpus:
-        return _no_gpu(machine)
-    checks = (_presence, _driver, _torch, _memory, _errors, _heat, _modes, _mixture, _slices, _peers)
-    return list(chain.from_iterable(check(machine) for check in checks))
-
-
-def _no_gpu(machine: Machine) -> list[CheckResult]:
-    if "CUDA_VISIBLE_DEVICES" in machine.gpu_reason:
-        return [CheckResult("warn", "gpu", machine.gpu_reason, "unset CUDA_VISIBLE_DEVICES")]
-    silent = [note for note in machine.notes if note.startswith("an NVIDIA GPU")]
-    if silent or "MIG" in machine.gpu_reason:
-        fix = "get `nvidia-smi` to list it: load the driver, or start the container with --gpus all"
-        return [CheckResult("stop", "gpu", f"{machine.gpu_reason}; {'; '.join(silent)}".rstrip("; "), fix)]
-    return [CheckResult("ok", "gpu", f"none ({machine.gpu_reason}); training runs on the CPU")]
-
-
-def _presence(machine: Machine) -> list[CheckResult]:
+        if "CUDA_VISIBLE_DEVICES" in machine.gpu_reason:
+            return [CheckResult("warn", "gpu", machine.gpu_reason, "unset CUDA_VISIBLE_DEVICES")]
+        silent = [note for note in machine.notes if note.startswith("an NVIDIA GPU")]
+        if silent or "MIG" in machine.gpu_reason:
+            fix = "get `nvidia-smi` to list it: load the driver, or start the container with --gpus all"
+            return [CheckResult("stop", "gpu", f"{machine.gpu_reason}; {'; '.join(silent)}".rstrip("; "), fix)]
+        return [CheckResult("ok", "gpu", f"none ({machine.gpu_reason}); training runs on the CPU")]
     counts = Counter(gpu.name for gpu in machine.gpus)
     results = [CheckResult("ok", "gpu", ", ".join(f"{n} x {name}" for name, n in counts.items()))]
     fix = "search `dmesg` for its Xid error; a restart of the machine often brings it back"
-    return results + [
-        CheckResult("stop", "gpu", note, fix) for note in machine.notes if note.endswith("does not answer")
-    ]
+    mute = [note for note in machine.notes if note.endswith("does not answer")]
+    results += [CheckResult("stop", "gpu", note, fix) for note in mute]
+    checks = (_driver, _torch, _memory, _errors, _states, _mixture, _slices, _peers)
+    return results + list(chain.from_iterable(check(machine) for check in checks))
 
 
 def check_build(machine: Machine) -> list[CheckResult]:
@@ -82,27 +65,21 @@ def _torch(machine: Machine) -> list[CheckResult]:
     if build.cuda is None:
         what = f"{build.version} is not built for CUDA; the GPU would stay idle"
         return [CheckResult("stop", "torch", what, "make install TORCH_INDEX=<an index with a CUDA build of torch>")]
-    lacking = {gpu.capability: gpu for gpu in machine.gpus if build.runs_on(gpu.capability) is False}
+    lacking = {gpu.capability: gpu.name for gpu in machine.gpus if build.runs_on(gpu.capability) is False}
     fix = "make install, which takes torch for CUDA 12.6, the last with Volta; TORCH_INDEX= names another build"
-    results = [
-        CheckResult(
-            "stop",
-            "torch",
-            f"{build.version} has no code for {gpu.name} (sm_{major}{minor}), only for {' '.join(build.archs)}",
-            fix,
-        )
-        for (major, minor), gpu in lacking.items()
-    ]
+    results = []
+    for (major, minor), name in lacking.items():
+        what = f"{build.version} has no code for {name} (sm_{major}{minor}), only for {' '.join(build.archs)}"
+        results.append(CheckResult("stop", "torch", what, fix))
     return results or [CheckResult("ok", "torch", f"{build.version} has code for every GPU here")]
 
 
 def _memory(machine: Machine) -> list[CheckResult]:
-    results = []
-    free_gpus = ",".join(str(gpu.machine_index) for gpu in machine.gpus if not _is_shared(gpu))
+    shared = [gpu for gpu in machine.gpus if gpu.used_bytes > HELD_SHARE * gpu.total_bytes]
+    free_gpus = ",".join(str(gpu.machine_index) for gpu in machine.gpus if gpu not in shared)
     fix = f"train on the free ones: CUDA_VISIBLE_DEVICES={free_gpus}" if free_gpus else "end them, or wait for them"
-    for gpu in machine.gpus:
-        if not _is_shared(gpu):
-            continue
+    results = []
+    for gpu in shared:
         names = [label(process) for process in holders(gpu)]
         users = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         free, total = format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes)
@@ -111,42 +88,35 @@ def _memory(machine: Machine) -> list[CheckResult]:
     return results or [CheckResult("ok", "gpu memory", "nobody else holds any")]
 
 
-def _is_shared(gpu: Gpu) -> bool:
-    return gpu.used_bytes > HELD_SHARE * gpu.total_bytes
-
-
 def _errors(machine: Machine) -> list[CheckResult]:
     results = []
     for gpu in machine.gpus:
+        reset = f"nvidia-smi --gpu-reset -i {gpu.machine_index}"
         if gpu.memory_errors:
             what = f"GPU {gpu.index} had {gpu.memory_errors} uncorrected memory errors since the driver was loaded"
-            results.append(CheckResult("stop", "ecc", what, f"nvidia-smi --gpu-reset -i {gpu.machine_index}"))
+            results.append(CheckResult("stop", "ecc", what, reset))
         if gpu.is_failing:
             what = f"GPU {gpu.index} could not replace broken memory rows"
-            results.append(
-                CheckResult("stop", "ecc", what, "leave it out with CUDA_VISIBLE_DEVICES, and have it exchanged")
-            )
+            fix = "leave it out with CUDA_VISIBLE_DEVICES, and have it exchanged"
+            results.append(CheckResult("stop", "ecc", what, fix))
         elif gpu.needs_reset:
             what = f"GPU {gpu.index} waits for a reset to replace broken memory rows"
-            results.append(CheckResult("warn", "ecc", what, f"nvidia-smi --gpu-reset -i {gpu.machine_index}"))
-    if results or all(gpu.memory_errors is None for gpu in machine.gpus):
-        return results
-    return [CheckResult("ok", "ecc", "no uncorrected memory errors")]
+            results.append(CheckResult("warn", "ecc", what, reset))
+    if not results and any(gpu.memory_errors is not None for gpu in machine.gpus):
+        results = [CheckResult("ok", "ecc", "no uncorrected memory errors")]
+    return results
 
 
-def _heat(machine: Machine) -> list[CheckResult]:
+def _states(machine: Machine) -> list[CheckResult]:
+    """Heat, then compute modes: NVML_COMPUTEMODE_PROHIBITED is 2, NVML_COMPUTEMODE_EXCLUSIVE_PROCESS 3."""
     hot = [gpu for gpu in machine.gpus if gpu.temperature_c is not None and gpu.temperature_c >= HOT_C]
     fix = "check its cooling; it runs slower now"
-    return [CheckResult("warn", "heat", f"GPU {gpu.index} is at {gpu.temperature_c} C", fix) for gpu in hot]
-
-
-def _modes(machine: Machine) -> list[CheckResult]:
-    results = []
+    results = [CheckResult("warn", "heat", f"GPU {gpu.index} is at {gpu.temperature_c} C", fix) for gpu in hot]
     for gpu in machine.gpus:
         fix = f"nvidia-smi -i {gpu.machine_index} -c DEFAULT"
-        if gpu.compute_mode == PROHIBITED:
+        if gpu.compute_mode == 2:
             results.append(CheckResult("stop", "compute mode", f"GPU {gpu.index} takes no process (prohibited)", fix))
-        elif gpu.compute_mode == EXCLUSIVE and gpu.processes:
+        elif gpu.compute_mode == 3 and gpu.processes:
             what = f"GPU {gpu.index} takes one process, and has one"
             results.append(CheckResult("stop", "compute mode", what, fix))
     return results

@@ -14,32 +14,41 @@ from pathlib import Path
 from sftplay.machine.doctor.check_result import CheckResult
 from sftplay.machine.doctor.system import nearest_folder
 
-WAIT_S = 4.0
-"""Longest wait for the hub's answer."""
-
-TRUE_VALUES = ("1", "ON", "YES", "TRUE")
-"""Values of an environment variable that huggingface_hub reads as true."""
-
+WAIT_S = 4.0  # longest wait for the hub's answer
+TRUE_VALUES = ("1", "ON", "YES", "TRUE")  # values of an environment variable that huggingface_hub reads as true
 LOGIN = "hf auth login, or export HF_TOKEN="
 
 
 def check_hub(model: str | None, *, is_fast: bool, environ: Mapping[str, str] = os.environ) -> list[CheckResult]:
     """Offline settings, cache and token; without `is_fast` also whether the hub answers. `model`: a run's hub name."""
-    cached = model is not None and is_cached(model, environ)
-    offline = next(
-        (name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if environ.get(name, "").upper() in TRUE_VALUES),
-        "",
-    )
-    results = _cache(environ)
-    if offline:
+    results, folder = [], _cache_folder(environ)
+    if not os.access(nearest_folder(folder), os.W_OK):
+        fix = "export HF_HOME=<a folder of yours>"
+        results.append(CheckResult("warn", "hub cache", f"{folder} cannot be written", fix))
+    cached, names = model is not None and is_cached(model, environ), ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    if offline := next((name for name in names if environ.get(name, "").upper() in TRUE_VALUES), ""):
         if model is None or cached:
             return [*results, CheckResult("ok", "hub", f"{offline} is set: the hub is not asked")]
         what = f"{offline} is set, and {model} is not in the cache here"
         return [*results, CheckResult("stop", "hub", what, f"unset {offline}, then make download-model MODEL={model}")]
+    token = find_token(environ)
     if is_fast:
-        state = "is set" if find_token(environ) else "is not set; gated models need one"
+        state = "is set" if token else "is not set; gated models need one"
         return [*results, CheckResult("ok", "hub token", f"{state} (the hub was not asked about it)")]
-    return [*results, *_ask_hub(model, is_cached=cached, environ=environ)]
+    endpoint = environ.get("HF_ENDPOINT", "").rstrip("/")
+    if not endpoint and find_spec("huggingface_hub"):
+        endpoint = import_module("huggingface_hub.constants").ENDPOINT
+    code, error = _request(f"{endpoint}/api/whoami-v2" if token else endpoint, token)
+    if error and cached:
+        return [*results, CheckResult("ok", "hub", f"does not answer ({error}); {model} is in the cache here")]
+    if error:
+        fix = "check the network and HTTPS_PROXY, or work offline: export HF_HUB_OFFLINE=1"
+        return [*results, CheckResult("warn", "hub", f"does not answer ({error})", fix)]
+    results.append(CheckResult("ok", "hub", "answers"))
+    if token and code in (401, 403):
+        return [*results, CheckResult("warn", "hub token", "the hub refuses it", LOGIN)]
+    state = "the hub accepts it" if token else f"is not set; gated models need one ({LOGIN})"
+    return [*results, CheckResult("ok", "hub token", state)]
 
 
 def find_token(environ: Mapping[str, str] = os.environ) -> str:
@@ -69,38 +78,6 @@ def _cache_folder(environ: Mapping[str, str]) -> Path:
     return Path(
         environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or _home(environ) / "hub"
     ).expanduser()
-
-
-def _cache(environ: Mapping[str, str]) -> list[CheckResult]:
-    folder = _cache_folder(environ)
-    if os.access(nearest_folder(folder), os.W_OK):
-        return []
-    return [CheckResult("warn", "hub cache", f"{folder} cannot be written", "export HF_HOME=<a folder of yours>")]
-
-
-def _ask_hub(model: str | None, *, is_cached: bool, environ: Mapping[str, str]) -> list[CheckResult]:
-    token, endpoint = find_token(environ), _endpoint(environ)
-    code, error = _request(f"{endpoint}/api/whoami-v2" if token else endpoint, token)
-    if error:
-        fix = "check the network and HTTPS_PROXY, or work offline: export HF_HUB_OFFLINE=1"
-        what = f"does not answer ({error})"
-        if is_cached:
-            return [CheckResult("ok", "hub", f"{what}; {model} is in the cache here")]
-        return [CheckResult("warn", "hub", what, fix)]
-    results = [CheckResult("ok", "hub", "answers")]
-    if token and code in (401, 403):
-        return [*results, CheckResult("warn", "hub token", "the hub refuses it", LOGIN)]
-    state = "the hub accepts it" if token else f"is not set; gated models need one ({LOGIN})"
-    return [*results, CheckResult("ok", "hub token", state)]
-
-
-def _endpoint(environ: Mapping[str, str]) -> str:
-    if environ.get("HF_ENDPOINT"):
-        return environ["HF_ENDPOINT"].rstrip("/")
-    if find_spec("huggingface_hub") is None:
-        return ""
-    endpoint: str = import_module("huggingface_hub.constants").ENDPOINT
-    return endpoint
 
 
 def _request(url: str, token: str) -> tuple[int, str]:

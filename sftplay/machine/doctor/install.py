@@ -6,7 +6,7 @@ import re
 from importlib.util import find_spec
 from typing import Any
 
-from sftplay.machine.doctor.check_result import CheckResult
+from sftplay.machine.doctor.check_result import CheckResult, Level
 from sftplay.machine.libraries import compiler_remedy, find_compiler_problem, installed_version
 from sftplay.machine.probe import Machine
 
@@ -26,19 +26,29 @@ RANGES = {
 OPTIONAL = {"bitsandbytes": "4-bit weights (tuning.mode: qlora)", "tensorboard": "the TensorBoard tracker"}
 """Libraries that only some runs need, and what needs them."""
 
-UNSLOTH_LIMITS = {"datasets": "<5", "transformers": "<5.18", "trl": "<1.16"}
-"""unsloth 2026.10 refuses newer versions."""
+UNSLOTH_LIMITS = {"datasets": "<5", "transformers": "<5.18", "trl": "<1.16"}  # unsloth 2026.10 refuses newer versions
 
 
 def check_libraries(machine: Machine) -> list[CheckResult]:
     """Missing libraries, versions outside the tested ranges, and combinations that are known not to work."""
-    versions = machine.libraries
-    results = [_missing(name) for name in RANGES if name not in versions]
+    versions, results = machine.libraries, []
+    for name in RANGES:
+        if name not in versions:
+            level: Level = "warn" if name in OPTIONAL else "stop"
+            need = f": no {OPTIONAL[name]}" if name in OPTIONAL else ""
+            results.append(CheckResult(level, "versions", f"{name} is not installed{need}", "make install"))
     for name, version in versions.items():
         if name in RANGES and not is_within(version, RANGES[name]):
             what = f"{name} {version} is outside {RANGES[name]}, which this kit is made for"
             results.append(CheckResult("warn", "versions", what, "make install, for the versions tested together"))
-    results += _known_bad(versions, has_gpu=bool(machine.gpus))
+    if versions.get("trl") == "1.15.0" and not machine.gpus and find_spec("triton") is None:
+        what = "trl 1.15.0 cannot train on a CPU without Triton: its loss head is missing there"
+        results.append(CheckResult("stop", "versions", what, "make install, which takes another trl"))
+    for name, limit in UNSLOTH_LIMITS.items() if find_spec("unsloth") is not None else ():
+        if name in versions and not is_within(versions[name], limit):
+            what = f"unsloth {installed_version('unsloth')} does not work with {name} {versions[name]}"
+            fix = f"pip install '{name}{limit}', or use tuning.backend: bnb"
+            results.append(CheckResult("warn", "versions", what, fix))
     return results or [CheckResult("ok", "versions", "all libraries are installed and fit together")]
 
 
@@ -52,9 +62,8 @@ def check_torch(answer: dict[str, Any], machine: Machine) -> list[CheckResult]:
         return [CheckResult("stop", "torch", "the driver shows GPUs, torch can use none", fix)]
     if n_driver != n_torch:
         what = f"sees {n_torch} GPUs, the driver shows {n_driver}"
-        return [
-            CheckResult("warn", "torch", what, "name them in CUDA_VISIBLE_DEVICES by UUID (`make gpu-info --json`)")
-        ]
+        fix = "name them in CUDA_VISIBLE_DEVICES by UUID (`make gpu-info --json`)"
+        return [CheckResult("warn", "torch", what, fix)]
     nccl = f", NCCL {answer['nccl']}" if "nccl" in answer else ""
     return [CheckResult("ok", "torch", f"can be imported, and sees {n_torch} GPUs{nccl}")]
 
@@ -84,24 +93,3 @@ def _release(version: str) -> tuple[int, ...]:
     match = re.match(r"\d+(?:\.\d+)*", version)
     numbers = [int(part) for part in match[0].split(".")] if match else [0]
     return tuple([*numbers, 0, 0, 0][:4])
-
-
-def _missing(name: str) -> CheckResult:
-    if name in OPTIONAL:
-        return CheckResult("warn", "versions", f"{name} is not installed: no {OPTIONAL[name]}", "make install")
-    return CheckResult("stop", "versions", f"{name} is not installed", "make install")
-
-
-def _known_bad(versions: dict[str, str], *, has_gpu: bool) -> list[CheckResult]:
-    results = []
-    if versions.get("trl") == "1.15.0" and not has_gpu and find_spec("triton") is None:
-        what = "trl 1.15.0 cannot train on a CPU without Triton: its loss head is missing there"
-        results.append(CheckResult("stop", "versions", what, "make install, which takes another trl"))
-    if find_spec("unsloth") is not None:
-        for name, limit in UNSLOTH_LIMITS.items():
-            if name in versions and not is_within(versions[name], limit):
-                what = f"unsloth {installed_version('unsloth')} does not work with {name} {versions[name]}"
-                results.append(
-                    CheckResult("warn", "versions", what, f"pip install '{name}{limit}', or use tuning.backend: bnb")
-                )
-    return results

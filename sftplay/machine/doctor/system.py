@@ -6,35 +6,23 @@ import os
 import resource
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from sftplay.machine.doctor.check_result import CheckResult
+from sftplay.machine.doctor.check_result import CheckResult, Level
 from sftplay.machine.ports import HOST, RENDEZVOUS_PORT, bound_port
 from sftplay.machine.probe import Machine
 from sftplay.machine.ram import physical_ram_bytes
 from sftplay.places import cache_root
 from sftplay.units import GIB, format_bytes
 
-LEAST_RAM_BYTES = 2 * GIB
-"""torch, transformers and a tiny model take about 1.5 GiB."""
-
+LEAST_RAM_BYTES = 2 * GIB  # torch, transformers and a tiny model take about 1.5 GiB
 LEAST_DISK_BYTES = GIB
 
-ROOMY_DISK_BYTES = 10 * GIB
-"""One or two checkpoints of most adapters, with logs and the cache of the data."""
-
-SHM_BYTES = {"several GPUs": GIB, "else": 64 * 2**20}
-"""Shared memory that NCCL and data loaders need. Containers get 64 MiB by default."""
-
-OPEN_FILES = 4096
-"""Ranks, data workers and shards of a data set each keep some files open."""
-
-ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Both name the same setting; the first is the newer."""
-
-BUILDS = cache_root() / "torch_extensions"
-"""Where DeepSpeed's operators are built when the user names no folder: in this project, not in the user's home."""
+ROOMY_DISK_BYTES = 10 * GIB  # one or two checkpoints of most adapters, with logs and the cache of the data
+OPEN_FILES = 4096  # Ranks, data workers and shards of a data set each keep some files open
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # both name the same setting; the first is the newer
 
 
 def check_memory(machine: Machine) -> list[CheckResult]:
@@ -52,16 +40,15 @@ def check_disk(output: Path, checkpoint_bytes: int | None, *, kept: int) -> list
     folder = nearest_folder(output)
     if not os.access(folder, os.W_OK):
         return [CheckResult("stop", "disk", f"{folder} cannot be written", "choose another output_dir")]
-    free = shutil.disk_usage(folder).free
+    free, needed = shutil.disk_usage(folder).free, LEAST_DISK_BYTES
     what = f"{format_bytes(free)} free for {output}"
-    fix = "make room there, or choose another output_dir"
     if checkpoint_bytes is not None:
         needed = checkpoint_bytes * (kept + 1)
         what += f"; {kept} checkpoints and the one being written take {format_bytes(needed)}"
-        return [CheckResult("stop" if free < needed else "ok", "disk", what, fix if free < needed else "")]
-    if free < LEAST_DISK_BYTES:
-        return [CheckResult("stop", "disk", what, fix)]
-    return [CheckResult("warn", "disk", what, fix) if free < ROOMY_DISK_BYTES else CheckResult("ok", "disk", what)]
+    is_tight = checkpoint_bytes is None and free < ROOMY_DISK_BYTES
+    level: Level = "stop" if free < needed else "warn" if is_tight else "ok"
+    fix = "make room there, or choose another output_dir"
+    return [CheckResult(level, "disk", what, "" if level == "ok" else fix)]
 
 
 def check_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> list[CheckResult]:
@@ -69,7 +56,7 @@ def check_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> li
     if not folder.is_dir():
         return []
     free = shutil.disk_usage(folder).free
-    least = SHM_BYTES["several GPUs" if len(machine.gpus) > 1 else "else"]
+    least = GIB if len(machine.gpus) > 1 else 64 * 2**20  # for NCCL and data loaders; containers get 64 MiB by default
     what = f"{format_bytes(free)} free in {folder}"
     if free < least:
         fix = "start the container with --shm-size=8g or --ipc=host"
@@ -80,9 +67,8 @@ def check_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> li
 def check_ports() -> list[CheckResult]:
     """Whether the processes of a run can meet."""
     if not bound_port(0):
-        return [
-            CheckResult("stop", "ports", f"no port can be opened on {HOST}", "allow connections on the loopback device")
-        ]
+        fix = "allow connections on the loopback device"
+        return [CheckResult("stop", "ports", f"no port can be opened on {HOST}", fix)]
     if not bound_port(RENDEZVOUS_PORT):
         what = f"port {RENDEZVOUS_PORT}, where runs over several machines meet, is taken"
         return [CheckResult("warn", "ports", what, "give such a run another: MASTER_PORT=29512")]
@@ -99,22 +85,22 @@ def check_limits() -> list[CheckResult]:
 
 def check_environment(machine: Machine, environ: Mapping[str, str] = os.environ) -> list[CheckResult]:
     """Environment variables that change how torch and NCCL work, and that are easily forgotten."""
-    results = []
     allocators = {name: environ[name] for name in ALLOCATORS if environ.get(name)}
-    for name, value in allocators.items():
-        if any(":" not in part for part in value.split(",")):
-            what = f"{name}={value} is not a list of key:value"
-            results.append(CheckResult("stop", "environment", what, f"export {name}=expandable_segments:True"))
-    if len(set(allocators.values())) > 1:
-        what = f"{ALLOCATORS[0]} and {ALLOCATORS[1]} differ"
-        results.append(CheckResult("warn", "environment", what, f"unset {ALLOCATORS[1]}"))
-    if environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-        what = "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait; it is for debugging"
-        results.append(CheckResult("warn", "environment", what, "unset CUDA_LAUNCH_BLOCKING"))
+    broken = [name for name, value in allocators.items() if any(":" not in part for part in value.split(","))]
+    results = [
+        CheckResult("stop", "environment", f"{name}={allocators[name]} is not a list of key:value",
+                    f"export {name}=expandable_segments:True")
+        for name in broken
+    ]  # fmt: skip
     has_nvlink = any(kind.startswith("NV") for row in machine.links for kind in row)
+    forgotten = {}
+    if len(set(allocators.values())) > 1:
+        forgotten[ALLOCATORS[1]] = f"{ALLOCATORS[0]} and {ALLOCATORS[1]} differ"
+    if environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        forgotten["CUDA_LAUNCH_BLOCKING"] = "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait; it is for debugging"
     if environ.get("NCCL_P2P_DISABLE") == "1" and has_nvlink:
-        what = "NCCL_P2P_DISABLE=1 leaves the NVLinks of this machine unused"
-        results.append(CheckResult("warn", "environment", what, "unset NCCL_P2P_DISABLE"))
+        forgotten["NCCL_P2P_DISABLE"] = "NCCL_P2P_DISABLE=1 leaves the NVLinks of this machine unused"
+    results += [CheckResult("warn", "environment", what, f"unset {name}") for name, what in forgotten.items()]
     if results or not machine.gpus:
         return results
     settings = ", ".join(f"{name}={value}" for name, value in allocators.items())
@@ -122,8 +108,8 @@ def check_environment(machine: Machine, environ: Mapping[str, str] = os.environ)
 
 
 def builds_folder(environ: Mapping[str, str]) -> Path:
-    """The folder of the operators that torch builds when a run starts."""
-    return Path(environ.get("TORCH_EXTENSIONS_DIR") or BUILDS).absolute()
+    """The folder of the operators that torch builds when a run starts: the user's, else in this project."""
+    return Path(environ.get("TORCH_EXTENSIONS_DIR") or cache_root() / "torch_extensions").absolute()
 
 
 def check_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> list[CheckResult]:
@@ -134,7 +120,12 @@ def check_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path
     locks = sorted(builds_folder(environ).glob("*/lock"))
     if not locks or not processes.is_dir():
         return []
-    open_files = _open_files(processes)
+    open_files = set()
+    for folder in processes.glob("[0-9]*/fd"):
+        with suppress(OSError):  # the process has ended, or is another user's
+            for link in folder.iterdir():
+                with suppress(OSError):  # closed meanwhile
+                    open_files.add(str(link.readlink()))
     stale = [lock for lock in locks if str(lock.resolve()) not in open_files]
     if not stale:
         return [CheckResult("ok", "builds", f"{len(locks)} operators of DeepSpeed are being built now")]
@@ -145,22 +136,3 @@ def check_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path
 def nearest_folder(path: Path) -> Path:
     """`path` itself, or the nearest folder above it that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
-
-
-def _open_files(processes: Path) -> set[str]:
-    """Files that processes of this user have open. Those of other users cannot be seen."""
-    paths = set()
-    for link in _links(processes):
-        try:
-            paths.add(str(link.readlink()))
-        except OSError:
-            continue  # closed meanwhile
-    return paths
-
-
-def _links(processes: Path) -> Iterator[Path]:
-    for folder in processes.glob("[0-9]*/fd"):
-        try:
-            yield from list(folder.iterdir())
-        except OSError:
-            continue  # the process has ended, or is another user's

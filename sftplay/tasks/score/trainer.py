@@ -22,7 +22,7 @@ from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.generate.sampling import derive_seed
-from sftplay.launch.checkpoints import step_of
+from sftplay.launch.checkpoints import read_step
 from sftplay.tasks.score.advantages import Advantages
 from sftplay.tasks.score.checkpoint_weights import load_weights, save_weights
 from sftplay.tasks.score.episode_rewards import RewardScorer, describe, gather_results, write_episode_samples
@@ -248,7 +248,7 @@ class EpisodeTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         checkpoint = Path(resume_from_checkpoint)
         self._load_weights(checkpoint)
-        number, age = divmod(step_of(checkpoint), self.schedule.steps)
+        number, age = divmod(read_step(checkpoint), self.schedule.steps)
         if age:
             self.rollout_batch = load_rollout_batch(checkpoint, questions=self._questions(number))
 
