@@ -16,7 +16,7 @@ from sftplay.errors import ConfigError
 from sftplay.launch.command.command import Scale
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
-from sftplay.runs.code_eval import Subject, find_subject, questions_of
+from sftplay.runs.code_eval import Subject, find_subject, make_questions
 from sftplay.runs.code_eval_ranks import answer_by_ranks, build_ranks
 from sftplay.runs.start import print_command, read_scale
 
@@ -95,7 +95,7 @@ def _measure(
     packages = subject.cfg.sandbox.packages
     with Sandbox(executor, packages=packages) as sandbox:  # before the heavy libraries: boxes are forked from it
         problems, failed = _problems(args, sandbox, seed=seed, limits=limits)
-        questions = questions_of([format_question(item) for item in problems], cfg=subject.cfg, args=args)
+        questions = make_questions([format_question(item) for item in problems], cfg=subject.cfg, args=args)
         log.say(f"{len(problems):,} problems, {args.n} answers each; programs run in {sandbox.executor}", "eval")
         if questions.max_new_tokens < ROOMY_TOKENS:
             note = f"note: answers end at {questions.max_new_tokens} tokens, which cuts long programs off"

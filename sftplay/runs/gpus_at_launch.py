@@ -52,8 +52,10 @@ def refuse_missing_compiler(cfg: RunConfig, machine: Machine) -> None:
 
 
 def gpu_settings(cfg: RunConfig, machine: Machine, *, processes: int) -> dict[str, str]:
-    """The variables that the workers need for the GPUs of this machine. The user's own stay."""
-    alone = _one_gpu(cfg, machine) if processes == 1 else {}
+    """Return the variables that the workers need for the GPUs of this machine. The user's own stay."""
+    alone: dict[str, str] = {}
+    if processes == 1 and not uses_several_gpus(cfg):
+        alone = one_gpu_environment(machine.gpus, by_uuid=cfg.grpo.generation != "vllm_colocate")
     cards = [gpu.name for gpu in machine.gpus if "RTX 40" in gpu.name]
     missing = {name: value for name, value in WITHOUT_PEERS.items() if name not in os.environ}
     if not (cards and missing and machine.driver):
@@ -67,9 +69,3 @@ def gpu_settings(cfg: RunConfig, machine: Machine, *, processes: int) -> dict[st
         f"{cards[0]} with driver {machine.driver}, older than {FIXED_DRIVER}: {names} set, for accelerate asks for it"
     )
     return {**alone, **missing}
-
-
-def _one_gpu(cfg: RunConfig, machine: Machine) -> dict[str, str]:
-    if uses_several_gpus(cfg):
-        return {}
-    return one_gpu_environment(machine.gpus, by_uuid=cfg.grpo.generation != "vllm_colocate")

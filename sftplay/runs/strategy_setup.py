@@ -20,6 +20,9 @@ from sftplay.launch.run_folder import RunFolder
 PLAIN = "deepspeed.json"
 """The user's file without comments, in the run folder. accelerate reads no comments."""
 
+OPERATORS = {"ShareMemCommBuilder": "deepspeed_shm_comm", "CPUAdamBuilder": "cpu_adam"}
+"""DeepSpeed's builder -> the name of the folder and library that it makes."""
+
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
@@ -112,18 +115,13 @@ def prebuild_deepspeed_ops(*, has_gpu: bool, offloads: bool) -> None:
             raise MachineError(finding.what, where="deepspeed", fix=finding.fix)
     env = build_environment(has_gpu=has_gpu)
     folder = Path(env["TORCH_EXTENSIONS_DIR"])
-    operators = (  # DeepSpeed's builder, the name of the folder and library that it makes, our name for both
-        ("ShareMemCommBuilder", "deepspeed_shm_comm", "CPU communication", not has_gpu),
-        ("CPUAdamBuilder", "cpu_adam", "CPU optimizer", offloads),
-    )
-    missing = {
-        builder: title
-        for builder, name, title, is_needed in operators
-        if is_needed and not (folder / name / f"{name}.so").exists()
-    }
+    needed = {"ShareMemCommBuilder": not has_gpu, "CPUAdamBuilder": offloads}
+    files = {builder: folder / name / f"{name}.so" for builder, name in OPERATORS.items() if needed[builder]}
+    missing = [builder for builder, file in files.items() if not file.exists()]
     if not missing:
         return
-    log.say(f"building DeepSpeed's {' and '.join(missing.values())}, about 2 min each, once", "deepspeed")
+    names = " and ".join("CPU communication" if name == "ShareMemCommBuilder" else "CPU optimizer" for name in missing)
+    log.say(f"building DeepSpeed's {names}, about 2 min each, once", "deepspeed")
     started = time.monotonic()
     load = (
         "import sys\nfrom deepspeed.accelerator import get_accelerator\n"
