@@ -23,9 +23,9 @@ def ingest(args: Namespace) -> int:
     settings = _settings(args)
     from sftplay.data.ingest.run.ingest import IngestCallbacks, check_outcome
     from sftplay.data.ingest.run.ingest import ingest as run
-    from sftplay.report.documents import page_of
+    from sftplay.report.documents import build_page
 
-    callbacks = IngestCallbacks(render_page=page_of, count_tokens=_counter(args.tokenizer) if args.tokenizer else None)
+    callbacks = IngestCallbacks(render_page=build_page, count_tokens=_counter(args.tokenizer) if args.tokenizer else None)
     report = run(settings, callbacks, replaces=args.replace)
     if not args.json:
         _show_ingest_report(report, settings)
