@@ -145,8 +145,5 @@ def answer_share(subject: Subject, questions: Questions, *, rank: int = 0, world
     numbers = questions.share(rank, world_size)
     asked = [Message("user", questions.texts[number // questions.samples]) for number in numbers]
     prompts = [renderer.prompt_ids((*system, question), "") for question in asked]
-    answers = answer_all(
-        generator, prompts, batch_size=cfg.eval.batch_size, rows=numbers,
-        progress=lambda done: log.progress(done, len(prompts), what="answered", tag="eval"),
-    )  # fmt: skip
+    answers = answer_all(generator, prompts, batch_size=cfg.eval.batch_size, rows=numbers)
     return dict(zip(numbers, answers, strict=True))
