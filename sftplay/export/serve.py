@@ -20,9 +20,6 @@ from sftplay.export.server import ServerKind, build_server, choose_port, run_ser
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 
-REVISION = "0" * 40
-"""A hub cache files a model under a commit; this one has none."""
-
 GENERATION = "generation_config.json"
 
 
@@ -99,11 +96,11 @@ def make_hub_cache(cache: Path, model: Path, *, config: GenerationConfig, name: 
     The server's list of models is then this one name: transformers' server lists what the cache holds, and fails
     without a cache.
     """
-    home = cache / f"models--{name}"
-    snapshot = home / "snapshots" / REVISION
+    home, revision = cache / f"models--{name}", "0" * 40  # a hub cache files a model under a commit; this has none
+    snapshot = home / "snapshots" / revision
     snapshot.mkdir(parents=True)
     (home / "refs").mkdir()
-    (home / "refs" / "main").write_text(REVISION)
+    (home / "refs" / "main").write_text(revision)
     for file in model.iterdir():
         if file.is_file() and file.name != GENERATION:
             (snapshot / file.name).symlink_to(file.resolve())

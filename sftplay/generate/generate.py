@@ -164,9 +164,8 @@ class TextStreamer(BaseStreamer):
 
     def __init__(self, tokenizer: Any, stop: Event) -> None:
         self.queue: SimpleQueue[str | None] = SimpleQueue()
-        self.stop = stop
-        self.left = Event()
-        """Set when nobody reads any more."""
+        self.stop, self.left = stop, Event()
+        """The second is set when nobody reads any more."""
         self._tokenizer = tokenizer
         self._ids: list[int] | None = None
         self._shown = ""
