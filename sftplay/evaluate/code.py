@@ -49,10 +49,8 @@ def evaluate_code(
     """Grade the answers, all those to a problem one after the other; return the figures, and every answer graded.
 
     The figures are `pass@k` and its standard error over the problems (`stderr` for the first k, else `stderr@k`), and
-    counts by status.
-
-    Raises:
-        RunError: the sandbox failed for more than 5 % of the answers: the figures would say nothing.
+    counts by status. Raise RunError where the sandbox failed for more than 5 % of the answers: the figures would say
+    nothing.
     """
     n = len(answers) // len(problems)
     asked = [problem for problem in problems for _ in range(n)]
@@ -81,8 +79,7 @@ def pass_at_k(k: int, *, n: int, right: int) -> float:
     >>> pass_at_k(1, n=10, right=3)
     0.3
 
-    Raises:
-        ValueError: k is larger than n, where no estimate is possible.
+    Raise ValueError where k is larger than n, where no estimate is possible.
     """
     if not 1 <= k <= n or not 0 <= right <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {right} right of {n} answers")

@@ -101,7 +101,6 @@ def measure_perplexity(
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """The documents in lists of about GROUP_TOKENS tokens."""
     group, tokens = list[Document](), 0
     for document in documents:
         group.append(document)

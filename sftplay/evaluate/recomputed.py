@@ -50,10 +50,8 @@ def kept_steps(folder: Path) -> list[Path]:
 def recompute(
     files: Sequence[Path], questions: Questions, *, columns: Sequence[str], reward_set: RewardSet
 ) -> list[Recomputed]:
-    """Return each reward of the run, then and now, over the completions in `files`.
-
-    Raises:
-        DataError: a file cannot be read, or a prompt of it is no longer in the data.
+    """Return each reward of the run, then and now, over the completions in `files`. Raise DataError where a file cannot
+    be read, or a prompt of it is no longer in the data.
     """
     numbers = {row: number for number, row in enumerate(questions.rows["row"])}
     found = {name: Recomputed(name) for name in reward_set.names}

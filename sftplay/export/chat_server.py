@@ -49,10 +49,8 @@ class ChatApp:
             await self.app(scope, receive, send)
 
     def read(self, body: bytes) -> tuple[ChatRequest, bytes]:
-        """Return the request, and the body for transformers' server.
-
-        Raises:
-            RefusedRequest: a parameter is wrong, or prompt and answer do not fit the model's context.
+        """Return the request, and the body for transformers' server. Raise RefusedRequest where a parameter is wrong,
+        or prompt and answer do not fit the model's context.
         """
         request = read_request(body)
         if request.model != self.name:

@@ -99,10 +99,8 @@ def find_adapter(cfg: RunConfig, folder: RunFolder) -> Path:
 
 
 def load_unquantised(cfg: RunConfig, folder: RunFolder, *, dtype: torch.dtype | None = None) -> Any:
-    """Load the base of the run's adapter, on the CPU, never in 4 bits; in `dtype`, or in the one it is stored in.
-
-    Raises:
-        MachineError: it cannot be read whole, or is stored quantised.
+    """Load the base of the run's adapter, on the CPU, never in 4 bits; in `dtype`, or in the one it is stored in. Raise
+    MachineError where it cannot be read whole, or is stored quantised.
     """
     name, revision = find_base(cfg, folder)
     where = f"{cfg.origins.get('model.name', 'model')} model.name {name}"

@@ -46,10 +46,8 @@ def serve(cfg: RunConfig, folder: RunFolder, *, server: ServerKind, port: int) -
 
 
 def whole_model(cfg: RunConfig, folder: RunFolder) -> Path:
-    """Return the folder of the run's whole model: `model/`, or `merged/`, which is made if it is missing.
-
-    Raises:
-        ConfigError: the run has no result, or `merged/` does not belong to its adapter.
+    """Return the folder of the run's whole model: `model/`, or `merged/`, which is made if it is missing. Raise
+    ConfigError where the run has no result, or `merged/` does not belong to its adapter.
     """
     if (folder.path / "model").is_dir():
         return folder.path / "model"

@@ -39,10 +39,8 @@ STOP_S = 10.0
 
 
 def choose_server(choice: ServerKind | Literal["auto"], *, has_gpu: bool) -> tuple[ServerKind, str]:
-    """Return the server to use and the reason; auto takes vLLM if it is installed and there is a GPU.
-
-    Raises:
-        MachineError: a package it needs is not installed.
+    """Return the server to use and the reason; auto takes vLLM if it is installed and there is a GPU. Raise
+    MachineError where a package it needs is not installed.
     """
     if choice != "auto":
         server, reason = choice, "asked for"
@@ -59,10 +57,8 @@ def choose_server(choice: ServerKind | Literal["auto"], *, has_gpu: bool) -> tup
 
 
 def choose_port(port: int) -> int:
-    """Return `port`, or any free one for 0. Clients know the port, so it is never replaced by another.
-
-    Raises:
-        MachineError: something listens on it.
+    """Return `port`, or any free one for 0. Clients know the port, so it is never replaced by another. Raise
+    MachineError where something listens on it.
     """
     free = free_port(port)
     if port not in (0, free):
@@ -71,10 +67,8 @@ def choose_port(port: int) -> int:
 
 
 def check_token() -> None:
-    """Refuse a token that no client could send.
-
-    Raises:
-        ConfigError: SFTPLAY_SERVE_TOKEN is set, and is empty or not of visible ASCII characters.
+    """Refuse a token that no client could send. Raise ConfigError where SFTPLAY_SERVE_TOKEN is set, and is empty or not
+    of visible ASCII characters.
     """
     token = os.environ.get(gate.TOKEN)
     if token is not None and not re.fullmatch(r"[!-~]+", token):

@@ -71,10 +71,8 @@ def answer_rest(
 
 
 def write_answered(questions: PromptFile, partial: PartialAnswers, *, out: Path, batch_size: int) -> None:
-    """Write every row with its answer, in order; `out` appears whole, and `partial` is removed.
-
-    Raises:
-        RunError: it cannot be written.
+    """Write every row with its answer, in order; `out` appears whole, and `partial` is removed. Raise RunError where it
+    cannot be written.
     """
     try:
         with whole_file(out) as scratch, scratch.open("w", encoding="utf-8") as handle:

@@ -70,10 +70,8 @@ class PartialAnswers:
                     self.path.unlink()
 
     def append(self, answers: list[tuple[int, Any]]) -> None:
-        """Append one batch of (row number, answer as JSON); it is on the disk when this returns.
-
-        Raises:
-            RunError: it cannot be written.
+        """Append one batch of (row number, answer as JSON); it is on the disk when this returns. Raise RunError where
+        it cannot be written.
         """
         assert self._handle is not None, "the file is written while it is held"
         head = "" if self.n_batches else HEADER + json.dumps(self._fingerprint) + "}\n"

@@ -44,7 +44,8 @@ class Answers(NamedTuple):
     counts: Table | None
     shown: list[Answer]
     n_rows: int
-    each: int = EACH
+    n_shown: int = EACH
+    """Of each kind."""
 
 
 def pick_answers(run: RunFiles, prefix: str = "") -> Answers | None:

@@ -87,10 +87,8 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """Return the history in metrics.jsonl; empty when there is none.
-
-    Raises:
-        OSError: the file is there and cannot be read.
+    """Return the history in metrics.jsonl; empty when there is none. Raise OSError where the file is there and cannot
+    be read.
     """
     history, previous = History(), -math.inf
     if not path.exists():

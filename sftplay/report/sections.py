@@ -108,24 +108,21 @@ def _name_rows(prefix: str) -> str:
 
 
 def _pair_rows(run: RunFiles, prefix: str) -> list[list[str]]:
-    before, after = (run.evals.get(f"{prefix}{name}", {}) for name in ("before", "after"))
+    sides = before, after = [run.evals.get(f"{prefix}{name}", {}) for name in ("before", "after")]
     rows = []
     for key in [key for key in (after | before) if key not in ELSEWHERE][:60]:
+        cells = []
+        for figures in sides:
+            share, count, note = as_number(figures.get(key)), as_number(figures.get("n")), Markup()
+            if key == "exact_match" and share is not None and count is not None and 0 <= share <= 1 <= count < 1e15:
+                low, high = interval(share, int(count))  # of 95 %
+                note = Markup("<br><small>{:.1f} – {:.1f}</small>").format(100 * low, 100 * high)
+            cells.append(Markup("{}{}").format(format_figure(key, figures.get(key)), note))
         better = is_better(key, before.get(key), after=after.get(key))
         moved = "" if key == "n" else change(key, before.get(key), after=after.get(key))
         verdict = {True: ' <b class="good">better</b>', False: ' <b class="bad">worse</b>', None: ""}[better]
-        cells = [Markup("{}{}").format(format_figure(key, s.get(key)), _range(key, s)) for s in (before, after)]
         rows.append([cut(capitalized(find_name(key)), 80), *cells, Markup("{}" + verdict).format(moved)])
     return rows
-
-
-def _range(key: str, figures: dict[str, Any]) -> Markup:
-    """The 95 % interval of a share of answers."""
-    share, count = as_number(figures.get(key)), as_number(figures.get("n"))
-    if key != "exact_match" or share is None or count is None or not (0 <= share <= 1 and 1 <= count < 1e15):
-        return Markup()
-    low, high = interval(share, int(count))
-    return Markup("<br><small>{:.1f} – {:.1f}</small>").format(100 * low, 100 * high)
 
 
 def data_tables(run: RunFiles) -> list[Table]:

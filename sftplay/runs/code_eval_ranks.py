@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from sftplay import log
 from sftplay.atomic import read_object, write_text
@@ -32,6 +33,7 @@ def main(folder: str) -> int:
     task = json.loads((here / TASK).read_text(encoding="utf-8"))
     subject = Subject(load_config(here / CONFIG), RunFolder(Path(task["folder"])), run=task["run"], base=task["base"])
     questions = Questions(**{**task["questions"], "texts": tuple(task["questions"]["texts"])})
+    note: dict[str, Any]
     try:
         note, code = {"answers": answer_share(subject, questions, rank=rank, world_size=log.world_size())}, 0
     except SftplayError as error:

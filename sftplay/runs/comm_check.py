@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.launch.command.command import WORKER, Launch, Scale, build_launch
 from sftplay.launch.command.network import list_interfaces, nccl_environment
-from sftplay.launch.supervise.processes import end_launch
 from sftplay.machine.probe import Machine
 from sftplay.model.start_point import resolve_names
 from sftplay.places import cache_root
@@ -23,8 +21,8 @@ from sftplay.plan.memory.memory_setup import execution_of
 from sftplay.plan.memory.step import standing_bytes
 from sftplay.plan.sizing.communication import BUCKET_BYTES, SIZES_BYTES, Exchange, exchange_s, turning_bytes
 from sftplay.plan.sizing.size_run import size_run
+from sftplay.runs.gpu_check.conduct import run_with_limit
 from sftplay.runs.model_shape import known_shape
-from sftplay.signals import popen_tied
 from sftplay.units import format_bytes
 
 LIMIT_S, NODES_LIMIT_S = 180.0, 600.0
@@ -40,10 +38,8 @@ def build_check(
 ) -> Launch:
     """Return the command of a run of this scale that starts the check's rank instead of the worker.
 
-    With a config the launch has the variables of its `cluster.nccl`.
-
-    Raises:
-        ConfigErrors: an interface is not there, or the environment sets another value.
+    With a config the launch has the variables of its `cluster.nccl`. Raise ConfigErrors where an interface is not
+    there, or the environment sets another value.
     """
     has_gpu, nccl = bool(machine.gpus), {}
     launch = build_launch(folder, scale, has_gpu=has_gpu, is_offline=True)
@@ -54,22 +50,11 @@ def build_check(
 
 
 def run_check(launch: Launch, folder: Path, *, scale: Scale, limit_s: float) -> dict[str, Any]:
-    """Return what the ranks measured. After `limit_s` seconds all of them are ended.
-
-    Raises:
-        RunError: a rank did not come or has gone, or a sum is wrong.
+    """Return what the ranks measured. After `limit_s` seconds all of them are ended. Raise RunError where a rank did
+    not come or has gone, or a sum is wrong.
     """
     text = folder / "output.txt"
-    with text.open("wb") as output:
-        process = popen_tied(launch.argv, output=output, env=launch.env)
-        try:
-            exit_code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            exit_code = None
-        finally:
-            if process.poll() is None:
-                end_launch(process.pid)
-                process.wait()
+    exit_code = run_with_limit(launch.argv, env=launch.env, output=text, limit_s=limit_s)
     first = scale.node_rank * scale.nproc
     notes = {rank: read_object(folder / f"rank{rank}.json") for rank in range(first, first + scale.nproc)}
     if exit_code == 0 and all(note.get("state") == "done" for note in notes.values()):

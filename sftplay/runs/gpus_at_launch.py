@@ -21,10 +21,8 @@ WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
 
 def refuse_unusable(machine: Machine) -> None:
-    """Refuse a launch on GPUs that the installed torch cannot use: it would train on the CPU with the GPUs' plan.
-
-    Raises:
-        MachineError: the driver is too old for torch's CUDA, or torch has no CUDA or no code for a GPU.
+    """Refuse a launch on GPUs that the installed torch cannot use: it would train on the CPU with the GPUs' plan. Raise
+    MachineError where the driver is too old for torch's CUDA, or torch has no CUDA or no code for a GPU.
     """
     if not machine.gpus:
         return
@@ -39,10 +37,8 @@ def refuse_unusable(machine: Machine) -> None:
 def refuse_missing_compiler(cfg: RunConfig, machine: Machine) -> None:
     """Refuse a run on GPUs whose first step needs kernels that Triton cannot build here.
 
-    Task grpo does without: `avoid_triton` in tasks.grpo.rollouts.
-
-    Raises:
-        MachineError: there is no C compiler, or Python's headers are missing.
+    Task grpo does without: `avoid_triton` in tasks.grpo.rollouts. Raise MachineError where there is no C compiler, or
+    Python's headers are missing.
     """
     key, is_compiled, other = find_sizing(cfg).compiled(cfg)
     if machine.gpus and is_compiled and (problem := find_compiler_problem()):

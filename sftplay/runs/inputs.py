@@ -147,10 +147,7 @@ def _check(key: str, *, cfg: RunConfig, asks_hub: bool) -> None:
 
 def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
     """Refuse a model that is not there, or whose name is almost one that the kit knows; `cfg` has no names of runs.
-
-    Raises:
-        ConfigError: there is no such model.
-        MachineError: the hub was asked and did not answer.
+    Raise ConfigError where there is no such model, and MachineError where the hub was asked and did not answer.
     """
     name, where = cfg.model.name, _where(cfg, "model.name")
     check_source(name, where, allow_pickle=cfg.model.allow_pickle)

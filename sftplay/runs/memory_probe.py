@@ -86,10 +86,7 @@ def size_by_probe(
     """Return `sized`, sized again where a probe measured the run, and the record of the decision for plan.json.
 
     Where the probe fails or its points lie on no line, the estimate stands and a note is printed. `run` measures as
-    `run_probe` does.
-
-    Raises:
-        MachineError: the measurement shows that it does not fit.
+    `run_probe` does. Raise MachineError where the measurement shows that it does not fit.
     """
     predicted, reason = sized.forecast, reason_not_to_probe(sized, target)
     if reason or predicted is None:
@@ -167,10 +164,8 @@ def _identify(sized: SizedRun, target: ProbeTarget, *, request: dict[str, Any]) 
 def _measure(
     sized: SizedRun, request: dict[str, Any], *, target: ProbeTarget, key: str, run: Callable[..., dict[str, Any]]
 ) -> tuple[dict[str, Any], bool]:
-    """Return the measurement, and whether it is a new one. It is repeated with fewer rows until there is a point.
-
-    Raises:
-        NoRoom: a single row ran out of memory.
+    """Return the measurement, and whether it is a new one. It is repeated with fewer rows until there is a point. Raise
+    NoRoom where a single row ran out of memory.
     """
     made: list[bool] = []
 

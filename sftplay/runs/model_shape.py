@@ -11,10 +11,8 @@ from sftplay.plan.shape.model_shape import ModelShape
 
 
 def known_shape(cfg: RunConfig) -> ModelShape | None:
-    """Return the shape of the config's model; None when only the hub knows it.
-
-    Raises:
-        SftplayError: the puzzles that decide the shape of a model of puzzles are there, but not sound.
+    """Return the shape of the config's model; None when only the hub knows it. Raise SftplayError where the puzzles
+    that decide the shape of a model of puzzles are there, but not sound.
     """
     if not cfg.task.reads_text:
         from sftplay.plan.sizing.task_sizing import find_sizing
@@ -30,22 +28,17 @@ def is_known(cfg: RunConfig) -> bool:
 
 
 def require_shape(cfg: RunConfig) -> ModelShape:
-    """Return the shape of the config's model.
-
-    Raises:
-        ConfigError: the shape is neither on this machine nor in the shipped table.
+    """Return the shape of the config's model. Raise ConfigError where the shape is neither on this machine nor in the
+    shipped table.
     """
     if shape := known_shape(cfg):
         return shape
     near = near_names(cfg.model.name)
     guess = f"did you mean {' or '.join(near)}? else " if near else ""
     fetch = "" if near else f", or `make download-model MODEL={cfg.model.name}`"
-    raise ConfigError(
-        f"the shape of {cfg.model.name!r} is not known here",
-        where=f"{cfg.origins.get('model.name', 'model')} model.name",
-        fix=f"{guess}put its config.json into a folder and name that{fetch}",
-        nearest=near,
-    )
+    what, where = f"the shape of {cfg.model.name!r} is not known here", cfg.origins.get("model.name", "model")
+    fix = f"{guess}put its config.json into a folder and name that{fetch}"
+    raise ConfigError(what, where=f"{where} model.name", fix=fix, nearest=near)
 
 
 def near_names(name: str) -> list[str]:

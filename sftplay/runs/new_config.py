@@ -214,10 +214,8 @@ class Survey:
 
 
 def survey_rows(cfg: RunConfig) -> Survey:
-    """Return the survey of `data.train_path`, read as the section `data` says.
-
-    Raises:
-        DataError: the file cannot be read, has no rows, or the layout of most of its rows cannot be found.
+    """Return the survey of `data.train_path`, read as the section `data` says. Raise DataError where the file cannot be
+    read, has no rows, or the layout of most of its rows cannot be found.
     """
     path = cfg.rows_path
     rows = list(islice(read_rows(path, read_dialect(cfg.data)), SURVEYED_ROWS + 1))
@@ -243,10 +241,8 @@ def survey_rows(cfg: RunConfig) -> Survey:
 
 
 def _guess_columns(rows: Sequence[Mapping[str, Any]], path: str) -> dict[str, str]:
-    """A question's and an answer's column, or one of texts, by their names.
-
-    Raises:
-        DataError: no two columns have such names.
+    """A question's and an answer's column, or one of texts, by their names. Raise DataError where no two columns have
+    such names.
     """
     filled = Counter(name for row in rows for name, value in row.items() if isinstance(value, str) and value.strip())
     texts = {name for name, count in filled.items() if 2 * count > len(rows)}
@@ -326,12 +322,6 @@ def choose_model(cfg: RunConfig, machine: Machine, *, lengths: RowLengths) -> Ch
     return Choice(TOY, "lora", "no model of use fits into the memory here; this one shows the way only")
 
 
-BYTES_A_TOKEN = 3
-"""UTF-8 bytes of a token: English text has 4 to 5 in a large vocabulary, code about 3, Chinese about 3."""
-
-TURN_TOKENS = 8
-"""What a chat template writes around a turn: names, marks, line ends."""
-
 USUAL_SHARE = 0.99
 
 
@@ -361,14 +351,16 @@ def estimate(records: Sequence[Record]) -> Measured:
     """Return the rows' lengths by their bytes."""
     tokens = []
     for record in records:
-        texts, n_turns = [record.text] if not isinstance(record, Chat) else [record.tools], 0
+        texts, n_turns = [record.tools if isinstance(record, Chat) else record.text], 0
         if isinstance(record, Chat):
             texts += [
                 message.content + "".join(call.arguments for call in message.calls) for message in record.messages
             ]
             n_turns = len(record.messages)
+        # English text has 4 to 5 UTF-8 bytes a token in a large vocabulary, code and Chinese about 3. A chat template
+        # writes about 8 tokens around a turn: names, marks, line ends.
         n_bytes = len("".join(texts).encode("utf-8", "replace"))
-        tokens.append(math.ceil(n_bytes / BYTES_A_TOKEN) + TURN_TOKENS * n_turns)
+        tokens.append(math.ceil(n_bytes / 3) + 8 * n_turns)
     return Measured(sorted(tokens), is_estimate=True)
 
 

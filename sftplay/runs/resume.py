@@ -27,10 +27,8 @@ from sftplay.runs.start import all_notes, build_command, print_command, read_sca
 
 
 def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | None = None) -> int:
-    """Continue the run that `cfg` or `--run` names. A finished run is left as it is.
-
-    Raises:
-        ConfigErrors: values that decide the result have changed since its first start.
+    """Continue the run that `cfg` or `--run` names. A finished run is left as it is. Raise ConfigErrors where values
+    that decide the result have changed since its first start.
     """
     run = getattr(args, "run", None)
     holder = Path(cfg.train.resume).parent.parent  # the run with the checkpoint that train.resume names

@@ -61,10 +61,8 @@ def check_solutions(cfg: RunConfig, rewards: RewardSet) -> None:
 
 
 def read_cases(cfg: RunConfig, n: int) -> list[Case]:
-    """Return the first `n` rows that can be read, each with its right answer and its columns.
-
-    Raises:
-        DataError: fewer than two rows have an answer.
+    """Return the first `n` rows that can be read, each with its right answer and its columns. Raise DataError where
+    fewer than two rows have an answer.
     """
     rows = _read_first_rows(cfg, n)
     cases = [Case(row["answer"], row, str(at)) for at, row in rows if row and isinstance(row.get("answer"), str)]

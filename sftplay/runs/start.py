@@ -133,12 +133,10 @@ def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = No
     task, hardware = find_report(cfg), Hardware(forecast.setting.device, world_size, lengths)
     suggestions = task.suggest(cfg, sized, sizing=sizing, hardware=hardware)
     listed = "; ".join(f"{found.change} ({format_bytes(found.peak_bytes)})" for found in suggestions)
-    raise MachineError(
-        f"{shape.name} does not fit: even one row at a time takes {format_bytes(forecast.peak_bytes)} of "
-        f"{format_bytes(forecast.budget_bytes)} on each {forecast.setting.device.name}",
-        where=task.where_model(cfg),
-        fix=f"{listed}; `make plan` shows every part; train.batch_size=1 tries it anyway",
-    )
+    sizes = f"{format_bytes(forecast.peak_bytes)} of {format_bytes(forecast.budget_bytes)}"
+    what = f"{shape.name} does not fit: even one row at a time takes {sizes} on each {forecast.setting.device.name}"
+    fix = f"{listed}; `make plan` shows every part; train.batch_size=1 tries it anyway"
+    raise MachineError(what, where=task.where_model(cfg), fix=fix)
 
 
 def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: Machine) -> Launch:
@@ -169,11 +167,9 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
 def refuse_restarts(cfg: RunConfig, *, nnodes: int) -> None:
     """Raise ConfigError where several nodes are asked to restart: their parents know nothing of each other."""
     if cfg.cluster.max_restarts and nnodes > 1:
-        raise ConfigError(
-            f"a run of {nnodes} nodes cannot restart by itself",
-            where=f"{cfg.origins.get('cluster.max_restarts', 'cluster')} cluster.max_restarts",
-            fix="set cluster.max_restarts=0 and let the job continue it with train.resume=auto",
-        )
+        where = f"{cfg.origins.get('cluster.max_restarts', 'cluster')} cluster.max_restarts"
+        fix = "set cluster.max_restarts=0 and let the job continue it with train.resume=auto"
+        raise ConfigError(f"a run of {nnodes} nodes cannot restart by itself", where=where, fix=fix)
 
 
 def read_scale(args: Namespace, machine: Machine) -> Scale:

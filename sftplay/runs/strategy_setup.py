@@ -27,10 +27,8 @@ ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
 def with_deepspeed(cfg: RunConfig, *, is_asked: bool) -> RunConfig:
-    """Return the config with a ZeRO stage instead of `auto`, where DeepSpeed `is_asked` for or its file is named.
-
-    Raises:
-        ConfigError: the config names another strategy, or the file cannot be used.
+    """Return the config with a ZeRO stage instead of `auto`, where DeepSpeed `is_asked` for or its file is named. Raise
+    ConfigError where the config names another strategy, or the file cannot be used.
     """
     cluster = cfg.cluster
     if not is_asked and cluster.deepspeed is None:
@@ -43,19 +41,15 @@ def with_deepspeed(cfg: RunConfig, *, is_asked: bool) -> RunConfig:
         name = next((name for name, number in ZERO_STAGES.items() if number == stage), "zero2")
         return cfg.with_values({"cluster.strategy": name}, cluster.deepspeed or "train-deepspeed")
     if cluster.strategy not in ZERO_STAGES:
-        raise ConfigError(
-            f"DeepSpeed is asked for, but the strategy is {cluster.strategy}",
-            where=f"{cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy",
-            fix=f"write {', '.join(ZERO_STAGES)} or auto, or launch it with train-distributed",
-        )
+        where = f"{cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy"
+        fix = f"write {', '.join(ZERO_STAGES)} or auto, or launch it with train-distributed"
+        raise ConfigError(f"DeepSpeed is asked for, but the strategy is {cluster.strategy}", where=where, fix=fix)
     return cfg
 
 
 def build_strategy_environment(cfg: RunConfig, folder: RunFolder, *, scale: Scale, has_gpu: bool) -> dict[str, str]:
-    """Return the environment variables that make the workers use `cluster.strategy`.
-
-    Raises:
-        ConfigError: the strategy does not fit the number of processes or the DeepSpeed file.
+    """Return the environment variables that make the workers use `cluster.strategy`. Raise ConfigError where the
+    strategy does not fit the number of processes or the DeepSpeed file.
     """
     from sftplay.launch.command.deepspeed_json import read_deepspeed, run_values
     from sftplay.launch.command.strategy import strategy_environment
@@ -73,9 +67,7 @@ def build_strategy_environment(cfg: RunConfig, folder: RunFolder, *, scale: Scal
 
 def prepare_deepspeed(cfg: RunConfig, folder: RunFolder, *, command: Launch, node: int = 0) -> None:
     """Where the run uses DeepSpeed, build the operators that this node needs; on node 0 also write the plain file.
-
-    Raises:
-        MachineError: DeepSpeed is missing, or its operators cannot be built.
+    Raise MachineError where DeepSpeed is missing, or its operators cannot be built.
     """
     if "ACCELERATE_USE_DEEPSPEED" not in command.env:
         return
@@ -100,10 +92,8 @@ def with_accumulation(command: Launch, cfg: RunConfig) -> Launch:
 def prebuild_deepspeed_ops(*, has_gpu: bool, offloads: bool) -> None:
     """Build DeepSpeed's operators once, with a line on the screen. Otherwise all workers build them at their start.
 
-    A CPU needs the one for communication between processes. `offloads` adds the optimizer that runs on the host.
-
-    Raises:
-        MachineError: DeepSpeed is not installed, a killed build left a lock, or the compiler failed.
+    A CPU needs the one for communication between processes. `offloads` adds the optimizer that runs on the host. Raise
+    MachineError where DeepSpeed is not installed, a killed build left a lock, or the compiler failed.
     """
     from sftplay.launch.command.strategy import build_environment
     from sftplay.machine.doctor.system import check_builds

@@ -49,10 +49,8 @@ class Submission:
 
 
 def prepare(args: Namespace, request: JobRequest) -> Submission:
-    """Check config, inputs and request, and choose the run's folder.
-
-    Raises:
-        SftplayError: the run could not begin in the job.
+    """Check config, inputs and request, and choose the run's folder. Raise SftplayError where the run could not begin
+    in the job.
     """
     request.check()
     cfg = check_config(args, request)
@@ -77,10 +75,8 @@ def prepare(args: Namespace, request: JobRequest) -> Submission:
 
 
 def check_config(args: Namespace, request: JobRequest) -> RunConfig:
-    """Return the job's config after all checks that do not need the job's machine.
-
-    Raises:
-        SftplayError: a value or an input is wrong, or is not on this machine.
+    """Return the job's config after all checks that do not need the job's machine. Raise SftplayError where a value or
+    an input is wrong, or is not on this machine.
     """
     world_size = request.nodes * request.processes
     overrides, notes = in_our_names(args.overrides, world_size=world_size)
@@ -90,11 +86,9 @@ def check_config(args: Namespace, request: JobRequest) -> RunConfig:
     is_online = os.environ.get("HF_HUB_OFFLINE") == "0"
     checked = check_inputs(cfg, asks_hub=is_online)
     if not is_online and not needs_no_hub(checked):
-        raise MachineError(
-            f"the job runs without a network, and {cfg.model.name} or its data are not on this machine",
-            where=f"{cfg.origins.get('model.name', 'model')} model.name",
-            fix=f"make download-model MODEL={cfg.model.name}; or set HF_HUB_OFFLINE=0 where the nodes have a network",
-        )
+        what = f"the job runs without a network, and {cfg.model.name} or its data are not on this machine"
+        fix = f"make download-model MODEL={cfg.model.name}; or set HF_HUB_OFFLINE=0 where the nodes have a network"
+        raise MachineError(what, where=f"{cfg.origins.get('model.name', 'model')} model.name", fix=fix)
     refuse_restarts(cfg, nnodes=request.nodes)
     split_batch(cfg, world_size, has_gpu=True)
     return cfg
@@ -169,10 +163,8 @@ def run_here(args: Namespace, environment: Mapping[str, str]) -> int:
 
 
 def find_job(output: Path, run: str | None) -> JobFolder:
-    """Return the newest job of a run, by the run's name or folder.
-
-    Raises:
-        ConfigError: there is no such run, or it has no job.
+    """Return the newest job of a run, by the run's name or folder. Raise ConfigError where there is no such run, or it
+    has no job.
     """
     places = [Path(run), output / run] if run else []
     for place in places:

@@ -44,11 +44,8 @@ def end_board(record: dict[str, Any]) -> None:
 
 
 def start_board(folder: Path, port: int) -> str:
-    """Start TensorBoard over `folder` on the next free port; return its address, once it answers.
-
-    Raises:
-        MachineError: no port is free.
-        RunError: it ended, or it does not answer.
+    """Start TensorBoard over `folder` on the next free port; return its address, once it answers. Raise MachineError
+    where no port is free, and RunError where it ended, or it does not answer.
     """
     record = running()
     if record is not None:

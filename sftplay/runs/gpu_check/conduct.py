@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -54,22 +54,28 @@ def conduct(checks: Sequence[Check], scratch: Path, *, module: str, is_fast: boo
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def run_with_limit(argv: Sequence[str], *, env: Mapping[str, str], output: Path, limit_s: float) -> int | None:
+    """Run a command to its end and return its exit code; after `limit_s` seconds end all its processes, return None."""
+    with output.open("wb") as handle:
+        process = popen_tied(argv, output=handle, env=env)
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:  # where it has died, the kernel ends what it had started
+                end_launch(process.pid)
+                process.wait()
+
+
 def _run_apart(check: Check, folder: Path, *, module: str, shared: Path) -> Row:
     """Run one check in a separate process, which is killed with all that it has started when its time is up."""
     folder.mkdir(parents=True, exist_ok=True)
     shared.mkdir(parents=True, exist_ok=True)
     argv = [sys.executable, "-m", "sftplay.runs.gpu_check.table", module, check.name, str(folder), str(shared)]
     began, text = time.monotonic(), folder / "output.txt"
-    with text.open("wb") as output:
-        process = popen_tied(argv, output=output, env={"TMPDIR": str(folder)})  # what a killed check leaves goes too
-        try:
-            code: int | None = process.wait(check.limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:  # where it has died, the kernel ends what it had started
-                end_launch(process.pid)
-                process.wait()
+    # TMPDIR: what a killed check leaves goes too.
+    code = run_with_limit(argv, env={"TMPDIR": str(folder)}, output=text, limit_s=check.limit_s)
     seconds = round(time.monotonic() - began, 1)
     found = read_object(folder / FOUND)
     lines = [line for line in text.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]

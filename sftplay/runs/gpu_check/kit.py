@@ -152,10 +152,8 @@ def weights_apart(one: Run, two: Run) -> float:
 
 
 def losses_apart(one: list[float], two: list[float]) -> float:
-    """Return the largest difference between the losses of the same steps, as a share.
-
-    Raises:
-        Broken: they are not of as many steps, or not finite.
+    """Return the largest difference between the losses of the same steps, as a share. Raise Broken where they are not
+    of as many steps, or not finite.
     """
     if len(one) != len(two) or not one:
         raise Broken(f"{len(one)} steps next to {len(two)}")
@@ -172,11 +170,8 @@ def random_model(context: CheckContext, name: str) -> Path:
 
 
 def run_script(script: str, *words: str) -> None:
-    """Run a script of benchmarks/ to its end.
-
-    Raises:
-        NotPossible: the kit was installed without it.
-        Broken: it failed.
+    """Run a script of benchmarks/ to its end. Raise NotPossible where the kit was installed without it, and Broken
+    where it failed.
     """
     path = ROOT / "benchmarks" / script
     if not path.is_file():

@@ -26,10 +26,8 @@ def compare_plan(context: CheckContext) -> str:
 
 
 def judge(report: dict[str, Any]) -> str:
-    """Return the figure of gpu_sizing.json.
-
-    Raises:
-        Broken: a config died or ran out of memory, a plan is too far off, or a chosen batch is too slow.
+    """Return the figure of gpu_sizing.json. Raise Broken where a config died or ran out of memory, a plan is too far
+    off, or a chosen batch is too slow.
     """
     found = report["summary"]
     for row in report["rows"]:

@@ -168,12 +168,11 @@ def a_bf16_gpu(machine: Machine) -> str:
     return "" if all(gpu.has_bf16 for gpu in machine.gpus) else "needs a GPU with bf16, of Ampere or later"
 
 
-def flash_attention(machine: Machine) -> str:
-    return a_bf16_gpu(machine) or ("" if find_spec("flash_attn") else "needs the package flash-attn")
+def a_bf16_gpu_with(package: str, machine: Machine) -> str:
+    return a_bf16_gpu(machine) or ("" if find_spec(package.replace("-", "_")) else f"needs the package {package}")
 
 
-def liger(machine: Machine) -> str:
-    return a_bf16_gpu(machine) or ("" if find_spec("liger_kernel") else "needs the package liger-kernel")
+flash_attention, liger = partial(a_bf16_gpu_with, "flash-attn"), partial(a_bf16_gpu_with, "liger-kernel")
 
 
 FLASH: Values = {"model.attn": "flash_attention_2"}

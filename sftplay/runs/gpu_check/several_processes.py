@@ -68,10 +68,8 @@ def larger_than_one(context: CheckContext) -> str:
 
 
 def split_candidate(machine: Machine, count: int) -> str:
-    """Return the smallest model of the shipped table that one of these GPUs cannot hold and `count` can.
-
-    Raises:
-        NotPossible: there is none, or no room on the disk for its weights.
+    """Return the smallest model of the shipped table that one of these GPUs cannot hold and `count` can. Raise
+    NotPossible where there is none, or no room on the disk for its weights.
     """
     table, least = read_table(), min(gpu.plannable_bytes for gpu in machine.gpus)
     for name in (f"Qwen/Qwen2.5-{size}" for size in ("0.5B", "1.5B", "3B", "7B", "14B")):

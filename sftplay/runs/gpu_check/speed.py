@@ -64,10 +64,10 @@ def compare_packing(context: CheckContext) -> str:
 CHECKS = (
     Check(name="speed: padded rows against packed", run=compare_packing, needs=a_gpu),
     *(
-        Check(name=name, run=partial(compare_with_trl, **values), needs=a_gpu, limit_s=1800, is_long=True)
-        for name, values in (
-            ("speed: 8B shape, LoRA", {"case": "llama-8b-lora", "published": PUBLISHED}),
-            ("speed: 1B shape, QLoRA", {"case": "llama-1b-qlora"}),
+        Check(name=name, run=run, needs=a_gpu, limit_s=1800, is_long=True)
+        for name, run in (
+            ("speed: 8B shape, LoRA", partial(compare_with_trl, case="llama-8b-lora", published=PUBLISHED)),
+            ("speed: 1B shape, QLoRA", partial(compare_with_trl, case="llama-1b-qlora")),
         )
     ),
 )

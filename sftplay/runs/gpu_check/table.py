@@ -38,7 +38,7 @@ class Table:
     def __init__(self, machine: Machine, folder: Path) -> None:
         self.rows: list[Row] = []
         self._folder, self._began, self._date = folder, time.monotonic(), time.strftime("%Y-%m-%d %H:%M")
-        self._machine = {
+        self._machine: dict[str, Any] = {
             "card": ", ".join(gpu.name for gpu in machine.gpus) or None,
             "driver": machine.driver or None,
             "cuda": ".".join(map(str, machine.cuda_driver)) if machine.cuda_driver else None,
@@ -53,7 +53,6 @@ class Table:
         self.save()
 
     def save(self) -> None:
-        """Write both files."""
         write_text(self._folder / JSON_FILE, json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n")
         write_text(self._folder / MARKDOWN_FILE, self.as_markdown())
 
