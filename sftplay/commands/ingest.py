@@ -25,7 +25,9 @@ def ingest(args: Namespace) -> int:
     from sftplay.data.ingest.run.ingest import ingest as run
     from sftplay.report.documents import build_page
 
-    callbacks = IngestCallbacks(render_page=build_page, count_tokens=_counter(args.tokenizer) if args.tokenizer else None)
+    callbacks = IngestCallbacks(
+        render_page=build_page, count_tokens=_counter(args.tokenizer) if args.tokenizer else None
+    )
     report = run(settings, callbacks, replaces=args.replace)
     if not args.json:
         _show_ingest_report(report, settings)

@@ -20,11 +20,11 @@ from sftplay.runs.inputs import check_inputs
 from sftplay.runs.memory_probe import ProbeTarget, size_by_probe
 from sftplay.runs.start import (
     all_notes,
-    build_command,
     archive_earlier_start,
+    archive_if_refused,
+    build_command,
     print_command,
     read_scale,
-    archive_if_refused,
     run_workers,
     say_sizing,
     size,

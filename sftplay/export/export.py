@@ -64,7 +64,9 @@ def export(
     """
     check_target(out)
     result = folder.path / "model"
-    model, tokenizer = _open_result(cfg, result, dtype) if result.is_dir() else merged_model(cfg, folder, dtype=dtype)
+    model, tokenizer = (
+        _open_result(cfg, result, dtype=dtype) if result.is_dir() else merged_model(cfg, folder, dtype=dtype)
+    )
     run = public_run(cfg, folder)
     adapter_files = [folder.path / "adapter" / name for name in ADAPTER_FILES if run.has_adapter]
 
@@ -90,7 +92,7 @@ def export(
     return out
 
 
-def _open_result(cfg: RunConfig, result: Path, dtype: Dtype | None) -> tuple[Any, Any]:
+def _open_result(cfg: RunConfig, result: Path, *, dtype: Dtype | None) -> tuple[Any, Any]:
     tokenizer = load_tokenizer(cfg.model, str(result))
     try:
         model = AutoModelForCausalLM.from_pretrained(

@@ -87,7 +87,7 @@ def reward_charts(run: RunFiles, resumed: Sequence[float]) -> list[Chart]:
     """Return the reward over the steps with that of held-out prompts; then each reward by its name."""
     history = run.history
 
-    def sampled(key: str, name: str, colour: str) -> Curve:
+    def sampled(key: str, name: str, *, colour: str) -> Curve:
         return Curve(key, name, history.curve(key), colour, trend=history.trend(key))
 
     def held_out(key: str) -> Curve:
@@ -96,8 +96,8 @@ def reward_charts(run: RunFiles, resumed: Sequence[float]) -> list[Chart]:
         return Curve(f"held_out_{key}", "held-out, greedy", known, "b", dots=True)
 
     named = [name for name in history.values if name.startswith("reward/")]
-    by_name = [sampled(name, name.removeprefix("reward/"), c) for name, c in zip(named, COLOURS, strict=False)]
-    noisy = [sampled(key, find_name(key), colour) for key, colour in (("reward", "a"), ("true_reward", "c"))]
+    by_name = [sampled(name, name.removeprefix("reward/"), colour=c) for name, c in zip(named, COLOURS, strict=False)]
+    noisy = [sampled(key, find_name(key), colour=colour) for key, colour in (("reward", "a"), ("true_reward", "c"))]
     all_curves = [
         ("Reward", "reward", [*noisy, held_out("reward")]),
         ("Rewards by name", "value", by_name),

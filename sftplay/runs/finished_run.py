@@ -8,7 +8,6 @@ import traceback
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any
 
 from sftplay import log
@@ -25,11 +24,7 @@ from sftplay.startup import leave_out
 
 
 def open_run(
-    args: Namespace,
-    values: Mapping[str, Any] = MappingProxyType({}),
-    *,
-    needs_result: bool = True,
-    takes_puzzles: bool = False,
+    args: Namespace, values: Mapping[str, Any] | None = None, *, needs_result: bool = True, takes_puzzles: bool = False
 ) -> tuple[RunConfig, RunFolder]:
     """Return the finished run that a command line names, and its config.
 
@@ -50,7 +45,7 @@ def open_run(
         what = f"task_mode hrm learns puzzles, and {args.verb} needs a model of texts"
         fix = f"take {folder.path / 'model'} as it is; `make eval` and `make infer IN=puzzle.txt` use it"
         raise ConfigError(what, where=str(folder.path), fix=fix)
-    unset = {key: value for key, value in values.items() if given.origins.get(key) != "command line"}
+    unset = {key: value for key, value in (values or {}).items() if given.origins.get(key) != "command line"}
     given = given.with_values(unset, args.verb)
     wanted = {"eval": given.eval.model_dump(), "data.test_path": given.data.test_path}
     if given.data.val_path != cfg.data.val_path:

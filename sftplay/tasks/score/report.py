@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sftplay.report.charts import Chart, Curve
-from sftplay.report.figures import change, format_figure, find_name
+from sftplay.report.figures import change, find_name, format_figure
 from sftplay.report.history import Point, as_number
 from sftplay.report.page import Table, cut
 from sftplay.report.run_files import RunFiles, answer_rows, by_step, mapping
@@ -126,7 +126,9 @@ def _ablation(run: RunFiles) -> Table:
         for kind, words in KINDS.items()
         if (figures := mapping(mapping(run.evals.get(name, {}).get("hints")).get(kind)))
     ]
-    return Table(head=["By", "With", *map(find_name, shown)], rows=rows, kinds="  nnnnn", caption="Who has learned what")
+    return Table(
+        head=["By", "With", *map(find_name, shown)], rows=rows, kinds="  nnnnn", caption="Who has learned what"
+    )
 
 
 EACH = 3
