@@ -42,7 +42,7 @@ from sftplay.plan.shape.find import find_shape, read_table  # noqa: E402
 from sftplay.plan.sizing.size_run import size_run  # noqa: E402
 from sftplay.plan.sizing.split import PLATEAU_TOKENS  # noqa: E402
 from sftplay.plan.sizing.task_sizing import SizedRun  # noqa: E402
-from sftplay.runs.memory_probe import Bench, run_rehearsal, size_by_probe  # noqa: E402
+from sftplay.runs.memory_probe import ProbeTarget, run_probe, size_by_probe  # noqa: E402
 
 TINY = "tiny"
 TINY_CONFIG = {
@@ -136,8 +136,8 @@ class Place:
         return self.scratch / "models" / model.replace("/", "--")
 
     @property
-    def bench(self) -> Bench:
-        return Bench(self.machine, 1, self.scratch, self.options.limit_s)
+    def target(self) -> ProbeTarget:
+        return ProbeTarget(self.machine, 1, self.scratch, self.options.limit_s)
 
     def gauge(self, without_gpu: str) -> dict[str, str]:
         """Part of a request: the rehearsal's own gauge on a GPU, else the tests' gauge of that name."""
@@ -184,7 +184,7 @@ def measure_case(case: Case, place: Place) -> dict[str, Any]:
             return size_run(cfg, place.machine, shape=shape, fit=fit)
 
         estimated = size()
-        sized, record = size_by_probe(estimated, place.bench, resize=size)
+        sized, record = size_by_probe(estimated, place.target, resize=size)
         row |= {"probe": record["decision"], "probe_seconds": record.get("seconds")}
         row |= foretold(estimated, sized)
         row |= hold(sized, place)
@@ -236,14 +236,14 @@ def hold(sized: SizedRun, place: Place) -> dict[str, Any]:
     """What the chosen batch takes, in a fresh process."""
     rows, accum = int(sized.cfg.train.batch_size), int(sized.cfg.train.grad_accum)
     request = {"rows": [rows], "accumulates": accum > 1, "repeats": 2, **place.gauge("TensorGauge")}
-    found = run_rehearsal(sized, request, bench=place.bench)
+    found = run_probe(sized, request, target=place.target)
     if not found["points"]:
         return {"out_of_memory": True}
     point, device = found["points"][0], found["device"]
     process = None
     if device is not None:
         # The device is read after the cache was released; the most that the allocator held was read before that.
-        beside = place.bench.gpu.free_bytes - device["free_bytes"] - device["reserved_bytes"]
+        beside = place.target.gpu.free_bytes - device["free_bytes"] - device["reserved_bytes"]
         process = beside + (point["reserved_bytes"] or 0)
     return {
         "out_of_memory": False,
@@ -264,7 +264,7 @@ def sweep(sized: SizedRun, place: Place) -> dict[str, Any]:
         sizes = sizes[max(0, at - 1) : at + 2]
     # A step of two micro-batches even where the run has one: all sizes then do the same besides the batch.
     request = {"rows": sizes, "repeats": 1 if place.options.quick else 3, **place.gauge("ProcessGauge")}
-    found = run_rehearsal(sized, request, bench=place.bench)
+    found = run_probe(sized, request, target=place.target)
     speeds = {str(p["rows"]): round(2 * p["tokens"] / p["seconds"], 1) for p in found["points"]}
     best = max(speeds, key=lambda rows: speeds[rows], default=None)
     relative = speeds[str(chosen)] / speeds[best] if best and str(chosen) in speeds else None

@@ -61,7 +61,7 @@ from sftplay.reward.table import judges_form
 from sftplay.runs import memory_probe
 from sftplay.runs import start as launching
 from sftplay.runs.model_shape import known_shape
-from sftplay.runs.strategy_setup import environment_of, prepare_deepspeed, with_deepspeed
+from sftplay.runs.strategy_setup import build_strategy_environment, prepare_deepspeed, with_deepspeed
 from sftplay.signals import StopAtOnce
 from sftplay.tasks import TASKS, TaskRow, worker
 from sftplay.tasks.grpo.arguments import grpo_arguments
@@ -436,12 +436,12 @@ def check_deepspeed(bench: Bench) -> None:
     assert cfg.cluster.strategy == "zero3"
     folder = RunFolder(bench.home / "deepspeed" / "run")
     folder.create()
-    env = environment_of(cfg, folder, scale=Scale(2), has_gpu=False)
+    env = build_strategy_environment(cfg, folder, scale=Scale(2), has_gpu=False)
     with patch("sftplay.runs.strategy_setup.prebuild_deepspeed_ops"):
         prepare_deepspeed(cfg, folder, command=Launch(("worker",), env))
     handed = json.loads(Path(env["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
     assert (handed["zero_optimization"]["stage"], handed["steps_per_print"]) == (3, 7)
-    without = environment_of(
+    without = build_strategy_environment(
         cfg.with_values({"cluster.deepspeed": None}, "test"), folder, scale=Scale(2), has_gpu=False
     )
     assert without["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
@@ -469,10 +469,10 @@ def check_probe(bench: Bench) -> None:
         config = written_config(bench.home / "probe", bench.inputs, train__probe=value)
         cfg = load_config(config)
         sized = size_run(cfg, machine, shape=known_shape(cfg))
-        place = memory_probe.Bench(machine, 1, bench.home)
+        place = memory_probe.ProbeTarget(machine, 1, bench.home)
         with patch.object(memory_probe, "CACHE", bench.home / "probes"):
             memory_probe.size_by_probe(
-                sized, place, resize=pytest.fail, rehearse=lambda *_, value=value, **__: asked.append(value) or NOTHING
+                sized, place, resize=pytest.fail, run=lambda *_, value=value, **__: asked.append(value) or NOTHING
             )
     assert asked == ["auto", "always"]
 

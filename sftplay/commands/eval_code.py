@@ -16,7 +16,7 @@ from sftplay.atomic import write_text
 from sftplay.errors import ConfigError
 from sftplay.launch.command.command import Scale
 from sftplay.machine.probe import probe
-from sftplay.runs.code_eval import Subject, find_subject, questions_of
+from sftplay.runs.code_eval import Subject, find_subject, make_questions
 from sftplay.runs.code_eval_ranks import answer_by_ranks, build_ranks
 from sftplay.runs.start import print_command, read_scale
 
@@ -97,7 +97,7 @@ def _measure(
             log.say(f"{len(problems):,} of {len(sound):,} problems, drawn by seed {seed}", "eval")
         if len(problems) < FEW_PROBLEMS:
             log.say(f"note: {len(problems)} problems say little; look at the standard error", "eval")
-        questions = questions_of([format_question(item) for item in problems], cfg=subject.cfg, args=args)
+        questions = make_questions([format_question(item) for item in problems], cfg=subject.cfg, args=args)
         log.say(f"{len(problems):,} problems, {args.n} answers each; programs run in {sandbox.executor}", "eval")
         if questions.max_new_tokens < ROOMY_TOKENS:
             note = f"note: answers end at {questions.max_new_tokens} tokens, which cuts long programs off"

@@ -71,7 +71,7 @@ def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> 
     """The content of perplexity.json, and its table."""
     from sftplay.data.mixture.load import load_mixture
     from sftplay.evaluate.comparison import comparison_table
-    from sftplay.evaluate.sources import held_out_of, measure_sources
+    from sftplay.evaluate.sources import find_held_out, measure_sources
     from sftplay.model.load import load_base, load_result
     from sftplay.model.tokenizer import load_tokenizer
 
@@ -79,7 +79,7 @@ def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> 
         cfg = cfg.with_values({"data.val_path": cfg.data.test_path, "data.split": None}, "eval-test")
 
     def measured(side: str, *, tokenizer: Any, open_model: Callable[[], Any]) -> dict[str, Any]:
-        held_out = held_out_of(load_mixture(cfg, tokenizer, renderer_template=template))
+        held_out = find_held_out(load_mixture(cfg, tokenizer, renderer_template=template))
         _expect_held_out(held_out.documents or held_out.chats)
         path = folder.eval / f"{measure.prefix}{side}.json"
         return measure_sources(open_model(), held_out, tokenizer=tokenizer, cfg=cfg, path=path)

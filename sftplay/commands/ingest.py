@@ -22,7 +22,7 @@ def ingest(args: Namespace) -> int:
     settings = _settings(args)
     from sftplay.data.ingest.run.ingest import check_outcome, report_paths
     from sftplay.data.ingest.run.ingest import ingest as run
-    from sftplay.report.documents import page_of
+    from sftplay.report.documents import build_page
 
     count = None
     if args.tokenizer:
@@ -34,7 +34,7 @@ def ingest(args: Namespace) -> int:
         def count(texts: Sequence[str]) -> int:
             return sum(map(len, tokenizer(list(texts), add_special_tokens=False)["input_ids"]))
 
-    report = run(settings, render_page=page_of, count_tokens=count, replaces=args.replace)
+    report = run(settings, render_page=build_page, count_tokens=count, replaces=args.replace)
     if args.json:
         check_outcome(report, settings)
         print(json.dumps(report))

@@ -16,14 +16,14 @@ from sftplay.launch.run_folder import RunFolder, has_begun, new_folder
 from sftplay.log import CLUSTER_NAMES
 from sftplay.machine.probe import probe
 from sftplay.runs.inputs import check_inputs
-from sftplay.runs.memory_probe import Bench, size_by_probe
+from sftplay.runs.memory_probe import ProbeTarget, size_by_probe
 from sftplay.runs.start import (
     all_notes,
+    archive_earlier_start,
+    archive_if_refused,
     build_command,
-    free_name,
     print_command,
     read_scale,
-    refusals_free_name,
     run_workers,
     say_sizing,
     size,
@@ -76,11 +76,11 @@ def launch(
         raise
     if args.dry_run:
         return print_command(command, args)
-    free_name(folder)
-    with folder.locked(), refusals_free_name(folder, is_alone=rendezvous is None):
+    archive_earlier_start(folder)
+    with folder.locked(), archive_if_refused(folder, is_alone=rendezvous is None):
         folder.create()
-        bench = Bench(machine, scale.nproc, folder.logs)
-        sized, probed = size_by_probe(sized, bench, resize=lambda fit: size(cfg, machine, scale=scale, fit=fit))
+        target = ProbeTarget(machine, scale.nproc, folder.logs)
+        sized, probed = size_by_probe(sized, target, resize=lambda fit: size(cfg, machine, scale=scale, fit=fit))
         say_sizing(sized, machine, folder=folder)
         write_text(folder.resolved, dump_resolved(sized.cfg))
         folder.write_json("plan.json", {**sized.as_plan(), "probe": probed, "notes": all_notes(sized)})

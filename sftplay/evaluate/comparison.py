@@ -1,4 +1,4 @@
-"""perplexity.json: what a run's sources were like before and after training, beside each other, and what was forgotten.
+"""perplexity.json: what a run's sources were like before and after training, and what was forgotten.
 
 It measures nothing: `sources` gives it the figures of one side at a time.
 """
@@ -13,10 +13,8 @@ from typing import Any, Literal
 Side = Literal["before", "after"]
 SIDES: tuple[Side, Side] = ("before", "after")
 ENOUGH_ROWS = 20
-"""Held-out chats from which on a change of their loss is told in words."""
+"""Held-out chats from which on a change of their loss is put into words."""
 
-MUCH, SOME = 20.0, 5.0
-"""Rise of the loss on a chat source, in percent, from which on much, or some, of it counts as forgotten."""
 
 Figures = Mapping[str, Any]
 
@@ -38,7 +36,7 @@ class Measured:
 
 
 def with_side(content: Figures, side: Side, *, measured: Measured) -> dict[str, Any]:
-    """`content`, what perplexity.json holds so far, with the figures of one side in it.
+    """Return `content`, what perplexity.json holds so far, with the figures of one side in it.
 
     `sources`: for each source of documents `perplexity_before`, `perplexity_after`, the same of `loss` and
     `bits_per_byte`, then `tokens`, `documents` and `bytes`. `anchor`: for each source of chats `loss_before`,
@@ -50,18 +48,18 @@ def with_side(content: Figures, side: Side, *, measured: Measured) -> dict[str, 
     old = content if {key: content.get(key) for key in how} == how else {}
     sizes = {f"vocabulary_{name}": old.get(f"vocabulary_{name}") for name in SIDES}
     sizes[f"vocabulary_{side}"] = measured.vocabulary
-    anchors = _joined(old.get("anchor"), side, figures=measured.anchors)
+    anchors = _join_sides(old.get("anchor"), side, figures=measured.anchors)
     return {
         **how,
         **sizes,
         "perplexity_compares": len({size for size in sizes.values() if size is not None}) == 1,
-        "sources": _joined(old.get("sources"), side, figures=measured.texts),
-        "anchor": {name: {**row, **_forgetting(name, row)} for name, row in anchors.items()},
+        "sources": _join_sides(old.get("sources"), side, figures=measured.texts),
+        "anchor": {name: {**row, **_describe_forgetting(name, row)} for name, row in anchors.items()},
     }
 
 
 def comparison_table(content: Figures) -> str:
-    """perplexity.json for a terminal."""
+    """Return perplexity.json for a terminal."""
     lines = _block("documents", ["tokens", "perplexity", "bits_per_byte"], rows=content["sources"])
     if not content["perplexity_compares"]:
         lines.append("the two models have other tokenizers: perplexity does not compare, bits per byte does")
@@ -70,31 +68,29 @@ def comparison_table(content: Figures) -> str:
     return "\n".join([*lines, f"window {content['window']:,} tokens, stride {content['stride']:,}"])
 
 
-def _joined(old: Any, side: Side, *, figures: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
+def _join_sides(old: Any, side: Side, *, figures: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
     """The rows of the sources in `figures`, each with the figures of both sides."""
     known = old if isinstance(old, dict) else {}
-    other = SIDES[side == "before"]
     joined = {}
     for name, found in figures.items():
-        row: dict[str, Any] = {}
+        joined[name] = row = dict[str, Any]()
         for key, value in found.items():
             if key in ("n", "rows", "tokens", "documents", "bytes"):
                 row[key] = value
-                continue
-            pair = {side: value, other: known.get(name, {}).get(f"{key}_{other}")}
-            row |= {f"{key}_{each}": pair[each] for each in SIDES}
-        joined[name] = row
+            else:
+                earlier = known.get(name, {})
+                row |= {f"{key}_{at}": value if at == side else earlier.get(f"{key}_{at}") for at in SIDES}
     return joined
 
 
-def _forgetting(name: str, row: Figures) -> dict[str, Any]:
+def _describe_forgetting(name: str, row: Figures) -> dict[str, Any]:
     """By how many percent the loss on a chat source has risen, and what that means in words."""
     before, after = (_finite(row.get(f"loss_{side}")) for side in SIDES)
     if before is None or after is None or not before > 0:
         return {"forgetting_percent": None, "forgetting": ""}
     rise = 100 * (after / before - 1)
     rows = int(row.get("rows", row.get("n", 0)))
-    what = "nothing" if rise <= 0 else "hardly anything" if rise <= SOME else "some" if rise <= MUCH else "much"
+    what = "nothing" if rise <= 0 else "hardly anything" if rise <= 5 else "some" if rise <= 20 else "much"
     moved = f"the loss on {name} {'rose' if rise > 0 else 'fell'} by {abs(rise):.1f} % over {rows:,} held-out row(s)"
     enough = rows >= ENOUGH_ROWS
     verdict = f"{what} of it was forgotten" if enough else f"too few to tell, {ENOUGH_ROWS} are needed"
@@ -110,13 +106,12 @@ def _block(title: str, keys: list[str], *, rows: Mapping[str, Figures]) -> list[
     if not rows:
         return []
     count, *pairs = keys
-    named = {"n": "prompts"}.get(count, count)
+    named = "prompts" if count == "n" else count
     lines = [f"{title:24}{named:>12}" + "".join(f"{key.replace('_', ' '):>22}" for key in pairs)]
     for name, row in rows.items():
-        lines.append(f"{name[:23]:24}{row.get(count) or 0:12,}" + "".join(f"{_arrow(row, key):>22}" for key in pairs))
+        line = f"{name[:23]:24}{row.get(count) or 0:12,}"
+        for key in pairs:
+            sides = [_finite(row.get(f"{key}_{side}")) for side in SIDES]
+            line += f"{' -> '.join('-' if value is None else f'{value:.4g}' for value in sides):>22}"
+        lines.append(line)
     return lines
-
-
-def _arrow(row: Figures, key: str) -> str:
-    sides = [_finite(row.get(f"{key}_{side}")) for side in SIDES]
-    return " -> ".join("-" if value is None else f"{value:.4g}" for value in sides)

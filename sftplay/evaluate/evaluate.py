@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from datasets import Dataset
 from torch.nn import functional
 
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.run import RunConfig
+from sftplay.data.pipeline import Examples
 from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.data.render.render import Renderer
 from sftplay.evaluate.metrics import score_answers
@@ -33,56 +36,42 @@ SCORES_BYTES = 2**30
 """Most bytes of fp32 scores over the vocabulary in one batch; a single row may take more."""
 
 
-class HeldOutChats(Protocol):
-    """What is measured: of `data.pipeline.Examples` the held-out side."""
+@dataclass(frozen=True)
+class HeldOutChats:
+    """Rows that are held out, with columns `input_ids` and `labels`, and the chats behind them."""
 
-    @property
-    def held_out(self) -> Any:
-        """Columns `input_ids` and `labels`, or None."""
+    held_out: Dataset
+    held_out_chats: Sequence[Chat]
+    """The last turn of these is answered."""
 
-    @property
-    def held_out_chats(self) -> Sequence[Chat]:
-        """The chats behind them, of which the last turn is answered."""
-
-    @property
-    def renderer(self) -> Renderer:
-        """What rendered them."""
+    renderer: Renderer
 
 
-def evaluate(model: Any, examples: HeldOutChats, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
-    """Measure `model` on `examples.held_out`, write `path` (.json) and every answer beside it (.jsonl).
+def evaluate(model: Any, examples: Examples | HeldOutChats, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
+    """Measure `model` on `examples.held_out`, write `path` (.json) and every answer next to it (.jsonl).
 
     `loss` is the mean negative log likelihood of the label tokens in nats, `perplexity` its exponential; the other
     figures are means over the `n` prompts answered. Plain texts have no prompt: without a held-out chat `n` is 0 and
     there are no other figures.
     """
-    tag = path.stem
-    tokenizer = examples.renderer.tokenizer
+    tag, renderer, tokenizer = path.stem, examples.renderer, examples.renderer.tokenizer
     assert examples.held_out is not None
     log.say(f"measuring the model ({tag}) on {len(examples.held_out)} held-out rows", "eval")
     with ready_to_answer(model, cfg):
         loss = held_out_loss(model, examples.held_out, pad_token_id=tokenizer.pad_token_id)
         chats = evenly_spaced(examples.held_out_chats, cfg.eval.limit)
-        generator = Generator(model, tokenizer, examples.renderer.end_token_ids, cfg.eval.max_new_tokens)
-        answers = (
-            answer_chats(generator, examples.renderer, chats=chats, batch_size=cfg.eval.batch_size) if chats else []
-        )
-    references = [reference_of(chat, examples.renderer) for chat in chats]
+        generator = Generator(model, tokenizer, renderer.end_token_ids, cfg.eval.max_new_tokens)
+        prompts = [renderer.prompt_ids(chat.prompt, chat.tools) for chat in chats]
+        answers = answer_all(generator, prompts, batch_size=cfg.eval.batch_size) if chats else []
+    references = [read_reference(chat, renderer) for chat in chats]
     means, correct = score_answers(answers, references, metrics=cfg.eval.metrics) if chats else ({}, [])
-    rewards, reward_means = dict[str, list[float | None]](), dict[str, float]()
+    rewards = dict[str, list[float | None]]()
     if chats and cfg.rewards:
-        from sftplay.evaluate.reward_scores import columns_of, mean_rewards, score_by_rewards
+        from sftplay.evaluate.reward_scores import collect_columns, mean_rewards, score_by_rewards
 
-        rewards = score_by_rewards(cfg, answers, columns=columns_of(chats, references))
-        reward_means = mean_rewards(rewards)
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    figures: dict[str, Any] = {
-        "n": len(chats),
-        "loss": loss,
-        "perplexity": perplexity,
-        **means,
-        **reward_means,
-    }
+        rewards = score_by_rewards(cfg, answers, columns=collect_columns(chats, references))
+        means |= mean_rewards(rewards)
+    figures = {"n": len(chats), "loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, **means}
     rows = (
         {
             "row": n,
@@ -94,16 +83,21 @@ def evaluate(model: Any, examples: HeldOutChats, *, cfg: RunConfig, path: Path) 
         }
         for n, chat in enumerate(chats)
     )
-    # The answers first: where the figures lie, nothing is measured again.
-    write_text(path.with_suffix(".jsonl"), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    write_text(path, json.dumps(figures, indent=1) + "\n")
+    write_measurement(path, figures, rows=rows)
     summary = "  ".join(f"{key} {value:.4f}" for key, value in figures.items() if key != "n")
     log.say(f"{tag}: {summary}  (n {figures['n']})", "eval")
     return figures
 
 
-def reference_of(chat: Chat, renderer: Renderer) -> str:
-    """What the model should have answered in the chat's last turn, in the form in which its answers are read.
+def write_measurement(path: Path, figures: Mapping[str, Any], *, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write every answer to `path` as .jsonl, then the figures to `path`: where they lie, nothing is measured again."""
+    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    write_text(path.with_suffix(".jsonl"), "".join(lines))
+    write_text(path, json.dumps(figures, indent=1) + "\n")
+
+
+def read_reference(chat: Chat, renderer: Renderer) -> str:
+    """Return what the model should have answered in the chat's last turn, in the form in which its answers are read.
 
     A tool call is the text that the template writes for it, without special tokens, as answers are read.
     """
@@ -114,39 +108,29 @@ def reference_of(chat: Chat, renderer: Renderer) -> str:
     return str(renderer.tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def evenly_spaced(chats: Sequence[Chat], limit: int | None) -> list[Chat]:
-    """Return at most `limit` rows, evenly spaced over all of them."""
-    if limit is None or len(chats) <= limit:
-        return list(chats)
-    return [chats[i * len(chats) // limit] for i in range(limit)]
-
-
-def answer_chats(generator: Generator, renderer: Renderer, *, chats: Sequence[Chat], batch_size: int) -> list[str]:
-    """The model's greedy answer in place of each row's last turn."""
-    prompts = [renderer.prompt_ids(chat.prompt, chat.tools) for chat in chats]
-    return answer_all(
-        generator,
-        prompts,
-        batch_size=batch_size,
-        progress=lambda done: log.progress(done, len(prompts), what="answered", tag="eval"),
-    )
+def evenly_spaced(rows: Any, limit: int | None) -> list[Any]:
+    """Return at most `limit` of `rows`, which have a length and numbers, evenly spaced over all of them."""
+    count = len(rows) if limit is None else min(limit, len(rows))
+    return [rows[at * len(rows) // count] for at in range(count)]
 
 
 @torch.no_grad()
 def held_out_loss(model: Any, rows: Any, *, pad_token_id: int) -> float:
-    """Mean negative log likelihood, in nats, over all label tokens of `rows`, each token counting the same."""
-    total, count = 0.0, 0
+    """Return the mean negative log likelihood, in nats, over all label tokens of `rows`, each counting the same."""
+    total, count, start = 0.0, 0, 0
     room = min(LOSS_TOKENS, SCORES_BYTES // (4 * model.config.get_text_config().vocab_size))
     batches = AdaptiveBatches(len(rows), "the held-out loss")
-    for batch in _by_length(rows["input_ids"], rows["labels"], room=room):
-        for loss, labels in batches.map(
-            len(batch), partial(_summed_loss, model, batch=batch, pad_token_id=pad_token_id)
-        ):
+    pairs = list(zip(rows["input_ids"], rows["labels"], strict=True))
+    pairs.sort(key=lambda pair: len(pair[0]), reverse=True)
+    while start < len(pairs):
+        batch = pairs[start : start + max(1, room // len(pairs[start][0]))]
+        for loss, labels in batches.map(len(batch), partial(_sum_loss, model, batch=batch, pad_token_id=pad_token_id)):
             total, count = total + loss, count + labels
+        start += len(batch)
     return total / count if count else math.nan
 
 
-def _summed_loss(
+def _sum_loss(
     model: Any, part: slice, *, batch: Sequence[tuple[list[int], list[int]]], pad_token_id: int
 ) -> tuple[float, int]:
     """The sum of the label tokens' losses of a part of the rows, and their number."""
@@ -165,20 +149,9 @@ def _summed_loss(
     return float(loss), int((wanted != IGNORE_INDEX).sum())
 
 
-def _by_length(
-    all_ids: Sequence[list[int]], all_labels: Sequence[list[int]], *, room: int
-) -> Iterator[list[tuple[Any, Any]]]:
-    pairs = sorted(zip(all_ids, all_labels, strict=True), key=lambda pair: len(pair[0]), reverse=True)
-    start = 0
-    while start < len(pairs):
-        size = max(1, room // len(pairs[start][0]))
-        yield pairs[start : start + size]
-        start += size
-
-
 @contextmanager
 def ready_to_answer(model: Any, cfg: RunConfig) -> Iterator[None]:
-    """The model in evaluation mode with its cache on and no recomputation, restored afterwards.
+    """Put the model in evaluation mode with its cache on and no recomputation; restore it afterwards.
 
     fp32 weights of a run in 16 bits compute under autocast, as in training: an adapter's next to a 16-bit base, and all
     in full tuning. Flash attention takes no fp32.

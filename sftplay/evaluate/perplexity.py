@@ -57,7 +57,7 @@ class TextFigures:
     """Bytes of all texts in UTF-8."""
 
     def as_json(self) -> dict[str, float | None]:
-        """The figures by name; None for one that is no number."""
+        """Return the figures by name; None for one that is no number."""
         return {name: value if math.isfinite(value) else None for name, value in asdict(self).items()}
 
 
@@ -73,7 +73,7 @@ class Piece(NamedTuple):
 def measure_perplexity(
     model: Any, documents: Iterable[Document], *, window: int, stride: int | None = None, pad_token_id: int
 ) -> TextFigures:
-    """The figures of `model`, in evaluation mode, over all `documents` together.
+    """Return the figures of `model`, in evaluation mode, over all `documents` together.
 
     A window reads at most `window` tokens. The first one scores all its tokens but the document's first. Each further
     one ends `stride` tokens later, at most at the document's end, and scores the tokens that are new. None for `stride`
@@ -81,18 +81,17 @@ def measure_perplexity(
     is the sliding window of transformers' guide to perplexity, but for a document's last window: that one is full too.
     Only some documents are held at a time.
     """
-    stride, done, parts = stride_of(window, stride), 0, list[TextFigures]()
+    stride, done, parts = choose_stride(window, stride), 0, list[TextFigures]()
     for group in _groups(documents):
+        lengths = [len(document.ids) for document in group]
         pieces = [
-            piece
-            for n, document in enumerate(group)
-            for piece in _pieces(n, len(document.ids), window=window, stride=stride)
+            piece for n, length in enumerate(lengths) for piece in _pieces(n, length, window=window, stride=stride)
         ]
         scorer = _Scorer(model, group, pad_token_id=pad_token_id)
         batches = AdaptiveBatches(len(pieces), "the perplexity")
         total = 0.0
         for batch in scorer.batches(pieces):
-            total += math.fsum(batches.map(len(batch), partial(scorer.summed_loss, batch)))
+            total += math.fsum(batches.map(len(batch), partial(scorer.sum_loss, batch)))
             done += len(batch)
             log.progress(done, None, what="windows read", tag="eval")
         n_bytes = sum(document.n_bytes for document in group)
@@ -102,7 +101,6 @@ def measure_perplexity(
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """The documents in lists of about GROUP_TOKENS tokens."""
     group, tokens = list[Document](), 0
     for document in documents:
         group.append(document)
@@ -114,13 +112,13 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield group
 
 
-def stride_of(window: int, stride: int | None) -> int:
-    """The stride, half the window where None is given."""
+def choose_stride(window: int, stride: int | None) -> int:
+    """Return the stride, half the window where None is given."""
     return max(1, window // 2) if stride is None else stride
 
 
 def pooled(parts: Sequence[TextFigures]) -> TextFigures:
-    """The figures of several sources together, each token counting the same."""
+    """Return the figures of several sources together, each token counting the same."""
     return _figures(
         sum(part.loss * part.tokens for part in parts if part.tokens),
         tokens=sum(part.tokens for part in parts),
@@ -171,14 +169,23 @@ class _Scorer:
             start += size
 
     @torch.no_grad()
-    def summed_loss(self, batch: Sequence[Piece], part: slice) -> float:
-        """The sum of the scored tokens' losses of a part of the pieces, in nats."""
-        ids, mask, labels = self._padded(batch[part])
-        begin = min(piece.scored - piece.start for piece in batch[part]) - 1
+    def sum_loss(self, batch: Sequence[Piece], part: slice) -> float:
+        """Return the sum of the scored tokens' losses of a part of the pieces, in nats."""
+        pieces = batch[part]
+        # int64 [pieces, tokens], padded at the end.
+        ids = torch.full((len(pieces), max(piece.end - piece.start for piece in pieces)), self._pad)
+        labels, mask = torch.full_like(ids, IGNORE_INDEX), torch.zeros_like(ids)
+        for row, piece in enumerate(pieces):
+            read = self._documents[piece.document].ids[piece.start : piece.end]
+            tokens = torch.from_numpy(np.asarray(read, dtype=np.int64))
+            ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+            labels[row, piece.scored - piece.start : len(tokens)] = tokens[piece.scored - piece.start :]
+        ids, mask, labels = (given.to(self._device) for given in (ids, mask, labels))
+        begin = min(piece.scored - piece.start for piece in pieces) - 1
         last, chunk = ids.shape[1] - 1, max(1, self._positions // len(ids))
         total = 0.0
         # Where a single window has too many scores, it is read once for each part of them. A cache would save that, but
-        # layers with a state in place of keys and values forget it where more than one token follows (transformers 5).
+        # layers with a state instead of keys and values forget it where more than one token follows (transformers 5).
         for end in [*range(begin + chunk, last, chunk), last]:
             few = {"logits_to_keep": end - begin} if self._may_keep_few else {}
             out = self._model(input_ids=ids[:, :end], attention_mask=mask[:, :end], use_cache=False, **few)
@@ -187,16 +194,3 @@ class _Scorer:
             total += float(functional.cross_entropy(scores, wanted, ignore_index=IGNORE_INDEX, reduction="sum"))
             begin = end
         return total
-
-    def _padded(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids, mask and labels of pieces, each int64 [pieces, tokens], padded at the end."""
-        width = max(piece.end - piece.start for piece in pieces)
-        ids = torch.full((len(pieces), width), self._pad)
-        labels = torch.full_like(ids, IGNORE_INDEX)
-        mask = torch.zeros_like(ids)
-        for row, piece in enumerate(pieces):
-            read = self._documents[piece.document].ids[piece.start : piece.end]
-            tokens = torch.from_numpy(np.asarray(read, dtype=np.int64))
-            ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-            labels[row, piece.scored - piece.start : len(tokens)] = tokens[piece.scored - piece.start :]
-        return ids.to(self._device), mask.to(self._device), labels.to(self._device)

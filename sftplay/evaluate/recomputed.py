@@ -6,18 +6,15 @@ nothing in the run's folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
-from typing import Any
 
 from sftplay.atomic import read_lines
-from sftplay.data.prompts.questions import Question, Questions
+from sftplay.data.prompts.questions import Questions
 from sftplay.errors import DataError
 from sftplay.reward.reward_set import RewardSet, aligned
-
-TOLERANCE = 1e-6
 
 
 @dataclass
@@ -32,12 +29,12 @@ class Recomputed:
     """The first completion that got something else: file and line, then and now."""
 
     def add(self, place: str, then: float | None, *, now: float | None) -> None:
-        """Count a completion that was paid `then` and gets `now`."""
+        """Count a completion that got `then` and gets `now`."""
         self.n += 1
         if then is None or now is None:
             differs, distance = then is not now, 0.0
         else:
-            differs, distance = not isclose(then, now, rel_tol=TOLERANCE, abs_tol=TOLERANCE), abs(then - now)
+            differs, distance = not isclose(then, now, rel_tol=1e-6, abs_tol=1e-6), abs(then - now)
         self.differ += differs
         self.largest_difference = max(self.largest_difference, distance)
         if differs and not self.first:
@@ -45,7 +42,7 @@ class Recomputed:
 
 
 def kept_steps(folder: Path) -> list[Path]:
-    """The files of samples/ below a run's folder, in the order of their steps."""
+    """Return the files of samples/ below a run's folder, in the order of their steps."""
     files = [path for path in (folder / "samples").glob("step-*.jsonl") if path.stem[5:].isdecimal()]
     return sorted(files, key=lambda path: int(path.stem[5:]))
 
@@ -53,10 +50,8 @@ def kept_steps(folder: Path) -> list[Path]:
 def recompute(
     files: Sequence[Path], questions: Questions, *, columns: Sequence[str], reward_set: RewardSet
 ) -> list[Recomputed]:
-    """Each reward of the run, then and now, over the completions in `files`.
-
-    Raises:
-        DataError: a file cannot be read, or a prompt of it is no longer in the data.
+    """Return each reward of the run, then and now, over the completions in `files`. Raise DataError where a file cannot
+    be read, or a prompt of it is no longer in the data.
     """
     numbers = {row: number for number, row in enumerate(questions.rows["row"])}
     found = {name: Recomputed(name) for name in reward_set.names}
@@ -64,25 +59,19 @@ def recompute(
         lines, broken = read_lines(file)
         if broken:
             raise DataError("cannot be read", where=f"{file}:{broken[0]}", fix="remove the line, or restore the file")
-        asked = [_question(line, questions, numbers=numbers, file=file) for line in lines]
-        scored = reward_set.score(
-            [str(line.get("completion", "")) for line in lines], aligned([each.columns for each in asked], columns)
-        )
+        asked = []
+        for line in lines:
+            row = line.get("prompt_id")
+            if not isinstance(row, int) or row not in numbers:
+                fix = "give the run's own data back: data_report.json names the files"
+                raise DataError(f"the prompt {row} is not in the data", where=str(file), fix=fix)
+            asked.append(questions[numbers[row]].columns)
+        completions = [str(line.get("completion", "")) for line in lines]
+        scored = reward_set.score(completions, aligned(asked, columns))
         for name, scores in scored.by_name.items():
             for n, (line, now) in enumerate(zip(lines, scores.values, strict=True), start=1):
-                found[name].add(f"{file}:{n}", _value(line, name), now=now)
+                rewards = line.get("rewards")
+                value = rewards.get(name) if isinstance(rewards, dict) else None
+                then = float(value) if isinstance(value, int | float) else None
+                found[name].add(f"{file}:{n}", then, now=now)
     return list(found.values())
-
-
-def _question(line: Mapping[str, Any], questions: Questions, *, numbers: Mapping[int, int], file: Path) -> Question:
-    row = line.get("prompt_id")
-    if not isinstance(row, int) or row not in numbers:
-        fix = "give the run's own data back: data_report.json names the files"
-        raise DataError(f"the prompt {row} is not in the data", where=str(file), fix=fix)
-    return questions[numbers[row]]
-
-
-def _value(line: Mapping[str, Any], name: str) -> float | None:
-    rewards = line.get("rewards")
-    value = rewards.get(name) if isinstance(rewards, dict) else None
-    return float(value) if isinstance(value, int | float) else None

@@ -15,7 +15,7 @@ from sftplay.reward.table import missing_column
 def score_by_rewards(
     cfg: RunConfig, answers: Sequence[str], *, columns: Mapping[str, Sequence[Any]]
 ) -> dict[str, list[float | None]]:
-    """Name of a reward -> its value for each answer; None where nothing is known. `columns` are aligned with them.
+    """Return name of a reward -> its value for each answer, None where unknown. `columns` are aligned with them.
 
     A shipped reward that reads another column is left out, and that is said.
     """
@@ -32,20 +32,19 @@ def score_by_rewards(
     with RewardSet(cfg.model_copy(update={"rewards": measured})) as rewards:
         scored = rewards.score(answers, columns)
     for name, scores in scored.by_name.items():
-        if None in scores.values:
-            said = "; ".join(scores.reasons)
-            log.say(f"note: {name} gives no value for {scores.values.count(None):,} answers: {said}", "eval")
+        if count := scores.values.count(None):
+            log.say(f"note: {name} gives no value for {count:,} answers: {'; '.join(scores.reasons)}", "eval")
     return {name: scores.values for name, scores in scored.by_name.items()}
 
 
-def columns_of(chats: Sequence[Chat], references: Sequence[str]) -> dict[str, list[Any]]:
-    """What rewards read of held-out chats: `answer`, their reference, and the columns that all of them have."""
+def collect_columns(chats: Sequence[Chat], references: Sequence[str]) -> dict[str, list[Any]]:
+    """Return what rewards read of held-out chats: `answer`, their reference, and the columns that all of them have."""
     rows = [json.loads(chat.columns) if chat.columns else {} for chat in chats]
     shared = set.intersection(*map(set, rows)) if rows else set()
     return {name: [row[name] for row in rows] for name in sorted(shared)} | {"answer": list(references)}
 
 
 def mean_rewards(scores: dict[str, list[float | None]]) -> dict[str, float]:
-    """`reward/NAME` -> mean of the values that are known; a reward without any is left out."""
+    """Return `reward/NAME` -> mean of the values that are known; a reward without any is left out."""
     known = {name: [value for value in values if value is not None] for name, values in scores.items()}
     return {f"reward/{name}": sum(values) / len(values) for name, values in known.items() if values}

@@ -18,81 +18,66 @@ from sftplay import log
 from sftplay.atomic import read_object, write_text
 from sftplay.config.run import RunConfig
 from sftplay.data.mixture.load import MixtureRows
-from sftplay.data.records import Chat
-from sftplay.data.render.render import Renderer
+from sftplay.data.pipeline import Examples
 from sftplay.evaluate.comparison import Measured, Side, with_side
 from sftplay.evaluate.evaluate import HeldOutChats, evaluate, ready_to_answer
-from sftplay.evaluate.perplexity import Document, TextFigures, measure_perplexity, pooled, stride_of
+from sftplay.evaluate.perplexity import Document, choose_stride, measure_perplexity, pooled
 
 TABLE = "perplexity.json"
-KINDS = ("cpt", "chat")
-
-
-@dataclass(frozen=True)
-class Chats:
-    """The held-out chats of a source, as `evaluate` takes them."""
-
-    held_out: Dataset
-    held_out_chats: list[Chat]
-    renderer: Renderer
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """The held-out side of each source that has one."""
+    """The held-out documents and chats of each source that has some."""
 
     documents: Mapping[str, Iterable[Document]] = field(default_factory=dict)
-    """Sources of documents."""
-
-    chats: Mapping[str, HeldOutChats] = field(default_factory=dict)
-    """Sources of chats."""
+    chats: Mapping[str, Examples | HeldOutChats] = field(default_factory=dict)
 
 
-def held_out_of(mixture: MixtureRows) -> HeldOut:
-    """What a mixture holds out, each document and each chat whole.
+def find_held_out(mixture: MixtureRows) -> HeldOut:
+    """Return what a mixture holds out, each document and each chat whole.
 
     The end mark behind a document is left out: how well a model foretells where a file ends is not asked here.
     """
     end = mixture.renderer.tokenizer.eos_token_id
-    names = {kind: [s.name for s in mixture.sources if s.kind == kind and s.name in mixture.held_out] for kind in KINDS}
-    documents = {name: _texts(mixture, name, end=end) for name in names["cpt"]}
-    return HeldOut(documents=documents, chats={name: _chats(mixture, name) for name in names["chat"]})
+    sources = [source for source in mixture.sources if source.name in mixture.held_out]
 
+    def documents(name: str) -> Iterator[Document]:
+        for document in mixture.documents(name):
+            has_end = len(document.ids) > 0 and document.ids[-1] == end
+            yield Document(document.ids[:-1] if has_end else document.ids, document.n_bytes)
 
-def _texts(mixture: MixtureRows, name: str, *, end: int | None) -> Iterator[Document]:
-    for each in mixture.documents(name):
-        has_end = len(each.ids) > 0 and each.ids[-1] == end
-        yield Document(each.ids[:-1] if has_end else each.ids, each.n_bytes)
+    def chats(name: str) -> HeldOutChats:
+        whole = list(mixture.documents(name))
+        columns = {"input_ids": [chat.ids for chat in whole], "labels": [chat.labels for chat in whole]}
+        return HeldOutChats(Dataset.from_dict(columns), mixture.held_out_chats(name), mixture.renderer)
 
-
-def _chats(mixture: MixtureRows, name: str) -> Chats:
-    whole = list(mixture.documents(name))
-    columns = {"input_ids": [each.ids for each in whole], "labels": [each.labels for each in whole]}
-    return Chats(Dataset.from_dict(columns), mixture.held_out_chats(name), mixture.renderer)
+    return HeldOut(
+        documents={source.name: documents(source.name) for source in sources if source.kind == "cpt"},
+        chats={source.name: chats(source.name) for source in sources if source.kind == "chat"},
+    )
 
 
 def measure_sources(model: Any, held_out: HeldOut, *, tokenizer: Any, cfg: RunConfig, path: Path) -> dict[str, Any]:
     """Measure `model` on every source and write `path`, such as eval/before.json: all documents' figures together.
 
-    The figures of each source go into perplexity.json beside it, where those of the other side stay; its content is
+    The figures of each source go into perplexity.json next to it, where those of the other side stay; its content is
     returned. A chat source NAME also gets anchor-NAME-before.json and its answers, as `evaluate` writes them.
     """
-    prefix, side = _parts(path)
-    window, stride = cfg.row_tokens, stride_of(cfg.row_tokens, cfg.eval.stride)
+    side: Side = "before" if path.stem.endswith("before") else "after"
+    prefix = path.stem.removesuffix(side)  # quick- of quick-after.json
+    window, stride = cfg.row_tokens, choose_stride(cfg.row_tokens, cfg.eval.stride)
     how = {"window": window, "stride": stride, "pad_token_id": tokenizer.pad_token_id}
-    texts = {}
+    texts, anchors = {}, {}
     with ready_to_answer(model, cfg):
         for name, documents in held_out.documents.items():
             log.say(f"measuring the model ({path.stem}) on the held-out documents of {name}", "eval")
-            texts[name] = measure_perplexity(model, documents, **how)
-            log.say(f"{path.stem}: {name}: {_format_figures(texts[name])}", "eval")
-    anchors = {
-        name: {
-            **evaluate(model, chats, cfg=cfg, path=path.with_name(f"{prefix}anchor-{name}-{side}.json")),
-            "rows": len(chats.held_out),
-        }
-        for name, chats in held_out.chats.items()
-    }
+            texts[name] = found = measure_perplexity(model, documents, **how)
+            summary = "  ".join(f"{key} {getattr(found, key):.4f}" for key in ("loss", "perplexity", "bits_per_byte"))
+            log.say(f"{path.stem}: {name}: {summary}  (tokens {found.tokens:,})", "eval")
+    for name, chats in held_out.chats.items():
+        figures = evaluate(model, chats, cfg=cfg, path=path.with_name(f"{prefix}anchor-{name}-{side}.json"))
+        anchors[name] = {**figures, "rows": len(chats.held_out or ())}
     measured = Measured(
         window=window,
         stride=stride,
@@ -105,16 +90,3 @@ def measure_sources(model: Any, held_out: HeldOut, *, tokenizer: Any, cfg: RunCo
     write_text(table, json.dumps(content, indent=1) + "\n")
     write_text(path, json.dumps(pooled(list(texts.values())).as_json(), indent=1) + "\n")
     return content
-
-
-def _parts(path: Path) -> tuple[str, Side]:
-    """`quick-after.json` -> ("quick-", "after")."""
-    side: Side = "before" if path.stem.endswith("before") else "after"
-    return path.stem.removesuffix(side), side
-
-
-def _format_figures(figures: TextFigures) -> str:
-    return (
-        f"loss {figures.loss:.4f}  perplexity {figures.perplexity:.4f}  bits_per_byte {figures.bits_per_byte:.4f}"
-        f"  (tokens {figures.tokens:,})"
-    )

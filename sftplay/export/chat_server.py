@@ -21,8 +21,6 @@ from sftplay.export.gate import App, AsgiMessage, Gate, Receive, RefusedRequest,
 ANSWER_TOKENS = 1024
 """Longest answer if the client names none, the default of transformers' server (5.17)."""
 
-DONE = b"data: [DONE]\n\n"
-
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors of a chat template for a dialogue that it does not support."""
 
@@ -51,10 +49,8 @@ class ChatApp:
             await self.app(scope, receive, send)
 
     def read(self, body: bytes) -> tuple[ChatRequest, bytes]:
-        """Return the request, and the body for transformers' server.
-
-        Raises:
-            RefusedRequest: a parameter is wrong, or prompt and answer do not fit the model's context.
+        """Return the request, and the body for transformers' server. Raise RefusedRequest where a parameter is wrong,
+        or prompt and answer do not fit the model's context.
         """
         request = read_request(body)
         if request.model != self.name:
@@ -74,7 +70,13 @@ class ChatApp:
         return request, json.dumps(forwarded).encode()
 
     def _count(self, request: ChatRequest) -> int:
-        messages = [_flat(message.model_dump(exclude_none=True)) for message in request.messages]
+        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        for message in messages:  # as transformers' server passes it to the template
+            content = message.setdefault("content", "")
+            if isinstance(content, list):
+                message["content"] = " ".join(part["text"] for part in content)
+            for call in message.get("tool_calls", []):
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         try:
             with self._lock:
                 ids = self.tokenizer.apply_chat_template(
@@ -87,30 +89,19 @@ class ChatApp:
         return len(ids)
 
 
-def _flat(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as transformers' server passes it to the template."""
-    content = message.setdefault("content", "")
-    if isinstance(content, list):
-        message["content"] = " ".join(part["text"] for part in content)
-    for call in message.get("tool_calls", []):
-        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    return message
-
-
 class StopTextSend:
     """A `send` that cuts an answer before its stop text, and ends a stream with `[DONE]`."""
 
     def __init__(self, send: Send, request: ChatRequest) -> None:
         self.send, self.stops, self.is_stream = send, request.stops, bool(request.stream)
         self.status = 200
-        self.start: AsgiMessage = {}
         self.body = b""
         self.held = ""
         self.is_cut = False
 
     async def __call__(self, message: AsgiMessage) -> None:
         if message["type"] == "http.response.start":
-            self.status, self.start = message["status"], message
+            self.status = message["status"]
             if self.is_stream or not self._changes:
                 await self.send(message)
             return
@@ -119,8 +110,9 @@ class StopTextSend:
             return
         is_last = not message.get("more_body", False)
         if self.is_stream:
-            body = b"".join(map(self._event, _events(message.get("body", b""))))
-            await self.send({**message, "body": body + (DONE if is_last else b"")})
+            events = filter(None, message.get("body", b"").split(b"\n\n"))  # transformers' server sends them whole
+            body = b"".join(map(self._event, events))
+            await self.send({**message, "body": body + (b"data: [DONE]\n\n" if is_last else b"")})
             return
         self.body += message.get("body", b"")
         if is_last:
@@ -160,11 +152,6 @@ class StopTextSend:
         keep = 0 if is_last else max(lengths, default=0)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _events(body: bytes) -> list[bytes]:
-    """Return the events in one message; transformers' server sends them whole."""
-    return [event for event in body.split(b"\n\n") if event]
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from sftplay.export.merge import (
     SHARD_BYTES,
     Dtype,
     check_target,
-    copy_processor,
     find_base_file,
     merged_model,
     save_whole,
@@ -64,17 +63,28 @@ def export(
         RunError: the adapter holds values that are not finite.
     """
     check_target(out)
-    model, tokenizer = _whole_model(cfg, folder, dtype=dtype)
+    result = folder.path / "model"
+    model, tokenizer = (
+        _open_result(cfg, result, dtype=dtype) if result.is_dir() else merged_model(cfg, folder, dtype=dtype)
+    )
     run = public_run(cfg, folder)
     adapter_files = [folder.path / "adapter" / name for name in ADAPTER_FILES if run.has_adapter]
 
     def fill(scratch: Path) -> None:
         log.status("writing", "export")
-        save_whole(model, tokenizer, target=scratch, shard_bytes=shard_bytes)
-        copy_processor(cfg, folder, target=scratch)
-        if run.has_adapter:
-            _add_adapter(folder, scratch / "adapter", run=run)
-        _add_figures(run, scratch)
+        save_whole(model, tokenizer, cfg=cfg, folder=folder, target=scratch, shard_bytes=shard_bytes)
+        if adapter_files:
+            settings_file, weights = adapter_files
+            settings = json.loads(settings_file.read_text(encoding="utf-8"))
+            settings["base_model_name_or_path"] = run.cfg.model.name
+            (scratch / "adapter").mkdir()
+            _write_json(scratch / "adapter" / settings_file.name, Redactor()(settings))
+            shutil.copyfile(weights, scratch / "adapter" / weights.name)
+        (scratch / "config.resolved.yaml").write_text(dump_resolved(run.cfg), encoding="utf-8")
+        _write_json(scratch / "data_report.json", run.data_report)
+        for name, figures in run.figures.items():
+            (scratch / "eval").mkdir(exist_ok=True)
+            _write_json(scratch / "eval" / f"{name}.json", figures)
         write_card(run, scratch / "README.md")
 
     write_folder(out, size_bytes(model) + sum(path.stat().st_size for path in adapter_files), fill=fill)
@@ -82,10 +92,7 @@ def export(
     return out
 
 
-def _whole_model(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None) -> tuple[Any, Any]:
-    result = folder.path / "model"
-    if not result.is_dir():
-        return merged_model(cfg, folder, dtype=dtype)
+def _open_result(cfg: RunConfig, result: Path, *, dtype: Dtype | None) -> tuple[Any, Any]:
     tokenizer = load_tokenizer(cfg.model, str(result))
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -130,22 +137,6 @@ def read_licence(card: str) -> str | None:
     return licence[1] if licence and licence[1] != "unknown" else None
 
 
-def _add_adapter(folder: RunFolder, target: Path, *, run: PublicRun) -> None:
-    target.mkdir()
-    settings = json.loads((folder.path / "adapter" / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
-    settings["base_model_name_or_path"] = run.cfg.model.name
-    _write_json(target / ADAPTER_FILES[0], Redactor()(settings))
-    shutil.copyfile(folder.path / "adapter" / ADAPTER_FILES[1], target / ADAPTER_FILES[1])
-
-
-def _add_figures(run: PublicRun, target: Path) -> None:
-    (target / "config.resolved.yaml").write_text(dump_resolved(run.cfg), encoding="utf-8")
-    _write_json(target / "data_report.json", run.data_report)
-    for name, figures in run.figures.items():
-        (target / "eval").mkdir(exist_ok=True)
-        _write_json(target / "eval" / f"{name}.json", figures)
-
-
 def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -166,10 +157,9 @@ class Redactor:
             }
         if isinstance(value, list | tuple):
             return [self(inner) for inner in value]
-        return self._text(value) if isinstance(value, str) else value
-
-    def _text(self, text: str) -> str:
-        text = _SECRET.sub(REMOVED, text)
+        if not isinstance(value, str):
+            return value
+        text = _SECRET.sub(REMOVED, value)
         if _is_path(text):
             return text.rstrip("/").rpartition("/")[2]
         for path in self.known:

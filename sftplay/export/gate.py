@@ -65,14 +65,13 @@ class Gate:
             await self.app(scope, replay(body, receive), send)
 
     def _check(self, scope: Mapping[str, Any]) -> None:
-        headers = _headers(scope)
+        headers, path = _headers(scope), scope["path"]
         hosts = headers.get("host", [])
-        if len(hosts) != 1 or not is_local_host(hosts[0]):
+        if len(hosts) != 1 or not _is_local_host(hosts[0]):
             raise RefusedRequest(403, f"this server answers to {' and '.join(HOSTS)} only")
         for origin in headers.get("origin", []):
-            if not is_local_host(origin.partition("://")[2]):
+            if not _is_local_host(origin.partition("://")[2]):
                 raise RefusedRequest(403, "this server does not answer pages of other origins")
-        path = scope["path"]
         if path not in ENDPOINTS:
             raise RefusedRequest(404, f"there are {', '.join(ENDPOINTS)}")
         if scope["method"] != ENDPOINTS[path]:
@@ -81,15 +80,12 @@ class Gate:
             given = " ".join(headers.get("authorization", []))
             if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
                 raise RefusedRequest(401, f"send the token in {TOKEN} as the API key")
-        kinds = headers.get("content-type", [])
-        if scope["method"] == "POST" and [kind.partition(";")[0].strip().lower() for kind in kinds] != [
-            "application/json"
-        ]:
+        kinds = [kind.partition(";")[0].strip().lower() for kind in headers.get("content-type", [])]
+        if scope["method"] == "POST" and kinds != ["application/json"]:
             raise RefusedRequest(415, "the body must be application/json")
 
 
-def is_local_host(text: str) -> bool:
-    """True for a name of this machine with any port."""
+def _is_local_host(text: str) -> bool:
     return re.sub(r":\d{1,5}$", "", text).lower() in HOSTS
 
 

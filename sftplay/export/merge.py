@@ -9,6 +9,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,9 +39,6 @@ RECORD = "merge.json"
 SHARD_BYTES = 5 * 10**9
 """Most bytes of one weight file, unless a single tensor is larger; the hub refuses files of 50 GB."""
 
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files that a vision model needs in addition to its tokenizer; the base's are copied unchanged."""
-
 
 def merge(cfg: RunConfig, folder: RunFolder, *, out: Path, dtype: Dtype | None = None) -> Path:
     """Write the run's adapter and base as one model to `out`; `dtype` None keeps the base's own.
@@ -58,8 +56,7 @@ def merge(cfg: RunConfig, folder: RunFolder, *, out: Path, dtype: Dtype | None =
     record = {"adapter_sha256": adapter_digest(folder), "dtype": str(model.dtype).removeprefix("torch.")}
 
     def fill(scratch: Path) -> None:
-        save_whole(model, tokenizer, target=scratch)
-        copy_processor(cfg, folder, target=scratch)
+        save_whole(model, tokenizer, cfg=cfg, folder=folder, target=scratch)
         (scratch / RECORD).write_text(json.dumps({**record, "kit": __version__}, indent=1) + "\n", encoding="utf-8")
 
     return write_folder(out, size_bytes(model), fill=fill)
@@ -102,10 +99,8 @@ def find_adapter(cfg: RunConfig, folder: RunFolder) -> Path:
 
 
 def load_unquantised(cfg: RunConfig, folder: RunFolder, *, dtype: torch.dtype | None = None) -> Any:
-    """Load the base of the run's adapter, on the CPU, never in 4 bits; in `dtype`, or in the one it is stored in.
-
-    Raises:
-        MachineError: it cannot be read whole, or is stored quantised.
+    """Load the base of the run's adapter, on the CPU, never in 4 bits; in `dtype`, or in the one it is stored in. Raise
+    MachineError where it cannot be read whole, or is stored quantised.
     """
     name, revision = find_base(cfg, folder)
     where = f"{cfg.origins.get('model.name', 'model')} model.name {name}"
@@ -115,7 +110,10 @@ def load_unquantised(cfg: RunConfig, folder: RunFolder, *, dtype: torch.dtype | 
     quieten_hub()
     try:
         config = AutoConfig.from_pretrained(name, **source)
-        _check_not_quantised(config, where)
+        if getattr(config, "quantization_config", None):
+            what = "the base is stored quantised; an adapter merged into rounded weights is not what was trained"
+            fix = "use base and adapter as they are, or train on the same model in full precision"
+            raise MachineError(what, where=where, fix=f"{fix} (qlora rounds it itself)")
         model, loading = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=dtype or "auto", output_loading_info=True,
             use_safetensors=None if cfg.model.allow_pickle else True, **source,
@@ -129,13 +127,6 @@ def load_unquantised(cfg: RunConfig, folder: RunFolder, *, dtype: torch.dtype | 
     return model
 
 
-def _check_not_quantised(config: Any, where: str) -> None:
-    if getattr(config, "quantization_config", None):
-        what = "the base is stored quantised; an adapter merged into rounded weights is not what was trained"
-        fix = "use base and adapter as they are, or train on the same model in full precision (qlora rounds it itself)"
-        raise MachineError(what, where=where, fix=fix)
-
-
 def find_base(cfg: RunConfig, folder: RunFolder) -> tuple[str, str | None]:
     """Return the name or folder of the base, and its revision. A run that starts from merged weights keeps a copy."""
     kept_base = folder.path / "base"
@@ -145,16 +136,17 @@ def find_base(cfg: RunConfig, folder: RunFolder) -> tuple[str, str | None]:
     return locate(model.name), model.revision
 
 
-def save_whole(model: Any, tokenizer: Any, *, target: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Save weights in safetensors shards of at most `shard_bytes`, configs, tokenizer and chat template."""
+def save_whole(
+    model: Any, tokenizer: Any, *, cfg: RunConfig, folder: RunFolder, target: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Save weights in safetensors shards of at most `shard_bytes`, configs, tokenizer and chat template.
+
+    A vision model needs further files; the base's are copied unchanged.
+    """
     model.config.use_cache = True
     model.save_pretrained(target, max_shard_size=shard_bytes)
     tokenizer.save_pretrained(target)
-
-
-def copy_processor(cfg: RunConfig, folder: RunFolder, *, target: Path) -> None:
-    """Copy the base's files for reading pictures, where it has any."""
-    for name in PROCESSOR_FILES:
+    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
         if file := find_base_file(cfg, folder, name=name):
             shutil.copyfile(file, target / name)
 
@@ -188,11 +180,7 @@ SLACK_BYTES = 64 * 2**20
 
 
 def check_target(out: Path) -> None:
-    """Refuse to write over anything.
-
-    Raises:
-        ConfigError: `out` exists.
-    """
+    """Refuse to write over anything: raise ConfigError where `out` exists."""
     if out.exists() or out.is_symlink():
         raise ConfigError("exists already", where=str(out), fix="remove it, or name another folder with OUT=")
 
@@ -207,27 +195,21 @@ def write_folder(out: Path, weight_bytes: int, *, fill: Callable[[Path], None]) 
     scratch = out.with_name(f".{out.name}.part")
     try:
         scratch.mkdir(parents=True, exist_ok=True)
-        with locked(scratch, waits=False):
-            _fill(scratch, out, weight_bytes=weight_bytes, fill=fill)
+        with locked(scratch, waits=False), ExitStack() as behind:
+            behind.callback(shutil.rmtree, scratch, ignore_errors=True)
+            for left in scratch.iterdir():  # of an attempt that was killed
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            needed, free = weight_bytes + SLACK_BYTES, shutil.disk_usage(scratch).free
+            if free < needed:
+                what = f"{format_bytes(needed)} ({needed} bytes) are needed and {format_bytes(free)} are free"
+                raise MachineError(what, where=str(out), fix="make room, or name a folder on another disk with OUT=")
+            fill(scratch)
+            use_umask(scratch)
+            check_target(out)
+            scratch.rename(out)
     except BlockingIOError:
         raise ConfigError("another process is writing it", where=str(out), fix="wait for it to end") from None
     except (OSError, SafetensorError) as error:
         what = f"cannot be written ({getattr(error, 'strerror', None) or str(error).splitlines()[0]})"
         raise MachineError(what, where=str(out), fix="make room, or name another folder with OUT=") from error
     return out
-
-
-def _fill(scratch: Path, out: Path, *, weight_bytes: int, fill: Callable[[Path], None]) -> None:
-    try:
-        for left in scratch.iterdir():  # of an attempt that was killed
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        needed, free = weight_bytes + SLACK_BYTES, shutil.disk_usage(scratch).free
-        if free < needed:
-            what = f"{format_bytes(needed)} ({needed} bytes) are needed and {format_bytes(free)} are free"
-            raise MachineError(what, where=str(out), fix="make room, or name a folder on another disk with OUT=")
-        fill(scratch)
-        use_umask(scratch)
-        check_target(out)
-        scratch.rename(out)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

@@ -25,6 +25,7 @@ from sftplay.data.pipeline import load_examples
 from sftplay.data.records import IGNORE_INDEX, Message
 from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, DataError, RunError
+from sftplay.evaluate.evaluate import evenly_spaced
 from sftplay.export.merge import find_adapter, load_unquantised, size_bytes
 from sftplay.generate.generate import Generator
 from sftplay.launch.run_folder import RunFolder
@@ -33,11 +34,8 @@ from sftplay.model.merged_start import attach_for_merging
 from sftplay.model.source import first_line
 from sftplay.model.tokenizer import end_token_ids, load_tokenizer
 
-PROMPTS = 8
-PROMPT_TOKENS = 256
-"""Only the end of a longer prompt is used."""
+PROMPTS, ANSWER_TOKENS = 8, 32
 
-ANSWER_TOKENS = 32
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -88,57 +86,61 @@ def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, 
     reference = attach_for_merging(load_unquantised(cfg, folder, dtype=torch.float32), adapter)
     expected = _compute_outputs(Generator(reference, tokenizer, end_token_ids(tokenizer), ANSWER_TOKENS), prompts)
     whole = _open_merged(cfg, merged)
-    problems = _find_altered(_merged_by_peft(reference), whole)
-    del reference
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(tied|tie_word_embeddings).*")
+        by_peft: nn.Module = reference.merge_and_unload()
+    problems = _find_altered(by_peft, whole)
+    del reference, by_peft
     gc.collect()
     dtype = whole.dtype
     actual = _compute_outputs(Generator(whole.float(), tokenizer, [], ANSWER_TOKENS), prompts, given=expected.answers)
-    figures = _compare(expected, actual, dtype=dtype) | {"prompts": origin, "altered": problems}
+    scale = max(float(scores.abs().max()) for scores in expected.scores)
+    tolerance = ROUNDINGS[dtype] * UNITS[dtype] * scale
+    verdicts = [compare_answers(expected, actual, n=n, tolerance=tolerance) for n in range(len(expected.answers))]
+    pairs = zip(expected.scores, actual.scores, strict=True)
+    figures = {
+        "max_abs_logit_diff": max(float((a - b).abs().max()) for a, b in pairs),
+        "tolerance": tolerance,
+        "dtype": str(dtype).removeprefix("torch."),
+        "texts_equal": "different" not in verdicts,
+        "parted_at_ties": verdicts.count("tie"),
+        "n": len(verdicts),
+        "prompts": origin,
+        "altered": problems,
+    }
     if AutoTokenizer.from_pretrained(merged).chat_template != tokenizer.chat_template:
         problems.append("the chat template is not the one of the run")
     if cfg.tuning.mode == "qlora":
-        figures["quantised"] = _quantisation(cfg, folder, prompts=prompts, expected=expected, merged=actual)
+        figures["quantised"] = _measure_quantisation(cfg, folder, prompts=prompts, expected=expected, merged=actual)
     _check_figures(figures, problems, merged=merged)
     return figures
 
 
 def _choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tuple[list[list[int]], str]:
     """Return token ids of held-out prompts, or of the built-in questions, and which of the two they are."""
+    template = tokenizer.chat_template
+    held_out: Any = None
     try:
-        held_out = _held_out_rows(cfg, folder, tokenizer=tokenizer)
+        if cfg.learns_documents:  # some blocks of each source
+            sources = load_mixture(cfg, tokenizer, renderer_template=template).held_out.values()
+            held_out = [block for blocks in sources for block in evenly_spaced(blocks, PROMPTS)]
+        else:
+            checked = folder.read_json("data_report.json").get("files")
+            held_out = load_examples(cfg, tokenizer, renderer_template=template, checked=checked).held_out
     except DataError as error:
         log.say(f"note: the run's rows cannot be read any more ({error.what})", "merge")
-        held_out = None
-    if not held_out:
-        return _built_in(tokenizer), "built-in"
-    rows = [held_out[n] for n in _evenly_spaced(len(held_out))]
-    return [_take_prompt(list(row["input_ids"]), list(row["labels"]))[-PROMPT_TOKENS:] for row in rows], "held-out"
-
-
-def _evenly_spaced(count: int) -> list[int]:
-    """Return PROMPTS evenly spaced numbers below `count`, or all of them."""
-    return sorted({n * count // PROMPTS for n in range(PROMPTS)}) if count else []
-
-
-def _held_out_rows(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> Any:
-    """Return the held-out rows, or some held-out blocks of each source; empty or None if there are none."""
-    if cfg.learns_documents:
-        mixture = load_mixture(cfg, tokenizer, renderer_template=tokenizer.chat_template)
-        return [blocks[n] for blocks in mixture.held_out.values() for n in _evenly_spaced(len(blocks))]
-    checked = folder.read_json("data_report.json").get("files")
-    return load_examples(cfg, tokenizer, renderer_template=tokenizer.chat_template, checked=checked).held_out
-
-
-def _built_in(tokenizer: Any) -> list[list[int]]:
-    if not tokenizer.chat_template:
-        return [list(tokenizer(question)["input_ids"]) for question in QUESTIONS]
-    renderer = Renderer.prove(tokenizer, tokenizer.chat_template, samples=[])
-    return [renderer.prompt_ids([Message("user", question)]) for question in QUESTIONS]
-
-
-def _take_prompt(ids: list[int], labels: list[int]) -> list[int]:
-    first = next((place for place, label in enumerate(labels) if label != IGNORE_INDEX), len(ids))
-    return ids[:first] if first > 1 else ids[: max(1, len(ids) // 2)]  # plain text is learned as a whole: half of it
+    if held_out:
+        prompts = []
+        for row in evenly_spaced(held_out, PROMPTS):
+            ids = list(row["input_ids"])
+            first = next((at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX), len(ids))
+            # Plain text is learned as a whole: half of it. Only the end of a long prompt is used.
+            prompts.append(ids[: first if first > 1 else max(1, len(ids) // 2)][-256:])
+        return prompts, "held-out"
+    if not template:
+        return [list(tokenizer(question)["input_ids"]) for question in QUESTIONS], "built-in"
+    renderer = Renderer.prove(tokenizer, template, samples=[])
+    return [renderer.prompt_ids([Message("user", question)]) for question in QUESTIONS], "built-in"
 
 
 @torch.no_grad()
@@ -174,13 +176,6 @@ def _open_merged(cfg: RunConfig, merged: Path) -> Any:
     return whole.eval()
 
 
-def _merged_by_peft(reference: Any) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(tied|tie_word_embeddings).*")
-        whole: nn.Module = reference.merge_and_unload()
-    return whole
-
-
 def _find_altered(expected: nn.Module, whole: nn.Module) -> list[str]:
     """Return the names of tensors that differ from PEFT's own fp32 merge by more than one rounding of each value."""
     altered = []
@@ -197,21 +192,6 @@ def _find_altered(expected: nn.Module, whole: nn.Module) -> list[str]:
     return altered + sorted(left)
 
 
-def _compare(expected: Outputs, actual: Outputs, *, dtype: torch.dtype) -> dict[str, Any]:
-    scale = max(float(scores.abs().max()) for scores in expected.scores)
-    tolerance = ROUNDINGS[dtype] * UNITS[dtype] * scale
-    verdicts = [compare_answers(expected, actual, n=n, tolerance=tolerance) for n in range(len(expected.answers))]
-    pairs = zip(expected.scores, actual.scores, strict=True)
-    return {
-        "max_abs_logit_diff": max(float((a - b).abs().max()) for a, b in pairs),
-        "tolerance": tolerance,
-        "dtype": str(dtype).removeprefix("torch."),
-        "texts_equal": "different" not in verdicts,
-        "parted_at_ties": verdicts.count("tie"),
-        "n": len(verdicts),
-    }
-
-
 def compare_answers(expected: Outputs, actual: Outputs, *, n: int, tolerance: float) -> str:
     """Return `same`, `tie` (the reference scores both tokens the same at the first difference) or `different`."""
     wanted, answer = expected.answers[n], actual.answers[n]
@@ -222,7 +202,7 @@ def compare_answers(expected: Outputs, actual: Outputs, *, n: int, tolerance: fl
     return "tie" if float(scores[wanted[place]] - scores[answer[place]]) <= 2 * tolerance else "different"
 
 
-def _quantisation(
+def _measure_quantisation(
     cfg: RunConfig, folder: RunFolder, *, prompts: Sequence[list[int]], expected: Outputs, merged: Outputs
 ) -> dict[str, float]:
     """Return the distance of the merged model from the trained one (the adapter on the 4-bit base)."""
@@ -236,32 +216,26 @@ def _quantisation(
         gaps.append((trained - scores).abs().flatten())
         same.append(trained.argmax(-1) == scores.argmax(-1))
     gap, share = torch.cat(gaps), float(torch.cat(same).float().mean())
+    largest, mean = float(gap.max()), float(gap.mean())
     log.say(
         f"for information: the scores of the trained model (the adapter on the 4-bit base) differ by up to "
-        f"{float(gap.max()):.3g} (mean {float(gap.mean()):.3g}); its likeliest next token is the same at {share:.0%} "
+        f"{largest:.3g} (mean {mean:.3g}); its likeliest next token is the same at {share:.0%} "
         "of the places. The rounding of the base to 4 bits causes this; it is no error of merging",
         "merge",
     )
-    return {
-        "max_abs_logit_diff": float(gap.max()),
-        "mean_abs_logit_diff": float(gap.mean()),
-        "same_next_token_share": share,
-    }
+    return {"max_abs_logit_diff": largest, "mean_abs_logit_diff": mean, "same_next_token_share": share}
 
 
 def _check_figures(figures: dict[str, Any], problems: list[str], *, merged: Path) -> None:
-    diff, tolerance = figures["max_abs_logit_diff"], figures["tolerance"]
+    diff, tolerance, n = figures["max_abs_logit_diff"], figures["tolerance"], figures["n"]
     faults = [f"altered: {', '.join(problems[:5])}"] if problems else []
     if not diff <= tolerance:
         faults.append(f"scores differ by {diff:.3g}; {figures['dtype']} explains {tolerance:.3g}")
     if not figures["texts_equal"]:
         faults.append("greedy texts differ")
     if faults:
-        what = f"the merged model differs from the adapter on its base ({'; '.join(faults)}; n {figures['n']})"
+        what = f"the merged model differs from the adapter on its base ({'; '.join(faults)}; n {n})"
         raise RunError(what, where=str(merged), fix="remove it, and merge again")
-    log.say(
-        f"agree: scores within {diff:.3g} (tolerance {tolerance:.3g} for {figures['dtype']}), "
-        f"{figures['n']} greedy texts equal"
-        + (f", {figures['parted_at_ties']} of them up to a tie" if figures["parted_at_ties"] else ""),
-        "merge",
-    )
+    ties = f", {figures['parted_at_ties']} of them up to a tie" if figures["parted_at_ties"] else ""
+    within = f"scores within {diff:.3g} (tolerance {tolerance:.3g} for {figures['dtype']})"
+    log.say(f"agree: {within}, {n} greedy texts equal{ties}", "merge")

@@ -47,6 +47,10 @@ class PublicRun:
 def write_card(run: PublicRun, path: Path) -> None:
     """Write the card for the model in the folder of `path`; its chat template decides the usage example."""
     measurements = sorted(run.figures, key=lambda name: (name.removesuffix("before") == name, name))
+    keys = dict.fromkeys(key for figures in run.figures.values() for key in figures)
+    rows = [[key, *(_format(run.figures[name].get(key)) for name in measurements)] for key in keys]
+    known = {name: run.manifest.get(key) for name, key in (("sft-play", "kit"), ("commit", "git_commit"))}
+    known |= {"python": run.manifest.get("python"), **run.manifest.get("machine", {}).get("libraries", {})}
     text = _template("model_card.md").render(
         run=run,
         cfg=run.cfg,
@@ -55,9 +59,9 @@ def write_card(run: PublicRun, path: Path) -> None:
         base=repr(run.hub_base or f"path/to/{run.cfg.model.name}"),
         sources=_sources(run.data_report),
         measurements=measurements,
-        figures=_figures(run, measurements),
+        figures=[row for row in rows if set(row[1:]) != {"-"}],
         settings=list(_settings(run)),
-        versions=_versions(run.manifest),
+        versions=[(name, version) for name, version in known.items() if version],
     )
     path.write_text(f"---\n{_front_matter(run).to_yaml()}\n---\n\n{text}", encoding="utf-8")
 
@@ -125,25 +129,16 @@ def _describe_method(cfg: RunConfig) -> str:
 
 
 def _sources(report: Mapping[str, Any]) -> list[list[str]]:
-    sources = {"all": report, **report.get("sources", {})} if len(report.get("sources", {})) > 1 else {"all": report}
-    columns = ("read", "kept", "cut", "dropped", "refused", "tokens")
-    return [
-        [name, *(_count(source.get(key, 0)) for key in columns), f"{source.get('trainable_token_share', 0.0):.1%}"]
-        for name, source in sources.items()
-    ]
+    named = report.get("sources", {})
+    rows = []
+    for name, source in {"all": report, **(named if len(named) > 1 else {})}.items():
+        counts = [source.get(key, 0) for key in ("read", "kept", "cut", "dropped", "refused", "tokens")]
+        cells = [f"{sum(count.values()) if isinstance(count, Mapping) else count:,}" for count in counts]
+        rows.append([name, *cells, f"{source.get('trainable_token_share', 0.0):.1%}"])
+    return rows
 
 
-def _count(value: int | Mapping[str, int]) -> str:
-    return f"{sum(value.values()) if isinstance(value, Mapping) else value:,}"
-
-
-def _figures(run: PublicRun, names: list[str]) -> list[list[str]]:
-    keys = dict.fromkeys(key for figures in run.figures.values() for key in figures)
-    rows = [[key, *(_figure(run.figures[name].get(key)) for name in names)] for key in keys]
-    return [row for row in rows if set(row[1:]) != {"-"}]
-
-
-def _figure(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}"
     return f"{value:,}" if isinstance(value, int) else "-"
@@ -169,9 +164,3 @@ def _settings(run: PublicRun) -> Iterator[tuple[str, Any]]:
     yield "precision", cfg.train.precision
     yield "longest row", f"{cfg.model.max_seq_len} tokens"
     yield "seed", cfg.seed
-
-
-def _versions(manifest: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    known = {"sft-play": manifest.get("kit"), "commit": manifest.get("git_commit"), "python": manifest.get("python")}
-    known |= manifest.get("machine", {}).get("libraries", {})
-    return [(name, version) for name, version in known.items() if version]

@@ -20,9 +20,6 @@ from sftplay.export.server import ServerKind, build_server, choose_port, run_ser
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 
-REVISION = "0" * 40
-"""A hub cache files a model under a commit; this one has none."""
-
 GENERATION = "generation_config.json"
 
 
@@ -49,10 +46,8 @@ def serve(cfg: RunConfig, folder: RunFolder, *, server: ServerKind, port: int) -
 
 
 def whole_model(cfg: RunConfig, folder: RunFolder) -> Path:
-    """Return the folder of the run's whole model: `model/`, or `merged/`, which is made if it is missing.
-
-    Raises:
-        ConfigError: the run has no result, or `merged/` does not belong to its adapter.
+    """Return the folder of the run's whole model: `model/`, or `merged/`, which is made if it is missing. Raise
+    ConfigError where the run has no result, or `merged/` does not belong to its adapter.
     """
     if (folder.path / "model").is_dir():
         return folder.path / "model"
@@ -99,11 +94,11 @@ def make_hub_cache(cache: Path, model: Path, *, config: GenerationConfig, name: 
     The server's list of models is then this one name: transformers' server lists what the cache holds, and fails
     without a cache.
     """
-    home = cache / f"models--{name}"
-    snapshot = home / "snapshots" / REVISION
+    home, revision = cache / f"models--{name}", "0" * 40  # a hub cache files a model under a commit; this has none
+    snapshot = home / "snapshots" / revision
     snapshot.mkdir(parents=True)
     (home / "refs").mkdir()
-    (home / "refs" / "main").write_text(REVISION)
+    (home / "refs" / "main").write_text(revision)
     for file in model.iterdir():
         if file.is_file() and file.name != GENERATION:
             (snapshot / file.name).symlink_to(file.resolve())

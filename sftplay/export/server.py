@@ -37,15 +37,10 @@ START_S = 600.0
 STOP_S = 10.0
 """Seconds for which an unfinished answer keeps the server alive."""
 
-POLL_S = 0.1
-LAST_LINES = 15
-
 
 def choose_server(choice: ServerKind | Literal["auto"], *, has_gpu: bool) -> tuple[ServerKind, str]:
-    """Return the server to use and the reason; auto takes vLLM if it is installed and there is a GPU.
-
-    Raises:
-        MachineError: a package it needs is not installed.
+    """Return the server to use and the reason; auto takes vLLM if it is installed and there is a GPU. Raise
+    MachineError where a package it needs is not installed.
     """
     if choice != "auto":
         server, reason = choice, "asked for"
@@ -55,18 +50,15 @@ def choose_server(choice: ServerKind | Literal["auto"], *, has_gpu: bool) -> tup
         server, reason = "transformers", "vLLM is installed, but there is no GPU"
     else:
         server, reason = "vllm", "installed, and there is a GPU"
-    missing = [name for name in NEEDS[server] if find_spec(name) is None]
-    if missing:
+    if missing := [name for name in NEEDS[server] if find_spec(name) is None]:
         fix = f"{sys.executable} -m pip install vllm==0.31.0" if server == "vllm" else "make install EXTRAS=serve"
         raise MachineError(f"serving by {server} needs {', '.join(missing)}", where=sys.prefix, fix=fix)
     return server, reason
 
 
 def choose_port(port: int) -> int:
-    """Return `port`, or any free one for 0. Clients know the port, so it is never replaced by another.
-
-    Raises:
-        MachineError: something listens on it.
+    """Return `port`, or any free one for 0. Clients know the port, so it is never replaced by another. Raise
+    MachineError where something listens on it.
     """
     free = free_port(port)
     if port not in (0, free):
@@ -75,10 +67,8 @@ def choose_port(port: int) -> int:
 
 
 def check_token() -> None:
-    """Refuse a token that no client could send.
-
-    Raises:
-        ConfigError: SFTPLAY_SERVE_TOKEN is set, and is empty or not of visible ASCII characters.
+    """Refuse a token that no client could send. Raise ConfigError where SFTPLAY_SERVE_TOKEN is set, and is empty or not
+    of visible ASCII characters.
     """
     token = os.environ.get(gate.TOKEN)
     if token is not None and not re.fullmatch(r"[!-~]+", token):
@@ -116,17 +106,31 @@ def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Pat
     with log_file.open("wb") as handle, _StopSignals().installed() as stopper:
         process = popen_tied(launch.argv, output=handle, env=launch.env, cwd=cwd)
         try:
-            _wait_until_it_answers(process, stopper, port=port)
+            deadline = time.monotonic() + START_S
+            while process.poll() is None and not stopper.received and not _is_healthy(port):
+                if time.monotonic() > deadline:
+                    process.kill()
+                time.sleep(0.1)
             if not stopper.received and process.poll() is None:
                 key = f", API key from {gate.TOKEN}" if os.environ.get(gate.TOKEN) else ""
                 log.say(f"http://{HOST}:{port}/v1 answers, model {name!r}{key}; Ctrl-C stops it", "serve")
-            _wait_for_end(process, stopper)
+            is_terminated = False
+            while process.poll() is None:
+                if stopper.received and not is_terminated:
+                    process.terminate()
+                    is_terminated = True
+                elif is_terminated and not stopper.is_patient:
+                    process.kill()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(0.1)
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
     if not stopper.received:
-        raise RunError(_last_lines(log_file, process.returncode), where=str(log_file), fix="read that log")
+        lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+        what = "\n".join([f"the server ended with code {process.returncode}:", *(f"  {line}" for line in lines)])
+        raise RunError(what, where=str(log_file), fix="read that log")
     log.say("stopped", "serve")
     return 128 + stopper.received
 
@@ -157,14 +161,6 @@ class _StopSignals:
         return not self.again and time.monotonic() - self.at < STOP_S
 
 
-def _wait_until_it_answers(process: subprocess.Popen[bytes], stopper: _StopSignals, *, port: int) -> None:
-    deadline = time.monotonic() + START_S
-    while process.poll() is None and not stopper.received and not _is_healthy(port):
-        if time.monotonic() > deadline:
-            process.kill()
-        time.sleep(POLL_S)
-
-
 def _is_healthy(port: int) -> bool:
     connection = HTTPConnection(HOST, port, timeout=1)
     try:
@@ -174,20 +170,3 @@ def _is_healthy(port: int) -> bool:
         return False
     finally:
         connection.close()
-
-
-def _wait_for_end(process: subprocess.Popen[bytes], stopper: _StopSignals) -> None:
-    is_terminated = False
-    while process.poll() is None:
-        if stopper.received and not is_terminated:
-            process.terminate()
-            is_terminated = True
-        elif is_terminated and not stopper.is_patient:
-            process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(POLL_S)
-
-
-def _last_lines(log_file: Path, code: int) -> str:
-    lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-    return "\n".join([f"the server ended with code {code}:", *(f"  {line}" for line in lines)])

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.atomic import whole_file
-from sftplay.data.layouts.turns import RowFields
 from sftplay.data.prompts.prompt import Prompt
 from sftplay.errors import DataError, RunError
 from sftplay.generate.generate import Generator, answer_batch
@@ -24,11 +23,7 @@ RowAnswer = str | dict[str, str]
 
 
 def check_lengths(questions: PromptFile, renderer: Any, *, generator: Generator) -> None:
-    """Check that every row can be asked and has room for its answer, before any is answered.
-
-    Raises:
-        DataError: one cannot; the error names its place.
-    """
+    """Check before any row is answered that each can be asked and has room; raise DataError with the place of one."""
     context, answer = generator.context_tokens, generator.max_new_tokens
     for question in questions:
         n_tokens = len(question.prompt(renderer))
@@ -63,24 +58,21 @@ def answer_rest(
     skipped = partial.n_batches
     for window in questions.windows(batch_size):
         n_batches = -(-len(window) // batch_size)
-        for batch in _by_length(window, renderer, batch_size=batch_size)[skipped:] if skipped < n_batches else ():
+        if skipped >= n_batches:
+            skipped -= n_batches
+            continue
+        pairs = [(question, question.prompt(renderer)) for question in window]
+        pairs.sort(key=lambda pair: -len(pair[1]))  # a batch that is too large for the memory fails at once
+        for start in range(skipped * batch_size, len(pairs), batch_size):
+            batch = pairs[start : start + batch_size]
             partial.append(list(zip([question.number for question, _ in batch], answer_rows(batch), strict=True)))
             meter.count(len(batch))
-        skipped = max(0, skipped - n_batches)
-
-
-def _by_length(window: list[Prompt], renderer: Any, *, batch_size: int) -> list[PromptBatch]:
-    """Return the batches of a window, longest first, so that a batch too large for the memory fails at once."""
-    pairs = [(question, question.prompt(renderer)) for question in window]
-    pairs.sort(key=lambda pair: -len(pair[1]))
-    return [pairs[start : start + batch_size] for start in range(0, len(pairs), batch_size)]
+        skipped = 0
 
 
 def write_answered(questions: PromptFile, partial: PartialAnswers, *, out: Path, batch_size: int) -> None:
-    """Write every row with its answer, in order; `out` appears whole, and `partial` is removed.
-
-    Raises:
-        RunError: it cannot be written.
+    """Write every row with its answer, in order; `out` appears whole, and `partial` is removed. Raise RunError where it
+    cannot be written.
     """
     try:
         with whole_file(out) as scratch, scratch.open("w", encoding="utf-8") as handle:
@@ -89,22 +81,18 @@ def write_answered(questions: PromptFile, partial: PartialAnswers, *, out: Path,
                 answers = {n: answer for _ in range(-(-len(window) // batch_size)) for n, answer in next(batches)}
                 for question in window:
                     answer = answers[question.number]
-                    columns = {"response": answer} if isinstance(answer, str) else answer
-                    handle.write(_line({**question.row, **columns}))
+                    row = {**question.row, **({"response": answer} if isinstance(answer, str) else answer)}
+                    # A parquet file can hold values that JSON lacks, such as dates.
+                    text = json.dumps(row, ensure_ascii=False, default=str)
+                    try:
+                        text.encode()
+                    except UnicodeEncodeError:  # JSON can hold half surrogate pairs, UTF-8 cannot
+                        text = json.dumps(row, default=str)
+                    handle.write(f"{text}\n")
     except OSError as error:
         what = f"cannot be written ({error.strerror}); the answers are kept in {partial.path}"
         raise RunError(what, where=str(out), fix=FIX_SPACE) from error
     partial.remove()
-
-
-def _line(row: RowFields) -> str:
-    # A parquet file can hold values that JSON lacks, such as dates. JSON can hold half surrogate pairs, UTF-8 cannot.
-    text = json.dumps(row, ensure_ascii=False, default=str)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        text = json.dumps(row, default=str)
-    return f"{text}\n"
 
 
 class ProgressMeter:
@@ -112,8 +100,7 @@ class ProgressMeter:
 
     def __init__(self, n: int, done: int, *, show: Callable[[str], None]) -> None:
         self._n, self._done, self._show = n, done, show
-        self._n_new = 0
-        self._began = time.monotonic()
+        self._n_new, self._began = 0, time.monotonic()
 
     def count(self, n: int) -> None:
         """Count `n` more answered rows."""

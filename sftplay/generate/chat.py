@@ -49,7 +49,7 @@ class Conversation:
         self.turns.append(Message("user", text))
         parts: list[str] = []
         try:
-            prompt, generator = self._fitted(notify)
+            prompt, generator = self._fit(notify)
             self.n_asked += 1
             for part in stream_answer(generator, prompt, row=self.n_asked, stop=stop):
                 parts.append(part)
@@ -62,15 +62,17 @@ class Conversation:
         else:
             self.turns.pop()
 
-    def _fitted(self, notify: Callable[[str], None]) -> tuple[list[int], Generator]:
+    def _fit(self, notify: Callable[[str], None]) -> tuple[list[int], Generator]:
         """Return the prompt, and the generator with the longest answer that has room."""
         context, answer = self.generator.context_tokens, self.generator.max_new_tokens
         n_forgotten = 0
-        prompt = self._prompt()
-        while context is not None and len(prompt) + answer > context and len(self.turns) > 1:
+        while True:
+            lead = [Message("system", self.system)] if self.system else []
+            prompt: list[int] = self.renderer.prompt_ids([*lead, *self.turns])
+            if context is None or len(prompt) + answer <= context or len(self.turns) == 1:
+                break
             del self.turns[:2]
             n_forgotten += 2
-            prompt = self._prompt()
         if n_forgotten:
             room = f"the model reads {context} tokens, {answer} of them kept for the answer"
             notify(f"{room}: the oldest {n_forgotten} turns are forgotten")
@@ -81,11 +83,6 @@ class Conversation:
             raise DataError(what, fix="say it in fewer words")
         notify(f"the model reads {context} tokens: there is room for an answer of {context - len(prompt)}")
         return prompt, replace(self.generator, max_new_tokens=context - len(prompt))
-
-    def _prompt(self) -> list[int]:
-        lead = [Message("system", self.system)] if self.system else []
-        ids: list[int] = self.renderer.prompt_ids([*lead, *self.turns])
-        return ids
 
 
 def run_command(conversation: Any, line: str) -> str | None:
@@ -142,14 +139,10 @@ def _max(conversation: Conversation, rest: str) -> str:
     return f"answers of at most {conversation.generator.max_new_tokens} tokens"
 
 
-def _help(conversation: Conversation, rest: str) -> str:
-    return HELP
-
-
 COMMANDS: dict[str, Callable[[Conversation, str], str]] = {
     "/reset": _reset,
     "/system": _system,
     "/temperature": _temperature,
     "/max": _max,
-    "/help": _help,
+    "/help": lambda *_: HELP,
 }

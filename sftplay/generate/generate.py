@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Generator as Pieces
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from queue import SimpleQueue
 from threading import Event
@@ -16,6 +17,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from sftplay import log
 from sftplay.generate.sampling import GREEDY, Sampling
 from sftplay.model.out_of_memory import AdaptiveBatches
 
@@ -110,17 +112,17 @@ def answer_all(
     *,
     batch_size: int,
     rows: Sequence[int] | None = None,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], None] | None = None,
 ) -> list[str]:
     """Return the answers to all prompts, in order; prompts of similar length share a batch.
 
     `rows` are the numbers that seed the random numbers, None for the places in `prompts`. `progress` is called with
-    the number of answers so far.
+    the number of answers so far; None shows it to the user.
     """
     numbers = range(len(prompts)) if rows is None else rows
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers = [""] * len(prompts)
-    batches = AdaptiveBatches(batch_size, "answering")
+    show = progress or partial(log.progress, total=len(prompts), what="answered", tag="eval")
 
     def answer(part: slice) -> int:
         places = order[part]
@@ -129,8 +131,8 @@ def answer_all(
             answers[i] = text
         return part.stop
 
-    for done in batches.map(len(order), answer):
-        progress(done)
+    for done in AdaptiveBatches(batch_size, "answering").map(len(order), answer):
+        show(done)
     return answers
 
 
@@ -162,9 +164,8 @@ class TextStreamer(BaseStreamer):
 
     def __init__(self, tokenizer: Any, stop: Event) -> None:
         self.queue: SimpleQueue[str | None] = SimpleQueue()
-        self.stop = stop
-        self.left = Event()
-        """Set when nobody reads any more."""
+        self.stop, self.left = stop, Event()
+        """The second is set when nobody reads any more."""
         self._tokenizer = tokenizer
         self._ids: list[int] | None = None
         self._shown = ""

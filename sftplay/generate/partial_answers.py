@@ -23,9 +23,6 @@ HEADER = '{"answers of": '
 
 FIX_SPACE = "make room, and start the same command again: it continues where it stopped"
 
-Fingerprint = dict[str, Any]
-"""Everything that decides the answers: name -> value."""
-
 
 def fingerprint_run(folder: RunFolder) -> str:
     """Return the hex digest of a run's config and of the names, sizes and times of its weights' files."""
@@ -40,10 +37,10 @@ def fingerprint_run(folder: RunFolder) -> str:
 class PartialAnswers:
     """The side file of `out`: `<out>.part`."""
 
-    def __init__(self, out: Path, fingerprint: Fingerprint) -> None:
+    def __init__(self, out: Path, fingerprint: dict[str, Any]) -> None:
+        """`fingerprint` is everything that decides the answers: name -> value."""
         self.path = out.with_name(f"{out.name}.part")
-        self.n_batches = 0
-        self.n_answers = 0
+        self.n_batches = self.n_answers = 0
         self._fingerprint = fingerprint
         self._handle: BinaryIO | None = None
 
@@ -65,7 +62,7 @@ class PartialAnswers:
             self._lock(handle)
             self._handle = handle
             try:
-                self._read()
+                self._read(handle)
                 yield self
             finally:
                 self._handle = None
@@ -73,14 +70,13 @@ class PartialAnswers:
                     self.path.unlink()
 
     def append(self, answers: list[tuple[int, Any]]) -> None:
-        """Append one batch of (row number, answer as JSON); it is on the disk when this returns.
-
-        Raises:
-            RunError: it cannot be written.
+        """Append one batch of (row number, answer as JSON); it is on the disk when this returns. Raise RunError where
+        it cannot be written.
         """
+        assert self._handle is not None, "the file is written while it is held"
         head = "" if self.n_batches else HEADER + json.dumps(self._fingerprint) + "}\n"
         data = (head + json.dumps(answers) + "\n").encode()
-        file = self._open().fileno()
+        file = self._handle.fileno()
         try:
             while data:
                 data = data[os.write(file, data) :]
@@ -112,34 +108,33 @@ class PartialAnswers:
         what = "another process is writing answers into it"
         raise ConfigError(what, where=str(self.path), fix="wait for it to end, or choose another file with OUT=")
 
-    def _open(self) -> BinaryIO:
-        assert self._handle is not None, "the file is written while it is held"
-        return self._handle
-
-    def _read(self) -> None:
-        handle = self._open()
+    def _read(self, handle: BinaryIO) -> None:
         handle.seek(0)
         head = handle.readline()
         if head and head.endswith(b"\n"):
-            self._compare(head)
+            self._check_header(head)
         elif not HEADER.encode().startswith(head[: len(HEADER)]):
-            raise self._not_ours()
+            raise self._refuse_other_file()
         good = handle.tell() if head.endswith(b"\n") else 0
         for line in handle:
-            if (n := _count(line)) is None:
+            try:
+                n = len(json.loads(line)) if line.endswith(b"\n") else None
+            except ValueError:
+                n = None
+            if n is None:  # an incomplete line
                 break
             good += len(line)
             self.n_batches, self.n_answers = self.n_batches + 1, self.n_answers + n
         # Without a batch the header is written again, together with the first one.
         handle.truncate(good if self.n_batches else 0)
 
-    def _compare(self, head: bytes) -> None:
+    def _check_header(self, head: bytes) -> None:
         try:
             stored = json.loads(head)["answers of"] if head.startswith(HEADER.encode()) else None
         except (ValueError, KeyError):
             stored = None
         if not isinstance(stored, dict):
-            raise self._not_ours()
+            raise self._refuse_other_file()
         current = self._fingerprint
         different = [
             f"{name} was {stored.get(name)!r} and is {current.get(name)!r} now"
@@ -151,14 +146,6 @@ class PartialAnswers:
             fix = "ask as before, or remove that file to start again"
             raise ConfigError(what, where=str(self.path), fix=fix)
 
-    def _not_ours(self) -> ConfigError:
+    def _refuse_other_file(self) -> ConfigError:
         what = "is in the way: it is not a file of partial answers"
         return ConfigError(what, where=str(self.path), fix="move it away, or choose another file with OUT=")
-
-
-def _count(line: bytes) -> int | None:
-    """Return the number of answers in a line, None for an incomplete line."""
-    try:
-        return len(json.loads(line)) if line.endswith(b"\n") else None
-    except ValueError:
-        return None

@@ -31,11 +31,7 @@ class PromptFile:
     dialect: Dialect = field(default_factory=Dialect)
 
     def __iter__(self) -> Iterator[Prompt]:
-        """Yield every row, in order.
-
-        Raises:
-            DataError: one of them cannot be read or asked.
-        """
+        """Yield every row, in order. Raise DataError where one of them cannot be read or asked."""
         for number, (source, row) in enumerate(self._rows()):
             if isinstance(row, Refused):
                 raise DataError(row.reason, where=str(source), fix="correct the row")

@@ -1,4 +1,4 @@
-"""Answers before and after training beside their references: how many changed, and some of each kind.
+"""Answers before and after training with their references: how many changed, and some of each kind.
 
 It compares nothing itself: the measurement has decided whether an answer is correct.
 """
@@ -6,6 +6,7 @@ It compares nothing itself: the measurement has decided whether an answer is cor
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from sftplay.report.figures import format_figure
@@ -43,56 +44,42 @@ class Answers(NamedTuple):
     counts: Table | None
     shown: list[Answer]
     n_rows: int
-    each: int = EACH
+    n_shown: int = EACH
+    """Of each kind."""
 
 
-def answers_of(run: RunFiles, prefix: str = "") -> Answers | None:
-    """The answers of eval/<prefix>before.jsonl and <prefix>after.jsonl; None when there are none after training."""
-    before = _verdicts(run, f"{prefix}before")
-    after = _verdicts(run, f"{prefix}after")
+def pick_answers(run: RunFiles, prefix: str = "") -> Answers | None:
+    """Return answers of eval/<prefix>before.jsonl and <prefix>after.jsonl; None when there are none after training."""
+
+    def read_rows(side: str) -> Iterator[dict[str, Any]]:
+        rows = answer_rows(run.folder, run.stands_for.get(f"{prefix}{side}", f"{prefix}{side}"))
+        return (row for row in rows if isinstance(row.get("row"), int | str))
+
+    # The files may be large: a first pass reads the verdicts, a second one the rows that are shown.
+    before, after = (
+        {row["row"]: row["correct"] if isinstance(row.get("correct"), bool) else None for row in read_rows(side)}
+        for side in ("before", "after")
+    )
     if not after:
         return None
     kinds: dict[Any, Kind] = {row: (before.get(row), verdict) for row, verdict in after.items()}
-    chosen = _choose(kinds)
-    old, new = (_rows(run, f"{prefix}{name}", wanted=set(chosen)) for name in ("before", "after"))
-    shown = [_answer(kinds[row], new[row], old=old.get(row)) for row in chosen if row in new]
-    return Answers(_counts(kinds), shown, len(after))
-
-
-def _verdicts(run: RunFiles, tag: str) -> dict[Any, bool | None]:
-    verdicts: dict[Any, bool | None] = {}
-    for row in answer_rows(run.folder, run.stands_for.get(tag, tag)):
-        if isinstance(row.get("row"), int | str):
-            verdicts[row["row"]] = row["correct"] if isinstance(row.get("correct"), bool) else None
-    return verdicts
-
-
-def _choose(kinds: dict[Any, Kind]) -> list[Any]:
-    """The first rows of each kind; kinds that changed come first."""
     known = [*KINDS, *sorted({kind for kind in kinds.values() if kind not in KINDS}, key=str)]
-    return [row for kind in known for row in [row for row, of in kinds.items() if of == kind][:EACH]]
-
-
-def _rows(run: RunFiles, tag: str, *, wanted: set[Any]) -> dict[Any, dict[str, Any]]:
-    rows = (
-        row for row in answer_rows(run.folder, run.stands_for.get(tag, tag)) if isinstance(row.get("row"), int | str)
-    )
-    return {row["row"]: row for row in rows if row["row"] in wanted}
-
-
-def _counts(kinds: dict[Any, Kind]) -> Table | None:
+    chosen = [row for kind in known for row in [row for row, its_kind in kinds.items() if its_kind == kind][:EACH]]
+    old, new = ({row["row"]: row for row in read_rows(side) if row["row"] in chosen} for side in ("before", "after"))
+    shown = [_show(kinds[row], new[row], old=old.get(row)) for row in chosen if row in new]
     counts = Counter(kinds.values())
-    if set(counts) == {(None, None)}:
-        return None
     rows = [
         [name, f"{counts[kind]:,}", format_figure("row_share", counts[kind] / len(kinds))]
         for kind, name in KINDS.items()
         if counts[kind]
     ]
-    return Table(head=["Exact match", "Rows", "Share"], rows=rows, kinds=" nn")
+    table = (
+        Table(head=["Exact match", "Rows", "Share"], rows=rows, kinds=" nn") if set(counts) != {(None, None)} else None
+    )
+    return Answers(table, shown, len(after))
 
 
-def _answer(kind: Kind, new: dict[str, Any], *, old: dict[str, Any] | None) -> Answer:
+def _show(kind: Kind, new: dict[str, Any], *, old: dict[str, Any] | None) -> Answer:
     texts: list[tuple[str, bool | None, Any]]
     texts = [("Prompt", None, new.get("prompt")), ("Reference", None, new.get("reference"))]
     texts += [("Before", kind[0], old.get("prediction"))] if old is not None else []

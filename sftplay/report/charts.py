@@ -1,4 +1,4 @@
-"""Curves as inline SVG that fills whatever width it gets, with its labels as text beside it.
+"""Curves as inline SVG that fills whatever width it gets, with its labels as text next to it.
 
 It knows steps and figures, nothing of runs; `templates/chart.html` has the markup. The drawing stretches; strokes, dots
 and letters do not.
@@ -10,15 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from sftplay.report.figures import format_figure, name_of
+from sftplay.report.figures import find_name, format_figure
 from sftplay.report.history import Point
 
 WIDTH, HEIGHT = 1000.0, 300.0
 MOST_DOTS = 60
-LOG_RATIO = 50.0
-"""From this ratio of highest to lowest on, a linear axis would hide the low half of a positive curve."""
 
 LEAST_DRAWN, MOST_DRAWN = 1e-100, 1e100
 """Beyond these sizes arithmetic on an axis would leave the range of floats."""
@@ -67,19 +65,11 @@ class Axis:
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """0 at the low end, 1 at the high one."""
+        """Return 0 at the low end, 1 at the high one."""
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = math.log10(low), math.log10(high), math.log10(value)
         return min(1.0, max(0.0, (value - low) / (high - low)))
-
-
-class SvgPath(NamedTuple):
-    """One path of the drawing: its classes, the curve's key where it is the curve itself, and its data."""
-
-    classes: str
-    key: str
-    data: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +107,7 @@ class Chart:
         """What the axis of values counts."""
         if self.unit.endswith("_bytes"):
             return "held at most"
-        if self.unit.endswith("_share"):
-            return "share"
-        return AXES.get(self.unit, name_of(self.unit))
+        return "share" if self.unit.endswith("_share") else AXES.get(self.unit, find_name(self.unit))
 
     def x(self, step: float) -> str:
         """Where a step lies in the drawing."""
@@ -130,7 +118,7 @@ class Chart:
         return f"{HEIGHT * (1 - self.up.place(value)):.1f}".removesuffix(".0")
 
     def up_labels(self) -> list[tuple[float, str]]:
-        """Where labels stand beside the axis of values, from 0 (the top) to 1, and their texts."""
+        """Return where labels stand along the axis of values, from 0 (the top) to 1, and their texts."""
         return [(1 - self.up.place(tick), _tick(tick, self.unit, high=self.up.high)) for tick in self.up.ticks]
 
     def across_labels(self) -> list[tuple[float, str]]:
@@ -155,29 +143,26 @@ class Chart:
         return text + ("; not finite in places" if len(finite) < len(curve.points) else "")
 
     def not_finite(self) -> list[float]:
-        """Steps at which a value was not finite."""
-        return [
-            step
-            for curve in self.curves
-            for step in [step for step, value in curve.points if not is_drawable(value)][:MOST_DOTS]
-        ]
+        """Return steps at which a value was not finite."""
+        bad = ([step for step, value in curve.points if not is_drawable(value)] for curve in self.curves)
+        return [step for steps in bad for step in steps[:MOST_DOTS]]
 
-    def paths(self) -> Iterator[SvgPath]:
-        """The paths that draw the curves."""
+    def paths(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the paths that draw the curves: classes, the curve's key where it is the curve itself, and data."""
         for curve in self.curves:
+            line, is_open = "", False  # with a gap where a value was not finite
+            for point in curve.points:
+                if is_drawable(point[1]):
+                    line += f"{'L' if is_open else 'M'}{self._turn(point)}"
+                is_open = is_drawable(point[1])
             # A path of one point is drawn only if it has a line, even one of length zero.
             lone = "h0" if len(curve.drawable) == 1 else ""
-            yield SvgPath(
-                f"line {curve.colour}{' pale' if curve.trend else ''}{' dashed' if curve.dashed else ''}",
-                curve.key,
-                self._line(curve) + lone,
-            )
+            looks = f"{' pale' if curve.trend else ''}{' dashed' if curve.dashed else ''}"
+            yield f"line {curve.colour}{looks}", curve.key, line + lone
             if turns := [self._turn(point) for point in curve.trend if is_drawable(point[1])]:
-                yield SvgPath(f"line {curve.colour}", "", f"M{'L'.join(turns)}")
+                yield f"line {curve.colour}", "", f"M{'L'.join(turns)}"
             if lone or (curve.dots and len(curve.drawable) <= MOST_DOTS):
-                yield SvgPath(
-                    f"dots {curve.colour}", "", "".join(f"M{self._turn(point)}h0" for point in curve.drawable)
-                )
+                yield f"dots {curve.colour}", "", "".join(f"M{self._turn(point)}h0" for point in curve.drawable)
 
     def pointer_data(self) -> dict[str, Any]:
         """The values that the pointer shows, exact where the drawing is rounded."""
@@ -188,26 +173,17 @@ class Chart:
         ]
         return {"range": [self.across.low, self.across.high], "kind": kind, "along": self.along, "curves": curves}
 
-    def _line(self, curve: Curve) -> str:
-        """The points in a row, with a gap where a value was not finite."""
-        parts, is_open = [], False
-        for point in curve.points:
-            if is_drawable(point[1]):
-                parts.append(f"{'L' if is_open else 'M'}{self._turn(point)}")
-            is_open = is_drawable(point[1])
-        return "".join(parts)
-
     def _turn(self, point: Point) -> str:
         return f"{self.x(point[0])} {self.y(point[1])}"
 
 
 def is_drawable(value: float) -> bool:
-    """True for values that are finite and of a size that arithmetic with floats survives."""
+    """Return whether a value is finite and of a size that arithmetic with floats survives."""
     return abs(value) < MOST_DRAWN
 
 
 def value_axis(values: Sequence[float], *, is_bytes: bool = False, may_be_log: bool = False) -> Axis:
-    """The axis that shows all values; if it may, by powers of ten where they are positive and span many."""
+    """Return the axis that shows all values; if it may, by powers of ten where they are positive and span many."""
     if not values:
         return linear_axis(0.0, 1.0, wanted=3)
     low, high = min(values), max(values)
@@ -215,14 +191,18 @@ def value_axis(values: Sequence[float], *, is_bytes: bool = False, may_be_log: b
         unit = next(unit for unit in (GIB, 2.0**20, 1.0) if high >= unit or unit == 1.0)
         axis = linear_axis(0.0, high / unit, wanted=3)
         return Axis(0.0, axis.high * unit, [tick * unit for tick in axis.ticks])
-    if may_be_log and low > LEAST_DRAWN and high / low > LOG_RATIO:
-        return _log_axis(low, high)
+    # From a ratio of 50 on, a linear axis would hide the low half of a positive curve.
+    if may_be_log and low > LEAST_DRAWN and high / low > 50.0:
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        stride = max(1, -(-(last - first) // 4))
+        ticks = [10.0**i for i in range(first, last + 1, stride)]
+        return Axis(10.0**first, 10.0**last, ticks, is_log=True)
     # A curve that stays far from zero would be a flat line on an axis that begins there.
     return linear_axis(min(low, 0.0) if low < 0.5 * high else low, high, wanted=3)
 
 
 def linear_axis(low: float, high: float, *, wanted: int, whole: bool = False) -> Axis:
-    """An axis over low to high with about `wanted` steps between round values, which end it on both sides."""
+    """Return an axis over low to high with about `wanted` steps between round values, which end it on both sides."""
     if high - low <= max(1e-9 * max(abs(low), abs(high)), LEAST_DRAWN):
         pad = abs(high) / 2 if abs(high) > LEAST_DRAWN else 1.0
         low, high = low - pad, high + pad
@@ -233,13 +213,6 @@ def linear_axis(low: float, high: float, *, wanted: int, whole: bool = False) ->
     first, last = math.floor(low / width + 1e-9), math.ceil(high / width - 1e-9)
     ticks = [i * width for i in range(first, last + 1)]
     return Axis(ticks[0], ticks[-1], ticks)
-
-
-def _log_axis(low: float, high: float) -> Axis:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    stride = max(1, -(-(last - first) // 4))
-    ticks = [10.0**i for i in range(first, last + 1, stride)]
-    return Axis(10.0**first, 10.0**last, ticks, is_log=True)
 
 
 def _tick(value: float, unit: str, *, high: float) -> str:

@@ -8,37 +8,12 @@ from sftplay.report.history import as_number
 from sftplay.units import format_bytes, format_seconds
 
 SHARES = (
-    "exact_match",
-    "rouge_l",
-    "chrf",
-    "accuracy",
-    "exact_accuracy",
-    "blank_accuracy",
-    "mfu",
-    "pass",
-    "held_out_pass",
-    "hidden_pass",
-    "clipped_ratio",
-    "acc_t1",
-    "acc_t2",
-    "acc_t2_empty",
-    "acc_t2_static",
-    "acc_t2_other_hint",
-    "follows_hint",
-    "changes_to_hint",
-    "acc_t1_greedy",
-    "acc_t2_greedy",
-    "i2c",
-    "c2i",
-    "fix_rate",
-    "break_rate",
-    "clip_share_t1",
-    "clip_share_t2",
-    "clip_share_guide",
-)
+    "exact_match", "rouge_l", "chrf", "accuracy", "exact_accuracy", "blank_accuracy", "mfu", "pass", "held_out_pass",
+    "hidden_pass", "clipped_ratio", "acc_t1", "acc_t2", "acc_t2_empty", "acc_t2_static", "acc_t2_other_hint",
+    "follows_hint", "changes_to_hint", "acc_t1_greedy", "acc_t2_greedy", "i2c", "c2i", "fix_rate", "break_rate",
+    "clip_share_t1", "clip_share_t2", "clip_share_guide",
+)  # fmt: skip
 LESS_IS_BETTER = ("loss", "held_out_loss", "perplexity", "bits_per_byte", "c2i", "break_rate")
-PERCENT = "\u00a0%"
-"""Kept together with its figure."""
 
 NAMES = {
     "n": "prompts answered",
@@ -64,18 +39,6 @@ NAMES = {
     "hint_tokens": "tokens of a hint",
     "truncated": "answers that were cut off",
     "parse_failures": "answers of the wrong form",
-    "kl_t1": "turn 1",
-    "kl_t2": "turn 2",
-    "kl_guide": "guide",
-    "entropy_t1": "turn 1",
-    "entropy_t2": "turn 2",
-    "entropy_guide": "guide",
-    "ratio_t1": "turn 1",
-    "ratio_t2": "turn 2",
-    "ratio_guide": "guide",
-    "clip_share_t1": "turn 1",
-    "clip_share_t2": "turn 2",
-    "clip_share_guide": "guide",
     "zero_variance_share": "groups with equal rewards",
     "clipped_ratio": "completions that were cut off",
     "completion_tokens": "tokens of a completion",
@@ -90,21 +53,27 @@ NAMES = {
     "peak_bytes": "peak memory",
     "allocated_bytes": "allocated memory",
     "reserved_bytes": "reserved memory",
+} | {
+    f"{figure}_{part}": name
+    for figure in ("kl", "entropy", "ratio", "clip_share")
+    for part, name in (("t1", "turn 1"), ("t2", "turn 2"), ("guide", "guide"))
 }
+PERCENT = "\u00a0%"
+"""Kept together with its figure."""
 
 
-def name_of(key: str) -> str:
-    """What a figure is called, in words."""
+def find_name(key: str) -> str:
+    """Return what a figure is called, in words."""
     return NAMES.get(key, key.replace("_", " "))
 
 
 def capitalized(text: str) -> str:
-    """The text with a capital in front."""
+    """Return the text with a capital in front."""
     return text[:1].upper() + text[1:]
 
 
 def format_figure(key: str, value: object) -> str:
-    """The value of the figure `key` with its unit; a dash for none."""
+    """Return the value of the figure `key` with its unit; a dash for none."""
     number = as_number(value)
     if number is None:
         return "–"
@@ -120,12 +89,12 @@ def format_figure(key: str, value: object) -> str:
 
 
 def is_share(key: str) -> bool:
-    """True for figures between 0 and 1 that people read in percent."""
+    """Return whether a figure is between 0 and 1 and people read it in percent."""
     return key in SHARES or key.endswith("_share") or key.startswith("pass@")
 
 
 def rounded(number: float) -> str:
-    """Four figures, thousands separated by commas, very small and very large ones with an exponent."""
+    """Return four figures, thousands separated by commas, very small and very large ones with an exponent."""
     size = abs(number)
     if not math.isfinite(number):
         return "not finite"
@@ -137,7 +106,7 @@ def rounded(number: float) -> str:
 
 
 def change(key: str, before: object, *, after: object) -> str:
-    """The difference, signed and in the figure's unit; empty when one of the two is no finite number."""
+    """Return the difference, signed and in the figure's unit; empty where one of the two is no finite number."""
     old, new = as_number(before), as_number(after)
     if old is None or new is None or not math.isfinite(old) or not math.isfinite(new):
         return ""
@@ -148,7 +117,7 @@ def change(key: str, before: object, *, after: object) -> str:
 
 
 def is_better(key: str, before: object, *, after: object) -> bool | None:
-    """Whether the figure went the right way; None where that is not known or nothing moved."""
+    """Return whether the figure went the right way; None where that is not known or nothing moved."""
     old, new = as_number(before), as_number(after)
     is_less = any(key == name or key.startswith(f"{name}_") for name in LESS_IS_BETTER)
     if old is None or new is None or old == new or not (is_less or is_share(key)):
@@ -157,7 +126,7 @@ def is_better(key: str, before: object, *, after: object) -> bool | None:
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share among `count` (Wilson, JASA 1927)."""
+    """Return the 95 % interval of a share among `count` (Wilson, JASA 1927)."""
     z = 1.959964
     middle = share + z * z / (2 * count)
     half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))

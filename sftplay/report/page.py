@@ -25,12 +25,12 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e
 
 
 def render(template: str, **values: Any) -> str:
-    """The template as HTML, filled with the values."""
+    """Return the template as HTML, filled with the values."""
     return ENVIRONMENT.get_template(template).render(values)
 
 
 def render_page(title: str, **values: Any) -> str:
-    """The whole page as HTML."""
+    """Return the whole page as HTML."""
     style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     # Only this very script runs and nothing is fetched, so text of a run that became markup could do nothing.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -38,23 +38,23 @@ def render_page(title: str, **values: Any) -> str:
 
 
 def cut(value: object, limit: int) -> str:
-    """The value as text. A long one is cut, and its full length is added."""
+    """Return the value as text. A long one is cut, and its full length is added."""
     text = str(value)
     return text if len(text) <= limit else f"{text[:limit]} … ({len(text):,} characters in all)"
 
 
-def _printable(value: object) -> object:
-    """The value with control characters, also those that turn the writing direction, shown as escapes."""
-    return value if isinstance(value, Markup) else _UNPRINTABLE.sub(_as_escape, str(value))
+def _escape(value: object) -> object:
+    """Show control characters, also those that turn the writing direction, as escapes."""
 
+    def write(match: re.Match[str]) -> str:
+        code = ord(match.group())
+        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
-def _as_escape(match: re.Match[str]) -> str:
-    code = ord(match.group())
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    return value if isinstance(value, Markup) else _UNPRINTABLE.sub(write, str(value))
 
 
 ENVIRONMENT = Environment(
-    loader=FileSystemLoader(TEMPLATES), autoescape=True, finalize=_printable, undefined=StrictUndefined,
+    loader=FileSystemLoader(TEMPLATES), autoescape=True, finalize=_escape, undefined=StrictUndefined,
     trim_blocks=True, lstrip_blocks=True,
 )  # fmt: skip
 ENVIRONMENT.filters["cut"] = cut

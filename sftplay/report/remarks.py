@@ -10,52 +10,27 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from sftplay.evaluate.comparison import ENOUGH_ROWS
-from sftplay.report.figures import capitalized, format_figure, is_better, name_of
+from sftplay.report.figures import capitalized, find_name, format_figure, is_better
 from sftplay.report.history import as_number
-from sftplay.report.learned import headlines, learns_from_rewards, memory_of
+from sftplay.report.learned import compare_memory, headlines, learns_from_rewards
 from sftplay.report.run_files import RunFiles, mapping, texts
 from sftplay.units import format_bytes
 
-Severity = Literal["stop", "warn", "note"]
-
-FEW_STEPS = 50
 FEW_PROMPTS = 30
-RISE = 1.02
-"""A held-out loss this much above its lowest has turned; less is noise."""
-
-
-FORGOTTEN = 5.0
-"""Percent by which the loss on a chat source may rise before it is a warning."""
-
-COLLAPSED = 0.5
-"""A last third of the run below this share of the speed before is no noise."""
-
-UNMOVED = 0.01
-"""A loss that fell by less than this share has learned next to nothing."""
 
 
 class Remark(NamedTuple):
     """How much it matters, and a sentence."""
 
-    severity: Severity
+    severity: Literal["stop", "warn", "note"]
     text: str
 
 
 def find_remarks(run: RunFiles) -> list[Remark]:
-    """All remarks, the most severe first."""
-    parts = (_state, _attempts, _checkpoints, _steps, _figures, _sources, _data, _config, _files)
+    """Return all remarks, the most severe first."""
+    parts = (_state, _attempts, _steps, _figures, _sources, _data, _settings)
     order = ("stop", "warn", "note")
-    return sorted((f for part in parts for f in part(run)), key=lambda remark: order.index(remark.severity))
-
-
-def cause_of(run: RunFiles) -> str:
-    """Why a failed run ended: the error it left, else the last attempt's cause."""
-    error = mapping(run.status.get("error"))
-    if isinstance(error.get("what"), str) and error["what"]:
-        where = error.get("where")
-        return f"{where}: {error['what']}" if isinstance(where, str) and where else error["what"]
-    cause = run.attempts[-1].get("cause") if run.attempts else None
-    return cause if isinstance(cause, str) else "no reason was left; look into logs/"
+    return sorted((found for part in parts for found in part(run)), key=lambda remark: order.index(remark.severity))
 
 
 def _sentence(text: str) -> str:
@@ -65,15 +40,19 @@ def _sentence(text: str) -> str:
 def _state(run: RunFiles) -> Iterator[Remark]:
     state = run.state
     if state == "failed":
-        fix = mapping(run.status.get("error")).get("fix")
-        fix = f" Remedy: {fix}." if isinstance(fix, str) and fix else ""
-        yield Remark("stop", f"The run failed at step {run.step:,}. {cause_of(run)}.{fix}")
+        error = mapping(run.status.get("error"))
+        what, where, fix = (text if isinstance(text := error.get(key), str) else "" for key in ("what", "where", "fix"))
+        cause = run.attempts[-1].get("cause") if run.attempts else None
+        why = f"{where}: {what}" if where and what else what
+        why = why or (cause if isinstance(cause, str) else "no reason was left; look into logs/")
+        remedy = f" Remedy: {fix}." if fix else ""
+        yield Remark("stop", f"The run failed at step {run.step:,}. {why}.{remedy}")
     if state == "interrupted":
         text = f"The run ended at step {run.step:,} without a message (it was killed, or the machine went down)."
         yield Remark("stop", f"{text} `make resume` continues from the last complete checkpoint.")
     if state == "stopped":
-        by = run.status.get("signal")
-        by = f" by {by}" if isinstance(by, str) else ""
+        signal = run.status.get("signal")
+        by = f" by {signal}" if isinstance(signal, str) else ""
         yield Remark("warn", f"The run was stopped{by} at step {run.step:,}; `make resume` continues from there.")
     if state == "running":
         yield Remark("note", f"The run is still going; this page shows it as of step {run.step:,}.")
@@ -82,24 +61,17 @@ def _state(run: RunFiles) -> Iterator[Remark]:
 
 
 def _attempts(run: RunFiles) -> Iterator[Remark]:
-    for number, attempt in enumerate(run.attempts, 1):
+    for number, attempt in enumerate(run.attempts[:-1], 1):
         cause = attempt.get("cause")
-        is_last = number == len(run.attempts)
-        if cause == "done" or is_last:
-            continue
-        start, end = (as_number(attempt.get(key)) for key in ("from_step", "to_step"))
-        span = f"from step {format_figure('step', start)}" + (
-            "" if end is None else f" to {format_figure('step', end)}"
-        )
-        ending = cause if isinstance(cause, str) else "ended without a message"
-        yield Remark("note", f"Attempt {number} ran {span}: {ending}.")
-
-
-def _checkpoints(run: RunFiles) -> Iterator[Remark]:
+        if cause != "done":
+            start, end = (as_number(attempt.get(key)) for key in ("from_step", "to_step"))
+            to = "" if end is None else f" to {format_figure('step', end)}"
+            ending = cause if isinstance(cause, str) else "ended without a message"
+            yield Remark("note", f"Attempt {number} ran from step {format_figure('step', start)}{to}: {ending}.")
     for name in run.set_aside[:10]:
         yield Remark("note", f"{name} was not continued; it lies in checkpoints/incomplete/.")
     for name in run.unmarked[:10]:
-        yield Remark("warn", f"{name} is not marked complete: it does not count, and `make resume` passes it over.")
+        yield Remark("warn", f"{name} is not marked complete: it does not count, and `make resume` skips it.")
     for line in run.notes:
         yield Remark("note", _sentence(line))
 
@@ -108,9 +80,9 @@ def _steps(run: RunFiles) -> Iterator[Remark]:
     history, steps = run.history, run.steps
     for key, at in history.bad_steps.items():
         places = ", ".join(f"{step:,}" for step in at)
-        name = "training loss" if key == "loss" else name_of(key)
+        name = "training loss" if key == "loss" else find_name(key)
         yield Remark("stop", f"{capitalized(name)} was not finite, first at step {places}.")
-    if steps is not None and steps < FEW_STEPS and not any("few to learn" in line for line in run.notes):
+    if steps is not None and steps < 50 and not any("few to learn" in line for line in run.notes):
         yield Remark("warn", f"{steps:,} steps in all are few to learn from; more epochs, or a smaller batch.")
     if history.n_broken:
         yield Remark("warn", f"{history.n_broken:,} lines of metrics.jsonl cannot be read and are left out.")
@@ -119,7 +91,8 @@ def _steps(run: RunFiles) -> Iterator[Remark]:
     yield from _progress(run)
     yield from _course(run)
     losses = [(loss, step) for step, loss in run.held_out if math.isfinite(loss)]
-    if losses and losses[-1][0] > RISE * min(losses)[0] and losses[-1] != min(losses):
+    # A held-out loss 2 % above its lowest has turned; less is noise.
+    if losses and losses[-1][0] > 1.02 * min(losses)[0] and losses[-1] != min(losses):
         (low, lowest_at), (end, _) = min(losses), losses[-1]
         text = f"Held-out loss was lowest at step {lowest_at:,.0f} ({format_figure('loss', low)}), then rose to"
         yield Remark("warn", f"{text} {format_figure('loss', end)}: fewer steps, or train.best_metric: loss.")
@@ -134,9 +107,8 @@ def _progress(run: RunFiles) -> Iterator[Remark]:
         if last <= first < 1:
             on = f" on {count:,} prompts" if count is not None else ""
             doubt = ", too few to tell" if count is not None and count < FEW_PROMPTS else ""
-            yield Remark(
-                "warn", f"{name}: {format_figure(key, first)} → {format_figure(key, last)}{on}{doubt}; it did not rise."
-            )
+            figures = f"{format_figure(key, first)} → {format_figure(key, last)}"
+            yield Remark("warn", f"{name}: {figures}{on}{doubt}; it did not rise.")
     key, name, word = ("reward", "sampled reward", "rise") if from_rewards else ("loss", "training loss", "fall")
     thirds, ends = history.thirds(key), history.ends(key)
     ends = (thirds[0], thirds[2]) if thirds else ends  # single lines are noisy
@@ -149,11 +121,11 @@ def _progress(run: RunFiles) -> Iterator[Remark]:
 def _course(run: RunFiles) -> Iterator[Remark]:
     """What the curves show that a last figure hides."""
     speeds = run.history.thirds("tokens_per_s")
-    if speeds and speeds[2] < COLLAPSED * max(speeds[:2]):
+    if speeds and speeds[2] < 0.5 * max(speeds[:2]):  # no noise
         figures = f"{format_figure('tokens', max(speeds[:2]))} → {format_figure('tokens', speeds[2])} tokens a second"
         yield Remark("warn", f"Throughput collapsed: {figures} (medians of a third of the run).")
     losses = None if learns_from_rewards(run) else run.history.thirds("loss")
-    if losses and 0 <= losses[0] - losses[2] < UNMOVED * abs(losses[0]):
+    if losses and 0 <= losses[0] - losses[2] < 0.01 * abs(losses[0]):  # it has learned next to nothing
         figures = f"{format_figure('loss', losses[0])} → {format_figure('loss', losses[2])}"
         yield Remark("warn", f"The training loss hardly moved: {figures} (medians); a higher rate, or more steps.")
 
@@ -164,14 +136,14 @@ def _figures(run: RunFiles) -> Iterator[Remark]:
     for key in after:
         if key in before and key not in per_token and is_better(key, before[key], after=after[key]) is False:
             values = f"{format_figure(key, before[key])} → {format_figure(key, after[key])}"
-            name = "held-out loss" if key == "loss" else name_of(key)
+            name = "held-out loss" if key == "loss" else find_name(key)
             yield Remark("warn", f"{capitalized(name)} got worse by training: {values}.")
     count = as_number(after.get("n"))
     if count is not None and 0 < count < FEW_PROMPTS:
         yield Remark("note", f"Answers were compared on {count:,.0f} prompts only; shares of them are rough.")
     if after and not before:
         yield Remark("note", "The base was not measured (eval.before), so there is nothing to compare with.")
-    memory = memory_of(run)
+    memory = compare_memory(run)
     if memory and memory.held > memory.planned:
         sizes = f"{format_bytes(memory.planned)} planned at most, {format_bytes(memory.held)} held"
         yield Remark("warn", f"Peak memory was above the plan: {sizes}.")
@@ -187,7 +159,7 @@ def _sources(run: RunFiles) -> Iterator[Remark]:
         yield Remark("note", f"{text}; bits per byte does.")
     for name, row in mapping(mapping(run.evals.get("perplexity")).get("anchor")).items():
         rise, rows = (as_number(mapping(row).get(key)) for key in ("forgetting_percent", "rows"))
-        if rise is not None and FORGOTTEN < rise < math.inf and (rows is None or rows >= ENOUGH_ROWS):
+        if rise is not None and 5.0 < rise < math.inf and (rows is None or rows >= ENOUGH_ROWS):
             text = f"Training has cost chat skills: the loss on {name} rose by {rise:.1f} %"
             yield Remark("warn", f"{text}; a larger weight for it, a lower rate or fewer steps keep more.")
 
@@ -196,26 +168,23 @@ def _data(run: RunFiles) -> Iterator[Remark]:
     data = run.data
     for note in (*texts(data.get("warnings")), *texts(data.get("notes"))):
         yield Remark("warn", _sentence(note))
-    refused = as_number(data.get("refused"))
-    if refused:
+    if refused := as_number(data.get("refused")):
         where = data.get("refused_rows")
         listed = f", listed in {where}" if isinstance(where, str) else ""
         yield Remark("warn", f"{format_figure('rows', refused)} rows were refused{listed}.")
     for reason, count in mapping(data.get("dropped")).items():
         if as_number(count):
             yield Remark("warn", f"{format_figure('rows', count)} rows were dropped: {reason.replace('_', ' ')}.")
-    cut = as_number(data.get("cut"))
-    if cut:
-        yield Remark(
-            "warn", f"{format_figure('rows', cut)} rows were longer than model.max_seq_len and lost their end."
-        )
+    if cut := as_number(data.get("cut")):
+        text = f"{format_figure('rows', cut)} rows were longer than model.max_seq_len"
+        yield Remark("warn", f"{text} and lost their end.")
     ended = as_number(data.get("eos_in_loss_share"))
-    if ended is not None and 0 <= ended < 1 and not (run.task and run.task.learns_from_rewards):
+    if ended is not None and 0 <= ended < 1 and not learns_from_rewards(run):
         text = f"Only {format_figure('eos_share', ended)} of the rows teach the model to end its turn"
         yield Remark("warn", f"{text}; the others lost their end.")
 
 
-def _config(run: RunFiles) -> Iterator[Remark]:
+def _settings(run: RunFiles) -> Iterator[Remark]:
     if run.value("model.trust_remote_code") is True:
         yield Remark("warn", "Python code that ships with the model was allowed to run (model.trust_remote_code).")
     for note in texts(run.plan.get("notes")):
@@ -223,8 +192,5 @@ def _config(run: RunFiles) -> Iterator[Remark]:
     verdict: Any = run.plan.get("verdict")
     if verdict in ("tight", "does_not_fit"):
         yield Remark("warn", f"The plan's verdict on memory was: {verdict.replace('_', ' ')}.")
-
-
-def _files(run: RunFiles) -> Iterator[Remark]:
     for trouble in run.troubles:
         yield Remark("note" if trouble.endswith("is not there") else "warn", f"{trouble}.")

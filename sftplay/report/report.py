@@ -13,23 +13,22 @@ from sftplay import __version__
 from sftplay.atomic import write_text
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report import sections
-from sftplay.report.answers import Answers, answers_of
-from sftplay.report.charts import Chart
-from sftplay.report.figures import capitalized, format_figure, is_share, name_of
+from sftplay.report.answers import Answers, pick_answers
+from sftplay.report.figures import capitalized, find_name, format_figure, is_share
 from sftplay.report.history import as_bytes, as_number
 from sftplay.report.learned import (
     Headline,
-    charts_of,
+    build_charts,
+    compare_memory,
     find_task_report,
     headlines,
     learned_table,
     learns_from_rewards,
-    memory_of,
+    pick_tries,
     resumed_steps,
     reward_charts,
-    tries_of,
 )
-from sftplay.report.mixture import anchors_of, forgetting, mixture_tables, source_charts
+from sftplay.report.mixture import find_anchors, forgetting, mixture_tables, source_charts
 from sftplay.report.page import render_page
 from sftplay.report.remarks import find_remarks
 from sftplay.report.run_files import RunFiles, mapping, mappings, read_run_files
@@ -44,7 +43,7 @@ Tile = tuple[str, str, str]
 
 
 def write_report(folder: RunFolder) -> Path:
-    """Write `report.html` into the run folder, over an older one; the file's path.
+    """Write `report.html` into the run folder, over an older one; return its path.
 
     Raises:
         OSError: the page cannot be written. Nothing in the folder's files raises.
@@ -55,30 +54,34 @@ def write_report(folder: RunFolder) -> Path:
 
 
 def render(run: RunFiles) -> str:
-    """The page as HTML."""
-    part = find_task_report(run)
+    """Return the page as HTML."""
+    part, resumed = find_task_report(run), resumed_steps(run)
+    charts = build_charts(run)
+    n_first = 0 if learns_from_rewards(run) else 1  # rewards stand before the loss, sources behind it
+    sources = [] if learns_from_rewards(run) else source_charts(run, resumed)
+    task = {"puzzles": None, "turns": None, **(part.build_sections(run, resumed) if part else {})}
     return render_page(
         title=f"{run.folder.name}: {run.state}",
         run=run,
         colour=COLOURS.get(run.state, "caution"),
-        method=_method(run),
+        method=_describe_method(run),
         tiles=(tiles := _tiles(run)),
         columns=even_columns(len(tiles)),
         remarks=find_remarks(run),
-        charts=_charts(run),
-        resumed=resumed_steps(run),
+        charts=[*reward_charts(run, resumed), *charts[:n_first], *sources, *charts[n_first:]],
+        resumed=resumed,
         learned=[table] if (table := learned_table(run)) else [],
         evaluation=sections.evaluation_tables(run),
         bars=sections.evaluation_bars(run),
-        **{"puzzles": None, "turns": None, **(part.build_sections(run, resumed_steps(run)) if part else {})},
+        **task,
         sources=mixture_tables(run),
         forgetting=forgetting(run),
-        answers=_answers(run),
-        tries=tries_of(run),
+        answers=_list_answers(run),
+        tries=pick_tries(run),
         data=sections.data_tables(run),
         data_facts=sections.data_facts(run),
         histogram=sections.histogram(run),
-        sample=sections.sample_of(run),
+        sample=sections.build_sample(run),
         choices=sections.choice_tables(run),
         config=sections.config_tables(run),
         versions=sections.version_facts(run),
@@ -87,30 +90,21 @@ def render(run: RunFiles) -> str:
     )
 
 
-def _charts(run: RunFiles) -> list[Chart]:
-    """All curves; those of the sources stand behind the loss, and rewards before it."""
-    charts, resumed = charts_of(run), resumed_steps(run)
-    if learns_from_rewards(run):
-        return [*reward_charts(run, resumed), *charts]
-    return [*reward_charts(run, resumed), *charts[:1], *source_charts(run, resumed), *charts[1:]]
-
-
-def _answers(run: RunFiles) -> list[tuple[str, str, Answers]]:
+def _list_answers(run: RunFiles) -> list[tuple[str, str, Answers]]:
     """Sets of answers, each with its anchor on the page and its title. Episodes have a table of their own."""
     if run.task and run.task.turns == 2:
         return []
     sets = [("answers", "Answers before and after", "")]
-    sets += [(f"answers-{n}", f"Answers to {name}", f"anchor-{name}-") for n, name in enumerate(anchors_of(run), 1)]
+    sets += [(f"answers-{n}", f"Answers to {name}", f"anchor-{name}-") for n, name in enumerate(find_anchors(run), 1)]
     sets += [("test-answers", "Answers to the test rows", "test-")]
-    return [(anchor, title, found) for anchor, title, prefix in sets if (found := answers_of(run, prefix))]
+    return [(anchor, title, found) for anchor, title, prefix in sets if (found := pick_answers(run, prefix))]
 
 
-def _method(run: RunFiles) -> str:
+def _describe_method(run: RunFiles) -> str:
     mode, task = (run.value(key) for key in ("tuning.mode", "task_mode"))
-    modes = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA, base in 4 bits"}
-    known = isinstance(mode, str) and isinstance(task, str)
-    if not known:
+    if not isinstance(mode, str) or not isinstance(task, str):
         return "Training"
+    modes = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA, base in 4 bits"}
     rank = f", rank {run.value('tuning.lora.r')}" if mode in ("lora", "qlora") else ""
     return f"{(run.task and run.task.title) or task}, {modes.get(mode, mode)}{rank},"
 
@@ -118,21 +112,17 @@ def _method(run: RunFiles) -> str:
 def _tiles(run: RunFiles) -> list[Tile]:
     """The figures one looks for first."""
     before, after = run.evals.get("before", {}), run.evals.get("after", {})
-    tiles = [_headline_tile(each) for each in headlines(run)]
+    tiles = [_headline_tile(headline) for headline in headlines(run)]
     for key in () if tiles else [*[key for key in after if is_share(key)][:2], "loss"]:
         if key in after:
             old = f"{format_figure(key, before[key])} →\u00a0" if key in before else ""
             n = f"on {format_figure('n', after.get('n'))} prompts" if key != "loss" else ""
-            name = "Held-out loss" if key == "loss" else capitalized(name_of(key))
+            name = "Held-out loss" if key == "loss" else capitalized(find_name(key))
             tiles.append((name, old + format_figure(key, after[key]), n))
     history = run.history
-    if learns_from_rewards(run):
-        if rewards := history.ends("reward"):
-            tiles.append(_headline_tile(("reward", "Sampled reward", *rewards, None)))
-    elif losses := history.ends("loss"):
-        tiles.append(
-            ("Training loss", f"{format_figure('loss', losses[0])} →\u00a0{format_figure('loss', losses[1])}", "")
-        )
+    key, name = ("reward", "Sampled reward") if learns_from_rewards(run) else ("loss", "Training loss")
+    if ends := history.ends(key):
+        tiles.append(_headline_tile((key, name, *ends, None)))
     seconds = as_number(run.status.get("train_seconds"))
     if seconds is not None and 0 <= seconds < 1e12:
         tiles.append(("Training time", format_seconds(seconds), "the last attempt" if len(run.attempts) > 1 else ""))
@@ -141,9 +131,9 @@ def _tiles(run: RunFiles) -> list[Tile]:
         tiles.append(("Tokens per second", format_figure("tokens", speed), "median"))
     memory = as_bytes(history.largest("peak_bytes") or history.largest("peak_rss_bytes"))
     if memory is not None:
-        plan = memory_of(run)
-        beside = f"of {format_figure('peak_bytes', plan.planned)} planned" if plan else "main process"
-        tiles.append(("Peak memory", format_figure("peak_bytes", memory), beside))
+        plan = compare_memory(run)
+        note = f"of {format_figure('peak_bytes', plan.planned)} planned" if plan else "main process"
+        tiles.append(("Peak memory", format_figure("peak_bytes", memory), note))
     return tiles + _size_tiles(run)
 
 
@@ -154,7 +144,7 @@ def _headline_tile(headline: Headline) -> Tile:
 
 
 def even_columns(count: int) -> int:
-    """Columns in which so many tiles leave the fewest gaps in the last row; the most of those that leave as few."""
+    """Return in how many columns so many tiles leave the fewest gaps in the last row; the most of equal ones."""
     return min(range(3, 7), key=lambda columns: (-count % columns, -columns))
 
 
@@ -163,12 +153,10 @@ def _size_tiles(run: RunFiles) -> list[Tile]:
     model: dict[str, Any] = mapping(run.manifest.get("model"))
     whole, trained = (as_number(model.get(key)) for key in ("parameters", "trainable_parameters"))
     if whole and trained is not None and 0 < whole < 1e18 and 0 <= trained < 1e18:
-        tiles.append(
-            ("Weights that train", format_count(trained), f"{100 * trained / whole:.2g} % of {format_count(whole)}")
-        )
-    machine = mapping(run.manifest.get("machine"))
-    gpus = [str(gpu.get("name")) for gpu in mappings(machine.get("gpus"))]
-    if machine:
+        share = f"{100 * trained / whole:.2g} % of {format_count(whole)}"
+        tiles.append(("Weights that train", format_count(trained), share))
+    if machine := mapping(run.manifest.get("machine")):
+        gpus = [str(gpu.get("name")) for gpu in mappings(machine.get("gpus"))]
         name = f"{len(gpus)} × {gpus[0]}" if gpus else f"CPU, {machine.get('cores', '?')} cores"
         tiles.append(("Hardware", name[:60], f"{run.plan.get('world_size', 1)} process(es)"[:60]))
     return tiles

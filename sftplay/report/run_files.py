@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,6 @@ from sftplay.launch.checkpoints import is_marked, list_checkpoints, read_step
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.history import MOST_SOURCES, History, Point, as_number, read_history
 from sftplay.tasks import TASKS, TaskRow
-
-MOST_STATE_BYTES = 2**25
-"""A trainer_state.json above this is left unread: it takes seconds and gigabytes."""
-
-MOST_LOG_BYTES = 2**26
-MOST_SAMPLES = 5
-NOTE_MARKS = ("passed over", "] skipping ", "is not continued", "] note: ")
-"""Parts of the kit's own log lines that a reader of the report must not miss."""
 
 
 @dataclass(frozen=True)
@@ -124,11 +117,11 @@ class RunFiles:
 
 
 def read_run_files(folder: RunFolder) -> RunFiles:
-    """Everything in the folder. Never raises for what it finds there."""
+    """Read everything in the folder. Never raises for what it finds there."""
     reader, checkpoints = _Reader(folder), list_checkpoints(folder.checkpoints)
-    evals = {path.stem: reader.json(f"eval/{path.name}") for path in _listed(folder.eval, "*.json")}
+    evals = {path.stem: reader.json(f"eval/{path.name}") for path in _list(folder.eval, "*.json")}
     stands_for = compared(evals)
-    samples = [path.name for path in _listed(folder.path / "samples", "*.txt")][:MOST_SAMPLES]
+    samples = [path.name for path in _list(folder.path / "samples", "*.txt")][:5]
     return RunFiles(
         folder=folder,
         plan=reader.json("plan.json"),
@@ -145,7 +138,7 @@ def read_run_files(folder: RunFolder) -> RunFiles:
         held_out=reader.held_out(checkpoints[-1:], evals),
         held_out_sources=held_out_sources(evals),
         notes=reader.notes(),
-        set_aside=[path.name for path in _listed(folder.checkpoints / "incomplete", "checkpoint-*")],
+        set_aside=[path.name for path in _list(folder.checkpoints / "incomplete", "checkpoint-*")],
         unmarked=[path.name for path in checkpoints if not is_marked(path)],
         is_held=is_locked(folder.path / ".lock"),
         troubles=reader.troubles,
@@ -153,25 +146,25 @@ def read_run_files(folder: RunFolder) -> RunFiles:
 
 
 def mapping(value: object) -> dict[str, Any]:
-    """The value if it is an object, else an empty one."""
+    """Return the value if it is an object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def mappings(value: object) -> list[dict[str, Any]]:
-    """The objects in a list; none when it is no list."""
+    """Return the objects in a list; none when it is no list."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def texts(value: object) -> list[str]:
-    """The texts in a list; none when it is no list."""
+    """Return the texts in a list; none when it is no list."""
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
-def answer_rows(folder: RunFolder, tag: str) -> Iterator[dict[str, Any]]:
-    """The rows of eval/<tag>.jsonl that can be read, one after another; none when the file cannot."""
+def read_objects(path: Path, most_lines: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSONL file that can be read, among its first lines; none when the file cannot."""
     try:
-        with (folder.eval / f"{tag}.jsonl").open("rb") as handle:
-            for raw in handle:
+        with path.open("rb") as handle:
+            for raw in islice(handle, most_lines):
                 try:
                     row = json.loads(raw)
                 except (ValueError, RecursionError):
@@ -182,6 +175,11 @@ def answer_rows(folder: RunFolder, tag: str) -> Iterator[dict[str, Any]]:
         return
 
 
+def answer_rows(folder: RunFolder, tag: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of eval/<tag>.jsonl that can be read."""
+    return read_objects(folder.eval / f"{tag}.jsonl")
+
+
 class _Reader:
     """Reads the files of one folder; what cannot be read is empty, and named in `troubles`."""
 
@@ -190,7 +188,6 @@ class _Reader:
         self.troubles: list[str] = []
 
     def json(self, name: str, *, is_optional: bool = False) -> dict[str, Any]:
-        """The object in a file."""
         try:
             content = json.loads((self.folder.path / name).read_bytes())
         except FileNotFoundError:
@@ -202,11 +199,9 @@ class _Reader:
             return {}
         if not isinstance(content, dict):
             self.troubles.append(f"{name} holds no object")
-            return {}
-        return content
+        return mapping(content)
 
     def text(self, name: str) -> str:
-        """The text of a file."""
         try:
             return (self.folder.path / name).read_bytes().decode("utf-8", "replace").strip()
         except OSError as error:
@@ -226,12 +221,13 @@ class _Reader:
         for parts, value in _leaves(document.values, ()):
             number = document.lines.get(parts, 0)
             line = lines[number - 1] if 0 < number <= len(lines) else ""
+            # The comment behind a value, as `dump_resolved` writes it; a `#` inside the value is no comment.
+            origin = line.partition(f": {flow(value)}  # ")[2]
             key = RENAMED_KEYS.get(".".join(parts), ".".join(parts))
-            settings[key] = Setting(key, value, _origin(line, value))
+            settings[key] = Setting(key, value, origin)
         return settings
 
     def history(self) -> History:
-        """The course of the run."""
         path = self.folder.metrics
         if not path.exists():
             self.troubles.append("metrics.jsonl is not there: no step was logged yet")
@@ -243,38 +239,37 @@ class _Reader:
 
     def held_out(self, newest: list[Path], evals: dict[str, dict[str, Any]]) -> list[Point]:
         """(step, held-out loss), from the newest checkpoint and from eval/step-N.json."""
-        losses = {step: loss for checkpoint in newest for step, loss in self._logged_losses(checkpoint)}
+        losses: dict[float, float] = {}
+        for checkpoint in newest:  # the Trainer keeps them nowhere else
+            path = checkpoint / "trainer_state.json"
+            name = str(path.relative_to(self.folder.path))
+            if not path.is_file():
+                continue
+            if path.stat().st_size > 2**25:  # it would take seconds and gigabytes
+                self.troubles.append(f"{name} is too large to look for held-out losses in")
+                continue
+            for entry in mappings(self.json(name).get("log_history")):
+                step, loss = as_number(entry.get("step")), as_number(entry.get("eval_loss"))
+                if step is not None and loss is not None and abs(step) <= max(read_step(checkpoint), 0):
+                    losses[step] = loss
         for step, figures in by_step(evals):
             if (loss := as_number(figures.get("loss"))) is not None:
                 losses[step] = loss
         return sorted(losses.items())
 
-    def _logged_losses(self, checkpoint: Path) -> Iterator[Point]:
-        """Held-out losses in a checkpoint's log; the Trainer keeps them nowhere else."""
-        path = checkpoint / "trainer_state.json"
-        name = str(path.relative_to(self.folder.path))
-        if not path.is_file():
-            return
-        if path.stat().st_size > MOST_STATE_BYTES:
-            self.troubles.append(f"{name} is too large to look for held-out losses in")
-            return
-        for entry in mappings(self.json(name).get("log_history")):
-            step, loss = as_number(entry.get("step")), as_number(entry.get("eval_loss"))
-            if step is not None and loss is not None and abs(step) <= max(read_step(checkpoint), 0):
-                yield step, loss
-
     def notes(self) -> list[str]:
         """The kit's own log lines that a reader of the report must not miss."""
         path = self.folder.logs / "rank0.log"
+        marks = ("] skipping ", "passed over", "is not continued", "] note: ")
         lines: dict[str, None] = {}
         try:
-            if path.stat().st_size > MOST_LOG_BYTES:
+            if path.stat().st_size > 2**26:
                 self.troubles.append("logs/rank0.log is too large to look for notes in")
                 return []
             with path.open("rb") as handle:
                 for raw in handle:
                     line = raw[:500].decode("utf-8", "replace").strip() if raw.startswith(b"[") else ""
-                    if any(part in line for part in NOTE_MARKS):
+                    if any(part in line for part in marks):
                         lines[line.partition("] ")[2].removeprefix("note: ")] = None
         except OSError:
             return []
@@ -294,12 +289,7 @@ def _leaves(tree: dict[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tupl
             yield (*above, key), value
 
 
-def _origin(line: str, value: Any) -> str:
-    """The comment behind a value, as `dump_resolved` writes it; a `#` inside the value is no comment."""
-    return line.partition(f": {flow(value)}  # ")[2]
-
-
-def _listed(folder: Path, pattern: str) -> list[Path]:
+def _list(folder: Path, pattern: str) -> list[Path]:
     try:
         return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
     except OSError:
@@ -307,7 +297,7 @@ def _listed(folder: Path, pattern: str) -> list[Path]:
 
 
 def by_step(evals: dict[str, dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The measurements while training, each with its step."""
+    """Yield the measurements while training, each with its step."""
     for name, figures in evals.items():
         step = name.removeprefix("step-")
         if name.startswith("step-") and step.isdecimal() and len(step) < 16:
@@ -315,7 +305,7 @@ def by_step(evals: dict[str, dict[str, Any]]) -> Iterator[tuple[float, dict[str,
 
 
 def compared(evals: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """before and after -> names of the measurements that stand for them.
+    """Return before and after -> names of the measurements that stand for them.
 
     A run that learns from rewards measures itself at its first and at its last step.
     """
@@ -326,12 +316,10 @@ def compared(evals: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def held_out_sources(evals: dict[str, dict[str, Any]]) -> dict[str, list[Point]]:
-    """(step, held-out loss) of each source of a mixture."""
+    """Return (step, held-out loss) of each source of a mixture."""
     points: dict[str, list[Point]] = {}
     for step, figures in sorted(by_step(evals), key=lambda pair: pair[0]):
-        sources = figures.get("sources")
-        for name, each in list(sources.items())[:MOST_SOURCES] if isinstance(sources, dict) else ():
-            loss = as_number(each.get("loss")) if isinstance(each, dict) else None
-            if loss is not None:
+        for name, source in list(mapping(figures.get("sources")).items())[:MOST_SOURCES]:
+            if (loss := as_number(mapping(source).get("loss"))) is not None:
                 points.setdefault(name, []).append((step, loss))
     return points

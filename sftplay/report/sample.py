@@ -16,18 +16,14 @@ FILE = "samples/masked.json"
 HALF = "\ufffd"
 """What a decoder writes for bytes that are not a whole character yet."""
 
-LONGEST_CHARACTER = 4
-"""Most bytes of one character in UTF-8, so also the most tokens of one."""
-
 
 def masked_sample(tokenizer: Any, example: dict[str, Any], *, source: str = "") -> dict[str, Any]:
-    """The content of samples/masked.json for an example with `input_ids`, `labels` and maybe `row`.
+    """Return the content of samples/masked.json for an example with `input_ids`, `labels` and maybe `row`.
 
     Where several tokens spell one character, the last one has its text and the others are empty.
     """
-    ids = [int(token) for token in example["input_ids"]]
+    texts = _split_text(tokenizer, [int(token) for token in example["input_ids"]])
     learned = [int(label) != IGNORE_INDEX for label in example["labels"]]
-    texts = token_texts(tokenizer, ids)
     tokens = [[text, flag] for text, flag in zip(texts, learned, strict=True)]
     return {"row": int(example.get("row", 0)), "source": source, "tokens": tokens}
 
@@ -37,24 +33,27 @@ def write_masked_sample(folder: RunFolder, tokenizer: Any, *, example: dict[str,
     folder.write_json(FILE, masked_sample(tokenizer, example, source=source))
 
 
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+def _split_text(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """The text each token adds to those before it; joined they are the decoded row, special tokens included."""
+
+    def decode(begin: int, end: int) -> str:
+        return str(
+            tokenizer.decode(list(ids[begin:end]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
     texts: list[str] = []
     # Tokens from `anchor` on are decoded together, because some decoders drop a space at the very beginning; the text
     # of those before `end_of_done` is known.
     anchor = end_of_done = 0
     known = ""
     for end in range(1, len(ids) + 1):
-        whole = _decoded(tokenizer, ids[anchor:end])
-        text = whole[len(known) :] if whole.startswith(known) else _decoded(tokenizer, ids[end_of_done:end])
-        if text.endswith(HALF) and end < len(ids) and end - end_of_done < LONGEST_CHARACTER:
+        whole = decode(anchor, end)
+        text = whole[len(known) :] if whole.startswith(known) else decode(end_of_done, end)
+        # A character has at most 4 bytes in UTF-8, so also at most 4 tokens.
+        if text.endswith(HALF) and end < len(ids) and end - end_of_done < 4:
             texts.append("")
             continue
         texts.append(text)
         anchor, end_of_done = end_of_done, end
-        known = _decoded(tokenizer, ids[anchor:end_of_done])
+        known = decode(anchor, end_of_done)
     return texts
-
-
-def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

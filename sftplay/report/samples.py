@@ -6,11 +6,9 @@ at.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -18,7 +16,7 @@ from pydantic import ValidationError
 
 from sftplay.config.rewards import RewardConfig
 from sftplay.report.history import as_number
-from sftplay.report.run_files import RunFiles, mapping, mappings
+from sftplay.report.run_files import RunFiles, mapping, mappings, read_objects
 from sftplay.reward.table import judges_form
 
 FIRST, LAST = 3, 10
@@ -31,7 +29,7 @@ Line = dict[str, Any]
 
 
 def sampled_steps(run: RunFiles) -> list[int]:
-    """Steps whose completions are kept, in order."""
+    """Return the steps whose completions are kept, in order."""
     try:
         names = [path.stem.removeprefix("step-") for path in (run.folder.path / "samples").glob("step-*.jsonl")]
     except OSError:
@@ -40,22 +38,22 @@ def sampled_steps(run: RunFiles) -> list[int]:
 
 
 def read_samples(run: RunFiles, step: int) -> list[Line]:
-    """The completions of a step that can be read."""
-    return list(_lines(run.folder.path / "samples" / f"step-{step}.jsonl"))
+    """Return the completions of a step that can be read."""
+    return list(read_objects(run.folder.path / "samples" / f"step-{step}.jsonl", most_lines=MOST_LINES))
 
 
 def content_names(run: RunFiles) -> list[str]:
-    """Names of the rewards that only a right answer gets in full."""
+    """Return the names of the rewards that only a right answer gets in full."""
     names = []
-    for each in mappings(run.value("rewards")):
+    for entry in mappings(run.value("rewards")):
         with suppress(ValidationError):  # a config that was spoilt by hand
-            reward = RewardConfig.model_validate(each)
+            reward = RewardConfig.model_validate(entry)
             names += [] if judges_form(reward) else [reward.name]
     return names
 
 
 def pass_share(run: RunFiles, steps: Sequence[int]) -> float | None:
-    """Share of the sampled completions of these steps to which every reward for content gives 1; None: not known."""
+    """Return the share of these steps' completions to which every reward for content gives 1; None: not known."""
     names = content_names(run)
     verdicts = [passes(line, names) for step in steps for line in read_samples(run, step)]
     known = [verdict for verdict in verdicts if verdict is not None]
@@ -63,21 +61,7 @@ def pass_share(run: RunFiles, steps: Sequence[int]) -> float | None:
 
 
 def passes(line: Line, names: Sequence[str]) -> bool | None:
-    """Whether each of these rewards gave 1; None where one gave no value, or there is none."""
+    """Return whether each of these rewards gave 1; None where one gave no value, or there is none."""
     values = [as_number(mapping(line.get("rewards")).get(name)) for name in names]
     known = [value for value in values if value is not None and math.isfinite(value)]
     return None if not values or len(known) < len(values) else min(known) >= 1.0
-
-
-def _lines(path: Path) -> Iterator[Line]:
-    try:
-        with path.open("rb") as handle:
-            for _, raw in zip(range(MOST_LINES), handle, strict=False):
-                try:
-                    line = json.loads(raw)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(line, dict):
-                    yield line
-    except OSError:
-        return

@@ -21,9 +21,6 @@ from sftplay.runs.finished_run import load_renderer, open_run, prepare_environme
 from sftplay.runs.inputs import check_model
 from sftplay.runs.model_shape import known_shape
 
-UNTRAINED = "-untrained"
-"""What is added to a config's stem for the folder of what is measured of its model without a run."""
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -70,7 +67,7 @@ class Subject:
 
 
 def find_subject(args: Namespace) -> Subject:
-    """What the command line means: a run of the config where there is one, else the model that the config names.
+    """Return what the command line means: a run of the config where there is one, else the config's model.
 
     Raises:
         ConfigError: the run that is named is not there or has no result; the model or adapter is not there.
@@ -81,32 +78,27 @@ def find_subject(args: Namespace) -> Subject:
     except ConfigError:
         if args.run:
             raise
-        return _untrained(given, args.config)
+        cfg = resolve_names(given)
+        check_model(cfg, asks_hub=True)
+        decided = decide_numerics(cfg, probe(), shape=known_shape(cfg))
+        keys = [key for key in ("train.precision", "model.attn") if cfg.get_value(key) == "auto"]
+        cfg = cfg.with_values({key: decided[key].value for key in keys}, "auto")
+        adapter = f" with the adapter {cfg.model.adapter}" if cfg.model.adapter else ""
+        log.say(f"no run of {args.config} yet: measuring {cfg.model.name}{adapter} as it is", "eval")
+        folder = RunFolder(Path(cfg.output_dir) / f"{Path(args.config).stem}-untrained")
+        return Subject(cfg, folder, run=False, base=True)
     try:
         cfg, folder = open_run(args, needs_result=not args.base)
     except ConfigError as error:
         fix = f"{error.fix}; what it started from is measured with ARGS=--base"
         raise ConfigError(error.what, where=error.where, fix=fix) from error
-    own = {"cluster.launcher": given.cluster.launcher, "sandbox": given.sandbox.model_dump()}
-    cfg = cfg.with_values(own, "command line")
-    return Subject(cfg, folder, run=True, base=args.base)
-
-
-def _untrained(given: RunConfig, config_path: str) -> Subject:
-    cfg = resolve_names(given)
-    check_model(cfg, asks_hub=True)
-    decided = decide_numerics(cfg, probe(), shape=known_shape(cfg))
-    open_keys = {"train.precision": cfg.train.precision, "model.attn": cfg.model.attn}
-    cfg = cfg.with_values({key: decided[key].value for key, value in open_keys.items() if value == "auto"}, "auto")
-    adapter = f" with the adapter {cfg.model.adapter}" if cfg.model.adapter else ""
-    log.say(f"no run of {config_path} yet: measuring {cfg.model.name}{adapter} as it is", "eval")
-    folder = RunFolder(Path(cfg.output_dir) / f"{Path(config_path).stem}{UNTRAINED}")
-    return Subject(cfg, folder, run=False, base=True)
+    values = {"cluster.launcher": given.cluster.launcher, "sandbox": given.sandbox.model_dump()}
+    return Subject(cfg.with_values(values, "command line"), folder, run=True, base=args.base)
 
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked, and how answers are drawn. All of it is plain data, for other processes."""
+    """What is asked, and how answers are sampled. All of it is plain data, for other processes."""
 
     texts: tuple[str, ...]
     samples: int
@@ -118,17 +110,17 @@ class Questions:
     max_new_tokens: int
 
     def share(self, rank: int, world_size: int) -> list[int]:
-        """The numbers of the answers that a process makes: those of every `world_size`-th question."""
+        """Return the numbers of the answers that a process makes: those of every `world_size`-th question."""
         numbers = range(len(self.texts) * self.samples)
         return [number for number in numbers if number // self.samples % world_size == rank]
 
     def digest(self) -> str:
-        """Hex sha256 of what is asked."""
+        """Return the hex sha256 of what is asked."""
         return hashlib.sha256("\0".join(self.texts).encode()).hexdigest()
 
 
-def questions_of(texts: Sequence[str], *, cfg: RunConfig, args: Namespace) -> Questions:
-    """The questions with what the command line says of the answers, and the config where it says nothing."""
+def make_questions(texts: Sequence[str], *, cfg: RunConfig, args: Namespace) -> Questions:
+    """Return the questions with what the command line says of the answers, and the config where it says nothing."""
     return Questions(
         tuple(texts), args.n, args.temperature, args.top_p or 1.0, cfg.seed if args.seed is None else args.seed,
         args.max_new_tokens or cfg.eval.max_new_tokens,
@@ -136,7 +128,7 @@ def questions_of(texts: Sequence[str], *, cfg: RunConfig, args: Namespace) -> Qu
 
 
 def answer_share(subject: Subject, questions: Questions, *, rank: int = 0, world_size: int = 1) -> dict[int, str]:
-    """This process's answers by their number; answer `i` is one to question `i // samples`.
+    """Return this process's answers by their number; answer `i` is one to question `i // samples`.
 
     Random numbers belong to an answer's number, so that they do not depend on the number of processes.
     """
@@ -153,11 +145,5 @@ def answer_share(subject: Subject, questions: Questions, *, rank: int = 0, world
     numbers = questions.share(rank, world_size)
     asked = [Message("user", questions.texts[number // questions.samples]) for number in numbers]
     prompts = [renderer.prompt_ids((*system, question), "") for question in asked]
-    answers = answer_all(
-        generator,
-        prompts,
-        batch_size=cfg.eval.batch_size,
-        rows=numbers,
-        progress=lambda done: log.progress(done, len(prompts), what="answered", tag="eval"),
-    )
+    answers = answer_all(generator, prompts, batch_size=cfg.eval.batch_size, rows=numbers)
     return dict(zip(numbers, answers, strict=True))

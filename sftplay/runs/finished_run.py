@@ -8,7 +8,6 @@ import traceback
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any
 
 from sftplay import log
@@ -25,13 +24,9 @@ from sftplay.startup import leave_out
 
 
 def open_run(
-    args: Namespace,
-    values: Mapping[str, Any] = MappingProxyType({}),
-    *,
-    needs_result: bool = True,
-    takes_puzzles: bool = False,
+    args: Namespace, values: Mapping[str, Any] | None = None, *, needs_result: bool = True, takes_puzzles: bool = False
 ) -> tuple[RunConfig, RunFolder]:
-    """The finished run that a command line names, and its config.
+    """Return the finished run that a command line names, and its config.
 
     The config is the run's own, except for the keys that do not shape the weights: these come from the command line.
     `values` are the verb's own values of some keys; the command line overrides them. `takes_puzzles` says that the verb
@@ -50,8 +45,8 @@ def open_run(
         what = f"task_mode hrm learns puzzles, and {args.verb} needs a model of texts"
         fix = f"take {folder.path / 'model'} as it is; `make eval` and `make infer IN=puzzle.txt` use it"
         raise ConfigError(what, where=str(folder.path), fix=fix)
-    own = {key: value for key, value in values.items() if given.origins.get(key) != "command line"}
-    given = given.with_values(own, args.verb)
+    unset = {key: value for key, value in (values or {}).items() if given.origins.get(key) != "command line"}
+    given = given.with_values(unset, args.verb)
     wanted = {"eval": given.eval.model_dump(), "data.test_path": given.data.test_path}
     if given.data.val_path != cfg.data.val_path:
         wanted["data.val_path"] = given.data.val_path
@@ -73,7 +68,7 @@ def prepare_environment(cfg: RunConfig) -> None:
 
 
 def load_renderer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, Any]:
-    """The tokenizer in the result's folder, and the renderer of the chat template there."""
+    """Return the tokenizer in the result's folder, and the renderer of the chat template there."""
     from sftplay.data.render.render import Renderer
     from sftplay.model.tokenizer import load_tokenizer
 
@@ -82,7 +77,7 @@ def load_renderer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, Any]:
 
 
 def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
-    """The chat template in the result's folder. A warning is printed where the run was trained with another one."""
+    """Return the chat template in the result's folder; print a warning where the run was trained with another one."""
     from sftplay.data.render.templates import template_hash
 
     template: str | None = tokenizer.chat_template

@@ -21,10 +21,8 @@ WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
 
 def refuse_unusable(machine: Machine) -> None:
-    """Refuse a launch on GPUs that the installed torch cannot use: it would train on the CPU with the GPUs' plan.
-
-    Raises:
-        MachineError: the driver is too old for torch's CUDA, or torch has no CUDA or no code for a GPU.
+    """Refuse a launch on GPUs that the installed torch cannot use: it would train on the CPU with the GPUs' plan. Raise
+    MachineError where the driver is too old for torch's CUDA, or torch has no CUDA or no code for a GPU.
     """
     if not machine.gpus:
         return
@@ -39,10 +37,8 @@ def refuse_unusable(machine: Machine) -> None:
 def refuse_missing_compiler(cfg: RunConfig, machine: Machine) -> None:
     """Refuse a run on GPUs whose first step needs kernels that Triton cannot build here.
 
-    Task grpo does without: `avoid_triton` in tasks.grpo.rollouts.
-
-    Raises:
-        MachineError: there is no C compiler, or Python's headers are missing.
+    Task grpo does without: `avoid_triton` in tasks.grpo.rollouts. Raise MachineError where there is no C compiler, or
+    Python's headers are missing.
     """
     key, is_compiled, other = find_sizing(cfg).compiled(cfg)
     if machine.gpus and is_compiled and (problem := find_compiler_problem()):
@@ -52,8 +48,10 @@ def refuse_missing_compiler(cfg: RunConfig, machine: Machine) -> None:
 
 
 def gpu_settings(cfg: RunConfig, machine: Machine, *, processes: int) -> dict[str, str]:
-    """The variables that the workers need for the GPUs of this machine. The user's own stay."""
-    alone = _one_gpu(cfg, machine) if processes == 1 else {}
+    """Return the variables that the workers need for the GPUs of this machine. The user's own stay."""
+    alone: dict[str, str] = {}
+    if processes == 1 and not uses_several_gpus(cfg):
+        alone = one_gpu_environment(machine.gpus, by_uuid=cfg.grpo.generation != "vllm_colocate")
     cards = [gpu.name for gpu in machine.gpus if "RTX 40" in gpu.name]
     missing = {name: value for name, value in WITHOUT_PEERS.items() if name not in os.environ}
     if not (cards and missing and machine.driver):
@@ -67,9 +65,3 @@ def gpu_settings(cfg: RunConfig, machine: Machine, *, processes: int) -> dict[st
         f"{cards[0]} with driver {machine.driver}, older than {FIXED_DRIVER}: {names} set, for accelerate asks for it"
     )
     return {**alone, **missing}
-
-
-def _one_gpu(cfg: RunConfig, machine: Machine) -> dict[str, str]:
-    if uses_several_gpus(cfg):
-        return {}
-    return one_gpu_environment(machine.gpus, by_uuid=cfg.grpo.generation != "vllm_colocate")

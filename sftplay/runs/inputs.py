@@ -6,14 +6,15 @@ Only `sftplay.model.source` may ask the hub here, and only about a model that th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sftplay import log
-from sftplay.config.data import SourceType, row_paths
+from sftplay.config.data import row_paths
 from sftplay.config.load import examine_config
 from sftplay.config.run import RunConfig
 from sftplay.data.layouts.convert import read_layout_options, to_record
@@ -37,21 +38,17 @@ if TYPE_CHECKING:
 
 TERMS = "tuning.new_tokens.path"
 START = "hrm.start_from"
-SAMPLED_ROWS = 32
-NAMED_ROWS = 5
-KEYS = ("model.name", "data.template", "logging.backend", TERMS)
-"""Keys of inputs that are looked at, beside those that name rows."""
 
 
 def needs_no_hub(cfg: RunConfig) -> bool:
-    """True when the model and all data are on this machine."""
+    """Return whether the model and all data are on this machine."""
     if not cfg.task.reads_text:
         return True
     return is_local(resolve_names(cfg).model.name) and all(Path(path).exists() for _, path in row_paths(cfg))
 
 
 def check_inputs(cfg: RunConfig, *, asks_hub: bool = True) -> RunConfig:
-    """Refuse missing inputs; otherwise `cfg` with names of runs resolved.
+    """Refuse missing inputs; otherwise return `cfg` with names of runs resolved.
 
     With `asks_hub` the hub is asked whether it has a model that is not on this machine.
 
@@ -69,12 +66,9 @@ def check_inputs(cfg: RunConfig, *, asks_hub: bool = True) -> RunConfig:
 def load_checked(
     path: str, overrides: Sequence[str] = (), *, asks_hub: bool = True, needs_puzzles: bool = True
 ) -> RunConfig:
-    """The config as `load_config` gives it, with its inputs checked too: all problems of both at once.
+    """Return the config as `load_config` does, with its inputs checked too; raise all problems of both at once.
 
     Without `needs_puzzles` a folder of puzzles may be missing.
-
-    Raises:
-        SftplayError: what `load_config` and `check_inputs` raise.
     """
     cfg, found = examine_config(path, overrides)
     problems: list[SftplayError] = list(found)
@@ -94,7 +88,7 @@ def _keys(cfg: RunConfig) -> list[str]:
     if not cfg.task.reads_text:
         given = [key for key in ("data.train_path", "data.val_path", START) if cfg.get_value(key)]
         return [*given, "logging.backend"]
-    return [KEYS[0], *(key for key, _ in row_paths(cfg)), *KEYS[1:]]
+    return ["model.name", *(key for key, _ in row_paths(cfg)), "data.template", "logging.backend", TERMS]
 
 
 def _join_problems(problems: Sequence[SftplayError]) -> SftplayError:
@@ -108,20 +102,13 @@ def _join_problems(problems: Sequence[SftplayError]) -> SftplayError:
 
 def _problems(cfg: RunConfig, keys: Sequence[str], *, asks_hub: bool) -> Iterator[SftplayError]:
     """What is wrong with the inputs that these keys name."""
-    checks: dict[str, Callable[[str], None]] = {
-        "model.name": lambda _: check_model(resolve_names(cfg), asks_hub=asks_hub),
-        "data.template": lambda _: _check_template(cfg),
-        "logging.backend": lambda _: _check_trackers(cfg),
-        TERMS: lambda _: _check_terms(cfg),
-        START: lambda _: _check_start(cfg),
-    }
     if cfg.rewards:
         from sftplay.reward.table import reward_problems
 
         yield from reward_problems(cfg)
     for key in keys:
         try:
-            checks.get(key, lambda key: _check_data(key, cfg=cfg))(key)
+            _check(key, cfg=cfg, asks_hub=asks_hub)
         except SftplayError as error:
             yield error
         except OSError as error:  # a path that the file system does not serve
@@ -129,15 +116,42 @@ def _problems(cfg: RunConfig, keys: Sequence[str], *, asks_hub: bool) -> Iterato
             yield ConfigError(what, where=_where(cfg, key), fix="name another path, or give this user the right to it")
 
 
+def _check(key: str, *, cfg: RunConfig, asks_hub: bool) -> None:
+    if key == "model.name":
+        check_model(resolve_names(cfg), asks_hub=asks_hub)
+    elif key == "data.template":
+        if (name := cfg.data.template) not in ("auto", "chatml") and not Path(name).is_file():
+            fix = "give auto, chatml or a Jinja file's path"
+            raise DataError(f"there is no file {name!r}", where=_where(cfg, key), fix=fix)
+    elif key == "logging.backend":
+        backend = cfg.logging.backend
+        for tracker in [backend] if isinstance(backend, str) else backend:
+            if tracker != "none" and find_spec(tracker) is None:
+                fix = f"{sys.executable} -m pip install {tracker}, or logging.backend=none"
+                raise MachineError(f"the tracker {tracker} is not installed", where=_where(cfg, key), fix=fix)
+    elif key == TERMS:
+        if cfg.tuning.new_tokens.path is not None:
+            from sftplay.model.new_tokens.terms import read_terms
+
+            read_terms(cfg.tuning.new_tokens.path)
+    elif key == START:
+        path = Path(str(cfg.hrm.start_from))
+        if not path.is_file():
+            near = nearest_names(path.name, [file.name for file in path.parent.glob("*")])
+            other = f"did you mean {str(path.with_name(near[0]))!r}?" if near else ""
+            fix = other or "name a file step_N of HRM's or TRM's code"
+            raise ConfigError(f"there is no file {str(path)!r}", where=_where(cfg, key), fix=fix, nearest=near)
+    elif cfg.task.reads_text:
+        _check_rows(key, cfg=cfg)
+    else:
+        _check_puzzles(cfg.get_value(key), key, cfg=cfg)
+
+
 def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
     """Refuse a model that is not there, or whose name is almost one that the kit knows; `cfg` has no names of runs.
-
-    Raises:
-        ConfigError: there is no such model.
-        MachineError: the hub was asked and did not answer.
+    Raise ConfigError where there is no such model, and MachineError where the hub was asked and did not answer.
     """
-    name = cfg.model.name
-    where = _where(cfg, "model.name")
+    name, where = cfg.model.name, _where(cfg, "model.name")
     check_source(name, where, allow_pickle=cfg.model.allow_pickle)
     if is_local(name) and not name.startswith(BUILTIN):
         return
@@ -157,11 +171,11 @@ def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
 
 
 def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
-    """What `hub.check_reachable` says. A name that the kit almost knows is answered with the one that it knows.
+    """Return what `hub.check_reachable` does.
 
     Raises:
-        ConfigError: its name is like that of a model that the kit knows, which is named.
-        MachineError: it is not.
+        ConfigError: the hub does not answer, and its name is like that of a model that the kit knows, which is named.
+        MachineError: the hub does not answer.
     """
     from sftplay.model import source as hub
     from sftplay.runs.model_shape import near_names
@@ -176,33 +190,7 @@ def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
         raise ConfigError(what, where=where, fix=f"did you mean {' or '.join(near)}?", nearest=near) from error
 
 
-def _check_data(key: str, *, cfg: RunConfig) -> None:
-    path = cfg.get_value(key)
-    if not cfg.task.reads_text:
-        check_puzzles(path, key, cfg=cfg)
-        return
-    if path is None or is_hub_name(path):
-        return
-    try:
-        list_files(path)
-    except DataError as error:
-        fix = error.fix if Path(path).exists() else f"correct {key}; it starts at the current folder"
-        if near := nearest_names(Path(path).name, names_beside(Path(path))):
-            fix = f"did you mean {str(Path(path).with_name(near[0]))!r}?"
-        raise DataError(f"{path}: {error.what}", where=_where(cfg, key), fix=fix, nearest=near) from None
-    if key != "data.test_path":  # training only looks at its readable rows
-        _check_first_rows(path, key, cfg=cfg)
-
-
-def _check_start(cfg: RunConfig) -> None:
-    path = Path(str(cfg.hrm.start_from))
-    if not path.is_file():
-        near = nearest_names(path.name, [each.name for each in path.parent.glob("*")])
-        fix = f"did you mean {str(path.with_name(near[0]))!r}?" if near else "name a file step_N of HRM's or TRM's code"
-        raise ConfigError(f"there is no file {str(path)!r}", where=_where(cfg, START), fix=fix, nearest=near)
-
-
-def check_puzzles(path: str, key: str, *, cfg: RunConfig) -> None:
+def _check_puzzles(path: str, key: str, *, cfg: RunConfig) -> None:
     """Raise the error about puzzles that are not there or not sound. Built-in ones are made when they are needed."""
     from sftplay.data.puzzles.find import NAMES, open_split  # brings numpy
 
@@ -213,24 +201,36 @@ def check_puzzles(path: str, key: str, *, cfg: RunConfig) -> None:
         raise DataError(f"{error.where}: {error.what}", where=_where(cfg, key), fix=error.fix) from None
 
 
-def names_beside(path: Path) -> list[str]:
-    """Names of the files of rows in the folder of a path, which may have been meant."""
+def _check_rows(key: str, *, cfg: RunConfig) -> None:
+    path = cfg.get_value(key)
+    if path is None or is_hub_name(path):
+        return
     try:
-        return [each.name for each in path.parent.iterdir() if find_suffix(each)]
-    except OSError:
-        return []
+        list_files(path)
+    except DataError as error:
+        fix = error.fix if Path(path).exists() else f"correct {key}; it starts at the current folder"
+        names: list[str] = []
+        with suppress(OSError):
+            names = [file.name for file in Path(path).parent.iterdir() if find_suffix(file)]
+        if near := nearest_names(Path(path).name, names):
+            fix = f"did you mean {str(Path(path).with_name(near[0]))!r}?"
+        raise DataError(f"{path}: {error.what}", where=_where(cfg, key), fix=fix, nearest=near) from None
+    if key != "data.test_path":  # training only looks at its readable rows
+        _check_first_rows(path, key, cfg=cfg)
 
 
 def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
     """Refuse a file whose first rows are all bad, because its layout is another. With skip the full pass decides."""
-    kind, data, n_rows = _type_of(key, cfg=cfg), cfg.data, 0
+    kind = "cpt" if cfg.learns_documents else None  # None in task sft, where any layout is read
+    if key.startswith("datasets."):
+        kind = cfg.datasets[int(key.split(".")[1])].type
+    data, n_rows = cfg.data, 0
     if kind:
         from sftplay.data.layouts.source_types import select_data_config
 
         data = select_data_config(cfg, kind)
     refused: list[str] = []
-    rows = read_rows(path, read_dialect(data))
-    for source, row in islice(rows, SAMPLED_ROWS):
+    for source, row in islice(read_rows(path, read_dialect(data)), 32):
         n_rows += 1
         try:
             if isinstance(row, Refused):
@@ -252,43 +252,11 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
     if data.on_bad_row == "skip":
         return
     count = "its only row cannot" if n_rows == 1 else f"none of its first {n_rows} rows can"
-    reasons = "".join(f"\n  {reason}" for reason in refused[:NAMED_ROWS])
+    reasons = "".join(f"\n  {reason}" for reason in refused[:5])
     fix = "name its layout with data.format and its columns with data.columns, or another file"
     if kind == "cpt":
         fix = "name the column of the text, data.columns: {text: NAME}; chats take task_mode cpt_mixed and type: chat"
     raise DataError(f"{path}: {count} be read{reasons}", where=where, fix=fix)
-
-
-def _type_of(key: str, *, cfg: RunConfig) -> SourceType | None:
-    """The type of the source whose rows a key names; None in task sft, where any layout is read."""
-    if key.startswith("datasets."):
-        return cfg.datasets[int(key.split(".")[1])].type
-    return "cpt" if cfg.learns_documents else None
-
-
-def _check_template(cfg: RunConfig) -> None:
-    template = cfg.data.template
-    if template not in ("auto", "chatml") and not Path(template).is_file():
-        fix = "give auto, chatml or a Jinja file's path"
-        raise DataError(f"there is no file {template!r}", where=_where(cfg, "data.template"), fix=fix)
-
-
-def _check_trackers(cfg: RunConfig) -> None:
-    backend = cfg.logging.backend
-    for tracker in [backend] if isinstance(backend, str) else backend:
-        if tracker != "none" and find_spec(tracker) is None:
-            raise MachineError(
-                f"the tracker {tracker} is not installed",
-                where=_where(cfg, "logging.backend"),
-                fix=f"{sys.executable} -m pip install {tracker}, or logging.backend=none",
-            )
-
-
-def _check_terms(cfg: RunConfig) -> None:
-    if cfg.tuning.new_tokens.path is not None:
-        from sftplay.model.new_tokens.terms import read_terms
-
-        read_terms(cfg.tuning.new_tokens.path)
 
 
 def _where(cfg: RunConfig, key: str) -> str:
@@ -296,7 +264,7 @@ def _where(cfg: RunConfig, key: str) -> str:
 
 
 def known_lengths(cfg: RunConfig) -> RowLengths | None:
-    """Lengths of the rows of a resolved config, where they were prepared before; None where nothing is known.
+    """Return the lengths of a resolved config's rows, where they were prepared before; None where nothing is known.
 
     Nobody knows how long completions will be, so rows of task modes grpo and score count as full. Puzzles of task
     mode hrm all have the same length.

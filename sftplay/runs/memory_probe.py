@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sftplay import __version__, log
 from sftplay.atomic import write_text
 from sftplay.config.cluster import SHARDED
 from sftplay.config.keys import values_that_decide_weights
 from sftplay.config.load import dump_resolved
-from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.errors import MachineError, RunError, SftplayError
 from sftplay.launch.command.command import cache_environment, gpu_environment, offline_environment, quiet_environment
@@ -37,12 +36,8 @@ from sftplay.plan.sizing.task_sizing import SizedRun
 from sftplay.runs.inputs import needs_no_hub
 from sftplay.units import format_bytes, format_seconds
 
-STEP = "sftplay.tasks.probe_step"
-REQUEST, MEASURED, LOG = "request.json", "measured.json", "probe.log"
+REQUEST, MEASURED = "request.json", "measured.json"
 CACHE = cache_root() / "probes"
-
-LIMIT_S = 900
-"""A model of tens of GB takes minutes to load from a slow disk."""
 
 NO_MEMORY_KEYS = (
     "seed", "task_mode", "data.", "train.epochs", "train.max_steps", "train.learning_rate", "train.lr_scheduler",
@@ -62,15 +57,16 @@ class NoRoom(MachineError):
 
 
 @dataclass(frozen=True)
-class Bench:
-    """The machine and the limits of a rehearsal."""
+class ProbeTarget:
+    """The machine and the limits of a probe."""
 
     machine: Machine
     local_processes: int
     """Number of the run's processes on this machine. Each has a GPU."""
 
     log_folder: Path
-    limit_s: float = LIMIT_S
+    limit_s: float = 900.0
+    """A model of tens of GB takes minutes to load from a slow disk."""
 
     @property
     def gpu(self) -> Gpu:
@@ -80,31 +76,26 @@ class Bench:
         return next(gpu for gpu in used if gpu.plannable_bytes == wanted.free_bytes)
 
 
-class Rehearse(Protocol):
-    """Rehearses a sized run."""
-
-    def __call__(self, sized: SizedRun, request: dict[str, Any], *, bench: Bench) -> dict[str, Any]:
-        """The content of measured.json."""
-
-
 def size_by_probe(
-    sized: SizedRun, bench: Bench, *, resize: Callable[[Fit], SizedRun], rehearse: Rehearse | None = None
+    sized: SizedRun,
+    target: ProbeTarget,
+    *,
+    resize: Callable[[Fit], SizedRun],
+    run: Callable[..., dict[str, Any]] | None = None,
 ) -> tuple[SizedRun, dict[str, Any]]:
-    """`sized`, sized again where a probe measured the run; and the record of the decision for plan.json.
+    """Return `sized`, sized again where a probe measured the run, and the record of the decision for plan.json.
 
-    Where the probe fails or its points lie on no line, the estimate stands and a note is printed.
-
-    Raises:
-        MachineError: the measurement shows that it does not fit.
+    Where the probe fails or its points lie on no line, the estimate stands and a note is printed. `run` measures as
+    `run_probe` does. Raise MachineError where the measurement shows that it does not fit.
     """
-    predicted, reason = sized.forecast, reason_not_to_probe(sized, bench)
+    predicted, reason = sized.forecast, reason_not_to_probe(sized, target)
     if reason or predicted is None:
         return sized, {"decision": "none", "why": reason}
     request = make_request(sized, predicted)
-    key = fingerprint(identity(sized, bench, request=request))
+    key = fingerprint(_identify(sized, target, request=request))
     began = time.monotonic()
     try:
-        measured, is_new = _measure(sized, request, bench=bench, key=key, rehearse=rehearse or run_rehearsal)
+        measured, is_new = _measure(sized, request, target=target, key=key, run=run or run_probe)
     except NoRoom:
         raise
     except SftplayError as error:
@@ -112,27 +103,31 @@ def size_by_probe(
         return sized, {"decision": "failed", "why": error.what, "fingerprint": key}
     record = {"decision": "measured" if is_new else "cached", "fingerprint": key, "request": request, **measured}
     record["seconds"] = round(time.monotonic() - began, 1)
-    fitted = read_fit(measured, predicted)
+    fitted = _fit(measured, predicted)
     if isinstance(fitted, NoFit):
         log.say(f"note: the probe's points lie on no line, the estimate stands: {fitted.reason}", "probe")
         return sized, {**record, "refused": fitted.reason}
-    resized = resize(fitted)
-    record |= {"fit": fitted.as_dict(), "before": _sizes(sized), "after": _sizes(resized)}
+    record["fit"], resized = fitted.as_dict(), resize(fitted)
+    for name, sizing in (("before", sized), ("after", resized)):
+        planned, train = sizing.forecast, sizing.cfg.train
+        assert planned is not None
+        sizes = {"batch_size": train.batch_size, "grad_accum": train.grad_accum, "peak_bytes": planned.peak_bytes}
+        record[name] = {**sizes, "allocated_bytes": planned.allocated_bytes, "verdict": planned.verdict}
     _print_measurement(record, fitted, predicted=predicted)
     return resized, record
 
 
-def reason_not_to_probe(sized: SizedRun, bench: Bench) -> str:
-    """The reason why this run is not probed; empty when it is probed."""
+def reason_not_to_probe(sized: SizedRun, target: ProbeTarget) -> str:
+    """Return the reason why this run is not probed; empty when it is probed."""
     predicted = sized.forecast
-    if not bench.machine.gpus:
+    if not target.machine.gpus:
         return "there is no GPU"
-    if sized.world_size != bench.local_processes:
+    if sized.world_size != target.local_processes:
         return "each node would size the run by itself, and they must agree"
     if sized.cfg.train.probe == "off":
         return "train.probe is off"
     if sized.cfg.task.learns_from_rewards:
-        return "the probe measures steps on rows that are there, not the drawing of completions"
+        return "the probe measures steps on rows that are there, not the sampling of completions"
     if predicted is None:
         return "the model's shape is not known before its download"
     if sized.cfg.cluster.strategy in SHARDED:
@@ -141,7 +136,7 @@ def reason_not_to_probe(sized: SizedRun, bench: Bench) -> str:
 
 
 def make_request(sized: SizedRun, predicted: Forecast) -> dict[str, Any]:
-    """Two micro-batches well below the predicted limit, and a third in case no line goes through the two."""
+    """Return two micro-batches well below the predicted limit, and a third in case no line goes through the two."""
     chosen, share = predicted.size.rows, sized.cfg.train.effective_batch_size // sized.world_size
     if chosen >= 4:
         return {"rows": [chosen // 4, chosen // 2], "if_bent": chosen, "accumulates": True}
@@ -150,34 +145,45 @@ def make_request(sized: SizedRun, predicted: Forecast) -> dict[str, Any]:
     return {"rows": rows, "if_bent": None, "accumulates": share > 1}
 
 
-def identity(sized: SizedRun, bench: Bench, *, request: dict[str, Any]) -> dict[str, Any]:
-    """Everything that a measurement depends on, as JSON values."""
+def _identify(sized: SizedRun, target: ProbeTarget, *, request: dict[str, Any]) -> dict[str, Any]:
+    """Return everything that a measurement depends on, as JSON values."""
     assert sized.forecast is not None
-    gpu, values = bench.gpu, values_that_decide_weights(sized.cfg)
+    gpu, values = target.gpu, values_that_decide_weights(sized.cfg)
     return {
         "kit": __version__,
         "model": asdict(sized.forecast.setting.shape),
         "config": {key: value for key, value in values.items() if not key.startswith(NO_MEMORY_KEYS)},
         "gpu": [gpu.name, gpu.total_bytes, *gpu.capability],
-        "driver": bench.machine.driver,
-        "libraries": bench.machine.libraries,
+        "driver": target.machine.driver,
+        "libraries": target.machine.libraries,
         "flags": {name: value for name, value in (gpu_environment() | os.environ).items() if name in FLAGS},
         "accumulates": request["accumulates"],
     }
 
 
 def _measure(
-    sized: SizedRun, request: dict[str, Any], *, bench: Bench, key: str, rehearse: Rehearse
+    sized: SizedRun, request: dict[str, Any], *, target: ProbeTarget, key: str, run: Callable[..., dict[str, Any]]
 ) -> tuple[dict[str, Any], bool]:
-    """The measurement, and whether it is a new one."""
+    """Return the measurement, and whether it is a new one. It is repeated with fewer rows until there is a point. Raise
+    NoRoom where a single row ran out of memory.
+    """
     made: list[bool] = []
 
     def make(unfinished: Path) -> None:
         made.append(True)
-        rows = " and ".join(map(str, request["rows"]))
-        log.say(f"measuring a few steps with {rows} full rows on {bench.gpu.name}, once for runs like this", "probe")
-        result = _rehearsed(sized, request, bench=bench, rehearse=rehearse)
-        result["context_bytes"] = _context(result["device"], bench.gpu)
+        gpu, rows = target.gpu, " and ".join(map(str, request["rows"]))
+        log.say(f"measuring a few steps with {rows} full rows on {gpu.name}, once for runs like this", "probe")
+        result = run(sized, request, target=target)
+        while not result["points"] and (too_many := result["out_of_memory_rows"]):
+            if too_many == 1:
+                fix = "see `make memory-check` (who holds it) and `make plan` (what fits); train.probe=off tries anyway"
+                raise NoRoom(f"one full row at a time ran out of memory on {gpu.name}", where="train.probe", fix=fix)
+            result = run(sized, {**request, "rows": [max(1, too_many // 4)], "if_bent": None}, target=target)
+            result["out_of_memory_rows"] = result["out_of_memory_rows"] or too_many
+        # Device memory taken outside the allocator; none is known when others freed memory during the measurement.
+        device = result["device"]
+        taken = gpu.free_bytes - device["free_bytes"] - device["reserved_bytes"] if device else 0
+        result["context_bytes"] = taken if taken > 0 else None
         write_text(unfinished / MEASURED, json.dumps(result))
 
     if sized.cfg.train.probe == "always":
@@ -187,33 +193,20 @@ def _measure(
     return json.loads((folder / MEASURED).read_text(encoding="utf-8")), bool(made)
 
 
-def _rehearsed(sized: SizedRun, request: dict[str, Any], *, bench: Bench, rehearse: Rehearse) -> dict[str, Any]:
-    """The measurement. It is repeated with fewer rows until there is a point.
-
-    Raises:
-        NoRoom: a single row ran out of memory.
-    """
-    measured = rehearse(sized, request, bench=bench)
-    while not measured["points"] and (exhausted := measured["out_of_memory_rows"]):
-        if exhausted == 1:
-            raise NoRoom(
-                f"one full row at a time ran out of memory on {bench.gpu.name}",
-                where="train.probe",
-                fix="see `make memory-check` (who holds it) and `make plan` (what fits); train.probe=off tries anyway",
-            )
-        measured = rehearse(sized, {**request, "rows": [max(1, exhausted // 4)], "if_bent": None}, bench=bench)
-        measured["out_of_memory_rows"] = measured["out_of_memory_rows"] or exhausted
-    return measured
-
-
-def run_rehearsal(sized: SizedRun, request: dict[str, Any], *, bench: Bench) -> dict[str, Any]:
-    """Rehearse in a separate process on the bench's GPU.
+def run_probe(sized: SizedRun, request: dict[str, Any], *, target: ProbeTarget) -> dict[str, Any]:
+    """Measure in a separate process on the target's GPU; return the content of measured.json.
 
     Raises:
         RunError: it failed or took too long; its output is in the run's logs.
     """
-    log_path = bench.log_folder / LOG
+    log_path = target.log_folder / "probe.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, **quiet_environment(), **cache_environment(), **gpu_environment()}
+    env.pop(FOLLOWED, None)  # its lines are not marked
+    if needs_no_hub(sized.cfg):
+        env |= offline_environment()
+    if target.machine.gpus and (uuid := target.gpu.uuid):
+        env["CUDA_VISIBLE_DEVICES"] = uuid
     with (
         tempfile.TemporaryDirectory(prefix="sftplay-probe-") as scratch,
         log_path.open("w", encoding="utf-8") as output,
@@ -221,87 +214,55 @@ def run_rehearsal(sized: SizedRun, request: dict[str, Any], *, bench: Bench) -> 
         folder = Path(scratch)
         write_text(folder / "config.resolved.yaml", dump_resolved(sized.cfg))
         write_text(folder / REQUEST, json.dumps(request))
-        argv, env = [sys.executable, "-m", STEP, str(folder)], _environment(sized.cfg, bench)
+        argv = [sys.executable, "-m", "sftplay.tasks.probe_step", str(folder)]
+        where, fix = str(log_path), "set train.probe=off"
         try:
-            completed = subprocess.run(argv, env=env, stdout=output, stderr=output, timeout=bench.limit_s, check=False)
+            completed = subprocess.run(argv, env=env, stdout=output, stderr=output, timeout=target.limit_s, check=False)
         except subprocess.TimeoutExpired:
-            raise RunError(
-                f"no answer within {bench.limit_s:g} s", where=str(log_path), fix="set train.probe=off"
-            ) from None
+            raise RunError(f"no answer within {target.limit_s:g} s", where=where, fix=fix) from None
         if completed.returncode or not (folder / MEASURED).is_file():
             output.flush()
             last_line = (log_path.read_text(encoding="utf-8", errors="replace").splitlines() or [""])[-1]
             what = f"it ended with code {completed.returncode} ({last_line[:200]}), see {log_path}"
-            raise RunError(what, where=str(log_path), fix="set train.probe=off")
+            raise RunError(what, where=where, fix=fix)
         content: dict[str, Any] = json.loads((folder / MEASURED).read_text(encoding="utf-8"))
         return content
 
 
-def _environment(cfg: RunConfig, bench: Bench) -> dict[str, str]:
-    """A worker's environment, with one visible GPU and unmarked lines."""
-    env = {**os.environ, **quiet_environment(), **cache_environment(), **gpu_environment()}
-    env.pop(FOLLOWED, None)
-    if needs_no_hub(cfg):
-        env |= offline_environment()
-    uuid = bench.gpu.uuid if bench.machine.gpus else ""
-    return {**env, "CUDA_VISIBLE_DEVICES": uuid} if uuid else env
-
-
-def read_fit(measured: dict[str, Any], predicted: Forecast) -> Fit | NoFit:
-    """The lines through the measured points. A single point gets the estimate's slopes.
+def _fit(measured: dict[str, Any], predicted: Forecast) -> Fit | NoFit:
+    """Fit the lines through the measured points. A single point gets the estimate's slopes.
 
     Where a larger micro-batch ran out of memory, the line is made steep enough to predict that.
     """
-    exhausted = measured["out_of_memory_rows"]
-    points = [Point(**point) for point in measured["points"]][-1 if exhausted else 0 :]
-    one, two = (_estimated(predicted, rows, accumulates=measured["accumulates"]) for rows in (1, 2))
+    too_many = measured["out_of_memory_rows"]
+    points = [Point(**point) for point in measured["points"]][-1 if too_many else 0 :]
+    one, two = (_estimate(predicted, rows, accumulates=measured["accumulates"]) for rows in (1, 2))
     low, high = ({name: sum(parts.values()) for name, parts in e.footprint.phases.items()} for e in (one, two))
     fitted = fit(points, {name: (high[name] - low[name]) / predicted.size.seq for name in low})
     if isinstance(fitted, NoFit):
         return fitted
-    if exhausted:
-        fitted = fitted.reaching(exhausted * predicted.size.seq, predicted.budget_bytes)
+    if too_many:
+        fitted = fitted.reaching(too_many * predicted.size.seq, predicted.budget_bytes)
     return replace(fitted, accumulates=measured["accumulates"], context_bytes=measured["context_bytes"])
 
 
-def _estimated(predicted: Forecast, rows: int, *, accumulates: bool) -> Forecast:
-    """The estimate, without measurement, for micro-batches of `rows` rows on one process."""
+def _estimate(predicted: Forecast, rows: int, *, accumulates: bool) -> Forecast:
+    """Return the estimate, without measurement, for micro-batches of `rows` rows on one process."""
     alone = replace(predicted.setting, fit=None, strategy="single", world_size=1)
     return forecast(alone, replace(predicted.size, rows=rows, accumulates=accumulates))
 
 
-def _context(device: dict[str, int] | None, gpu: Gpu) -> int | None:
-    """Device memory taken outside the allocator; None when other processes freed memory during the measurement."""
-    if device is None:
-        return None
-    taken = gpu.free_bytes - device["free_bytes"] - device["reserved_bytes"]
-    return taken if taken > 0 else None
-
-
-def _sizes(sized: SizedRun) -> dict[str, Any]:
-    predicted, train = sized.forecast, sized.cfg.train
-    assert predicted is not None
-    return {
-        "batch_size": train.batch_size,
-        "grad_accum": train.grad_accum,
-        "peak_bytes": predicted.peak_bytes,
-        "allocated_bytes": predicted.allocated_bytes,
-        "verdict": predicted.verdict,
-    }
-
-
 def _print_measurement(record: dict[str, Any], fitted: Fit, *, predicted: Forecast) -> None:
-    last = fitted.points[-1]
-    estimated = _estimated(predicted, last.rows, accumulates=fitted.accumulates)
-    line, error = fitted.lines[fitted.peak_phase], estimated.allocated_bytes / last.peak_bytes - 1
-    source = (
-        f"measured in {format_seconds(record['seconds'])}" if record["decision"] == "measured" else "measured before"
-    )
+    last, line = fitted.points[-1], fitted.lines[fitted.peak_phase]
+    estimated = _estimate(predicted, last.rows, accumulates=fitted.accumulates)
+    error = estimated.allocated_bytes / last.peak_bytes - 1
+    is_new = record["decision"] == "measured"
+    source = f"measured in {format_seconds(record['seconds'])}" if is_new else "measured before"
     log.say(
         f"{source}: {format_bytes(line.fixed_bytes)} and {format_bytes(line.bytes_per_token)} a token; "
         f"{last.rows} rows took {format_bytes(last.peak_bytes)} (the estimate was {error:+.1%} off)",
         "probe",
     )
-    before, after = record["before"], record["after"]
-    if before["batch_size"] != after["batch_size"]:
-        log.say(f"batch size {before['batch_size']} by the estimate, {after['batch_size']} by the probe", "probe")
+    before, after = record["before"]["batch_size"], record["after"]["batch_size"]
+    if before != after:
+        log.say(f"batch size {before} by the estimate, {after} by the probe", "probe")

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 
 def known_shape(cfg: RunConfig) -> ModelShape | None:
-    """The shape of the config's model; None when only the hub knows it.
-
-    Raises:
-        SftplayError: the puzzles that decide the shape of a model of puzzles are there, but not sound.
+    """Return the shape of the config's model; None when only the hub knows it. Raise SftplayError where the puzzles
+    that decide the shape of a model of puzzles are there, but not sound.
     """
     if not cfg.task.reads_text:
         from sftplay.plan.sizing.task_sizing import find_sizing
@@ -28,37 +26,32 @@ def known_shape(cfg: RunConfig) -> ModelShape | None:
 
 
 def is_known(cfg: RunConfig) -> bool:
-    """Whether the shape of the config's model is known here; a name of the shipped table is looked up and not read."""
+    """Return whether the shape of the config's model is known here; a name of the shipped table is not read for it."""
     name = cfg.model.name
     return name in BUILTIN_CONFIGS or name in read_table() or known_shape(cfg) is not None
 
 
 def require_shape(cfg: RunConfig) -> ModelShape:
-    """The shape of the config's model.
-
-    Raises:
-        ConfigError: the shape is neither on this machine nor in the shipped table.
+    """Return the shape of the config's model. Raise ConfigError where the shape is neither on this machine nor in the
+    shipped table.
     """
     if shape := known_shape(cfg):
         return shape
     near = near_names(cfg.model.name)
     guess = f"did you mean {' or '.join(near)}? else " if near else ""
     fetch = "" if near else f", or `make download-model MODEL={cfg.model.name}`"
-    raise ConfigError(
-        f"the shape of {cfg.model.name!r} is not known here",
-        where=f"{cfg.origins.get('model.name', 'model')} model.name",
-        fix=f"{guess}put its config.json into a folder and name that{fetch}",
-        nearest=near,
-    )
+    what, where = f"the shape of {cfg.model.name!r} is not known here", cfg.origins.get("model.name", "model")
+    fix = f"{guess}put its config.json into a folder and name that{fetch}"
+    raise ConfigError(what, where=f"{where} model.name", fix=fix, nearest=near)
 
 
 def near_names(name: str) -> list[str]:
-    """Up to three models that the kit knows and that `name` may have been meant to be, best first."""
+    """Return up to three models that the kit knows and that `name` may have been meant to be, best first."""
     return nearest_names(name, BUILTIN_CONFIGS)
 
 
 def checkpoint_bytes(cfg: RunConfig) -> int | None:
-    """Bytes of one checkpoint of a config on this machine, None where the model's shape is not known here."""
+    """Return the bytes of one checkpoint of a config on this machine, None where its shape is not known here."""
     from sftplay.machine.probe import probe
     from sftplay.plan.report.task_report import find_report
     from sftplay.plan.sizing.size_run import size_run

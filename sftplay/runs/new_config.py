@@ -34,18 +34,11 @@ from sftplay.runs.model_shape import known_shape
 from sftplay.startup import leave_out
 from sftplay.units import format_bytes, format_seconds
 
-EFFECTIVE_BATCHES = (32, 16, 8)
-ENOUGH_STEPS = 100
-"""A run of fewer steps hardly leaves its warm-up: small data gets smaller batches."""
-
 MOST_TOKENS = 4096
 """Longest limit that is proposed; the memory of a row grows with it."""
 
-COMMENT_COLUMN, LONGEST_LINE = 44, 120
-
 NEXT = {"validate": "is it right?", "inspect": "what is learned of a row", "plan": "does it fit, how long does it take",
         "train": "then eval, infer, infer-batch and report"}  # fmt: skip
-COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,32 +52,37 @@ class Draft:
 
 
 def draft_config(data: str, overrides: Sequence[str], *, machine: Machine, out: str) -> Draft:
-    """A config that trains on `data` here. Values of `overrides` are taken as they are, whatever was found.
+    """Return a config that trains on `data` here. Values of `overrides` are taken as they are, whatever was found.
 
     Raises:
         ConfigErrors: an override is wrong.
         DataError: the rows cannot be read, or nothing tells what is asked in them and what answered.
     """
-    values = _Values(_bare(data, overrides))
+    values = _Values(_load(json.dumps({"model": {"name": TOY}, "data": {"train_path": data}}), overrides))
     if "model.name" in values.given:
         check_model(resolve_names(values.cfg), asks_hub=False)
     survey = survey_rows(values.cfg)
     n_rows = len(survey.records)
     values.set("data.train_path", data, why=f"layout {' and '.join(survey.layouts)}")
-    _set_data(values, survey)
+    if survey.columns:
+        values.set("data.columns", dict(survey.columns), why="guessed from the names: look at `make inspect`")
+    if survey.refused:
+        why = f"{len(survey.refused):,} rows cannot be read, first {survey.refused[0]}"
+        values.set("data.on_bad_row", "skip", why=why[:160])
     if values.cfg.train.max_steps is None:
         values.set("train.epochs", values.cfg.train.epochs, why="passes over the rows")
-    values.set("train.effective_batch_size", _batch(values.cfg, n_rows), why=f"rows a step; {n_rows:,} rows were found")
+    # A run of fewer than 100 steps hardly leaves its warm-up: small data gets smaller batches.
+    batch = next((size for size in (32, 16) if values.cfg.train.epochs * n_rows / size >= 100), 8)
+    values.set("train.effective_batch_size", batch, why=f"rows a step; {n_rows:,} rows were found")
     values.set("train.learning_rate", "auto", why="auto takes the usual peak rate of the mode")
     _set_model(values, survey, machine=machine)
-    measured = measure(values.cfg, survey.records)
-    limit, why = _limit(values.cfg, measured, machine=machine)
+    limit, why = _find_limit(values.cfg, measure(values.cfg, survey.records), machine=machine)
     values.set("model.max_seq_len", limit, why=why)
     for key in sorted(values.given - set(values.lines)):
         values.set(key, None, why="")
-    text = _text(values.lines, survey=survey, out=out)
-    cfg = _loaded(text, ())
-    return Draft(text=text, model=cfg.model.name, max_seq_len=cfg.model.max_seq_len, n_rows=n_rows)
+    text = _write(values.lines, survey=survey, out=out)
+    model = _load(text, ()).model
+    return Draft(text=text, model=model.name, max_seq_len=model.max_seq_len, n_rows=n_rows)
 
 
 class _Values:
@@ -92,7 +90,7 @@ class _Values:
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg = cfg
-        self.given = {key for key, origin in cfg.origins.items() if origin == COMMAND_LINE}
+        self.given = {key for key, origin in cfg.origins.items() if origin == "command line"}
         self.lines: dict[str, tuple[Any, str]] = {}
 
     def set(self, key: str, value: Any, *, why: str) -> None:
@@ -104,12 +102,16 @@ class _Values:
         self.lines[key] = (value, why)
 
 
-def _set_data(values: _Values, survey: Survey) -> None:
-    if survey.columns:
-        values.set("data.columns", dict(survey.columns), why="guessed from the names: look at `make inspect`")
-    if survey.refused:
-        why = f"{len(survey.refused):,} rows cannot be read, first {survey.refused[0]}"
-        values.set("data.on_bad_row", "skip", why=why[:160])
+def _load(text: str, overrides: Sequence[str]) -> RunConfig:
+    with tempfile.TemporaryDirectory(prefix="sftplay-init-") as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            return load_config(path, overrides)
+        except ConfigErrors as errors:
+            for error in (errors, *errors.problems):
+                error.where = error.where.replace(f"{path}:1", "init")  # the user has not written this file
+            raise
 
 
 def _set_model(values: _Values, survey: Survey, *, machine: Machine) -> None:
@@ -122,94 +124,64 @@ def _set_model(values: _Values, survey: Survey, *, machine: Machine) -> None:
         choice = choose_model(wanted, machine, lengths=lengths)
         name, mode, reason = choice.name, choice.mode, choice.reason
     values.set("model.name", name, why=reason)
-    values.set("tuning.mode", mode, why="lora: an adapter beside a frozen base; full: all weights")
+    values.set("tuning.mode", mode, why="lora: an adapter next to a frozen base; full: all weights")
 
 
-def _bare(data: str, overrides: Sequence[str]) -> RunConfig:
-    """The config of `data` and `overrides` alone, checked."""
-    return _loaded(json.dumps({"model": {"name": TOY}, "data": {"train_path": data}}), overrides)
-
-
-def _loaded(text: str, overrides: Sequence[str]) -> RunConfig:
-    with tempfile.TemporaryDirectory(prefix="sftplay-init-") as folder:
-        path = Path(folder) / "run.yaml"
-        path.write_text(text, encoding="utf-8")
-        try:
-            return load_config(path, overrides)
-        except ConfigErrors as errors:
-            for error in (errors, *errors.problems):
-                error.where = error.where.replace(f"{path}:1", "init")  # the file is nobody's but ours
-            raise
-
-
-def _batch(cfg: RunConfig, rows: int) -> int:
-    steps = {size: cfg.train.epochs * rows / size for size in EFFECTIVE_BATCHES}
-    return next((size for size, n in steps.items() if n >= ENOUGH_STEPS), EFFECTIVE_BATCHES[-1])
-
-
-def _limit(cfg: RunConfig, measured: Measured, *, machine: Machine) -> tuple[int, str]:
+def _find_limit(cfg: RunConfig, measured: Measured, *, machine: Machine) -> tuple[int, str]:
     """A limit that keeps every row whole where model and machine can, else one that keeps nearly all, and why."""
     shape = known_shape(cfg)
     most = min(MOST_TOKENS, shape.max_positions or MOST_TOKENS) if shape else MOST_TOKENS
-    longest, usual = measured.tokens[-1], measured.at(USUAL_SHARE)
-    told = "estimated by bytes, as its tokenizer cannot be opened here" if measured.is_estimate else ""
-    whole = f"the longest of {len(measured.tokens):,} rows has {longest:,} tokens"
-    for tokens in (longest, usual):
+    longest = measured.tokens[-1]
+    for tokens in (longest, measured.at(USUAL_SHARE)):
         limit = min(limit_for(tokens), most)
         tried = cfg.with_values({"model.max_seq_len": limit, "train.batch_size": "auto"}, "init")
         seen = size_run(tried, machine, shape=shape).forecast if shape else None
         if limit >= tokens and (seen is None or seen.verdict == "fits"):
             break
-    cut = measured.cut(limit)
-    why = f"{whole}; {cut:,} rows are longer than the limit and lose their end" if cut else whole
-    return limit, f"{why} ({told})" if told else why
+    why, cut = f"the longest of {len(measured.tokens):,} rows has {longest:,} tokens", measured.cut(limit)
+    why += f"; {cut:,} rows are longer than the limit and lose their end" if cut else ""
+    return limit, why + (
+        " (estimated by bytes, as its tokenizer cannot be opened here)" if measured.is_estimate else ""
+    )
 
 
 def command_for(verb: str, config: str) -> str:
-    """How the user starts a verb: by make, where this process was started so."""
+    """Return how the user starts a verb: by make, where this process was started so."""
     words = shlex.quote(config)
     return f"make {verb} CONFIG={words}" if "MAKELEVEL" in os.environ else f"sftplay {verb} --config {words}"
 
 
-def _text(lines: dict[str, tuple[Any, str]], *, survey: Survey, out: str) -> str:
+def _write(lines: dict[str, tuple[Any, str]], *, survey: Survey, out: str) -> str:
     rows = f"{len(survey.records):,} rows" if survey.is_all else f"the first {SURVEYED_ROWS:,} rows"
-    source = _one_line(str(lines["data.train_path"][0]))
+    source = _print_on_one_line(str(lines["data.train_path"][0]))
     head = [
         f"# Made by `sftplay init` on {time.strftime('%Y-%m-%d')} from {rows} of {source}, for this machine.",
         "# Every other key and its default: `sftplay manual`.",
         "#",
-        *(f"# {_one_line(command_for(verb, out)):<42} {what}" for verb, what in NEXT.items()),
+        *(f"# {_print_on_one_line(command_for(verb, out)):<42} {what}" for verb, what in NEXT.items()),
     ]
     sections: dict[str, list[str]] = {}
     order = list(RunConfig.model_fields)
     for key in sorted(lines, key=lambda key: order.index(key.partition(".")[0])):
         value, comment = lines[key]
         section, _, rest = key.partition(".")
-        if not rest:
-            head.append("")
-            head.append(_line(key, value, comment=comment, indent=""))
-            continue
-        *path, last = rest.split(".")
-        inside = sections.setdefault(section, [f"{section}:"])
+        *path, last = rest.split(".") if rest else [section]
+        inside = sections.setdefault(section, [f"{section}:"]) if rest else head
         for depth, name in enumerate(path):
             opened = f"{'  ' * (depth + 1)}{name}:"
             if opened not in inside:
                 inside.append(opened)
-        inside.append(_line(last, value, comment=comment, indent="  " * (len(path) + 1)))
+        indent = "  " * (len(path) + 1) if rest else ""
+        text, comment = f"{indent}{last}: {flow(value)}", _print_on_one_line(comment)
+        line = f"{text:<44} # {comment}"
+        inside += [*([] if rest else [""]), line if len(line) <= 120 else f"{indent}# {comment}\n{text}"]
     if "data.val_path" not in lines:
         sections["data"].append("  # val_path: held-out rows of your own; without it one prompt in twenty is held out")
     sections.setdefault("eval", ["# eval:", *(f"#   {key}: true" for key in ("before", "after"))])
     return "\n".join([*head, *(f"\n{chr(10).join(inside)}" for inside in sections.values())]) + "\n"
 
 
-def _line(key: str, value: Any, *, comment: str, indent: str) -> str:
-    text, comment = f"{indent}{key}: {flow(value)}", _one_line(comment)
-    line = f"{text:<{COMMENT_COLUMN}} # {comment}"
-    return line if len(line) <= LONGEST_LINE else f"{indent}# {comment}\n{text}"
-
-
-def _one_line(text: str) -> str:
-    """The text as a comment can hold it."""
+def _print_on_one_line(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
@@ -221,9 +193,6 @@ ANSWERS = ("answer", "response", "completion", "output", "canonical_solution", "
            "summary", "reply")  # fmt: skip
 TEXTS = ("content", "document", "article", "body", "passage")
 """Names of columns in files that no layout knows, the likeliest first."""
-
-MOST_REFUSED = 0.5
-"""From this share of unreadable rows on, the file is not what it was taken for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,10 +214,8 @@ class Survey:
 
 
 def survey_rows(cfg: RunConfig) -> Survey:
-    """The survey of `data.train_path`, read as the section `data` says.
-
-    Raises:
-        DataError: the file cannot be read, has no rows, or most of its rows have no layout that could be told.
+    """Return the survey of `data.train_path`, read as the section `data` says. Raise DataError where the file cannot be
+    read, has no rows, or the layout of most of its rows cannot be found.
     """
     path = cfg.rows_path
     rows = list(islice(read_rows(path, read_dialect(cfg.data)), SURVEYED_ROWS + 1))
@@ -256,36 +223,26 @@ def survey_rows(cfg: RunConfig) -> Survey:
     if not surveyed:
         raise DataError("has no rows", where=path, fix="name a file with at least one row")
     reading, columns = read_layout_options(cfg.data), {}
-    if reading.format == "auto" and not reading.columns and _is_unknown(surveyed):
-        columns = _guess_columns([row for _, row in surveyed if not isinstance(row, Refused)], path)
+    objects = [row for _, row in surveyed if not isinstance(row, Refused)]
+    known = sum(detect_layout(row) is not None for row in objects)
+    if reading.format == "auto" and not reading.columns and 2 * known < len(objects):
+        columns = _guess_columns(objects, path)
         reading = replace(reading, columns=tuple(columns.items()))
     records, refused, layouts = _read(surveyed, reading)
-    if len(refused) > MOST_REFUSED * len(surveyed):
+    if 2 * len(refused) > len(surveyed):  # the file is not what it was taken for
         reasons = "".join(f"\n  {reason}" for reason in refused[:3])
         what = f"{len(refused):,} of its first {len(surveyed):,} rows cannot be read{reasons}"
         fix = "name its layout with data.format=..., its columns with data.columns.question=... or the like"
         raise DataError(what, where=path, fix=fix)
     return Survey(
-        layouts=tuple(layout for layout, _ in layouts.most_common()),
-        columns=columns,
-        records=records,
-        refused=tuple(refused),
-        is_all=len(rows) == len(surveyed),
-    )
-
-
-def _is_unknown(rows: Sequence[tuple[Source, Any]]) -> bool:
-    """True where the rows are objects and no layout knows the columns of most of them."""
-    objects = [row for _, row in rows if not isinstance(row, Refused)]
-    known = sum(detect_layout(row) is not None for row in objects)
-    return bool(objects) and 2 * known < len(objects)
+        layouts=tuple(layout for layout, _ in layouts.most_common()), columns=columns, records=records,
+        refused=tuple(refused), is_all=len(rows) == len(surveyed),
+    )  # fmt: skip
 
 
 def _guess_columns(rows: Sequence[Mapping[str, Any]], path: str) -> dict[str, str]:
-    """A question's and an answer's column, or one of texts, by their names.
-
-    Raises:
-        DataError: no two columns have such names.
+    """A question's and an answer's column, or one of texts, by their names. Raise DataError where no two columns have
+    such names.
     """
     filled = Counter(name for row in rows for name, value in row.items() if isinstance(value, str) and value.strip())
     texts = {name for name, count in filled.items() if 2 * count > len(rows)}
@@ -302,28 +259,22 @@ def _guess_columns(rows: Sequence[Mapping[str, Any]], path: str) -> dict[str, st
 
 
 def _read(rows: Sequence[tuple[Source, Any]], reading: LayoutOptions) -> tuple[list[Record], list[str], Counter[str]]:
-    records: list[Record] = []
-    refused: list[str] = []
-    layouts: Counter[str] = Counter()
+    """The records, the reasons of the rows that cannot be read, and how many rows have a layout."""
+    records, refused, layouts = list[Record](), list[str](), Counter[str]()
+    fields = {column: field for field, column in reading.columns}
     for source, row in rows:
-        if isinstance(row, Refused):
-            refused.append(f"{source} {row.reason}")
-            continue
         try:
+            if isinstance(row, Refused):
+                refused.append(f"{source} {row.reason}")
+                continue
             records.append(to_record(row, source, reading=reading))
         except DataError as error:
             refused.append(f"{source} {error.what}")
             continue
-        layouts[_layout(row, reading)] += 1
+        names = [fields.get(name, name) for name, value in row.items() if value is not None]
+        is_named = reading.format != "auto"
+        layouts[reading.format if is_named else detect_layout(names, fields.values()) or "none"] += 1
     return records, refused, layouts
-
-
-def _layout(row: Mapping[str, Any], reading: LayoutOptions) -> str:
-    if reading.format != "auto":
-        return reading.format
-    given = {column: field for field, column in reading.columns}
-    names = [given.get(name, name) for name, value in row.items() if value is not None]
-    return detect_layout(names, given.values()) or "none"
 
 
 MODELS = (
@@ -337,59 +288,41 @@ MODELS = (
 """Instruction-tuned models that need no accepted licence (Apache 2.0), the largest first."""
 
 TOY = "builtin:tiny"
-NIGHT_S = 8 * 3600.0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A model, how it is tuned, and why."""
+    """A model, how it is tuned, why, and how long that takes."""
 
     name: str
     mode: str
     reason: str
-
-
-@dataclass(frozen=True)
-class _Tried:
-    choice: Choice
-    seconds: float
+    seconds: float = 0.0
 
 
 def choose_model(cfg: RunConfig, machine: Machine, *, lengths: RowLengths) -> Choice:
-    """The largest model that fits and is through in a night, else the quickest that fits, else the built-in toy."""
-    modes = ("lora", "qlora") if machine.gpus else ("lora",)
-    tried = [found for name in MODELS for mode in modes if (found := _try(cfg, machine, name=name, mode=mode,
-                                                                         lengths=lengths))]  # fmt: skip
-    for each in tried:
-        if each.seconds <= NIGHT_S:
-            return each.choice
-    if tried:
-        quickest = min(tried, key=lambda each: each.seconds).choice
-        return Choice(quickest.name, quickest.mode, f"{quickest.reason}; train.max_steps makes it shorter")
+    """Return the largest model that fits and takes at most 8 hours, else the quickest that fits, else the toy."""
+    fitting = []
+    for name in MODELS:
+        for mode in ("lora", "qlora") if machine.gpus else ("lora",):
+            tried = cfg.with_values({"model.name": name, "tuning.mode": mode}, "init")
+            sized = size_run(tried, machine, shape=known_shape(tried), lengths=lengths)
+            seen = sized.forecast
+            if seen is None or seen.verdict != "fits":
+                continue
+            work = estimate_workload(sized.cfg, seen.setting, lengths=lengths)
+            time = f", about {format_seconds(work.seconds)} in all" if work.seconds is not None else ""
+            sizes = f"{format_bytes(seen.peak_bytes)} of {format_bytes(seen.budget_bytes)} planned"
+            fitting.append(Choice(name, mode, f"fits this machine: {sizes}{time}", work.seconds or 0.0))
+            if fitting[-1].seconds <= 8 * 3600:
+                return fitting[-1]
+    if fitting:
+        quickest = min(fitting, key=lambda choice: choice.seconds)
+        return replace(quickest, reason=f"{quickest.reason}; train.max_steps makes it shorter")
     return Choice(TOY, "lora", "no model of use fits into the memory here; this one shows the way only")
 
 
-def _try(cfg: RunConfig, machine: Machine, *, name: str, mode: str, lengths: RowLengths) -> _Tried | None:
-    tried = cfg.with_values({"model.name": name, "tuning.mode": mode}, "init")
-    sized = size_run(tried, machine, shape=known_shape(tried), lengths=lengths)
-    seen = sized.forecast
-    if seen is None or seen.verdict != "fits":
-        return None
-    work = estimate_workload(sized.cfg, seen.setting, lengths=lengths)
-    time = f", about {format_seconds(work.seconds)} in all" if work.seconds is not None else ""
-    sizes = f"{format_bytes(seen.peak_bytes)} of {format_bytes(seen.budget_bytes)} planned"
-    return _Tried(Choice(name, mode, f"fits this machine: {sizes}{time}"), work.seconds or 0.0)
-
-
-BYTES_A_TOKEN = 3
-"""UTF-8 bytes of a token: English text has 4 to 5 in a large vocabulary, code about 3, Chinese about 3."""
-
-TURN_TOKENS = 8
-"""What a chat template writes around a turn: names, marks, line ends."""
-
-STEP_TOKENS = 64
 USUAL_SHARE = 0.99
-SHORTEST = 64
 
 
 @dataclass(frozen=True)
@@ -398,32 +331,41 @@ class Measured:
 
     tokens: Sequence[int]
     is_estimate: bool
-    """Told from bytes, because the tokenizer cannot be opened here."""
-
-    reason: str = ""
-    """Why it is an estimate."""
+    """Computed from bytes, because the tokenizer cannot be opened here."""
 
     def at(self, share: float) -> int:
-        """The length that this share of the rows does not exceed."""
+        """Return the length that this share of the rows does not exceed."""
         return self.tokens[min(len(self.tokens) - 1, math.ceil(share * len(self.tokens)) - 1)]
 
     def cut(self, limit: int) -> int:
-        """How many rows are longer than `limit`."""
+        """Count the rows that are longer than `limit`."""
         return sum(n > limit for n in self.tokens)
 
     def within(self, limit: int) -> RowLengths:
-        """The lengths of the rows when they are cut at `limit`."""
+        """Return the lengths of the rows when they are cut at `limit`."""
         kept = [min(n, limit) for n in self.tokens]
         return RowLengths(longest=kept[-1], mean=sum(kept) / len(kept), count=len(kept))
 
 
-def estimate(records: Sequence[Record], reason: str = "") -> Measured:
-    """The rows' lengths by their bytes."""
-    return Measured(sorted(map(_estimated, records)), is_estimate=True, reason=reason)
+def estimate(records: Sequence[Record]) -> Measured:
+    """Return the rows' lengths by their bytes."""
+    tokens = []
+    for record in records:
+        texts, n_turns = [record.tools if isinstance(record, Chat) else record.text], 0
+        if isinstance(record, Chat):
+            texts += [
+                message.content + "".join(call.arguments for call in message.calls) for message in record.messages
+            ]
+            n_turns = len(record.messages)
+        # English text has 4 to 5 UTF-8 bytes a token in a large vocabulary, code and Chinese about 3. A chat template
+        # writes about 8 tokens around a turn: names, marks, line ends.
+        n_bytes = len("".join(texts).encode("utf-8", "replace"))
+        tokens.append(math.ceil(n_bytes / 3) + 8 * n_turns)
+    return Measured(sorted(tokens), is_estimate=True)
 
 
 def measure(cfg: RunConfig, records: Sequence[Record]) -> Measured:
-    """The rows' lengths by the model's own tokenizer and chat template, or by their bytes where it cannot be opened."""
+    """Return the rows' lengths by the model's tokenizer and chat template, or by bytes where it cannot be opened."""
     leave_out(unneeded_for_rows(cfg.model))
     from sftplay.data.render.render import Renderer
     from sftplay.data.render.templates import resolve_template
@@ -431,29 +373,18 @@ def measure(cfg: RunConfig, records: Sequence[Record]) -> Measured:
 
     try:
         tokenizer = load_tokenizer(cfg.model)
-    except MachineError as error:
-        return estimate(records, error.what)
+    except MachineError:
+        return estimate(records)
     has_chats = any(isinstance(record, Chat) for record in records)
     try:
         template = resolve_template(cfg.data.template, tokenizer) if has_chats or tokenizer.chat_template else None
         rendered = Renderer.prove(tokenizer, template, samples=records[:32]).render(records)
-    except DataError as error:  # training says so with its remedy
-        return estimate(records, error.what)
+    except DataError:  # training says so with its remedy
+        return estimate(records)
     lengths = sorted(len(example.input_ids) for example in rendered if not example.problem)
-    return Measured(lengths, is_estimate=False) if lengths else estimate(records, rendered[0].problem)
+    return Measured(lengths, is_estimate=False) if lengths else estimate(records)
 
 
 def limit_for(tokens: int) -> int:
-    """The next round number of tokens."""
-    return max(SHORTEST, math.ceil(tokens / STEP_TOKENS) * STEP_TOKENS)
-
-
-def _estimated(record: Record) -> int:
-    if isinstance(record, Chat):
-        texts = [message.content + "".join(call.arguments for call in message.calls) for message in record.messages]
-        return _of_bytes("".join([*texts, record.tools])) + TURN_TOKENS * len(texts)
-    return _of_bytes(record.text)
-
-
-def _of_bytes(text: str) -> int:
-    return math.ceil(len(text.encode("utf-8", "replace")) / BYTES_A_TOKEN)
+    """Return the next round number of tokens."""
+    return max(64, math.ceil(tokens / 64) * 64)

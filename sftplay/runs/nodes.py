@@ -35,9 +35,6 @@ from sftplay.runs.start import build_command, read_scale
 from sftplay.runs.strategy_setup import prepare_deepspeed, with_deepspeed
 from sftplay.units import format_bytes
 
-WHOLE_FILE_BYTES, DIGEST_CHUNKS = 2**26, 64
-"""For digests of weights: at most 64 MiB of each file are read, in 64 chunks, so that large models cost no time."""
-
 ENDING_S = 10.0
 """How long node 0 waits, after it has failed, for the other nodes to report how they ended."""
 
@@ -50,11 +47,10 @@ def among_nodes(args: Namespace, work: Callable[[Rendezvous | None], int]) -> in
     """
     machine = probe()
     scale = read_scale(args, machine)
-    log.say(
-        f"node {scale.node_rank} of {scale.nnodes}: waiting for the others at {scale.master_addr}:{scale.master_port}"
-    )
+    host = f"{scale.master_addr}:{scale.master_port}"
+    log.say(f"node {scale.node_rank} of {scale.nnodes}: waiting for the others at {host}")
     with Rendezvous(scale) as rendezvous:
-        report = describe_node(args, scale, machine=machine)
+        report = _describe_node(args, scale, machine=machine)
         try:
             check_nodes_match(rendezvous.gather({**describe_network(rendezvous, machine, report=report), **report}))
             if not rendezvous.is_host:
@@ -62,18 +58,13 @@ def among_nodes(args: Namespace, work: Callable[[Rendezvous | None], int]) -> in
         except RendezvousEnded as over:
             return over.code
         exit_code = work(rendezvous)
-        if exit_code in (SftplayError.exit_code, RunError.exit_code):
-            _print_endings(rendezvous)
+        if exit_code in (SftplayError.exit_code, RunError.exit_code):  # which may have begun on another node
+            deadline = time.monotonic() + ENDING_S
+            while len(endings := rendezvous.endings()) < scale.nnodes - 1 and time.monotonic() < deadline:
+                time.sleep(0.1)
+            for node, ending in endings.items():
+                log.say(f"node {node}: {ending}")
         return rendezvous.end(exit_code)
-
-
-def _print_endings(rendezvous: Rendezvous) -> None:
-    """Print how the other nodes ended, because the failure may have begun on one of them."""
-    deadline = time.monotonic() + ENDING_S
-    while len(endings := rendezvous.endings()) < rendezvous.scale.nnodes - 1 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for node, ending in endings.items():
-        log.say(f"node {node}: {ending}")
 
 
 def _join(rendezvous: Rendezvous, machine: Machine) -> int:
@@ -98,13 +89,12 @@ def _join(rendezvous: Rendezvous, machine: Machine) -> int:
     return rendezvous.end(exit_code, find_death(lines))
 
 
-def describe_node(args: Namespace, scale: Scale, *, machine: Machine) -> dict[str, Any]:
-    """What must be the same on all nodes, by section. An error takes the place of config and files."""
-    versions = {"python": platform.python_version(), "sftplay": kit_version(), **library_versions()}
+def _describe_node(args: Namespace, scale: Scale, *, machine: Machine) -> dict[str, Any]:
+    """What must be the same on all nodes, by section. An error replaces config and files."""
     report: dict[str, Any] = {
         "host": socket.gethostname(),
         "launch": {"NNODES": scale.nnodes, "NPROC": scale.nproc, "arguments after --": list(scale.launcher_args)},
-        "versions": versions,
+        "versions": {"python": platform.python_version(), "sftplay": kit_version(), **library_versions()},
     }
     try:
         cfg = check_inputs(with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed))
@@ -116,27 +106,25 @@ def describe_node(args: Namespace, scale: Scale, *, machine: Machine) -> dict[st
 
 
 def describe_gpus(machine: Machine) -> str:
-    """The GPUs as text. Node 0 sizes the batch for all nodes by its own."""
+    """Return the GPUs as text. Node 0 sizes the batch for all nodes by its own."""
     return ", ".join(f"{gpu.name} {format_bytes(gpu.total_bytes)}" for gpu in machine.gpus) or "none"
 
 
 def describe_files(cfg: RunConfig) -> dict[str, str]:
-    """Digests of the files that the run reads on this node, by config key; of weights, by key and file."""
-    digests_by_key = {}
-    for key, path in row_paths(cfg):
-        if not is_hub_name(path):
-            digests_by_key[key] = content_digest(path)
+    """Return digests of the files that the run reads on this node, by config key; of weights, by key and file."""
+    digests_by_key = {key: content_digest(path) for key, path in row_paths(cfg) if not is_hub_name(path)}
     for key, name in (("data.template", cfg.data.template), ("cluster.deepspeed", cfg.cluster.deepspeed)):
         if name is not None and Path(name).is_file():
             digests_by_key[key] = hashlib.sha256(Path(name).read_bytes()).hexdigest()
     for key, name in (("model.name", cfg.model.name), ("model.adapter", cfg.model.adapter)):
-        digests = weights_digests(name, whole_bytes=WHOLE_FILE_BYTES, chunks=DIGEST_CHUNKS)
+        # At most 64 MiB of each file of weights are read, in 64 chunks, so that large models cost no time.
+        digests = weights_digests(name, whole_bytes=2**26, chunks=64)
         digests_by_key |= {f"{key} ({Path(path).name})": digest for path, digest in digests.items()}
     return digests_by_key
 
 
 def kit_version() -> str:
-    """The kit's version and a digest of its source, because clones may be at different commits."""
+    """Return the kit's version and a digest of its source, because clones may be at different commits."""
     digest, root = hashlib.sha256(), ROOT / "sftplay"
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
@@ -144,26 +132,22 @@ def kit_version() -> str:
 
 
 def describe_network(rendezvous: Rendezvous, machine: Machine, *, report: Mapping[str, Any]) -> dict[str, Any]:
-    """An error where gloo would offer the other nodes an address that only this node can reach; empty otherwise.
+    """Return an error where gloo would offer the other nodes an address that only this node can reach; else nothing.
 
     gloo takes the address of the host's own name (torch, `ProcessGroupGloo.cpp`, createDefaultDevice). On many systems
     that is the loopback address. On GPUs only FSDP uses gloo (accelerate's `state.py`); NCCL finds an interface itself.
     """
-    address = rendezvous.own_address()
-    config = report.get("config", {})
+    address, host, config = rendezvous.own_address(), socket.gethostname(), report.get("config", {})
     is_named = "GLOO_SOCKET_IFNAME" in os.environ or config.get("cluster.nccl.socket_ifname")
     is_unused = machine.gpus and config.get("cluster.strategy") not in ("fsdp", "hsdp", "auto")
     if is_unused or is_named or address.startswith("127.") or address in ("::1", "localhost"):
         return {}
     try:
-        named = socket.gethostbyname(socket.gethostname())
+        named = socket.gethostbyname(host)
     except OSError:
         named = "no address"
     if named != "no address" and not named.startswith("127."):
         return {}
-    error = MachineError(
-        f"this host's name leads to {named}, which the other nodes cannot reach",
-        where=socket.gethostname(),
-        fix=f"set cluster.nccl.socket_ifname to the interface of {address} (`ip -br addr` lists them)",
-    )
-    return {"error": error.as_json()}
+    what = f"this host's name leads to {named}, which the other nodes cannot reach"
+    fix = f"set cluster.nccl.socket_ifname to the interface of {address} (`ip -br addr` lists them)"
+    return {"error": MachineError(what, where=host, fix=fix).as_json()}

@@ -23,39 +23,45 @@ from sftplay.machine.probe import probe
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.sizing.task_sizing import SizedRun
 from sftplay.runs.inputs import check_inputs
-from sftplay.runs.start import all_notes, build_command, print_command, read_scale, run_workers, size, sizes_of
+from sftplay.runs.start import all_notes, build_command, print_command, read_scale, run_workers, size, split_rows
 
 
 def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | None = None) -> int:
-    """Continue the run that `cfg` or `--run` names. A finished run is left as it is.
-
-    Raises:
-        ConfigErrors: values that decide the result have changed since its first start.
+    """Continue the run that `cfg` or `--run` names. A finished run is left as it is. Raise ConfigErrors where values
+    that decide the result have changed since its first start.
     """
-    folder = find_run(cfg, args.config, run=getattr(args, "run", None) or _run_of(cfg))
+    run = getattr(args, "run", None)
+    holder = Path(cfg.train.resume).parent.parent  # the run with the checkpoint that train.resume names
+    if not run and cfg.run_name is None and (holder / RESOLVED).is_file():
+        run = str(holder)
+    folder = find_run(cfg, args.config, run=run)
     stored = load_config(folder.resolved)
     if folder.read_json("status.json").get("state") == "done":
         return _leave_finished(args, folder, stored=stored, cfg=cfg)
     machine = probe()
     scale = read_scale(args, machine)
     cfg = check_inputs(cfg)
-    before = processes_of(cfg.train.resume, folder)
+    before = find_processes(cfg.train.resume, folder)
     starts_anew = before is None and cfg.train.resume == "auto"
     moves = before not in (None, scale.world_size)
     if moves or folder.is_resized:
         cfg = free_sizes(cfg, scale)
-    # Open sizes keep the values of the first start: other micro-batches round differently and draw other dropout.
+    # Open sizes keep the values of the first start: other micro-batches round differently and other dropout is drawn.
     smaller_rows = _rows_after_shortage(folder)
     kept = {} if starts_anew or moves else _kept_sizes(cfg, stored, smaller_rows=smaller_rows)
     named = cfg.with_values({"run_name": stored.run_name}, "resume")
     sized = size(named.with_values(kept, "resume"), machine, scale=scale)
-    fits = not kept or _fits(sized)
+    fits = not kept or sized.forecast is None or sized.forecast.verdict != "does_not_fit"
     if not fits:
         sized = size(named, machine, scale=scale)
-        _say_resized(stored, sized.cfg)
+        old, new = (f"{config.train.batch_size} x {config.train.grad_accum}" for config in (stored, sized.cfg))
+        log.say(
+            f"note: the first start's sizes, {old} rows a process, do not fit here; the run continues with {new}. The "
+            "effective batch and the rows stay the same; from here on sums round differently",
+            "resume",
+        )
     if moves:
-        _refuse_other_processes(before, sized, scale=scale)
-        _say_moved(before, sized)
+        _move(before, sized, scale=scale)
     resized = moves or not fits or bool(kept and smaller_rows)
     starts_anew |= resized
     sizes = {key: sized.cfg.get_value(key) for key in (*SIZES, DRAWN)} if starts_anew else {}
@@ -68,23 +74,16 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
         write_text(folder.resolved, dump_resolved(sized.cfg))
         if starts_anew or "world_size" not in folder.read_json("plan.json"):
             folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized)})
-        if resized:
-            folder.add_event(RESIZED, world_size=sized.world_size, **_named(sizes))
+        if resized:  # sizes that the task does not have are left out
+            changed = {key.rpartition(".")[2]: value for key, value in sizes.items() if value is not None}
+            folder.add_event(RESIZED, world_size=sized.world_size, **changed)
         return run_workers(command, folder, cfg=sized.cfg, args=args, rendezvous=rendezvous)
-
-
-def _named(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Sizes by the last part of their keys; those that the task does not have are left out."""
-    return {key.rpartition(".")[2]: value for key, value in sizes.items() if value is not None}
 
 
 def _rows_after_shortage(folder: RunFolder) -> int | None:
     """The micro-batch that a step needed after it ran out of memory; None when a later start has used it already."""
-    rows = None
-    for event in folder.read_events():
-        if event["event"] in (OUT_OF_MEMORY, RESIZED):
-            rows = event["batch_size"] if event["event"] == OUT_OF_MEMORY else None
-    return rows
+    events = [event for event in folder.read_events() if event["event"] in (OUT_OF_MEMORY, RESIZED)]
+    return events[-1]["batch_size"] if events and events[-1]["event"] == OUT_OF_MEMORY else None
 
 
 def _kept_sizes(cfg: RunConfig, stored: RunConfig, *, smaller_rows: int | None) -> dict[str, Any]:
@@ -93,36 +92,42 @@ def _kept_sizes(cfg: RunConfig, stored: RunConfig, *, smaller_rows: int | None) 
     if smaller_rows:
         train = stored.train
         world_size = train.effective_batch_size // (int(train.batch_size) * int(train.grad_accum))
-        last = sizes_of(stored, smaller_rows, world_size=world_size)
+        last = split_rows(stored, smaller_rows, world_size=world_size)
     last[DRAWN] = stored.get_value(DRAWN)
     return {key: value for key, value in last.items() if cfg.get_value(key) in ("auto", None)}
 
 
-def _refuse_other_processes(before: int | None, sized: SizedRun, *, scale: Scale) -> None:
-    """Refuse another number of processes where the checkpoint cannot be read by it.
+def _move(before: int | None, sized: SizedRun, *, scale: Scale) -> None:
+    """Say that another number of processes continues, or refuse it where the checkpoint cannot be read by it.
 
     FSDP's checkpoints are whole (`FULL_STATE_DICT`): any number of processes above 1 can read them.
     """
-    strategy, now = sized.cfg.cluster.strategy, scale.world_size
-    if not sized.cfg.accelerate_shards or (strategy == "fsdp" and 1 not in (before, now)):
-        return
-    fix = f"continue it with NPROC={before}, or train under a new run_name"
-    if strategy == "fsdp":
-        what = (
-            f"a checkpoint of {before} process(es) cannot continue on {now}: one process trains without fsdp, and "
-            "fsdp's checkpoints give the optimizer's state other names"
-        )
-        fix = fix if before == 1 else f"continue it with NPROC={before} or another number above 1"
-    elif strategy == "hsdp":
-        what = f"{now} processes would split the model into other copies than {before} did; this was never tried"
-    else:
-        what = f"the checkpoints of {strategy} hold one part for each of {before} processes, not for {now}"
-    where = f"{sized.cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy"
-    raise ConfigError(what, where=where, fix=fix)
+    cfg, strategy, now = sized.cfg, sized.cfg.cluster.strategy, scale.world_size
+    if cfg.accelerate_shards and (strategy != "fsdp" or 1 in (before, now)):
+        fix = f"continue it with NPROC={before}, or train under a new run_name"
+        if strategy == "fsdp":
+            what = (
+                f"a checkpoint of {before} process(es) cannot continue on {now}: one process trains without fsdp, and "
+                "fsdp's checkpoints give the optimizer's state other names"
+            )
+            fix = fix if before == 1 else f"continue it with NPROC={before} or another number above 1"
+        elif strategy == "hsdp":
+            what = f"{now} processes would split the model into other copies than {before} did; this was never tried"
+        else:
+            what = f"the checkpoints of {strategy} hold one part for each of {before} processes, not for {now}"
+        raise ConfigError(what, where=f"{cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy", fix=fix)
+    draws = ", dropout and noise draw other numbers" if draws_at_random(cfg) else ""
+    log.say(
+        f"note: the run began on {before} process(es) and continues on {sized.world_size}, each with "
+        f"{cfg.train.batch_size} x {cfg.train.grad_accum} rows. The effective batch and the rows stay the same; from "
+        f"here on sums round differently{draws}",
+        "resume",
+    )
 
 
 def _leave_finished(args: Namespace, folder: RunFolder, *, stored: RunConfig, cfg: RunConfig) -> int:
-    filled = cfg.with_values({key: stored.get_value(key) for key in _left_open(cfg)}, "resume")
+    left_open = [key for key, value in values_that_decide_weights(cfg).items() if value in (None, "auto")]
+    filled = cfg.with_values({key: stored.get_value(key) for key in left_open}, "resume")
     _refuse_changes(stored, resolve_names(filled), folder=folder)
     log.say(f"{folder.path} is finished: nothing to do", "resume")
     if args.json:
@@ -130,27 +135,8 @@ def _leave_finished(args: Namespace, folder: RunFolder, *, stored: RunConfig, cf
     return 0
 
 
-def _fits(sized: SizedRun) -> bool:
-    return sized.forecast is None or sized.forecast.verdict != "does_not_fit"
-
-
-def _say_resized(stored: RunConfig, cfg: RunConfig) -> None:
-    before, now = (f"{each.train.batch_size} x {each.train.grad_accum}" for each in (stored, cfg))
-    log.say(
-        f"note: the first start's sizes, {before} rows a process, do not fit here; the run continues with {now}. The "
-        "effective batch and the rows stay the same; from here on sums round differently",
-        "resume",
-    )
-
-
-def _run_of(cfg: RunConfig) -> str | None:
-    """The run whose folder holds the checkpoint named by train.resume, where the config names no run."""
-    run = Path(cfg.train.resume).parent.parent
-    return str(run) if cfg.run_name is None and (run / RESOLVED).is_file() else None
-
-
 def find_changes(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, Any]]:
-    """Keys whose values differ and would make a resumed run another run: (dotted key, before, after)."""
+    """Return keys whose values differ and would make a resumed run another run: (dotted key, before, after)."""
     return differences(values_that_decide_weights(before), values_that_decide_weights(after))
 
 
@@ -168,8 +154,8 @@ def _refuse_changes(stored: RunConfig, cfg: RunConfig, *, folder: RunFolder) -> 
         raise ConfigErrors(problems)
 
 
-def processes_of(resume: str, folder: RunFolder) -> int | None:
-    """The number of processes that wrote the checkpoint `train.resume` means; None where there is none yet."""
+def find_processes(resume: str, folder: RunFolder) -> int | None:
+    """Return the number of processes that wrote the checkpoint `train.resume` means; None where there is none yet."""
     named = [] if resume in ("never", "auto") else [Path(resume)]
     markers = map(read_marker, named or reversed(list_checkpoints(folder.checkpoints)))
     return next((marker["world_size"] for marker in markers if marker.get("world_size")), None)
@@ -189,30 +175,15 @@ def free_sizes(cfg: RunConfig, scale: Scale) -> RunConfig:
     return cfg.with_values(dict.fromkeys(SIZES[1:] if divides else SIZES, "auto"), "resume")
 
 
-def _say_moved(before: int | None, sized: SizedRun) -> None:
-    cfg = sized.cfg
-    draws = ", dropout and noise draw other numbers" if draws_at_random(cfg) else ""
-    log.say(
-        f"note: the run began on {before} process(es) and continues on {sized.world_size}, each with "
-        f"{cfg.train.batch_size} x {cfg.train.grad_accum} rows. The effective batch and the rows stay the same; from "
-        f"here on sums round differently{draws}",
-        "resume",
-    )
-
-
 def draws_at_random(cfg: RunConfig) -> bool:
-    """True when a step draws random numbers: the adapter's dropout, the model's own dropout, or NEFTune's noise.
+    """Return whether a step draws random numbers: dropout of the adapter or the model, or NEFTune's noise.
 
     A model whose config.json is not on this machine counts as one without dropout.
     """
     if cfg.train.neftune_alpha or (cfg.tuning.mode != "full" and cfg.tuning.lora.dropout):
         return True
     try:
-        own = json.loads((Path(cfg.model.name) / "config.json").read_text(encoding="utf-8"))
+        content = json.loads((Path(cfg.model.name) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return any(value for key, value in own.items() if "drop" in key and isinstance(value, float))
-
-
-def _left_open(cfg: RunConfig) -> list[str]:
-    return [key for key, value in values_that_decide_weights(cfg).items() if value in (None, "auto")]
+    return any(value for key, value in content.items() if "drop" in key and isinstance(value, float))

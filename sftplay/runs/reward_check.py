@@ -22,26 +22,20 @@ from sftplay.reward.code_rewards import read_limits
 from sftplay.reward.reward_set import RewardSet, aligned
 from sftplay.reward.table import judges_form, missing_column, reward_problems
 
-SOLVED_ROWS = 1_000
-"""Rows whose own solutions are run; a solution takes some milliseconds, and the verdicts are kept."""
-
-Row = tuple[Source, dict[str, Any] | None]
-"""A row's place, and what rewards read of it; None for one that cannot be read."""
-
 
 def try_rewards(cfg: RunConfig) -> None:
     """Refuse rewards that cannot be asked, or that cannot tell right answers from junk, before a model is opened.
 
     Only rewards that a model learns from must tell them apart: not those that other tasks measure, nor those that a
-    control replaces. Raises what `RewardSet`, `check_before_training` and `check_solutions` raise.
+    placebo replaces. Raises what `RewardSet`, `check_before_training` and `check_solutions` raise.
     """
     with RewardSet(cfg) as rewards:
         if not cfg.task.learns_from_rewards or (cfg.task.turns == 1 and cfg.grpo.placebo_reward is not None):
             return
         log.status("trying the rewards on right answers and on junk", "reward")
-        found = [(str(source), columns) for source, columns in _first_rows(cfg, TRIED_ROWS) if columns is not None]
+        found = [(columns, str(source)) for source, columns in _read_first_rows(cfg, TRIED_ROWS) if columns is not None]
         check_solutions(cfg, rewards)
-        rows, places = [columns for _, columns in found], [place for place, _ in found]
+        rows, places = [columns for columns, _ in found], [place for _, place in found]
         check_before_training(cfg, rows, rewards=rewards, places=places)
 
 
@@ -54,31 +48,25 @@ def check_solutions(cfg: RunConfig, rewards: RewardSet) -> None:
     """
     if rewards.sandbox is None:
         return
-    problems = [problem for source, row in _first_rows(cfg, SOLVED_ROWS) if row and (problem := _problem(row, source))]
+    problems = []
+    for source, row in _read_first_rows(cfg, 1_000):  # a solution takes some milliseconds, and the verdicts are kept
+        tests, name = (row or {}).get("tests"), str((row or {}).get("entry_point") or "")
+        code = find_code(str((row or {}).get("answer") or ""), name).code
+        if row and code and isinstance(tests, Sequence) and not isinstance(tests, str):
+            setup = str(row.get("setup") or "")
+            problems.append(Problem(str(source), "", tuple(map(str, tests)), name, code, setup))
     if problems:
         limits, outcome = read_limits(cfg.sandbox), "is solved by no answer"
         sound_problems(problems, rewards.sandbox, limits=limits, outcome=outcome)
 
 
-def _problem(row: dict[str, Any], source: Source) -> Problem | None:
-    """The row's tests with its own solution; None where it lacks either. It is known by its place."""
-    tests, name = row.get("tests"), str(row.get("entry_point") or "")
-    code = find_code(str(row.get("answer") or ""), name).code
-    if not code or not isinstance(tests, Sequence) or isinstance(tests, str):
-        return None
-    return Problem(str(source), "", tuple(map(str, tests)), name, code, str(row.get("setup") or ""))
-
-
 def read_cases(cfg: RunConfig, n: int) -> list[Case]:
-    """The first `n` rows that can be read, each with its right answer and its columns.
-
-    Raises:
-        DataError: fewer than two rows have an answer.
+    """Return the first `n` rows that can be read, each with its right answer and its columns. Raise DataError where
+    fewer than two rows have an answer.
     """
-    rows = _first_rows(cfg, n)
+    rows = _read_first_rows(cfg, n)
     cases = [Case(row["answer"], row, str(at)) for at, row in rows if row and isinstance(row.get("answer"), str)]
-    n_left_out = len(rows) - len(cases)
-    if n_left_out:
+    if n_left_out := len(rows) - len(cases):
         log.say(f"note: {n_left_out:,} of the first {n} rows cannot be read, or have no answer: left out", "reward")
     if len({case.gold for case in cases}) < 2:
         what = f"the first {n} rows hold fewer than two different answers"
@@ -86,7 +74,8 @@ def read_cases(cfg: RunConfig, n: int) -> list[Case]:
     return cases
 
 
-def _first_rows(cfg: RunConfig, n: int) -> list[Row]:
+def _read_first_rows(cfg: RunConfig, n: int) -> list[tuple[Source, dict[str, Any] | None]]:
+    """The places of rows and what rewards read of them; None for one that cannot be read."""
     reading, rows = read_layout_options(cfg.data), []
     for number, (source, row) in enumerate(islice(read_rows(cfg.rows_path, read_dialect(cfg.data)), n)):
         columns = None
@@ -102,7 +91,7 @@ COMPLETION = "completion"
 
 
 def score_given(cfg: RunConfig, path: str) -> list[dict[str, Any]]:
-    """A line for each row of the file, in its order: `rewards` by name, `total`, and the `verdict` on its program.
+    """Return a line for each row of the file, in its order: `rewards` by name, `total`, `verdict` on its program.
 
     A row has a `completion` and the columns that the rewards read. A value is None where the reward knows none; so is
     the total where that reward judges the content, or where none is known.
@@ -130,20 +119,12 @@ def score_given(cfg: RunConfig, path: str) -> list[dict[str, Any]]:
     names = sorted({name for row in rows for name in row} - {COMPLETION})
     with RewardSet(cfg) as rewards:
         scored = rewards.score([row[COMPLETION] for row in rows], aligned(rows, names))
-    found = []
+    lines = []
+    weighted = [reward for reward in cfg.rewards if reward.weight]
     for at, verdict in enumerate(scored.verdicts):
         values = {name: scores.values[at] for name, scores in scored.by_name.items()}
-        found.append({"rewards": values, "total": _total(cfg, values), "verdict": verdict})
-    return found
-
-
-def _total(cfg: RunConfig, values: dict[str, float | None]) -> float | None:
-    """The weighted sum of what is known; None where a reward for content that is learned from is unknown."""
-    known = []
-    for reward in cfg.rewards:
-        value = values[reward.name]
-        if value is not None and reward.weight:
-            known.append(value * reward.weight)
-        elif reward.weight and not judges_form(reward):
-            return None
-    return sum(known) if known else None
+        known = [value * reward.weight for reward in weighted if (value := values[reward.name]) is not None]
+        lacks = any(values[reward.name] is None and not judges_form(reward) for reward in weighted)
+        total = sum(known) if known and not lacks else None
+        lines.append({"rewards": values, "total": total, "verdict": verdict})
+    return lines

@@ -7,7 +7,7 @@ import os
 import shutil
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -38,14 +38,14 @@ from sftplay.runs.finished_run import report_at_end
 from sftplay.runs.gpus_at_launch import gpu_settings, refuse_missing_compiler, refuse_unusable
 from sftplay.runs.inputs import known_lengths, needs_no_hub
 from sftplay.runs.model_shape import known_shape
-from sftplay.runs.strategy_setup import environment_of, prepare_deepspeed, with_accumulation
+from sftplay.runs.strategy_setup import build_strategy_environment, prepare_deepspeed, with_accumulation
 from sftplay.units import GIB, format_bytes
 
 
 def run_workers(
     command: Launch, folder: RunFolder, *, cfg: RunConfig, args: Namespace, rendezvous: Rendezvous | None = None
 ) -> int:
-    """Start the workers and follow them; the last exit code.
+    """Start the workers and follow them; return the last exit code.
 
     They start again with smaller micro-batches where memory ran out in a step that cannot run again. They start again
     from the last checkpoint where a process died, up to `cluster.max_restarts` times.
@@ -67,48 +67,39 @@ def run_workers(
         prepare_deepspeed(cfg, folder, command=command)
         await_ready(rendezvous)
         check_nodes = watch_nodes(rendezvous, folder)
-    exit_code, restarts, max_restarts = _start(command, folder, check_nodes=check_nodes), 0, cfg.cluster.max_restarts
+    restarts, max_restarts = 0, cfg.cluster.max_restarts
     while True:
-        if rows := smaller_start(folder, args):
-            shrink(folder, rows)
+        write_text(folder.path / "launch.txt", command.as_text() + "\n")
+        folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
+        log.say("starting the worker")
+        exit_code = follow(command, folder, check_nodes=check_nodes)
+        error = folder.read_json("status.json").get("error") or {}
+        # Several nodes would have to agree on smaller micro-batches.
+        if args.nnodes == 1 and error.get("code") == "memory" and error.get("batch_size"):
+            shrink(folder, int(error["batch_size"]))
             command = with_accumulation(command, load_config(folder.resolved))
         elif restarts < max_restarts and (cause := cause_of_death(folder)):
             restarts += 1
             folder.add_event(RESTARTED, cause=cause)
             log.say(f"restart {restarts} of {max_restarts}: {cause}")
-            continue_at_next_start(folder)
+            stored = load_config(folder.resolved)
+            # Without a complete checkpoint yet, the next start uses once more the one that `train.resume` names.
+            if stored.train.resume in ("never", "auto") or newest_complete(folder.checkpoints)[0] is not None:
+                write_text(folder.resolved, dump_resolved(stored.with_values({"train.resume": "auto"}, "restart")))
         else:
             break
-        exit_code = _start(command, folder, check_nodes=check_nodes)
-    if exit_code in REFUSALS and rendezvous is None:
-        folder = free_refused(folder)
+    if exit_code in (ConfigError.exit_code, MachineError.exit_code, DataError.exit_code) and rendezvous is None:
+        folder = archive_aborted_run(folder)
     report_at_end(folder)
     if args.json and args.verb != "demo":
         print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
     return exit_code
 
 
-def _start(command: Launch, folder: RunFolder, *, check_nodes: Callable[[], None] | None) -> int:
-    write_text(folder.path / "launch.txt", command.as_text() + "\n")
-    folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
-    log.say("starting the worker")
-    return follow(command, folder, check_nodes=check_nodes)
-
-
-def smaller_start(folder: RunFolder, args: Namespace) -> int | None:
-    """The micro-batch with which a run that ran out of memory may continue from its last checkpoint.
-
-    None where it ended for another reason or must not restart. None on several nodes, because they would have to agree.
-    """
-    error = folder.read_json("status.json").get("error") or {}
-    rows = error.get("batch_size") if error.get("code") == "memory" and args.nnodes == 1 else None
-    return int(rows) if rows else None
-
-
 def shrink(folder: RunFolder, rows: int) -> None:
     """Write smaller sizes into the run folder. The run's next attempt reads them there."""
     stored, plan = load_config(folder.resolved), folder.read_json("plan.json")
-    sizes = sizes_of(stored, rows, world_size=plan["world_size"])
+    sizes = split_rows(stored, rows, world_size=plan["world_size"])
     write_text(folder.resolved, dump_resolved(stored.with_values({**sizes, "train.resume": "auto"}, "out of memory")))
     smaller = {"batch_size": rows, "grad_accum": sizes["train.grad_accum"]}
     folder.write_json("plan.json", {**plan, **smaller})
@@ -119,24 +110,13 @@ def shrink(folder: RunFolder, rows: int) -> None:
     )
 
 
-def sizes_of(cfg: RunConfig, rows: int, *, world_size: int) -> dict[str, Any]:
-    """Micro-batch and accumulation of a step, by config key, for micro-batches of `rows` rows."""
+def split_rows(cfg: RunConfig, rows: int, *, world_size: int) -> dict[str, Any]:
+    """Return a step's micro-batch and accumulation, by config key, for micro-batches of `rows` rows."""
     return {"train.batch_size": rows, "train.grad_accum": cfg.train.effective_batch_size // world_size // rows}
 
 
-def continue_at_next_start(folder: RunFolder) -> None:
-    """Let the run's next start continue from its newest complete checkpoint.
-
-    Where it has none yet, the next start uses once more the checkpoint that `train.resume` names.
-    """
-    stored = load_config(folder.resolved)
-    names_checkpoint = stored.train.resume not in ("never", "auto")
-    if not (names_checkpoint and newest_complete(folder.checkpoints)[0] is None):
-        write_text(folder.resolved, dump_resolved(stored.with_values({"train.resume": "auto"}, "restart")))
-
-
 def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = None) -> SizedRun:
-    """The config with every `auto` decided for this machine.
+    """Return the config with every `auto` decided for this machine.
 
     Raises:
         ConfigError: the effective batch cannot be split exactly.
@@ -152,21 +132,18 @@ def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = No
 
     task, hardware = find_report(cfg), Hardware(forecast.setting.device, world_size, lengths)
     suggestions = task.suggest(cfg, sized, sizing=sizing, hardware=hardware)
-    listed = "; ".join(f"{each.change} ({format_bytes(each.peak_bytes)})" for each in suggestions)
-    raise MachineError(
-        f"{shape.name} does not fit: even one row at a time takes {format_bytes(forecast.peak_bytes)} of "
-        f"{format_bytes(forecast.budget_bytes)} on each {forecast.setting.device.name}",
-        where=task.where_model(cfg),
-        fix=f"{listed}; `make plan` shows every part; train.batch_size=1 tries it anyway",
-    )
+    listed = "; ".join(f"{found.change} ({format_bytes(found.peak_bytes)})" for found in suggestions)
+    sizes = f"{format_bytes(forecast.peak_bytes)} of {format_bytes(forecast.budget_bytes)}"
+    what = f"{shape.name} does not fit: even one row at a time takes {sizes} on each {forecast.setting.device.name}"
+    fix = f"{listed}; `make plan` shows every part; train.batch_size=1 tries it anyway"
+    raise MachineError(what, where=task.where_model(cfg), fix=fix)
 
 
 def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: Machine) -> Launch:
-    """What starts the run's workers.
+    """Return what starts the run's workers.
 
     Raises:
-        ConfigError: `cluster.max_restarts` is set for several nodes, whose parents know nothing of each other; or the
-            launcher cannot start this run.
+        ConfigError: as `refuse_restarts`; or the launcher cannot start this run.
         MachineError: its kernels cannot be built here.
     """
     refuse_restarts(cfg, nnodes=scale.nnodes)
@@ -175,32 +152,28 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
     if launcher != "auto" and scale.world_size == 1:
         log.say(f"note: cluster.launcher {launcher} has no effect: a single process is started directly")
     if cfg.accelerate_shards and scale.world_size > 1:
-        strategy = environment_of(cfg, folder, scale=scale, has_gpu=has_gpu)
-    is_offline = needs_no_hub(cfg)
+        strategy = build_strategy_environment(cfg, folder, scale=scale, has_gpu=has_gpu)
     launch = build_launch(
-        folder.path, scale, has_gpu=has_gpu, is_offline=is_offline, strategy=strategy, launcher=launcher
+        folder.path, scale, has_gpu=has_gpu, is_offline=needs_no_hub(cfg), strategy=strategy, launcher=launcher
     )
-    launch = replace(launch, env={**launch.env, **gpu_settings(cfg, machine, processes=scale.world_size)})
-    if scale.world_size == 1:
-        return launch
-    from sftplay.launch.command.network import list_interfaces, nccl_environment
+    env = {**launch.env, **gpu_settings(cfg, machine, processes=scale.world_size)}
+    if scale.world_size > 1:
+        from sftplay.launch.command.network import list_interfaces, nccl_environment
 
-    nccl = nccl_environment(cfg, folder.logs, has_gpu=has_gpu, environ=os.environ, interfaces=list_interfaces())
-    return replace(launch, env={**launch.env, **nccl})
+        env |= nccl_environment(cfg, folder.logs, has_gpu=has_gpu, environ=os.environ, interfaces=list_interfaces())
+    return replace(launch, env=env)
 
 
 def refuse_restarts(cfg: RunConfig, *, nnodes: int) -> None:
     """Raise ConfigError where several nodes are asked to restart: their parents know nothing of each other."""
     if cfg.cluster.max_restarts and nnodes > 1:
-        raise ConfigError(
-            f"a run of {nnodes} nodes cannot restart by itself",
-            where=f"{cfg.origins.get('cluster.max_restarts', 'cluster')} cluster.max_restarts",
-            fix="set cluster.max_restarts=0 and let the job continue it with train.resume=auto",
-        )
+        where = f"{cfg.origins.get('cluster.max_restarts', 'cluster')} cluster.max_restarts"
+        fix = "set cluster.max_restarts=0 and let the job continue it with train.resume=auto"
+        raise ConfigError(f"a run of {nnodes} nodes cannot restart by itself", where=where, fix=fix)
 
 
 def read_scale(args: Namespace, machine: Machine) -> Scale:
-    """Processes and nodes as the command line gives them.
+    """Return processes and nodes as the command line gives them.
 
     Raises:
         ConfigError: not a number of processes.
@@ -214,21 +187,16 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
     elif args.nproc == "gpu":
         nproc = len(machine.gpus)
         if nproc == 0:
-            raise MachineError(
-                f"there is no GPU to start a process on ({machine.gpu_reason})",
-                where="--nproc gpu",
-                fix="give the number of processes (NPROC=2), or use `make train`",
-            )
+            what = f"there is no GPU to start a process on ({machine.gpu_reason})"
+            fix = "give the number of processes (NPROC=2), or use `make train`"
+            raise MachineError(what, where="--nproc gpu", fix=fix)
     elif args.nproc.isdigit() and int(args.nproc) > 0:
         nproc = int(args.nproc)
     else:
         raise ConfigError(f"not a number of processes: {args.nproc!r}", where="--nproc", fix="write --nproc 2")
     if is_here and 0 < len(machine.gpus) < nproc:
-        raise MachineError(
-            f"{nproc} processes need {nproc} GPUs, {len(machine.gpus)} are visible",
-            where="--nproc",
-            fix=f"use --nproc {len(machine.gpus)}",
-        )
+        what = f"{nproc} processes need {nproc} GPUs, {len(machine.gpus)} are visible"
+        raise MachineError(what, where="--nproc", fix=f"use --nproc {len(machine.gpus)}")
     # Several nodes must know the port in advance. On one node, two runs at once must not get the same port.
     port = args.master_port or (RENDEZVOUS_PORT if args.nnodes > 1 else free_port(0))
     launcher_args = tuple(getattr(args, "launcher_args", ()))
@@ -245,13 +213,14 @@ def say_sizing(sized: SizedRun, machine: Machine, *, folder: RunFolder) -> None:
         total = sum(gpu.total_bytes for gpu in gpus) / GIB
         log.say(f"Total VRAM: {total:.1f} GiB (not one pool: each GPU holds its own copy)")
     else:
-        log.say(
-            f"No GPU ({machine.gpu_reason}): {machine.cores} CPU cores, {machine.ram_bytes / GIB:.1f} GiB of memory"
-        )
+        ram = f"{machine.ram_bytes / GIB:.1f} GiB of memory"
+        log.say(f"No GPU ({machine.gpu_reason}): {machine.cores} CPU cores, {ram}")
     log.say(f"run {folder.path}")
     if sized.decisions:
+        # A file or a pipe takes lines of any length.
+        width = max(80, shutil.get_terminal_size().columns) if is_terminal(log.screen()) else 10_000
         log.say("chosen automatically:")
-        log.show("\n".join(decision_lines(sized, width=_width())))
+        log.show("\n".join(decision_lines(sized, width=width)))
     sizes = f"{train.batch_size} per {'GPU' if gpus else 'process'}"
     label = "Auto-calculated batch size" if "train.batch_size" in sized.decisions else "Batch size"
     log.say(f"{label}: {sizes}, gradient accumulation: {train.grad_accum}")
@@ -260,34 +229,28 @@ def say_sizing(sized: SizedRun, machine: Machine, *, folder: RunFolder) -> None:
         log.say(f"note: {note}")
 
 
-def _width() -> int:
-    """Columns of the user's terminal; a file or a pipe takes lines of any length."""
-    return max(80, shutil.get_terminal_size().columns) if is_terminal(log.screen()) else 10_000
-
-
 def decision_lines(sized: SizedRun, *, width: int) -> list[str]:
-    """Every automatic choice with its reason, one below the other; a reason is told once. Lines end at `width`."""
-    rows = [(key, flow(each.value), each.reason) for key, each in sized.decisions.items()]
-    keys, values = (max(len(row[place]) for row in rows) for place in (0, 1))
-    said: set[str] = set()
+    """Return every automatic choice with its reason, one below the other; a reason is shown once."""
+    rows = [(key, flow(decision.value), decision.reason) for key, decision in sized.decisions.items()]
+    keys, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+    shown: set[str] = set()
     lines = []
     for key, value, reason in rows:
         before = f"  {key:<{keys}}  {value:<{values}}  "
-        told = "the same" if reason in said else reason
-        lines += textwrap.wrap(told, width, initial_indent=before, subsequent_indent=" " * len(before)) or [before]
-        said.add(reason)
+        text = "the same" if reason in shown else reason
+        lines += textwrap.wrap(text, width, initial_indent=before, subsequent_indent=" " * len(before)) or [before]
+        shown.add(reason)
     return lines
 
 
 def all_notes(sized: SizedRun) -> list[str]:
-    """What the user should know before the start: settings without effect, and a shortage of memory."""
-    forecast = sized.forecast
-    warning = []
+    """Return what the user should know before the start: settings without effect, and a shortage of memory."""
+    forecast, listed = sized.forecast, [*notes(sized.cfg), *sized.notes]
     if forecast is not None and forecast.verdict != "fits":
         needed, budget = format_bytes(forecast.peak_bytes), format_bytes(forecast.budget_bytes)
         figures = f"{needed} planned with its margin, {budget} to plan with"
-        warning = [f"memory: {forecast.verdict.replace('_', ' ')} ({figures}); `make plan` shows what would fit"]
-    return [*notes(sized.cfg), *sized.notes, *warning]
+        listed.append(f"memory: {forecast.verdict.replace('_', ' ')} ({figures}); `make plan` shows what would fit")
+    return listed
 
 
 def print_command(command: Launch, args: Namespace) -> int:
@@ -299,25 +262,22 @@ def print_command(command: Launch, args: Namespace) -> int:
     return 0
 
 
-REFUSALS = (ConfigError.exit_code, MachineError.exit_code, DataError.exit_code)
-"""Exit codes of a run that could not begin as it was asked to."""
-
-MARKS = (RESOLVED, "status.json", "manifest.json")
-"""Files of which every run of the kit has one soon after its start."""
-
-FIRST = ("logs", "base", "slurm*", ".lock", ".status.lock")
-"""What a start, or a job that waits for one, makes before that."""
-
-
-def free_name(folder: RunFolder) -> None:
-    """Set aside what an earlier start without a step has left under the name of `folder`.
+def archive_earlier_start(folder: RunFolder) -> None:
+    """Move what an earlier start without a step has left in `folder` to the archive.
 
     Raises:
         ConfigError: the run has made a step, or runs; or the folder holds files that no run of the kit has made.
         MachineError: its folder cannot be moved.
     """
-    if not any((folder.path / name).exists() for name in MARKS):
-        refuse_files_of_others(folder)
+    # Every run of the kit has one of these soon after its start.
+    if not any((folder.path / name).exists() for name in (RESOLVED, "status.json", "manifest.json")):
+        first = ("logs", "base", "slurm*", ".lock", ".status.lock")  # a start, or a job waiting for one, makes these
+        names = [path.name for path in folder.path.iterdir()] if folder.path.is_dir() else []
+        if others := sorted(name for name in names if not any(fnmatch(name, pattern) for pattern in first)):
+            more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
+            what = f"holds {', '.join(map(repr, others[:3]))}{more}, and was never a run of this kit"
+            fix = "choose another run_name or output_dir, or move the files"
+            raise ConfigError(what, where=str(folder.path), fix=fix)
         return
     with folder.locked():
         if folder.resolved.exists() and folder.has_made_step:
@@ -327,17 +287,8 @@ def free_name(folder: RunFolder) -> None:
         log.say(f"the earlier start of {folder.name} made no step ({why}): kept in {folder.set_aside().path}")
 
 
-def refuse_files_of_others(folder: RunFolder) -> None:
-    """Raise ConfigError where a folder that was never a run holds more than a run makes first: it is not ours."""
-    names = [path.name for path in folder.path.iterdir()] if folder.path.is_dir() else []
-    if others := sorted(name for name in names if not any(fnmatch(name, pattern) for pattern in FIRST)):
-        more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
-        what = f"holds {', '.join(map(repr, others[:3]))}{more}, and was never a run of this kit"
-        raise ConfigError(what, where=str(folder.path), fix="choose another run_name or output_dir, or move the files")
-
-
-def free_refused(folder: RunFolder) -> RunFolder:
-    """Set a run aside that was refused before its first step, so that its name is free; the folder that it is in now.
+def archive_aborted_run(folder: RunFolder) -> RunFolder:
+    """Archive a run that was refused before its first step, so that its name can be used again; return its folder now.
 
     The caller holds the run's lock.
     """
@@ -348,13 +299,13 @@ def free_refused(folder: RunFolder) -> RunFolder:
     except MachineError as error:
         log.say(f"note: {error}")
         return folder
-    log.say(f"no step was made: the name {folder.name} is free, and this start is kept in {kept.path}")
+    log.say(f"failed before the first step; kept in {kept.path}, and the name {folder.name} can be used again")
     return kept
 
 
 @contextmanager
-def refusals_free_name(folder: RunFolder, *, is_alone: bool) -> Iterator[None]:
-    """Set the run aside where the block refuses to start it. Other nodes look for the folder where it is.
+def archive_if_refused(folder: RunFolder, *, is_alone: bool) -> Iterator[None]:
+    """Archive the run where the block refuses to start it and no other node looks for its folder.
 
     The caller holds the run's lock.
     """
@@ -363,5 +314,5 @@ def refusals_free_name(folder: RunFolder, *, is_alone: bool) -> Iterator[None]:
     except SftplayError as error:
         if is_alone and folder.path.exists() and not folder.has_made_step and not isinstance(error, FolderGone):
             folder.update_status(state="failed", exit_code=error.exit_code, error=error.as_json())
-            free_refused(folder)
+            archive_aborted_run(folder)
         raise

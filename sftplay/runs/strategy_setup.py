@@ -20,25 +20,15 @@ from sftplay.launch.run_folder import RunFolder
 PLAIN = "deepspeed.json"
 """The user's file without comments, in the run folder. accelerate reads no comments."""
 
-USUAL = "zero2"
-ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-
 OPERATORS = {"ShareMemCommBuilder": "deepspeed_shm_comm", "CPUAdamBuilder": "cpu_adam"}
 """DeepSpeed's builder -> the name of the folder and library that it makes."""
 
-_BUILD = """
-import sys
-from deepspeed.accelerator import get_accelerator
-for name in sys.argv[1:]:
-    get_accelerator().create_op_builder(name).load()
-"""
+ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
 def with_deepspeed(cfg: RunConfig, *, is_asked: bool) -> RunConfig:
-    """The config with a ZeRO stage in place of `auto`, where DeepSpeed `is_asked` for or its file is named.
-
-    Raises:
-        ConfigError: the config names another strategy, or the file cannot be used.
+    """Return the config with a ZeRO stage instead of `auto`, where DeepSpeed `is_asked` for or its file is named. Raise
+    ConfigError where the config names another strategy, or the file cannot be used.
     """
     cluster = cfg.cluster
     if not is_asked and cluster.deepspeed is None:
@@ -47,23 +37,19 @@ def with_deepspeed(cfg: RunConfig, *, is_asked: bool) -> RunConfig:
         from sftplay.launch.command.deepspeed_json import read_deepspeed
 
         values = read_deepspeed(Path(cluster.deepspeed)) if cluster.deepspeed else {}
-        stage = values.get("zero_optimization", {}).get("stage", ZERO_STAGES[USUAL])
-        name = next((name for name, number in ZERO_STAGES.items() if number == stage), USUAL)
+        stage = values.get("zero_optimization", {}).get("stage")
+        name = next((name for name, number in ZERO_STAGES.items() if number == stage), "zero2")
         return cfg.with_values({"cluster.strategy": name}, cluster.deepspeed or "train-deepspeed")
     if cluster.strategy not in ZERO_STAGES:
-        raise ConfigError(
-            f"DeepSpeed is asked for, but the strategy is {cluster.strategy}",
-            where=f"{cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy",
-            fix=f"write {', '.join(ZERO_STAGES)} or auto, or launch it with train-distributed",
-        )
+        where = f"{cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy"
+        fix = f"write {', '.join(ZERO_STAGES)} or auto, or launch it with train-distributed"
+        raise ConfigError(f"DeepSpeed is asked for, but the strategy is {cluster.strategy}", where=where, fix=fix)
     return cfg
 
 
-def environment_of(cfg: RunConfig, folder: RunFolder, *, scale: Scale, has_gpu: bool) -> dict[str, str]:
-    """The environment variables that make the workers use `cluster.strategy`.
-
-    Raises:
-        ConfigError: the strategy does not fit the number of processes or the DeepSpeed file.
+def build_strategy_environment(cfg: RunConfig, folder: RunFolder, *, scale: Scale, has_gpu: bool) -> dict[str, str]:
+    """Return the environment variables that make the workers use `cluster.strategy`. Raise ConfigError where the
+    strategy does not fit the number of processes or the DeepSpeed file.
     """
     from sftplay.launch.command.deepspeed_json import read_deepspeed, run_values
     from sftplay.launch.command.strategy import strategy_environment
@@ -73,21 +59,15 @@ def environment_of(cfg: RunConfig, folder: RunFolder, *, scale: Scale, has_gpu: 
         stage = ZERO_STAGES.get(strategy)
         read_deepspeed(Path(deepspeed_file), run_values(cfg, world_size=scale.world_size, stage=stage))
     return strategy_environment(
-        strategy,
-        world_size=scale.world_size,
-        has_gpu=has_gpu,
-        precision=str(cfg.train.precision),
+        strategy, world_size=scale.world_size, has_gpu=has_gpu, precision=str(cfg.train.precision),
         deepspeed_json=folder.path / PLAIN if deepspeed_file is not None else None,
-        gradient_accumulation=int(cfg.train.grad_accum),
-        nnodes=scale.nnodes,
-    )
+        gradient_accumulation=int(cfg.train.grad_accum), nnodes=scale.nnodes,
+    )  # fmt: skip
 
 
 def prepare_deepspeed(cfg: RunConfig, folder: RunFolder, *, command: Launch, node: int = 0) -> None:
-    """Where the run uses DeepSpeed: build the operators that this node needs, and on node 0 write the plain file.
-
-    Raises:
-        MachineError: DeepSpeed is missing, or its operators cannot be built.
+    """Where the run uses DeepSpeed, build the operators that this node needs; on node 0 also write the plain file.
+    Raise MachineError where DeepSpeed is missing, or its operators cannot be built.
     """
     if "ACCELERATE_USE_DEEPSPEED" not in command.env:
         return
@@ -103,24 +83,21 @@ def prepare_deepspeed(cfg: RunConfig, folder: RunFolder, *, command: Launch, nod
 
 
 def with_accumulation(command: Launch, cfg: RunConfig) -> Launch:
-    """The command with the accumulation of `cfg`. DeepSpeed reads it from the environment."""
+    """Return the command with the accumulation of `cfg`. DeepSpeed reads it from the environment."""
     if ACCUMULATION not in command.env:
         return command
     return replace(command, env={**command.env, ACCUMULATION: str(cfg.train.grad_accum)})
 
 
 def prebuild_deepspeed_ops(*, has_gpu: bool, offloads: bool) -> None:
-    """Build DeepSpeed's operators once, with a line on the screen. Without it all workers build them at their start.
+    """Build DeepSpeed's operators once, with a line on the screen. Otherwise all workers build them at their start.
 
-    A CPU needs the one for communication between processes. `offloads` adds the optimizer that runs on the host.
-
-    Raises:
-        MachineError: DeepSpeed is not installed, a killed build left a lock, or the compiler failed.
+    A CPU needs the one for communication between processes. `offloads` adds the optimizer that runs on the host. Raise
+    MachineError where DeepSpeed is not installed, a killed build left a lock, or the compiler failed.
     """
     from sftplay.launch.command.strategy import build_environment
     from sftplay.machine.doctor.system import check_builds
 
-    is_needed = {"ShareMemCommBuilder": not has_gpu, "CPUAdamBuilder": offloads}
     if find_spec("deepspeed") is None:
         raise MachineError("is not installed", where="deepspeed", fix="make install EXTRAS=deepspeed")
     for finding in check_builds():
@@ -128,16 +105,20 @@ def prebuild_deepspeed_ops(*, has_gpu: bool, offloads: bool) -> None:
             raise MachineError(finding.what, where="deepspeed", fix=finding.fix)
     env = build_environment(has_gpu=has_gpu)
     folder = Path(env["TORCH_EXTENSIONS_DIR"])
-    files = {builder: folder / name / f"{name}.so" for builder, name in OPERATORS.items() if is_needed[builder]}
+    needed = {"ShareMemCommBuilder": not has_gpu, "CPUAdamBuilder": offloads}
+    files = {builder: folder / name / f"{name}.so" for builder, name in OPERATORS.items() if needed[builder]}
     missing = [builder for builder, file in files.items() if not file.exists()]
     if not missing:
         return
-    names = " and ".join("CPU communication" if each == "ShareMemCommBuilder" else "CPU optimizer" for each in missing)
+    names = " and ".join("CPU communication" if name == "ShareMemCommBuilder" else "CPU optimizer" for name in missing)
     log.say(f"building DeepSpeed's {names}, about 2 min each, once", "deepspeed")
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", _BUILD, *missing], env=os.environ | env, capture_output=True, text=True, check=False
+    load = (
+        "import sys\nfrom deepspeed.accelerator import get_accelerator\n"
+        "for name in sys.argv[1:]:\n    get_accelerator().create_op_builder(name).load()\n"
     )
+    argv = [sys.executable, "-c", load, *missing]
+    done = subprocess.run(argv, env=os.environ | env, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         problem = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "no reason given")

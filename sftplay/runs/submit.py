@@ -7,8 +7,7 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +29,7 @@ from sftplay.launch.slurm.scheduler import CONFIG, JOB_FILE, JOBS, LOCK, JobFold
 from sftplay.machine.libraries import VLLM_INSTALL
 from sftplay.machine.probe import Gpu, probe
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.devices.cards import Card, find_card, parse_fleet
+from sftplay.plan.devices.cards import find_card, parse_fleet
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.plan.sizing.split import split_batch
 from sftplay.runs.inputs import check_inputs, known_lengths, load_checked, needs_no_hub
@@ -41,24 +40,28 @@ from sftplay.units import format_bytes
 
 @dataclass(frozen=True)
 class Submission:
-    """A job that could be queued."""
+    """A job that could be queued, with the text of its job file."""
 
     cfg: RunConfig
     request: JobRequest
     folder: RunFolder
     text: str
-    """Of the job file."""
 
 
 def prepare(args: Namespace, request: JobRequest) -> Submission:
-    """Check config, inputs and request, and choose the run's folder.
-
-    Raises:
-        SftplayError: the run could not begin in the job.
+    """Check config, inputs and request, and choose the run's folder. Raise SftplayError where the run could not begin
+    in the job.
     """
     request.check()
-    cfg = checked_config(args, request)
-    request = with_server(request, cfg)
+    cfg = check_config(args, request)
+    if starts_server(cfg):
+        if find_spec("vllm") is None:  # by which the trainers ask any server
+            fix = f"{VLLM_INSTALL}, or write grpo.generation: transformers"
+            raise MachineError("the package vllm is not installed", where="grpo.generation", fix=fix)
+        request = replace(request, server_gpus=cfg.grpo.vllm.tensor_parallel)
+    elif request.server_sbatch:
+        fix = "leave it out; or write grpo.generation: vllm_server, without grpo.vllm.url"
+        raise ConfigError("the job starts no generation server", where="--server-sbatch", fix=fix)
     name = cfg.run_name
     if cfg.train.resume != "never" and has_begun(cfg, args.config):
         folder = find_run(cfg, args.config, run=name)
@@ -71,11 +74,9 @@ def prepare(args: Namespace, request: JobRequest) -> Submission:
     return Submission(cfg, request, folder, text)
 
 
-def checked_config(args: Namespace, request: JobRequest) -> RunConfig:
-    """The config of the job, of which everything is checked that can be checked without its machine.
-
-    Raises:
-        SftplayError: a value or an input is wrong, or is not on this machine.
+def check_config(args: Namespace, request: JobRequest) -> RunConfig:
+    """Return the job's config after all checks that do not need the job's machine. Raise SftplayError where a value or
+    an input is wrong, or is not on this machine.
     """
     world_size = request.nodes * request.processes
     overrides, notes = in_our_names(args.overrides, world_size=world_size)
@@ -85,36 +86,16 @@ def checked_config(args: Namespace, request: JobRequest) -> RunConfig:
     is_online = os.environ.get("HF_HUB_OFFLINE") == "0"
     checked = check_inputs(cfg, asks_hub=is_online)
     if not is_online and not needs_no_hub(checked):
-        raise MachineError(
-            f"the job runs without a network, and {cfg.model.name} or its data are not on this machine",
-            where=f"{cfg.origins.get('model.name', 'model')} model.name",
-            fix=f"make download-model MODEL={cfg.model.name}; or set HF_HUB_OFFLINE=0 where the nodes have a network",
-        )
+        what = f"the job runs without a network, and {cfg.model.name} or its data are not on this machine"
+        fix = f"make download-model MODEL={cfg.model.name}; or set HF_HUB_OFFLINE=0 where the nodes have a network"
+        raise MachineError(what, where=f"{cfg.origins.get('model.name', 'model')} model.name", fix=fix)
     refuse_restarts(cfg, nnodes=request.nodes)
     split_batch(cfg, world_size, has_gpu=True)
     return cfg
 
 
-def with_server(request: JobRequest, cfg: RunConfig) -> JobRequest:
-    """The request with a node for the generation server, where the run needs one.
-
-    Raises:
-        ConfigError: options for that node, which the run does not need.
-        MachineError: vLLM is not installed, by which the trainers ask any server.
-    """
-    if starts_server(cfg):
-        if find_spec("vllm") is None:
-            fix = f"{VLLM_INSTALL}, or write grpo.generation: transformers"
-            raise MachineError("the package vllm is not installed", where="grpo.generation", fix=fix)
-        return replace(request, server_gpus=cfg.grpo.vllm.tensor_parallel)
-    if request.server_sbatch:
-        fix = "leave it out; or write grpo.generation: vllm_server, without grpo.vllm.url"
-        raise ConfigError("the job starts no generation server", where="--server-sbatch", fix=fix)
-    return request
-
-
 def submit(job: Submission) -> int:
-    """Queue the job and record it in the run's folder; its number.
+    """Queue the job and record it in the run's folder; return its number.
 
     Raises:
         ConfigError: the run has a job already.
@@ -123,17 +104,33 @@ def submit(job: Submission) -> int:
     folder = job.folder.path
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / LOCK):
-        _refuse_second(folder)
-        with _left_as_it_was(folder):
+        earlier = newest_job(folder)
+        if earlier and (state := scheduler.look(earlier.job)).is_active:  # two jobs would write into the same files
+            what = f"the run {folder.name!r} has the job {earlier.job}, which is {state.state}"
+            fix = f"make cancel RUN={folder.name}, or choose another run_name"
+            raise ConfigError(what, where=str(folder), fix=fix)
+        files = (folder / CONFIG, folder / JOB_FILE)
+        before = {path: path.read_text() for path in files if path.exists()}
+        try:
             write_text(folder / CONFIG, dump_given(job.cfg))
             write_text(folder / JOB_FILE, job.text)
             number = scheduler.submit(folder / JOB_FILE)
+        except SftplayError:
+            for path in files:
+                if path in before:
+                    write_text(path, before[path])
+                else:
+                    path.unlink(missing_ok=True)
+            if [path.name for path in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+                folder.rmdir()
+            raise
         add_job(folder, number, nodes=job.request.nodes, nproc=job.request.processes)
     return number
 
 
 def run_here(args: Namespace, environment: Mapping[str, str]) -> int:
-    """Train in the job that this process runs in, which `sbatch` of a file has started; the trainer's exit code.
+    """Train in the job that this process runs in, which `sbatch` of a file has started; return the trainer's exit code.
 
     Without `run_name` the run is named by the config and the job, so that it is the same after a requeue.
 
@@ -147,14 +144,16 @@ def run_here(args: Namespace, environment: Mapping[str, str]) -> int:
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
     nproc = args.nproc or (int(gpus) if gpus.isdecimal() else None)
     request = JobRequest(nodes=nodes, nproc=nproc)
-    cfg = checked_config(args, request)
+    cfg = check_config(args, request)
     if cfg.run_name is None:
         cfg = cfg.with_values({"run_name": f"{Path(args.config).stem}-job{job}"}, "submit")
-    if has_server := starts_server(cfg):
-        _refuse_without_node(environment)
+    has_server = starts_server(cfg)
+    if has_server and environment.get("SLURM_HET_SIZE") != "2":
+        fix = "use make submit; or sbatch OPTIONS : OPTIONS workflows/slurm/train.sbatch; or set grpo.vllm.url"
+        raise ConfigError("the job has no node for the generation server", where="grpo.generation", fix=fix)
     folder = Path(cfg.output_dir).absolute() / str(cfg.run_name)
     last = newest_job(folder)
-    if last is None or last.job != job:  # the first life
+    if last is None or last.job != job:  # the job's first attempt
         if not has_begun(cfg, args.config) or cfg.train.resume == "never":
             new_folder(cfg, args.config)
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,17 +162,9 @@ def run_here(args: Namespace, environment: Mapping[str, str]) -> int:
     return run_job(folder, nproc=request.processes, launcher_args=args.launcher_args, has_server=has_server)
 
 
-def _refuse_without_node(environment: Mapping[str, str]) -> None:
-    if environment.get("SLURM_HET_SIZE") != "2":
-        fix = "use make submit; or sbatch OPTIONS : OPTIONS workflows/slurm/train.sbatch; or set grpo.vllm.url"
-        raise ConfigError("the job has no node for the generation server", where="grpo.generation", fix=fix)
-
-
 def find_job(output: Path, run: str | None) -> JobFolder:
-    """The newest job of a run, by the run's name or folder.
-
-    Raises:
-        ConfigError: there is no such run, or it has no job.
+    """Return the newest job of a run, by the run's name or folder. Raise ConfigError where there is no such run, or it
+    has no job.
     """
     places = [Path(run), output / run] if run else []
     for place in places:
@@ -187,45 +178,14 @@ def find_job(output: Path, run: str | None) -> JobFolder:
 
 
 def all_jobs(output: Path) -> list[JobFolder]:
-    """The newest job of each run below the output folder, the latest first."""
+    """Return the newest job of each run below the output folder, the latest first."""
     records = sorted(output.absolute().glob(f"*/{JOBS}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     folders = [path.parent for path in records if not path.parent.is_symlink()]  # `latest` is one of them
     return [job for folder in folders if (job := newest_job(folder))]
 
 
-def _refuse_second(folder: Path) -> None:
-    """Two jobs of one run would write into the same files."""
-    job = newest_job(folder)
-    if job and (state := scheduler.look(job.job)).is_active:
-        what = f"the run {folder.name!r} has the job {job.job}, which is {state.state}"
-        fix = f"make cancel RUN={folder.name}, or choose another run_name"
-        raise ConfigError(what, where=str(folder), fix=fix)
-
-
-@contextmanager
-def _left_as_it_was(folder: Path) -> Iterator[None]:
-    """Put the files of an earlier job back, and remove the folder where it is new, when the block raises."""
-    before = {name: (folder / name).read_text() for name in (CONFIG, JOB_FILE) if (folder / name).exists()}
-    try:
-        yield
-    except SftplayError:
-        for name in (CONFIG, JOB_FILE):
-            if name in before:
-                write_text(folder / name, before[name])
-            else:
-                (folder / name).unlink(missing_ok=True)
-        if [path.name for path in folder.iterdir()] == [LOCK]:
-            (folder / LOCK).unlink()
-            folder.rmdir()
-        raise
-
-
-NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-"""What all three tools take as a name."""
-
-
 def plan_job(args: Namespace) -> ClusterJob:
-    """The job, for the GPUs that were named, else for those of this machine.
+    """Return the job, for the GPUs that were named, else for those of this machine.
 
     Raises:
         ConfigError: no GPU is known to plan for; the effective batch cannot be split.
@@ -233,10 +193,17 @@ def plan_job(args: Namespace) -> ClusterJob:
     """
     cfg = load_checked(args.config, args.overrides, asks_hub=False)
     refuse_restarts(cfg, nnodes=args.nodes)
-    count, card = _gpus(args.gpus)
+    here = probe()
+    if args.gpus:
+        count, card = parse_fleet(args.gpus, "--gpus (GPUS=)")
+    else:
+        found = find_card(here.gpus[0].name) if here.gpus else None
+        if found is None:
+            fix = "name those of one node: GPUS=2xH200"
+            raise ConfigError("there is no GPU here to plan the job for", where="--gpus (GPUS=)", fix=fix)
+        count, card = len(here.gpus), found
     gpus = tuple(Gpu(i, card.name, card.total_bytes, card.total_bytes, card.capability) for i in range(count))
-    machine = replace(probe(), gpus=gpus, gpu_reason="")
-    resolved = resolve_names(cfg)
+    machine, resolved = replace(here, gpus=gpus, gpu_reason=""), resolve_names(cfg)
     sized = size_run(
         resolved, machine, world_size=args.nodes * count, shape=known_shape(resolved), local_processes=count,
         lengths=known_lengths(resolved),
@@ -247,7 +214,7 @@ def plan_job(args: Namespace) -> ClusterJob:
         raise MachineError(what, where=args.config, fix=f"make plan CONFIG={args.config} GPUS={count}x{card.name}")
     name = cfg.run_name or Path(args.config).stem
     tidy = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-")
-    if not NAME.fullmatch(tidy):
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", tidy):  # what all three tools take as a name
         raise ConfigError(f"{name!r} makes no name of a job", where="run_name", fix="begin it with a letter")
     return ClusterJob(
         name=tidy, config=args.config, overrides=tuple(args.overrides), nodes=args.nodes, gpus=count, gpu=card.name,
@@ -255,33 +222,15 @@ def plan_job(args: Namespace) -> ClusterJob:
     )  # fmt: skip
 
 
-def _gpus(text: str | None) -> tuple[int, Card]:
-    if text:
-        return parse_fleet(text, "--gpus (GPUS=)")
-    here = probe().gpus
-    card = find_card(here[0].name) if here else None
-    if card is None:
-        fix = "name those of one node: GPUS=2xH200"
-        raise ConfigError("there is no GPU here to plan the job for", where="--gpus (GPUS=)", fix=fix)
-    return len(here), card
-
-
-POLL_S = 0.5
-END_S = 120.0
-"""How long SLURM may take to clean up behind a job."""
-
-
 def describe(job: JobFolder) -> dict[str, Any]:
-    """The job as SLURM knows it, and its run as it stands in its folder."""
-    run, state = RunFolder(job.run).read_json("status.json"), scheduler.look(job.job)
+    """Return the job as SLURM knows it, and its run as it stands in its folder."""
+    run = RunFolder(job.run).read_json("status.json")
     return {
         "run": job.run.name,
         "job_id": job.job,
-        **state.as_json(),
+        **scheduler.look(job.job).as_json(),
         "run_state": run.get("state"),
-        "step": run.get("step"),
-        "exit_code": run.get("exit_code"),
-        "last_checkpoint": run.get("last_checkpoint"),
+        **{key: run.get(key) for key in ("step", "exit_code", "last_checkpoint")},
         "lives": job.lives(),
         "note": job.note,
         "log": str(job.log),
@@ -289,7 +238,7 @@ def describe(job: JobFolder) -> dict[str, Any]:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """The facts of `describe` in a line or a few."""
+    """Return the facts of `describe` in a line or a few."""
     reason = f" ({facts['reason']})" if facts["reason"] not in ("", "None") else ""
     parts = [f"{facts['run']}: job {facts['job_id']} {facts['state'] or 'has left the queue'}{reason}"]
     parts += [f"on {facts['nodes']}"] if facts["nodes"] else []
@@ -297,33 +246,29 @@ def as_text(facts: dict[str, Any]) -> str:
     if facts["run_state"]:
         code = f" with {facts['exit_code']}" if facts["exit_code"] is not None else ""
         parts.append(f"run {facts['run_state']}{code} at step {facts['step'] or 0}")
-    lives = [f"{len(facts['lives'])} lives have ended"] if len(facts["lives"]) > 1 else []
-    lines = [", ".join(parts + lives)]
-    lines += [f"  {line}" for line in facts["note"].splitlines()]
-    return "\n".join(lines)
+    parts += [f"{len(facts['lives'])} attempts have ended"] if len(facts["lives"]) > 1 else []
+    return "\n".join([", ".join(parts), *(f"  {line}" for line in facts["note"].splitlines())])
 
 
 def cancel(job: JobFolder, *, wait_s: float) -> bool:
-    """End the job, after its checkpoint where it runs; False when it had ended before.
+    """End the job, after its checkpoint where it runs; return False when it had ended before.
 
     A job that has not stopped after `wait_s` seconds is ended by SLURM.
     """
     state = scheduler.look(job.job)
     if not state.is_active:
         return False
+
+    def wait(limit_s: float, *also: str) -> None:
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and ((state := scheduler.look(job.job)).is_active or state.state in also):
+            time.sleep(0.5)
+
     if state.state == "RUNNING" and wait_s:
         scheduler.ask_to_stop(job.job)
         log.say(f"job {job.job}: the run stops with a checkpoint", "cancel")
-        deadline = time.monotonic() + wait_s
-        while scheduler.look(job.job).is_active and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        wait(wait_s)
     if scheduler.look(job.job).is_active:
         scheduler.end(job.job)
-    deadline = time.monotonic() + END_S
-    while _is_there(scheduler.look(job.job)) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    wait(120.0, "COMPLETING")  # SLURM may take so long to clean up behind a job
     return True
-
-
-def _is_there(state: scheduler.JobState) -> bool:
-    return state.is_active or state.state == "COMPLETING"

@@ -30,14 +30,12 @@ MODULE = "tensorboard.main"
 START_S = 120.0
 """A busy machine takes long to import TensorBoard."""
 
-STOP_S = 10.0
-
 
 def end_board(record: dict[str, Any]) -> None:
-    """End the TensorBoard of `record`; kill it when it still runs after STOP_S seconds."""
+    """End the TensorBoard of `record`; kill it when it still runs after 10 seconds."""
     with suppress(ProcessLookupError):  # it may end by itself meanwhile
         os.kill(record["pid"], signal.SIGTERM)
-        deadline = time.monotonic() + STOP_S
+        deadline = time.monotonic() + 10
         while running() and time.monotonic() < deadline:
             time.sleep(0.1)
         if running():
@@ -46,11 +44,8 @@ def end_board(record: dict[str, Any]) -> None:
 
 
 def start_board(folder: Path, port: int) -> str:
-    """Start TensorBoard over `folder` on the next free port; its address, once it answers.
-
-    Raises:
-        MachineError: no port is free.
-        RunError: it ended, or it does not answer.
+    """Start TensorBoard over `folder` on the next free port; return its address, once it answers. Raise MachineError
+    where no port is free, and RunError where it ended, or it does not answer.
     """
     record = running()
     if record is not None:
@@ -61,8 +56,7 @@ def start_board(folder: Path, port: int) -> str:
     port = free_port(port)
     folder.mkdir(parents=True, exist_ok=True)
     LOG_FILE.parent.mkdir(parents=True, exist_ok=True)
-    argv = [sys.executable, "-m", MODULE, "--logdir", str(folder.absolute())]
-    argv += ["--host", HOST, "--port", str(port)]
+    argv = [sys.executable, "-m", MODULE, "--logdir", str(folder.absolute()), "--host", HOST, "--port", str(port)]
     with LOG_FILE.open("w") as handle:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle, start_new_session=True)
     url = f"http://{HOST}:{port}"
@@ -82,7 +76,7 @@ def start_board(folder: Path, port: int) -> str:
 
 
 def running() -> dict[str, Any] | None:
-    """The record of our TensorBoard. None when the file tells of no process that lives, is ours and is TensorBoard."""
+    """Return the record of our TensorBoard; None when the file names no process that lives, is ours and is one."""
     try:
         record: dict[str, Any] = json.loads(PID_FILE.read_text())
         pid, started = record["pid"], record["started"]
@@ -95,7 +89,7 @@ def running() -> dict[str, Any] | None:
 
 
 def is_board(pid: int) -> bool:
-    """True when process `pid` lives, belongs to this user and is a TensorBoard."""
+    """Return whether process `pid` lives, belongs to this user and is a TensorBoard."""
     try:
         process = psutil.Process(pid)
         return process.uids().real == os.getuid() and MODULE in process.cmdline()
@@ -104,7 +98,7 @@ def is_board(pid: int) -> bool:
 
 
 def start_time(pid: int) -> str:
-    """The kernel's start time of process `pid`; empty when there is no such process. A zombie counts as none."""
+    """Return the kernel's start time of process `pid`; empty when there is none. A zombie counts as none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -114,7 +108,7 @@ def start_time(pid: int) -> str:
 
 
 def answers(url: str, folder: Path) -> bool:
-    """True when a TensorBoard over `folder` answers at `url`. Another user's server on that port does not count."""
+    """Return whether a TensorBoard over `folder` answers at `url`; another user's server there does not count."""
     # This machine's own address must not go through a proxy that the environment names.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

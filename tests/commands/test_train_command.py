@@ -137,7 +137,7 @@ def test_refusal_before_the_first_step_leaves_neither_a_run_nor_another_latest_a
     assert str((output / "latest").readlink()) == "before"
     (kept,) = (output / ".set-aside").iterdir()
     told = capsys.readouterr()
-    assert f"no step was made: the name run is free, and this start is kept in {kept}" in told.err
+    assert f"failed before the first step; kept in {kept}, and the name run can be used again" in told.err
     assert json.loads(told.out)["run"] == str(kept)
     assert RunFolder(kept).read_json("status.json")["error"]["what"] == "row 40 is bad"
     assert "row 40 is bad" in (kept / "report.html").read_text()

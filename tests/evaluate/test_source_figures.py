@@ -17,7 +17,7 @@ from sftplay.data.pipeline import load_examples
 from sftplay.evaluate.comparison import Measured, comparison_table, with_side
 from sftplay.evaluate.evaluate import evaluate
 from sftplay.evaluate.perplexity import Document, measure_perplexity, pooled
-from sftplay.evaluate.sources import HeldOut, held_out_of, measure_sources
+from sftplay.evaluate.sources import HeldOut, find_held_out, measure_sources
 
 
 def side(
@@ -140,7 +140,7 @@ def test_held_out_documents_are_the_texts_themselves_and_their_bytes(tiny_llama:
     nothing = {"data__train_path": None, "data__val_path": None}
     cfg = sized(written_config(tmp_path, inputs, task_mode="cpt_mixed", datasets=sources, **nothing))
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    held_out = held_out_of(load_mixture(cfg, tokenizer))
+    held_out = find_held_out(load_mixture(cfg, tokenizer))
     documents = list(held_out.documents["domain"])
     assert [[int(token) for token in each.ids] for each in documents] == tokenizer(texts[6:])["input_ids"]
     assert [each.n_bytes for each in documents] == [len(text.encode()) for text in texts[6:]]

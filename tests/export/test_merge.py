@@ -445,7 +445,7 @@ def test_disk_that_is_too_small_is_refused_with_the_bytes_before_anything_is_wri
 def test_failed_write_leaves_nothing_and_a_broken_off_one_is_cleared(
     simple: tuple[RunConfig, RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def fail(model: Any, tokenizer: Any, target: Path) -> None:
+    def fail(*_: Any, target: Path, **__: Any) -> None:
         (target / "half").write_text("half")
         raise OSError(28, "No space left on device")
 

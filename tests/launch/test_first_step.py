@@ -32,7 +32,7 @@ def test_data_that_is_refused_costs_neither_the_name_nor_latest_and_mended_it_tr
     done = sftplay("train", "--config", config)
     assert done.returncode == 4, done.stdout + done.stderr
     assert "rows.jsonl:41" in done.stdout
-    assert "the name run is free" in done.stdout
+    assert "the name run can be used again" in done.stdout
     assert [path.name for path in output.iterdir()] == [".set-aside"]
     assert len(list((output / ".set-aside").glob("run-*/report.html"))) == 1
     done = sftplay("train", "--config", write_config(data__train_path=str(rows), data__on_bad_row="skip"))

@@ -24,7 +24,7 @@ from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.launch import run_folder as folders
 from sftplay.launch.run_folder import RunFolder, find_run, has_begun, new_folder
 from sftplay.runs.resume import _rows_after_shortage
-from sftplay.runs.start import free_name
+from sftplay.runs.start import archive_earlier_start
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +63,7 @@ def test_a_run_that_has_made_a_step_is_never_replaced(sign, config):
     assert not folder.has_made_step
     STEPS[sign](folder)
     assert folder.has_made_step
-    for start in (lambda: new_folder(cfg, "x.yaml"), lambda: free_name(folder)):
+    for start in (lambda: new_folder(cfg, "x.yaml"), lambda: archive_earlier_start(folder)):
         with pytest.raises(ConfigError, match="a run called 'mine' exists"):
             start()
     assert folder.resolved.exists()
@@ -73,7 +73,7 @@ def test_a_run_without_a_step_gives_its_name_to_the_next_start_and_is_kept_with_
     cfg = config(run_name="mine")
     for n in range(3):  # within one second
         folder = new_folder(cfg, "x.yaml")
-        free_name(folder)
+        archive_earlier_start(folder)
         with folder.locked():
             folder.create()
             folder.resolved.touch()
@@ -92,7 +92,7 @@ def test_a_folder_of_the_users_with_the_name_of_a_run_is_refused_and_stays_where
     for name in names:
         write_text(folder.path / name / "kept.txt", "mine")
     with pytest.raises(ConfigError, match="was never a run of this kit") as refusal:
-        free_name(folder)
+        archive_earlier_start(folder)
     assert refusal.value.where == str(folder.path)
     assert all((folder.path / name / "kept.txt").read_text() == "mine" for name in names)
     assert [path.name for path in folder.path.parent.iterdir()] == ["mine"]
@@ -102,7 +102,7 @@ def test_a_start_that_was_killed_before_it_wrote_anything_and_a_job_that_waits_h
     folder = new_folder(config(run_name="mine"), "x.yaml")
     for name in ("logs/rank0.log", ".lock", ".status.lock", "slurm.yaml", "slurm-17/env.txt"):
         write_text(folder.path / name, "")
-    free_name(folder)
+    archive_earlier_start(folder)
     assert (folder.path / "slurm.yaml").exists()
 
 
@@ -112,7 +112,7 @@ def test_a_run_without_a_step_that_still_runs_keeps_its_name(config):
         folder.create()
         folder.resolved.touch()
         with pytest.raises(ConfigError, match="'mine' is running"):
-            free_name(folder)
+            archive_earlier_start(folder)
 
 
 def test_a_reader_of_status_never_sees_half_a_file(tmp_path):

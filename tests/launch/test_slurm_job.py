@@ -32,7 +32,7 @@ from sftplay.launch.slurm.job import Allocation, others_command, trainer_command
 from sftplay.launch.slurm.request import ALIASES, JobRequest, gpus_in, in_our_names, job_file, limit_seconds
 from sftplay.launch.slurm.scheduler import JobFolder, newest_job, write_summary
 from sftplay.machine.ports import JOB_PORTS, QUIET
-from sftplay.runs.start import free_name
+from sftplay.runs.start import archive_earlier_start
 from sftplay.signals import Echoes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -268,7 +268,7 @@ def test_files_of_a_job_stay_when_a_start_without_a_step_is_set_aside(tmp_path: 
     job = JobFolder(folder.path, 7)
     job.path.mkdir()
     with job.log.open("a") as log:
-        free_name(folder)
+        archive_earlier_start(folder)
         log.write("a line of the job")
     assert job.log.read_text() == "a line of the job"
     assert not folder.resolved.exists()

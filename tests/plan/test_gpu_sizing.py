@@ -93,7 +93,7 @@ def test_a_config_that_dies_or_takes_too_long_is_a_row_with_its_reason(tmp_path:
         raise RunError("it ended with code -9", fix="x")
 
     monkeypatch.setattr(gpu_sizing, "ensure_model", tiny_folder)
-    monkeypatch.setattr(gpu_sizing, "run_rehearsal", killed)
+    monkeypatch.setattr(gpu_sizing, "run_probe", killed)
     dead = measure_case(CPU_CASES[0], place(tmp_path / "a"))
 
     def hangs(*_: Any, **__: Any) -> Path:
@@ -114,7 +114,7 @@ def test_a_config_that_dies_or_takes_too_long_is_a_row_with_its_reason(tmp_path:
 def test_memory_that_runs_out_at_the_chosen_batch_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     nothing = {"points": [], "accumulates": True, "out_of_memory_rows": 4, "device": None}
     monkeypatch.setattr(gpu_sizing, "ensure_model", tiny_folder)
-    monkeypatch.setattr(gpu_sizing, "run_rehearsal", lambda *_, **__: nothing)
+    monkeypatch.setattr(gpu_sizing, "run_probe", lambda *_, **__: nothing)
     row = measure_case(CPU_CASES[0], place(tmp_path))
     assert (row["out_of_memory"], row["error"]) == (True, None)
     assert summarise([row])["out_of_memory"] == 1
@@ -154,7 +154,7 @@ def test_a_process_holds_the_most_that_its_allocator_held_and_what_lies_beside_i
     machine = Machine((card,), "none", 16 * GIB, 2, "3.11", "Linux", {})
     point = {"rows": 1, "tokens": 64, "peaks_bytes": {"head": 10 * GIB}, "reserved_bytes": 12 * GIB, "seconds": 1.0}
     device = {"total_bytes": 24 * GIB, "free_bytes": 16 * GIB, "reserved_bytes": 7 * GIB}
-    monkeypatch.setattr(gpu_sizing, "run_rehearsal", lambda *_, **__: {"points": [point], "device": device})
+    monkeypatch.setattr(gpu_sizing, "run_probe", lambda *_, **__: {"points": [point], "device": device})
     train = SimpleNamespace(batch_size=1, grad_accum=1)
     sized: Any = SimpleNamespace(cfg=SimpleNamespace(train=train))
     held = gpu_sizing.hold(sized, Place(machine, tmp_path, argparse.Namespace(quick=True, limit_s=5.0)))

@@ -10,7 +10,7 @@ import pytest
 
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report.learned import charts_of, learned_table, learned_text, reward_charts, tries_of
+from sftplay.report.learned import build_charts, learned_table, learned_text, pick_tries, reward_charts
 from sftplay.report.remarks import find_remarks
 from sftplay.report.report import _tiles, render
 from sftplay.report.run_files import RunFiles, read_run_files
@@ -82,7 +82,7 @@ def test_rewards_have_charts_of_their_own_with_the_held_out_prompts_as_dots(run:
     reward, held_out = charts[0].curves
     assert len(reward.points) == N_STEPS
     assert list(held_out.points) == [(0.0, 0.25), (10.0, 0.5), (20.0, 0.75)]
-    assert not {curve.key for chart in charts_of(run) for curve in chart.curves} & {"reward", "reward/tests"}
+    assert not {curve.key for chart in build_charts(run) for curve in chart.curves} & {"reward", "reward/tests"}
 
 
 def test_the_first_and_the_last_measurement_stand_for_before_and_after(run: RunFiles):
@@ -94,7 +94,7 @@ def test_the_first_and_the_last_measurement_stand_for_before_and_after(run: RunF
 
 
 def test_the_page_shows_what_was_tried_and_why_it_was_paid(run: RunFiles):
-    tries = tries_of(run)
+    tries = pick_tries(run)
     assert tries is not None
     assert [answer.title.split(",")[0] for answer in tries.shown] == ["Step 1"] * 2 + ["Step 10"] * 2 + ["Step 20"] * 2
     tenth = tries.shown[2]
@@ -148,5 +148,5 @@ def test_a_run_without_rewards_has_none_of_it(folder: RunFolder):
         path.unlink()
     folder.metrics.write_text('{"step": 1, "loss": 2.0}\n')
     run = read_run_files(folder)
-    assert (learned_table(run), tries_of(run), reward_charts(run, [])) == (None, None, [])
+    assert (learned_table(run), pick_tries(run), reward_charts(run, [])) == (None, None, [])
     assert 'id="tries"' not in render(run)

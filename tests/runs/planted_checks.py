@@ -8,16 +8,16 @@ import subprocess
 import time
 from pathlib import Path
 
-from sftplay.runs.gpu_check.check import Broken, Check, NotPossible, Place
+from sftplay.runs.gpu_check.check import Broken, Check, CheckContext, NotPossible
 from sftplay.signals import popen_tied
 
 
-def well(place: Place) -> str:
+def well(place: CheckContext) -> str:
     place.details["cores"] = place.machine.cores
     return "all is well"
 
 
-def hangs(place: Place) -> str:
+def hangs(place: CheckContext) -> str:
     """A child hangs too; its pid is left for the test."""
     child = popen_tied(["sleep", "1000"], output=subprocess.DEVNULL)
     (place.shared / "pid").write_text(str(child.pid))
@@ -25,22 +25,22 @@ def hangs(place: Place) -> str:
     return "never"
 
 
-def dies(_: Place) -> str:
+def dies(_: CheckContext) -> str:
     print("last words", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
     return "never"
 
 
-def runs_out(_: Place) -> str:
+def runs_out(_: CheckContext) -> str:
     raise MemoryError("no room for 2 GiB")
 
 
-def breaks(place: Place) -> str:
+def breaks(place: CheckContext) -> str:
     Path(place.folder / "scratch").touch()
     raise Broken("3 is not 4")
 
 
-def cannot(_: Place) -> str:
+def cannot(_: CheckContext) -> str:
     raise NotPossible("needs a checkout")
 
 

@@ -24,7 +24,7 @@ from sftplay.machine.gpu import Gpu
 from sftplay.machine.libraries import TorchBuild
 from sftplay.machine.probe import Machine
 from sftplay.runs.gpu_check import facts, fault, kit, memory, recovery, runs, several_processes, speed
-from sftplay.runs.gpu_check.check import Broken, NotPossible, Place
+from sftplay.runs.gpu_check.check import Broken, CheckContext, NotPossible
 from sftplay.runs.gpu_check.checks import CHECKS
 from sftplay.runs.gpu_check.conduct import Row
 from sftplay.runs.gpu_check.table import Table
@@ -40,8 +40,8 @@ TWO_GPUS = replace(CPU, gpus=(CARD, replace(CARD, index=1)), gpu_reason="")
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(CPU, tmp_path / "own", tmp_path / "shared")
+def place(tmp_path: Path) -> CheckContext:
+    return CheckContext(CPU, tmp_path / "own", tmp_path / "shared")
 
 
 def run_planted(out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -149,10 +149,10 @@ def test_without_a_gpu_each_row_says_what_it_needs_and_with_two_none_does():
     here = [check.name for check in CHECKS if not check.needs(CPU)]
     assert here == [
         "facts: driver and torch agree", "run: fp32 full", "run: fp32 lora", "run: fp32 qlora",
-        "run: rewards rise", "run: measured before full tuning", "run: eager beside sdpa",
+        "run: rewards rise", "run: measured before full tuning", "run: eager against sdpa",
         "recovery: kill -9 and resume", "recovery: SIGTERM",
         "delivery: merge, export, plain transformers", "processes: comm-check over gloo", "processes: DDP over gloo",
-        "memory: planned beside the resident set",
+        "memory: planned against the resident set",
     ]  # fmt: skip
     others = {check.needs(CPU) for check in CHECKS if check.name not in here}
     assert all("CUDA GPU" in reason for reason in others)
@@ -185,7 +185,9 @@ def learned_with(losses: dict[bool, list[float]]) -> Any:
     return lambda place, *, mode, precision, on_cpu=False: SimpleNamespace(losses=losses[on_cpu])
 
 
-def test_a_loss_that_does_not_fall_and_one_that_is_not_the_cpus_fail(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_a_loss_that_does_not_fall_and_one_that_is_not_the_cpus_fail(
+    place: CheckContext, monkeypatch: pytest.MonkeyPatch
+):
     falling, flat = [3.5, 3.0, 2.5, 2.0, 1.5, 1.2], [3.5, 3.4, 3.5, 3.4, 3.5, 3.4]
     monkeypatch.setattr(runs, "learned", learned_with({False: flat}))
     with pytest.raises(Broken, match="does not fall"):
@@ -203,7 +205,7 @@ def test_a_loss_that_does_not_fall_and_one_that_is_not_the_cpus_fail(place: Plac
         runs.learns(place, mode="lora", precision="fp32")
 
 
-def test_rewards_that_do_not_rise_fail(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_rewards_that_do_not_rise_fail(place: CheckContext, monkeypatch: pytest.MonkeyPatch):
     metrics = place.folder / "metrics.jsonl"
     place.folder.mkdir()
     monkeypatch.setattr(runs, "train", lambda *_, **__: SimpleNamespace(folder=SimpleNamespace(metrics=metrics)))
@@ -216,7 +218,7 @@ def test_rewards_that_do_not_rise_fail(place: Place, monkeypatch: pytest.MonkeyP
             runs.rewards_rise(place)
 
 
-def test_other_kernels_that_begin_elsewhere_or_end_elsewhere_fail(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_other_kernels_that_begin_elsewhere_or_end_elsewhere_fail(place: CheckContext, monkeypatch: pytest.MonkeyPatch):
     usual = [3.5, 3.0, 2.5]
     monkeypatch.setattr(runs, "learned", learned_with({False: usual}))
     for losses, problem in (([3.5, 3.0, 2.501], None), ([3.502, 3.0, 2.5], "bounds"), ([3.5, 3.0, 2.6], "bounds")):
@@ -228,7 +230,7 @@ def test_other_kernels_that_begin_elsewhere_or_end_elsewhere_fail(place: Place, 
             runs.same_with(place, changes={}, precision="fp32")
 
 
-def test_a_single_process_that_sees_several_gpus_fails(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_a_single_process_that_sees_several_gpus_fails(place: CheckContext, monkeypatch: pytest.MonkeyPatch):
     two, started = replace(place, machine=TWO_GPUS), place.folder
     started.mkdir()
     folder = SimpleNamespace(path=started)
@@ -265,7 +267,7 @@ def test_the_split_model_exceeds_one_card_and_fits_them_all():
 
 def test_losses_are_compared_step_by_step_and_one_that_is_not_finite_is_a_failure():
     assert kit.losses_apart([2.0, 1.1], [2.0, 1.0]) == pytest.approx(0.1)
-    for odd, problem in (([2.0], "1 steps beside 2"), ([2.0, float("nan")], "not finite")):
+    for odd, problem in (([2.0], "1 steps next to 2"), ([2.0, float("nan")], "not finite")):
         with pytest.raises(Broken, match=problem):
             kit.losses_apart(odd, [2.0, 1.0])
 
@@ -308,7 +310,7 @@ def test_the_memory_row_fails_where_a_plan_or_a_batch_is_off(changes: dict[str, 
         memory.judge(report)
 
 
-def test_the_speed_row_fails_where_trl_is_faster_or_trained_on_something_else(place: Place):
+def test_the_speed_row_fails_where_trl_is_faster_or_trained_on_something_else(place: CheckContext):
     ours = {"tokens_per_s": 12_000.0, "mfu": 0.55, "gradient_checkpointing": False, "losses": [11.9]}
     told = speed.judge(ours, {**ours, "tokens_per_s": 11_000.0}, published=speed.PUBLISHED)
     assert told.startswith("12,000 tokens/s, MFU 55.0%, 1.09 of plain TRL's 11,000")
@@ -319,7 +321,7 @@ def test_the_speed_row_fails_where_trl_is_faster_or_trained_on_something_else(pl
         speed.judge(ours, {**ours, "losses": [11.0]}, published="")
 
 
-def test_a_card_that_is_too_small_for_a_shape_is_not_a_failure(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_a_card_that_is_too_small_for_a_shape_is_not_a_failure(place: CheckContext, monkeypatch: pytest.MonkeyPatch):
     place.folder.mkdir()
 
     def script(name: str, *words: str) -> None:
@@ -366,8 +368,10 @@ def test_as_many_processes_as_gpus_but_a_power_of_two_that_divides_a_step():
     assert all(16 % n == 0 for n in counts.values())
 
 
-def test_a_measurement_that_leaves_no_file_is_a_failure_and_nothing_else(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_a_measurement_that_leaves_no_file_is_a_failure_and_nothing_else(
+    place: CheckContext, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(memory, "run_script", lambda *_: None)
-    for check in (memory.planned_beside_held, memory.planned_beside_resident):
+    for check in (memory.compare_plan, memory.compare_plan_on_cpu):
         with pytest.raises(Broken, match="was not written"):
             check(place)

@@ -15,7 +15,7 @@ from out_of_memory import hooked
 from benchmarks import gpu_speed
 from sftplay.machine.probe import probe
 from sftplay.runs.gpu_check import kit, recovery, runs, several_processes, speed
-from sftplay.runs.gpu_check.check import Place
+from sftplay.runs.gpu_check.check import CheckContext
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path) -> CheckContext:
     machine = replace(probe(), gpus=())
-    made = Place(machine, tmp_path / "own", tmp_path / "shared")
+    made = CheckContext(machine, tmp_path / "own", tmp_path / "shared")
     made.folder.mkdir()
     made.shared.mkdir()
     return made
@@ -46,7 +46,7 @@ def test_make_runs_a_row_and_writes_the_table(tmp_path: Path, builtin_tiny: Path
 
 
 def test_memory_that_runs_out_in_a_step_leaves_the_same_weights(
-    place: Place, builtin_tiny: Path, monkeypatch: pytest.MonkeyPatch
+    place: CheckContext, builtin_tiny: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The stand-in raises torch's own error where a capped GPU would."""
     monkeypatch.setattr(
@@ -59,7 +59,7 @@ def test_memory_that_runs_out_in_a_step_leaves_the_same_weights(
     assert event["step"] == 2
 
 
-def test_the_cap_is_planted_in_the_worker_and_nowhere_else(place: Place, builtin_tiny: Path):
+def test_the_cap_is_planted_in_the_worker_and_nowhere_else(place: CheckContext, builtin_tiny: Path):
     """Without a GPU the cap itself fails there: the run ends with that error, at the step that was asked for."""
     run = kit.write_run(place.folder, "capped", values={**recovery.SAVED, "train.save_steps": 1})
     code = kit.start("train", run, env=recovery.environment(place.folder, "cap", step=2)).wait()
@@ -68,7 +68,7 @@ def test_the_cap_is_planted_in_the_worker_and_nowhere_else(place: Place, builtin
     assert "cap_memory" in (run.folder.logs / "rank0.log").read_text()
 
 
-def test_ddp_and_fsdp2_on_one_process_have_the_plain_gradient(place: Place):
+def test_ddp_and_fsdp2_on_one_process_have_the_plain_gradient(place: CheckContext):
     assert several_processes.wrapped_alone(place).endswith("over gloo")
 
 
@@ -91,21 +91,21 @@ def test_a_shape_that_no_memory_holds_is_told_and_not_built(tmp_path: Path):
     assert set(found) == {"does_not_fit"}
 
 
-def test_a_model_with_grouped_heads_has_the_losses_of_eager_attention(place: Place):
+def test_a_model_with_grouped_heads_has_the_losses_of_eager_attention(place: CheckContext):
     assert "the first loss within" in runs.grouped_heads(place, precision="fp32")
 
 
-def test_held_out_rows_are_measured_before_full_tuning(place: Place, builtin_tiny: Path):
+def test_held_out_rows_are_measured_before_full_tuning(place: CheckContext, builtin_tiny: Path):
     assert "before" in runs.measured_before(place)
 
 
-def test_padded_and_packed_rows_have_their_speeds(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_padded_and_packed_rows_have_their_speeds(place: CheckContext, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(speed, "SHAPE", "tiny")
-    assert "packed, of the shape tiny" in speed.padded_beside_packed(place)
+    assert "packed, of the shape tiny" in speed.compare_packing(place)
     assert len(place.details["padded"]) == len(place.details["packed"]) == kit.STEPS
 
 
-def test_a_split_model_takes_steps(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_a_split_model_takes_steps(place: CheckContext, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks" / "cpu_fsdp"))  # accelerate has FSDP for GPUs only
     monkeypatch.setattr(several_processes, "split_candidate", lambda *_: "tiny")
     monkeypatch.setattr(several_processes, "processes", lambda _: 2)

@@ -19,7 +19,7 @@ from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.plan.sizing.task_sizing import SizedRun
 from sftplay.runs import memory_probe, start
-from sftplay.runs.memory_probe import Bench, make_request, reason_not_to_probe, run_rehearsal, size_by_probe
+from sftplay.runs.memory_probe import ProbeTarget, make_request, reason_not_to_probe, run_probe, size_by_probe
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -45,7 +45,7 @@ class FakeGpu:
         self.fixed, self.slope, self.limit = fixed, slope, limit
         self.asked: list[dict[str, Any]] = []
 
-    def __call__(self, sized: SizedRun, request: dict[str, Any], bench: Bench) -> dict[str, Any]:
+    def __call__(self, sized: SizedRun, request: dict[str, Any], target: ProbeTarget) -> dict[str, Any]:
         self.asked.append(request)
         points, exhausted = [], None
         for rows in request["rows"]:
@@ -56,8 +56,8 @@ class FakeGpu:
             peaks = {"head": self.fixed + self.slope * tokens, "layer": self.fixed // 2, "step": self.fixed // 2}
             points.append({"rows": rows, "tokens": tokens, "peaks_bytes": peaks, "reserved_bytes": 0, "seconds": 1.0})
         reserved = 5 * GIB
-        free = bench.gpu.free_bytes - reserved - CONTEXT
-        device = {"total_bytes": bench.gpu.total_bytes, "free_bytes": free, "reserved_bytes": reserved}
+        free = target.gpu.free_bytes - reserved - CONTEXT
+        device = {"total_bytes": target.gpu.total_bytes, "free_bytes": free, "reserved_bytes": reserved}
         return {"points": points, "accumulates": True, "out_of_memory_rows": exhausted, "device": device}
 
 
@@ -74,7 +74,7 @@ def probed(
     def size(fit: Any = None) -> SizedRun:
         return size_run(cfg, cards, shape=SHAPE, fit=fit)
 
-    return size_by_probe(size(), Bench(cards, 1, tmp_path), resize=size, rehearse=gpu)
+    return size_by_probe(size(), ProbeTarget(cards, 1, tmp_path), resize=size, run=gpu)
 
 
 def test_a_measured_line_resizes_the_batch_and_everything_is_recorded(tmp_path: Path):
@@ -143,7 +143,7 @@ def test_always_measures_each_time_and_off_never(tmp_path: Path):
 
 
 def test_nothing_is_measured_without_a_gpu_on_several_nodes_for_unknown_shapes_or_what_cannot_fit(tmp_path: Path):
-    here, cpu = Bench(machine(L4), 1, tmp_path), Bench(machine(), 1, tmp_path)
+    here, cpu = ProbeTarget(machine(L4), 1, tmp_path), ProbeTarget(machine(), 1, tmp_path)
     assert "no GPU" in reason_not_to_probe(size_run(config(), machine(), shape=SHAPE), cpu)
     nodes = size_run(config(), machine(L4), shape=SHAPE, world_size=2, local_processes=1)
     assert "each node" in reason_not_to_probe(nodes, here)
@@ -161,7 +161,7 @@ def test_a_model_that_several_processes_split_is_not_measured_whole_in_one(strat
         values = {"tuning.mode": "full", "train.precision": "bf16", "cluster.strategy": strategy}
         return size_run(config(**values), cards, shape=SHAPE, fit=fit, world_size=2)
 
-    sized, record = size_by_probe(size(), Bench(cards, 2, tmp_path), resize=size, rehearse=gpu)
+    sized, record = size_by_probe(size(), ProbeTarget(cards, 2, tmp_path), resize=size, run=gpu)
     assert (sized, gpu.asked, record["decision"]) == (size(), [], "none")
     assert strategy in record["why"]
 
@@ -171,13 +171,13 @@ def test_a_split_that_auto_chose_is_not_measured_either(tmp_path: Path):
     values = {"tuning.mode": "full", "train.precision": "bf16", "train.probe": "always"}
     sized = size_run(config(**values), cards, shape=SHAPE, world_size=4)  # 16 bytes a weight are 23 GiB
     assert sized.cfg.cluster.strategy in ("fsdp", "zero3")
-    assert sized.cfg.cluster.strategy in reason_not_to_probe(sized, Bench(cards, 4, tmp_path))
+    assert sized.cfg.cluster.strategy in reason_not_to_probe(sized, ProbeTarget(cards, 4, tmp_path))
 
 
 def test_a_model_that_every_process_holds_whole_is_measured_in_one(tmp_path: Path):
     cards = machine(L4, replace(L4, index=1, uuid="GPU-b"))
     sized = size_run(config(), cards, shape=SHAPE, world_size=2)
-    assert (sized.cfg.cluster.strategy, reason_not_to_probe(sized, Bench(cards, 2, tmp_path))) == ("ddp", "")
+    assert (sized.cfg.cluster.strategy, reason_not_to_probe(sized, ProbeTarget(cards, 2, tmp_path))) == ("ddp", "")
 
 
 def test_what_goes_wrong_leaves_the_estimate_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -234,7 +234,7 @@ def test_unequal_gpus_are_measured_on_the_smallest_that_takes_part(tmp_path: Pat
     big = replace(L4, index=1, total_bytes=80 * GIB, free_bytes=79 * GIB, uuid="GPU-b")
     busy = replace(L4, index=2, free_bytes=9 * GIB, uuid="GPU-c")
     cards = machine(big, L4, busy)
-    assert [Bench(cards, n, tmp_path).gpu.uuid for n in (1, 2, 3)] == ["GPU-b", "GPU-a", "GPU-c"]
+    assert [ProbeTarget(cards, n, tmp_path).gpu.uuid for n in (1, 2, 3)] == ["GPU-b", "GPU-a", "GPU-c"]
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_train_probes_before_it_writes_the_plan(
     write_config: Callable[..., Path], tmp_path: Path, on_a_gpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
     gpu = FakeGpu(4 * GIB, 2**24)
-    monkeypatch.setattr(memory_probe, "run_rehearsal", gpu)
+    monkeypatch.setattr(memory_probe, "run_probe", gpu)
     assert main(["train", "--config", str(write_config())]) == 0
     folder = tmp_path / "outputs" / "run"
     plan = json.loads((folder / "plan.json").read_text())
@@ -266,7 +266,7 @@ def test_train_refuses_what_was_measured_not_to_fit(
     write_config: Callable[..., Path], on_a_gpu: list[Any], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip
-    monkeypatch.setattr(memory_probe, "run_rehearsal", FakeGpu(40 * GIB, 2**20))
+    monkeypatch.setattr(memory_probe, "run_probe", FakeGpu(40 * GIB, 2**20))
     assert main(["train", "--config", str(write_config())]) == MachineError.exit_code
     assert "does not fit" in capsys.readouterr().err
     assert on_a_gpu == []
@@ -276,7 +276,7 @@ def test_a_dry_run_measures_nothing(
     write_config: Callable[..., Path], on_a_gpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
     gpu = FakeGpu(4 * GIB, 2**20)
-    monkeypatch.setattr(memory_probe, "run_rehearsal", gpu)
+    monkeypatch.setattr(memory_probe, "run_probe", gpu)
     assert main(["train", "--config", str(write_config()), "--dry-run"]) == 0
     assert gpu.asked == []
 
@@ -295,7 +295,7 @@ def oracle_on_path(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("oracle_on_path")
 def test_a_rehearsal_is_a_process_of_its_own_that_leaves_points(write_config: Callable[..., Path], tmp_path: Path):
     request = {"rows": [1, 2], "accumulates": True, "gauge": TENSORS}
-    measured = run_rehearsal(small(write_config), request, bench=Bench(machine(L4), 1, tmp_path))
+    measured = run_probe(small(write_config), request, target=ProbeTarget(machine(L4), 1, tmp_path))
     assert [point["rows"] for point in measured["points"]] == [1, 2]
     assert [point["tokens"] for point in measured["points"]] == [128, 256]
     assert (measured["out_of_memory_rows"], measured["device"]) == (None, None)
@@ -307,5 +307,5 @@ def test_a_rehearsal_that_dies_is_told_with_its_log(write_config: Callable[..., 
     sized = small(write_config)
     lost = SizedRun(sized.cfg.with_values({"model.name": str(tmp_path / "gone")}, "test"), 1, {}, (), sized.forecast)
     with pytest.raises(RunError, match="ended with code") as caught:
-        run_rehearsal(lost, {"rows": [1], "gauge": TENSORS}, bench=Bench(machine(L4), 1, tmp_path))
+        run_probe(lost, {"rows": [1], "gauge": TENSORS}, target=ProbeTarget(machine(L4), 1, tmp_path))
     assert "gone" in Path(caught.value.where).read_text()

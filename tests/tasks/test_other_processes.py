@@ -20,7 +20,7 @@ from small_run import Inputs, write_small_run
 from sftplay.config.load import load_config
 from sftplay.launch.command.command import Scale
 from sftplay.launch.run_folder import RunFolder
-from sftplay.runs.resume import draws_at_random, free_sizes, processes_of
+from sftplay.runs.resume import draws_at_random, find_processes, free_sizes
 from sftplay.train.fingerprint import config_changes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,12 +60,12 @@ def marked(folder: RunFolder, step: int, **facts: Any) -> Path:
 
 def test_number_of_processes_is_read_from_the_checkpoint_that_is_meant(tmp_path: Path):
     folder = RunFolder(tmp_path)
-    assert processes_of("auto", folder) is None
+    assert find_processes("auto", folder) is None
     first = marked(folder, 5, world_size=4)
     marked(folder, 10, world_size=2)
     marked(folder, 15)
-    assert processes_of("auto", folder) == 2
-    assert processes_of(str(first), folder) == 4
+    assert find_processes("auto", folder) == 2
+    assert find_processes(str(first), folder) == 4
 
 
 def test_worker_takes_another_number_of_processes_only_when_the_verb_has_said_so():

@@ -21,7 +21,7 @@ class Broken(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckContext:
     """Where a check works."""
 
     machine: Machine
@@ -49,7 +49,7 @@ class Check:
     """A row of the table. `run` returns its figure, and raises `Broken`, `NotPossible` or any other error."""
 
     name: str
-    run: Callable[[Place], str]
+    run: Callable[[CheckContext], str]
     needs: Callable[[Machine], str] = lambda _: ""
     """Why this machine cannot show it; empty where it can. It is asked before a process is started."""
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,15 +19,11 @@ from typing import Any, Literal
 from sftplay import log
 from sftplay.atomic import read_object, write_text
 from sftplay.launch.supervise.processes import end_launch
-from sftplay.machine.probe import Machine, probe
-from sftplay.runs.gpu_check.check import Broken, Check, NotPossible, Place
+from sftplay.machine.probe import probe
+from sftplay.runs.gpu_check.check import Broken, Check, CheckContext, NotPossible
 from sftplay.signals import die_with_parent, popen_tied
 
-ROW = "sftplay.runs.gpu_check.table"
-FOUND, OUTPUT = "found.json", "output.txt"
-
-KEPT_LINES = 30
-"""Of a failed check's output, the last lines that go into the JSON file."""
+FOUND = "found.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,86 +49,58 @@ def conduct(checks: Sequence[Check], scratch: Path, *, module: str, is_fast: boo
             note(Row(name=check.name, state="not_possible", why="left out by FAST=1"))
         else:
             log.status(f"{number + 1} of {len(checks)}: {check.name}", "gpu-check")
-            own = scratch / str(number)
-            note(run_apart(check, own, module=module, shared=scratch / "shared"))
-            shutil.rmtree(own, ignore_errors=True)
+            folder = scratch / str(number)
+            note(_run_apart(check, folder, module=module, shared=scratch / "shared"))
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_apart(check: Check, folder: Path, *, module: str, shared: Path) -> Row:
-    """Run one check in a process of its own, which is killed with all that it has started when its time is up."""
-    for each in (folder, shared):
-        each.mkdir(parents=True, exist_ok=True)
-    argv = [sys.executable, "-m", ROW, module, check.name, str(folder), str(shared)]
-    began = time.monotonic()
-    with (folder / OUTPUT).open("wb") as output:
-        process = popen_tied(argv, output=output, env={"TMPDIR": str(folder)})  # what a killed check leaves goes too
+def run_with_limit(argv: Sequence[str], *, env: Mapping[str, str], output: Path, limit_s: float) -> int | None:
+    """Run a command to its end and return its exit code; after `limit_s` seconds end all its processes, return None."""
+    with output.open("wb") as handle:
+        process = popen_tied(argv, output=handle, env=env)
         try:
-            code: int | None = process.wait(check.limit_s)
+            return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            code = None
+            return None
         finally:
             if process.poll() is None:  # where it has died, the kernel ends what it had started
                 end_launch(process.pid)
                 process.wait()
+
+
+def _run_apart(check: Check, folder: Path, *, module: str, shared: Path) -> Row:
+    """Run one check in a separate process, which is killed with all that it has started when its time is up."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shared.mkdir(parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "sftplay.runs.gpu_check.table", module, check.name, str(folder), str(shared)]
+    began, text = time.monotonic(), folder / "output.txt"
+    # TMPDIR: what a killed check leaves goes too.
+    code = run_with_limit(argv, env={"TMPDIR": str(folder)}, output=text, limit_s=check.limit_s)
     seconds = round(time.monotonic() - began, 1)
     found = read_object(folder / FOUND)
+    lines = [line for line in text.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    last_lines = tuple(lines[-30:])
     if code == 0 and found:
-        return Row(
-            **{**found, "name": check.name, "seconds": seconds, "output": _read_last_lines(folder, found["state"])}
-        )
-    lines = _lines(folder)
-    return Row(
-        name=check.name,
-        state="failed",
-        why=_describe_end(code, check.limit_s, last_line=lines[-1] if lines else ""),
-        seconds=seconds,
-        output=tuple(lines[-KEPT_LINES:]),
-    )
+        last_lines = last_lines if found["state"] == "failed" else ()
+        return Row(**{**found, "name": check.name, "seconds": seconds, "output": last_lines})
+    if code is None:
+        why = f"no end within {check.limit_s:g} s"
+    elif code == -signal.SIGKILL:
+        why = "killed by SIGKILL, as the kernel does where memory runs out"
+    else:
+        why = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        why += f": {lines[-1][:300]}" if lines else ""
+    return Row(name=check.name, state="failed", why=why, seconds=seconds, output=last_lines)
 
 
-def serve(check: Check, place: Place) -> int:
-    """The process of one check: run it and write what it has found. Any other error ends the process as it would."""
+def serve(check: Check, context: CheckContext) -> int:
+    """Run one check in its process and write what it has found. Any other error ends the process as it would."""
     die_with_parent()
     try:
-        found: dict[str, Any] = {"state": "ok", "figure": check.run(place)}
+        found: dict[str, Any] = {"state": "ok", "figure": check.run(context)}
     except NotPossible as reason:
         found = {"state": "not_possible", "why": str(reason)}
     except Broken as reason:
         found = {"state": "failed", "why": str(reason)}
-    write_text(place.folder / FOUND, json.dumps({**found, "details": place.details}, default=str))
+    write_text(context.folder / FOUND, json.dumps({**found, "details": context.details}, default=str))
     return 0
-
-
-def _describe_end(code: int | None, limit_s: float, *, last_line: str) -> str:
-    if code is None:
-        return f"no end within {limit_s:g} s"
-    if code == -signal.SIGKILL:
-        return "killed by SIGKILL, as the kernel does where memory runs out"
-    ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return f"{ending}: {last_line[:300]}" if last_line else ending
-
-
-def _read_last_lines(folder: Path, state: str) -> tuple[str, ...]:
-    return tuple(_lines(folder)[-KEPT_LINES:]) if state == "failed" else ()
-
-
-def _lines(folder: Path) -> list[str]:
-    text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
-    return [line for line in text.splitlines() if line.strip()]
-
-
-def new_place(folder: Path, shared: Path) -> Place:
-    """The place of a check in these folders, on this machine."""
-    return Place(probe(), folder, shared)
-
-
-def describe_machine(machine: Machine) -> dict[str, Any]:
-    """What the table says of the machine: card, driver, versions."""
-    return {
-        "card": ", ".join(gpu.name for gpu in machine.gpus) or None,
-        "driver": machine.driver or None,
-        "cuda": ".".join(map(str, machine.cuda_driver)) if machine.cuda_driver else None,
-        "cores": machine.cores,
-        "system": machine.system,
-        "versions": {"python": machine.python, **machine.libraries},
-    }

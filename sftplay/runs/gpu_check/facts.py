@@ -1,28 +1,26 @@
-"""Facts: what the driver says of the GPUs beside what torch says of them."""
+"""Facts: what the driver and what torch say of the GPUs."""
 
 from __future__ import annotations
 
 import os
+from itertools import combinations
 from typing import Any
 
 from sftplay.launch.command.command import gpu_environment
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.gpu_info import holders, label
 from sftplay.machine.probe import Machine, probe
-from sftplay.runs.gpu_check.check import Broken, Check, Place, a_gpu
+from sftplay.runs.gpu_check.check import Broken, Check, CheckContext, a_gpu
 from sftplay.units import format_bytes
 
-MOST_HIDDEN, MOST_ADDED = 0.03, 0.01
-"""Of a card's memory, what the driver may keep from torch, and what torch may see more."""
 
-
-def driver_and_torch(place: Place) -> str:
+def driver_and_torch(context: CheckContext) -> str:
     """Number, names, memory, capability, MIG and peer access agree, and this build of torch has code for each card."""
     os.environ.update(gpu_environment())  # torch then numbers the GPUs as the driver does
     import torch
 
     machine = probe(in_detail=True)
-    place.details["machine"] = machine.as_dict()
+    context.details["machine"] = machine.as_dict()
     if not machine.gpus:
         if torch.cuda.is_available():
             raise Broken(f"torch sees {torch.cuda.device_count()} GPUs, the driver none: {machine.gpu_reason}")
@@ -42,28 +40,30 @@ def driver_and_torch(place: Place) -> str:
     return f"{kinds}; torch {torch.__version__} says the same"
 
 
-def differences(gpu: Gpu, told: Any) -> list[str]:
-    """Where torch's properties of a device differ from the driver's."""
-    odd = []
-    if (told.major, told.minor) != gpu.capability:
-        odd.append(f"GPU {gpu.index}: capability {told.major}.{told.minor} by torch, {gpu.capability} by the driver")
-    if not (1 - MOST_HIDDEN) * gpu.total_bytes <= told.total_memory <= (1 + MOST_ADDED) * gpu.total_bytes:
-        sizes = f"{format_bytes(told.total_memory)} by torch, {format_bytes(gpu.total_bytes)} by the driver"
+def differences(gpu: Gpu, by_torch: Any) -> list[str]:
+    """Return where torch's properties of a device differ from the driver's."""
+    odd, capability = [], (by_torch.major, by_torch.minor)
+    if capability != gpu.capability:
+        by_name = f"capability {by_torch.major}.{by_torch.minor} by torch, {gpu.capability} by the driver"
+        odd.append(f"GPU {gpu.index}: {by_name}")
+    # The driver may keep 3 % of a card's memory from torch, and torch may see 1 % more.
+    if not 0.97 * gpu.total_bytes <= by_torch.total_memory <= 1.01 * gpu.total_bytes:
+        sizes = f"{format_bytes(by_torch.total_memory)} by torch, {format_bytes(gpu.total_bytes)} by the driver"
         odd.append(f"GPU {gpu.index}: {sizes}")
     return odd
 
 
 def peer_differences(machine: Machine, can_access: Any) -> list[str]:
-    """Pairs of GPUs that read each other's memory by torch and not by the driver, or the other way round."""
-    odd, count = [], len(machine.gpus)
-    for pair in ((a, b) for a in range(count) for b in range(a + 1, count)):
-        if bool(can_access(*pair)) == (pair in machine.without_peer_access):
-            odd.append(f"GPUs {pair[0]} and {pair[1]}: torch and the driver differ about peer access")
-    return odd
+    """Return pairs of GPUs that read each other's memory by torch and not by the driver, or the other way round."""
+    return [
+        f"GPUs {a} and {b}: torch and the driver differ about peer access"
+        for a, b in combinations(range(len(machine.gpus)), 2)
+        if bool(can_access(a, b)) == ((a, b) in machine.without_peer_access)
+    ]
 
 
 def without_code(machine: Machine) -> list[str]:
-    """GPUs that this build of torch has no code for."""
+    """Return the GPUs that this build of torch has no code for."""
     build = machine.torch
     return [
         f"GPU {gpu.index}: torch was built for {' '.join(build.archs)} only"
@@ -72,15 +72,13 @@ def without_code(machine: Machine) -> list[str]:
     ]
 
 
-def other_users(_place: Place) -> str:
-    """Who else holds the GPUs' memory: figures of speed and memory mean little beside them. It never fails."""
-    gpus = probe(in_detail=True).gpus
-    held = [
+def other_users(_context: CheckContext) -> str:
+    """Who else holds the GPUs' memory: figures of speed and memory mean little then. It never fails."""
+    return "; ".join(
         f"GPU {gpu.index}: {format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free, in use by "
         + (", ".join(map(label, holders(gpu))) or "nobody")
-        for gpu in gpus
-    ]
-    return "; ".join(held)
+        for gpu in probe(in_detail=True).gpus
+    )
 
 
 CHECKS = (

@@ -17,18 +17,17 @@ from sftplay.launch.command.command import WORKER
 from sftplay.places import ROOT
 
 FAULT = "SFTPLAY_GPU_CHECK_FAULT"
-HOOK = "from sftplay.runs.gpu_check.fault import obey\n\nobey()\n"
-SHARE = 0.7
-"""Of what a step takes beside what stays, the part that is left: a whole micro-batch does not fit, half of it does."""
-
-Kind = Literal["kill", "term", "cap"]
 
 
-def environment(folder: Path, kind: Kind, *, step: int) -> dict[str, str]:
-    """Variables for a launch whose worker meets the fault behind its optimizer step `step`. `folder` gets the hook."""
+def environment(folder: Path, kind: Literal["kill", "term", "cap"], *, step: int) -> dict[str, str]:
+    """Return variables for a launch whose worker meets the fault after its optimizer step `step`.
+
+    `folder` gets the hook.
+    """
     hooks = folder / "fault"
     hooks.mkdir(exist_ok=True)
-    (hooks / "sitecustomize.py").write_text(HOOK, encoding="utf-8")
+    text = "from sftplay.runs.gpu_check.fault import obey\n\nobey()\n"
+    (hooks / "sitecustomize.py").write_text(text, encoding="utf-8")
     path = os.pathsep.join(filter(None, [str(hooks), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {"PYTHONPATH": path, FAULT: f"{kind} {step}"}
 
@@ -58,7 +57,8 @@ def cap_memory() -> None:
     room = cuda.max_memory_allocated() - cuda.memory_allocated()
     cuda.empty_cache()
     total = cuda.get_device_properties(cuda.current_device()).total_memory
-    cuda.set_per_process_memory_fraction((cuda.memory_reserved() + SHARE * room) / total)
+    # 0.7 of what a step takes on top of what stays: a whole micro-batch does not fit, half of it does.
+    cuda.set_per_process_memory_fraction((cuda.memory_reserved() + 0.7 * room) / total)
 
 
 FAULTS: dict[str, Callable[[], None]] = {

@@ -18,15 +18,11 @@ from sftplay.atomic import read_lines, read_object, write_text
 from sftplay.launch.command.command import gpu_environment
 from sftplay.launch.run_folder import RunFolder
 from sftplay.places import ROOT, shipped
-from sftplay.runs.gpu_check.check import Broken, NotPossible, Place
+from sftplay.runs.gpu_check.check import Broken, CheckContext, NotPossible
 from sftplay.signals import popen_tied
 
 STEPS = 12
-ROWS = 16 * STEPS
-"""The first steps read each row once."""
 
-RATES = {"full": 1e-3, "lora": 4e-3, "qlora": 4e-3}
-"""High, so that few steps show that the tiny model learns."""
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -55,34 +51,35 @@ class Run:
         return read_object(self.folder.path / "plan.json")
 
 
-def write_run(place: Path, name: str, *, values: Values | None = None) -> Run:
-    """The config of a short run of this name below `place`; `values` replace or add keys."""
-    place.mkdir(parents=True, exist_ok=True)
-    rows = place / "rows.jsonl"
+def write_run(folder: Path, name: str, *, values: Values | None = None) -> Run:
+    """Write the config of a short run of this name below `folder`; `values` replace or add keys."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = folder / "rows.jsonl"
     if not rows.is_file():
         lines = shipped("data/demo/train.jsonl").read_text(encoding="utf-8").splitlines()
-        write_text(rows, "\n".join(lines[:ROWS]) + "\n")
-    mode = (values or {}).get("tuning.mode", "lora")
+        write_text(rows, "\n".join(lines[: 16 * STEPS]) + "\n")  # a step has 16: the first ones read each row once
+    values = values or {}
     every: Values = {
         "run_name": name,
-        "output_dir": str(place / "outputs"),
+        "output_dir": str(folder / "outputs"),
         "model.name": "builtin:tiny",
         "model.max_seq_len": 128,
         "train.max_steps": STEPS,
         "train.effective_batch_size": 16,
         "train.batch_size": 16,
-        "train.learning_rate": RATES[mode],
+        # High, so that few steps show that the tiny model learns.
+        "train.learning_rate": 1e-3 if values.get("tuning.mode") == "full" else 4e-3,
         "train.warmup_ratio": 0.0,
         "train.gradient_checkpointing": False,
         "train.probe": "off",
         "data.train_path": str(rows),
         "data.split": 0.0,
-        "data.processed_dir": str(place / "processed"),
+        "data.processed_dir": str(folder / "processed"),
         "logging.steps": 1,
         "logging.backend": "none",
         "eval.before": False,
         "eval.after": False,
-        **(values or {}),
+        **values,
     }
     tree: dict[str, Any] = {}
     for dotted, value in every.items():
@@ -91,9 +88,9 @@ def write_run(place: Path, name: str, *, values: Values | None = None) -> Run:
         for part in path:
             branch = branch.setdefault(part, {})
         branch[last] = value
-    config = place / f"{name}.yaml"
+    config = folder / f"{name}.yaml"
     write_text(config, json.dumps(tree, indent=1))  # JSON is YAML
-    return Run(config, RunFolder(place / "outputs" / name))
+    return Run(config, RunFolder(folder / "outputs" / name))
 
 
 def start(verb: str, run: Run | None, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
@@ -104,89 +101,81 @@ def start(verb: str, run: Run | None, *words: str, env: dict[str, str] | None = 
 
 
 def call(verb: str, run: Run | None, *words: str, env: dict[str, str] | None = None, expects: int = 0) -> None:
-    """Run a verb to its end.
-
-    Raises:
-        Broken: its exit code is not the expected one.
-    """
+    """Run a verb to its end, and raise Broken where its exit code is not the expected one."""
     code = start(verb, run, *words, env=env).wait()
     if code != expects:
         error = (run.status.get("error") if run else None) or {}
-        told = f": {error['what']}" if error.get("what") else ""
-        raise Broken(f"`{verb}` ended with code {code}, not {expects}{told}")
+        what = f": {error['what']}" if error.get("what") else ""
+        raise Broken(f"`{verb}` ended with code {code}, not {expects}{what}")
 
 
-def train(place: Place, name: str, *, values: Values | None = None, env: dict[str, str] | None = None) -> Run:
+def train(context: CheckContext, name: str, *, values: Values | None = None, env: dict[str, str] | None = None) -> Run:
     """Train a run in the check's own folder to its end."""
-    run = write_run(place.folder, name, values=values)
+    run = write_run(context.folder, name, values=values)
     call("train", run, env=env)
     return run
 
 
-def shared_run(place: Place, name: str, *, values: Values | None = None, env: dict[str, str] | None = None) -> Run:
-    """A finished run in the folder of all checks, trained by the first of them that asks for it."""
-    run = write_run(place.shared, name, values=values)
+def shared_run(
+    context: CheckContext, name: str, *, values: Values | None = None, env: dict[str, str] | None = None
+) -> Run:
+    """Return a finished run in the folder of all checks, trained by the first of them that asks for it."""
+    run = write_run(context.shared, name, values=values)
     if run.status.get("state") != "done":
         shutil.rmtree(run.folder.path, ignore_errors=True)
         call("train", run, env=env)
     return run
 
 
-def learned(place: Place, *, mode: str, precision: str, on_cpu: bool = False) -> Run:
+def learned(context: CheckContext, *, mode: str, precision: str, on_cpu: bool = False) -> Run:
     """The shared run of this tuning mode and precision, on this machine's GPU where it has one, or on its CPU."""
     values = {"tuning.mode": mode, "train.precision": precision, "model.attn": "sdpa", "train.packing": False}
-    if on_cpu and place.has_gpu:
-        return shared_run(place, f"{mode}-{precision}-cpu", values=values, env=NO_GPU)
-    return shared_run(place, f"{mode}-{precision}", values=values)
+    if on_cpu and context.has_gpu:
+        return shared_run(context, f"{mode}-{precision}-cpu", values=values, env=NO_GPU)
+    return shared_run(context, f"{mode}-{precision}", values=values)
 
 
-def undisturbed(place: Place) -> Run:
+def undisturbed(context: CheckContext) -> Run:
     """The LoRA run in fp32 that other runs are compared with."""
-    return learned(place, mode="lora", precision="fp32")
+    return learned(context, mode="lora", precision="fp32")
 
 
 def weights_apart(one: Run, two: Run) -> float:
-    """How far the adapters of two runs are apart: the norm of their difference as a share of the norm."""
+    """Return how far the adapters of two runs are apart: the norm of their difference as a share of the norm."""
     import numpy as np
     from safetensors.numpy import load_file
 
     a, b = (load_file(run.folder.path / "adapter" / "adapter_model.safetensors") for run in (one, two))
     apart = sum(float(np.square(a[name].astype("float64") - b[name]).sum()) for name in a)
-    norm = sum(float(np.square(each.astype("float64")).sum()) for each in a.values())
+    norm = sum(float(np.square(weights.astype("float64")).sum()) for weights in a.values())
     return float((apart / norm) ** 0.5)
 
 
 def losses_apart(one: list[float], two: list[float]) -> float:
-    """The largest difference between the losses of the same steps, as a share.
-
-    Raises:
-        Broken: they are not of as many steps, or not finite.
+    """Return the largest difference between the losses of the same steps, as a share. Raise Broken where they are not
+    of as many steps, or not finite.
     """
     if len(one) != len(two) or not one:
-        raise Broken(f"{len(one)} steps beside {len(two)}")
+        raise Broken(f"{len(one)} steps next to {len(two)}")
     if not all(map(math.isfinite, (*one, *two))):
         raise Broken("a loss is not finite")
     return max(abs(a - b) / abs(b) for a, b in zip(one, two, strict=True))
 
 
-def random_model(place: Place, name: str) -> Path:
+def random_model(context: CheckContext, name: str) -> Path:
     """The folder of a model of the shape `name`, made by benchmarks/gpu_sizing.py with random weights."""
-    folder = place.folder / "model"
+    folder = context.folder / "model"
     run_script("gpu_sizing.py", "--make", name, str(folder))
     return folder
 
 
 def run_script(script: str, *words: str) -> None:
-    """Run a script of benchmarks/ to its end.
-
-    Raises:
-        NotPossible: the kit was installed without it.
-        Broken: it failed.
+    """Run a script of benchmarks/ to its end. Raise NotPossible where the kit was installed without it, and Broken
+    where it failed.
     """
     path = ROOT / "benchmarks" / script
     if not path.is_file():
         raise NotPossible(f"needs a checkout of the kit: benchmarks/{script} is not here")
     argv = [sys.executable, str(path), *words]
-    code = popen_tied(argv, output=sys.stdout.fileno(), env=gpu_environment()).wait()
-    if code:
+    if code := popen_tied(argv, output=sys.stdout.fileno(), env=gpu_environment()).wait():
         raise Broken(f"benchmarks/{script} ended with code {code}")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
-from typing import Any
 
 from sftplay.launch.checkpoints import newest_complete
 from sftplay.launch.run_folder import OUT_OF_MEMORY
 from sftplay.machine.probe import probe
-from sftplay.runs.gpu_check.check import Broken, Check, Place, a_gpu
+from sftplay.runs.gpu_check.check import Broken, Check, CheckContext, a_gpu
 from sftplay.runs.gpu_check.fault import environment
-from sftplay.runs.gpu_check.kit import STEPS, Run, call, losses_apart, undisturbed, weights_apart, write_run
+from sftplay.runs.gpu_check.kit import STEPS, call, losses_apart, undisturbed, weights_apart, write_run
 from sftplay.units import format_bytes
 
 SAVED = {"train.precision": "fp32", "model.attn": "sdpa", "train.packing": False, "train.save_steps": 4}
@@ -23,76 +22,67 @@ LARGE = {"train.effective_batch_size": 256, "train.batch_size": 256, "train.max_
 APART = 0.01
 """How far weights may be after a step was cut into other micro-batches: sums in another order, through Adam."""
 
-LEFT_BYTES = 64 * 2**20
 FREE_AGAIN_S = 20.0
 
 
-def out_of_memory(place: Place) -> str:
+def out_of_memory(context: CheckContext) -> str:
     """A real out-of-memory of CUDA inside a step: the same rows run again, and the weights are the same."""
-    usual = write_run(place.folder, "usual", values={**SAVED, **LARGE})
+    usual = write_run(context.folder, "usual", values={**SAVED, **LARGE})
     call("train", usual)
-    run = write_run(place.folder, "capped", values={**SAVED, **LARGE})
-    call("train", run, env=environment(place.folder, "cap", step=2))
+    run = write_run(context.folder, "capped", values={**SAVED, **LARGE})
+    call("train", run, env=environment(context.folder, "cap", step=2))
     events = [event for event in run.folder.read_events() if event["event"] == OUT_OF_MEMORY]
-    place.details["events"] = events
+    context.details["events"] = events
     if not events:
         raise Broken("memory did not run out under the cap")
     apart = weights_apart(run, usual)
     sizes = f"{events[0]['batch_size_before']} rows at a time, then {events[-1]['batch_size']}"
-    told = f"{sizes}; weights within {apart:.2g} as a share"
+    figure = f"{sizes}; weights within {apart:.2g} as a share"
     if not apart <= APART:
-        raise Broken(f"{told}, more than {APART}")
-    return told
+        raise Broken(f"{figure}, more than {APART}")
+    return figure
 
 
-def kill_and_resume(place: Place) -> str:
+def kill_and_resume(context: CheckContext) -> str:
     """kill -9 in a step; the resumed run is the undisturbed one."""
-    usual, used = undisturbed(place), used_bytes()
-    run = write_run(place.folder, "killed", values=SAVED)
-    call("train", run, env=environment(place.folder, "kill", step=6), expects=5)
+    usual, used = undisturbed(context), used_bytes()
+    run = write_run(context.folder, "killed", values=SAVED)
+    call("train", run, env=environment(context.folder, "kill", step=6), expects=5)
     left = await_free(used)
     saved = newest_complete(run.folder.checkpoints)[0]
     if saved is None:
         raise Broken("the killed run has no complete checkpoint")
     call("resume", run)
     losses, weights = losses_apart(run.losses, usual.losses), weights_apart(run, usual)
-    if not (losses <= place.bound and weights <= place.bound):
-        raise Broken(f"resumed: losses {losses:.2g} and weights {weights:.2g} apart, more than {place.bound:g}")
+    if not (losses <= context.bound and weights <= context.bound):
+        raise Broken(f"resumed: losses {losses:.2g} and weights {weights:.2g} apart, more than {context.bound:g}")
     return f"resumed from {saved.name}; losses {losses:.2g} and weights {weights:.2g} apart{left}"
 
 
-def stop_by_signal(place: Place) -> str:
+def stop_by_signal(context: CheckContext) -> str:
     """SIGTERM in a step: a complete checkpoint of that step, and code 143."""
     used = used_bytes()
-    run = write_run(place.folder, "stopped", values={**SAVED, "train.save_steps": STEPS})
-    call("train", run, env=environment(place.folder, "term", step=3), expects=128 + signal.SIGTERM)
+    run = write_run(context.folder, "stopped", values={**SAVED, "train.save_steps": STEPS})
+    call("train", run, env=environment(context.folder, "term", step=3), expects=128 + signal.SIGTERM)
     left = await_free(used)
     saved = newest_complete(run.folder.checkpoints)[0]
     if saved is None or saved.name != "checkpoint-3":
         raise Broken(f"a complete checkpoint of step 3 is expected, found: {saved and saved.name}")
-    return f"{_describe_status(run)}, with {saved.name}{left}"
-
-
-def _describe_status(run: Run) -> str:
-    status: dict[str, Any] = run.status
-    return f"state {status.get('state')}, code {status.get('exit_code')}"
+    status = run.status
+    return f"state {status.get('state')}, code {status.get('exit_code')}, with {saved.name}{left}"
 
 
 def used_bytes() -> int:
-    """What is used of the GPUs now, by whomever."""
+    """Count the bytes of the GPUs that anyone uses now."""
     return sum(gpu.used_bytes for gpu in probe().gpus)
 
 
 def await_free(before: int) -> str:
-    """Words about the GPUs' memory, which must be free again; none where there is no GPU.
-
-    Raises:
-        Broken: more is used than before.
-    """
+    """Return words about the GPUs' memory, none without a GPU; raise Broken where more stays used than before."""
     if not probe().gpus:
         return ""
     deadline = time.monotonic() + FREE_AGAIN_S
-    while (more := used_bytes() - before) > LEFT_BYTES:
+    while (more := used_bytes() - before) > 64 * 2**20:
         if time.monotonic() > deadline:
             raise Broken(f"{format_bytes(more)} of GPU memory are not free again {FREE_AGAIN_S:g} s later")
         time.sleep(0.2)

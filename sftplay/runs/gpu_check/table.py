@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.atomic import write_text
-from sftplay.machine.probe import Machine
-from sftplay.runs.gpu_check.conduct import Row, describe_machine, new_place, serve
+from sftplay.machine.probe import Machine, probe
+from sftplay.runs.gpu_check.check import CheckContext
+from sftplay.runs.gpu_check.conduct import Row, serve
 from sftplay.startup import begin_imports
 
 
 def main(module: str, name: str, *, folder: str, shared: str) -> int:
     """Run the check called `name` of the table CHECKS in `module`."""
-    check = next(each for each in import_module(module).CHECKS if each.name == name)
-    return serve(check, new_place(Path(folder), Path(shared)))
+    check = next(check for check in import_module(module).CHECKS if check.name == name)
+    return serve(check, CheckContext(probe(), Path(folder), Path(shared)))
 
 
 if __name__ == "__main__":
@@ -29,7 +30,6 @@ if __name__ == "__main__":
 
 JSON_FILE, MARKDOWN_FILE = "gpu-check.json", "gpu-check.md"
 STATES = {"ok": "ok", "failed": "FAILED", "not_possible": "not possible here"}
-HEAD = "| check | outcome | figure, or why not | seconds |\n| --- | --- | --- | --- |"
 
 
 class Table:
@@ -37,8 +37,15 @@ class Table:
 
     def __init__(self, machine: Machine, folder: Path) -> None:
         self.rows: list[Row] = []
-        self._machine, self._folder = describe_machine(machine), folder
-        self._began, self._date = time.monotonic(), time.strftime("%Y-%m-%d %H:%M")
+        self._folder, self._began, self._date = folder, time.monotonic(), time.strftime("%Y-%m-%d %H:%M")
+        self._machine: dict[str, Any] = {
+            "card": ", ".join(gpu.name for gpu in machine.gpus) or None,
+            "driver": machine.driver or None,
+            "cuda": ".".join(map(str, machine.cuda_driver)) if machine.cuda_driver else None,
+            "cores": machine.cores,
+            "system": machine.system,
+            "versions": {"python": machine.python, **machine.libraries},
+        }
 
     def add(self, row: Row) -> None:
         """Add a row and write both files anew."""
@@ -46,7 +53,6 @@ class Table:
         self.save()
 
     def save(self) -> None:
-        """Write both files."""
         write_text(self._folder / JSON_FILE, json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n")
         write_text(self._folder / MARKDOWN_FILE, self.as_markdown())
 
@@ -54,30 +60,25 @@ class Table:
         return sum(row.state == state for row in self.rows)
 
     def summary(self) -> str:
-        """The last line of the command."""
+        """Return the last line of the command."""
         counts = ", ".join(f"{self.count(state)} {text}" for state, text in STATES.items())
         return f"{counts}; {time.monotonic() - self._began:.0f} s"
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of gpu-check.json."""
-        rows = [{key: value for key, value in asdict(row).items() if value or key in ROW_KEYS} for row in self.rows]
+        """Return the content of gpu-check.json."""
+        always = ("name", "state", "why", "figure", "seconds")
+        rows = [{key: value for key, value in asdict(row).items() if value or key in always} for row in self.rows]
         return {"date": self._date, **self._machine, "rows": rows}
 
     def as_markdown(self) -> str:
-        """The content of gpu-check.md."""
+        """Return the content of gpu-check.md."""
         about = self._machine
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
         driver = f", driver {about['driver']} (CUDA {about['cuda']})" if about["driver"] else ""
         card = about["card"] or f"no GPU ({about['cores']} CPU cores)"
-        lines = [as_line(row) for row in self.rows]
-        return f"{self._date}, {card}{driver}, {about['system']}; {versions}.\n\n{HEAD}\n" + "\n".join(lines) + "\n"
-
-
-ROW_KEYS = ("name", "state", "why", "figure", "seconds")
-"""Of a row, the keys that are always there."""
-
-
-def as_line(row: Row) -> str:
-    """A row of the Markdown table."""
-    text = " ".join((row.figure or row.why).split()).replace("|", "\\|")
-    return f"| {row.name} | {STATES[row.state]} | {text} | {row.seconds:.0f} |"
+        lines = [f"{self._date}, {card}{driver}, {about['system']}; {versions}.", ""]
+        lines += ["| check | outcome | figure, or why not | seconds |", "| --- | --- | --- | --- |"]
+        for row in self.rows:
+            text = " ".join((row.figure or row.why).split()).replace("|", "\\|")
+            lines.append(f"| {row.name} | {STATES[row.state]} | {text} | {row.seconds:.0f} |")
+        return "\n".join(lines) + "\n"

@@ -16,7 +16,7 @@ from sftplay.config.run import RunConfig
 from sftplay.data.mixture.load import load_mixture
 from sftplay.data.mixture.report import mixture_table
 from sftplay.data.tokenize.known_lengths import note_blocks
-from sftplay.evaluate.sources import held_out_of, measure_sources
+from sftplay.evaluate.sources import find_held_out, measure_sources
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.sample import write_masked_sample
 from sftplay.tasks.sft import task as sft
@@ -66,7 +66,7 @@ def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
     """Perplexity of each source's held-out documents; loss and answers of its held-out chats."""
     tokenizer = rows.source.renderer.tokenizer
-    measure_sources(model, held_out_of(rows.source), tokenizer=tokenizer, cfg=cfg, path=path)
+    measure_sources(model, find_held_out(rows.source), tokenizer=tokenizer, cfg=cfg, path=path)
 
 
 def build_trainer(parts: TrainerParts) -> sft.WindowedSFTTrainer:

@@ -12,7 +12,8 @@ from trl import GRPOConfig, GRPOTrainer
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.prompts.load import prepare_prompts, prompts_table
-from sftplay.evaluate.rewarded import evaluate_prompts, evenly_spaced
+from sftplay.evaluate.evaluate import evenly_spaced
+from sftplay.evaluate.rewarded import evaluate_prompts
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo.arguments import grpo_arguments
 from sftplay.tasks.grpo.dynamic_sampling import KeepDraws

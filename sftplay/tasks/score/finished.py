@@ -19,8 +19,7 @@ from sftplay.data.prompts.load import Prompts, not_asked
 from sftplay.data.prompts.prompt import Prompt
 from sftplay.data.prompts.questions import Question
 from sftplay.errors import DataError, RunError
-from sftplay.evaluate.evaluate import ready_to_answer
-from sftplay.evaluate.rewarded import evenly_spaced
+from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer
 from sftplay.generate.chat import COMMANDS
 from sftplay.generate.generate import Generator, stream_answer
 from sftplay.generate.prompts import PromptFile

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sftplay.report.charts import Chart, Curve
-from sftplay.report.figures import change, format_figure, name_of
+from sftplay.report.figures import change, find_name, format_figure
 from sftplay.report.history import Point, as_number
 from sftplay.report.page import Table, cut
 from sftplay.report.run_files import RunFiles, answer_rows, by_step, mapping
@@ -78,12 +78,12 @@ def _charts(run: RunFiles, measured: list[tuple[float, dict[str, Any]]], *, resu
         return [(step, value) for step, figures in measured if (value := as_number(figures.get(key))) is not None]
 
     def sampled(key: str, colour: str) -> Curve:
-        return Curve(key, name_of(key), run.history.curve(key), colour, trend=run.history.trend(key))
+        return Curve(key, find_name(key), run.history.curve(key), colour, trend=run.history.trend(key))
 
     drawn: list[tuple[str, str, list[Curve]]] = []
     for title, (one, two) in PAIRS:
         dots = [
-            Curve(f"eval_{key}", f"{name_of(key)}, held out", held_out(key), colour, dots=True)
+            Curve(f"eval_{key}", f"{find_name(key)}, held out", held_out(key), colour, dots=True)
             for key, colour in ((one, "c"), (two, "d"))
         ]
         drawn.append((title, one, [sampled(one, "a"), sampled(two, "b"), *dots]))
@@ -107,7 +107,7 @@ def _course(measured: list[tuple[float, dict[str, Any]]]) -> Table:
         return Table(head=[], rows=[])
     (first, old), (last, new) = measured[0], measured[-1]
     rows = [
-        [name_of(key), format_figure(key, old.get(key)), format_figure(key, new.get(key)),
+        [find_name(key), format_figure(key, old.get(key)), format_figure(key, new.get(key)),
          change(key, old.get(key), after=new.get(key))]
         for key in FIGURES
         if as_number(new.get(key)) is not None
@@ -126,7 +126,9 @@ def _ablation(run: RunFiles) -> Table:
         for kind, words in KINDS.items()
         if (figures := mapping(mapping(run.evals.get(name, {}).get("hints")).get(kind)))
     ]
-    return Table(head=["By", "With", *map(name_of, shown)], rows=rows, kinds="  nnnnn", caption="Who has learned what")
+    return Table(
+        head=["By", "With", *map(find_name, shown)], rows=rows, kinds="  nnnnn", caption="Who has learned what"
+    )
 
 
 EACH = 3

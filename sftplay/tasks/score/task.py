@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.prompts.load import prepare_prompts, prompts_table
-from sftplay.evaluate.rewarded import evenly_spaced
+from sftplay.evaluate.evaluate import evenly_spaced
 from sftplay.launch.run_folder import RunFolder
 from sftplay.plan.devices.layout import Layout, resolve_layout
 from sftplay.tasks.score.episode_rewards import RewardScorer
