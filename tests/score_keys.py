@@ -277,7 +277,9 @@ def check_update(key: str, *values: Any, **usual: Any) -> Check:
             for parameter in run.trainer.role_models.trainable["guide"]:
                 parameter.data.add_(1e-2)
             actions = [each.hint for each in sampled if each.hint is not None]
-            step.learn_guide(actions, advantage=torch.ones(4), value_target=torch.ones(4), n_tokens=8)
+            step.learn(
+                actions, "guide", beta=score.beta_guide, advantage=torch.ones(4), value_target=torch.ones(4), n_tokens=8
+            )
             for parameter in run.trainer.role_models.trainable["guide"]:
                 parameter.data.sub_(1e-2)
             gradients.append(

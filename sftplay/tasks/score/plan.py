@@ -307,7 +307,7 @@ class ScorePlan(TaskSizing, TaskReport):
         yield "model.max_seq_len", cfg.row_tokens, cfg.score.max_new_tokens + cfg.score.max_hint_tokens
 
     def steps(self, cfg: RunConfig) -> tuple[int, str] | None:
-        steps, each = cfg.score.stage1_steps + cfg.score.stage2_steps, cfg.score.steps_of_drawing
+        steps, each = cfg.score.stage1_steps + cfg.score.stage2_steps, cfg.score.steps_per_rollout
         drawings = f"; {math.ceil(steps / each)} drawings of {answers_of_drawing(cfg)} episodes" if each > 1 else ""
         return steps, f"score.stage1_steps and score.stage2_steps{drawings}"
 

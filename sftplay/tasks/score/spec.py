@@ -48,7 +48,7 @@ def idle_score_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
             "value", "value_coef", "value_flow", "value_learning_rate", "devices.guide", "devices.value",
         )  # fmt: skip
         yield from ((f"score.{name}", "score.guidance", f"guidance {score.guidance} has no guide") for name in asked)
-    if score.steps_of_drawing == 1:
+    if score.steps_per_rollout == 1:
         yield "score.epsilon", STEPS_PER_GENERATION, "a drawing feeds one step, so there is no ratio to older weights"
     if score.advantage != "critic":
         names = (f"score.critic.{name}" for name in type(score.critic).model_fields)
@@ -71,7 +71,7 @@ def _sizes(cfg: RunConfig) -> Iterator[Problem]:
         times = f" x {STEPS_PER_GENERATION} {parts}" if parts > 1 else ""
         what = f"{effective} episodes a step{times} do not make whole groups of {EACH} {each}"
         yield Problem((EFFECTIVE, EACH), what, fix=f"write {EFFECTIVE}: {' or '.join(map(str, near))}")
-    steps, unit = score.stage1_steps, score.steps_of_drawing
+    steps, unit = score.stage1_steps, score.steps_per_rollout
     if steps % unit and score.stage2_steps:
         near = [size for size in (steps // unit * unit, (steps // unit + 1) * unit) if size]
         keys = f"{STEPS_PER_GENERATION} x {NUM_ITERATIONS}"

@@ -199,7 +199,7 @@ def test_copying_is_told_from_correcting():
 
 def test_a_second_answer_follows_the_hint_where_the_hint_states_it():
     result = EpisodeResult(
-        first=0.0, second=1.0, is_known=True, form_first=False, form_second=False, is_parsed=False, leaks=True,
+        first=0.0, second=1.0, is_known=True, form_first=False, form_second=False, is_parsed=False, leak=True,
         n_cut=0, hint_tokens=1, edit_ratio=1.0, is_identical=False, follows_hint=True,
     )  # fmt: skip
     given = [result, replace(result, follows_hint=False), replace(result, follows_hint=False, is_identical=True)]

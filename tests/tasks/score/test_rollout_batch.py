@@ -122,7 +122,7 @@ def rollout_batch(role_models: RoleModels) -> RolloutBatch:
         for n, (problem, first, hint, second) in enumerate(said)
     ]
     result = EpisodeResult(
-        first=0.0, second=1.0, is_known=True, form_first=False, form_second=False, is_parsed=False, leaks=False,
+        first=0.0, second=1.0, is_known=True, form_first=False, form_second=False, is_parsed=False, leak=False,
         n_cut=0, hint_tokens=1, edit_ratio=0.1, is_identical=False,
     )  # fmt: skip
     results = [replace(result, second=float(n % 2)) for n in range(N)]

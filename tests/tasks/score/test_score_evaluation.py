@@ -25,7 +25,7 @@ OPTIMIZER = SimpleNamespace(state={})
 
 def evaluated(n_first: int, n_second: int) -> list[Any]:
     """Episodes of which so many first and second answers are right."""
-    given = {"is_known": True, "form_first": False, "form_second": False, "is_parsed": False, "leaks": False}
+    given = {"is_known": True, "form_first": False, "form_second": False, "is_parsed": False, "leak": False}
     results = [
         EpisodeResult(
             first=float(n < n_first), second=float(n < n_second), n_cut=0, hint_tokens=1, edit_ratio=0.5,
