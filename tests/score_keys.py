@@ -23,7 +23,7 @@ from sftplay.tasks.score.evaluation import EvaluateEpisodes
 from sftplay.tasks.score.losses import choose_kl_coefficients, find_stage
 from sftplay.tasks.score.problems import MinibatchSchedule
 from sftplay.tasks.score.section import ScoreConfig
-from sftplay.tasks.score.spec import broken_score_rules, idle_score_keys
+from sftplay.tasks.score.spec import SPEC, broken_score_rules
 from sftplay.tasks.score.update import MinibatchSetup, PolicyGradients, is_guide_training
 from sftplay.tasks.score.value_model import SeparateValue, ValueHead
 
@@ -128,7 +128,7 @@ def of_critic(key: str, look: Callable[[Finished], Any], seen: Any) -> Check:
     """`look` sees this in a run with a critic; without one, the key is named as one without effect."""
 
     def check(bench: Any) -> None:
-        assert f"score.critic.{key}" in [name for name, *_ in idle_score_keys(_pair(bench.home)[0].cfg)]
+        assert f"score.critic.{key}" in [name for name, *_ in SPEC.idle_keys(_pair(bench.home)[0].cfg)]
         assert look(_critic(bench.home)) == seen
 
     return check

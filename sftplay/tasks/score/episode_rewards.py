@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from sftplay import log
-from sftplay.atomic import write_text
 from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, aligned
 from sftplay.reward.table import judges_form
+from sftplay.tasks.hrm.evaluation import write_lines
 from sftplay.tasks.score.sample_episodes import (
     Episode,
     compute_edit_ratio,
@@ -180,12 +179,6 @@ def format_episode(episode: Episode, result: EpisodeResult, *, tokenizer: Any) -
         "correct": list(result.right),
         "leaks": result.leak,
     }
-
-
-def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Write the lines as JSON Lines."""
-    path.parent.mkdir(exist_ok=True)
-    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def write_episode_samples(

@@ -57,10 +57,8 @@ class MinibatchSchedule:
     @classmethod
     def from_config(cls, cfg: RunConfig) -> MinibatchSchedule:
         """Read the schedule from a run's config."""
-        score, episodes = cfg.score, cfg.train.effective_batch_size
-        return cls(
-            step_episodes=episodes, minibatches=score.steps_per_generation, passes=score.num_iterations, seed=cfg.seed
-        )
+        passes, episodes = cfg.score.num_iterations, cfg.train.effective_batch_size
+        return cls(step_episodes=episodes, minibatches=cfg.score.steps_per_generation, passes=passes, seed=cfg.seed)
 
     @property
     def steps(self) -> int:

@@ -22,8 +22,6 @@ from sftplay.tasks.score.sample_episodes import Action, right_padded
 from sftplay.tasks.score.shards import run_with_weights
 from sftplay.train.loss_heads import PROOF_TOLERANCE, proof_rows, scores_of
 
-Kl = Literal["full", "k3"]
-
 
 class ActionBatch(NamedTuple):
     """Actions after their prompts, which are padded on the left."""
@@ -57,21 +55,6 @@ class ActionBatch(NamedTuple):
         """Move the batch to another device."""
         return ActionBatch(*(part.to(device) for part in self))
 
-    @property
-    def last_positions(self) -> Tensor:
-        """int64 [actions]: where the last token of each action is among the states that `forward` returns."""
-        return self.mask.sum(1).long()
-
-
-class TokenScores(NamedTuple):
-    """Scores of the tokens of a batch of actions: fp32 [actions, longest]."""
-
-    log_probs: Tensor
-    entropy: Tensor
-    kl: Tensor
-    last_hidden: Tensor
-    """[actions, width]: the state at the last token of each action."""
-
 
 class OutputHead(NamedTuple):
     """The output head, which turns last hidden states into logits."""
@@ -92,43 +75,51 @@ class OutputHead(NamedTuple):
         return (logits / temperature).log_softmax(-1)
 
 
+class TokenScores(NamedTuple):
+    """Scores of the tokens of a batch of actions: fp32 [actions, longest]."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    kl: Tensor
+    last_hidden: Tensor
+    """[actions, width]: the state at the last token of each action."""
+
+
 def score_actions(
-    role_models: RoleModels, batch: ActionBatch, *, role: Role, temperature: float, kl: Kl
+    role_models: RoleModels, batch: ActionBatch, *, role: Role, temperature: float, kl: Literal["full", "k3"]
 ) -> TokenScores:
     """Score the tokens under the model of `role`, with gradients, and compute their KL to the frozen reference.
 
     The dropout mode stays as it is. The backward pass must run inside `use_role(role)`.
     """
     with torch.no_grad(), role_models.reference(role) as frozen:
-        reference = run_with_weights(
+        frozen_hidden, frozen_head = run_with_weights(
             frozen, lambda: (forward(frozen, batch.to(frozen.device)), OutputHead.from_model(frozen))
         )
+
+    def compare() -> TokenScores:
+        hidden, head = forward(model, batch), OutputHead.from_model(model)
+        width = max(1, CHUNK_SCORES // head.weight.shape[0])
+        columns = [states[:, :-1].flatten(0, 1).split(width) for states in (hidden, frozen_hidden)]
+        columns += [values.flatten().split(width) for values in (batch.tokens, batch.sampled_log_probs)]
+        parts = [
+            checkpoint(
+                _score_tokens, states, frozen, tokens=tokens, sampled_log_probs=sampled, heads=(head, frozen_head),
+                temperature=temperature, kl=kl, use_reentrant=False, preserve_rng_state=False,
+            )
+            for states, frozen, tokens, sampled in zip(*columns, strict=True)
+        ]  # fmt: skip
+        scores = (torch.cat(chunks).view_as(batch.mask) for chunks in zip(*parts, strict=True))
+        return TokenScores(*scores, select_last(hidden, batch))
+
     with role_models.use_role(role) as model:
-        found = run_with_weights(
-            model, lambda: _compare(model, batch, reference=reference, temperature=temperature, kl=kl)
-        )
-    log_probs, token_entropy, token_kl = (values.view_as(batch.mask) for values in found[:3])
-    return TokenScores(log_probs, token_entropy, token_kl, found[3])
+        return run_with_weights(model, compare)
 
 
-def _compare(
-    model: Any, batch: ActionBatch, *, reference: tuple[Tensor, OutputHead], temperature: float, kl: Kl
-) -> tuple[Tensor, ...]:
-    """Compute the fields of `TokenScores`, flat over all tokens; `reference` is its last states and its head."""
-    hidden, (frozen_hidden, frozen_head) = forward(model, batch), reference
-    heads = OutputHead.from_model(model), frozen_head
-    rows = torch.arange(len(hidden), device=hidden.device)
-    width = max(1, CHUNK_SCORES // heads[0].weight.shape[0])
-    columns = [states.flatten(0, 1).split(width) for states in (hidden[:, :-1], frozen_hidden[:, :-1])]
-    columns += [values.flatten().split(width) for values in (batch.tokens, batch.sampled_log_probs)]
-    parts = [
-        checkpoint(
-            _score_tokens, states, frozen, tokens=tokens, sampled_log_probs=sampled_log_probs, heads=heads,
-            temperature=temperature, kl=kl, use_reentrant=False, preserve_rng_state=False,
-        )
-        for states, frozen, tokens, sampled_log_probs in zip(*columns, strict=True)
-    ]  # fmt: skip
-    return (*(torch.cat(chunks) for chunks in zip(*parts, strict=True)), hidden[rows, batch.last_positions])
+def select_last(hidden: Tensor, batch: ActionBatch) -> Tensor:
+    """Select the state at the last token of each action: [actions, 1 + longest, width] -> [actions, width]."""
+    last: Tensor = hidden[torch.arange(len(hidden), device=hidden.device), batch.mask.sum(1).long()]
+    return last
 
 
 def forward(model: Any, batch: ActionBatch) -> Tensor:
@@ -183,7 +174,7 @@ def _score_tokens(
     sampled_log_probs: Tensor,
     heads: tuple[OutputHead, OutputHead],
     temperature: float,
-    kl: Kl,
+    kl: Literal["full", "k3"],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log-probability, entropy and KL of these tokens, fp32 [tokens]."""
     with torch.no_grad():

@@ -85,7 +85,8 @@ class EpisodeTrainer(StepTrainerMixin, Trainer):
         step, world = self.state.global_step + 1, log.world_size()
         number, age = divmod(step - 1, self.schedule.steps)
         self._reset_optimizer(step)
-        self.role_models.zero_extra_gradients()
+        for parameter in self.role_models.extra_parameters():
+            parameter.grad = None  # the Trainer does not know them
         rollout = self.rollout_batch
         assert age == 0 or (rollout is not None and rollout.number == number)
         scored = self._sample(number, step=step) if rollout is None or age == 0 else rollout.scored

@@ -22,7 +22,7 @@ from sftplay.tasks.score.episode_rewards import EpisodeResult
 from sftplay.tasks.score.losses import choose_kl_coefficients, clipped_loss, find_stage, masked_mean, policy_loss
 from sftplay.tasks.score.role_models import Role, RoleModels
 from sftplay.tasks.score.sample_episodes import Action, Episode, ResampledAnswers
-from sftplay.tasks.score.scoring import ActionBatch, OutputHead, TokenScores, forward, score_actions
+from sftplay.tasks.score.scoring import ActionBatch, OutputHead, TokenScores, forward, score_actions, select_last
 from sftplay.tasks.score.section import ScoreConfig
 from sftplay.tasks.score.shards import run_with_weights
 from sftplay.tasks.score.value_model import (
@@ -133,7 +133,7 @@ class PolicyGradients:
                 continue
             with torch.no_grad(), self.batch.context(), self.role_models.use_role("guide") as model:
                 hidden = run_with_weights(model, partial(forward, model, tensors))
-            yield part, _select_last(hidden, tensors)
+            yield part, select_last(hidden, tensors)
 
     def _micro_batches(self, actions: Sequence[Action], role: Role) -> Iterator[tuple[slice, ActionBatch]]:
         device = self.role_models.devices[role]
@@ -184,16 +184,10 @@ class PolicyGradients:
                     "position_ids": tensors.positions, "output_hidden_states": True, "use_cache": False,
                 },
             )  # fmt: skip
-            last = _select_last(out.hidden_states[-1][:, -tensors.tokens.shape[1] - 1 :], tensors)
+            last = select_last(out.hidden_states[-1][:, -tensors.tokens.shape[1] - 1 :], tensors)
             head = {name: weight.detach() for name, weight in self.role_models.value_head.named_parameters()}
             value: Tensor = functional_call(self.role_models.value_head, head, (last,))
         return value
-
-
-def _select_last(hidden: Tensor, tensors: ActionBatch) -> Tensor:
-    """Select the state at the last token of each action: [actions, 1 + longest, width] -> [actions, width]."""
-    found: Tensor = hidden[torch.arange(len(hidden), device=hidden.device), tensors.last_positions]
-    return found
 
 
 class CriticGradients:

@@ -271,7 +271,7 @@ def test_a_saved_rollout_batch_loads_unchanged_on_any_number_of_processes(
 def test_a_checkpoint_inside_a_rollout_batch_without_its_episodes_is_refused_by_name(
     rollout_batch: RolloutBatch, tmp_path: Path
 ):
-    with pytest.raises(RunError, match="the episodes of its drawing cannot be read") as refused:
+    with pytest.raises(RunError, match="the episodes of its rollout batch cannot be read") as refused:
         load_rollout_batch(tmp_path, questions=[])
     assert refused.value.where == str(tmp_path / EPISODES_FILE)
     save_rollout_batch(rollout_batch, tmp_path)
