@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ def load_rollout_batch(checkpoint: Path, *, questions: Sequence[Question]) -> Ro
     rank_slice = slice(log.rank() * n, (log.rank() + 1) * n)
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        episodes = []
+        episodes, parts = [], dict[str, Any]()
         for described, question in zip(kept["episodes"][rank_slice], questions, strict=True):
             parts = {name: Action(**part) if isinstance(part, dict) else part for name, part in described.items()}
             episodes.append(Episode(question=question, **parts))

@@ -109,8 +109,8 @@ def score_actions(
             )
             for states, frozen, tokens, sampled in zip(*columns, strict=True)
         ]  # fmt: skip
-        scores = (torch.cat(chunks).view_as(batch.mask) for chunks in zip(*parts, strict=True))
-        return TokenScores(*scores, select_last(hidden, batch))
+        columns = [torch.cat(chunks).view_as(batch.mask) for chunks in zip(*parts, strict=True)]
+        return TokenScores(columns[0], columns[1], columns[2], select_last(hidden, batch))
 
     with role_models.use_role(role) as model:
         return run_with_weights(model, compare)

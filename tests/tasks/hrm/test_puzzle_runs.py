@@ -21,7 +21,7 @@ from sftplay.tasks.hrm.embedding import PuzzleTable
 from sftplay.tasks.hrm.network import State
 from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
 from sftplay.tasks.hrm.published import load_model
-from sftplay.tasks.hrm.task import open_puzzles, rows_of
+from sftplay.tasks.hrm.task import make_rows, open_puzzles
 from sftplay.train.setup import make_setup
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -171,7 +171,7 @@ def test_a_run_is_measured_and_saved_ten_times_where_nothing_is_said_but_not_wit
     never = {"train__eval_steps": None, "train__save_steps": None, "train__max_steps": steps}
     cfg, folder = new_hrm_run(tmp_path, puzzles, **never)
     train, held_out = open_puzzles(cfg)
-    rows = rows_of(cfg, train, held_out=held_out)  # 40 groups, 8 rows a step: 5 steps for a visit
+    rows = make_rows(cfg, train, held_out=held_out)  # 40 groups, 8 rows a step: 5 steps for a visit
     assert rows.order is not None
     assert rows.order.steps_per_epoch == between
     assert make_setup(cfg, folder, n_rows=0, known=rows.order).arguments(has_held_out=False)["save_steps"] == between
