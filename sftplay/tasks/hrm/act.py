@@ -47,28 +47,23 @@ FIGURES = (
 
 
 class Puzzles(NamedTuple):
-    """Rows of puzzles; a row is a number in the first dimension of each."""
+    """Rows of puzzles: int64 [batch, cells] twice, and int64 [batch]. IGNORE_INDEX is a cell without a label."""
 
     inputs: Tensor
-    """int64 [batch, cells]"""
-
     labels: Tensor
-    """int64 [batch, cells], IGNORE_INDEX where a cell has no label"""
-
     identifiers: Tensor
-    """int64 [batch]"""
 
 
 class Carry(NamedTuple):
-    """The state that a step hands to the next one."""
+    """The state that a step hands to the next one.
+
+    `steps`, int64 [batch], are the segments that the row's puzzle has had; a row that has `halted`, bool [batch], takes
+    another puzzle.
+    """
 
     state: State
     steps: Tensor
-    """int64 [batch]: segments that the row's puzzle has had."""
-
     halted: Tensor
-    """bool [batch]: the row takes another puzzle."""
-
     puzzles: Puzzles
 
     def rows(self, part: slice) -> Carry:
@@ -78,15 +73,12 @@ class Carry(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The results of a step."""
+    """The results of a step: `losses` are [batch], with gradient, and `figures` fp64 [len(FIGURES)]."""
 
     carry: Carry
     answer: SegmentOutput
     losses: Tensor
-    """[batch], with gradient"""
-
     figures: Tensor
-    """fp64 [len(FIGURES)]"""
 
 
 def all_halted(model: PuzzleModel, batch: int, *, device: torch.device | str = "cpu") -> Carry:
@@ -148,7 +140,7 @@ def halts(answer: SegmentOutput, steps: Tensor, *, hrm: HrmConfig, at_least: Ten
     return (is_last | wants_to_halt(answer, hrm)) & (steps >= at_least)
 
 
-def worth_of_continuing(next_answer: SegmentOutput, is_last: Tensor) -> Tensor:
+def compute_continue_target(next_answer: SegmentOutput, is_last: Tensor) -> Tensor:
     """Return the target of q_continue: what the segment after this one promises, [batch]."""
     best = torch.maximum(next_answer.q_halt, next_answer.q_continue)
     return torch.where(is_last, next_answer.q_halt, best).sigmoid()
@@ -173,7 +165,7 @@ def run_segment(
     if hrm.looks_ahead:
         with torch.no_grad():
             _, next_answer = compute(state, puzzles.inputs, puzzle_rows=rows, judges_alone=True)
-        continuing = q_losses(answer.q_continue, worth_of_continuing(next_answer, steps >= hrm.n_supervision))
+        continuing = q_losses(answer.q_continue, compute_continue_target(next_answer, steps >= hrm.n_supervision))
     # A row without a label is padding: nothing is learned from it.
     counts = known.any(dim=-1)
     losses = (cells + Q_WEIGHT * (halting + continuing)) * counts

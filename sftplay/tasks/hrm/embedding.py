@@ -69,13 +69,10 @@ ALL_ROWS = TableShare()
 
 
 class Touched(NamedTuple):
-    """Rows that a step has looked up, with duplicates."""
+    """Rows that a step has looked up, with duplicates: int64 [rows], and fp32 [rows, dim]."""
 
     ids: Tensor
-    """int64 [rows]"""
-
     gradients: Tensor
-    """fp32 [rows, dim]"""
 
 
 class PuzzleTable(nn.Module):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sftplay import log
@@ -54,41 +53,22 @@ def refined(model: PuzzleModel, inputs: Tensor, *, identifiers: Tensor) -> Itera
         yield answer
 
 
-class Voting:
-    """Takes the answers of this rank while it measures."""
+def count_votes(tally: Tally, tasks: Mapping[str, Any]) -> dict[str, Any]:
+    """Compute pass@k of whole tasks and of test inputs by the votes of all ranks; nothing on other ranks than the main.
 
-    def __init__(self, puzzles: PuzzleFolder) -> None:
-        """Raise DataError where the names of the copies or the tasks do not lie next to the puzzles."""
-        self.names, self.tasks = read_names(puzzles.path), read_asked(puzzles.path)
-        self.tally = Tally()
-
-    def add(self, rows: PuzzleBatch, predicted: NDArray[Any], *, q_halt: NDArray[Any]) -> None:
-        """Count the answers to a batch, rows of padding left out: uint8 [batch, cells], and fp32 [batch]."""
-        for place in np.flatnonzero(rows.mask):
-            name = self.names[rows.puzzle_identifiers[place]]
-            self.tally.add(CopyAnswer(name, rows.inputs[place], predicted[place], float(q_halt[place])))
-
-    def figures(self) -> dict[str, Any]:
-        """Return pass@k of whole tasks and of test inputs by the votes of all ranks; nothing on other ranks.
-
-        All ranks call it.
-        """
-        rank, world, tally = log.rank(), log.world_size(), Tally()
-        for owner, share in enumerate(self.tally.shares(world)):
-            for votes in gather_on(owner, share):
-                tally.merge(votes)
-        ballots = tally.ballots()
-        ranks = [compute_ranks(task, ballots) for name, task in self.tasks.items() if assign_share(name, world) == rank]
-        tasks = [task for share in gather_on(0, ranks) for task in share]
-        if not log.is_main():
-            return {}
-        named = {
-            "pass_at": share_solved([max(task) for task in tasks]),
-            "pass_at_partial": share_of_inputs_solved(tasks),
-        }
-        return {"tasks": len(tasks)} | {
-            name: {str(k): share for k, share in by_k.items()} for name, by_k in named.items()
-        }
+    `tally` has the answers of this rank. All ranks call it.
+    """
+    rank, world, own_tasks = log.rank(), log.world_size(), Tally()
+    for owner, share in enumerate(tally.shares(world)):
+        for votes in gather_on(owner, share):
+            own_tasks.merge(votes)
+    ballots = own_tasks.ballots()
+    ranks = [compute_ranks(task, ballots) for name, task in tasks.items() if assign_share(name, world) == rank]
+    found = [task for share in gather_on(0, ranks) for task in share]
+    if not log.is_main():
+        return {}
+    named = {"pass_at": share_solved([max(task) for task in found]), "pass_at_partial": share_of_inputs_solved(found)}
+    return {"tasks": len(found)} | {name: {str(k): v for k, v in by_k.items()} for name, by_k in named.items()}
 
 
 SHOWN = 64
@@ -105,21 +85,19 @@ class Measured(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """What a model makes of a batch of puzzles."""
+    """The answers of a model to a batch of puzzles.
+
+    `sums`, fp64 [n_supervision + 1, 6], are over the rows that count, after each segment and, last, where each row
+    halts: right puzzles, shares of right cells, right judgements of q_halt; rows, and in the last line segments; of the
+    cells that the question does not give the right ones, and all. `predicted`, int64 [batch, cells], is the answer, as
+    `hrm.eval_halt` says, `halts`, int64 [batch], the segments after which the model would halt, and `q_halt`, fp32
+    [batch], its judgement of `predicted`, before the sigmoid.
+    """
 
     sums: Tensor
-    """fp64 [n_supervision + 1, 6]: sums over the rows that count, after each segment and, last, where each row halts:
-    right puzzles, shares of right cells, right judgements of q_halt; rows, and in the last line segments; of the cells
-    that the question does not give the right ones, and all."""
-
     predicted: Tensor
-    """int64 [batch, cells]: the answer, as `hrm.eval_halt` says."""
-
     halts: Tensor
-    """int64 [batch]: segments after which the model would halt."""
-
     q_halt: Tensor
-    """fp32 [batch]: its judgement of `predicted`, before the sigmoid."""
 
 
 def measure(
@@ -148,7 +126,8 @@ def measure(
         what = 'no votes are counted: dataset.json names no kind; write "kind": "arc" there, with identifiers.json and'
         log.say(f"{puzzles.path}: {what} test_puzzles.json in the folder above, if these are tasks of ARC", "eval")
     # The votes of some of the copies would be others.
-    voting = Voting(puzzles) if limit is None and facts.kind == "arc" else None
+    names, tally = read_names(puzzles.path) if limit is None and facts.kind == "arc" else None, Tally()
+    tasks = read_asked(puzzles.path) if names is not None else {}
     was_training, done, batch = model.training, 0, at_once * log.world_size()
     model.eval()
     for rows in TestBatches(puzzles, global_batch=batch, rank=log.rank(), world=log.world_size()):
@@ -158,16 +137,18 @@ def measure(
         sums += solved.sums
         done += batch
         lines += _lines(rows, solved, writing=writing, stride=stride)
-        if voting is not None:
-            predicted, q_halt = solved.predicted.to(torch.uint8), solved.q_halt.float()
-            voting.add(rows, predicted.cpu().numpy(), q_halt=q_halt.cpu().numpy())
+        if names is not None:
+            predicted, q_halt = solved.predicted.to(torch.uint8).cpu().numpy(), solved.q_halt.float().cpu().numpy()
+            for n in np.flatnonzero(rows.mask):  # without rows of padding
+                name = names[rows.puzzle_identifiers[n]]
+                tally.add(CopyAnswer(name, rows.inputs[n], predicted[n], float(q_halt[n])))
         progress(min(done, total))
     model.train(was_training)
     if log.world_size() > 1:
         torch.distributed.all_reduce(sums)
     figures = described(sums, hrm.eval_halt)
-    if voting is not None:
-        figures |= voting.figures()
+    if names is not None:
+        figures |= count_votes(tally, tasks)
     shown = sorted((line for rank in gather_on(0, lines) for line in rank), key=lambda line: line["row"])
     return Measured(figures, shown[:SHOWN])
 

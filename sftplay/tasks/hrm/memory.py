@@ -21,15 +21,11 @@ from sftplay.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class GridSize:
-    """What the puzzles decide of the model."""
+    """What the puzzles decide of the model: cells, tokens of the vocabulary, rows of the table of embeddings."""
 
     cells: int
     words: int
-    """Tokens of the vocabulary."""
-
     identifiers: int
-    """Rows of the table of puzzle embeddings."""
-
     name: str = "puzzles"
 
 

@@ -184,32 +184,29 @@ class Reasoner(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What the data decides of the model."""
+    """What the data decides of the model; `identifiers` counts those of puzzles, the blank one among them."""
 
     vocab_size: int
     cells: int
     identifiers: int
-    """Number of puzzle identifiers, the blank one among them."""
 
 
 class State(NamedTuple):
-    """What a segment hands to the next one; both [batch, positions, hidden]."""
+    """The state that a segment hands to the next one; both [batch, positions, hidden]."""
 
     high: Tensor
     low: Tensor
 
 
 class SegmentOutput(NamedTuple):
-    """What the model says after a segment."""
+    """The model's answer after a segment: logits [batch, cells, vocabulary], and fp32 [batch] before the sigmoid.
+
+    `q_halt` says how likely the answer is right, `q_continue` what going on is worth.
+    """
 
     logits: Tensor
-    """[batch, cells, vocabulary]"""
-
     q_halt: Tensor
-    """fp32 [batch], before the sigmoid: how likely the answer is right."""
-
     q_continue: Tensor
-    """fp32 [batch], before the sigmoid: what going on is worth."""
 
 
 class PuzzleModel(nn.Module):

@@ -24,14 +24,11 @@ SAMPLER = "sampler"
 
 
 class Progress(NamedTuple):
-    """Where a rank is."""
+    """The puzzles of a rank, the state of its sampler, and the moving average of weights, which all ranks share."""
 
     carry: Carry
     rows: dict[str, int]
-    """State of its sampler."""
-
     average: dict[str, Tensor] | None
-    """The moving average of the weights, where there is one; the same on all ranks."""
 
 
 def save_progress(progress: Progress, checkpoint: Path) -> None:

@@ -101,31 +101,33 @@ MIN_EXPLAINED_VARIANCE = 0.1
 
 
 class EpisodeRewards(NamedTuple):
-    """Rewards and estimates of a batch of episodes: tensors [episodes], fp32, on the CPU."""
+    """Rewards and estimates of a batch of episodes: tensors [episodes], fp32, on the CPU.
+
+    `is_known` is 0 where a reward abstained: the episode's numbers mean nothing, and no other episode is compared with
+    it. `critic` is Q and V of turn 1, then of turn 2: [4, episodes].
+    """
 
     first: Tensor
     second: Tensor
     is_known: Tensor
-    """0 where a reward abstained: the episode's numbers mean nothing, and no other episode is compared with it."""
-
     form_first: Tensor
     form_second: Tensor
     leak: Tensor
     value: Tensor | None
     critic: Tensor | None = None
-    """Q and V of turn 1, then of turn 2: [4, episodes]."""
 
 
 class Advantages(NamedTuple):
-    """The advantages of both turns and of the hint, with figures about them."""
+    """The advantages of both turns and of the hint, with figures about them.
+
+    From the `returns` of both turns the critic learns. Turn 1 has one in stage 1 too, without a policy gradient.
+    """
 
     first: Tensor | None
     second: Tensor
     guide: Tensor
     figures: dict[str, float | None]
     returns: tuple[Tensor, Tensor]
-    """The returns of both turns, from which the critic learns. Turn 1 has one in stage 1 too, without a policy
-    gradient."""
 
 
 def compute_advantages(rewards: EpisodeRewards, score: ScoreConfig, *, stage: Stage) -> Advantages:

@@ -33,33 +33,27 @@ MIN_RIGHT_REWARD = 1.0 - 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeResult:
-    """The rewards and figures of one episode, as plain values that can be sent to other ranks."""
+    """The rewards and figures of one episode, as plain values that can be sent to other ranks.
+
+    `first` and `second` are weighted means of the rewards for content, 0 to 1: 0 for a truncated answer, None where a
+    reward has no value. Then the episode is not known: it is in no mean and in no loss. `form_first` and `form_second`
+    say whether all rewards for form accept the answer (None where one has no value), `is_parsed` whether there are any,
+    `leak` whether the hint states the right answer, `n_cut` how many of the two answers were truncated, and
+    `follows_hint` whether the second answer is the hint's answer (None without a hint).
+    """
 
     first: float | None
     second: float | None
-    """Weighted mean of the rewards for content, 0 to 1; 0 for a truncated answer; None where a reward has no value."""
-
     is_known: bool
-    """False where a reward has no value for an answer: the episode is in no mean and in no loss."""
-
     form_first: bool | None
     form_second: bool | None
-    """Whether all rewards for form accept the answer; None where one has no value."""
-
     is_parsed: bool
-    """Whether any reward judges the form."""
-
     leak: bool
-    """Whether the hint states the right answer."""
-
     n_cut: int
-    """How many of the two answers were truncated."""
-
     hint_tokens: int
     edit_ratio: float
     is_identical: bool
     follows_hint: bool | None = None
-    """Whether the second answer is the hint's answer; None without a hint."""
 
     @property
     def right(self) -> tuple[bool | None, bool | None]:

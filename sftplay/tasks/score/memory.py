@@ -42,21 +42,20 @@ the token before, and two rows of probabilities in fp64 (`generate.sampling.Samp
 
 @dataclass(frozen=True, kw_only=True)
 class Episodes:
-    """What is played, what learns, and where it lies."""
+    """The episodes that are sampled, what learns, and where it lies.
+
+    `tokens` are those of the longest prompt and action together. A width is 0 where there is no such network, and where
+    V is a head on the guide, which is small.
+    """
 
     layout: Layout
     tokens: int
-    """Longest prompt and action together."""
-
     answer_tokens: int
     hint_tokens: int
     has_guide: bool = True
     guide_learns: bool = True
     critic_width: int = 0
-    """0 where there is no critic."""
-
     value_width: int = 0
-    """0 where V is a head on the guide, which is small, or where there is none."""
 
     labels: ClassVar[Mapping[str, str]] = {
         CRITIC: "critic and its slow copy",
@@ -135,13 +134,7 @@ class DeviceMemory:
     """The memory of one device of a run; `held` are the parts that it holds."""
 
     def __init__(
-        self,
-        shape: ModelShape,
-        execution: MemorySetup,
-        episodes: Episodes,
-        *,
-        held: frozenset[str],
-        world_size: int,
+        self, shape: ModelShape, execution: MemorySetup, episodes: Episodes, *, held: frozenset[str], world_size: int
     ) -> None:
         self.shape, self.execution, self.episodes, self.held = shape, execution, episodes, held
         self.computing, self.gathered, self.head, is_split = execution, ALONE, 0.0, episodes.layout.is_split

@@ -187,8 +187,8 @@ def suggest_for_episodes(cfg: RunConfig, shape: ModelShape, *, sized: SizedRun, 
     # Changes that cost time or nothing, and that go with models in shards.
     exact = [s for s in steps if s.change.startswith(("train.gradient_checkpointing", "train.optim=adamw_torch_fused"))]
     others = [step for step in steps if step not in exact]
-    together = [*added_up([*exact, *shards]), *added_up(steps)]
-    return first_that_fit([*exact, *shards, *others], attempt, together=together)
+    combinations = [*added_up([*exact, *shards]), *added_up(steps)]
+    return first_that_fit([*exact, *shards, *others], attempt, together=combinations)
 
 
 class ScorePlan(TaskSizing, TaskReport):

@@ -41,17 +41,14 @@ class EpisodeRows:
 
 @dataclass(frozen=True, kw_only=True)
 class MinibatchSchedule:
-    """How a rollout batch is cut into minibatches, one for each of its optimizer steps."""
+    """How a rollout batch is cut into minibatches of `step_episodes`, one for each of its optimizer steps.
+
+    A pass over the batch (PPO's epoch) takes `minibatches` steps.
+    """
 
     step_episodes: int
-    """Episodes of an optimizer step."""
-
     minibatches: int = 1
-    """Minibatches of a pass over a rollout batch."""
-
     passes: int = 1
-    """Passes over a rollout batch (PPO's epochs)."""
-
     seed: int = 0
 
     @classmethod

@@ -12,10 +12,7 @@ from sftplay.report.history import as_number
 from sftplay.report.page import Table, cut
 from sftplay.report.run_files import RunFiles, answer_rows, by_step, mapping
 
-PAIRS = (
-    ("Right answers", ("acc_t1", "acc_t2")),
-    ("What the second turn changes", ("i2c", "c2i")),
-)
+PAIRS = (("Right answers", ("acc_t1", "acc_t2")), ("What the second turn changes", ("i2c", "c2i")))
 """Charts of what was sampled with what was held out."""
 
 SAMPLED = (

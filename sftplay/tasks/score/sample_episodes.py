@@ -111,17 +111,15 @@ def truncate_middle(ids: Sequence[int], length: int) -> list[int]:
 
 
 class Action(NamedTuple):
-    """What a model generated after a prompt."""
+    """The tokens that a model generated after a prompt, with the end token; truncated where none came.
+
+    `log_probs` are at the sampling temperature; they are empty for greedy generation.
+    """
 
     prompt: list[int]
     ids: list[int]
-    """The generated tokens with the end token."""
-
     log_probs: list[float]
-    """Of the tokens, at the sampling temperature; empty for greedy generation."""
-
     is_truncated: bool
-    """Whether the length limit came before an end token."""
 
     @property
     def ids_without_end(self) -> list[int]:
@@ -280,16 +278,13 @@ were written for other problems."""
 
 
 class Episode(NamedTuple):
-    """A problem, two answers and a hint."""
+    """A problem, two answers and a hint, which is None where the guide wrote none; `hint_ids` are its tokens in the
+    second prompt."""
 
     question: Question
     first: Action
     hint: Action | None
-    """None where the guide wrote no hint."""
-
     hint_ids: list[int]
-    """The hint's tokens in the second prompt."""
-
     second: Action
 
 

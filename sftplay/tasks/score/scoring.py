@@ -24,21 +24,18 @@ from sftplay.train.loss_heads import PROOF_TOLERANCE, proof_rows, scores_of
 
 
 class ActionBatch(NamedTuple):
-    """Actions after their prompts, which are padded on the left."""
+    """Actions after their prompts, which are padded on the left: `ids`, int64 [actions, prompt + action], and alike.
+
+    `tokens`, int64 [actions, longest], are the actions, padded on the right; `mask`, fp32, is 1 on them, and
+    `sampled_log_probs`, fp32, are theirs at sampling time.
+    """
 
     ids: Tensor
     attention: Tensor
     positions: Tensor
-    """int64 [actions, prompt + action]."""
-
     tokens: Tensor
-    """int64 [actions, longest]: the actions, padded on the right."""
-
     mask: Tensor
-    """fp32: 1 on the actions' tokens."""
-
     sampled_log_probs: Tensor
-    """fp32: log-probabilities at sampling time."""
 
     @classmethod
     def from_actions(cls, actions: Sequence[Action], *, pad: int, device: Any) -> ActionBatch:
@@ -76,13 +73,12 @@ class OutputHead(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """Scores of the tokens of a batch of actions: fp32 [actions, longest]."""
+    """Scores of the tokens of a batch of actions, fp32 [actions, longest], and the state at the last token of each."""
 
     log_probs: Tensor
     entropy: Tensor
     kl: Tensor
     last_hidden: Tensor
-    """[actions, width]: the state at the last token of each action."""
 
 
 def score_actions(

@@ -39,19 +39,19 @@ from sftplay.tasks.score.value_model import (
 
 @dataclass(frozen=True, kw_only=True)
 class MinibatchSetup:
-    """How a rank cuts its minibatch into micro-batches, and what its losses are divided by."""
+    """How a rank cuts its minibatch into micro-batches, and what its losses are divided by.
+
+    `n_episodes` are those of the optimizer step divided by the ranks, because gradients are averaged over ranks.
+    `context` returns the context of a forward pass, which sets its precision. `is_on_policy`: the weights are those
+    that sampled the episodes, so every ratio is 1.
+    """
 
     micro_batch: int
     n_episodes: float
-    """Episodes of the optimizer step divided by the ranks, because gradients are averaged over ranks."""
-
     pad: int
     backward: Callable[[Tensor], None]
     context: Callable[[], Any]
-    """Returns the context of a forward pass, which sets its precision."""
-
     is_on_policy: bool = True
-    """Whether the weights are those that sampled the episodes: every ratio is 1 then."""
 
     def parts(self, n: int) -> list[slice]:
         """Cut `n` episodes into micro-batches."""
@@ -244,12 +244,14 @@ class CriticGradients:
 
 
 class ScoredEpisodes(NamedTuple):
-    """A rank's episodes of a rollout batch, and the results of all ranks' episodes."""
+    """A rank's episodes of a rollout batch, and the results of all ranks' episodes.
+
+    `resampled` has a second answer to both solver prompts of each episode; it is empty without a critic.
+    """
 
     episodes: Sequence[Episode]
     results: Sequence[EpisodeResult]
     resampled: Sequence[ResampledAnswers]
-    """A second answer to both solver prompts of each episode; empty without a critic."""
 
     @property
     def rank_slice(self) -> slice:
