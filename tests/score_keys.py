@@ -332,7 +332,7 @@ def check_reset(bench: Any) -> None:
 
 
 OF_SCORE: dict[str, Check] = {
-    "episodes_per_problem": seen(lambda run: len(run.trainer.train_dataset.episodes.problems), 16, 32),
+    "episodes_per_problem": seen(lambda run: len(run.trainer.train_dataset.problems), 16, 32),
     "guidance": check_guidance,
     "guidance_warmup": seen(
         lambda run: [is_guide_training(run.trainer.role_models, run.cfg.score, step=step) for step in (1, 4)],

@@ -80,10 +80,6 @@ def open_role_models(cfg: RunConfig, folder: RunFolder, *, untrained: bool = Fal
     return FinishedRoleModels(model.eval(), guide=guide)
 
 
-HINTS_BY_SOURCE: dict[str, HintKind] = {"none": "empty", "static": "static", "model": "own"}
-"""Source of hints -> kind of hints that the episode sampler uses."""
-
-
 def measure_ablation(
     role_models: FinishedRoleModels, prompts: Prompts, *, cfg: RunConfig, path: Path
 ) -> dict[str, Any]:
@@ -100,12 +96,11 @@ def measure_ablation(
     episode_sampler = EpisodeSampler(cfg.with_values(rows, "eval"), role_models, renderer=prompts.renderer)
     settings: dict[str, Any] = {"numbers": range(len(questions)), "seed": cfg.seed}
     settings["temperature"] = score.eval_temperature
+    hint_kinds: dict[str, HintKind] = {"none": "empty", "static": "static", **({"model": "own"} if has_guide else {})}
     lines, by_source = list[dict[str, Any]](), dict[str, dict[str, Any]]()
     with RewardScorer(cfg, columns=prompts.report["columns"], tokenizer=tokenizer) as reward_scorer:
         firsts = None  # the same with each source of hints
-        for source, kind in HINTS_BY_SOURCE.items():
-            if source == "model" and not has_guide:
-                continue
+        for source, kind in hint_kinds.items():
             with ready_to_answer(role_models.model, cfg):
                 episodes = episode_sampler.sample_episodes(questions, hints=kind, firsts=firsts, **settings)
             firsts = [episode.first for episode in episodes]

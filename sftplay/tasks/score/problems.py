@@ -24,21 +24,6 @@ from sftplay.generate.sampling import derive_seed
 from sftplay.train.task import RowOrder
 
 
-class EpisodeRows:
-    """Places of episodes: `problems` in order, with `repeats` adjacent episodes of each problem."""
-
-    def __init__(self, problems: Sequence[int], *, repeats: int) -> None:
-        self.problems, self.repeats = problems, repeats
-
-    def __len__(self) -> int:
-        return len(self.problems) * self.repeats
-
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        if not 0 <= place < len(self):
-            raise IndexError(place)
-        return {"place": place, "row": self.problems[place // self.repeats]}
-
-
 @dataclass(frozen=True, kw_only=True)
 class MinibatchSchedule:
     """How a rollout batch is cut into minibatches of `step_episodes`, one for each of its optimizer steps.
@@ -89,10 +74,10 @@ class MinibatchSchedule:
 
 
 class StepRows:
-    """The episodes of all optimizer steps in sequence."""
+    """The episodes of all optimizer steps in sequence; each of `problems` has `repeats` adjacent episodes."""
 
-    def __init__(self, episodes: EpisodeRows, *, schedule: MinibatchSchedule, steps: int) -> None:
-        self.episodes, self.schedule = episodes, schedule
+    def __init__(self, problems: Sequence[int], *, repeats: int, schedule: MinibatchSchedule, steps: int) -> None:
+        self.problems, self.repeats, self.schedule = problems, repeats, schedule
         self._length = steps * schedule.step_episodes
 
     def __len__(self) -> int:
@@ -101,7 +86,12 @@ class StepRows:
     def __getitem__(self, row: int) -> dict[str, Any]:
         if not 0 <= row < len(self):
             raise IndexError(row)
-        return self.episodes[self.schedule.find_place(row)]
+        place = self.schedule.find_place(row)
+        return {"place": place, "row": self.find_problem(place)}
+
+    def find_problem(self, place: int) -> int:
+        """Return the number of an episode's problem."""
+        return self.problems[place // self.repeats]
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -117,5 +107,4 @@ def create_run_order(cfg: RunConfig, prompts: Prompts) -> tuple[StepRows, RowOrd
     order = training_order(n, math.ceil(steps / schedule.steps) * problems_per_batch, seed=cfg.seed)
     digest = hashlib.sha256(f"{prompts.fingerprint} {order_hash(order)}".encode()).hexdigest()
     known = RowOrder(steps=steps, steps_per_epoch=math.ceil(n / problems_per_batch) * schedule.steps, digest=digest)
-    episodes = EpisodeRows(order, repeats=score.episodes_per_problem)
-    return StepRows(episodes, schedule=schedule, steps=steps), known
+    return StepRows(order, repeats=score.episodes_per_problem, schedule=schedule, steps=steps), known

@@ -185,22 +185,21 @@ class RoleModels:
         }
 
     def _add_networks(self, *, value_is_separate: bool, critic: CriticConfig | None) -> None:
-        text = self.model.config.get_text_config()
+        text, placed = self.model.config.get_text_config(), list[tuple[str, nn.Module, str]]()
         if self.has_value:
             value = SeparateValue(text.vocab_size) if value_is_separate else ValueHead(text.hidden_size)
-            self._place_network("value_head", value, device=self.devices["value"])
+            placed.append(("value_head", value, self.devices["value"]))
             self.trainable["value"] = list(value.parameters())
         if critic is not None:
             trained_critic = Critic(text.vocab_size, critic.width)
-            self._place_network("critic", trained_critic, device=self.devices["critic"])
-            self._place_network("slow_critic", make_target_critic(trained_critic), device=self.devices["target_critic"])
+            placed.append(("critic", trained_critic, self.devices["critic"]))
+            placed.append(("slow_critic", make_target_critic(trained_critic), self.devices["target_critic"]))
             self.trainable["critic"] = list(trained_critic.parameters())
-
-    def _place_network(self, name: str, network: nn.Module, *, device: str) -> None:
-        """Attach a network to the solver's model where that has an adapter, so that DDP starts equal on all ranks."""
-        self.networks[name] = network.to(device)
-        if self._has_adapters and device == self.devices["solver"]:
-            setattr(self.model, name, network)
+        for name, network, device in placed:
+            self.networks[name] = network.to(device)
+            # Attached to a solver with an adapter, so that DDP starts equal on all ranks.
+            if self._has_adapters and device == self.devices["solver"]:
+                setattr(self.model, name, network)
 
     def _find_trainable(self, role: Role) -> list[nn.Parameter]:
         named = self.models[role].named_parameters()

@@ -146,15 +146,15 @@ def check_output_head(model: Any) -> None:
     computed = OutputHead.from_model(model).log_probs(hidden, 1.0)
     model.train(was_training)
     means = [gather_log_probs(log_probs[:, :-1], ids[:, 1:]).mean() for log_probs in (computed, expected)]
-    has_adapter = isinstance(causal.get_output_embeddings(), BaseTunerLayer)
-    if has_adapter or not torch.isclose(means[0], means[1], rtol=PROOF_TOLERANCE):
-        name = f"{type(causal).__name__} has a head of its own"
-        why = "the adapter has a pair on the output head" if has_adapter else name
-        raise ConfigError(
-            f"{why}, and two-turn episodes are learned from the scores of the plain head",
-            where="tuning.lora.target_modules" if has_adapter else "model.name",
-            fix="leave the head out of it" if has_adapter else "choose another model",
-        )
+    if isinstance(causal.get_output_embeddings(), BaseTunerLayer):
+        why, where = "the adapter has a pair on the output head", "tuning.lora.target_modules"
+        fix = "leave the head out of it"
+    elif not torch.isclose(means[0], means[1], rtol=PROOF_TOLERANCE):
+        why, where, fix = f"{type(causal).__name__} has a head of its own", "model.name", "choose another model"
+    else:
+        return
+    what = f"{why}, and two-turn episodes are learned from the scores of the plain head"
+    raise ConfigError(what, where=where, fix=fix)
 
 
 def unwrap_adapter(model: Any) -> Any:

@@ -18,7 +18,7 @@ from sftplay.plan.devices.layout import layout_of
 from sftplay.tasks.score.episode_rewards import RewardScorer
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
 from sftplay.tasks.score.finished import FinishedRoleModels, measure_ablation, open_role_models
-from sftplay.tasks.score.problems import EpisodeRows, collate, create_run_order
+from sftplay.tasks.score.problems import collate, create_run_order
 from sftplay.tasks.score.role_models import ADAPTER_NAMES, RoleModels
 from sftplay.tasks.score.sample_episodes import EpisodeSampler
 from sftplay.tasks.score.scoring import check_output_head
@@ -41,7 +41,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
     measured = prompts.held_out if len(prompts.held_out) else prompts.train
     return Rows(
         train=train,
-        held_out=EpisodeRows(range(len(measured)), repeats=1),
+        held_out=range(len(measured)),
         report=prompts.report,
         recipe=recipe_of(prompts.renderer),
         source=prompts,

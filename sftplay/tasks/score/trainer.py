@@ -130,8 +130,8 @@ class EpisodeTrainer(StepTrainerMixin, Trainer):
 
     def _questions(self, number: int) -> list[Question]:
         """List the questions of this rank's episodes in a rollout batch."""
-        episodes = self.train_dataset.episodes
-        return [self.questions[episodes[place]["row"]] for place in self.schedule.rank_places(number)]
+        find_problem = self.train_dataset.find_problem
+        return [self.questions[find_problem(place)] for place in self.schedule.rank_places(number)]
 
     def _sample(self, number: int, *, step: int) -> ScoredEpisodes:
         """Sample this rank's episodes of a rollout batch, and gather the results of all ranks."""

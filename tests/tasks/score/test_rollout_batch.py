@@ -19,7 +19,7 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.advantages import Advantages
 from sftplay.tasks.score.episode_rewards import EpisodeResult
-from sftplay.tasks.score.problems import EpisodeRows, MinibatchSchedule, StepRows
+from sftplay.tasks.score.problems import MinibatchSchedule, StepRows
 from sftplay.tasks.score.role_models import RoleModels
 from sftplay.tasks.score.rollout_batch import EPISODES_FILE, RolloutBatch, load_rollout_batch, save_rollout_batch
 from sftplay.tasks.score.sample_episodes import Action, Episode
@@ -75,7 +75,7 @@ def test_a_rank_learns_from_episodes_that_it_has_sampled_itself(world: int):
 
 
 def test_with_one_minibatch_the_episodes_keep_their_order():
-    rows = StepRows(EpisodeRows([5, 9], repeats=2), schedule=MinibatchSchedule(step_episodes=2), steps=2)
+    rows = StepRows([5, 9], repeats=2, schedule=MinibatchSchedule(step_episodes=2), steps=2)
     assert [rows[n] for n in range(len(rows))] == [
         {"place": 0, "row": 5}, {"place": 1, "row": 5}, {"place": 2, "row": 9}, {"place": 3, "row": 9},
     ]  # fmt: skip
