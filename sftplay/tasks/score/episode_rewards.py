@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torch import Tensor
-
-from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, aligned
 from sftplay.reward.table import judges_form
-from sftplay.tasks.hrm.evaluation import write_lines
 from sftplay.tasks.score.sample_episodes import (
     Episode,
     compute_edit_ratio,
@@ -173,23 +168,3 @@ def format_episode(episode: Episode, result: EpisodeResult, *, tokenizer: Any) -
         "correct": list(result.right),
         "leaks": result.leak,
     }
-
-
-def write_episode_samples(
-    episodes: Sequence[Episode],
-    results: Sequence[EpisodeResult],
-    *,
-    run_folder: Path,
-    step: int,
-    gains: Mapping[str, Tensor | None],
-    tokenizer: Any,
-    limit: int | None,
-) -> None:
-    """Write the main rank's first `limit` episodes with their advantages, `gains` by name: [episodes]."""
-    if not log.is_main() or limit == 0:
-        return
-    lines = []
-    for at, (episode, result) in enumerate(zip(episodes[:limit], results, strict=False)):
-        advantages = {name: None if gain is None else round(float(gain[at]), 6) for name, gain in gains.items()}
-        lines.append({**format_episode(episode, result, tokenizer=tokenizer), "advantages": advantages})
-    write_lines(run_folder / "samples" / f"step-{step}.jsonl", lines)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -292,24 +291,21 @@ ResampledAnswers = tuple[Action, Action]
 """A second sample of both answers of an episode: of turn 1 and of turn 2."""
 
 
-class RoleProvider(Protocol):
-    """Provides the model of a role."""
-
-    def use_role(self, role: Role) -> AbstractContextManager[Any]: ...
-
-
 class EpisodeSampler:
     """Samples episodes with the solver and the guide of a run."""
 
     def __init__(
         self,
         cfg: RunConfig,
-        role_models: RoleProvider,
+        role_models: Any,
         *,
         renderer: Renderer,
         sampling: Callable[..., Sampling] = RecordedSampling,
     ) -> None:
-        """`sampling` creates the token sampling from a temperature and a seed."""
+        """`role_models.use_role(role)` activates a role and yields its model, as that of `RoleModels` does.
+
+        `sampling` creates the token sampling from a temperature and a seed.
+        """
         self._sampling = sampling
         self.cfg, self.role_models, self.tokenizer = cfg, role_models, renderer.tokenizer
         self.templates = make_templates(cfg.score.prompts, renderer, system=cfg.data.system)
@@ -340,8 +336,7 @@ class EpisodeSampler:
         def write(template: Template, role: Role, turn: int) -> list[Action]:
             longest = score.max_hint_tokens if role == "guide" else score.max_new_tokens
             filled = [template.fill(ids, max_tokens=width - longest) for ids in known]
-            numbered: dict[str, Any] = {"numbers": numbers, "seed": derive_seed(seed, turn)}
-            return self._generate(filled, role, **numbered, temperature=temperature, longest=longest)
+            return self._generate(filled, role, numbers=numbers, seed=derive_seed(seed, turn), temperature=temperature)
 
         texts = list({question.question for question in questions})
         problems = dict(zip(texts, tokenize_texts(self.tokenizer, texts), strict=True))
@@ -368,30 +363,22 @@ class EpisodeSampler:
         self, episodes: Sequence[Episode], *, numbers: Sequence[int], seed: int, temperature: float
     ) -> list[ResampledAnswers]:
         """Sample both answers of the episodes again, independently of the first sample."""
-        settings: dict[str, Any] = {"numbers": numbers, "temperature": temperature}
-        settings["longest"] = self.cfg.score.max_new_tokens
         turns = ([episode.first.prompt for episode in episodes], [episode.second.prompt for episode in episodes])
         first, second = (
-            self._generate(prompts, "solver", seed=derive_seed(seed, number), **settings)
-            for number, prompts in enumerate(turns, 4)
+            self._generate(prompts, "solver", numbers=numbers, seed=derive_seed(seed, turn), temperature=temperature)
+            for turn, prompts in enumerate(turns, 4)
         )
         return list(zip(first, second, strict=True))
 
     def _generate(
-        self,
-        prompts: Sequence[list[int]],
-        role: Role,
-        *,
-        numbers: Sequence[int],
-        seed: int,
-        temperature: float,
-        longest: int,
+        self, prompts: Sequence[list[int]], role: Role, *, numbers: Sequence[int], seed: int, temperature: float
     ) -> list[Action]:
+        score = self.cfg.score
+        longest = score.max_hint_tokens if role == "guide" else score.max_new_tokens
         if self._batches is None:
-            rows = int(self.cfg.score.generation_rows or len(prompts))
+            rows = int(score.generation_rows or len(prompts))
             fix = "lower score.generation_rows, then `make resume`" if rows > 1 else "lower model.max_seq_len"
-            is_sharded = self.cfg.score.placement == "sharded"
-            self._batches = AdaptiveBatches(rows, "generation", fix=fix if is_sharded else "")
+            self._batches = AdaptiveBatches(rows, "generation", fix=fix if score.placement == "sharded" else "")
 
         def sample(part: slice) -> list[Action]:
             self.beat()

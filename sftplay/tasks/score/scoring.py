@@ -95,18 +95,28 @@ def score_actions(
 
     def compare() -> TokenScores:
         hidden, head = forward(model, batch), OutputHead.from_model(model)
+
+        def score_chunk(
+            states: Tensor, frozen_states: Tensor, tokens: Tensor, sampled: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            with torch.no_grad():
+                reference = frozen_head.log_probs(frozen_states, temperature).to(states.device)
+            log_probs = head.log_probs(states, temperature)
+            found = gather_log_probs(log_probs, tokens)
+            if kl == "full":
+                return found, entropy(log_probs.detach()), full_kl(log_probs, reference)
+            estimate = k3_kl(found, gather_log_probs(reference, tokens), sampled=sampled)
+            return found, entropy(log_probs.detach()), estimate
+
         width = max(1, CHUNK_SCORES // head.weight.shape[0])
         columns = [states[:, :-1].flatten(0, 1).split(width) for states in (hidden, frozen_hidden)]
         columns += [values.flatten().split(width) for values in (batch.tokens, batch.sampled_log_probs)]
-        parts = [
-            checkpoint(
-                _score_tokens, states, frozen, tokens=tokens, sampled_log_probs=sampled, heads=(head, frozen_head),
-                temperature=temperature, kl=kl, use_reentrant=False, preserve_rng_state=False,
-            )
-            for states, frozen, tokens, sampled in zip(*columns, strict=True)
-        ]  # fmt: skip
-        columns = [torch.cat(chunks).view_as(batch.mask) for chunks in zip(*parts, strict=True)]
-        return TokenScores(columns[0], columns[1], columns[2], select_last(hidden, batch))
+        chunks = [
+            checkpoint(score_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(*columns, strict=True)
+        ]
+        scores = [torch.cat(parts).view_as(batch.mask) for parts in zip(*chunks, strict=True)]
+        return TokenScores(scores[0], scores[1], scores[2], select_last(hidden, batch))
 
     with role_models.use_role(role) as model:
         return run_with_weights(model, compare)
@@ -160,25 +170,3 @@ def check_output_head(model: Any) -> None:
 def unwrap_adapter(model: Any) -> Any:
     """Return the causal model of transformers under an adapter, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _score_tokens(
-    hidden: Tensor,
-    reference: Tensor,
-    *,
-    tokens: Tensor,
-    sampled_log_probs: Tensor,
-    heads: tuple[OutputHead, OutputHead],
-    temperature: float,
-    kl: Literal["full", "k3"],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probability, entropy and KL of these tokens, fp32 [tokens]."""
-    with torch.no_grad():
-        frozen = heads[1].log_probs(reference, temperature).to(hidden.device)
-    log_probs = heads[0].log_probs(hidden, temperature)
-    token_log_probs = gather_log_probs(log_probs, tokens)
-    if kl == "full":
-        token_kl = full_kl(log_probs, frozen)
-    else:
-        token_kl = k3_kl(token_log_probs, gather_log_probs(frozen, tokens), sampled=sampled_log_probs)
-    return token_log_probs, entropy(log_probs.detach()), token_kl

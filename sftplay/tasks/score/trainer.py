@@ -23,10 +23,11 @@ from sftplay.data.prompts.questions import Question
 from sftplay.generate.sampling import derive_seed
 from sftplay.launch.checkpoints import step_of
 from sftplay.model.out_of_memory import gather_objects
+from sftplay.tasks.hrm.evaluation import write_lines
 from sftplay.tasks.hrm.trainer import StepTrainerMixin
 from sftplay.tasks.score.advantages import Advantages
 from sftplay.tasks.score.checkpoint_weights import load_weights, save_weights
-from sftplay.tasks.score.episode_rewards import RewardScorer, describe, write_episode_samples
+from sftplay.tasks.score.episode_rewards import RewardScorer, describe, format_episode
 from sftplay.tasks.score.losses import find_learning_rates
 from sftplay.tasks.score.problems import MinibatchSchedule
 from sftplay.tasks.score.role_models import RoleModels
@@ -112,11 +113,7 @@ class EpisodeTrainer(StepTrainerMixin, Trainer):
         if rollout is None or age == 0:
             advantages = policy_update.compute_advantages()
             rollout = self.rollout_batch = RolloutBatch(number, scored, advantages)
-            write_episode_samples(
-                scored.episodes, scored.results, run_folder=self.run_folder, step=step, limit=score.samples,
-                tokenizer=self.episode_sampler.tokenizer,
-                gains={"t1": advantages.first, "guide": advantages.guide, "t2": advantages.second},
-            )  # fmt: skip
+            self._write_samples(rollout, step)
         self.role_models.train()
         policy_update.learn(rollout.advantages)
         if world > 1:
@@ -147,6 +144,18 @@ class EpisodeTrainer(StepTrainerMixin, Trainer):
             resampled = self.episode_sampler.resample_answers(episodes, **settings) if self.role_models.critic else []
         ranks = gather_objects(self.reward_scorer.score(episodes, heartbeat=self.heartbeat), self.heartbeat)
         return ScoredEpisodes(episodes, [result for rank in ranks for result in rank], resampled)
+
+    def _write_samples(self, rollout: RolloutBatch, step: int) -> None:
+        """Write the main rank's first episodes with their advantages."""
+        limit, (_, scored, advantages) = self.cfg.score.samples, rollout
+        if not log.is_main() or limit == 0:
+            return
+        lines, gains = [], {"t1": advantages.first, "guide": advantages.guide, "t2": advantages.second}
+        for at, (episode, result) in enumerate(zip(scored.episodes[:limit], scored.results, strict=False)):
+            line = format_episode(episode, result, tokenizer=self.episode_sampler.tokenizer)
+            line["advantages"] = {name: None if g is None else round(float(g[at]), 6) for name, g in gains.items()}
+            lines.append(line)
+        write_lines(self.run_folder / "samples" / f"step-{step}.jsonl", lines)
 
     def _reset_optimizer(self, step: int) -> None:
         """Clear the optimizer's state at the start of stage 2, where the config asks for it."""
