@@ -87,19 +87,6 @@ def choose_kl_coefficients(stage: Stage, score: ScoreConfig) -> dict[str, float]
     return {"t1": score.beta2 if stage == 1 else score.beta1, "t2": score.beta1, "guide": score.beta_guide}
 
 
-def check_stage1_gate(*, kl_first: float, delta: float, kl1_max: float) -> str:
-    """Return why stage 1 failed when it ends; empty where it succeeded.
-
-    `delta` is the accuracy of second answers less that of first ones, on the evaluation's problems.
-    """
-    faults = []
-    if kl_first >= kl1_max:
-        faults.append(f"turn 1 has moved from the reference (KL {kl_first:.3g}, score.kl1_max {kl1_max:g})")
-    if delta <= 0:
-        faults.append(f"second answers are no better than first ones (delta {delta:+.3f})")
-    return " and ".join(faults)
-
-
 def find_learning_rates(cfg: RunConfig, *, peak: float) -> dict[str, float]:
     """Return the peak learning rate of each part; `peak` is that of `train.learning_rate`."""
     score = cfg.score

@@ -22,7 +22,7 @@ from sftplay.model.adapter import make_trainable_fp32
 from sftplay.plan.devices.layout import Layout
 from sftplay.tasks.score.section import CriticConfig
 from sftplay.tasks.score.shards import is_sharded, shard
-from sftplay.tasks.score.value_model import Critic, SeparateValue, ValueHead, make_target_critic
+from sftplay.tasks.score.value_model import Critic, SeparateValue, ValueHead
 from sftplay.train.eval_mode import eval_mode
 
 Role = Literal["solver", "guide"]
@@ -192,8 +192,9 @@ class RoleModels:
             self.trainable["value"] = list(value.parameters())
         if critic is not None:
             trained_critic = Critic(text.vocab_size, critic.width)
+            target_critic = deepcopy(trained_critic).requires_grad_(False)
             placed.append(("critic", trained_critic, self.devices["critic"]))
-            placed.append(("slow_critic", make_target_critic(trained_critic), self.devices["target_critic"]))
+            placed.append(("slow_critic", target_critic, self.devices["target_critic"]))
             self.trainable["critic"] = list(trained_critic.parameters())
         for name, network, device in placed:
             self.networks[name] = network.to(device)

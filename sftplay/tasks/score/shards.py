@@ -1,4 +1,4 @@
-"""Shard the models of task score (FSDP2), and save and load their weights and optimizer state."""
+"""Shard the models of task score (FSDP2), and gather and load their weights."""
 
 from __future__ import annotations
 
@@ -107,33 +107,9 @@ def load_full_weights(model: Any, checkpoint: Path) -> None:
 @torch.no_grad()
 def copy_into(whole: Tensor, weight: Tensor) -> None:
     """Copy a whole tensor into a weight, or into this rank's shard. Every rank must call it."""
-    weight.copy_(_shard_like(whole, weight) if isinstance(weight, DTensor) else whole)
+    weight.copy_(shard_like(whole, weight) if isinstance(weight, DTensor) else whole)
 
 
-def _shard_like(whole: Tensor, weight: DTensor) -> DTensor:
+def shard_like(whole: Tensor, weight: DTensor) -> DTensor:
+    """Return this rank's shard of a tensor, sharded like `weight`. Every rank must call it."""
     return distribute_tensor(whole.to(weight.device), weight.device_mesh, weight.placements)
-
-
-def save_optimizer(optimizer: Any, path: Path) -> None:
-    """Save the state as of an unsharded optimizer, so that any layout can resume. Every rank must call it."""
-    state = optimizer.state_dict()
-    kept: dict[int, dict[str, Any]] = {}
-    for number, values in state["state"].items():
-        whole = {name: gather_tensor(value) if isinstance(value, Tensor) else value for name, value in values.items()}
-        if log.is_main():
-            kept[number] = whole
-    if log.is_main():
-        torch.save({**state, "state": kept}, path)
-
-
-def load_optimizer(optimizer: Any, path: Path) -> None:
-    """Load this rank's shard of a state that was saved whole."""
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    for number, values in state["state"].items():
-        weight = weights[number]
-        for name, value in values.items():
-            # A moment is sharded like its weight; a step count is not.
-            if isinstance(weight, DTensor) and isinstance(value, Tensor) and value.shape == weight.shape:
-                values[name] = _shard_like(value, weight)
-    optimizer.load_state_dict(state)

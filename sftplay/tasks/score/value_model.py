@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -135,11 +134,6 @@ class Critic(nn.Module):
         """Estimate the return of a state twice: [2, episodes]."""
         encoded = self.encoder(state)
         return torch.stack([head(encoded).squeeze(-1) for head in self.v_heads])
-
-
-def make_target_critic(critic: Critic) -> Critic:
-    """Copy the critic exactly, without gradients."""
-    return deepcopy(critic).requires_grad_(False)
 
 
 @torch.no_grad()
