@@ -13,9 +13,6 @@ from sftplay.data.records import IGNORE_INDEX
 from sftplay.tasks.hrm.network import PuzzleModel, SegmentOutput, State
 from sftplay.tasks.hrm.section import HrmConfig
 
-Q_WEIGHT = 0.5
-"""Weight of the losses of both Q values."""
-
 
 def log_stablemax(scores: Tensor) -> Tensor:
     """Compute log(s(x) / sum of s) over the last dimension; s(x) is x + 1 from 0 on and 1 / (1 - x) below it.
@@ -168,7 +165,7 @@ def run_segment(
         continuing = q_losses(answer.q_continue, compute_continue_target(next_answer, steps >= hrm.n_supervision))
     # A row without a label is padding: nothing is learned from it.
     counts = known.any(dim=-1)
-    losses = (cells + Q_WEIGHT * (halting + continuing)) * counts
+    losses = (cells + 0.5 * (halting + continuing)) * counts
     with torch.no_grad():
         halted = halts(answer, steps, hrm=hrm, at_least=at_least)
         ended = halted & counts

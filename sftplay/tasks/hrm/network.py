@@ -17,19 +17,16 @@ from torch.nn import functional
 from sftplay.tasks.hrm.embedding import ALL_ROWS, PuzzleTable, TableShare
 from sftplay.tasks.hrm.section import HrmConfig
 
-CUT = 2.0
-"""Standard deviations beyond which a truncated normal distribution has nothing."""
-
-STD_OF_CUT = 0.8796256610342398
-"""Standard deviation of a standard normal distribution that is cut at +-CUT: sqrt(1 - 2 CUT phi(CUT) / (2 Phi(CUT) -
-1)). torch's trunc_normal_ does not correct for it."""
-
 
 def truncated_normal_(weight: Tensor, std: float) -> Tensor:
-    """Fill `weight` from a normal distribution that is cut at two sigma, and whose standard deviation is `std`."""
-    sigma = std / STD_OF_CUT
+    """Fill `weight` from a normal distribution that is cut at two sigma, and whose standard deviation is `std`.
+
+    A standard one that is cut so has the standard deviation sqrt(1 - 4 phi(2) / (2 Phi(2) - 1)), which torch's
+    trunc_normal_ does not correct for.
+    """
+    sigma = std / 0.8796256610342398
     with torch.no_grad():
-        return nn.init.trunc_normal_(weight, std=sigma, a=-CUT * sigma, b=CUT * sigma)
+        return nn.init.trunc_normal_(weight, std=sigma, a=-2 * sigma, b=2 * sigma)
 
 
 class Linear(nn.Module):

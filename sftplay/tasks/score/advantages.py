@@ -57,10 +57,6 @@ def compute_explained_variance(value: Tensor, target: Tensor) -> float:
     return float(1 - torch.var((target - value).double(), correction=0) / variance)
 
 
-STD_EPSILON = 1e-4
-"""Added to the standard deviation: equal returns give advantages of 0, not of nan."""
-
-
 def compute_batch_baseline(returns: Tensor, known: Tensor | None = None) -> Tensor:
     """Compute the mean of all known returns, as [episodes]; nan where none is known.
 
@@ -92,7 +88,8 @@ def subtract_baseline(returns: Tensor, baseline: Tensor, *, scales: bool, known:
     difference = returns - baseline.detach()
     compared = ~difference.isnan() if known is None else ~difference.isnan() & (known > 0)
     if scales and compared.sum() > 1:
-        difference = difference / (torch.std(difference[compared]) + STD_EPSILON)
+        # Equal returns give advantages of 0, not of nan.
+        difference = difference / (torch.std(difference[compared]) + 1e-4)
     return difference.where(compared, 0.0)
 
 

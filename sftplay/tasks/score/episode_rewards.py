@@ -22,9 +22,6 @@ from sftplay.tasks.score.sample_episodes import (
     is_leaked,
 )
 
-MIN_RIGHT_REWARD = 1.0 - 1e-9
-"""Least reward of a right answer: all rewards for content give their full value."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeResult:
@@ -53,7 +50,8 @@ class EpisodeResult:
     @property
     def right(self) -> tuple[bool | None, bool | None]:
         """Whether the first and the second answer are right; None where that is unknown."""
-        first, second = (None if value is None else value >= MIN_RIGHT_REWARD for value in (self.first, self.second))
+        # All rewards for content give their full value.
+        first, second = (None if value is None else value >= 1.0 - 1e-9 for value in (self.first, self.second))
         return first, second
 
 

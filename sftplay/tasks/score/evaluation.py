@@ -44,11 +44,9 @@ class EvaluateEpisodes(EvaluateAtSteps):
         figures = self.evaluate(step)
         if step == score.stage1_steps and step < state.max_steps:
             kl_first, delta = float(trainer.figures.get("kl_t1") or 0.0), float(figures["delta"])
-            faults = []
-            if kl_first >= score.kl1_max:
-                faults.append(
-                    f"turn 1 has moved from the reference (KL {kl_first:.3g}, score.kl1_max {score.kl1_max:g})"
-                )
+            faults, limit = [], score.kl1_max
+            if kl_first >= limit:
+                faults.append(f"turn 1 has moved from the reference (KL {kl_first:.3g}, score.kl1_max {limit:g})")
             if delta <= 0:
                 faults.append(f"second answers are no better than first ones (delta {delta:+.3f})")
             if faults:

@@ -73,10 +73,6 @@ def gather_log_probs(log_probs: Tensor, tokens: Tensor) -> Tensor:
     return torch.gather(log_probs, -1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-GUIDE_RATES = {"full": 0.1, "lora": 0.2, "qlora": 0.2}
-"""Default learning rate of the guide, as a share of the solver's."""
-
-
 def find_stage(step: int, score: ScoreConfig) -> Stage:
     """Return the stage of an optimizer step; steps count from 1."""
     return 1 if step <= score.stage1_steps else 2
@@ -93,7 +89,7 @@ def find_learning_rates(cfg: RunConfig, *, peak: float) -> dict[str, float]:
     solver = score.solver_learning_rate or peak
     return {
         "solver": solver,
-        "guide": score.guide_learning_rate or GUIDE_RATES[cfg.tuning.mode] * solver,
+        "guide": score.guide_learning_rate or {"full": 0.1, "lora": 0.2, "qlora": 0.2}[cfg.tuning.mode] * solver,
         "value": score.value_learning_rate,
         "critic": score.critic.learning_rate,
     }

@@ -35,10 +35,6 @@ START, GUIDE, COMPARE, CRITIC, VALUE = "start", "guide's ", "reference's answer"
 FP32, ADAM_COPIES = 4, 4
 """A weight that trains in fp32, its gradient and two moments."""
 
-DRAWN_BYTES = 32
-"""Of a score of the newest token: the model's in fp32, transformers' copy, that over the temperature, what was left of
-the token before, and two rows of probabilities in fp64 (`generate.sampling.SampleByRow`)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Episodes:
@@ -199,7 +195,9 @@ class DeviceMemory:
 
     def _sampling(self, sampled: int) -> dict[str, float]:
         """Return the components of the role on this device that takes more."""
-        found = []
+        # Of a score of the newest token: the model's in fp32, transformers' copy, that over the temperature, what was
+        # left of the token before, and two rows of probabilities in fp64 (`generate.sampling.SampleByRow`).
+        found, score_bytes = [], 32
         for role, longest in (("solver", self.episodes.answer_tokens), ("guide", self.episodes.hint_tokens)):
             if role in self.held:
                 rollout = Rollout(
@@ -208,7 +206,7 @@ class DeviceMemory:
                     completion_tokens=longest,
                     micro_batch=1,
                 )
-                found.append(newest_token(self.shape, self.computing, rollout=rollout, score_bytes=DRAWN_BYTES))
+                found.append(newest_token(self.shape, self.computing, rollout=rollout, score_bytes=score_bytes))
         most = max(found, key=lambda parts: sum(parts.values()), default={})
         sharding = self.others[SHARDING] + self.gathered.gathered + self.gathered.ahead
         return {**self.resident, SHARDING: sharding, **most}

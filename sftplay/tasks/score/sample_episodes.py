@@ -180,9 +180,6 @@ def right_padded(rows: Sequence[Sequence[float]], pad: float, *, dtype: torch.dt
     return padded, (torch.arange(padded.shape[1]) < lengths[:, None]).float()
 
 
-MAX_LEAK_CHARACTERS = 100
-"""Most characters of a reference that a hint could state; a longer one is a whole solution."""
-
 COPY_SHARE = 0.9
 """Share of wrong first answers repeated by turn 2 from which it counts as copying. Right ones should be repeated.
 
@@ -241,7 +238,7 @@ def is_leaked(question: Question, hint: str) -> bool:
     if name := question.columns.get("entry_point"):
         return states_program(str(name), hint, reference=str(question.columns.get("answer") or ""))
     reference = read_reference(question)
-    if not reference or len(reference) > MAX_LEAK_CHARACTERS:
+    if not reference or len(reference) > 100:  # a longer one is a whole solution, which no hint could state
         return False
     return states_answer(reference, hint, problem=question.question)
 
