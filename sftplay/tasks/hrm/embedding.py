@@ -151,7 +151,6 @@ class PuzzleTable(nn.Module):
             destination[f"{prefix}rows"] = self._collected
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Take this rank's rows of the whole table in `state_dict`."""
         whole, share = state_dict.get(f"{prefix}rows"), self.share
         if self.is_shared_out and whole is not None:
             rows = whole[share.rank :: share.world]

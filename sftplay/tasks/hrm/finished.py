@@ -21,7 +21,8 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.hrm.act import wants_to_halt
 from sftplay.tasks.hrm.evaluation import write_measured
 from sftplay.tasks.hrm.measuring import measure, refined
-from sftplay.tasks.hrm.published import expect_same_kind, load_model
+from sftplay.tasks.hrm.network import PuzzleModel
+from sftplay.tasks.hrm.published import load_model
 from sftplay.tasks.hrm.task import open_puzzles
 
 
@@ -40,8 +41,7 @@ def measure_finished(cfg: RunConfig, folder: RunFolder, *, split: str, limit: in
         if held_out is None:
             raise DataError("no held-out puzzles to measure on", where="data", fix="set data.val_path")
         puzzles = held_out
-    model = load_model(folder.path / "model", device="cuda" if torch.cuda.is_available() else "cpu")
-    expect_same_kind(model, puzzles)
+    model = _load_model(folder, puzzles, device="cuda" if torch.cuda.is_available() else "cpu")
     n = min(len(puzzles), limit or len(puzzles))
     measured = measure(
         model, puzzles, hrm=cfg.hrm, at_once=min(256, n), limit=limit,
@@ -49,6 +49,13 @@ def measure_finished(cfg: RunConfig, folder: RunFolder, *, split: str, limit: in
     )  # fmt: skip
     write_measured(path, *measured)
     return measured.figures
+
+
+def _load_model(folder: RunFolder, puzzles: PuzzleFolder, *, device: str = "cpu") -> PuzzleModel:
+    model = load_model(folder.path / "model", device=device)
+    kind = {"cells": model.grid.cells, "words": model.grid.vocab_size, "identifiers": model.grid.identifiers}
+    puzzles.expect_kind(**kind, of="the run's model")
+    return model
 
 
 def figures_table(figures: dict[str, Any]) -> str:
@@ -83,8 +90,7 @@ def solve_text(cfg: RunConfig, folder: RunFolder, *, text: str, where: str) -> S
         DataError: it is no puzzle of the kind that the run has learned.
     """
     puzzles, _ = open_puzzles(cfg)
-    model = load_model(folder.path / "model")
-    expect_same_kind(model, puzzles)
+    model = _load_model(folder, puzzles)
     writing = GridText.from_facts(puzzles.facts)
     question, identifier = read_question(text, puzzles, writing=writing, where=where)
     inputs, identifiers = torch.from_numpy(question)[None], torch.tensor([identifier])

@@ -186,7 +186,6 @@ def solve_rows(model: PuzzleModel, rows: PuzzleBatch, *, eval_halt: str) -> Solv
 
 
 def _lines(rows: PuzzleBatch, solved: Solved, *, writing: GridText, stride: int) -> list[dict[str, Any]]:
-    """Return some of the puzzles for people, as eval/*.jsonl has them."""
     lines = []
     for place, row in enumerate(rows.rows.tolist()):
         if row >= 0 and row % stride == 0:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -23,28 +22,23 @@ SAMPLER = "sampler"
 """Key of the metadata of a rank's puzzles: where the next batch of rows begins."""
 
 
-class Progress(NamedTuple):
-    """The puzzles of a rank, the state of its sampler, and the moving average of weights, which all ranks share."""
+def save_progress(checkpoint: Path, *, carry: Carry, rows: dict[str, int], average: dict[str, Tensor] | None) -> None:
+    """Write this rank's puzzles, the state of its sampler (`rows`) and, on the main one, the averaged weights.
 
-    carry: Carry
-    rows: dict[str, int]
-    average: dict[str, Tensor] | None
-
-
-def save_progress(progress: Progress, checkpoint: Path) -> None:
-    """Write this rank's puzzles and, on the main one, the averaged weights. The rest of the checkpoint is there."""
-    state, steps, halted, puzzles = progress.carry
-    tensors = {**state._asdict(), "steps": steps, "halted": halted, **puzzles._asdict()}
+    The rest of the checkpoint is there.
+    """
+    tensors = {**carry.state._asdict(), "steps": carry.steps, "halted": carry.halted, **carry.puzzles._asdict()}
     checkpoint.mkdir(parents=True, exist_ok=True)
     whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    path = checkpoint / f"carry-{log.rank()}.safetensors"
-    save_file(whole, path, metadata={SAMPLER: json.dumps(progress.rows)})
-    if progress.average is not None and log.is_main():
-        save_file(progress.average, checkpoint / "average.safetensors")
+    save_file(whole, checkpoint / f"carry-{log.rank()}.safetensors", metadata={SAMPLER: json.dumps(rows)})
+    if average is not None and log.is_main():
+        save_file(average, checkpoint / "average.safetensors")
 
 
-def load_progress(checkpoint: Path, device: torch.device, *, has_average: bool) -> Progress:
-    """Load this rank's part of what all ranks have saved in a checkpoint, on `device`.
+def load_progress(
+    checkpoint: Path, device: torch.device, *, has_average: bool
+) -> tuple[Carry, dict[str, int], dict[str, Tensor] | None]:
+    """Load what `save_progress` takes, this rank's part of what all ranks have saved, on `device`.
 
     The ranks may be more or fewer than they were: together they have the puzzles of the whole batch, in rank order.
 
@@ -70,4 +64,4 @@ def load_progress(checkpoint: Path, device: torch.device, *, has_average: bool) 
     with safe_open(checkpoint / "carry-0.safetensors", framework="pt") as opened:
         sampler = json.loads(opened.metadata()[SAMPLER])
     average = read("average") if has_average else None
-    return Progress(Carry(state, found["steps"], found["halted"], puzzles), sampler, average)
+    return Carry(state, found["steps"], found["halted"], puzzles), sampler, average

@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from sftplay.atomic import whole_folder
-from sftplay.data.puzzles.folder import PuzzleFolder
 from sftplay.errors import DataError
 from sftplay.tasks.hrm.network import Grid, PuzzleModel
 from sftplay.tasks.hrm.section import HrmConfig
@@ -86,9 +85,3 @@ def load_published(model: PuzzleModel, path: Path) -> None:
         what = f"does not fit the model of this config: {' '.join(lines[1:3]) or lines[0]}"
         fix = "write the sizes of its all_config.yaml in the section hrm, and take the puzzles that it has learned"
         raise DataError(what, where=str(path), fix=fix) from error
-
-
-def expect_same_kind(model: PuzzleModel, puzzles: PuzzleFolder) -> None:
-    """Raise DataError where the model has learned puzzles of another kind than these."""
-    grid = model.grid
-    puzzles.expect_kind(cells=grid.cells, words=grid.vocab_size, identifiers=grid.identifiers, of="the run's model")

@@ -31,7 +31,7 @@ from sftplay.tasks.hrm.act import (
 )
 from sftplay.tasks.hrm.network import PuzzleModel
 from sftplay.tasks.hrm.optimizer import AdamATan2, MovingAverage
-from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
+from sftplay.tasks.hrm.progress import load_progress, save_progress
 from sftplay.train.exact_batch import StepSetup
 from sftplay.train.gradients import add_gradients
 from sftplay.train.interval import StepCounts
@@ -187,15 +187,15 @@ class PuzzleTrainer(StepTrainerMixin, Trainer):
         assert self.carry is not None
         checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         average = None if self.average is None else self.average.weights
-        save_progress(Progress(self.carry, self.train_rows.state(), average), checkpoint)
+        save_progress(checkpoint, carry=self.carry, rows=self.train_rows.state(), average=average)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        found = load_progress(Path(resume_from_checkpoint), self.args.device, has_average=self.average is not None)
-        self.carry = found.carry
-        self.train_rows.restore(found.rows)
-        if self.average is not None and found.average is not None:
-            self.average.weights = {name: found.average[name] for name in self.average.weights}
+        checkpoint, has_average = Path(resume_from_checkpoint), self.average is not None
+        self.carry, rows, weights = load_progress(checkpoint, self.args.device, has_average=has_average)
+        self.train_rows.restore(rows)
+        if self.average is not None and weights is not None:
+            self.average.weights = {name: weights[name] for name in self.average.weights}
 
     def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the figures of all ranks since the last line, and those of the last evaluation. All ranks call it."""

@@ -69,7 +69,6 @@ def states_answer(reference: str, hint: str, *, problem: str) -> bool:
 
 
 def _strip_latex(text: str) -> str:
-    """Remove LaTeX markup of numbers."""
     text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
     text = re.sub(r"(?<=\d)(?:\{,\}|\\[,;!: ])(?=\d)", ",", text)
     text = re.sub(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}", r"\1", text)

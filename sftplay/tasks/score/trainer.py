@@ -163,7 +163,6 @@ class EpisodeTrainer(StepTrainerMixin, Trainer):
             getattr(self.optimizer, "optimizer", self.optimizer).state.clear()
 
     def _record_step(self, policy_update: PolicyUpdate, advantages: Advantages) -> Tensor:
-        """Record counts and figures of the step; return the loss of this rank."""
         assert self.micro_batcher is not None
         scored, rows = policy_update.scored, self.micro_batcher.micro_batch
         episodes = [scored.episodes[n] for n in policy_update.part]

@@ -19,7 +19,7 @@ from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.tasks.hrm.act import Carry, Puzzles
 from sftplay.tasks.hrm.embedding import PuzzleTable
 from sftplay.tasks.hrm.network import State
-from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
+from sftplay.tasks.hrm.progress import load_progress, save_progress
 from sftplay.tasks.hrm.published import load_model
 from sftplay.tasks.hrm.task import make_rows, open_puzzles
 from sftplay.train.setup import make_setup
@@ -135,13 +135,13 @@ def test_puzzles_under_way_are_those_of_the_whole_batch_whatever_the_number_of_p
         return slice(rank * 6 // world, (rank + 1) * 6 // world)
 
     for rank in range(2):
-        save_progress(Progress(whole.rows(as_rank(rank, 2)), {"passes": 3}, None), tmp_path)
+        save_progress(tmp_path, carry=whole.rows(as_rank(rank, 2)), rows={"passes": 3}, average=None)
     for world in (1, 2, 3):
         for rank in range(world):
             mine = as_rank(rank, world)
-            found = load_progress(tmp_path, torch.device("cpu"), has_average=False)
-            assert found.rows == {"passes": 3}
-            for one, other in zip(flat(found.carry), flat(whole.rows(mine)), strict=True):
+            carry, rows, _ = load_progress(tmp_path, torch.device("cpu"), has_average=False)
+            assert rows == {"passes": 3}
+            for one, other in zip(flat(carry), flat(whole.rows(mine)), strict=True):
                 assert torch.equal(one, other)
     with pytest.raises(RunError, match=r"average.safetensors.*no such file"):
         load_progress(tmp_path, torch.device("cpu"), has_average=True)
