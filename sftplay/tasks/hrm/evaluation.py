@@ -119,7 +119,7 @@ class StopWhenLearned(Observer):
             return
         log.say(f"{logs['exact_accuracy']:.1%} of the training puzzles were right: hrm.stop_at_exact ends the run")
         control.should_save = control.should_training_stop = True
-        if self.evaluation is not None:
+        if self.evaluation is not None and not self.evaluation.measures_at(state.global_step, state):
             self.evaluation.evaluate(state.global_step)
 
 

@@ -61,21 +61,18 @@ def _list_steps(cfg: RunConfig, shape: PuzzleModelShape, *, sized: SizedRun) -> 
             size //= 2
             yield size
 
-    if sized.cfg.hrm.puzzle_emb_placement == "replicated" and can_be_shared_out(shape, processes):
-        yield step_to({TABLE: "sharded"})
     free = {key: "auto" for key in (BATCH_SIZE, GRAD_ACCUM) if cfg.get_value(key) != "auto"}
-    if free:
-        yield step_to(free)
-    if hrm.loss_precision == "fp64":
-        yield step_to({"hrm.loss_precision": "fp32"})
-    if sized.cfg.train.precision == "fp32" and forecast.setting.device.has_bf16:
-        yield step_to({"train.precision": "bf16"})
-    if hrm.looks_ahead:
-        yield step_to({"hrm.q_continue": False})
-    if hrm.ema is not None:
-        yield step_to({"hrm.ema": None})
-    if hrm.grad == "full_last_cycle":
-        yield step_to({"hrm.grad": "one_step"})
+    is_whole = sized.cfg.hrm.puzzle_emb_placement == "replicated" and can_be_shared_out(shape, processes)
+    changes: list[tuple[bool, dict[str, Any]]] = [
+        (is_whole, {TABLE: "sharded"}),
+        (bool(free), free),
+        (hrm.loss_precision == "fp64", {"hrm.loss_precision": "fp32"}),
+        (sized.cfg.train.precision == "fp32" and forecast.setting.device.has_bf16, {"train.precision": "bf16"}),
+        (hrm.looks_ahead, {"hrm.q_continue": False}),
+        (hrm.ema is not None, {"hrm.ema": None}),
+        (hrm.grad == "full_last_cycle", {"hrm.grad": "one_step"}),
+    ]
+    yield from (step_to(values) for applies, values in changes if applies)
     for n in halves(cfg.train.effective_batch_size, least=processes, unit=processes):
         yield step_to({"train.effective_batch_size": n, **free})
     if can_be_shared_out(shape, 2):
