@@ -185,22 +185,23 @@ class RoleModels:
         }
 
     def _add_networks(self, *, value_is_separate: bool, critic: CriticConfig | None) -> None:
-        text, placed = self.model.config.get_text_config(), list[tuple[str, nn.Module, str]]()
+        text, built = self.model.config.get_text_config(), dict[str, tuple[nn.Module, str]]()
         if self.has_value:
             value = SeparateValue(text.vocab_size) if value_is_separate else ValueHead(text.hidden_size)
-            placed.append(("value_head", value, self.devices["value"]))
-            self.trainable["value"] = list(value.parameters())
+            built["value_head"] = value, self.devices["value"]
         if critic is not None:
             trained_critic = Critic(text.vocab_size, critic.width)
             target_critic = deepcopy(trained_critic).requires_grad_(False)
-            placed.append(("critic", trained_critic, self.devices["critic"]))
-            placed.append(("slow_critic", target_critic, self.devices["target_critic"]))
-            self.trainable["critic"] = list(trained_critic.parameters())
-        for name, network, device in placed:
+            built["critic"] = trained_critic, self.devices["critic"]
+            built["slow_critic"] = target_critic, self.devices["target_critic"]
+        for name, (network, device) in built.items():
             self.networks[name] = network.to(device)
             # Attached to a solver with an adapter, so that DDP starts equal on all ranks.
             if self._has_adapters and device == self.devices["solver"]:
                 setattr(self.model, name, network)
+        for part, name in (("value", "value_head"), ("critic", "critic")):
+            if name in self.networks:
+                self.trainable[part] = list(self.networks[name].parameters())
 
     def _find_trainable(self, role: Role) -> list[nn.Parameter]:
         named = self.models[role].named_parameters()
