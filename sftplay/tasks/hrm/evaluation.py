@@ -20,7 +20,7 @@ from sftplay.train.observer import Observer
 from sftplay.train.random_numbers import random_numbers_kept
 
 
-def write_measured(path: Path, figures: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> None:
+def write_measured(path: Path, figures: Mapping[str, Any], *, lines: Iterable[Mapping[str, Any]]) -> None:
     """Write the figures, and the answers for people next to them (.jsonl); the folder may be missing."""
     write_lines(path.with_suffix(".jsonl"), lines)
     write_text(path, json.dumps(figures, indent=1) + "\n")
@@ -74,7 +74,7 @@ class EvaluateAtSteps(Observer):
             found, lines = self.measure()
             figures = {"step": step, **found, "seconds": round(time.monotonic() - began, 3)}
             if log.is_main():
-                write_measured(path, figures, lines)
+                write_measured(path, figures, lines=lines)
         selected, summary = self.summarize(figures)
         logged = {f"eval_{name}": value for name, value in selected.items()}
         if step:

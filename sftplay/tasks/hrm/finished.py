@@ -47,7 +47,7 @@ def measure_finished(cfg: RunConfig, folder: RunFolder, *, split: str, limit: in
         model, puzzles, hrm=cfg.hrm, at_once=min(256, n), limit=limit,
         progress=lambda done: log.progress(done, n, what="puzzles measured", tag="eval"),
     )  # fmt: skip
-    write_measured(path, *measured)
+    write_measured(path, measured.figures, lines=measured.lines)
     return measured.figures
 
 

@@ -111,7 +111,7 @@ def measure_ablation(
             lines += [{"hints": source, "number": number, **line} for number, line in enumerate(formatted)]
     run_figures = by_source["model" if has_guide else score.guidance]
     figures = {"n": len(questions), **run_figures, "diagnosis": diagnose(run_figures), "hints": by_source}
-    write_measured(path, figures, lines)
+    write_measured(path, figures, lines=lines)
     log.say(f"{tag}: acc_t1 {figures['acc_t1']:.3f}, acc_t2 {figures['acc_t2']:.3f}: {figures['diagnosis']}", "eval")
     return figures
 

@@ -105,7 +105,7 @@ def estimate_episodes(
     found, held_by_device = {}, find_parts(episodes, execution)
     for device in sorted({*held_by_device, OWN}):
         held = frozenset(held_by_device.get(device, ()))
-        on = DeviceMemory(shape, execution, episodes, held=held, world_size=world_size)
+        on = DeviceMemory(shape, execution, episodes=episodes, held=held, world_size=world_size)
         found[device] = Footprint({name: parts for name, parts in on.phases(rows, sampled).items() if parts})
     if episodes.layout.is_split:
         # Guide and reference, as far as there are any, wait on the host until they are split.
@@ -130,7 +130,7 @@ class DeviceMemory:
     """The memory of one device of a run; `held` are the parts that it holds."""
 
     def __init__(
-        self, shape: ModelShape, execution: MemorySetup, episodes: Episodes, *, held: frozenset[str], world_size: int
+        self, shape: ModelShape, execution: MemorySetup, *, episodes: Episodes, held: frozenset[str], world_size: int
     ) -> None:
         self.shape, self.execution, self.episodes, self.held = shape, execution, episodes, held
         self.computing, self.gathered, self.head, is_split = execution, ALONE, 0.0, episodes.layout.is_split

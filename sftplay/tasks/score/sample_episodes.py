@@ -330,7 +330,7 @@ class EpisodeSampler:
         """
         score, prompts, width = self.cfg.score, self.cfg.score.prompts, self.cfg.model.max_seq_len
 
-        def write(template: Template, role: Role, turn: int) -> list[Action]:
+        def write(template: Template, role: Role, *, turn: int) -> list[Action]:
             longest = score.max_hint_tokens if role == "guide" else score.max_new_tokens
             filled = [template.fill(ids, max_tokens=width - longest) for ids in known]
             return self._generate(filled, role, numbers=numbers, seed=derive_seed(seed, turn), temperature=temperature)
@@ -338,7 +338,7 @@ class EpisodeSampler:
         texts = list({question.question for question in questions})
         problems = dict(zip(texts, tokenize_texts(self.tokenizer, texts), strict=True))
         known = [{"problem": problems[question.question]} for question in questions]
-        firsts = write(self.templates.solve, "solver", 1) if firsts is None else firsts
+        firsts = write(self.templates.solve, "solver", turn=1) if firsts is None else firsts
         known = [{**ids, "attempt": first.ids_without_end} for ids, first in zip(known, firsts, strict=True)]
         written: Sequence[Action | None] = [None] * len(known)
         if hints == "right":
@@ -347,12 +347,12 @@ class EpisodeSampler:
         elif hints == "static" or (hints == "own" and score.guidance == "static"):
             given = [tokenize_text(self.tokenizer, prompts.static_hint)] * len(questions)
         elif hints == "own" and score.guidance != "none":
-            written = write(self.templates.guide, "guide", 2)
+            written = write(self.templates.guide, "guide", turn=2)
             given = [hint.ids_without_end for hint in written if hint is not None]
         else:
             given = others if hints == "other" else [[] for _ in known]
         known = [{**ids, "hint": hint} for ids, hint in zip(known, given, strict=True)]
-        seconds = write(self.templates.revise, "solver", 3)
+        seconds = write(self.templates.revise, "solver", turn=3)
         columns = zip(questions, firsts, written, given, seconds, strict=True)
         return [Episode(*column) for column in columns]
 

@@ -97,7 +97,7 @@ def score_actions(
         hidden, head = forward(model, batch), OutputHead.from_model(model)
 
         def score_chunk(
-            states: Tensor, frozen_states: Tensor, tokens: Tensor, sampled: Tensor
+            states: Tensor, frozen_states: Tensor, *, tokens: Tensor, sampled: Tensor
         ) -> tuple[Tensor, Tensor, Tensor]:
             with torch.no_grad():
                 reference = frozen_head.log_probs(frozen_states, temperature).to(states.device)
@@ -112,8 +112,10 @@ def score_actions(
         columns = [states[:, :-1].flatten(0, 1).split(width) for states in (hidden, frozen_hidden)]
         columns += [values.flatten().split(width) for values in (batch.tokens, batch.sampled_log_probs)]
         chunks = [
-            checkpoint(score_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
-            for chunk in zip(*columns, strict=True)
+            checkpoint(
+                score_chunk, *states, tokens=tokens, sampled=sampled, use_reentrant=False, preserve_rng_state=False
+            )
+            for *states, tokens, sampled in zip(*columns, strict=True)
         ]
         scores = [torch.cat(parts).view_as(batch.mask) for parts in zip(*chunks, strict=True)]
         return TokenScores(scores[0], scores[1], scores[2], select_last(hidden, batch))
