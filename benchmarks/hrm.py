@@ -136,7 +136,7 @@ def run_plain(home: Path, *, like: Path, steps: int) -> tuple[tuple[float, float
     job = {
         **{name: getattr(cfg.hrm, name) for name in names},
         "multiple": 32, "vocab_size": puzzles.facts.vocab_size, "seq_len": puzzles.facts.seq_len,
-        "puzzle_emb_dim": shape.embedding, "num_puzzle_identifiers": 1, "halt_max": cfg.hrm.n_supervision,
+        "puzzle_emb_dim": cfg.hrm.embedding_size, "num_puzzle_identifiers": 1, "halt_max": cfg.hrm.n_supervision,
         "learning_rate": cfg.train.learning_rate, "weight_decay": cfg.train.weight_decay,
         "batch": cfg.train.effective_batch_size, "seed": cfg.seed, "steps": steps, "out": str(home / "told.json"),
         "arrays": {"inputs": str(folder / f"{rows}__inputs.npy"), "labels": str(folder / f"{rows}__labels.npy"),

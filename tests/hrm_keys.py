@@ -24,7 +24,7 @@ from sftplay.tasks.hrm.network import Grid, PuzzleModel, Reasoner
 from sftplay.tasks.hrm.optimizer import AdamATan2
 from sftplay.tasks.hrm.section import HrmConfig
 from sftplay.tasks.hrm.spec import broken_hrm_rules
-from sftplay.tasks.hrm.task import build_model, open_puzzles, rows_of
+from sftplay.tasks.hrm.task import build_model, make_rows, open_puzzles
 from sftplay.train.fingerprint import starting_weights
 
 Check = Callable[[Any], None]
@@ -117,7 +117,7 @@ def check_epochs(bench: Any) -> None:
         home = bench.home / f"hrm-epochs-{epochs}"
         cfg, _ = new_hrm_run(home, puzzles, train__max_steps=None, hrm__epochs=epochs)
         train, held_out = open_puzzles(cfg)
-        order = rows_of(cfg, train, held_out=held_out).order
+        order = make_rows(cfg, train, held_out=held_out).order
         assert order is not None
         assert order.steps == steps
 

@@ -23,7 +23,7 @@ from sftplay.tasks.score.evaluation import EvaluateEpisodes
 from sftplay.tasks.score.losses import choose_kl_coefficients, find_stage
 from sftplay.tasks.score.problems import MinibatchSchedule
 from sftplay.tasks.score.section import ScoreConfig
-from sftplay.tasks.score.spec import broken_score_rules, idle_score_keys
+from sftplay.tasks.score.spec import SPEC, broken_score_rules
 from sftplay.tasks.score.update import MinibatchSetup, PolicyGradients, is_guide_training
 from sftplay.tasks.score.value_model import SeparateValue, ValueHead
 
@@ -128,7 +128,7 @@ def of_critic(key: str, look: Callable[[Finished], Any], seen: Any) -> Check:
     """`look` sees this in a run with a critic; without one, the key is named as one without effect."""
 
     def check(bench: Any) -> None:
-        assert f"score.critic.{key}" in [name for name, *_ in idle_score_keys(_pair(bench.home)[0].cfg)]
+        assert f"score.critic.{key}" in [name for name, *_ in SPEC.idle_keys(_pair(bench.home)[0].cfg)]
         assert look(_critic(bench.home)) == seen
 
     return check
@@ -277,7 +277,9 @@ def check_update(key: str, *values: Any, **usual: Any) -> Check:
             for parameter in run.trainer.role_models.trainable["guide"]:
                 parameter.data.add_(1e-2)
             actions = [each.hint for each in sampled if each.hint is not None]
-            step.learn_guide(actions, advantage=torch.ones(4), value_target=torch.ones(4), n_tokens=8)
+            step.learn(
+                actions, "guide", beta=score.beta_guide, advantage=torch.ones(4), value_target=torch.ones(4), n_tokens=8
+            )
             for parameter in run.trainer.role_models.trainable["guide"]:
                 parameter.data.sub_(1e-2)
             gradients.append(
@@ -330,7 +332,7 @@ def check_reset(bench: Any) -> None:
 
 
 OF_SCORE: dict[str, Check] = {
-    "episodes_per_problem": seen(lambda run: len(run.trainer.train_dataset.episodes.problems), 16, 32),
+    "episodes_per_problem": seen(lambda run: len(run.trainer.train_dataset.problems), 16, 32),
     "guidance": check_guidance,
     "guidance_warmup": seen(
         lambda run: [is_guide_training(run.trainer.role_models, run.cfg.score, step=step) for step in (1, 4)],

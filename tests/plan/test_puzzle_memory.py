@@ -18,7 +18,7 @@ from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.plan.sizing.task_sizing import SizedRun
 from sftplay.tasks.hrm.act import all_halted, run_segment
-from sftplay.tasks.hrm.memory import GridSize, PuzzleShape, PuzzleSize, model_shape_of, puzzle_footprint
+from sftplay.tasks.hrm.memory import GridSize, PuzzleModelShape, PuzzleShape, puzzle_footprint
 from sftplay.tasks.hrm.network import Grid, PuzzleModel
 from sftplay.tasks.hrm.plan import flops_per_row, shape_for_puzzles
 from sftplay.tasks.hrm.section import HrmConfig
@@ -52,7 +52,8 @@ def test_the_closed_form_is_within_three_percent_of_the_trace_in_every_phase(nam
     hrm = HrmConfig(**given)
     planned = puzzle_footprint(
         PuzzleShape(hrm, SUDOKU),
-        size=PuzzleSize(rows=rows, micro_batch=micro_batch),
+        rows=rows,
+        micro_batch=micro_batch,
         compute_bytes=compute_bytes,
         workspace=0,
     ).phases
@@ -66,7 +67,7 @@ def test_the_closed_form_is_within_three_percent_of_the_trace_in_every_phase(nam
 def test_memory_does_not_grow_with_the_cycles_unless_the_gradient_goes_back_through_them():
     def peak(**more: Any) -> int:
         shape = PuzzleShape(HrmConfig(**{**MIDDLE, **more}), SUDOKU)
-        return puzzle_footprint(shape, size=PuzzleSize(rows=8, micro_batch=8), compute_bytes=4).peak_bytes
+        return puzzle_footprint(shape, rows=8, micro_batch=8, compute_bytes=4).peak_bytes
 
     assert peak(h_cycles=8, l_cycles=8) == peak()
     assert peak(grad="full_last_cycle", l_cycles=8) > 2 * peak()
@@ -75,7 +76,7 @@ def test_memory_does_not_grow_with_the_cycles_unless_the_gradient_goes_back_thro
 def test_the_prefix_of_trm_counts_among_the_positions():
     shape, hrm = PuzzleShape(HrmConfig(**TRM, puzzle_emb_len=16), SUDOKU), HrmConfig(**TRM, puzzle_emb_len=16)
     assert shape.positions == 97
-    assert model_shape_of(shape, rows=None).row_tokens == built(hrm, SUDOKU).start(1).high.shape[1]
+    assert PuzzleModelShape.from_puzzles(shape, rows=None).row_tokens == built(hrm, SUDOKU).start(1).high.shape[1]
     assert PuzzleShape(HrmConfig(**TRM), SUDOKU).positions == 82
 
 
@@ -108,13 +109,15 @@ def test_operations_of_a_step_are_those_that_torch_counts_up_to_attention(given:
         for name, flops in counter.get_flop_counts()["Global"].items()
         if "mm" in str(name) and "bmm" not in str(name)
     )
-    shape = model_shape_of(PuzzleShape(hrm, grid), rows=None)
+    shape = PuzzleModelShape.from_puzzles(PuzzleShape(hrm, grid), rows=None)
     assert rows * flops_per_row(shape) == pytest.approx(of_products, rel=0.01)
 
 
 def test_rows_at_a_time_follow_from_memory_and_the_batch_stays_exact():
     cfg = load_config(ROOT / "configs/run_hrm_arc1.yaml")
-    shape = model_shape_of(PuzzleShape(cfg.hrm, GridSize(cells=900, words=12, identifiers=1000)), rows=3000.0)
+    shape = PuzzleModelShape.from_puzzles(
+        PuzzleShape(cfg.hrm, GridSize(cells=900, words=12, identifiers=1000)), rows=3000.0
+    )
     found = {}
     for gib in (80, 16):
         card = Gpu(0, "a card", gib * 2**30, gib * 2**30, (9, 0))
@@ -136,7 +139,12 @@ def sized(gib: float, processes: int, **changes: Any) -> SizedRun:
     cfg = load_config(ROOT / "configs/run_hrm_arc1.yaml").with_values(values, "test")
     size = int(gib * 2**30)
     machine = Machine(tuple(Gpu(n, "a card", size, size, (9, 0)) for n in range(processes)), "", 2**36, 8, "", "", {})
-    return size_run(cfg, machine, world_size=processes, shape=model_shape_of(PuzzleShape(cfg.hrm, MILLION), rows=None))
+    return size_run(
+        cfg,
+        machine,
+        world_size=processes,
+        shape=PuzzleModelShape.from_puzzles(PuzzleShape(cfg.hrm, MILLION), rows=None),
+    )
 
 
 def test_a_process_holds_the_whole_table_or_its_share_and_the_main_host_collects_it():
@@ -155,8 +163,7 @@ def test_a_process_holds_the_whole_table_or_its_share_and_the_main_host_collects
 
 def test_without_a_gpu_the_collected_table_counts_in_the_memory_that_all_processes_share():
     shape = PuzzleShape(HrmConfig(puzzle_emb_placement="sharded"), MILLION)
-    size = PuzzleSize(rows=1, micro_batch=1)
-    phases = puzzle_footprint(shape, size=size, compute_bytes=4, processes=4, workspace=0).phases
+    phases = puzzle_footprint(shape, rows=1, micro_batch=1, compute_bytes=4, processes=4, workspace=0).phases
     assert phases["checkpoint"]["table"] == phases["checkpoint"]["collected table"] == 2_048_000_000 / 4
 
 

@@ -14,49 +14,39 @@ PIECE_BYTES = 2**26
 
 
 class TableShare(NamedTuple):
-    """The part of a rank; by default all rows. Every rank has room for equally many."""
+    """The part of a rank; by default all rows. Rank r holds every n-th row from r on, at the place id // n."""
 
     rank: int = 0
     world: int = 1
 
     def room(self, identifiers: int) -> int:
-        """Rows that a rank has room for; the last one of some ranks stays empty."""
+        """Count the rows that a rank has room for, equally many on all; the last one of some ranks stays empty."""
         return -(-identifiers // self.world)
 
     def holds(self, ids: Tensor) -> Tensor:
-        """bool, as long as `ids`: whose rows are here."""
+        """Return bool, as long as `ids`: whose rows are here."""
         return ids % self.world == self.rank
 
-    def places(self, ids: Tensor) -> Tensor:
-        """Where the rank that holds them has their rows."""
-        return ids // self.world
-
-    def of_whole(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a table that has all of them."""
-        mine = whole[self.rank :: self.world]
-        return torch.nn.functional.pad(mine, (0, 0, 0, self.room(len(whole)) - len(mine)))
-
     def fetch(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """The rows of `ids`, each from the rank that holds it; `rows` are this rank's.
+        """Fetch the rows of `ids`, each from the rank that holds it; `rows` are this rank's.
 
         All ranks call it, with equally many ids each.
         """
-        wanted = from_all_ranks(ids)
-        answers = [rows[self.places(each[self.holds(each)])] for each in wanted]
+        answers = [rows[asked[self.holds(asked)] // self.world] for asked in gather_tensors(ids)]
         owners = ids % self.world
         received = rows.new_empty(len(ids), rows.shape[1])
         torch.distributed.all_to_all_single(
             received,
             torch.cat(answers),
             output_split_sizes=owners.bincount(minlength=self.world).tolist(),
-            input_split_sizes=[len(each) for each in answers],
+            input_split_sizes=[len(answer) for answer in answers],
         )
         found = torch.empty_like(received)
         found[owners.argsort(stable=True)] = received  # each rank answers in the order of the question
         return found
 
     def collect(self, rows: Tensor, identifiers: int) -> Tensor:
-        """All rows on rank 0, in its host memory; none on other ranks. All ranks call it, each with its rows."""
+        """Collect all rows on rank 0, in its host memory; none on other ranks. All ranks call it, with their rows."""
         whole = torch.empty(self.room(identifiers) * self.world if self.rank == 0 else 0, rows.shape[1])
         at_once = max(1, PIECE_BYTES // (rows.shape[1] * rows.element_size() * self.world))
         for start in range(0, len(rows), at_once):
@@ -68,10 +58,10 @@ class TableShare(NamedTuple):
         return whole[:identifiers]
 
 
-def from_all_ranks(mine: Tensor) -> list[Tensor]:
-    """What each rank has, in rank order. All ranks call it with the same shape."""
-    parts = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(parts, mine.contiguous())
+def gather_tensors(tensor: Tensor) -> list[Tensor]:
+    """Gather each rank's tensor, in rank order. All ranks call it with the same shape."""
+    parts = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(parts, tensor.contiguous())
     return parts
 
 
@@ -79,13 +69,10 @@ ALL_ROWS = TableShare()
 
 
 class Touched(NamedTuple):
-    """Rows that a step has looked up, with duplicates."""
+    """Rows that a step has looked up, with duplicates: int64 [rows], and fp32 [rows, dim]."""
 
     ids: Tensor
-    """int64 [rows]"""
-
     gradients: Tensor
-    """fp32 [rows, dim]"""
 
 
 class PuzzleTable(nn.Module):
@@ -106,7 +93,7 @@ class PuzzleTable(nn.Module):
         return self.share.world > 1
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The rows of `ids`. Where gradients are on, a copy of them that gets a gradient, until `take` is called.
+        """Look up the rows of `ids`. Where gradients are on, it is a copy that gets a gradient, until `take` is called.
 
         Where the table is shared out, all ranks call it, with equally many ids each.
         """
@@ -116,28 +103,25 @@ class PuzzleTable(nn.Module):
         return found
 
     def take(self) -> Touched:
-        """What was looked up since the last call, with its gradients; rows without one count as zero."""
+        """Return what was looked up since the last call, with its gradients; rows without one count as zero."""
         taken, self._looked_up = self._looked_up, []
-        ids = [ids for ids, _ in taken]
-        gradients = [torch.zeros_like(copied) if copied.grad is None else copied.grad for _, copied in taken]
         if not taken:
             return Touched(self.rows.new_zeros(0, dtype=torch.int64), self.rows.new_zeros(0, self.rows.shape[1]))
-        return Touched(torch.cat(ids).long(), torch.cat(gradients))
+        gradients = [torch.zeros_like(copied) if copied.grad is None else copied.grad for _, copied in taken]
+        return Touched(torch.cat([ids for ids, _ in taken]).long(), torch.cat(gradients))
 
     def update(self, touched: Touched, *, rate: float, weight_decay: float) -> int:
-        """Move the touched rows by `rate` against the sign of the summed gradient; the number of different rows.
+        """Move the touched rows by `rate` against the sign of the summed gradient; return the number of different rows.
 
         All ranks call it, with equally many rows each. Decay is decoupled and reaches touched rows alone.
         """
         if torch.distributed.is_initialized():
-            touched = Touched(*(torch.cat(from_all_ranks(mine)) for mine in touched))
+            touched = Touched(*(torch.cat(gather_tensors(part)) for part in touched))
         different, place = touched.ids.unique(return_inverse=True)
         total = touched.gradients.new_zeros(len(different), self.rows.shape[1]).index_add_(0, place, touched.gradients)
-        mine = different
-        if self.is_shared_out:
-            held = self.share.holds(different)
-            mine, total = self.share.places(different[held]), total[held]
-        self.rows[mine] = self.rows[mine] * (1 - rate * weight_decay) - rate * total.sign()
+        held = self.share.holds(different)
+        rows, total = different[held] // self.share.world, total[held]
+        self.rows[rows] = self.rows[rows] * (1 - rate * weight_decay) - rate * total.sign()
         return len(different)
 
     def copy_from_main(self) -> None:
@@ -146,9 +130,9 @@ class PuzzleTable(nn.Module):
             torch.distributed.broadcast(self.rows, src=0)
 
     def norm(self) -> Tensor:
-        """The norm of all rows. All ranks call it."""
-        mine = self.rows.norm()
-        return torch.stack(from_all_ranks(mine)).norm() if self.is_shared_out else mine
+        """Compute the norm of all rows. All ranks call it."""
+        norm = self.rows.norm()
+        return torch.stack(gather_tensors(norm)).norm() if self.is_shared_out else norm
 
     @contextmanager
     def collected(self) -> Iterator[None]:
@@ -167,8 +151,9 @@ class PuzzleTable(nn.Module):
             destination[f"{prefix}rows"] = self._collected
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Take this rank's rows of the whole table in `state_dict`."""
-        whole = state_dict.get(f"{prefix}rows")
+        whole, share = state_dict.get(f"{prefix}rows"), self.share
         if self.is_shared_out and whole is not None:
-            state_dict = {**state_dict, f"{prefix}rows": self.share.of_whole(whole)}
+            rows = whole[share.rank :: share.world]
+            padded = torch.nn.functional.pad(rows, (0, 0, 0, share.room(len(whole)) - len(rows)))
+            state_dict = {**state_dict, f"{prefix}rows": padded}
         super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -7,60 +7,102 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.run import RunConfig
-from sftplay.data.puzzles.folder import PuzzleFolder
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.hrm.measuring import FIGURES, Measured, measure
+from sftplay.tasks.hrm.measuring import FIGURES, measure
 from sftplay.train.observer import Observer
 from sftplay.train.random_numbers import random_numbers_kept
 
 
-class EvaluatePuzzles(Observer):
-    """Writes eval/step-N.json, and hands the figures to the next line of metrics.
+def write_measured(path: Path, figures: Mapping[str, Any], *, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write the figures, and the answers for people next to them (.jsonl); the folder may be missing."""
+    write_lines(path.with_suffix(".jsonl"), lines)
+    write_text(path, json.dumps(figures, indent=1) + "\n")
 
-    What lies there already is kept: after a resume nothing is measured twice.
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write the lines as JSON Lines; the folder may be missing."""
+    path.parent.mkdir(exist_ok=True)
+    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+class EvaluateAtSteps(Observer):
+    """Measures held-out rows while a run trains; writes eval/step-N.json and .jsonl.
+
+    The figures go to the next line of metrics. Existing files are read: after a resume nothing is measured twice.
     """
 
     trainer: Any
 
-    def __init__(self, cfg: RunConfig, puzzles: PuzzleFolder, *, folder: Path, every: int) -> None:
-        """`folder` is the run's eval/; `every` the steps between two evaluations."""
-        self.cfg, self.puzzles, self.folder, self.every = cfg, puzzles, folder, every
+    def __init__(self, cfg: RunConfig, rows: Any, *, folder: Path, every: int, extra_step: int = 0) -> None:
+        """`rows` are held out; `folder` is the run's eval/; `every` is the steps between two evaluations.
+
+        It measures at `extra_step` too.
+        """
+        self.cfg, self.rows, self.folder, self.every, self.extra_step = cfg, rows, folder, every, extra_step
+
+    def measure(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return figures, and on the main rank answers for people."""
+        raise NotImplementedError
+
+    def summarize(self, figures: dict[str, Any]) -> tuple[dict[str, float], str]:
+        """Return the figures for a line of metrics by their names, and all in a line for people."""
+        raise NotImplementedError
 
     def measures_at(self, step: int, state: Any) -> bool:
-        return step > 0 and (step % self.every == 0 or step == state.max_steps)
+        return step > 0 and (step % self.every == 0 or step in (self.extra_step, state.max_steps))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.measures_at(state.global_step, state):
             control.should_log = True  # a line for the figures
             self.evaluate(state.global_step)
 
-    def evaluate(self, step: int) -> None:
-        """Measure all puzzles, once a step. All ranks call it."""
+    def evaluate(self, step: int) -> dict[str, Any]:
+        """Return the figures of a step, measured or read from the step's file. All ranks call it."""
         path, trainer = self.folder / f"step-{step}.json", self.trainer
-        if gather_objects(path.exists())[0]:
-            return
-        began = time.monotonic()
+        kept = path.read_text(encoding="utf-8") if log.is_main() and path.exists() else None
+        if known := gather_objects(kept)[0]:
+            figures = json.loads(known)
+        else:
+            began = time.monotonic()
+            found, lines = self.measure()
+            figures = {"step": step, **found, "seconds": round(time.monotonic() - began, 3)}
+            if log.is_main():
+                write_measured(path, figures, lines=lines)
+        selected, summary = self.summarize(figures)
+        logged = {f"eval_{name}": value for name, value in selected.items()}
+        if step:
+            trainer.held_out_figures = logged
+        else:  # the first line of metrics comes at step 1, but a tracker's curve starts here
+            trainer.log(logged)
+        log.say(f"step {step}/{trainer.state.max_steps}  {summary}", "eval")
+        return figures
+
+
+class EvaluatePuzzles(EvaluateAtSteps):
+    """Measures held-out puzzles."""
+
+    def measure(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        trainer, hrm = self.trainer, self.cfg.hrm
         with random_numbers_kept(), trainer.heartbeat.within("evaluation"), trainer.averaged():
-            figures, lines = measure(
+            return measure(
                 trainer.model,
-                self.puzzles,
-                hrm=self.cfg.hrm,
+                self.rows,
+                hrm=hrm,
                 at_once=int(self.cfg.train.batch_size),
-                limit=self.cfg.hrm.eval_limit,
+                limit=hrm.eval_limit,
                 progress=lambda _: trainer.heartbeat.enter("evaluation"),
             )
-        figures = {"step": step, **figures, "seconds": round(time.monotonic() - began, 3)}
-        if log.is_main():
-            write_measured(path, Measured(figures, lines))
-        trainer.held_out_figures = {f"eval_{name}": figures[name] for name in FIGURES}
-        trainer.held_out_figures["eval_segments"] = figures["halting_q"]["segments"]
-        log.say(f"step {step}/{trainer.state.max_steps}  {format_summary(figures)}", "eval")
+
+    def summarize(self, figures: dict[str, Any]) -> tuple[dict[str, float], str]:
+        selected = {name: figures[name] for name in FIGURES} | {"segments": figures["halting_q"]["segments"]}
+        return selected, format_summary(figures)
 
 
 class StopWhenLearned(Observer):
@@ -77,21 +119,13 @@ class StopWhenLearned(Observer):
             return
         log.say(f"{logs['exact_accuracy']:.1%} of the training puzzles were right: hrm.stop_at_exact ends the run")
         control.should_save = control.should_training_stop = True
-        if self.evaluation is not None:
+        if self.evaluation is not None and not self.evaluation.measures_at(state.global_step, state):
             self.evaluation.evaluate(state.global_step)
 
 
-def write_measured(path: Path, measured: Measured) -> None:
-    """Write the figures, and the answers for people beside them."""
-    write_text(
-        path.with_suffix(".jsonl"), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in measured.lines)
-    )
-    write_text(path, json.dumps(measured.figures, indent=1) + "\n")
-
-
 def format_summary(figures: dict[str, Any]) -> str:
-    """The figures in a line."""
-    curve = [each["exact_accuracy"] for each in figures["segments"]]
+    """Format the figures as one line."""
+    curve = [segment["exact_accuracy"] for segment in figures["segments"]]
     shown = sorted({0, 1, 3, 7, len(curve) - 1} & set(range(len(curve))))
     after = "  ".join(f"{number + 1}: {curve[number]:.3f}" for number in shown)
     votes = f"pass@2 {figures['pass_at']['2']:.3f}  " if "pass_at" in figures else ""

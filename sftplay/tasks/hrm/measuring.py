@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sftplay import log
@@ -31,17 +30,17 @@ from sftplay.tasks.hrm.network import PuzzleModel, SegmentOutput
 from sftplay.tasks.hrm.section import HrmConfig
 
 
-def objects_on(rank: int, mine: Any) -> list[Any]:
-    """What each rank has, in rank order, on `rank`; nothing on others. All ranks call it."""
+def gather_on(rank: int, value: Any) -> list[Any]:
+    """Gather each rank's value, in rank order, on `rank`; nothing on others. All ranks call it."""
     if log.world_size() == 1:
-        return [mine]
+        return [value]
     found: list[Any] | None = [None] * log.world_size() if log.rank() == rank else None
-    torch.distributed.gather_object(mine, found, dst=rank)
+    torch.distributed.gather_object(value, found, dst=rank)
     return found or []
 
 
 def refined(model: PuzzleModel, inputs: Tensor, *, identifiers: Tensor) -> Iterator[SegmentOutput]:
-    """The answer after each of the model's `n_supervision` segments, none of them left out.
+    """Yield the answer after each of the model's `n_supervision` segments, none of them left out.
 
     `inputs` are int64 [batch, cells], `identifiers` int64 [batch]. Grad mode is off while a segment runs.
     """
@@ -54,48 +53,22 @@ def refined(model: PuzzleModel, inputs: Tensor, *, identifiers: Tensor) -> Itera
         yield answer
 
 
-def is_arc(puzzles: PuzzleFolder) -> bool:
-    """Whether the folder says that it holds tasks of ARC; where it looks so and says nothing, that is told."""
-    facts = puzzles.facts
-    looks_so = (facts.seq_len, facts.vocab_size) == (LARGEST**2, len(ALPHABET.symbols))
-    if looks_so and not facts.kind and facts.num_puzzle_identifiers > 1:
-        what = 'no votes are counted: dataset.json names no kind; write "kind": "arc" there, with identifiers.json and'
-        log.say(f"{puzzles.path}: {what} test_puzzles.json in the folder above, if these are tasks of ARC", "eval")
-    return facts.kind == "arc"
+def count_votes(tally: Tally, tasks: Mapping[str, Any]) -> dict[str, Any]:
+    """Compute pass@k of whole tasks and of test inputs by the votes of all ranks; nothing on other ranks than the main.
 
-
-class Voting:
-    """Takes the answers of this rank while it measures."""
-
-    def __init__(self, puzzles: PuzzleFolder) -> None:
-        """Raise DataError where the names of the copies or the tasks do not lie beside the puzzles."""
-        self.names, self.tasks = read_names(puzzles.path), read_asked(puzzles.path)
-        self.tally = Tally()
-
-    def add(self, rows: PuzzleBatch, predicted: NDArray[Any], *, q_halt: NDArray[Any]) -> None:
-        """Count the answers to a batch, rows of padding left out: uint8 [batch, cells], and fp32 [batch]."""
-        for place in np.flatnonzero(rows.mask):
-            name = self.names[rows.puzzle_identifiers[place]]
-            self.tally.add(CopyAnswer(name, rows.inputs[place], predicted[place], float(q_halt[place])))
-
-    def figures(self) -> dict[str, Any]:
-        """pass@k of whole tasks and of test inputs by the votes of all ranks; nothing on ranks other than the main one.
-
-        All ranks call it.
-        """
-        rank, world = log.rank(), log.world_size()
-        mine = Tally()
-        for owner, share in enumerate(self.tally.shares(world)):
-            for each in objects_on(owner, share):
-                mine.merge(each)
-        ballots = mine.ballots()
-        ranks = [compute_ranks(task, ballots) for name, task in self.tasks.items() if assign_share(name, world) == rank]
-        of_all = [each for of_rank in objects_on(0, ranks) for each in of_rank]
-        if not log.is_main():
-            return {}
-        strict, partial = share_solved([max(each) for each in of_all]), share_of_inputs_solved(of_all)
-        named = {"pass_at": strict, "pass_at_partial": partial}
-        return {"tasks": len(of_all)} | {name: {str(k): v for k, v in of_k.items()} for name, of_k in named.items()}
+    `tally` has the answers of this rank. All ranks call it.
+    """
+    rank, world, own_tasks = log.rank(), log.world_size(), Tally()
+    for owner, share in enumerate(tally.shares(world)):
+        for votes in gather_on(owner, share):
+            own_tasks.merge(votes)
+    ballots = own_tasks.ballots()
+    ranks = [compute_ranks(task, ballots) for name, task in tasks.items() if assign_share(name, world) == rank]
+    found = [task for share in gather_on(0, ranks) for task in share]
+    if not log.is_main():
+        return {}
+    named = {"pass_at": share_solved([max(task) for task in found]), "pass_at_partial": share_of_inputs_solved(found)}
+    return {"tasks": len(found)} | {name: {str(k): v for k, v in by_k.items()} for name, by_k in named.items()}
 
 
 SHOWN = 64
@@ -112,21 +85,19 @@ class Measured(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """What a model makes of a batch of puzzles."""
+    """The answers of a model to a batch of puzzles.
+
+    `sums`, fp64 [n_supervision + 1, 6], are over the rows that count, after each segment and, last, where each row
+    halts: right puzzles, shares of right cells, right judgements of q_halt; rows, and in the last line segments; of the
+    cells that the question does not give the right ones, and all. `predicted`, int64 [batch, cells], is the answer, as
+    `hrm.eval_halt` says, `halts`, int64 [batch], the segments after which the model would halt, and `q_halt`, fp32
+    [batch], its judgement of `predicted`, before the sigmoid.
+    """
 
     sums: Tensor
-    """fp64 [n_supervision + 1, 6]: sums over the rows that count, after each segment and, last, where each row halts:
-    right puzzles, shares of right cells, right judgements of q_halt; rows, and in the last line segments; of the cells
-    that the question does not give the right ones, and all."""
-
     predicted: Tensor
-    """int64 [batch, cells]: the answer, as `hrm.eval_halt` says."""
-
     halts: Tensor
-    """int64 [batch]: segments after which the model would halt."""
-
     q_halt: Tensor
-    """fp32 [batch]: its judgement of `predicted`, before the sigmoid."""
 
 
 def measure(
@@ -145,13 +116,18 @@ def measure(
     Raises:
         DataError: puzzles of ARC lie there without the names of their copies.
     """
-    device = model.start_high.device
-    sums = torch.zeros(model.hrm.n_supervision + 1, 6, dtype=torch.float64, device=device)
+    facts, sums = puzzles.facts, torch.zeros(model.hrm.n_supervision + 1, 6, dtype=torch.float64)
+    sums = sums.to(model.start_high.device)
     total = min(len(puzzles), limit or len(puzzles))
-    stride, writing = max(1, total // SHOWN), GridText.from_facts(puzzles.facts)
+    stride, writing = max(1, total // SHOWN), GridText.from_facts(facts)
     lines: list[dict[str, Any]] = []
+    looks_like_arc = (facts.seq_len, facts.vocab_size) == (LARGEST**2, len(ALPHABET.symbols))
+    if limit is None and looks_like_arc and not facts.kind and facts.num_puzzle_identifiers > 1:
+        what = 'no votes are counted: dataset.json names no kind; write "kind": "arc" there, with identifiers.json and'
+        log.say(f"{puzzles.path}: {what} test_puzzles.json in the folder above, if these are tasks of ARC", "eval")
     # The votes of some of the copies would be others.
-    voting = Voting(puzzles) if limit is None and is_arc(puzzles) else None
+    names, tally = read_names(puzzles.path) if limit is None and facts.kind == "arc" else None, Tally()
+    tasks = read_asked(puzzles.path) if names is not None else {}
     was_training, done, batch = model.training, 0, at_once * log.world_size()
     model.eval()
     for rows in TestBatches(puzzles, global_batch=batch, rank=log.rank(), world=log.world_size()):
@@ -161,27 +137,27 @@ def measure(
         sums += solved.sums
         done += batch
         lines += _lines(rows, solved, writing=writing, stride=stride)
-        if voting is not None:
-            predicted, q_halt = solved.predicted.to(torch.uint8), solved.q_halt.float()
-            voting.add(rows, predicted.cpu().numpy(), q_halt=q_halt.cpu().numpy())
+        if names is not None:
+            predicted, q_halt = solved.predicted.to(torch.uint8).cpu().numpy(), solved.q_halt.float().cpu().numpy()
+            for n in np.flatnonzero(rows.mask):  # without rows of padding
+                name = names[rows.puzzle_identifiers[n]]
+                tally.add(CopyAnswer(name, rows.inputs[n], predicted[n], float(q_halt[n])))
         progress(min(done, total))
     model.train(was_training)
     if log.world_size() > 1:
         torch.distributed.all_reduce(sums)
     figures = described(sums, hrm.eval_halt)
-    if voting is not None:
-        figures |= voting.figures()
-    shown = sorted((line for rank in objects_on(0, lines) for line in rank), key=lambda line: line["row"])
+    if names is not None:
+        figures |= count_votes(tally, tasks)
+    shown = sorted((line for rank in gather_on(0, lines) for line in rank), key=lambda line: line["row"])
     return Measured(figures, shown[:SHOWN])
 
 
 @torch.no_grad()
 def solve_rows(model: PuzzleModel, rows: PuzzleBatch, *, eval_halt: str) -> Solved:
     """Refine the rows segment by segment."""
-    device = model.start_high.device
-    inputs, labels, identifiers, mask = (
-        torch.from_numpy(each).to(device) for each in (rows.inputs, rows.labels, rows.puzzle_identifiers, rows.mask)
-    )
+    arrays, device = (rows.inputs, rows.labels, rows.puzzle_identifiers, rows.mask), model.start_high.device
+    inputs, labels, identifiers, mask = (torch.from_numpy(array).to(device) for array in arrays)
     labels, known = labels.long(), labels != IGNORE_INDEX
     blank = known & (inputs != labels)
     lines, halted = [], torch.zeros(len(mask), dtype=torch.int64, device=device)
@@ -195,44 +171,35 @@ def solve_rows(model: PuzzleModel, rows: PuzzleBatch, *, eval_halt: str) -> Solv
         share = right / known.sum(dim=-1).clamp(min=1)
         judged = (answer.q_halt >= 0) == whole
         parts = (whole, share, judged, torch.ones_like(share), (is_right & blank).sum(dim=-1), blank.sum(dim=-1))
-        line = torch.stack([each.double() for each in parts])
+        line = torch.stack([part.double() for part in parts])
         lines.append((line * mask).sum(dim=-1))
-        first = number == 1
-        goes_on = torch.ones_like(mask) if first else halted == 0
+        goes_on = torch.ones_like(mask) if number == 1 else halted == 0
         ends = goes_on & (wants_to_halt(answer, model.hrm) | (number == model.hrm.n_supervision))
         halted = torch.where(ends, number, halted)
         at_halt = line if at_halt is None else torch.where(goes_on, line, at_halt)
         takes = goes_on if eval_halt == "q" else torch.ones_like(goes_on)
-        predicted = said if first else torch.where(takes[:, None], said, predicted)
-        q_halt = answer.q_halt if first else torch.where(takes, answer.q_halt, q_halt)
+        predicted = said if number == 1 else torch.where(takes[:, None], said, predicted)
+        q_halt = answer.q_halt if number == 1 else torch.where(takes, answer.q_halt, q_halt)
     assert at_halt is not None
     at_halt[3] = halted.double()
     return Solved(torch.stack([*lines, (at_halt * mask).sum(dim=-1)]), predicted, halted, q_halt)
 
 
 def _lines(rows: PuzzleBatch, solved: Solved, *, writing: GridText, stride: int) -> list[dict[str, Any]]:
-    """Some of the puzzles for people, as eval/*.jsonl has them."""
     lines = []
     for place, row in enumerate(rows.rows.tolist()):
-        if row < 0 or row % stride:
-            continue
-        labels, predicted = rows.labels[place], solved.predicted[place].cpu().numpy()
-        known = labels != IGNORE_INDEX
-        lines.append(
-            {
-                "row": row,
-                "prompt": writing.write(rows.inputs[place]),
-                "reference": writing.write(np.where(known, labels, -1)),
-                "prediction": writing.write(predicted),
-                "correct": bool((predicted == labels)[known].all()),
-                "halted_after": int(solved.halts[place]),
-            }
-        )
+        if row >= 0 and row % stride == 0:
+            labels, predicted = rows.labels[place], solved.predicted[place].cpu().numpy()
+            known = labels != IGNORE_INDEX
+            line = {"row": row, "prompt": writing.write(rows.inputs[place])}
+            line |= {"reference": writing.write(np.where(known, labels, -1)), "prediction": writing.write(predicted)}
+            is_right = bool((predicted == labels)[known].all())
+            lines.append({**line, "correct": is_right, "halted_after": int(solved.halts[place])})
     return lines
 
 
 def described(sums: Tensor, eval_halt: str) -> dict[str, Any]:
-    """The figures of a measurement; those of `eval_halt` stand first, those of both ways below."""
+    """Compute the figures of a measurement; those of `eval_halt` stand first, those of both ways below."""
     *segments, at_halt = sums.tolist()
     n = segments[0][3]
     figures = [_shares(line, n) for line in segments]

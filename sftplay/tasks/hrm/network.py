@@ -17,19 +17,16 @@ from torch.nn import functional
 from sftplay.tasks.hrm.embedding import ALL_ROWS, PuzzleTable, TableShare
 from sftplay.tasks.hrm.section import HrmConfig
 
-CUT = 2.0
-"""Standard deviations beyond which a truncated normal distribution has nothing."""
-
-STD_OF_CUT = 0.8796256610342398
-"""Standard deviation of a standard normal distribution that is cut at +-CUT: sqrt(1 - 2 CUT phi(CUT) / (2 Phi(CUT) -
-1)). torch's trunc_normal_ does not correct for it."""
-
 
 def truncated_normal_(weight: Tensor, std: float) -> Tensor:
-    """Fill `weight` from a normal distribution that is cut at two sigma, and whose standard deviation is `std`."""
-    sigma = std / STD_OF_CUT
+    """Fill `weight` from a normal distribution that is cut at two sigma, and whose standard deviation is `std`.
+
+    A standard one that is cut so has the standard deviation sqrt(1 - 4 phi(2) / (2 Phi(2) - 1)), which torch's
+    trunc_normal_ does not correct for.
+    """
+    sigma = std / 0.8796256610342398
     with torch.no_grad():
-        return nn.init.trunc_normal_(weight, std=sigma, a=-CUT * sigma, b=CUT * sigma)
+        return nn.init.trunc_normal_(weight, std=sigma, a=-2 * sigma, b=2 * sigma)
 
 
 class Linear(nn.Module):
@@ -41,11 +38,11 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype)
-        if multiplies_by_one_dnn(x):
-            multiply = OneDnnProduct.apply if torch.is_grad_enabled() else one_dnn_product
-            product: Tensor = multiply(x, weight)
-            return product
-        return functional.linear(x, weight)
+        if not multiplies_by_one_dnn(x):
+            return functional.linear(x, weight)
+        multiply = OneDnnProduct.apply if torch.is_grad_enabled() else one_dnn_product
+        product: Tensor = multiply(x, weight)
+        return product
 
 
 def multiplies_by_one_dnn(x: Tensor) -> bool:
@@ -56,12 +53,12 @@ def multiplies_by_one_dnn(x: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and is_of_amd()
+        and has_amd_cpu()
     )
 
 
 @cache
-def is_of_amd() -> bool:
+def has_amd_cpu() -> bool:
     """Whether the CPU is one of AMD's. Where the system does not say so, it counts as another."""
     with suppress(OSError):
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
@@ -80,13 +77,11 @@ class OneDnnProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
+        (x, weight), (needs_x, needs_weight) = ctx.saved_tensors, ctx.needs_input_grad
         gradient = gradient.contiguous()
-        of_x = one_dnn_product(gradient, weight.t()) if ctx.needs_input_grad[0] else None
-        of_weight = (
-            one_dnn_product(gradient.flatten(0, -2).t(), x.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
-        )
-        return of_x, of_weight
+        x_gradient = one_dnn_product(gradient, weight.t()) if needs_x else None
+        rows, x_rows = gradient.flatten(0, -2).t(), x.flatten(0, -2).t()
+        return x_gradient, one_dnn_product(rows, x_rows) if needs_weight else None
 
 
 def one_dnn_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -95,22 +90,10 @@ def one_dnn_product(x: Tensor, weight: Tensor) -> Tensor:
     return product
 
 
-EPSILON = 1e-5
-MULTIPLE = 256
-SMALL_WIDTH, SMALL_MULTIPLE = 512, 32
-"""Below this width the feed-forward layers are rounded up to a multiple of 32, else to one of 256."""
-
-
 def rms_norm(x: Tensor) -> Tensor:
-    """x over its root mean square, computed in fp32 at least."""
+    """Divide x by its root mean square, computed in fp32 at least."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return functional.rms_norm(wide, x.shape[-1:], eps=EPSILON).to(x.dtype)
-
-
-def inner_width(hidden: int, expansion: float) -> int:
-    """Width within SwiGLU: two thirds of `expansion` times `hidden`, rounded up."""
-    multiple = MULTIPLE if hidden >= SMALL_WIDTH else SMALL_MULTIPLE
-    return math.ceil(round(expansion * hidden * 2 / 3) / multiple) * multiple
+    return functional.rms_norm(wide, x.shape[-1:], eps=1e-5).to(x.dtype)
 
 
 class Rotation(nn.Module):
@@ -136,11 +119,11 @@ class Rotation(nn.Module):
 class Attention(nn.Module):
     """Positions look at every position: all of them, or only the `first` ones."""
 
-    def __init__(self, hidden: int, heads: int) -> None:
+    def __init__(self, hrm: HrmConfig) -> None:
         super().__init__()
-        self.heads = heads
-        self.qkv = Linear(hidden, 3 * hidden)
-        self.out = Linear(hidden, hidden)
+        self.heads = hrm.num_heads
+        self.qkv = Linear(hrm.hidden_size, 3 * hrm.hidden_size)
+        self.out = Linear(hrm.hidden_size, hrm.hidden_size)
 
     def forward(self, x: Tensor, rotation: Rotation | None, *, first: int | None = None) -> Tensor:
         batch, length, hidden = x.shape
@@ -148,7 +131,7 @@ class Attention(nn.Module):
         looking, v = heads.split((2 * self.heads, self.heads), dim=2)
         if rotation is not None:
             looking = rotation(looking)
-        q, k, v = (each.transpose(1, 2) for each in (*looking.chunk(2, dim=2), v))
+        q, k, v = (part.transpose(1, 2) for part in (*looking.chunk(2, dim=2), v))
         mixed = functional.scaled_dot_product_attention(q[:, :, :first], k, v)
         return self.out(mixed.transpose(1, 2).reshape(batch, -1, hidden))
 
@@ -156,11 +139,10 @@ class Attention(nn.Module):
 class SwiGlu(nn.Module):
     """The feed-forward layer."""
 
-    def __init__(self, hidden: int, expansion: float) -> None:
+    def __init__(self, hrm: HrmConfig) -> None:
         super().__init__()
-        inner = inner_width(hidden, expansion)
-        self.gate_up = Linear(hidden, 2 * inner)
-        self.down = Linear(inner, hidden)
+        self.gate_up = Linear(hrm.hidden_size, 2 * hrm.inner_size)
+        self.down = Linear(hrm.inner_size, hrm.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -170,10 +152,9 @@ class SwiGlu(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward layer, each followed by a norm of the sum (post-norm)."""
 
-    def __init__(self, hidden: int, *, heads: int, expansion: float) -> None:
+    def __init__(self, hrm: HrmConfig) -> None:
         super().__init__()
-        self.attention = Attention(hidden, heads)
-        self.feed_forward = SwiGlu(hidden, expansion)
+        self.attention, self.feed_forward = Attention(hrm), SwiGlu(hrm)
 
     def forward(self, x: Tensor, rotation: Rotation | None, *, first: int | None = None) -> Tensor:
         x = rms_norm(x[:, :first] + self.attention(x, rotation, first=first))
@@ -183,14 +164,14 @@ class Block(nn.Module):
 class Reasoner(nn.Module):
     """A recurrent module: what is injected is added to its state, which then goes through its blocks."""
 
-    def __init__(self, n_layers: int, hidden: int, *, heads: int, expansion: float) -> None:
+    def __init__(self, hrm: HrmConfig, n_layers: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(hidden, heads=heads, expansion=expansion) for _ in range(n_layers))
+        self.blocks = nn.ModuleList(Block(hrm) for _ in range(n_layers))
 
     def forward(
         self, state: Tensor, injected: Tensor, *, rotation: Rotation | None, first: int | None = None
     ) -> Tensor:
-        """The next state, of its `first` positions alone where that is given."""
+        """Return the next state, of its `first` positions alone where that is given."""
         state = state + injected
         *blocks, last = self.blocks
         for block in blocks:
@@ -198,42 +179,31 @@ class Reasoner(nn.Module):
         return last(state, rotation, first=first)
 
 
-Q_BIAS = -5.0
-"""Start of both Q values before the sigmoid: halting and going on look worthless at first."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What the data decides of the model."""
+    """What the data decides of the model; `identifiers` counts those of puzzles, the blank one among them."""
 
     vocab_size: int
     cells: int
     identifiers: int
-    """Number of puzzle identifiers, the blank one among them."""
 
 
 class State(NamedTuple):
-    """What a segment hands to the next one; both [batch, positions, hidden]."""
+    """The state that a segment hands to the next one; both [batch, positions, hidden]."""
 
     high: Tensor
     low: Tensor
 
-    def detached(self) -> State:
-        """The same without its gradients."""
-        return State(self.high.detach(), self.low.detach())
-
 
 class SegmentOutput(NamedTuple):
-    """What the model says after a segment."""
+    """The model's answer after a segment: logits [batch, cells, vocabulary], and fp32 [batch] before the sigmoid.
+
+    `q_halt` says how likely the answer is right, `q_continue` what going on is worth.
+    """
 
     logits: Tensor
-    """[batch, cells, vocabulary]"""
-
     q_halt: Tensor
-    """fp32 [batch], before the sigmoid: how likely the answer is right."""
-
     q_continue: Tensor
-    """fp32 [batch], before the sigmoid: what going on is worth."""
 
 
 class PuzzleModel(nn.Module):
@@ -248,11 +218,7 @@ class PuzzleModel(nn.Module):
         """`dtype` is the type it computes in; its weights are fp32. `share` says which puzzle embeddings it holds."""
         super().__init__()
         self.hrm, self.grid, self.dtype = hrm, grid, dtype
-        width = hrm.hidden_size
-        emb_dim = width if hrm.puzzle_emb_dim is None else hrm.puzzle_emb_dim
-        self.prefix = hrm.puzzle_emb_len or math.ceil(emb_dim / width)
-        """Positions before the grid, which hold the puzzle's embedding."""
-
+        width, self.prefix = hrm.hidden_size, hrm.prefix_len
         positions = self.prefix + grid.cells
         self.tokens = nn.Parameter(truncated_normal_(torch.empty(grid.vocab_size, width), width**-0.5))
         self.places: nn.Parameter | None = None
@@ -261,15 +227,16 @@ class PuzzleModel(nn.Module):
             self.places = nn.Parameter(truncated_normal_(torch.empty(positions, width), width**-0.5))
         else:
             self.rotation = Rotation(width // hrm.num_heads, positions, theta=hrm.rope_theta)
+        emb_dim = hrm.embedding_size
         self.puzzles = PuzzleTable(grid.identifiers, emb_dim, share=share) if emb_dim else None
-        module: dict[str, Any] = {"heads": hrm.num_heads, "expansion": hrm.expansion}
-        self.low = Reasoner(hrm.l_layers, width, **module)
-        self.own_high = None if hrm.arch == "single" else Reasoner(hrm.h_layers, width, **module)
+        self.low = Reasoner(hrm, hrm.l_layers)
+        self.own_high = None if hrm.arch == "single" else Reasoner(hrm, hrm.h_layers)
         self.head = Linear(width, grid.vocab_size)
         self.q_head = nn.Linear(width, 2)
         with torch.no_grad():
             self.q_head.weight.zero_()
-            self.q_head.bias.fill_(Q_BIAS)
+            # Halting and going on look worthless at first.
+            self.q_head.bias.fill_(-5.0)
         self.register_buffer("start_high", truncated_normal_(torch.empty(width), 1.0))
         self.register_buffer("start_low", truncated_normal_(torch.empty(width), 1.0))
 
@@ -279,12 +246,12 @@ class PuzzleModel(nn.Module):
         return self.low if self.own_high is None else self.own_high
 
     def start(self, batch: int) -> State:
-        """The state before the first segment."""
+        """Return the state before the first segment."""
         shape = (batch, self.prefix + self.grid.cells, self.hrm.hidden_size)
-        return State(*(each.to(self.dtype).expand(shape) for each in (self.start_high, self.start_low)))
+        return State(*(start.to(self.dtype).expand(shape) for start in (self.start_high, self.start_low)))
 
     def embed(self, inputs: Tensor, puzzle_rows: Tensor | None) -> Tensor:
-        """The input of each call of the fast module, [batch, positions, hidden].
+        """Compute the input of each call of the fast module, [batch, positions, hidden].
 
         `inputs` are int [batch, cells]; `puzzle_rows` the embeddings of the puzzles [batch, puzzle_emb_dim].
         """
@@ -301,20 +268,13 @@ class PuzzleModel(nn.Module):
     def forward(
         self, state: State, inputs: Tensor, *, puzzle_rows: Tensor | None, judges_alone: bool = False
     ) -> tuple[State, SegmentOutput]:
-        """One segment: the state after it, detached, and the answer.
+        """Run one segment; return the state after it, detached, and the answer.
 
         Gradients reach the last calls alone, as `hrm.grad` says; `state` gets none. With `judges_alone` the answer has
         no cells, and the high state only its first position, from which the Q values are read.
         """
-        embedded = self.embed(inputs, puzzle_rows)
-        state = self._think(state.detached(), embedded, first=1 if judges_alone else None)
-        q = self.q_head(state.high[:, 0].to(self.q_head.weight.dtype))
-        logits = self.head(state.high[:, :0] if judges_alone else state.high[:, self.prefix :])
-        return state.detached(), SegmentOutput(logits, q[:, 0], q[:, 1])
-
-    def _think(self, state: State, embedded: Tensor, *, first: int | None) -> State:
-        """All cycles. Which calls have a gradient is decided by their number; the last gives the `first` positions."""
-        hrm, (high, low) = self.hrm, state
+        hrm, embedded = self.hrm, self.embed(inputs, puzzle_rows)
+        high, low = state.high.detach(), state.low.detach()
         for slow in range(hrm.h_cycles):
             is_last_cycle = slow == hrm.h_cycles - 1
             for fast in range(hrm.l_cycles):
@@ -322,5 +282,8 @@ class PuzzleModel(nn.Module):
                 with nullcontext() if learns else torch.no_grad():
                     low = self.low(low, high + embedded, rotation=self.rotation)
             with nullcontext() if is_last_cycle else torch.no_grad():
-                high = self.high(high, low, rotation=self.rotation, first=first if is_last_cycle else None)
-        return State(high, low)
+                first = 1 if judges_alone and is_last_cycle else None
+                high = self.high(high, low, rotation=self.rotation, first=first)
+        q = self.q_head(high[:, 0].to(self.q_head.weight.dtype))
+        logits = self.head(high[:, :0] if judges_alone else high[:, self.prefix :])
+        return State(high.detach(), low.detach()), SegmentOutput(logits, q[:, 0], q[:, 1])

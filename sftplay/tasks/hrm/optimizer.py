@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class AdamATan2(torch.optim.Optimizer):
@@ -34,22 +34,17 @@ class AdamATan2(torch.optim.Optimizer):
                     state["step"] = torch.zeros(())
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
                 state["step"] += 1
-            self._update(weights, group)
+            gradients, (beta1, beta2) = [weight.grad for weight in weights], group["betas"]
+            first, second = ([self.state[weight][key] for weight in weights] for key in ("exp_avg", "exp_avg_sq"))
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_lerp_(first, gradients, 1 - beta1)
+            torch._foreach_mul_(second, beta2)
+            torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+            for weight, m, v in zip(weights, first, second, strict=True):
+                steps = float(self.state[weight]["step"])
+                correct1, correct2 = 1 - beta1**steps, 1 - beta2**steps
+                weight.add_(torch.atan2(m / correct1, (v / correct2).sqrt()), alpha=-group["lr"])
         return loss
-
-    def _update(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
-        gradients = [weight.grad for weight in weights]
-        first = [self.state[weight]["exp_avg"] for weight in weights]
-        second = [self.state[weight]["exp_avg_sq"] for weight in weights]
-        beta1, beta2 = group["betas"]
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_lerp_(first, gradients, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-        for weight, m, v in zip(weights, first, second, strict=True):
-            steps = float(self.state[weight]["step"])
-            correct1, correct2 = 1 - beta1**steps, 1 - beta2**steps
-            weight.add_(torch.atan2(m / correct1, (v / correct2).sqrt()), alpha=-group["lr"])
 
 
 class MovingAverage:
@@ -68,14 +63,14 @@ class MovingAverage:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within it the model has the averaged weights."""
-        trained = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
-        self._fill(self.weights)
+        weights = dict(self.model.named_parameters())
+        trained = {name: weight.detach().clone() for name, weight in weights.items()}
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(self.weights[name])
         try:
             yield
         finally:
-            self._fill(trained)
-
-    @torch.no_grad()
-    def _fill(self, weights: dict[str, Tensor]) -> None:
-        for name, weight in self.model.named_parameters():
-            weight.copy_(weights[name])
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    weight.copy_(trained[name])

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside weights and optimizer: each rank's puzzles under way, the rows' order, the average.
+"""Save in a checkpoint each rank's puzzles under way, the order of the rows, and the averaged weights.
 
 The Trainer's own files have the weights with the puzzle embeddings, the optimizer, the schedule and random numbers.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -19,63 +18,50 @@ from sftplay.errors import RunError
 from sftplay.tasks.hrm.act import Carry, Puzzles
 from sftplay.tasks.hrm.network import State
 
-AVERAGE = "average.safetensors"
 SAMPLER = "sampler"
 """Key of the metadata of a rank's puzzles: where the next batch of rows begins."""
 
 
-class Progress(NamedTuple):
-    """Where a rank is."""
+def save_progress(checkpoint: Path, *, carry: Carry, rows: dict[str, int], average: dict[str, Tensor] | None) -> None:
+    """Write this rank's puzzles, the state of its sampler (`rows`) and, on the main one, the averaged weights.
 
-    carry: Carry
-    rows: dict[str, int]
-    """State of its sampler."""
-
-    average: dict[str, Tensor] | None
-    """The moving average of the weights, where there is one; the same on all ranks."""
-
-
-def carry_file(checkpoint: Path, rank: int) -> Path:
-    """The file with the puzzles that a rank has under way."""
-    return checkpoint / f"carry-{rank}.safetensors"
-
-
-def save_progress(progress: Progress, checkpoint: Path) -> None:
-    """Write this rank's puzzles and, on the main one, the averaged weights. The rest of the checkpoint is there."""
-    state, steps, halted, puzzles = progress.carry
-    tensors = {**state._asdict(), "steps": steps, "halted": halted, **puzzles._asdict()}
+    The rest of the checkpoint is there.
+    """
+    tensors = {**carry.state._asdict(), "steps": carry.steps, "halted": carry.halted, **carry.puzzles._asdict()}
     checkpoint.mkdir(parents=True, exist_ok=True)
     whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    save_file(whole, carry_file(checkpoint, log.rank()), metadata={SAMPLER: json.dumps(progress.rows)})
-    if progress.average is not None and log.is_main():
-        save_file(progress.average, checkpoint / AVERAGE)
+    save_file(whole, checkpoint / f"carry-{log.rank()}.safetensors", metadata={SAMPLER: json.dumps(rows)})
+    if average is not None and log.is_main():
+        save_file(average, checkpoint / "average.safetensors")
 
 
-def load_progress(checkpoint: Path, device: torch.device, *, has_average: bool) -> Progress:
-    """This rank's part of what all ranks have saved in a checkpoint, on `device`.
+def load_progress(
+    checkpoint: Path, device: torch.device, *, has_average: bool
+) -> tuple[Carry, dict[str, int], dict[str, Tensor] | None]:
+    """Load what `save_progress` takes, this rank's part of what all ranks have saved, on `device`.
 
     The ranks may be more or fewer than they were: together they have the puzzles of the whole batch, in rank order.
 
     Raises:
         RunError: a file is missing; another task has written the checkpoint.
     """
-    first = carry_file(checkpoint, 0)
-    n_files = max(1, len(list(checkpoint.glob(first.name.replace("0", "*")))))
-    parts = [_read(carry_file(checkpoint, rank), device) for rank in range(n_files)]
+
+    def read(name: str) -> dict[str, Tensor]:
+        path = checkpoint / f"{name}.safetensors"
+        if not path.is_file():
+            fix = "continue from a checkpoint of task mode hrm with the same hrm.ema"
+            raise RunError("there is no such file in the checkpoint", where=str(path), fix=fix)
+        # safetensors knows no `cpu:0`, which accelerate calls the device of each of several processes on CPUs.
+        return {name: tensor.to(device) for name, tensor in load_file(path).items()}
+
+    n_files = max(1, len(list(checkpoint.glob("carry-*.safetensors"))))
+    parts = [read(f"carry-{rank}") for rank in range(n_files)]
     share = sum(len(part["steps"]) for part in parts) // log.world_size()
-    mine = slice(log.rank() * share, (log.rank() + 1) * share)
-    found = {name: torch.cat([part[name] for part in parts])[mine] for name in parts[0]}
+    rows = slice(log.rank() * share, (log.rank() + 1) * share)
+    found = {name: torch.cat([part[name] for part in parts])[rows] for name in parts[0]}
     state = State(*(found[name] for name in State._fields))
     puzzles = Puzzles(*(found[name] for name in Puzzles._fields))
-    with safe_open(first, framework="pt") as opened:
-        rows = json.loads(opened.metadata()[SAMPLER])
-    average = _read(checkpoint / AVERAGE, device) if has_average else None
-    return Progress(Carry(state, found["steps"], found["halted"], puzzles), rows, average)
-
-
-def _read(path: Path, device: torch.device) -> dict[str, Tensor]:
-    if not path.is_file():
-        fix = "continue from a checkpoint of task mode hrm with the same hrm.ema"
-        raise RunError("there is no such file in the checkpoint", where=str(path), fix=fix)
-    # safetensors knows no `cpu:0`, which accelerate calls the device of each of several processes on CPUs.
-    return {name: tensor.to(device) for name, tensor in load_file(path).items()}
+    with safe_open(checkpoint / "carry-0.safetensors", framework="pt") as opened:
+        sampler = json.loads(opened.metadata()[SAMPLER])
+    average = read("average") if has_average else None
+    return Carry(state, found["steps"], found["halted"], puzzles), sampler, average

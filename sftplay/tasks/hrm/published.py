@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from sftplay.atomic import whole_folder
-from sftplay.data.puzzles.folder import PuzzleFolder
 from sftplay.errors import DataError
 from sftplay.tasks.hrm.network import Grid, PuzzleModel
 from sftplay.tasks.hrm.section import HrmConfig
@@ -48,7 +47,7 @@ def save_model(model: PuzzleModel, target: Path) -> Path:
 
 
 def load_model(folder: Path, *, device: str = "cpu") -> PuzzleModel:
-    """The model that `save_model` has saved, for measuring.
+    """Load the model that `save_model` has saved, for measuring.
 
     Raises:
         DataError: the folder holds no such model.
@@ -72,25 +71,17 @@ def load_published(model: PuzzleModel, path: Path) -> None:
         DataError: the file is none, or its model has other sizes.
     """
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict({_our_name(name): weight for name, weight in found.items()})
+        weights = {}
+        for name, weight in torch.load(path, map_location="cpu", weights_only=True).items():
+            for published, ours in PUBLISHED_NAMES:
+                name = name.replace(published, ours)
+            weights[name] = weight
+        model.load_state_dict(weights)
     except (OSError, EOFError, AttributeError, pickle.UnpicklingError) as error:
         what = f"holds no weights ({next(iter(str(error).splitlines()), type(error).__name__)})"
         raise DataError(what, where=str(path), fix="name a file step_N of HRM's or TRM's own code") from error
     except RuntimeError as error:
-        told = [line.strip() for line in str(error).splitlines()]
-        what = f"does not fit the model of this config: {' '.join(told[1:3]) or told[0]}"
+        lines = [line.strip() for line in str(error).splitlines()]
+        what = f"does not fit the model of this config: {' '.join(lines[1:3]) or lines[0]}"
         fix = "write the sizes of its all_config.yaml in the section hrm, and take the puzzles that it has learned"
         raise DataError(what, where=str(path), fix=fix) from error
-
-
-def _our_name(name: str) -> str:
-    for published, ours in PUBLISHED_NAMES:
-        name = name.replace(published, ours)
-    return name
-
-
-def expect_its_kind(model: PuzzleModel, puzzles: PuzzleFolder) -> None:
-    """Raise DataError where the model has learned puzzles of another kind than these."""
-    grid = model.grid
-    puzzles.expect_kind(cells=grid.cells, words=grid.vocab_size, identifiers=grid.identifiers, of="the run's model")

@@ -5,6 +5,7 @@ Names are those of the published code where it has some. Rules between keys are 
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -123,6 +124,27 @@ class HrmConfig(Section):
     compile: bool | Auto = "auto"
     """Compile the model with torch.compile: a slow start, then faster steps on a GPU. auto: true on a GPU, where a C
     compiler is installed."""
+
+    @property
+    def inner_size(self) -> int:
+        """Width within SwiGLU: two thirds of `expansion` times `hidden_size`, rounded up."""
+        multiple = 256 if self.hidden_size >= 512 else 32
+        return math.ceil(round(self.expansion * self.hidden_size * 2 / 3) / multiple) * multiple
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers that the model learns of each puzzle identifier."""
+        return self.hidden_size if self.puzzle_emb_dim is None else self.puzzle_emb_dim
+
+    @property
+    def prefix_len(self) -> int:
+        """Positions before the cells, which hold the puzzle's embedding."""
+        return self.puzzle_emb_len or math.ceil(self.embedding_size / self.hidden_size)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a step runs the next segment too, to learn what going on is worth."""
+        return self.q_continue and self.n_supervision > 1
 
 
 SECTION = HrmConfig

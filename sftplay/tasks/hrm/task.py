@@ -39,32 +39,10 @@ from sftplay.train.task import RowOrder, Rows, TrainerParts
 from sftplay.train.train_run import Outcome, TrainRun
 from sftplay.units import format_count
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-BETA2 = 0.95
-"""The published decay of the second moment, where train.extra says nothing."""
 
-MEASUREMENTS = 10
-"""How often a run is measured and saved at most where the config gives no steps; published runs are measured so."""
-
-
-class Places:
-    """The places of the run's rows. A rank takes the rows themselves from its sampler, step by step."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        if not 0 <= place < self.n:
-            raise IndexError(place)
-        return {"place": place}
-
-
-def collate(places: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """`place`, int64 [rows]."""
-    return {"place": torch.tensor([each["place"] for each in places])}
+def collate(places: Sequence[int]) -> dict[str, Tensor]:
+    """Stack the places of rows: `place`, int64 [rows]."""
+    return {"place": torch.tensor(places)}
 
 
 def run(cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> Outcome:
@@ -77,11 +55,14 @@ def run(cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> Outcome:
     """
     with first_of_node(folder):
         train, held_out = open_puzzles(cfg)
-    rows = rows_of(cfg, train, held_out=held_out)
+    rows = make_rows(cfg, train, held_out=held_out)
     if log.is_main():
         folder.write_json("data_report.json", rows.report)
         for name, counts in rows.report["sources"].items():
-            log.say(described(name, counts), "data")
+            examples = (
+                f"{counts['examples']:,} examples of {counts['puzzles']:,} puzzles in {counts['groups']:,} groups"
+            )
+            log.say(f"{name}: {examples}, {counts['cells']} cells each ({counts['path']})", "data")
     set_seed(cfg.seed)
     model = build_model(cfg, train)
     wait_for_nodes(folder)
@@ -89,9 +70,20 @@ def run(cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> Outcome:
     train_run = TrainRun(setup, model, stop=stop, fingerprint=fingerprint_of(cfg, rows))
     trainer = build_trainer(train_run.trainer_parts(None, rows), train=train, held_out=held_out)
     if log.is_main():
-        parameters = describe_parameters(model)
-        write_manifest(setup, rows, parameters=parameters, task={"grid": vars(model.grid)})
-        announce(train_run, model, parameters=parameters)
+        grid, table, parameters = model.grid, model.puzzles, describe_parameters(model)
+        write_manifest(setup, rows, parameters=parameters, task={"grid": vars(grid)})
+        numbers = 0 if table is None else grid.identifiers * table.rows.shape[1]
+        where = ", shared out over the processes" if table is not None and table.is_shared_out else ""
+        log.say(
+            f"{format_count(parameters['parameters'])} weights learn {grid.cells} cells of {grid.vocab_size} symbols "
+            f"from {cfg.hrm.start_from or 'nothing'}, and {format_count(numbers)} numbers of {grid.identifiers} puzzle "
+            f"identifier(s){where}"
+        )
+        kind = "new" if train_run.checkpoint is None else "continued"
+        log.say(
+            f"Starting {kind} run with {cfg.train.precision} precision on {log.world_size()} process(es): "
+            f"{setup.steps} steps, at most {cfg.hrm.n_supervision} segments a puzzle"
+        )
     outcome = train_run.train(trainer)
     with trainer.collected():
         leave_process_group()
@@ -102,64 +94,52 @@ def run(cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> Outcome:
 
 
 def open_puzzles(cfg: RunConfig) -> tuple[PuzzleFolder, PuzzleFolder | None]:
-    """The puzzles to learn, and those to measure on where there are some."""
+    """Open the puzzles to learn, and those to measure on where there are some."""
     assert cfg.data.train_path is not None
     return open_splits(cfg.data.train_path, cfg.data.val_path)
 
 
-def rows_of(cfg: RunConfig, train: PuzzleFolder, *, held_out: PuzzleFolder | None) -> Rows:
-    """The places of the run's rows, and what set-up, manifest and resume need to know of the puzzles."""
-    batch = cfg.train.effective_batch_size
+def make_rows(cfg: RunConfig, train: PuzzleFolder, *, held_out: PuzzleFolder | None) -> Rows:
+    """Return what set-up, manifest and resume need to know of the puzzles.
+
+    Its rows are places alone: a rank takes the rows themselves from its sampler, step by step.
+    """
+    batch, files, sources = cfg.train.effective_batch_size, dict[str, str](), dict[str, dict[str, Any]]()
     steps = cfg.train.max_steps or max(1, train.total_steps(cfg.hrm.epochs, global_batch=batch))
-    splits = {"train": train, **({"test": held_out} if held_out is not None else {})}
-    files = {str(path): weights_digest(path) for split in splits.values() for path in files_of(split)}
-    digest = hashlib.sha256("".join(files.values()).encode()).hexdigest()
-    # A visit to each group is the published epoch. It may be a step or two, and all held-out puzzles take longer.
+    for name, split in {"train": train, **({"test": held_out} if held_out is not None else {})}.items():
+        arrays = [array_file(split.path, part.name, array=array) for part in split.sets for array in ARRAYS]
+        files |= {str(path): weights_digest(path) for path in (split.path / FACTS, *arrays)}
+        facts = split.facts
+        sources[name] = {
+            "path": str(split.path),
+            "kind": facts.kind,
+            "groups": facts.total_groups,
+            "puzzles": sum(len(part.puzzle_identifiers) for part in split.sets),
+            "examples": len(split),
+            "cells": facts.seq_len,
+            "vocab_size": facts.vocab_size,
+            "identifiers": facts.num_puzzle_identifiers,
+        }
+    # A visit to each group is the published epoch. It may be a step or two, and all held-out puzzles take longer: a run
+    # is measured and saved ten times at most where the config gives no steps, as published runs are.
     visit = math.ceil(train.facts.total_groups * train.facts.mean_puzzle_examples / batch)
+    digest = hashlib.sha256("".join(files.values()).encode()).hexdigest()
     return Rows(
-        train=Places(steps * batch),
+        train=range(steps * batch),
         held_out=None,
-        report={"files": files, "sources": {name: counts_of(split) for name, split in splits.items()}},
-        order=RowOrder(steps=steps, steps_per_epoch=max(visit, math.ceil(steps / MEASUREMENTS)), digest=digest),
+        report={"files": files, "sources": sources},
+        order=RowOrder(steps=steps, steps_per_epoch=max(visit, math.ceil(steps / 10)), digest=digest),
         trainer_evaluates=False,
     )
 
 
-def files_of(split: PuzzleFolder) -> list[Path]:
-    """The files of a split."""
-    arrays = [array_file(split.path, each.name, array=array) for each in split.sets for array in ARRAYS]
-    return [split.path / FACTS, *arrays]
-
-
-def counts_of(split: PuzzleFolder) -> dict[str, Any]:
-    """What the data report says of a split."""
-    facts = split.facts
-    return {
-        "path": str(split.path),
-        "kind": facts.kind,
-        "groups": facts.total_groups,
-        "puzzles": sum(len(each.puzzle_identifiers) for each in split.sets),
-        "examples": len(split),
-        "cells": facts.seq_len,
-        "vocab_size": facts.vocab_size,
-        "identifiers": facts.num_puzzle_identifiers,
-    }
-
-
-def described(name: str, counts: dict[str, Any]) -> str:
-    """A split in a line."""
-    return (
-        f"{name}: {counts['examples']:,} examples of {counts['puzzles']:,} puzzles in {counts['groups']:,} groups, "
-        f"{counts['cells']} cells each ({counts['path']})"
-    )
-
-
 def build_model(cfg: RunConfig, train: PuzzleFolder) -> PuzzleModel:
-    """A model for these puzzles; its weights follow from the seed, or are those of `hrm.start_from`."""
+    """Build a model for these puzzles; its weights follow from the seed, or are those of `hrm.start_from`."""
     facts, is_sharded = train.facts, cfg.hrm.puzzle_emb_placement == "sharded"
     share = TableShare(log.rank(), log.world_size()) if is_sharded else ALL_ROWS
     grid = Grid(vocab_size=facts.vocab_size, cells=facts.seq_len, identifiers=facts.num_puzzle_identifiers)
-    model = PuzzleModel(cfg.hrm, grid, dtype=DTYPES[str(cfg.train.precision)], share=share)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[str(cfg.train.precision)]
+    model = PuzzleModel(cfg.hrm, grid, dtype=dtype, share=share)
     if cfg.hrm.start_from is not None:
         load_published(model, Path(cfg.hrm.start_from))
     if share.world > 1:  # DDP would copy the first process's buffers to all others
@@ -168,19 +148,18 @@ def build_model(cfg: RunConfig, train: PuzzleFolder) -> PuzzleModel:
 
 
 def build_trainer(parts: TrainerParts, *, train: PuzzleFolder, held_out: PuzzleFolder | None) -> PuzzleTrainer:
-    """A trainer that takes its rows from the puzzles' own sampler, and measures the held-out ones."""
-    cfg, world = parts.cfg, log.world_size()
-    # The model casts its weights itself; neither autocast nor recomputation has a place in its cycles.
-    own = {"bf16": False, "fp16": False, "neftune_noise_alpha": None, "optim": "adamw_torch"}
-    given = {"adam_beta2": BETA2, **parts.arguments, **own, **recomputation_arguments(recomputes=False)}
+    """Build a trainer that takes its rows from the puzzles' own sampler, and measures the held-out ones."""
+    cfg, rank, world, batch = parts.cfg, log.rank(), log.world_size(), parts.cfg.train.effective_batch_size
+    # The model casts its weights itself; neither autocast nor recomputation has a place in its cycles. 0.95 is the
+    # published decay of the second moment, where train.extra says nothing.
+    fixed = {"bf16": False, "fp16": False, "neftune_noise_alpha": None, "optim": "adamw_torch"}
+    arguments = {"adam_beta2": 0.95, **parts.arguments, **fixed, **recomputation_arguments(recomputes=False)}
     trainer = PuzzleTrainer(
         parts.step,
         cfg=cfg,
         model=parts.model,
-        train_rows=TrainBatches(
-            train, seed=cfg.seed, global_batch=cfg.train.effective_batch_size, rank=log.rank(), world=world
-        ),
-        args=on_one_gpu(TrainingArguments(**given)),
+        train_rows=TrainBatches(train, seed=cfg.seed, global_batch=batch, rank=rank, world=world),
+        args=on_one_gpu(TrainingArguments(**arguments)),
         train_dataset=parts.train,
         data_collator=collate,
         callbacks=parts.callbacks,
@@ -194,20 +173,3 @@ def build_trainer(parts: TrainerParts, *, train: PuzzleFolder, held_out: PuzzleF
     if cfg.hrm.stop_at_exact is not None:
         trainer.add_callback(StopWhenLearned(cfg.hrm.stop_at_exact, evaluation))
     return trainer
-
-
-def announce(train_run: TrainRun, model: PuzzleModel, *, parameters: dict[str, Any]) -> None:
-    """Say what trains, how, and for how long."""
-    cfg, grid = train_run.cfg, model.grid
-    table = 0 if model.puzzles is None else grid.identifiers * model.puzzles.rows.shape[1]
-    where = ", shared out over the processes" if model.puzzles is not None and model.puzzles.is_shared_out else ""
-    log.say(
-        f"{format_count(parameters['parameters'])} weights learn {grid.cells} cells of {grid.vocab_size} symbols from "
-        f"{cfg.hrm.start_from or 'nothing'}, and {format_count(table)} numbers of {grid.identifiers} puzzle "
-        f"identifier(s){where}"
-    )
-    kind = "new" if train_run.checkpoint is None else "continued"
-    log.say(
-        f"Starting {kind} run with {cfg.train.precision} precision on {log.world_size()} process(es): "
-        f"{train_run.setup.steps} steps, at most {cfg.hrm.n_supervision} segments a puzzle"
-    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 
 from sftplay import log
@@ -40,6 +39,5 @@ def load_weights(role_models: RoleModels, checkpoint: Path) -> None:
         fix = "continue from a checkpoint of task mode score"
         raise RunError("the checkpoint has no weights of solver and guide", where=str(path), fix=fix)
     weights = role_models.find_checkpoint_weights()
-    with torch.no_grad():
-        for name, whole in load_file(path).items():
-            copy_into(whole, weights[name])
+    for name, whole in load_file(path).items():
+        copy_into(whole, weights[name])

@@ -6,9 +6,8 @@ whether solver or guide has learned. Every rank samples a share of the problems.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from math import ceil
 from pathlib import Path
 from types import MappingProxyType
@@ -17,98 +16,71 @@ from typing import Any
 import torch
 
 from sftplay import log
-from sftplay.atomic import write_text
-from sftplay.config.run import RunConfig
-from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.score.episode_rewards import EpisodeResult, describe, expect_known, format_episode, write_lines
-from sftplay.tasks.score.losses import check_stage1_gate
+from sftplay.tasks.hrm.evaluation import EvaluateAtSteps
+from sftplay.tasks.score.episode_rewards import EpisodeResult, describe, expect_known, format_episode
 from sftplay.tasks.score.sample_episodes import Action, Episode, HintKind, diagnose, exchange_hints, read_reference
 from sftplay.train.disk import check_room, checkpoint_bytes
-from sftplay.train.observer import Observer
 from sftplay.train.random_numbers import random_numbers_kept
 
 EvaluatedEpisode = tuple[int, EpisodeResult, dict[str, Any]]
 """Number of the episode, result, and the episode formatted for people."""
 
 
-class EvaluateEpisodes(Observer):
-    """Writes eval/step-N.json and .jsonl, and adds the figures to the next line of metrics.
-
-    Existing files are read: after a resume nothing is measured twice.
-    """
-
-    trainer: Any
-
-    def __init__(self, cfg: RunConfig, questions: Sequence[Question], *, folder: Path, every: int) -> None:
-        """`folder` is the run's eval/; `every` is the steps between two evaluations."""
-        self.cfg, self.questions, self.folder, self.every = cfg, questions, folder, every
+class EvaluateEpisodes(EvaluateAtSteps):
+    """Measures both turns of held-out problems, also at the start and at the end of stage 1."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 0:
             self._check_min_hint_gain()
             self.evaluate(0)
 
-    def measures_at(self, step: int, state: Any) -> bool:
-        return step % self.every == 0 or step in (self.cfg.score.stage1_steps, state.max_steps)
-
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        step, stage1 = state.global_step, self.cfg.score.stage1_steps
-        if self.measures_at(step, state):
-            control.should_log = True  # writes a line with the figures
-            figures = self.evaluate(step)
-            if step == stage1 and step < state.max_steps:
-                self._warn_at_gate(figures)
-            is_best = state.best_metric is None or figures["acc_t2"] > state.best_metric
-            if self.cfg.train.best_metric == "acc_t2" and is_best:
-                state.best_metric, state.best_global_step = figures["acc_t2"], step
-                log.say(f"the highest acc_t2 so far, {figures['acc_t2']:.3f}: these weights are kept", "eval")
-                if not control.should_save:
-                    self._save(control, more)
+        step, score, trainer = state.global_step, self.cfg.score, self.trainer
+        if not self.measures_at(step, state):
+            return
+        control.should_log = True  # writes a line with the figures
+        figures = self.evaluate(step)
+        if step == score.stage1_steps and step < state.max_steps:
+            kl_first, delta = float(trainer.figures.get("kl_t1") or 0.0), float(figures["delta"])
+            faults, limit = [], score.kl1_max
+            if kl_first >= limit:
+                faults.append(f"turn 1 has moved from the reference (KL {kl_first:.3g}, score.kl1_max {limit:g})")
+            if delta <= 0:
+                faults.append(f"second answers are no better than first ones (delta {delta:+.3f})")
+            if faults:
+                log.say(f"warning: stage 1 ends, but {' and '.join(faults)}; stage 2 begins all the same", "score")
+            else:
+                log.say(f"stage 1 ends: KL of turn 1 {kl_first:.3g}, delta {delta:+.3f}; stage 2 begins", "score")
+        is_best = state.best_metric is None or figures["acc_t2"] > state.best_metric
+        if self.cfg.train.best_metric != "acc_t2" or not is_best:
+            return
+        state.best_metric, state.best_global_step = figures["acc_t2"], step
+        log.say(f"the highest acc_t2 so far, {figures['acc_t2']:.3f}: these weights are kept", "eval")
+        if not control.should_save:
+            # It comes too late for the callbacks that prepare a save.
+            checkpoints = Path(trainer.args.output_dir)
+            if log.is_main():
+                check_room(checkpoints, checkpoint_bytes(checkpoints, more["model"], optimizer=more["optimizer"]))
+            trainer.heartbeat.enter("save")
+            control.should_save = True
 
-    def _save(self, control: Any, more: Mapping[str, Any]) -> None:
-        """Let the Trainer save after this evaluation. It comes too late for the callbacks that prepare a save."""
-        checkpoints = Path(self.trainer.args.output_dir)
-        if log.is_main():
-            check_room(checkpoints, checkpoint_bytes(checkpoints, more["model"], optimizer=more["optimizer"]))
-        self.trainer.heartbeat.enter("save")
-        control.should_save = True
-
-    def evaluate(self, step: int) -> dict[str, Any]:
-        """Return the figures of a step, sampled or read from the step's file. Every rank must call it."""
-        path, trainer = self.folder / f"step-{step}.json", self.trainer
-        kept = path.read_text(encoding="utf-8") if log.is_main() and path.exists() else None
-        known = gather_objects(kept)[0]
-        figures = json.loads(known) if known else self._measure(step, path)
-        logged = {
-            f"eval_{key}": value for key, value in figures.items() if isinstance(value, float) and key != "seconds"
-        }
-        if step:
-            trainer.held_out_figures = logged
-        else:  # the first line of metrics comes at step 1, but a tracker's curve starts here
-            trainer.log(logged)
-        log.say(f"step {step}/{trainer.state.max_steps}  {format_summary(figures)}", "eval")
-        return figures
-
-    def _measure(self, step: int, path: Path) -> dict[str, Any]:
-        """Sample all problems, and write figures and episodes."""
-        began = time.monotonic()
-        evaluated, empty, static, *other = self._sample("own", "empty", "static", "other")
-        figures: dict[str, Any] = {"step": step, "n": len(evaluated), **compute_figures(evaluated)}
-        figures |= {
-            "acc_t2_empty": compute_figures(empty)["acc_t2"],
-            "acc_t2_static": compute_figures(static)["acc_t2"],
-        }
-        figures |= {"acc_t2_other_hint": compute_figures(other[0])["acc_t2"] if other else None}
+    def measure(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        evaluated, *others = self._sample("own", "empty", "static", "other")
+        figures = {"n": len(evaluated), **describe([result for _, result, _ in evaluated])}
+        for name, sampled in zip_longest(("acc_t2_empty", "acc_t2_static", "acc_t2_other_hint"), others):
+            figures[name] = describe([result for _, result, _ in sampled])["acc_t2"] if sampled else None
         if self.cfg.score.eval_temperature:
-            greedy = compute_figures(self._sample("own", is_greedy=True)[0])
+            greedy = describe([result for _, result, _ in self._sample("own", is_greedy=True)[0]])
             figures |= {f"{name}_greedy": greedy[name] for name in ("acc_t1", "acc_t2")}
-        figures |= {"diagnosis": diagnose(figures), "seconds": round(time.monotonic() - began, 3)}
-        if log.is_main():
-            write_lines(path.with_suffix(".jsonl"), [line for _, _, line in evaluated])
-            write_text(path, json.dumps(figures, indent=1) + "\n")
-        return figures
+        return {**figures, "diagnosis": diagnose(figures)}, [line for _, _, line in evaluated]
+
+    def summarize(self, figures: dict[str, Any]) -> tuple[dict[str, float], str]:
+        means = "  ".join(f"{name} {figures[name]:.3f}" for name in ("acc_t1", "acc_t2", "delta", "i2c", "c2i"))
+        hints = f"empty hint {figures['acc_t2_empty']:.3f}, static {figures['acc_t2_static']:.3f}"
+        logged = {name: value for name, value in figures.items() if isinstance(value, float) and name != "seconds"}
+        return logged, f"{means}  ({hints}; n {figures['n']}): {figures['diagnosis']}"
 
     def _sample(self, *kinds: HintKind, is_greedy: bool = False) -> list[list[EvaluatedEpisode]]:
         """Sample the problems with each kind of hints; return the episodes of all ranks in the order of their numbers.
@@ -116,17 +88,21 @@ class EvaluateEpisodes(Observer):
         First answers are the same with each kind, so they are sampled once. `is_greedy` samples a problem once, with
         the likeliest tokens; otherwise the config decides. The kind other is left out where all hints are equal.
         """
+        trainer, tokenizer = self.trainer, self.trainer.episode_sampler.tokenizer
         by_kind, firsts, others = list[list[EvaluatedEpisode]](), None, dict[int, list[int]]()
         for hints in kinds:
             if hints == "other" and not others:
                 continue
-            with random_numbers_kept(), self.trainer.heartbeat.within("evaluation"):
-                episodes = self._sample_share(hints, is_greedy=is_greedy, firsts=firsts, others=others)
-                shares = gather_objects(self._score(episodes), self.trainer.heartbeat)
+            with random_numbers_kept(), trainer.heartbeat.within("evaluation"):
+                numbers, episodes = self._sample_share(hints, is_greedy=is_greedy, firsts=firsts, others=others)
+                results = trainer.reward_scorer.score(episodes, heartbeat=trainer.heartbeat)
+                lines = [format_episode(*pair, tokenizer=tokenizer) for pair in zip(episodes, results, strict=True)]
+                shares = gather_objects(list(zip(numbers, results, lines, strict=True)), trainer.heartbeat)
             if hints == "own" and "other" in kinds:
-                written = gather_objects({number: episode.hint_ids for number, episode in episodes})
+                hint_ids = [episode.hint_ids for episode in episodes]
+                written = gather_objects(dict(zip(numbers, hint_ids, strict=True)))
                 others = exchange_hints({number: ids for rank in written for number, ids in rank.items()})
-            firsts = [episode.first for _, episode in episodes]
+            firsts = [episode.first for episode in episodes]
             by_number = {evaluated[0]: evaluated for share in shares for evaluated in share}
             expect_known([result for _, result, _ in by_number.values()])
             by_kind.append([by_number[number] for number in sorted(by_number)])
@@ -139,13 +115,13 @@ class EvaluateEpisodes(Observer):
         is_greedy: bool = False,
         firsts: Sequence[Action] | None = None,
         others: Mapping[int, list[int]] = MappingProxyType({}),
-    ) -> list[tuple[int, Episode]]:
-        """Sample this rank's episodes with their numbers. All ranks have as many: one may be sampled twice."""
+    ) -> tuple[list[int], list[Episode]]:
+        """Sample this rank's episodes; return numbers and episodes. All ranks have as many; one may repeat."""
         trainer, score = self.trainer, self.cfg.score
         n_samples, temperature = (1, 0.0) if is_greedy else (score.eval_samples, score.eval_temperature)
-        n, world = len(self.questions) * n_samples, log.world_size()
+        n, world = len(self.rows) * n_samples, log.world_size()
         numbers = [number % n for number in range(log.rank(), ceil(n / world) * world, world)]
-        questions = [self.questions[number // n_samples] for number in numbers]
+        questions = [self.rows[number // n_samples] for number in numbers]
         trainer.role_models.eval()
         try:
             with torch.no_grad(), trainer.accelerator.autocast():
@@ -160,59 +136,30 @@ class EvaluateEpisodes(Observer):
                 )
         finally:
             trainer.role_models.train()
-        return list(zip(numbers, episodes, strict=True))
-
-    def _score(self, episodes: Sequence[tuple[int, Episode]]) -> list[EvaluatedEpisode]:
-        trainer = self.trainer
-        results = trainer.reward_scorer.score([episode for _, episode in episodes], heartbeat=trainer.heartbeat)
-        return [
-            (number, result, format_episode(episode, result, tokenizer=trainer.episode_sampler.tokenizer))
-            for (number, episode), result in zip(episodes, results, strict=True)
-        ]
+        return numbers, episodes
 
     def _check_min_hint_gain(self) -> None:
         """Raise RunError where the solver cannot use a hint that states the answer: it would learn to copy."""
-        min_gain = self.cfg.score.min_hint_gain
+        min_gain, where = self.cfg.score.min_hint_gain, "score.min_hint_gain"
         if not min_gain or self.cfg.score.guidance == "none":
             return
-        if not any(read_reference(question) for question in self.questions):
+        if not any(read_reference(question) for question in self.rows):
             raise RunError(
                 "no problem has an answer that a correct hint could state, so it is not known whether the solver can "
                 "use one",
-                where="score.min_hint_gain",
+                where=where,
                 fix="give the rows the column answer, or set score.min_hint_gain: 0",
             )
-        right, empty = (compute_figures(evaluated) for evaluated in self._sample("right", "empty"))
-        with_hint, without = float(right["acc_t2"] or 0.0), float(empty["acc_t2"] or 0.0)
+        with_hint, without = (
+            float(describe([result for _, result, _ in evaluated])["acc_t2"] or 0.0)
+            for evaluated in self._sample("right", "empty")
+        )
         shares = f"right in {with_hint:.1%} with a correct hint and in {without:.1%} with an empty one"
         log.say(f"second answers are {shares}", "eval")
         if with_hint - without < min_gain:
             raise RunError(
                 f"the solver cannot use a hint: its second answers are {shares}, a gain of {with_hint - without:.3f}",
-                where="score.min_hint_gain",
+                where=where,
                 fix=f"warm the model up on rows with hints (task_mode sft), until the gain is {min_gain:g}; or set "
                 "score.min_hint_gain: 0",
             )
-
-    def _warn_at_gate(self, figures: dict[str, Any]) -> None:
-        kl_first = float(self.trainer.figures.get("kl_t1") or 0.0)
-        objection = check_stage1_gate(kl_first=kl_first, delta=float(figures["delta"]), kl1_max=self.cfg.score.kl1_max)
-        if objection:
-            log.say(f"warning: stage 1 ends, but {objection}; stage 2 begins all the same", "score")
-        else:
-            log.say(
-                f"stage 1 ends: KL of turn 1 {kl_first:.3g}, delta {figures['delta']:+.3f}; stage 2 begins", "score"
-            )
-
-
-def compute_figures(evaluated: Sequence[EvaluatedEpisode]) -> dict[str, float | None]:
-    """Compute the figures of evaluated episodes."""
-    return describe([result for _, result, _ in evaluated])
-
-
-def format_summary(figures: dict[str, Any]) -> str:
-    """Format the figures as one line."""
-    names = ("acc_t1", "acc_t2", "delta", "i2c", "c2i")
-    means = "  ".join(f"{name} {figures[name]:.3f}" for name in names)
-    hints = f"empty hint {figures['acc_t2_empty']:.3f}, static {figures['acc_t2_static']:.3f}"
-    return f"{means}  ({hints}; n {figures['n']}): {figures['diagnosis']}"

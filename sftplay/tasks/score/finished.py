@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as TextStream
 from contextlib import contextmanager
@@ -10,10 +9,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any, Literal
+from typing import Any
 
 from sftplay import log
-from sftplay.atomic import write_text
 from sftplay.config.run import RunConfig
 from sftplay.data.prompts.load import Prompts, not_asked
 from sftplay.data.prompts.prompt import Prompt
@@ -28,7 +26,8 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_result, load_untrained
 from sftplay.model.weights import frozen_dtype, open_model
-from sftplay.tasks.score.episode_rewards import RewardScorer, describe, expect_known, format_episode, write_lines
+from sftplay.tasks.hrm.evaluation import write_measured
+from sftplay.tasks.score.episode_rewards import RewardScorer, describe, expect_known, format_episode
 from sftplay.tasks.score.role_models import ADAPTER_NAMES, Role
 from sftplay.tasks.score.sample_episodes import (
     EpisodeSampler,
@@ -80,19 +79,6 @@ def open_role_models(cfg: RunConfig, folder: RunFolder, *, untrained: bool = Fal
     return FinishedRoleModels(model.eval(), guide=guide)
 
 
-HintSource = Literal["none", "static", "model"]
-
-HINTS_BY_SOURCE: dict[HintSource, HintKind] = {"none": "empty", "static": "static", "model": "own"}
-"""Source of hints -> kind of hints that the episode sampler uses."""
-
-ABLATION_METRICS = ("acc_t1", "acc_t2", "delta", "i2c", "c2i")
-
-
-def list_hint_sources(cfg: RunConfig) -> list[HintSource]:
-    """List the sources of hints that a run has: the guide only where there is one."""
-    return [kind for kind in HINTS_BY_SOURCE if kind != "model" or cfg.score.guidance in ("model", "model_trained")]
-
-
 def measure_ablation(
     role_models: FinishedRoleModels, prompts: Prompts, *, cfg: RunConfig, path: Path
 ) -> dict[str, Any]:
@@ -100,52 +86,43 @@ def measure_ablation(
 
     The top-level figures are those of the run's source of hints; `hints` has the figures of each source.
     """
-    score, tag = cfg.score, path.stem
-    run_source = score.guidance if score.guidance in ("none", "static") else "model"
+    score, tag, tokenizer = cfg.score, path.stem, prompts.renderer.tokenizer
+    has_guide = score.guidance not in ("none", "static")
     measured = evenly_spaced(prompts.held_out if len(prompts.held_out) else prompts.train, cfg.eval.limit)
     questions = [question for question in measured for _ in range(score.eval_samples)]
     log.say(f"playing {len(questions):,} episodes with each kind of hint ({tag})", "eval")
     rows = {"score.generation_rows": score.generation_rows or cfg.eval.batch_size}
     episode_sampler = EpisodeSampler(cfg.with_values(rows, "eval"), role_models, renderer=prompts.renderer)
-    tokenizer, lines, by_source = prompts.renderer.tokenizer, list[dict[str, Any]](), dict[str, dict[str, Any]]()
+    settings: dict[str, Any] = {"numbers": range(len(questions)), "seed": cfg.seed}
+    settings["temperature"] = score.eval_temperature
+    hint_kinds: dict[str, HintKind] = {"none": "empty", "static": "static", **({"model": "own"} if has_guide else {})}
+    lines, by_source = list[dict[str, Any]](), dict[str, dict[str, Any]]()
     with RewardScorer(cfg, columns=prompts.report["columns"], tokenizer=tokenizer) as reward_scorer:
         firsts = None  # the same with each source of hints
-        for kind in list_hint_sources(cfg):
+        for source, kind in hint_kinds.items():
             with ready_to_answer(role_models.model, cfg):
-                episodes = episode_sampler.sample_episodes(
-                    questions,
-                    numbers=range(len(questions)),
-                    seed=cfg.seed,
-                    temperature=score.eval_temperature,
-                    hints=HINTS_BY_SOURCE[kind],
-                    firsts=firsts,
-                )
+                episodes = episode_sampler.sample_episodes(questions, hints=kind, firsts=firsts, **settings)
             firsts = [episode.first for episode in episodes]
             results = reward_scorer.score(episodes, heartbeat=Heartbeat())
             expect_known(results)
-            by_source[kind] = describe(results)
+            by_source[source] = describe(results)
             formatted = [format_episode(*pair, tokenizer=tokenizer) for pair in zip(episodes, results, strict=True)]
-            lines += [{"hints": kind, "number": number, **line} for number, line in enumerate(formatted)]
-    figures = {
-        "n": len(questions),
-        **by_source[run_source],
-        "diagnosis": diagnose(by_source[run_source]),
-        "hints": by_source,
-    }
-    write_lines(path.with_suffix(".jsonl"), lines)
-    write_text(path, json.dumps(figures, indent=1) + "\n")
+            lines += [{"hints": source, "number": number, **line} for number, line in enumerate(formatted)]
+    run_figures = by_source["model" if has_guide else score.guidance]
+    figures = {"n": len(questions), **run_figures, "diagnosis": diagnose(run_figures), "hints": by_source}
+    write_measured(path, figures, lines=lines)
     log.say(f"{tag}: acc_t1 {figures['acc_t1']:.3f}, acc_t2 {figures['acc_t2']:.3f}: {figures['diagnosis']}", "eval")
     return figures
 
 
 def ablation_table(figures: dict[str, dict[str, Any]]) -> str:
     """Format a line for each source of hints, `before` and `after` training."""
-    names = {"before": "base", "after": "tuned"}
+    names, metrics = {"before": "base", "after": "tuned"}, ("acc_t1", "acc_t2", "delta", "i2c", "c2i")
     hints = {"none": "no hint", "static": "static", "model": "guide"}
-    lines = [f"{'':<8}{'hint':<10}" + "".join(f"{name:>9}" for name in ABLATION_METRICS)]
+    lines = [f"{'':<8}{'hint':<10}" + "".join(f"{name:>9}" for name in metrics)]
     for side, measured_side in figures.items():
         for kind, measured in measured_side["hints"].items():
-            cells = "".join(f"{measured[name]:9.3f}" for name in ABLATION_METRICS)
+            cells = "".join(f"{measured[name]:9.3f}" for name in metrics)
             lines.append(f"{names[side]:<8}{hints[kind]:<10}{cells}")
     lines += [f"{names[side]}: {measured_side['diagnosis']}" for side, measured_side in figures.items()]
     return "\n".join([*lines, f"{next(iter(figures.values()))['n']} episodes each"])
@@ -162,14 +139,13 @@ class RowEpisodeSampler:
 
     def sample_answers(self, batch: Sequence[tuple[Prompt, list[int]]]) -> list[dict[str, str]]:
         """Sample `first_answer`, `hint`, and `response` (the second answer) of the rows."""
+        sampling, tokenizer = self._sampling, self._episode_sampler.tokenizer
+        questions = [Question(row.number, ids, row.question, {}) for row, ids in batch]
+        numbers = [row.number for row, _ in batch]
         with ready_to_answer(self._role_models.model, self._cfg):
             episodes = self._episode_sampler.sample_episodes(
-                [Question(row.number, ids, row.question, {}) for row, ids in batch],
-                numbers=[row.number for row, _ in batch],
-                seed=self._sampling.seed,
-                temperature=self._sampling.temperature,
+                questions, numbers=numbers, seed=sampling.seed, temperature=sampling.temperature
             )
-        tokenizer = self._episode_sampler.tokenizer
         return [
             {
                 "first_answer": decode_text(tokenizer, episode.first.ids),
@@ -191,7 +167,7 @@ def check_problems(questions: PromptFile, renderer: Any, *, cfg: RunConfig) -> N
             raise DataError(not_asked(more), where=str(question.source), fix="put what matters into the last turn")
         n_tokens = len(question.prompt(renderer))
         if n_tokens > cfg.prompt_tokens:
-            what = f"has {n_tokens} tokens; beside answers of {cfg.score.max_new_tokens} and a hint there is room for "
+            what = f"has {n_tokens} tokens; next to answers of {cfg.score.max_new_tokens} and a hint there is room for "
             fix = "shorten the row, or the answers: MAX_NEW_TOKENS="
             raise DataError(f"{what}{cfg.prompt_tokens}", where=str(question.source), fix=fix)
 
@@ -225,39 +201,30 @@ class EpisodeChat:
             DataError: the problem is too long.
         """
         self.n_asked += 1
-        score, longest = self.cfg.score, self.generator.max_new_tokens
-        known: dict[str, Sequence[int]] = {"problem": tokenize_text(self.generator.tokenizer, text)}
+        score, tokenizer = self.cfg.score, self.generator.tokenizer
+        known: dict[str, Sequence[int]] = {"problem": tokenize_text(tokenizer, text)}
         yield "[first answer]\n"
-        known["attempt"] = yield from self._stream_text(
-            self.templates.solve, known, role="solver", turn=1, longest=longest, stop=stop
-        )
+        known["attempt"] = yield from self._stream_text(self.templates.solve, known, turn=1, stop=stop)
         if stop.is_set():
             return
         if score.guidance in ("none", "static"):
             hint = score.prompts.static_hint if score.guidance == "static" else ""
             yield f"\n[hint, of score.guidance {score.guidance}]\n{hint}"
-            known["hint"] = tokenize_text(self.generator.tokenizer, hint)
+            known["hint"] = tokenize_text(tokenizer, hint)
         else:
             yield "\n[hint]\n"
-            known["hint"] = yield from self._stream_text(
-                self.templates.guide, known, role="guide", turn=2, longest=score.max_hint_tokens, stop=stop
-            )
+            known["hint"] = yield from self._stream_text(self.templates.guide, known, turn=2, stop=stop)
         if stop.is_set():
             return
         yield "\n[second answer]\n"
-        yield from self._stream_text(self.templates.revise, known, role="solver", turn=3, longest=longest, stop=stop)
+        yield from self._stream_text(self.templates.revise, known, turn=3, stop=stop)
 
     def _stream_text(
-        self,
-        template: Template,
-        known: dict[str, Sequence[int]],
-        *,
-        role: Role,
-        turn: int,
-        longest: int,
-        stop: Event,
+        self, template: Template, known: dict[str, Sequence[int]], *, turn: int, stop: Event
     ) -> TextStream[str, None, list[int]]:
-        """Stream one text; return the tokens without the end token."""
+        """Stream one text; return the tokens without the end token. Turn 2 is the hint."""
+        role: Role = "guide" if turn == 2 else "solver"
+        longest = self.cfg.score.max_hint_tokens if turn == 2 else self.generator.max_new_tokens
         try:
             prompt = template.fill(known, max_tokens=self.cfg.model.max_seq_len - longest)
         except RunError as error:

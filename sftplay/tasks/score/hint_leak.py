@@ -21,33 +21,19 @@ _NUMBER = re.compile(
     re.IGNORECASE,
 )
 _WORDS_TO_TWELVE = (
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-)
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+)  # fmt: skip
 _TEEN_STEMS = ("thir", "four", "fif", "six", "seven", "eigh", "nine")
 _TENS_STEMS = ("twen", "thir", "for", "fif", "six", "seven", "eigh", "nine")
 _NUMBER_WORDS = {word: n for n, word in enumerate(_WORDS_TO_TWELVE)}
-_NUMBER_WORDS |= {f"{word}teen": n for n, word in enumerate(_TEEN_STEMS, 13)} | {
-    f"{word}ty": 10 * n for n, word in enumerate(_TENS_STEMS, 2)
-}
+_NUMBER_WORDS |= {f"{stem}teen": n for n, stem in enumerate(_TEEN_STEMS, 13)}
+_NUMBER_WORDS |= {f"{stem}ty": 10 * n for n, stem in enumerate(_TENS_STEMS, 2)}
 _SCALE_WORDS = {"hundred": 100, "thousand": 1_000, "million": 1_000_000}
 _NUMBER_WORD = rf"(?:{'|'.join([*_NUMBER_WORDS, *_SCALE_WORDS])})"
 _SPELLED_NUMBER = re.compile(
     rf"\b(?:(?:minus|negative) )?{_NUMBER_WORD}(?:(?:[ -]| and ){_NUMBER_WORD})*\b(?!-)", re.IGNORECASE
 )
 _ROMAN_NUMERAL = re.compile(r"\b(?=[IVXLCDM]{2})(M{0,3})(CM|CD|D?C{0,3})(XC|XL|L?X{0,3})(IX|IV|V?I{0,3})\b")
-_ROMAN_VALUES = {"I": 1, "V": 5, "X": 10, "L": 50, "C": 100, "D": 500, "M": 1000}
 _STEP_NAME = re.compile(
     r"\b(?:steps?|lines?|parts?|cases?|rows?|columns?|turns?|rules?|points?|items?|equations?|problems?|questions?|"
     r"terms?|examples?|number|no\.)\s*$",
@@ -66,26 +52,27 @@ _RESULT_PHRASE = re.compile(r"(?:\b(?:is|be|get|gives?|equals?|to|makes?)|[=:])\
 
 def states_answer(reference: str, hint: str, *, problem: str) -> bool:
     """Whether a hint states an answer that is a number or a short text; `problem` is what was asked."""
-    hint, wanted = _strip_latex(hint), _parse_number(_strip_latex(reference))
-    if wanted is None:
-        return _states_text(_strip_latex(reference), hint)
-    return _states_number(wanted, hint, asked={value for _, _, value, _ in _find_numbers(_strip_latex(problem))})
+    reference, hint = _strip_latex(reference), _strip_latex(hint)
+    found, wanted = _NUMBER.match(reference.strip()), None
+    # A number may have a unit; anything else, such as the code 007, is a text.
+    if found is not None and not re.match(r"0\d", found["top"]):
+        is_longer = re.search(r"[\d=+*^(]", reference.strip()[found.end() :])
+        wanted = None if is_longer else _parse_fraction(found)
+    if wanted is not None:
+        asked = {value for _, _, value, _ in _find_numbers(_strip_latex(problem))}
+        return _states_number(wanted, hint, asked=asked)
+    if re.fullmatch(r"[\w ]+", reference):
+        return re.search(rf"(?<![\w.]){re.escape(reference.strip())}(?!\w)", hint) is not None
+    wanted_text, given = (re.sub(r"\\left|\\right|\\[()\[\]]", "", text) for text in (reference, hint))
+    spaced = r"\s*".join(map(re.escape, re.sub(r"\s+", "", wanted_text)))
+    return re.search(rf"(?<![\w.]){spaced}(?!\w|\.\d)", given) is not None
 
 
 def _strip_latex(text: str) -> str:
-    """Remove LaTeX markup of numbers."""
     text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
     text = re.sub(r"(?<=\d)(?:\{,\}|\\[,;!: ])(?=\d)", ",", text)
     text = re.sub(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}", r"\1", text)
     return text.replace("\u2212", "-").replace("**", "").replace("$", " ").replace("_", " ")
-
-
-def _parse_number(text: str) -> Fraction | None:
-    """Parse a reference that is a number, with or without a unit; None for anything else, such as the code 007."""
-    found = _NUMBER.match(text.strip())
-    if found is None or re.match(r"0\d", found["top"]) or re.search(r"[\d=+*^(]", text.strip()[found.end() :]):
-        return None
-    return _parse_fraction(found)
 
 
 def _parse_fraction(found: re.Match[str]) -> Fraction | None:
@@ -105,7 +92,9 @@ def _find_numbers(text: str) -> Iterator[tuple[int, int, Fraction, bool]]:
         value = _parse_words(found[0])
         yield found.start(), found.end(), value, 0 <= value <= 10
     for found in _ROMAN_NUMERAL.finditer(text):
-        yield found.start(), found.end(), Fraction(_parse_roman(found[0])), False
+        digits = [{"I": 1, "V": 5, "X": 10, "L": 50, "C": 100, "D": 500, "M": 1000}[letter] for letter in found[0]]
+        value = Fraction(sum(-n if n < max(digits[at:]) else n for at, n in enumerate(digits)))
+        yield found.start(), found.end(), value, False
     for found in re.finditer(r"(?<![\w.,])(?<!\d )\d(?: \d)+(?!\w| \d|[.,]\d)", text):
         yield found.start(), found.end(), Fraction(found[0].replace(" ", "")), False
 
@@ -122,11 +111,6 @@ def _parse_words(text: str) -> Fraction:
     return Fraction(whole + part) * (-1 if text.lower().startswith(("minus", "negative")) else 1)
 
 
-def _parse_roman(text: str) -> int:
-    values = [_ROMAN_VALUES[letter] for letter in text]
-    return sum(-n if n < max(values[at:]) else n for at, n in enumerate(values))
-
-
 def _states_number(wanted: Fraction, hint: str, *, asked: set[Fraction]) -> bool:
     listed = re.sub(r"(?m)^(\s*)\d([.)])(?=\s+[A-Za-z])", r"\1-\2", hint)  # 1. First, 2. Then
     for start, end, value, is_common in _find_numbers(listed):
@@ -141,14 +125,6 @@ def _states_number(wanted: Fraction, hint: str, *, asked: set[Fraction]) -> bool
     return False
 
 
-def _states_text(reference: str, hint: str) -> bool:
-    if re.fullmatch(r"[\w ]+", reference):
-        return re.search(rf"(?<![\w.]){re.escape(reference.strip())}(?!\w)", hint) is not None
-    wanted, given = (re.sub(r"\\left|\\right|\\[()\[\]]", "", text) for text in (reference, hint))
-    spaced = r"\s*".join(map(re.escape, re.sub(r"\s+", "", wanted)))
-    return re.search(rf"(?<![\w.]){spaced}(?!\w|\.\d)", given) is not None
-
-
 def states_program(name: str, hint: str, *, reference: str) -> bool:
     """Whether a hint contains the function `name`, or the body of `reference` under any name or none.
 
@@ -159,7 +135,7 @@ def states_program(name: str, hint: str, *, reference: str) -> bool:
         return True
     wanted = [body for code in _find_snippets(reference) for body in _find_bodies(code, named=name)]
     statements = _parse(_unfence(hint))
-    if any(isinstance(node, ast.Return) and _is_expression(node.value) for node in statements):
+    if any(isinstance(node, ast.Return) and _is_calculation(node.value) for node in statements):
         return True
     return bool(wanted) and any(
         body in wanted for code in _find_snippets(hint) for body in _find_bodies(code, named="")
@@ -168,14 +144,13 @@ def states_program(name: str, hint: str, *, reference: str) -> bool:
 
 def _find_snippets(text: str) -> Iterator[str]:
     """Yield what may be code in a text: all of it, fenced blocks, inline code, single lines, text after `return`."""
+    lines = text.splitlines()
     yield _unfence(text)
     yield from re.findall(r"```[\w+-]*\n(.*?)(?:```|\Z)", text, re.DOTALL)
     yield from re.findall(r"`([^`\n]+)`", text)
-    lines = text.splitlines()
     yield from (line for line in lines if line.strip())
     yield from re.findall(r"\b(?:return|lambda)\b[^\n`]*", text)
-    indented = [line for line in lines if line.startswith((" ", "\t"))]
-    yield "\n".join(indented)
+    yield "\n".join(line for line in lines if line.startswith((" ", "\t")))
 
 
 def _unfence(text: str) -> str:
@@ -199,24 +174,22 @@ def _find_bodies(code: str, *, named: str) -> Iterator[str]:
     outside = [node for node in statements if not isinstance(node, ast.FunctionDef)]
     for node in ast.walk(ast.Module(statements, [])):
         if isinstance(node, ast.FunctionDef) and named in ("", node.name):
-            rest = node.body[1:] if ast.get_docstring(node) is not None else node.body
-            yield from _normalize(rest, node.args, keeps_names=bool(named))
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
         elif isinstance(node, ast.Lambda) and not named:
-            yield from _normalize([ast.Return(node.body)], node.args, keeps_names=False)
+            body = [ast.Return(node.body)]
+        else:
+            continue
+        text = "".join(map(ast.dump, body))
+        if named:  # as in statements outside a function
+            yield text
+        for number, argument in enumerate(node.args.args):
+            text = text.replace(f"Name(id='{argument.arg}'", f"Name(id='#{number}'")
+        yield text
     if not named and outside:
         yield "".join(map(ast.dump, outside))
-        if len(outside) == 1 and isinstance(outside[0], ast.Expr) and _is_expression(outside[0].value):
+        if len(outside) == 1 and isinstance(outside[0], ast.Expr) and _is_calculation(outside[0].value):
             yield ast.dump(ast.Return(outside[0].value))
 
 
-def _normalize(body: list[ast.stmt], arguments: ast.arguments, *, keeps_names: bool) -> Iterator[str]:
-    text = "".join(map(ast.dump, body))
-    if keeps_names:  # as in statements outside a function
-        yield text
-    for number, argument in enumerate(arguments.args):
-        text = text.replace(f"Name(id='{argument.arg}'", f"Name(id='#{number}'")
-    yield text
-
-
-def _is_expression(value: ast.expr | None) -> bool:
+def _is_calculation(value: ast.expr | None) -> bool:
     return value is not None and not isinstance(value, ast.Name | ast.Constant)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -23,15 +20,6 @@ def policy_loss(log_probs: Tensor, mask: Tensor, *, advantage: Tensor, longest: 
     return -(advantage.detach() * sum_log_probs(log_probs, mask, longest=longest)).sum() / n_episodes
 
 
-class ClippedLoss(NamedTuple):
-    """A clipped policy loss, with the ratios [episodes, tokens]."""
-
-    loss: Tensor
-    ratio: Tensor
-    is_clipped: Tensor
-    """1 where the ratio was clipped, so that the token has no gradient."""
-
-
 def clipped_loss(
     log_probs: Tensor,
     mask: Tensor,
@@ -41,17 +29,18 @@ def clipped_loss(
     epsilon: float,
     longest: int,
     n_episodes: float,
-) -> ClippedLoss:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return PPO's clipped loss: `policy_loss` with min(rho A, clip(rho, 1 - epsilon, 1 + epsilon) A) for A log p.
 
     `sampled` are the log-probabilities at sampling time, and rho is exp(log p - sampled) (Schulman et al. 2017, arXiv
-    1707.06347, equation 7). Where rho is 1, the gradient is that of `policy_loss`.
+    1707.06347, equation 7). Where rho is 1, the gradient is that of `policy_loss`. Return also the ratios rho and, as
+    0 or 1, whether a ratio was clipped, so that the token has no gradient: both [episodes, tokens].
     """
     gain, ratio = advantage.detach()[:, None], (log_probs - sampled.detach()).exp()
     bounded = ratio.clamp(1 - epsilon, 1 + epsilon)
     loss = -sum_log_probs(torch.minimum(ratio * gain, bounded * gain), mask, longest=longest).sum() / n_episodes
     is_clipped = ((ratio > 1 + epsilon) & (gain > 0)) | ((ratio < 1 - epsilon) & (gain < 0))
-    return ClippedLoss(loss, ratio.detach(), is_clipped.to(mask.dtype))
+    return loss, ratio.detach(), is_clipped.to(mask.dtype)
 
 
 def full_kl(log_probs: Tensor, reference: Tensor) -> Tensor:
@@ -84,39 +73,14 @@ def gather_log_probs(log_probs: Tensor, tokens: Tensor) -> Tensor:
     return torch.gather(log_probs, -1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-GUIDE_RATES = {"full": 0.1, "lora": 0.2, "qlora": 0.2}
-"""Default learning rate of the guide, as a share of the solver's."""
-
-
-@dataclass(frozen=True)
-class KlCoefficients:
-    """The weights of the solver's KL terms of turn 1 and turn 2."""
-
-    first: float
-    second: float
-
-
 def find_stage(step: int, score: ScoreConfig) -> Stage:
     """Return the stage of an optimizer step; steps count from 1."""
     return 1 if step <= score.stage1_steps else 2
 
 
-def choose_kl_coefficients(stage: Stage, score: ScoreConfig) -> KlCoefficients:
-    """Choose beta2 for turn 1 in stage 1, which pins it to the reference, and beta1 for everything else."""
-    return KlCoefficients(score.beta2 if stage == 1 else score.beta1, score.beta1)
-
-
-def check_stage1_gate(*, kl_first: float, delta: float, kl1_max: float) -> str:
-    """Return why stage 1 failed when it ends; empty where it succeeded.
-
-    `delta` is the accuracy of second answers less that of first ones, on the evaluation's problems.
-    """
-    faults = []
-    if kl_first >= kl1_max:
-        faults.append(f"turn 1 has moved from the reference (KL {kl_first:.3g}, score.kl1_max {kl1_max:g})")
-    if delta <= 0:
-        faults.append(f"second answers are no better than first ones (delta {delta:+.3f})")
-    return " and ".join(faults)
+def choose_kl_coefficients(stage: Stage, score: ScoreConfig) -> dict[str, float]:
+    """Choose the weights of the KL terms. In stage 1, beta2 pins turn 1 to the reference."""
+    return {"t1": score.beta2 if stage == 1 else score.beta1, "t2": score.beta1, "guide": score.beta_guide}
 
 
 def find_learning_rates(cfg: RunConfig, *, peak: float) -> dict[str, float]:
@@ -125,7 +89,7 @@ def find_learning_rates(cfg: RunConfig, *, peak: float) -> dict[str, float]:
     solver = score.solver_learning_rate or peak
     return {
         "solver": solver,
-        "guide": score.guide_learning_rate or GUIDE_RATES[cfg.tuning.mode] * solver,
+        "guide": score.guide_learning_rate or {"full": 0.1, "lora": 0.2, "qlora": 0.2}[cfg.tuning.mode] * solver,
         "value": score.value_learning_rate,
         "critic": score.critic.learning_rate,
     }

@@ -1,7 +1,7 @@
 """The phases of a step of two-turn episodes on each device: answers and hints are sampled, and two models learn.
 
 Phases follow each other, on all devices together, so a device's peak is the largest of its own. What is learned from
-has the length of `model.max_seq_len`, of which an action takes the end.
+has the length of `model.max_seq_len`, and an action takes its end.
 """
 
 from __future__ import annotations
@@ -33,30 +33,25 @@ from sftplay.tasks.score.section import SEPARATE_WIDTH
 START, GUIDE, COMPARE, CRITIC, VALUE = "start", "guide's ", "reference's answer", "critic", "value"
 
 FP32, ADAM_COPIES = 4, 4
-"""A weight that trains in fp32 has a gradient and two moments beside it."""
-
-DRAWN_BYTES = 32
-"""Of a score of the newest token: the model's in fp32, transformers' copy, that over the temperature, what was left of
-the token before, and two rows of probabilities in fp64 (`generate.sampling.SampleByRow`)."""
+"""A weight that trains in fp32, its gradient and two moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Episodes:
-    """What is played, what learns, and where it lies."""
+    """The episodes that are sampled, what learns, and where it lies.
+
+    `tokens` are those of the longest prompt and action together. A width is 0 where there is no such network, and where
+    V is a head on the guide, which is small.
+    """
 
     layout: Layout
     tokens: int
-    """Longest prompt and action together."""
-
     answer_tokens: int
     hint_tokens: int
     has_guide: bool = True
     guide_learns: bool = True
     critic_width: int = 0
-    """0 where there is no critic."""
-
     value_width: int = 0
-    """0 where V is a head on the guide, which is small, or where there is none."""
 
     labels: ClassVar[Mapping[str, str]] = {
         CRITIC: "critic and its slow copy",
@@ -103,13 +98,14 @@ def read_episodes(cfg: RunConfig, *, gpus: int, processes: int) -> Episodes:
 def estimate_episodes(
     shape: ModelShape, execution: MemorySetup, *, episodes: Episodes, rows: int, sampled: int, world_size: int = 1
 ) -> dict[str, Footprint]:
-    """Device -> bytes of every phase of one step in the steady state; of models in shards also of the start.
+    """Return device -> bytes of every phase of one step in the steady state; of models in shards also of the start.
 
     `rows` is the micro-batch, `sampled` the answers that a process samples at a time.
     """
-    found = {}
-    for device in sorted(set(_in_use(episodes, execution).values()) | {OWN}):
-        on = _On(shape, execution, episodes, device, world_size)
+    found, held_by_device = {}, find_parts(episodes, execution)
+    for device in sorted({*held_by_device, OWN}):
+        held = frozenset(held_by_device.get(device, ()))
+        on = DeviceMemory(shape, execution, episodes=episodes, held=held, world_size=world_size)
         found[device] = Footprint({name: parts for name, parts in on.phases(rows, sampled).items() if parts})
     if episodes.layout.is_split:
         # Guide and reference, as far as there are any, wait on the host until they are split.
@@ -118,169 +114,114 @@ def estimate_episodes(
     return found
 
 
-def held_by(episodes: Episodes, execution: MemorySetup) -> dict[str, list[str]]:
-    """Device -> the parts that lie there, as far as the run has them."""
+def find_parts(episodes: Episodes, execution: MemorySetup) -> dict[str, list[str]]:
+    """Return device -> the parts that lie there, as far as the run has them."""
+    unused = set() if episodes.has_guide else {"guide", "value"}
+    unused |= set() if episodes.critic_width else {"critic", "target_critic"}
+    unused |= set() if execution.trains_all else {"ref"}
     found: dict[str, list[str]] = {}
-    for part, device in _in_use(episodes, execution).items():
-        found.setdefault(device, []).append(part)
+    for part, device in episodes.layout.devices().items():
+        if part not in unused:
+            found.setdefault(device, []).append(part)
     return found
 
 
-def _in_use(episodes: Episodes, execution: MemorySetup) -> dict[str, str]:
-    unused = set()
-    if not episodes.has_guide:
-        unused |= {"guide", "value"}
-    if not episodes.critic_width:
-        unused |= {"critic", "target_critic"}
-    if not execution.trains_all:
-        unused.add("ref")
-    return {part: device for part, device in episodes.layout.devices().items() if part not in unused}
+class DeviceMemory:
+    """The memory of one device of a run; `held` are the parts that it holds."""
 
-
-@dataclass(frozen=True)
-class _On:
-    """One device of a run."""
-
-    shape: ModelShape
-    execution: MemorySetup
-    episodes: Episodes
-    device: str
-    world_size: int
+    def __init__(
+        self, shape: ModelShape, execution: MemorySetup, *, episodes: Episodes, held: frozenset[str], world_size: int
+    ) -> None:
+        self.shape, self.execution, self.episodes, self.held = shape, execution, episodes, held
+        self.computing, self.gathered, self.head, is_split = execution, ALONE, 0.0, episodes.layout.is_split
+        self.whole = standing_bytes(shape, execution)
+        one = StaticMemory(**{name: size / (world_size if is_split else 1) for name, size in vars(self.whole).items()})
+        if is_split:
+            # A pass gathers the head, a layer, and the next one, in the precision that computes: there is no rounded
+            # copy of shards. With tied weights the head is the embedding.
+            width = execution.compute_bytes
+            self.computing = replace(execution, weight_bytes=width, stream_bytes=width)
+            self.head = float((shape.other_params - (0 if shape.tied else shape.vocab * shape.hidden)) * width)
+            layer = (shape.total_params - shape.other_params) / shape.layers * width
+            self.gathered = Communication(gathered=self.head + layer, ahead=layer)
+        is_separate = episodes.has_guide and (episodes.layout.separates or execution.trains_all)
+        solver, guide = "solver" in held, "guide" in held
+        learners = solver + (guide and episodes.guide_learns)
+        self.standing = StaticMemory(
+            weights=(solver + (guide and is_separate)) * one.weights,
+            adapters=(solver + guide) * one.adapters,
+            gradients=learners * one.gradients,
+            optimizer=learners * one.optimizer,
+        )
+        # DDP's buckets for the model that the Trainer holds; a separate guide is no part of it.
+        sent = self.standing.gradients / (episodes.learners if is_separate else 1)
+        # Critic and value: nearly all is the table of tokens, with gradient and moments. The slow copy has neither.
+        row, copies = shape.vocab * FP32, ADAM_COPIES * ("critic" in held) + ("target_critic" in held)
+        self.others = {
+            REFERENCE: one.weights if "ref" in held else 0.0,
+            CRITIC: float(row * episodes.critic_width * copies),
+            VALUE: float(row * episodes.value_width * ADAM_COPIES * ("value" in held)),
+            SHARDING: 0.0 if world_size == 1 or is_split else sent,
+        }
+        self.resident = {
+            "weights": self.standing.weights,
+            "adapters": self.standing.adapters,
+            "optimizer": self.standing.optimizer,
+            **self.others,
+            "workspace": float(execution.workspace_bytes),
+        }
 
     def phases(self, rows: int, sampled: int) -> dict[str, dict[str, float]]:
-        """Phase -> component -> bytes."""
-        episodes = self.episodes
-        found = {DRAW: self._drawing(sampled)}
+        """Return phase -> component -> bytes."""
+        episodes, held = self.episodes, self.held
+        found = {DRAW: self._sampling(sampled)}
         if episodes.layout.is_split:
-            found[START] = {"weights": standing_bytes(self.shape, self.execution).weights}
-        if self._holds("guide") and episodes.guide_learns:
+            found[START] = {"weights": self.whole.weights}
+        if "guide" in held and episodes.guide_learns:
             learned = self._learning(rows, episodes.hint_tokens)
             found |= {f"{GUIDE}{name}": learned[name] for name in ("head", "layer")} | {"step": learned["step"]}
-        if self._holds("solver"):
+        if "solver" in held:
             found |= self._learning(rows, episodes.answer_tokens)
-        elif self._holds("ref"):
-            found[COMPARE] = self._comparing(rows)
-        found.setdefault("step", {})
-        if not found["step"]:
-            found["step"] = self._resident()
+        elif "ref" in held:
+            # A forward pass of the reference for a model on another device.
+            tokens, actions = rows * episodes.tokens, rows * episodes.answer_tokens
+            layer = forward_layer(self.shape, self.execution, rows=rows, seq=episodes.tokens)
+            head = reference_scores(self.shape, self.execution, tokens=tokens, labelled=actions)
+            at_work = {"layer": layer} if layer > head else {"head": head}
+            found[COMPARE] = {**self.resident, "gradients": self.standing.gradients, **at_work}
+        if not found.get("step"):
+            found["step"] = self.resident
         return found
 
-    def _holds(self, part: str) -> bool:
-        return _in_use(self.episodes, self.execution).get(part) == self.device
-
-    def _is_separate(self) -> bool:
-        return self.episodes.has_guide and (self.episodes.layout.separates or self.execution.trains_all)
-
-    def _one(self) -> StaticMemory:
-        """What this device holds of a single model."""
-        one = standing_bytes(self.shape, self.execution)
-        parts = self.world_size if self.episodes.layout.is_split else 1
-        return StaticMemory(**{name: size / parts for name, size in vars(one).items()})
-
-    def _standing(self) -> StaticMemory:
-        """Weights, gradients and moments of all models on this device, without the reference."""
-        one, episodes = self._one(), self.episodes
-        holds = {"solver": self._holds("solver"), "guide": self._holds("guide")}
-        learns = holds["solver"] + (holds["guide"] and episodes.guide_learns)
-        bases = holds["solver"] + (holds["guide"] and self._is_separate())
-        return StaticMemory(
-            weights=bases * one.weights,
-            adapters=sum(holds.values()) * one.adapters,
-            gradients=learns * one.gradients,
-            optimizer=learns * one.optimizer,
-        )
-
-    def _resident(self) -> dict[str, float]:
-        """What is always there beside weights and moments, and they."""
-        standing = self._standing()
-        return {
-            "weights": standing.weights,
-            "adapters": standing.adapters,
-            "optimizer": standing.optimizer,
-            REFERENCE: self._reference(),
-            **self._networks(),
-            SHARDING: self._sent(),
-            "workspace": float(self.execution.workspace_bytes),
-        }
-
-    def _sent(self) -> float:
-        """DDP's buckets for the model that the Trainer holds, which a guide of its own is no part of."""
-        if self.world_size == 1 or self.episodes.layout.is_split:
-            return 0.0
-        return self._standing().gradients / (self.episodes.learners if self._is_separate() else 1)
-
-    def _reference(self) -> float:
-        return self._one().weights if self._holds("ref") else 0.0
-
-    def _networks(self) -> dict[str, float]:
-        """Critic and value: the table of tokens, which is nearly all of each, with gradient and moments. The critic's
-        slow copy has neither."""
-        row = self.shape.vocab * FP32
-        copies = ADAM_COPIES * self._holds("critic") + self._holds("target_critic")
-        return {
-            CRITIC: float(row * self.episodes.critic_width * copies),
-            VALUE: float(row * self.episodes.value_width * ADAM_COPIES * self._holds("value")),
-        }
-
-    def _drawing(self, sampled: int) -> dict[str, float]:
-        """The role on this device that takes more."""
-        found = []
+    def _sampling(self, sampled: int) -> dict[str, float]:
+        """Return the components of the role on this device that takes more."""
+        # Of a score of the newest token: the model's in fp32, transformers' copy, that over the temperature, what was
+        # left of the token before, and two rows of probabilities in fp64 (`generate.sampling.SampleByRow`).
+        found, score_bytes = [], 32
         for role, longest in (("solver", self.episodes.answer_tokens), ("guide", self.episodes.hint_tokens)):
-            if self._holds(role):
+            if role in self.held:
                 rollout = Rollout(
                     completions=sampled,
                     prompt_tokens=self.episodes.tokens - longest,
                     completion_tokens=longest,
                     micro_batch=1,
                 )
-                found.append(newest_token(self.shape, self._computing(), rollout=rollout, score_bytes=DRAWN_BYTES))
+                found.append(newest_token(self.shape, self.computing, rollout=rollout, score_bytes=score_bytes))
         most = max(found, key=lambda parts: sum(parts.values()), default={})
-        gathered = self._gathered()
-        return {**self._resident(), SHARDING: self._sent() + gathered.gathered + gathered.ahead, **most}
+        sharding = self.others[SHARDING] + self.gathered.gathered + self.gathered.ahead
+        return {**self.resident, SHARDING: sharding, **most}
 
     def _learning(self, rows: int, longest: int) -> dict[str, dict[str, float]]:
-        """A micro-batch of one role; both models' gradients are there, since turn 2 follows turn 1."""
-        standing, resident = self._standing(), self._resident()
+        """Return a micro-batch of one role; both models' gradients are there, since turn 2 follows turn 1."""
         size = Size(rows=rows, seq=self.episodes.tokens, labelled=rows * longest, accumulates=True)
-        beside = {name: resident[name] for name in (REFERENCE, CRITIC, VALUE, SHARDING)}
-        if self.episodes.layout.is_split:
-            return self._learning_in_shards(size, standing)
-        learned = estimate(self.shape, self.execution, size=size, standing=standing).phases
-        return {name: {**parts, **beside} for name, parts in learned.items()}
-
-    def _learning_in_shards(self, size: Size, standing: StaticMemory) -> dict[str, dict[str, float]]:
-        """The same where weights are gathered for each pass."""
-        computed, gathered = self._computing(), self._gathered()
-        learned = estimate(self.shape, computed, size=size, standing=standing, communication=gathered).phases
-        head = float(self._head_params() * computed.compute_bytes)
-        beside = {REFERENCE: self._reference() + head, **self._networks()}
-        found = {name: {**parts, **beside} for name, parts in learned.items()}
-        # Whole gradients of the layer at work, and of the head, which are sent behind all layers.
-        found["layer"][SHARDING] += head + gathered.ahead
-        return found
-
-    def _computing(self) -> MemorySetup:
-        """Shards are gathered in the precision that computes: there is no rounded copy beside them."""
-        each = self.execution.compute_bytes if self.episodes.layout.is_split else None
-        return replace(self.execution, weight_bytes=each, stream_bytes=each) if each else self.execution
-
-    def _head_params(self) -> int:
-        """What is gathered around the layers: with tied weights the head is the embedding."""
-        shape = self.shape
-        return shape.other_params - (0 if shape.tied else shape.vocab * shape.hidden)
-
-    def _gathered(self) -> Communication:
-        """Whole weights that a pass has on this device: the head, a layer, and the next one."""
+        learned = estimate(
+            self.shape, self.computing, size=size, standing=self.standing, communication=self.gathered
+        ).phases
         if not self.episodes.layout.is_split:
-            return ALONE
-        shape, each = self.shape, self.execution.compute_bytes
-        layer = (shape.total_params - shape.other_params) / shape.layers * each
-        return Communication(gathered=self._head_params() * each + layer, ahead=layer)
-
-    def _comparing(self, rows: int) -> dict[str, float]:
-        """A forward pass of the reference for a model on another device."""
-        tokens, actions = rows * self.episodes.tokens, rows * self.episodes.answer_tokens
-        layer = forward_layer(self.shape, self.execution, rows=rows, seq=self.episodes.tokens)
-        head = reference_scores(self.shape, self.execution, tokens=tokens, labelled=actions)
-        at_work = {"layer": layer} if layer > head else {"head": head}
-        return {**self._resident(), "gradients": self._standing().gradients, **at_work}
+            return {name: {**parts, **self.others} for name, parts in learned.items()}
+        others = {**self.others, REFERENCE: self.others[REFERENCE] + self.head}
+        del others[SHARDING]
+        found = {name: {**parts, **others} for name, parts in learned.items()}
+        # Whole gradients of the layer at work, and of the head, which are sent after all layers.
+        found["layer"][SHARDING] += self.head + self.gathered.ahead
+        return found

@@ -24,43 +24,23 @@ from sftplay.generate.sampling import derive_seed
 from sftplay.train.task import RowOrder
 
 
-class EpisodeRows:
-    """Places of episodes: `problems` in order, with `repeats` adjacent episodes of each problem."""
-
-    def __init__(self, problems: Sequence[int], *, repeats: int) -> None:
-        self.problems, self.repeats = problems, repeats
-
-    def __len__(self) -> int:
-        return len(self.problems) * self.repeats
-
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        if not 0 <= place < len(self):
-            raise IndexError(place)
-        return {"place": place, "row": self.problems[place // self.repeats]}
-
-
 @dataclass(frozen=True, kw_only=True)
 class MinibatchSchedule:
-    """How a rollout batch is cut into minibatches, one for each of its optimizer steps."""
+    """How a rollout batch is cut into minibatches of `step_episodes`, one for each of its optimizer steps.
+
+    A pass over the batch (PPO's epoch) takes `minibatches` steps.
+    """
 
     step_episodes: int
-    """Episodes of an optimizer step."""
-
     minibatches: int = 1
-    """Minibatches of a pass over a rollout batch."""
-
     passes: int = 1
-    """Passes over a rollout batch (PPO's epochs)."""
-
     seed: int = 0
 
     @classmethod
     def from_config(cls, cfg: RunConfig) -> MinibatchSchedule:
         """Read the schedule from a run's config."""
-        score, episodes = cfg.score, cfg.train.effective_batch_size
-        return cls(
-            step_episodes=episodes, minibatches=score.steps_per_generation, passes=score.num_iterations, seed=cfg.seed
-        )
+        passes, episodes = cfg.score.num_iterations, cfg.train.effective_batch_size
+        return cls(step_episodes=episodes, minibatches=cfg.score.steps_per_generation, passes=passes, seed=cfg.seed)
 
     @property
     def steps(self) -> int:
@@ -94,10 +74,10 @@ class MinibatchSchedule:
 
 
 class StepRows:
-    """The episodes of all optimizer steps in sequence."""
+    """The episodes of all optimizer steps in sequence; each of `problems` has `repeats` adjacent episodes."""
 
-    def __init__(self, episodes: EpisodeRows, *, schedule: MinibatchSchedule, steps: int) -> None:
-        self.episodes, self.schedule = episodes, schedule
+    def __init__(self, problems: Sequence[int], *, repeats: int, schedule: MinibatchSchedule, steps: int) -> None:
+        self.problems, self.repeats, self.schedule = problems, repeats, schedule
         self._length = steps * schedule.step_episodes
 
     def __len__(self) -> int:
@@ -106,7 +86,12 @@ class StepRows:
     def __getitem__(self, row: int) -> dict[str, Any]:
         if not 0 <= row < len(self):
             raise IndexError(row)
-        return self.episodes[self.schedule.find_place(row)]
+        place = self.schedule.find_place(row)
+        return {"place": place, "row": self.find_problem(place)}
+
+    def find_problem(self, place: int) -> int:
+        """Return the number of an episode's problem."""
+        return self.problems[place // self.repeats]
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -122,5 +107,4 @@ def create_run_order(cfg: RunConfig, prompts: Prompts) -> tuple[StepRows, RowOrd
     order = training_order(n, math.ceil(steps / schedule.steps) * problems_per_batch, seed=cfg.seed)
     digest = hashlib.sha256(f"{prompts.fingerprint} {order_hash(order)}".encode()).hexdigest()
     known = RowOrder(steps=steps, steps_per_epoch=math.ceil(n / problems_per_batch) * schedule.steps, digest=digest)
-    episodes = EpisodeRows(order, repeats=score.episodes_per_problem)
-    return StepRows(episodes, schedule=schedule, steps=steps), known
+    return StepRows(order, repeats=score.episodes_per_problem, schedule=schedule, steps=steps), known

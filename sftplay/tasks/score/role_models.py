@@ -11,24 +11,24 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Literal
 
+import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from sftplay.machine.libraries import recompute
+from sftplay import log
 from sftplay.model.adapter import make_trainable_fp32
 from sftplay.plan.devices.layout import Layout
 from sftplay.tasks.score.section import CriticConfig
-from sftplay.tasks.score.shards import create_mesh, is_sharded, shard
-from sftplay.tasks.score.value_model import Critic, SeparateValue, ValueHead, make_target_critic
+from sftplay.tasks.score.shards import is_sharded, shard
+from sftplay.tasks.score.value_model import Critic, SeparateValue, ValueHead
 from sftplay.train.eval_mode import eval_mode
 
 Role = Literal["solver", "guide"]
 
 ADAPTER_NAMES: dict[Role, str] = {"solver": "default", "guide": "guide"}
 """Role -> adapter name. The kit saves, merges and exports the solver's adapter as the result of a run."""
-
-SHARED_LAYOUT = Layout(placement="shared")
 
 
 class RoleModels:
@@ -43,12 +43,13 @@ class RoleModels:
         has_value: bool,
         value_is_separate: bool = False,
         critic: CriticConfig | None = None,
-        layout: Layout = SHARED_LAYOUT,
+        layout: Layout | None = None,
     ) -> None:
         """Build the guide as a copy of `model`, which is the solver: with an adapter, or with all weights trainable.
 
-        Value model and critic are built only where they are used.
+        Value model and critic are built only where they are used. Without a `layout`, all share a device.
         """
+        layout = layout or Layout(placement="shared")
         self.model, self.has_guide, self.has_value = model, has_guide, has_value
         self.devices = layout.as_torch(str(model.device))
         self._has_adapters = hasattr(model, "peft_config")
@@ -57,11 +58,14 @@ class RoleModels:
         self._reference: Any = None
         if not self._has_adapters:
             self._reference = _copy(model, staging or self.devices["ref"]).eval().requires_grad_(False)
-        self.models: dict[Role, Any] = {"solver": model, "guide": model}
-        if self.is_separate:
-            self.models["guide"] = _copy(model, staging or self.devices["guide"])
+        guide = _copy(model, staging or self.devices["guide"]) if self.is_separate else model
+        self.models: dict[Role, Any] = {"solver": model, "guide": guide}
+        self._trained_models = [model, guide] if self.is_separate else [model]
         if has_guide and self._has_adapters:
-            self._add_guide_adapter()
+            guide.add_adapter(ADAPTER_NAMES["guide"], deepcopy(guide.peft_config[ADAPTER_NAMES["solver"]]))
+            guide.set_adapter(ADAPTER_NAMES["guide" if self.is_separate else "solver"])
+            if self.is_separate:
+                guide.delete_adapter(ADAPTER_NAMES["solver"])
         learners: list[Role] = ["solver", "guide"] if guide_learns else ["solver"]
         self.trainable: dict[str, list[nn.Parameter]] = {role: self._find_trainable(role) for role in learners}
         """Name of an optimizer group -> its parameters."""
@@ -73,9 +77,9 @@ class RoleModels:
         self._adapter_layers = [
             module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
         ]
-        self._requires_grad = self._find_weights()
+        self._note_weights()
         self._active_role: Role = "solver"
-        for trained_model in self._trained_models():
+        for trained_model in self._trained_models:
             self._restore_requires_grad(trained_model)
             make_trainable_fp32(trained_model)
 
@@ -106,6 +110,15 @@ class RoleModels:
         finally:
             self._activate(before)
 
+    def _activate(self, role: Role) -> None:
+        if role != self._active_role and self._has_adapters and not self.is_separate:
+            # Both roles share one base. PeftModel.set_adapter does the same, but walks all modules three times.
+            self.model.active_adapter = self.model.base_model.active_adapter = ADAPTER_NAMES[role]
+            for layer in self._adapter_layers:
+                layer.set_adapter(ADAPTER_NAMES[role])
+            self._restore_requires_grad(self.model)
+        self._active_role = role
+
     @contextmanager
     def reference(self, role: Role) -> Iterator[Any]:
         """Yield the frozen model that the role started from, without dropout."""
@@ -122,31 +135,26 @@ class RoleModels:
 
         `precision` is accelerate's name of the compute precision.
         """
-        mesh = create_mesh()
-        for model in (*self._trained_models(), self._reference):
+        mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (log.world_size(),))
+        for model in (*self._trained_models, self._reference):
             shard(model, mesh, precision=precision, keeps_head=model is self._reference)
         for role in self.models:
             if role in self.trainable:
                 self.trainable[role] = self._find_trainable(role)
-        self._requires_grad = self._find_weights()
-        return self._trained_models()
+        self._note_weights()
+        return self._trained_models
 
     def train(self) -> None:
         """Switch the trained models to training mode."""
-        for model in self._trained_models():
+        for model in self._trained_models:
             model.train()
 
     def eval(self) -> None:
         """Switch the trained models to evaluation mode, and release the gathered weights of a sharded reference."""
-        for model in self._trained_models():
+        for model in self._trained_models:
             model.eval()
         if self._reference is not None and is_sharded(self._reference):
             self._reference.reshard()
-
-    def zero_extra_gradients(self) -> None:
-        """Clear the gradients of weights that the Trainer does not know."""
-        for parameter in self.extra_parameters():
-            parameter.grad = None
 
     def extra_parameters(self) -> list[nn.Parameter]:
         """List the trainable weights that are not part of the solver's model."""
@@ -169,59 +177,37 @@ class RoleModels:
         ids = {id(parameter) for group in kept for parameter in group}
         return {name: parameter for name, parameter in named.items() if id(parameter) in ids}
 
-    def recompute_guide(self) -> None:
-        """Enable gradient checkpointing of a separate guide, as the Trainer does for the solver."""
-        if self.is_separate:
-            recompute(self.models["guide"])
-
-    def _trained_models(self) -> list[Any]:
-        return [self.model, self.models["guide"]] if self.is_separate else [self.model]
-
-    def _find_weights(self) -> dict[Any, list[tuple[nn.Parameter, bool]]]:
-        """Map a model to its weights and whether they train. A walk through a model takes as long as a short answer."""
+    def _note_weights(self) -> None:
+        """Note each model's weights and whether they train. A walk through a model takes as long as a short answer."""
         trained = {id(parameter) for group in self.trainable.values() for parameter in group}
-        return {model: [(p, id(p) in trained) for p in model.parameters()] for model in self._trained_models()}
-
-    def _add_guide_adapter(self) -> None:
-        guide = self.models["guide"]
-        guide.add_adapter(ADAPTER_NAMES["guide"], deepcopy(guide.peft_config[ADAPTER_NAMES["solver"]]))
-        guide.set_adapter(ADAPTER_NAMES["guide" if self.is_separate else "solver"])
-        if self.is_separate:
-            guide.delete_adapter(ADAPTER_NAMES["solver"])
+        self._requires_grad = {
+            model: [(p, id(p) in trained) for p in model.parameters()] for model in self._trained_models
+        }
 
     def _add_networks(self, *, value_is_separate: bool, critic: CriticConfig | None) -> None:
-        text = self.model.config.get_text_config()
+        text, built = self.model.config.get_text_config(), dict[str, tuple[nn.Module, str]]()
         if self.has_value:
             value = SeparateValue(text.vocab_size) if value_is_separate else ValueHead(text.hidden_size)
-            self._place_network("value_head", value, device=self.devices["value"])
-            self.trainable["value"] = list(value.parameters())
+            built["value_head"] = value, self.devices["value"]
         if critic is not None:
             trained_critic = Critic(text.vocab_size, critic.width)
-            self._place_network("critic", trained_critic, device=self.devices["critic"])
-            self._place_network("slow_critic", make_target_critic(trained_critic), device=self.devices["target_critic"])
-            self.trainable["critic"] = list(trained_critic.parameters())
-
-    def _place_network(self, name: str, network: nn.Module, *, device: str) -> None:
-        """Attach a network to the solver's model where that has an adapter, so that DDP starts equal on all ranks."""
-        self.networks[name] = network.to(device)
-        if self._has_adapters and device == self.devices["solver"]:
-            setattr(self.model, name, network)
+            target_critic = deepcopy(trained_critic).requires_grad_(False)
+            built["critic"] = trained_critic, self.devices["critic"]
+            built["slow_critic"] = target_critic, self.devices["target_critic"]
+        for name, (network, device) in built.items():
+            self.networks[name] = network.to(device)
+            # Attached to a solver with an adapter, so that DDP starts equal on all ranks.
+            if self._has_adapters and device == self.devices["solver"]:
+                setattr(self.model, name, network)
+        for part, name in (("value", "value_head"), ("critic", "critic")):
+            if name in self.networks:
+                self.trainable[part] = list(self.networks[name].parameters())
 
     def _find_trainable(self, role: Role) -> list[nn.Parameter]:
         named = self.models[role].named_parameters()
         if not self._has_adapters:
             return [parameter for _, parameter in named if parameter.requires_grad]
         return [p for key, p in named if f".{ADAPTER_NAMES[role]}." in f"{key}." and "lora_" in key]
-
-    def _activate(self, role: Role) -> None:
-        """Activate the role's adapter, where both roles share one base."""
-        if role != self._active_role and self._has_adapters and not self.is_separate:
-            # PeftModel.set_adapter does the same, but walks all modules three times.
-            self.model.active_adapter = self.model.base_model.active_adapter = ADAPTER_NAMES[role]
-            for layer in self._adapter_layers:
-                layer.set_adapter(ADAPTER_NAMES[role])
-            self._restore_requires_grad(self.model)
-        self._active_role = role
 
     def _restore_requires_grad(self, model: Any) -> None:
         """PEFT freezes every adapter but the active one."""

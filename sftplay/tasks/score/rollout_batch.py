@@ -26,6 +26,9 @@ from sftplay.tasks.score.update import ScoredEpisodes
 
 EPISODES_FILE = "episodes.json"
 
+RENAMED = {"leak": "leaks"}
+"""Field of `EpisodeResult` -> its key in the file."""
+
 
 class RolloutBatch(NamedTuple):
     """Episodes that were sampled together, with their results and advantages."""
@@ -37,26 +40,26 @@ class RolloutBatch(NamedTuple):
 
 def save_rollout_batch(rollout_batch: RolloutBatch, checkpoint: Path) -> None:
     """Write what the next steps still learn from. Every rank must call it."""
-    scored, advantages = rollout_batch.scored, rollout_batch.advantages
+    scored, advantages = rollout_batch.scored, rollout_batch.advantages._asdict()
+    episodes = [
+        {name: part._asdict() if isinstance(part, Action) else part for name, part in episode._asdict().items()}
+        for episode in scored.episodes
+    ]
+    for episode in episodes:
+        del episode["question"]
     resampled = [[action._asdict() for action in pair] for pair in scored.resampled]
-    ranks = gather_objects(([_describe(episode) for episode in scored.episodes], resampled))
-    if not log.is_main():
-        return
-    kept = {
-        "number": rollout_batch.number,
-        "episodes": [episode for episodes, _ in ranks for episode in episodes],
-        "fresh": [pair for _, pairs in ranks for pair in pairs],
-        "verdicts": [asdict(result) for result in scored.results],
+    ranks = gather_objects((episodes, resampled))
+    if log.is_main():
+        advantages["paid"] = advantages.pop("returns")
+        kept = {
+            "number": rollout_batch.number,
+            "episodes": [episode for episodes, _ in ranks for episode in episodes],
+            "fresh": [pair for _, pairs in ranks for pair in pairs],
+            "verdicts": [{RENAMED.get(key, key): v for key, v in asdict(result).items()} for result in scored.results],
+            "credit": advantages,
+        }
         # JSON brings fp32 numbers back as they were.
-        "credit": {
-            "first": None if advantages.first is None else advantages.first.tolist(),
-            "second": advantages.second.tolist(),
-            "guide": advantages.guide.tolist(),
-            "figures": advantages.figures,
-            "paid": [turn.tolist() for turn in advantages.returns],
-        },
-    }
-    write_text(checkpoint / EPISODES_FILE, json.dumps(kept))
+        write_text(checkpoint / EPISODES_FILE, json.dumps(kept, default=Tensor.tolist))
 
 
 def load_rollout_batch(checkpoint: Path, *, questions: Sequence[Question]) -> RolloutBatch:
@@ -70,40 +73,20 @@ def load_rollout_batch(checkpoint: Path, *, questions: Sequence[Question]) -> Ro
     rank_slice = slice(log.rank() * n, (log.rank() + 1) * n)
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        pairs = zip(kept["episodes"][rank_slice], questions, strict=True)
-        episodes = [_read_episode(described, question) for described, question in pairs]
+        episodes, parts = [], dict[str, Any]()
+        for described, question in zip(kept["episodes"][rank_slice], questions, strict=True):
+            parts = {name: Action(**part) if isinstance(part, dict) else part for name, part in described.items()}
+            episodes.append(Episode(question=question, **parts))
         resampled = [(Action(**first), Action(**second)) for first, second in kept["fresh"][rank_slice]]
-        results = [EpisodeResult(**fields) for fields in kept["verdicts"]]
-        scored = ScoredEpisodes(episodes, results, resampled)
-        return RolloutBatch(kept["number"], scored, _read_advantages(kept["credit"]))
+        renamed = {key: name for name, key in RENAMED.items()}
+        results = [EpisodeResult(**{renamed.get(key, key): v for key, v in row.items()}) for row in kept["verdicts"]]
+        credit = kept["credit"]
+        turns = (credit["first"], credit["second"], credit["guide"], *credit["paid"])
+        first, second, guide, *returns = (None if turn is None else torch.tensor(turn) for turn in turns)
+        advantages = Advantages(first, second, guide, credit["figures"], (returns[0], returns[1]))
+        return RolloutBatch(kept["number"], ScoredEpisodes(episodes, results, resampled), advantages)
     except (OSError, ValueError, TypeError, KeyError) as error:
         fix = "continue from the checkpoint before it: set this one aside"
-        raise RunError(f"the episodes of its drawing cannot be read: {error}", where=str(path), fix=fix) from error
-
-
-def _describe(episode: Episode) -> dict[str, Any]:
-    return {
-        "first": episode.first._asdict(),
-        "hint": None if episode.hint is None else episode.hint._asdict(),
-        "hint_ids": list(episode.hint_ids),
-        "second": episode.second._asdict(),
-    }
-
-
-def _read_episode(described: dict[str, Any], question: Question) -> Episode:
-    hint = None if described["hint"] is None else Action(**described["hint"])
-    first, second = Action(**described["first"]), Action(**described["second"])
-    return Episode(question=question, first=first, hint=hint, hint_ids=described["hint_ids"], second=second)
-
-
-def _read_advantages(kept: dict[str, Any]) -> Advantages:
-    def as_tensor(values: Any) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32)
-
-    return Advantages(
-        first=None if kept["first"] is None else as_tensor(kept["first"]),
-        second=as_tensor(kept["second"]),
-        guide=as_tensor(kept["guide"]),
-        figures=kept["figures"],
-        returns=(as_tensor(kept["paid"][0]), as_tensor(kept["paid"][1])),
-    )
+        raise RunError(
+            f"the episodes of its rollout batch cannot be read: {error}", where=str(path), fix=fix
+        ) from error

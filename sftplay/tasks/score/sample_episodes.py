@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from statistics import fmean
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from sftplay.config.run import RunConfig
@@ -45,26 +44,21 @@ class Template:
         Raises:
             RunError: problem and hint alone are too long.
         """
-        runs = self._runs(ids)
-        spare = max_tokens - sum(map(len, runs))
+        spare = max_tokens - sum(len(ids[part] if isinstance(part, str) else part) for part in self.parts)
         if spare < 0 and "attempt" in self.parts:
             attempt = truncate_middle(ids["attempt"], max(0, len(ids["attempt"]) + spare))
             spare += len(ids["attempt"]) - len(attempt)
-            runs = self._runs({**ids, "attempt": attempt})
+            ids = {**ids, "attempt": attempt}
         if spare < 0:
             raise RunError(
                 f"problem and hint need {-spare} tokens more than the {max_tokens} that a prompt may have",
                 where="score",
                 fix="raise model.max_seq_len, or lower score.max_new_tokens or score.max_hint_tokens",
             )
-        return list(chain.from_iterable(runs))
-
-    def _runs(self, ids: Mapping[str, Sequence[int]]) -> list[Sequence[int]]:
-        return [ids[part] if isinstance(part, str) else part for part in self.parts]
+        return [token for part in self.parts for token in (ids[part] if isinstance(part, str) else part)]
 
 
-@dataclass(frozen=True)
-class Templates:
+class Templates(NamedTuple):
     """The templates of an episode's three prompts."""
 
     solve: Template
@@ -74,10 +68,22 @@ class Templates:
 
 def make_templates(prompts: PromptsConfig, renderer: Renderer, *, system: str | None) -> Templates:
     """Tokenize the three prompts, in the chat template where the renderer has one."""
-    solve, guide, revise = (
-        _tokenize_template(text, renderer, system=system) for text in (prompts.solve, prompts.guide, prompts.revise)
-    )
-    return Templates(solve, guide, revise)
+    tokenizer, begin, names = renderer.tokenizer, [], {mark: name for name, mark in PLACEHOLDER_MARKS.items()}
+    if renderer.template is None and tokenizer.bos_token_id is not None:
+        # A tokenizer that adds a BOS token adds it here.
+        begin = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
+    templates = []
+    for text in (prompts.solve, prompts.guide, prompts.revise):
+        marked = PLACE.sub(lambda found: PLACEHOLDER_MARKS[found[1]], text)
+        if renderer.template is not None:
+            messages = [Message("system", system)] if system else []
+            marked = renderer.prompt_text([*messages, Message("user", marked)])
+        parts: list[tuple[int, ...] | str] = [tuple(begin)] if begin else []
+        for piece in filter(None, re.split(f"([{''.join(names)}])", marked)):
+            ids = names.get(piece) or tuple(tokenizer(piece, add_special_tokens=False)["input_ids"])
+            parts.append(ids)
+        templates.append(Template(tuple(parts)))
+    return Templates(*templates)
 
 
 def tokenize_text(tokenizer: Any, text: str) -> list[int]:
@@ -94,7 +100,7 @@ def tokenize_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 def truncate_middle(ids: Sequence[int], length: int) -> list[int]:
     """Keep the first and the last ids, `length` in all.
 
-    >>> without_middle([1, 2, 3, 4, 5], 3)
+    >>> truncate_middle([1, 2, 3, 4, 5], 3)
     [1, 2, 5]
     """
     if len(ids) <= length:
@@ -103,43 +109,16 @@ def truncate_middle(ids: Sequence[int], length: int) -> list[int]:
     return [*ids[: length - tail], *ids[len(ids) - tail :]]
 
 
-def _tokenize_template(text: str, renderer: Renderer, *, system: str | None) -> Template:
-    marked = PLACE.sub(lambda found: PLACEHOLDER_MARKS[found[1]], text)
-    tokenizer, names = renderer.tokenizer, {mark: name for name, mark in PLACEHOLDER_MARKS.items()}
-    begin: list[int] = []
-    if renderer.template is None:
-        # A tokenizer that adds a BOS token adds it here.
-        begin = tokenizer("")["input_ids"] if tokenizer.bos_token_id is not None else []
-        begin = [token for token in begin if token == tokenizer.bos_token_id]
-    else:
-        messages = [Message("system", system)] if system else []
-        marked = renderer.prompt_text([*messages, Message("user", marked)])
-    parts: list[tuple[int, ...] | str] = [tuple(begin)] if begin else []
-    piece = ""
-    for character in [*marked, None]:
-        if character is not None and character not in names:
-            piece += character
-            continue
-        if piece:
-            parts.append(tuple(tokenizer(piece, add_special_tokens=False)["input_ids"]))
-        piece = ""
-        if character is not None:
-            parts.append(names[character])
-    return Template(tuple(parts))
-
-
 class Action(NamedTuple):
-    """What a model generated after a prompt."""
+    """The tokens that a model generated after a prompt, with the end token; truncated where none came.
+
+    `log_probs` are at the sampling temperature; they are empty for greedy generation.
+    """
 
     prompt: list[int]
     ids: list[int]
-    """The generated tokens with the end token."""
-
     log_probs: list[float]
-    """Of the tokens, at the sampling temperature; empty for greedy generation."""
-
     is_truncated: bool
-    """Whether the length limit came before an end token."""
 
     @property
     def ids_without_end(self) -> list[int]:
@@ -181,18 +160,11 @@ def sample_actions(generator: Generator, prompts: Sequence[list[int]], *, rows: 
     ends = set(generator.all_end_ids)
     actions = []
     for prompt, tokens, probabilities in zip(prompts, out, log_probs, strict=True):
-        kept = count_to_end(tokens, ends)
+        # Up to and including the first end token.
+        kept = next((n for n, token in enumerate(tokens, 1) if token in ends), len(tokens))
         ids = tokens[:kept]
         actions.append(Action(prompt=prompt, ids=ids, log_probs=probabilities[:kept], is_truncated=ids[-1] not in ends))
     return actions
-
-
-def count_to_end(tokens: Sequence[int], ends: Container[int]) -> int:
-    """Count the tokens up to and including the first end token; all where there is none."""
-    for n, token in enumerate(tokens, 1):
-        if token in ends:
-            return n
-    return len(tokens)
 
 
 def count_padded_tokens(actions: Sequence[Action], *, rows: int) -> int:
@@ -203,14 +175,10 @@ def count_padded_tokens(actions: Sequence[Action], *, rows: int) -> int:
 
 def right_padded(rows: Sequence[Sequence[float]], pad: float, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Pad rows on the right: values and mask (fp32), [rows, longest]."""
-    width = max(len(row) for row in rows)
-    values = [[*row, *[pad] * (width - len(row))] for row in rows]
-    mask = [[*[1.0] * len(row), *[0.0] * (width - len(row))] for row in rows]
-    return torch.tensor(values, dtype=dtype), torch.tensor(mask)
+    lengths = torch.tensor([len(row) for row in rows])
+    padded = pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=pad)
+    return padded, (torch.arange(padded.shape[1]) < lengths[:, None]).float()
 
-
-MAX_LEAK_CHARACTERS = 100
-"""Most characters of a reference that a hint could state; a longer one is a whole solution."""
 
 COPY_SHARE = 0.9
 """Share of wrong first answers repeated by turn 2 from which it counts as copying. Right ones should be repeated.
@@ -270,7 +238,7 @@ def is_leaked(question: Question, hint: str) -> bool:
     if name := question.columns.get("entry_point"):
         return states_program(str(name), hint, reference=str(question.columns.get("answer") or ""))
     reference = read_reference(question)
-    if not reference or len(reference) > MAX_LEAK_CHARACTERS:
+    if not reference or len(reference) > 100:  # a longer one is a whole solution, which no hint could state
         return False
     return states_answer(reference, hint, problem=question.question)
 
@@ -278,19 +246,10 @@ def is_leaked(question: Question, hint: str) -> bool:
 def hint_equals_answer(hint: str, answer: str) -> bool:
     """Whether a hint's answer (the whole text, the last number in a box, or the text after `####`) is `answer`.
 
-    >>> gives_the_hints_answer("The answer is \\\\boxed{4}.", "4"), states_answer("Look at step 2.", "2")
+    >>> hint_equals_answer("The answer is \\\\boxed{4}.", "4"), states_answer("Look at step 2.", "2")
     (True, False)
     """
     return bool(hint.strip()) and reference_answer(hint) == reference_answer(answer)
-
-
-def compute_edit_figures(firsts: Sequence[Sequence[int]], seconds: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Compute how far second answers are from first ones."""
-    pairs = list(zip(firsts, seconds, strict=True))
-    return {
-        "edit_ratio": fmean(compute_edit_ratio(first, second) for first, second in pairs),
-        "frac_identical": fmean(list(first) == list(second) for first, second in pairs),
-    }
 
 
 def diagnose(figures: dict[str, float | None]) -> str:
@@ -315,27 +274,18 @@ were written for other problems."""
 
 
 class Episode(NamedTuple):
-    """A problem, two answers and a hint."""
+    """A problem, two answers and a hint, which is None where the guide wrote none; `hint_ids` are its tokens in the
+    second prompt."""
 
     question: Question
     first: Action
     hint: Action | None
-    """None where the guide wrote no hint."""
-
     hint_ids: list[int]
-    """The hint's tokens in the second prompt."""
-
     second: Action
 
 
 ResampledAnswers = tuple[Action, Action]
 """A second sample of both answers of an episode: of turn 1 and of turn 2."""
-
-
-class RoleProvider(Protocol):
-    """Provides the model of a role."""
-
-    def use_role(self, role: Role) -> AbstractContextManager[Any]: ...
 
 
 class EpisodeSampler:
@@ -344,12 +294,15 @@ class EpisodeSampler:
     def __init__(
         self,
         cfg: RunConfig,
-        role_models: RoleProvider,
+        role_models: Any,
         *,
         renderer: Renderer,
         sampling: Callable[..., Sampling] = RecordedSampling,
     ) -> None:
-        """`sampling` creates the token sampling from a temperature and a seed."""
+        """`role_models.use_role(role)` activates a role and yields its model, as that of `RoleModels` does.
+
+        `sampling` creates the token sampling from a temperature and a seed.
+        """
         self._sampling = sampling
         self.cfg, self.role_models, self.tokenizer = cfg, role_models, renderer.tokenizer
         self.templates = make_templates(cfg.score.prompts, renderer, system=cfg.data.system)
@@ -375,89 +328,54 @@ class EpisodeSampler:
         `firsts` are first answers that the same model has sampled already, for episodes with other hints.
         `others` are the hints of the kind `other`.
         """
-        score, max_tokens = self.cfg.score, self.cfg.model.max_seq_len - self.cfg.score.max_new_tokens
+        score, prompts, width = self.cfg.score, self.cfg.score.prompts, self.cfg.model.max_seq_len
 
-        def answer(template: Template, ids: Sequence[dict[str, list[int]]], *, turn: int) -> list[Action]:
-            prompts = [template.fill(filling, max_tokens=max_tokens) for filling in ids]
-            return self._generate(
-                prompts, "solver", numbers=numbers, seed=derive_seed(seed, turn), temperature=temperature,
-                longest=score.max_new_tokens,
-            )  # fmt: skip
+        def write(template: Template, role: Role, *, turn: int) -> list[Action]:
+            longest = score.max_hint_tokens if role == "guide" else score.max_new_tokens
+            filled = [template.fill(ids, max_tokens=width - longest) for ids in known]
+            return self._generate(filled, role, numbers=numbers, seed=derive_seed(seed, turn), temperature=temperature)
 
         texts = list({question.question for question in questions})
         problems = dict(zip(texts, tokenize_texts(self.tokenizer, texts), strict=True))
         known = [{"problem": problems[question.question]} for question in questions]
-        firsts = answer(self.templates.solve, known, turn=1) if firsts is None else firsts
+        firsts = write(self.templates.solve, "solver", turn=1) if firsts is None else firsts
         known = [{**ids, "attempt": first.ids_without_end} for ids, first in zip(known, firsts, strict=True)]
-        written = self._sample_hints(known, numbers=numbers, seed=seed, temperature=temperature, hints=hints)
-        given = others if hints == "other" else self._find_hint_ids(questions, written, hints=hints)
+        written: Sequence[Action | None] = [None] * len(known)
+        if hints == "right":
+            right = [prompts.right_hint.replace("{answer}", read_reference(question)) for question in questions]
+            given: Sequence[list[int]] = tokenize_texts(self.tokenizer, right)
+        elif hints == "static" or (hints == "own" and score.guidance == "static"):
+            given = [tokenize_text(self.tokenizer, prompts.static_hint)] * len(questions)
+        elif hints == "own" and score.guidance != "none":
+            written = write(self.templates.guide, "guide", turn=2)
+            given = [hint.ids_without_end for hint in written if hint is not None]
+        else:
+            given = others if hints == "other" else [[] for _ in known]
         known = [{**ids, "hint": hint} for ids, hint in zip(known, given, strict=True)]
-        seconds = answer(self.templates.revise, known, turn=3)
-        return [
-            Episode(question=question, first=first, hint=hint, hint_ids=ids, second=second)
-            for question, first, hint, ids, second in zip(questions, firsts, written, given, seconds, strict=True)
-        ]
+        seconds = write(self.templates.revise, "solver", turn=3)
+        columns = zip(questions, firsts, written, given, seconds, strict=True)
+        return [Episode(*column) for column in columns]
 
     def resample_answers(
         self, episodes: Sequence[Episode], *, numbers: Sequence[int], seed: int, temperature: float
     ) -> list[ResampledAnswers]:
         """Sample both answers of the episodes again, independently of the first sample."""
-        prompts = ([episode.first.prompt for episode in episodes], [episode.second.prompt for episode in episodes])
+        turns = ([episode.first.prompt for episode in episodes], [episode.second.prompt for episode in episodes])
         first, second = (
-            self._generate(
-                turn_prompts, "solver", numbers=numbers, seed=derive_seed(seed, number), temperature=temperature,
-                longest=self.cfg.score.max_new_tokens,
-            )
-            for number, turn_prompts in enumerate(prompts, 4)
-        )  # fmt: skip
+            self._generate(prompts, "solver", numbers=numbers, seed=derive_seed(seed, turn), temperature=temperature)
+            for turn, prompts in enumerate(turns, 4)
+        )
         return list(zip(first, second, strict=True))
 
-    def _sample_hints(
-        self,
-        known: Sequence[dict[str, list[int]]],
-        *,
-        numbers: Sequence[int],
-        seed: int,
-        temperature: float,
-        hints: HintKind,
-    ) -> Sequence[Action | None]:
-        """Sample the guide's hints; None where they come from elsewhere."""
-        score = self.cfg.score
-        if hints != "own" or score.guidance in ("none", "static"):
-            return [None] * len(known)
-        max_tokens = self.cfg.model.max_seq_len - score.max_hint_tokens
-        prompts = [self.templates.guide.fill(filling, max_tokens=max_tokens) for filling in known]
-        return self._generate(
-            prompts, "guide", numbers=numbers, seed=derive_seed(seed, 2), temperature=temperature,
-            longest=score.max_hint_tokens,
-        )  # fmt: skip
-
-    def _find_hint_ids(
-        self, questions: Sequence[Question], written: Sequence[Action | None], *, hints: HintKind
-    ) -> list[list[int]]:
-        prompts, is_static = self.cfg.score.prompts, hints == "own" and self.cfg.score.guidance == "static"
-        if hints == "right":
-            texts = [prompts.right_hint.replace("{answer}", read_reference(question)) for question in questions]
-            return tokenize_texts(self.tokenizer, texts)
-        if hints == "static" or is_static:
-            return [tokenize_text(self.tokenizer, prompts.static_hint)] * len(questions)
-        return [hint.ids_without_end if hint is not None else [] for hint in written]
-
     def _generate(
-        self,
-        prompts: Sequence[list[int]],
-        role: Role,
-        *,
-        numbers: Sequence[int],
-        seed: int,
-        temperature: float,
-        longest: int,
+        self, prompts: Sequence[list[int]], role: Role, *, numbers: Sequence[int], seed: int, temperature: float
     ) -> list[Action]:
+        score = self.cfg.score
+        longest = score.max_hint_tokens if role == "guide" else score.max_new_tokens
         if self._batches is None:
-            rows = int(self.cfg.score.generation_rows or len(prompts))
+            rows = int(score.generation_rows or len(prompts))
             fix = "lower score.generation_rows, then `make resume`" if rows > 1 else "lower model.max_seq_len"
-            is_sharded = self.cfg.score.placement == "sharded"
-            self._batches = AdaptiveBatches(rows, "generation", fix=fix if is_sharded else "")
+            self._batches = AdaptiveBatches(rows, "generation", fix=fix if score.placement == "sharded" else "")
 
         def sample(part: slice) -> list[Action]:
             self.beat()

@@ -22,25 +22,20 @@ from sftplay.tasks.score.sample_episodes import Action, right_padded
 from sftplay.tasks.score.shards import run_with_weights
 from sftplay.train.loss_heads import PROOF_TOLERANCE, proof_rows, scores_of
 
-Kl = Literal["full", "k3"]
-
 
 class ActionBatch(NamedTuple):
-    """Actions after their prompts, which are padded on the left."""
+    """Actions after their prompts, which are padded on the left: `ids`, int64 [actions, prompt + action], and alike.
+
+    `tokens`, int64 [actions, longest], are the actions, padded on the right; `mask`, fp32, is 1 on them, and
+    `sampled_log_probs`, fp32, are theirs at sampling time.
+    """
 
     ids: Tensor
     attention: Tensor
     positions: Tensor
-    """int64 [actions, prompt + action]."""
-
     tokens: Tensor
-    """int64 [actions, longest]: the actions, padded on the right."""
-
     mask: Tensor
-    """fp32: 1 on the actions' tokens."""
-
     sampled_log_probs: Tensor
-    """fp32: log-probabilities at sampling time."""
 
     @classmethod
     def from_actions(cls, actions: Sequence[Action], *, pad: int, device: Any) -> ActionBatch:
@@ -56,21 +51,6 @@ class ActionBatch(NamedTuple):
     def to(self, device: Any) -> ActionBatch:
         """Move the batch to another device."""
         return ActionBatch(*(part.to(device) for part in self))
-
-    @property
-    def last_positions(self) -> Tensor:
-        """int64 [actions]: where the last token of each action is among the states that `forward` returns."""
-        return self.mask.sum(1).long()
-
-
-class TokenScores(NamedTuple):
-    """Scores of the tokens of a batch of actions: fp32 [actions, longest]."""
-
-    log_probs: Tensor
-    entropy: Tensor
-    kl: Tensor
-    last_hidden: Tensor
-    """[actions, width]: the state at the last token of each action."""
 
 
 class OutputHead(NamedTuple):
@@ -92,43 +72,62 @@ class OutputHead(NamedTuple):
         return (logits / temperature).log_softmax(-1)
 
 
+class TokenScores(NamedTuple):
+    """Scores of the tokens of a batch of actions, fp32 [actions, longest], and the state at the last token of each."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    kl: Tensor
+    last_hidden: Tensor
+
+
 def score_actions(
-    role_models: RoleModels, batch: ActionBatch, *, role: Role, temperature: float, kl: Kl
+    role_models: RoleModels, batch: ActionBatch, *, role: Role, temperature: float, kl: Literal["full", "k3"]
 ) -> TokenScores:
     """Score the tokens under the model of `role`, with gradients, and compute their KL to the frozen reference.
 
     The dropout mode stays as it is. The backward pass must run inside `use_role(role)`.
     """
     with torch.no_grad(), role_models.reference(role) as frozen:
-        reference = run_with_weights(
+        frozen_hidden, frozen_head = run_with_weights(
             frozen, lambda: (forward(frozen, batch.to(frozen.device)), OutputHead.from_model(frozen))
         )
+
+    def compare() -> TokenScores:
+        hidden, head = forward(model, batch), OutputHead.from_model(model)
+
+        def score_chunk(
+            states: Tensor, frozen_states: Tensor, *, tokens: Tensor, sampled: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            with torch.no_grad():
+                reference = frozen_head.log_probs(frozen_states, temperature).to(states.device)
+            log_probs = head.log_probs(states, temperature)
+            found = gather_log_probs(log_probs, tokens)
+            if kl == "full":
+                return found, entropy(log_probs.detach()), full_kl(log_probs, reference)
+            estimate = k3_kl(found, gather_log_probs(reference, tokens), sampled=sampled)
+            return found, entropy(log_probs.detach()), estimate
+
+        width = max(1, CHUNK_SCORES // head.weight.shape[0])
+        columns = [states[:, :-1].flatten(0, 1).split(width) for states in (hidden, frozen_hidden)]
+        columns += [values.flatten().split(width) for values in (batch.tokens, batch.sampled_log_probs)]
+        chunks = [
+            checkpoint(
+                score_chunk, *states, tokens=tokens, sampled=sampled, use_reentrant=False, preserve_rng_state=False
+            )
+            for *states, tokens, sampled in zip(*columns, strict=True)
+        ]
+        scores = [torch.cat(parts).view_as(batch.mask) for parts in zip(*chunks, strict=True)]
+        return TokenScores(scores[0], scores[1], scores[2], select_last(hidden, batch))
+
     with role_models.use_role(role) as model:
-        found = run_with_weights(
-            model, lambda: _compare(model, batch, reference=reference, temperature=temperature, kl=kl)
-        )
-    log_probs, token_entropy, token_kl = (values.view_as(batch.mask) for values in found[:3])
-    return TokenScores(log_probs, token_entropy, token_kl, found[3])
+        return run_with_weights(model, compare)
 
 
-def _compare(
-    model: Any, batch: ActionBatch, *, reference: tuple[Tensor, OutputHead], temperature: float, kl: Kl
-) -> tuple[Tensor, ...]:
-    """Compute the fields of `TokenScores`, flat over all tokens; `reference` is its last states and its head."""
-    hidden, (frozen_hidden, frozen_head) = forward(model, batch), reference
-    heads = OutputHead.from_model(model), frozen_head
-    rows = torch.arange(len(hidden), device=hidden.device)
-    width = max(1, CHUNK_SCORES // heads[0].weight.shape[0])
-    columns = [states.flatten(0, 1).split(width) for states in (hidden[:, :-1], frozen_hidden[:, :-1])]
-    columns += [values.flatten().split(width) for values in (batch.tokens, batch.sampled_log_probs)]
-    parts = [
-        checkpoint(
-            _score_tokens, states, frozen, tokens=tokens, sampled_log_probs=sampled_log_probs, heads=heads,
-            temperature=temperature, kl=kl, use_reentrant=False, preserve_rng_state=False,
-        )
-        for states, frozen, tokens, sampled_log_probs in zip(*columns, strict=True)
-    ]  # fmt: skip
-    return (*(torch.cat(chunks) for chunks in zip(*parts, strict=True)), hidden[rows, batch.last_positions])
+def select_last(hidden: Tensor, batch: ActionBatch) -> Tensor:
+    """Select the state at the last token of each action: [actions, 1 + longest, width] -> [actions, width]."""
+    last: Tensor = hidden[torch.arange(len(hidden), device=hidden.device), batch.mask.sum(1).long()]
+    return last
 
 
 def forward(model: Any, batch: ActionBatch) -> Tensor:
@@ -159,39 +158,17 @@ def check_output_head(model: Any) -> None:
     computed = OutputHead.from_model(model).log_probs(hidden, 1.0)
     model.train(was_training)
     means = [gather_log_probs(log_probs[:, :-1], ids[:, 1:]).mean() for log_probs in (computed, expected)]
-    has_adapter = isinstance(causal.get_output_embeddings(), BaseTunerLayer)
-    if has_adapter or not torch.isclose(means[0], means[1], rtol=PROOF_TOLERANCE):
-        name = f"{type(causal).__name__} has a head of its own"
-        why = "the adapter has a pair on the output head" if has_adapter else name
-        raise ConfigError(
-            f"{why}, and two-turn episodes are learned from the scores of the plain head",
-            where="tuning.lora.target_modules" if has_adapter else "model.name",
-            fix="leave the head out of it" if has_adapter else "choose another model",
-        )
+    if isinstance(causal.get_output_embeddings(), BaseTunerLayer):
+        why, where = "the adapter has a pair on the output head", "tuning.lora.target_modules"
+        fix = "leave the head out of it"
+    elif not torch.isclose(means[0], means[1], rtol=PROOF_TOLERANCE):
+        why, where, fix = f"{type(causal).__name__} has a head of its own", "model.name", "choose another model"
+    else:
+        return
+    what = f"{why}, and two-turn episodes are learned from the scores of the plain head"
+    raise ConfigError(what, where=where, fix=fix)
 
 
 def unwrap_adapter(model: Any) -> Any:
     """Return the causal model of transformers under an adapter, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _score_tokens(
-    hidden: Tensor,
-    reference: Tensor,
-    *,
-    tokens: Tensor,
-    sampled_log_probs: Tensor,
-    heads: tuple[OutputHead, OutputHead],
-    temperature: float,
-    kl: Kl,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probability, entropy and KL of these tokens, fp32 [tokens]."""
-    with torch.no_grad():
-        frozen = heads[1].log_probs(reference, temperature).to(hidden.device)
-    log_probs = heads[0].log_probs(hidden, temperature)
-    token_log_probs = gather_log_probs(log_probs, tokens)
-    if kl == "full":
-        token_kl = full_kl(log_probs, frozen)
-    else:
-        token_kl = k3_kl(token_log_probs, gather_log_probs(frozen, tokens), sampled=sampled_log_probs)
-    return token_log_probs, entropy(log_probs.detach()), token_kl

@@ -255,8 +255,8 @@ class ScoreConfig(Section):
     """Episodes of each drawing that are written to samples/, by its first step. None means all, 0 none."""
 
     @property
-    def steps_of_drawing(self) -> int:
-        """Optimizer steps that learn from the episodes of one drawing."""
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps that learn from one rollout batch."""
         return self.steps_per_generation * self.num_iterations
 
     @property

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from sftplay import log
 from sftplay.tasks.score.checkpoint_weights import load_weights
-from sftplay.tasks.score.shards import FSDPModels, gather_weights, load_full_weights, load_optimizer, save_optimizer
+from sftplay.tasks.score.shards import FSDPModels, gather_tensor, gather_weights, load_full_weights, shard_like
 from sftplay.tasks.score.trainer import EpisodeTrainer
 
 
@@ -49,11 +50,26 @@ class ShardedEpisodeTrainer(EpisodeTrainer):
         load_full_weights(self.model, checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_optimizer(self.optimizer, Path(output_dir) / OPTIMIZER_NAME)
+        """Save the state as of an unsharded optimizer, so that any layout can resume. Every rank must call it."""
+        state, kept = self.optimizer.state_dict(), {}
+        for number, values in state["state"].items():
+            whole = {key: gather_tensor(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+            if log.is_main():
+                kept[number] = whole
         if log.is_main():
+            torch.save({**state, "state": kept}, Path(output_dir) / OPTIMIZER_NAME)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            load_optimizer(self.optimizer, Path(checkpoint) / OPTIMIZER_NAME)
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+        if checkpoint is None:
+            return
+        state = torch.load(Path(checkpoint) / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        for number, values in state["state"].items():
+            weight = weights[number]
+            for name, value in values.items():
+                # A moment is sharded like its weight; a step count is not.
+                if isinstance(weight, DTensor) and isinstance(value, Tensor) and value.shape == weight.shape:
+                    values[name] = shard_like(value, weight)
+        self.optimizer.load_state_dict(state)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))

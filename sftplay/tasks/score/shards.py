@@ -1,4 +1,4 @@
-"""Shard the models of task score (FSDP2), and save and load their weights and optimizer state."""
+"""Shard the models of task score (FSDP2), and gather and load their weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -18,9 +18,6 @@ from sftplay import log
 from sftplay.errors import ConfigError
 
 T = TypeVar("T")
-
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "no": None}
-"""accelerate's name of mixed precision -> dtype of gathered weights in compute; None keeps the stored dtype."""
 
 
 class FSDPModels(nn.Module):
@@ -38,16 +35,12 @@ class FSDPModels(nn.Module):
         return nullcontext()
 
 
-def create_mesh() -> DeviceMesh:
-    """Create a one-dimensional mesh over all ranks."""
-    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (log.world_size(),))
-
-
 def shard(model: Any, mesh: DeviceMesh, *, precision: str, keeps_head: bool = False) -> None:
     """Shard a model: a pass gathers one layer at a time, and an untied embedding likewise.
 
     A pass releases what it gathered. With `keeps_head` the model keeps its head until `reshard`: the backward pass of
-    another model computes logits with a reference's head a second time.
+    another model computes logits with a reference's head a second time. `precision` is accelerate's name: `no` computes
+    in the stored dtype.
 
     Raises:
         ConfigError: the model names no layers.
@@ -59,11 +52,12 @@ def shard(model: Any, mesh: DeviceMesh, *, precision: str, keeps_head: bool = Fa
         raise ConfigError(f"{type(model).__name__} names no layers to shard", where="model.name", fix=fix)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     units = [*layers, *([embeddings] if embeddings.weight is not head.weight else [])]
-    policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[precision], reduce_dtype=torch.float32)
+    dtype = {"bf16": torch.bfloat16, "no": None}[precision]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for unit in reversed(units):  # inner modules first
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_head)
-    model.run_with_weights = _call_work
+    model.run_with_weights = lambda work: work()
     register_fsdp_forward_method(model, "run_with_weights")
 
 
@@ -104,13 +98,13 @@ def gather_weights(model: Any) -> dict[str, Tensor]:
 def load_full_weights(model: Any, checkpoint: Path) -> None:
     """Load the whole weights that a Trainer has saved. Every rank must call it."""
     weights = dict(model.named_parameters(remove_duplicate=False))
-    with torch.no_grad():
-        for path in sorted(checkpoint.glob("model*.safetensors")):
-            for name, whole in load_file(path).items():
-                if name in weights:  # buffers stay as they are
-                    copy_into(whole, weights[name])
+    for path in sorted(checkpoint.glob("model*.safetensors")):
+        for name, whole in load_file(path).items():
+            if name in weights:  # buffers stay as they are
+                copy_into(whole, weights[name])
 
 
+@torch.no_grad()
 def copy_into(whole: Tensor, weight: Tensor) -> None:
     """Copy a whole tensor into a weight, or into this rank's shard. Every rank must call it."""
     weight.copy_(shard_like(whole, weight) if isinstance(weight, DTensor) else whole)
@@ -119,37 +113,3 @@ def copy_into(whole: Tensor, weight: Tensor) -> None:
 def shard_like(whole: Tensor, weight: DTensor) -> DTensor:
     """Return this rank's shard of a tensor, sharded like `weight`. Every rank must call it."""
     return distribute_tensor(whole.to(weight.device), weight.device_mesh, weight.placements)
-
-
-def _call_work(work: Callable[[], T]) -> T:
-    return work()
-
-
-def save_optimizer(optimizer: Any, path: Path) -> None:
-    """Save the state as of an unsharded optimizer, so that any layout can resume. Every rank must call it."""
-    state = optimizer.state_dict()
-    kept: dict[int, dict[str, Any]] = {}
-    for number, values in state["state"].items():
-        whole = {name: gather_tensor(value) if isinstance(value, Tensor) else value for name, value in values.items()}
-        if log.is_main():
-            kept[number] = whole
-    if log.is_main():
-        torch.save({**state, "state": kept}, path)
-
-
-def load_optimizer(optimizer: Any, path: Path) -> None:
-    """Load this rank's shard of a state that was saved whole."""
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    sharded = {
-        number: {name: _shard_state(value, weights[number]) for name, value in values.items()}
-        for number, values in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": sharded})
-
-
-def _shard_state(value: Any, weight: Any) -> Any:
-    """Shard a moment like its weight; return other values, such as a step count, unchanged."""
-    if not isinstance(weight, DTensor) or not isinstance(value, Tensor) or value.shape != weight.shape:
-        return value
-    return shard_like(value, weight)

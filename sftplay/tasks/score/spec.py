@@ -16,71 +16,49 @@ from sftplay.errors import nearest_names
 from sftplay.tasks.grpo.spec import settings_of_labels
 from sftplay.tasks.score.section import PLACE, PLACES
 
-EACH, EFFECTIVE, LENGTH = "score.episodes_per_problem", "train.effective_batch_size", "model.max_seq_len"
+GROUP, EFFECTIVE, LENGTH = "score.episodes_per_problem", "train.effective_batch_size", "model.max_seq_len"
 STEPS_PER_GENERATION, NUM_ITERATIONS = "score.steps_per_generation", "score.num_iterations"
 FLOW, VALUE = "score.value_flow", "score.value"
 PLACEMENT, DEVICES, STRATEGY = "score.placement", "score.devices", "cluster.strategy"
 
-SPLIT_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd")
-"""torch's own: their arithmetic is that of each number by itself, and torch knows it for parts of a weight."""
-
-WORD_IN_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
-
 
 def broken_score_rules(cfg: RunConfig) -> Iterator[Problem]:
-    """Every rule of task mode score that the config breaks."""
-    yield from _rewards(cfg)
+    """Yield every rule of task mode score that the config breaks."""
+    score = cfg.score
+    if not any(reward.weight for reward in cfg.rewards):
+        what, fix = "score learns from a reward, and there is none", "add one: - {name: answer, use: math}"
+        yield Problem(("task_mode", "rewards"), what, fix=fix)
     yield from _sizes(cfg)
     yield from _prompts(cfg)
     yield from _value(cfg)
-    yield from _evaluation(cfg)
+    if score.eval_samples > 1 and not score.eval_temperature:
+        what = f"{score.eval_samples} episodes of a problem are all the same at score.eval_temperature 0"
+        fix = "write score.eval_temperature: 0.7, or score.eval_samples: 1"
+        yield Problem(("score.eval_samples", "score.eval_temperature"), what, fix=fix)
     yield from _devices(cfg)
     yield from broken_shard_rules(cfg)
     yield from settings_of_labels(cfg)
 
 
-def idle_score_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Key, the key that takes its effect away, and why."""
-    score = cfg.score
-    if score.guidance in ("none", "static"):
-        asked = (
-            "max_hint_tokens", "beta_guide", "guide_learning_rate", "guide_reward",
-            "value", "value_coef", "value_flow", "value_learning_rate", "devices.guide", "devices.value",
-        )  # fmt: skip
-        yield from ((f"score.{name}", "score.guidance", f"guidance {score.guidance} has no guide") for name in asked)
-    if score.steps_of_drawing == 1:
-        yield "score.epsilon", STEPS_PER_GENERATION, "a drawing feeds one step, so there is no ratio to older weights"
-    if score.advantage != "critic":
-        names = (f"score.critic.{name}" for name in type(score.critic).model_fields)
-        keys = [*(key for key in names), f"{DEVICES}.critic", f"{DEVICES}.target_critic"]
-        yield from ((key, "score.advantage", f"advantage {score.advantage} has no critic") for key in keys)
-
-
-def _rewards(cfg: RunConfig) -> Iterator[Problem]:
-    if not any(reward.weight for reward in cfg.rewards):
-        what, fix = "score learns from a reward, and there is none", "add one: - {name: answer, use: math}"
-        yield Problem(("task_mode", "rewards"), what, fix=fix)
-
-
 def _sizes(cfg: RunConfig) -> Iterator[Problem]:
     score, effective = cfg.score, cfg.train.effective_batch_size
-    each, parts = score.episodes_per_problem, score.steps_per_generation
-    if effective * parts % each:
-        unit = each // math.gcd(each, parts)
+    group, parts = score.episodes_per_problem, score.steps_per_generation
+    if effective * parts % group:
+        unit = group // math.gcd(group, parts)
         near = [size for size in (effective // unit * unit, (effective // unit + 1) * unit) if size]
         times = f" x {STEPS_PER_GENERATION} {parts}" if parts > 1 else ""
-        what = f"{effective} episodes a step{times} do not make whole groups of {EACH} {each}"
-        yield Problem((EFFECTIVE, EACH), what, fix=f"write {EFFECTIVE}: {' or '.join(map(str, near))}")
-    steps, unit = score.stage1_steps, score.steps_of_drawing
+        what = f"{effective} episodes a step{times} do not make whole groups of {GROUP} {group}"
+        yield Problem((EFFECTIVE, GROUP), what, fix=f"write {EFFECTIVE}: {' or '.join(map(str, near))}")
+    steps, unit = score.stage1_steps, score.steps_per_rollout
     if steps % unit and score.stage2_steps:
         near = [size for size in (steps // unit * unit, (steps // unit + 1) * unit) if size]
         keys = f"{STEPS_PER_GENERATION} x {NUM_ITERATIONS}"
-        what = f"{steps} steps end within a drawing, which {keys} makes {unit} steps long"
+        what = f"{steps} steps end within a rollout batch, which {keys} makes {unit} steps long"
         fix = f"write score.stage1_steps: {' or '.join(map(str, near))}"
         yield Problem(("score.stage1_steps", STEPS_PER_GENERATION, NUM_ITERATIONS), what, fix=fix)
     if cfg.prompt_tokens < 1:
         both = f"score.max_new_tokens {score.max_new_tokens} and score.max_hint_tokens {score.max_hint_tokens}"
-        what = f"{cfg.model.max_seq_len} leaves no room for a problem beside {both}"
+        what = f"{cfg.model.max_seq_len} leaves no room for a problem next to {both}"
         fix = f"write {LENGTH}: {2 * (score.max_new_tokens + score.max_hint_tokens)}, or lower them"
         yield Problem((LENGTH, "score.max_new_tokens", "score.max_hint_tokens"), what, fix=fix)
     if not score.stage1_steps + score.stage2_steps:
@@ -95,7 +73,7 @@ def _prompts(cfg: RunConfig) -> Iterator[Problem]:
             if counts[place] != 1:
                 what = f"has {{{place}}} {counts[place]} times"
                 yield Problem((key,), what, fix=f"write {{{place}}} once")
-        for word in sorted({*WORD_IN_BRACES.findall(text)} - {*places}):
+        for word in sorted({*re.findall(r"\{([A-Za-z_]\w*)\}", text)} - {*places}):
             near = nearest_names(word, places)
             fix = f"did you mean {{{near[0]}}}?" if near else f"it has {', '.join(f'{{{place}}}' for place in places)}"
             yield Problem((key,), f"nothing fills {{{word}}} in this prompt", fix=fix, nearest=tuple(near))
@@ -119,33 +97,24 @@ def _value(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem(("score.advantage", "score.value_coef", FLOW), what, fix=fix)
 
 
-def _evaluation(cfg: RunConfig) -> Iterator[Problem]:
-    score = cfg.score
-    if score.eval_samples > 1 and not score.eval_temperature:
-        what = f"{score.eval_samples} episodes of a problem are all the same at score.eval_temperature 0"
-        fix = "write score.eval_temperature: 0.7, or score.eval_samples: 1"
-        yield Problem(("score.eval_samples", "score.eval_temperature"), what, fix=fix)
-
-
 def _devices(cfg: RunConfig) -> Iterator[Problem]:
-    """What placement and devices contradict whatever the machine."""
     score, adapts = cfg.score, cfg.tuning.mode != "full"
     devices = {part: device for part, device in dict(score.devices).items() if device != "auto"}
     if score.placement == "shared":
         for part in ("guide", "value", "critic"):
             if part in devices:
-                what = f"{devices[part]}, but {PLACEMENT} shared lays it beside the solver"
+                what = f"{devices[part]}, but {PLACEMENT} shared puts it on the solver's device"
                 yield Problem((f"{DEVICES}.{part}", PLACEMENT), what, fix=f"write {PLACEMENT}: roles")
     if adapts and "ref" in devices:
         what = f"{devices['ref']}, but the reference of a {cfg.tuning.mode} run is the base with its adapter off"
         yield Problem((f"{DEVICES}.ref", "tuning.mode"), what, fix=f"write {DEVICES}.ref: auto; it holds no weights")
     if adapts and cfg.tuning.lora.modules_to_save:
-        what = "two adapters on one base train no modules beside their pairs"
+        what = "two adapters on one base train no modules but their pairs"
         yield Problem(("tuning.lora.modules_to_save", "task_mode"), what, fix="remove it")
 
 
 def broken_shard_rules(cfg: RunConfig) -> Iterator[Problem]:
-    """What models in shards need, and which strategies have none for two models."""
+    """Yield what models in shards need, and the strategies that cannot train two models."""
     score, strategy = cfg.score, cfg.cluster.strategy
     if strategy not in ("auto", "ddp", "fsdp"):
         why = "an engine of DeepSpeed trains one model" if strategy.startswith("zero") else "nobody has tried it"
@@ -166,25 +135,42 @@ def broken_shard_rules(cfg: RunConfig) -> Iterator[Problem]:
     if score.value_flow == "straight_through":
         what = "straight_through runs a frozen copy of the guide, which is not there where its weights are in shards"
         yield Problem((FLOW, PLACEMENT), what, fix=f"write {FLOW}: shared_trunk or stop")
-    if cfg.train.optim not in ("auto", *SPLIT_OPTIMIZERS):
+    # torch's own: their arithmetic is that of each number by itself, and torch knows it for parts of a weight.
+    optimizers = ("adamw_torch_fused", "adamw_torch", "sgd")
+    if cfg.train.optim not in ("auto", *optimizers):
         what = f"{cfg.train.optim} cannot hold its state in shards"
-        yield Problem(("train.optim", PLACEMENT), what, fix=f"write train.optim: {' or '.join(SPLIT_OPTIMIZERS)}")
+        yield Problem(("train.optim", PLACEMENT), what, fix=f"write train.optim: {' or '.join(optimizers)}")
     if cfg.train.precision == "fp16":
         what = "fp16: its scaler looks for numbers that are not finite on each process alone, and each has a part"
         yield Problem(("train.precision", PLACEMENT), what, fix="write train.precision: fp32, or bf16")
-    for part in (part for part, device in dict(score.devices).items() if device != "auto"):
-        what = f"{getattr(score.devices, part)}, but every process holds a part of each model on its own device"
-        yield Problem((f"{DEVICES}.{part}", PLACEMENT), what, fix=f"write {DEVICES}.{part}: auto")
+    for part, device in dict(score.devices).items():
+        if device != "auto":
+            what = f"{device}, but every process holds a part of each model on its own device"
+            yield Problem((f"{DEVICES}.{part}", PLACEMENT), what, fix=f"write {DEVICES}.{part}: auto")
 
 
 class ScoreSpec(TaskSpec):
-    """Two-turn episodes are sampled and paid by rewards."""
+    """Two-turn episodes are sampled, and rewards score them."""
 
     def broken_rules(self, cfg: RunConfig) -> Iterator[Problem]:
         return broken_score_rules(cfg)
 
     def idle_keys(self, cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
-        return idle_score_keys(cfg)
+        score = cfg.score
+        if score.guidance in ("none", "static"):
+            names = (
+                "max_hint_tokens", "beta_guide", "guide_learning_rate", "guide_reward", "value", "value_coef",
+                "value_flow", "value_learning_rate", "devices.guide", "devices.value",
+            )  # fmt: skip
+            why = f"guidance {score.guidance} has no guide"
+            yield from ((f"score.{name}", "score.guidance", why) for name in names)
+        if score.steps_per_rollout == 1:
+            why = "a rollout batch feeds one step, so there is no ratio to older weights"
+            yield "score.epsilon", STEPS_PER_GENERATION, why
+        if score.advantage != "critic":
+            keys = [*(f"score.critic.{name}" for name in type(score.critic).model_fields)]
+            keys += [f"{DEVICES}.critic", f"{DEVICES}.target_critic"]
+            yield from ((key, "score.advantage", f"advantage {score.advantage} has no critic") for key in keys)
 
 
 SPEC = ScoreSpec()

@@ -13,11 +13,12 @@ from sftplay.config.run import RunConfig
 from sftplay.data.prompts.load import prepare_prompts, prompts_table
 from sftplay.evaluate.evaluate import evenly_spaced
 from sftplay.launch.run_folder import RunFolder
-from sftplay.plan.devices.layout import Layout, resolve_layout
+from sftplay.machine.libraries import recompute
+from sftplay.plan.devices.layout import resolve_layout
 from sftplay.tasks.score.episode_rewards import RewardScorer
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
 from sftplay.tasks.score.finished import FinishedRoleModels, measure_ablation, open_role_models
-from sftplay.tasks.score.problems import EpisodeRows, collate, create_run_order
+from sftplay.tasks.score.problems import collate, create_run_order
 from sftplay.tasks.score.role_models import ADAPTER_NAMES, RoleModels
 from sftplay.tasks.score.sample_episodes import EpisodeSampler
 from sftplay.tasks.score.scoring import check_output_head
@@ -26,13 +27,6 @@ from sftplay.tasks.score.trainer import EpisodeTrainer
 from sftplay.train.fingerprint import recipe_of
 from sftplay.train.setup import on_one_gpu
 from sftplay.train.task import Rows, TrainerParts
-
-
-def find_layout(cfg: RunConfig) -> Layout:
-    """Find the device of each part, for the GPUs that this process sees."""
-    placement: Any = "shared" if cfg.score.placement == "auto" else cfg.score.placement
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return resolve_layout(cfg, placement=placement, gpus=gpus, processes=log.world_size())
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
@@ -47,7 +41,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
     measured = prompts.held_out if len(prompts.held_out) else prompts.train
     return Rows(
         train=train,
-        held_out=EpisodeRows(range(len(measured)), repeats=1),
+        held_out=range(len(measured)),
         report=prompts.report,
         recipe=recipe_of(prompts.renderer),
         source=prompts,
@@ -63,12 +57,12 @@ def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
 
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
     """Measure both turns of the held-out problems, with each source of hints."""
-    has_guide = cfg.score.guidance in ("model", "model_trained")
-    is_guide_separate = (
-        has_guide and path.stem == "after" and ADAPTER_NAMES["guide"] not in getattr(model, "peft_config", {})
-    )
     # A separate guide lies in the run folder and is not part of `model`.
-    role_models = open_role_models(cfg, RunFolder(path.parents[1])) if is_guide_separate else FinishedRoleModels(model)
+    is_guide_elsewhere = path.stem == "after" and ADAPTER_NAMES["guide"] not in getattr(model, "peft_config", {})
+    if is_guide_elsewhere and cfg.score.guidance in ("model", "model_trained"):
+        role_models = open_role_models(cfg, RunFolder(path.parents[1]))
+    else:
+        role_models = FinishedRoleModels(model)
     measure_ablation(role_models, rows.source, cfg=cfg, path=path)
 
 
@@ -79,56 +73,47 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
         log.say("warning: score.alpha x score.turn_discount is above 1: turn 1 is punished for being right", "score")
     role_models = _build_role_models(parts.model, cfg)
     check_output_head(parts.model)
-    episode_sampler = EpisodeSampler(cfg, role_models, renderer=prompts.renderer)
+    # Other visible GPUs hold other parts.
+    arguments = on_one_gpu(TrainingArguments(**{**parts.arguments, "eval_strategy": "no", "eval_steps": None}))
+    # transformers would require its evaluation; the task's evaluation selects the best checkpoint.
+    arguments.load_best_model_at_end = cfg.train.best_metric is not None
+    arguments.metric_for_best_model, arguments.greater_is_better = cfg.train.best_metric, True
     trainer = (ShardedEpisodeTrainer if score.placement == "sharded" else EpisodeTrainer)(
         parts.step,
         cfg=cfg,
         run_folder=parts.folder.path,
         role_models=role_models,
-        episode_sampler=episode_sampler,
+        episode_sampler=EpisodeSampler(cfg, role_models, renderer=prompts.renderer),
         reward_scorer=RewardScorer(cfg, columns=parts.rows.report["columns"], tokenizer=prompts.renderer.tokenizer),
         questions=prompts.train,
         model=parts.model,
         processing_class=parts.tokenizer,
-        args=_arguments(parts),
+        args=arguments,
         train_dataset=parts.train,
         data_collator=collate,
         callbacks=parts.callbacks,
     )
-    if trainer.args.gradient_checkpointing:
-        role_models.recompute_guide()
+    if trainer.args.gradient_checkpointing and role_models.is_separate:
+        recompute(role_models.models["guide"])  # as the Trainer does for the solver
     assert parts.rows.order is not None
-    measured = prompts.held_out if len(prompts.held_out) else prompts.train
+    measured = evenly_spaced(prompts.held_out if len(prompts.held_out) else prompts.train, cfg.eval.limit)
+    every = cfg.train.eval_steps or parts.rows.order.steps_per_epoch
     trainer.add_callback(
-        EvaluateEpisodes(
-            cfg,
-            evenly_spaced(measured, cfg.eval.limit),
-            folder=parts.folder.eval,
-            every=cfg.train.eval_steps or parts.rows.order.steps_per_epoch,
-        )
+        EvaluateEpisodes(cfg, measured, folder=parts.folder.eval, every=every, extra_step=score.stage1_steps)
     )
     return trainer
 
 
-def _arguments(parts: TrainerParts) -> TrainingArguments:
-    # Other visible GPUs hold other parts.
-    arguments = on_one_gpu(TrainingArguments(**{**parts.arguments, "eval_strategy": "no", "eval_steps": None}))
-    # transformers would require its evaluation; the task's evaluation selects the best checkpoint.
-    arguments.load_best_model_at_end = parts.cfg.train.best_metric is not None
-    arguments.metric_for_best_model, arguments.greater_is_better = parts.cfg.train.best_metric, True
-    return arguments
-
-
 def _build_role_models(model: Any, cfg: RunConfig) -> RoleModels:
-    """Build the models that the config asks for, and no others."""
-    score = cfg.score
-    has_guide = score.guidance in ("model", "model_trained")
+    """Build the models that the config asks for, and no others, on the GPUs that this process sees."""
+    score, gpus = cfg.score, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    placement: Any = "shared" if score.placement == "auto" else score.placement
     return RoleModels(
         model,
-        has_guide=has_guide,
+        has_guide=score.guidance in ("model", "model_trained"),
         guide_learns=score.guidance == "model_trained",
         has_value=score.has_value,
         value_is_separate=score.value == "separate",
         critic=score.critic if score.advantage == "critic" else None,
-        layout=find_layout(cfg),
+        layout=resolve_layout(cfg, placement=placement, gpus=gpus, processes=log.world_size()),
     )

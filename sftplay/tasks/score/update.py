@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import nan
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +22,14 @@ from sftplay.tasks.score.episode_rewards import EpisodeResult
 from sftplay.tasks.score.losses import choose_kl_coefficients, clipped_loss, find_stage, masked_mean, policy_loss
 from sftplay.tasks.score.role_models import Role, RoleModels
 from sftplay.tasks.score.sample_episodes import Action, Episode, ResampledAnswers
-from sftplay.tasks.score.scoring import ActionBatch, OutputHead, TokenScores, forward, score_actions
+from sftplay.tasks.score.scoring import ActionBatch, OutputHead, TokenScores, forward, score_actions, select_last
 from sftplay.tasks.score.section import ScoreConfig
 from sftplay.tasks.score.shards import run_with_weights
 from sftplay.tasks.score.value_model import (
     Critic,
     CriticInputs,
     PaddedTokens,
+    ValueFlow,
     critic_loss,
     estimate_values,
     straight_through,
@@ -38,19 +39,33 @@ from sftplay.tasks.score.value_model import (
 
 @dataclass(frozen=True, kw_only=True)
 class MinibatchSetup:
-    """How a rank cuts its minibatch into micro-batches, and what its losses are divided by."""
+    """How a rank cuts its minibatch into micro-batches, and what its losses are divided by.
+
+    `n_episodes` are those of the optimizer step divided by the ranks, because gradients are averaged over ranks.
+    `context` returns the context of a forward pass, which sets its precision. `is_on_policy`: the weights are those
+    that sampled the episodes, so every ratio is 1.
+    """
 
     micro_batch: int
     n_episodes: float
-    """Episodes of the optimizer step divided by the ranks, because gradients are averaged over ranks."""
-
     pad: int
     backward: Callable[[Tensor], None]
     context: Callable[[], Any]
-    """Returns the context of a forward pass, which sets its precision."""
-
     is_on_policy: bool = True
-    """Whether the weights are those that sampled the episodes: every ratio is 1 then."""
+
+    def parts(self, n: int) -> list[slice]:
+        """Cut `n` episodes into micro-batches."""
+        return [slice(at, at + self.micro_batch) for at in range(0, n, self.micro_batch)]
+
+
+Turn = Literal["t1", "t2", "guide"]
+"""First answers, second answers and hints."""
+
+ROLES: dict[Turn, Role] = {"t1": "solver", "t2": "solver", "guide": "guide"}
+
+
+def _join_tokens(actions: Sequence[Action]) -> PaddedTokens:
+    return PaddedTokens.from_rows([[*action.prompt, *action.ids] for action in actions])
 
 
 class PolicyGradients:
@@ -61,61 +76,54 @@ class PolicyGradients:
         self.sums: dict[str, float] = defaultdict(float)
         """Loss, KL terms, entropies and ratios of this rank's episodes."""
 
-    def learn_solver(
-        self, actions: Sequence[Action], *, turn: int, advantage: Tensor | None, beta: float, n_tokens: float
+    def learn(
+        self,
+        actions: Sequence[Action],
+        turn: Turn,
+        *,
+        advantage: Tensor | None,
+        beta: float,
+        n_tokens: float,
+        value_target: Tensor | None = None,
     ) -> None:
-        """Compute the gradient of one turn of the solver: KL, and the policy gradient where there is an advantage."""
-        name = f"t{turn}"
-        for part, tensors in self._micro_batches(actions, "solver"):
+        """Compute the gradient of one turn: KL, and the policy gradient where there is an advantage.
+
+        For hints also that of the loss of V, as `value_flow` lets it flow, where there is a V and `value_target`.
+        """
+        score, role = self.score, ROLES[turn]
+        for part, tensors in self._micro_batches(actions, role):
             with self.batch.context():
-                scores = self._scores("solver", tensors)
+                scores = score_actions(self.role_models, tensors, role=role, temperature=score.temperature, kl=score.kl)
                 kl = masked_mean(scores.kl, tensors.mask, n_tokens=n_tokens)
                 loss = beta * kl
                 if advantage is not None:
                     loss = loss + self._policy_loss(
-                        scores, tensors, name=name, advantage=advantage[part], n_tokens=n_tokens
+                        scores, tensors, turn=turn, advantage=advantage[part], n_tokens=n_tokens
                     )
-            self._add_figures(name, loss, kl=kl, scores=scores, tensors=tensors, n_tokens=n_tokens)
+                if value_target is not None and self.role_models.has_value:
+                    seen = _join_tokens(actions[part]) if score.value == "separate" else scores.last_hidden
+                    loss = loss + self._value_loss(seen, tensors, target=value_target[part], flow=score.value_flow)
+            self.sums["loss"] += float(loss.detach())
+            self.sums[f"kl_{turn}"] += float(kl.detach())
+            self.sums[f"entropy_{turn}"] += float(masked_mean(scores.entropy, tensors.mask, n_tokens=n_tokens))
             if loss.requires_grad:
-                self._backward("solver", loss)
-
-    def learn_guide(
-        self, actions: Sequence[Action], *, advantage: Tensor, value_target: Tensor, n_tokens: float
-    ) -> None:
-        """Compute the gradient of the guide: policy gradient, KL, and the loss of V as `value_flow` lets it flow."""
-        score = self.score
-        for part, tensors in self._micro_batches(actions, "guide"):
-            with self.batch.context():
-                scores = self._scores("guide", tensors)
-                kl = masked_mean(scores.kl, tensors.mask, n_tokens=n_tokens)
-                loss = self._policy_loss(scores, tensors, name="guide", advantage=advantage[part], n_tokens=n_tokens)
-                loss = loss + score.beta_guide * kl
-                is_separate = score.value == "separate"
-                inputs = _join_tokens(actions[part]) if is_separate else scores.last_hidden
-                loss = loss + self._value_loss(inputs, tensors, value_target=value_target[part])
-            self._add_figures("guide", loss, kl=kl, scores=scores, tensors=tensors, n_tokens=n_tokens)
-            self._backward("guide", loss)
+                # Recomputed layers need the adapter of the forward pass.
+                with self.role_models.use_role(role):
+                    self.batch.backward(loss)
 
     def learn_value(self, actions: Sequence[Action], *, value_target: Tensor) -> None:
         """Compute the gradient of V alone, while the guide does not learn."""
-        for part, inputs in self._value_inputs(actions):
-            loss = value_loss(
-                self.role_models.value_head,
-                inputs,
-                target=value_target[part],
-                flow="stop",
-                value_coef=1.0,
-                n_episodes=1,
-            )
+        value = self.role_models.value_head
+        for part, seen in self._value_inputs(actions):
+            loss = value_loss(value, seen, target=value_target[part], flow="stop", value_coef=1.0, n_episodes=1)
             assert loss is not None
             self.batch.backward(loss / self.batch.n_episodes)
 
     @torch.no_grad()
     def predict_values(self, actions: Sequence[Action]) -> Tensor:
         """Predict V of the episodes at the end of their hints, [episodes]."""
-        return torch.cat(
-            [self.role_models.value_head(inputs).float().cpu() for _, inputs in self._value_inputs(actions)]
-        )
+        value = self.role_models.value_head
+        return torch.cat([value(seen).float().cpu() for _, seen in self._value_inputs(actions)])
 
     def _value_inputs(self, actions: Sequence[Action]) -> Iterator[tuple[slice, Tensor | PaddedTokens]]:
         """Yield the inputs of V by micro-batch, without gradients."""
@@ -125,55 +133,40 @@ class PolicyGradients:
                 continue
             with torch.no_grad(), self.batch.context(), self.role_models.use_role("guide") as model:
                 hidden = run_with_weights(model, partial(forward, model, tensors))
-            yield part, _select_last(hidden, tensors)
+            yield part, select_last(hidden, tensors)
 
     def _micro_batches(self, actions: Sequence[Action], role: Role) -> Iterator[tuple[slice, ActionBatch]]:
-        for at in range(0, len(actions), self.batch.micro_batch):
-            part = slice(at, at + self.batch.micro_batch)
-            yield (
-                part,
-                ActionBatch.from_actions(actions[part], pad=self.batch.pad, device=self.role_models.devices[role]),
-            )
-
-    def _backward(self, role: Role, loss: Tensor) -> None:
-        # Recomputed layers need the adapter of the forward pass.
-        with self.role_models.use_role(role):
-            self.batch.backward(loss)
-
-    def _scores(self, role: Role, tensors: ActionBatch) -> TokenScores:
-        return score_actions(self.role_models, tensors, role=role, temperature=self.score.temperature, kl=self.score.kl)
+        device = self.role_models.devices[role]
+        for part in self.batch.parts(len(actions)):
+            yield part, ActionBatch.from_actions(actions[part], pad=self.batch.pad, device=device)
 
     def _policy_loss(
-        self, scores: TokenScores, tensors: ActionBatch, *, name: str, advantage: Tensor, n_tokens: float
+        self, scores: TokenScores, tensors: ActionBatch, *, turn: Turn, advantage: Tensor, n_tokens: float
     ) -> Tensor:
         """Return the policy loss, by clipped ratios where a rollout batch feeds several optimizer steps."""
         score, log_probs, mask = self.score, scores.log_probs, tensors.mask
         arguments: dict[str, Any] = {
             "advantage": advantage.to(log_probs.device),
-            "longest": score.max_hint_tokens if name == "guide" else score.max_new_tokens,
+            "longest": score.max_hint_tokens if turn == "guide" else score.max_new_tokens,
             "n_episodes": self.batch.n_episodes,
         }
-        if score.steps_of_drawing == 1:
+        if score.steps_per_rollout == 1:
             return policy_loss(log_probs, mask, **arguments)
         # Another batch and dropout change log-probabilities of unchanged weights; that is no off-policy ratio.
         sampled = log_probs.detach() if self.batch.is_on_policy else tensors.sampled_log_probs
-        clipped = clipped_loss(log_probs, mask, sampled=sampled, epsilon=score.epsilon, **arguments)
-        for key, values in (("ratio", clipped.ratio), ("clip_share", clipped.is_clipped)):
-            self.sums[f"{key}_{name}"] += float((values * mask).sum()) / n_tokens
-        return clipped.loss
+        loss, ratio, is_clipped = clipped_loss(log_probs, mask, sampled=sampled, epsilon=score.epsilon, **arguments)
+        for key, values in (("ratio", ratio), ("clip_share", is_clipped)):
+            self.sums[f"{key}_{turn}"] += float((values * mask).sum()) / n_tokens
+        return loss
 
     def _value_loss(
-        self, inputs: Tensor | PaddedTokens, tensors: ActionBatch, *, value_target: Tensor
+        self, seen: Tensor | PaddedTokens, tensors: ActionBatch, *, target: Tensor, flow: ValueFlow
     ) -> Tensor | float:
-        if not self.role_models.has_value:
-            return 0.0
-        score, value = self.score, self.role_models.value_head
-        loss = value_loss(
-            value, inputs, target=value_target, flow=score.value_flow, value_coef=score.value_coef, n_episodes=1
-        )
-        total = 0.0 if loss is None else loss.to(tensors.ids.device) / self.batch.n_episodes
-        if score.value_flow == "straight_through" and score.value_coef:
-            value_of_hints = self._straight_through_value(tensors).sum().to(tensors.ids.device)
+        score, value, device = self.score, self.role_models.value_head, tensors.ids.device
+        loss = value_loss(value, seen, target=target, flow=flow, value_coef=score.value_coef, n_episodes=1)
+        total = 0.0 if loss is None else loss.to(device) / self.batch.n_episodes
+        if flow == "straight_through" and score.value_coef:
+            value_of_hints = self._straight_through_value(tensors).sum().to(device)
             total = total - score.value_coef * value_of_hints / self.batch.n_episodes
         return total
 
@@ -191,27 +184,10 @@ class PolicyGradients:
                     "position_ids": tensors.positions, "output_hidden_states": True, "use_cache": False,
                 },
             )  # fmt: skip
-            last = _select_last(out.hidden_states[-1][:, -tensors.tokens.shape[1] - 1 :], tensors)
+            last = select_last(out.hidden_states[-1][:, -tensors.tokens.shape[1] - 1 :], tensors)
             head = {name: weight.detach() for name, weight in self.role_models.value_head.named_parameters()}
             value: Tensor = functional_call(self.role_models.value_head, head, (last,))
         return value
-
-    def _add_figures(
-        self, name: str, loss: Tensor, *, kl: Tensor, scores: TokenScores, tensors: ActionBatch, n_tokens: float
-    ) -> None:
-        self.sums["loss"] += float(loss.detach())
-        self.sums[f"kl_{name}"] += float(kl.detach())
-        self.sums[f"entropy_{name}"] += float(masked_mean(scores.entropy, tensors.mask, n_tokens=n_tokens))
-
-
-def _join_tokens(actions: Sequence[Action]) -> PaddedTokens:
-    return PaddedTokens.from_rows([[*action.prompt, *action.ids] for action in actions])
-
-
-def _select_last(hidden: Tensor, tensors: ActionBatch) -> Tensor:
-    """Select the state at the last token of each action: [actions, 1 + longest, width] -> [actions, width]."""
-    found: Tensor = hidden[torch.arange(len(hidden), device=hidden.device), tensors.last_positions]
-    return found
 
 
 class CriticGradients:
@@ -224,11 +200,10 @@ class CriticGradients:
 
     def estimate_values(self, episodes: Sequence[Episode], resampled: Sequence[ResampledAnswers]) -> Tensor:
         """Estimate min Q and min V of turn 1, then of turn 2: fp32 [4, episodes], on the CPU."""
-        found = []
-        for _, turns in self._micro_batches(episodes, resampled):
-            found.append(
-                torch.stack([values for turn in turns for values in estimate_values(self.critic, turn)]).float().cpu()
-            )
+        found = [
+            torch.stack([values for turn in turns for values in estimate_values(self.critic, turn)]).float().cpu()
+            for _, turns in self._micro_batches(episodes, resampled)
+        ]
         return torch.cat(found, 1)
 
     def learn(
@@ -255,29 +230,28 @@ class CriticGradients:
     def _micro_batches(
         self, episodes: Sequence[Episode], resampled: Sequence[ResampledAnswers]
     ) -> Iterator[tuple[slice, tuple[CriticInputs, CriticInputs]]]:
-        for at in range(0, len(episodes), self.batch.micro_batch):
-            part = slice(at, at + self.batch.micro_batch)
-            batch, pairs = episodes[part], resampled[part]
-            first = _create_critic_inputs([episode.first for episode in batch], [answer for answer, _ in pairs])
-            second = _create_critic_inputs([episode.second for episode in batch], [answer for _, answer in pairs])
+        for part in self.batch.parts(len(episodes)):
+            answers = zip(*((episode.first, episode.second) for episode in episodes[part]), strict=True)
+            first, second = (
+                CriticInputs(
+                    state=PaddedTokens.from_rows([answer.prompt for answer in turn]),
+                    answer=PaddedTokens.from_rows([answer.ids for answer in turn]),
+                    resampled_answer=PaddedTokens.from_rows([answer.ids for answer in turn_again]),
+                )
+                for turn, turn_again in zip(answers, zip(*resampled[part], strict=True), strict=True)
+            )
             yield part, (first, second)
 
 
-def _create_critic_inputs(answers: Sequence[Action], resampled: Sequence[Action]) -> CriticInputs:
-    return CriticInputs(
-        state=PaddedTokens.from_rows([answer.prompt for answer in answers]),
-        answer=PaddedTokens.from_rows([answer.ids for answer in answers]),
-        resampled_answer=PaddedTokens.from_rows([answer.ids for answer in resampled]),
-    )
-
-
 class ScoredEpisodes(NamedTuple):
-    """A rank's episodes of a rollout batch, and the results of all ranks' episodes."""
+    """A rank's episodes of a rollout batch, and the results of all ranks' episodes.
+
+    `resampled` has a second answer to both solver prompts of each episode; it is empty without a critic.
+    """
 
     episodes: Sequence[Episode]
     results: Sequence[EpisodeResult]
     resampled: Sequence[ResampledAnswers]
-    """A second answer to both solver prompts of each episode; empty without a critic."""
 
     @property
     def rank_slice(self) -> slice:
@@ -315,29 +289,18 @@ class PolicyUpdate:
 
     def compute_advantages(self) -> Advantages:
         """Compute the advantages of all ranks' episodes, with values from before the first update."""
-        episodes, resampled, results = self.scored.episodes, self.scored.resampled, self.scored.results
+        episodes, results, resampled = self.scored
         value = critic = None
         if self.role_models.has_value:
-            value = self._gather(
-                self.gradients.predict_values([episode.hint for episode in episodes if episode.hint is not None])
-            )
+            hints = [episode.hint for episode in episodes if episode.hint is not None]
+            value = self._gather(self.gradients.predict_values(hints))
         if self.critic_gradients is not None:
             critic = self._gather(self.critic_gradients.estimate_values(episodes, resampled))
-
-        def column(name: str) -> Tensor:
-            return torch.tensor([float(getattr(result, name) or 0.0) for result in results])
-
-        rewards = EpisodeRewards(
-            first=column("first"),
-            second=column("second"),
-            is_known=column("is_known"),
-            form_first=column("form_first"),
-            form_second=column("form_second"),
-            leak=column("leaks"),
-            value=value,
-            critic=critic,
-        )
-        return compute_advantages(rewards, self.score, stage=self.stage)
+        columns = {
+            field: torch.tensor([float(getattr(result, field) or 0.0) for result in results])
+            for field in ("first", "second", "is_known", "form_first", "form_second", "leak")
+        }
+        return compute_advantages(EpisodeRewards(**columns, value=value, critic=critic), self.score, stage=self.stage)
 
     def learn(self, advantages: Advantages) -> None:
         """Compute the gradients of all parts, from this rank's episodes."""
@@ -353,36 +316,32 @@ class PolicyUpdate:
             self.critic_gradients.learn(
                 episodes, resampled, returns=(first, second), weight=known, discount=score.turn_discount
             )
-        targets = [float(result.second or 0.0) if result.is_known else nan for result in results]
-        value_target, hints = torch.tensor(targets), roles["guide"]
-        if self.guide_learns:
-            advantage = advantages.guide[rank_slice][self.part]
-            self.gradients.learn_guide(
-                hints, advantage=advantage, value_target=value_target, n_tokens=n_tokens["guide"]
-            )
-        elif self.role_models.has_value:
-            self.gradients.learn_value(hints, value_target=value_target)
+        targets = torch.tensor([float(result.second or 0.0) if result.is_known else nan for result in results])
+        if not self.guide_learns and self.role_models.has_value:
+            self.gradients.learn_value(roles["guide"], value_target=targets)
         betas = choose_kl_coefficients(self.stage, score)
-        for turn, gain, beta in ((1, advantages.first, betas.first), (2, advantages.second, betas.second)):
-            self.gradients.learn_solver(
-                roles[f"t{turn}"], turn=turn, beta=beta, n_tokens=n_tokens[f"t{turn}"],
-                advantage=None if gain is None else gain[rank_slice][self.part],
+        gains: dict[Turn, Tensor | None] = {"guide": advantages.guide} if self.guide_learns else {}
+        gains |= {"t1": advantages.first, "t2": advantages.second}
+        for turn, gain in gains.items():
+            advantage = None if gain is None else gain[rank_slice][self.part]
+            self.gradients.learn(
+                roles[turn], turn, advantage=advantage, beta=betas[turn], n_tokens=n_tokens[turn],
+                value_target=targets if turn == "guide" else None,
             )  # fmt: skip
 
-    def _count_tokens(self, roles: Mapping[str, Sequence[Action]]) -> dict[str, float]:
+    def _count_tokens(self, roles: Mapping[Turn, Sequence[Action]]) -> dict[Turn, float]:
         """Count the action tokens that the losses of each role are divided by.
 
         It is the mean of a step over the rollout batch, divided by the ranks. So the gradients of a pass add up to
         the gradient of the whole rollout batch.
         """
-        all_roles = group_actions(self.scored.episodes)
-        counts = {name: (_count_action_tokens(roles[name]), _count_action_tokens(all_roles[name])) for name in roles}
-        ranks, world, parts = gather_objects(counts, self.heartbeat), log.world_size(), self.score.steps_per_generation
-        found = {}
-        for name in roles:
-            step, whole = (sum(counted[name][n] for counted in ranks) / world for n in (0, 1))
-            found[name] = whole / parts
-            self._token_weights[name] = found[name] / step if step else 1.0
+        groups = (roles, group_actions(self.scored.episodes))
+        counts = {turn: [sum(len(action.ids) for action in group[turn]) for group in groups] for turn in roles}
+        ranks, world, found = gather_objects(counts, self.heartbeat), log.world_size(), dict[Turn, float]()
+        for turn in roles:
+            step, whole = (sum(counted[turn][n] for counted in ranks) / world for n in (0, 1))
+            found[turn] = whole / self.score.steps_per_generation
+            self._token_weights[turn] = found[turn] / step if step else 1.0
         return found
 
     def figures(self) -> dict[str, float]:
@@ -401,17 +360,13 @@ class PolicyUpdate:
         return torch.cat([torch.tensor(values) for values in ranks], -1)
 
 
-def group_actions(episodes: Sequence[Episode]) -> dict[str, list[Action]]:
-    """Group the actions by turn and role: first answers, second answers and hints."""
+def group_actions(episodes: Sequence[Episode]) -> dict[Turn, list[Action]]:
+    """Group the actions by turn: first answers, second answers and hints."""
     return {
         "t1": [episode.first for episode in episodes],
         "t2": [episode.second for episode in episodes],
         "guide": [episode.hint for episode in episodes if episode.hint is not None],
     }
-
-
-def _count_action_tokens(actions: Sequence[Action]) -> int:
-    return sum(len(action.ids) for action in actions)
 
 
 def is_guide_training(role_models: RoleModels, score: ScoreConfig, *, step: int) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from sftplay.tasks.score.section import SEPARATE_WIDTH
 
@@ -22,9 +22,7 @@ class PaddedTokens(NamedTuple):
     def from_rows(cls, rows: Sequence[Sequence[int]], device: Any = "cpu") -> PaddedTokens:
         """Pad rows of ids; none may be empty. The network never reads the padding."""
         lengths = torch.tensor([len(row) for row in rows])
-        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
-        for n, row in enumerate(rows):
-            ids[n, : len(row)] = torch.tensor(row)
+        ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         return cls(ids.to(device), lengths.to(device))
 
 
@@ -88,17 +86,13 @@ def value_loss(
     the gradient reaches the guide through its states. stop and straight_through: weight 1, for V alone. A nan target
     is unknown: V learns nothing from it.
     """
-    if flow == "shared_trunk":
-        if value_coef == 0:
-            return None
-        return value_coef * _squared_error(value(seen), target) / n_episodes
-    detached = seen.detach() if isinstance(seen, Tensor) else seen
-    return _squared_error(value(detached), target) / n_episodes
-
-
-def _squared_error(values: Tensor, target: Tensor) -> Tensor:
+    weight = value_coef if flow == "shared_trunk" else 1.0
+    if weight == 0:
+        return None
+    values = value(seen.detach() if isinstance(seen, Tensor) and flow != "shared_trunk" else seen)
     target = target.to(values.device)
-    return (values - target.where(~target.isnan(), values.detach())).square().sum()
+    error: Tensor = (values - target.where(~target.isnan(), values.detach())).square().sum()
+    return weight * error / n_episodes
 
 
 def straight_through(log_probs: Tensor, tokens: Tensor, *, embedding: Tensor) -> Tensor:
@@ -126,8 +120,10 @@ class Critic(nn.Module):
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
         self.encoder = TextEncoder(vocab_size, width)
-        self.q_heads = nn.ModuleList(_build_head(2 * width, width) for _ in range(2))
-        self.v_heads = nn.ModuleList(_build_head(width, width) for _ in range(2))
+        self.q_heads, self.v_heads = (
+            nn.ModuleList(nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, 1)) for _ in range(2))
+            for inputs in (2 * width, width)
+        )
 
     def q_values(self, state: PaddedTokens, answer: PaddedTokens) -> Tensor:
         """Estimate the return of an answer twice: [2, episodes]."""
@@ -138,15 +134,6 @@ class Critic(nn.Module):
         """Estimate the return of a state twice: [2, episodes]."""
         encoded = self.encoder(state)
         return torch.stack([head(encoded).squeeze(-1) for head in self.v_heads])
-
-
-def _build_head(inputs: int, width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, 1))
-
-
-def make_target_critic(critic: Critic) -> Critic:
-    """Copy the critic exactly, without gradients."""
-    return deepcopy(critic).requires_grad_(False)
 
 
 @torch.no_grad()

@@ -16,11 +16,11 @@ from sftplay.tasks.hrm.act import (
     Segment,
     all_halted,
     cell_losses,
+    compute_continue_target,
     halts,
     least_segments,
     reset_halted,
     run_segment,
-    worth_of_continuing,
 )
 from sftplay.tasks.hrm.network import Grid, PuzzleModel, SegmentOutput, State
 from sftplay.tasks.hrm.section import HrmConfig
@@ -91,7 +91,7 @@ def test_a_row_halts_at_the_last_segment_or_where_halting_is_worth_more_but_not_
 
 
 def test_going_on_is_worth_what_the_next_segment_promises_and_at_the_end_what_halting_there_would_be():
-    target = worth_of_continuing(answer([1.0, 1.0, -2.0], [3.0, 3.0, -4.0]), torch.tensor([False, True, False]))
+    target = compute_continue_target(answer([1.0, 1.0, -2.0], [3.0, 3.0, -4.0]), torch.tensor([False, True, False]))
     sigmoid = [1 / (1 + math.exp(-x)) for x in (3.0, 1.0, -2.0)]
     assert target.tolist() == pytest.approx(sigmoid)
 
@@ -149,7 +149,7 @@ def test_the_target_of_going_on_has_no_gradient_and_looks_on_from_the_new_state(
     with torch.no_grad():
         rows = model.puzzles(carry.puzzles.identifiers) if model.puzzles is not None else None
         _, following = model(segment.carry.state, carry.puzzles.inputs, puzzle_rows=rows)
-    target = worth_of_continuing(following, FREE == 1)
+    target = compute_continue_target(following, FREE == 1)
     q = segment.answer.q_continue
     given = torch.autograd.grad(segment.losses.sum(), q, retain_graph=True)[0]
     assert torch.allclose(given, 0.5 * (q.sigmoid() - target), atol=1e-6)  # the derivative of BCE with a fixed target

@@ -51,7 +51,7 @@ def test_what_has_no_gradient_gets_none():
 
 @HAS_ONE_DNN
 def test_one_dnn_multiplies_fp32_on_cpus_of_amd_with_avx_512_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(linear, "is_of_amd", lambda: True)
+    monkeypatch.setattr(linear, "has_amd_cpu", lambda: True)
     answers = {}
     for capability in ("AVX512", "AVX2", "DEFAULT"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
@@ -61,14 +61,14 @@ def test_one_dnn_multiplies_fp32_on_cpus_of_amd_with_avx_512_alone(monkeypatch: 
         assert not multiplies_by_one_dnn(torch.zeros(1, device="meta"))
     assert answers == {"AVX512": True, "AVX2": False, "DEFAULT": False}
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(linear, "is_of_amd", lambda: False)
+    monkeypatch.setattr(linear, "has_amd_cpu", lambda: False)
     assert not multiplies_by_one_dnn(torch.zeros(1))
 
 
 @HAS_ONE_DNN
 def test_a_layer_says_the_same_by_either_library(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(linear, "is_of_amd", lambda: True)
+    monkeypatch.setattr(linear, "has_amd_cpu", lambda: True)
     layer, x, found = Linear(16, 8), given(2, 3, 16, seed=4), []
     for capability in ("AVX512", "AVX2"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)

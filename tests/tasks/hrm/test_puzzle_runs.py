@@ -19,9 +19,9 @@ from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.tasks.hrm.act import Carry, Puzzles
 from sftplay.tasks.hrm.embedding import PuzzleTable
 from sftplay.tasks.hrm.network import State
-from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
+from sftplay.tasks.hrm.progress import load_progress, save_progress
 from sftplay.tasks.hrm.published import load_model
-from sftplay.tasks.hrm.task import open_puzzles, rows_of
+from sftplay.tasks.hrm.task import make_rows, open_puzzles
 from sftplay.train.setup import make_setup
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -135,13 +135,13 @@ def test_puzzles_under_way_are_those_of_the_whole_batch_whatever_the_number_of_p
         return slice(rank * 6 // world, (rank + 1) * 6 // world)
 
     for rank in range(2):
-        save_progress(Progress(whole.rows(as_rank(rank, 2)), {"passes": 3}, None), tmp_path)
+        save_progress(tmp_path, carry=whole.rows(as_rank(rank, 2)), rows={"passes": 3}, average=None)
     for world in (1, 2, 3):
         for rank in range(world):
             mine = as_rank(rank, world)
-            found = load_progress(tmp_path, torch.device("cpu"), has_average=False)
-            assert found.rows == {"passes": 3}
-            for one, other in zip(flat(found.carry), flat(whole.rows(mine)), strict=True):
+            carry, rows, _ = load_progress(tmp_path, torch.device("cpu"), has_average=False)
+            assert rows == {"passes": 3}
+            for one, other in zip(flat(carry), flat(whole.rows(mine)), strict=True):
                 assert torch.equal(one, other)
     with pytest.raises(RunError, match=r"average.safetensors.*no such file"):
         load_progress(tmp_path, torch.device("cpu"), has_average=True)
@@ -171,7 +171,7 @@ def test_a_run_is_measured_and_saved_ten_times_where_nothing_is_said_but_not_wit
     never = {"train__eval_steps": None, "train__save_steps": None, "train__max_steps": steps}
     cfg, folder = new_hrm_run(tmp_path, puzzles, **never)
     train, held_out = open_puzzles(cfg)
-    rows = rows_of(cfg, train, held_out=held_out)  # 40 groups, 8 rows a step: 5 steps for a visit
+    rows = make_rows(cfg, train, held_out=held_out)  # 40 groups, 8 rows a step: 5 steps for a visit
     assert rows.order is not None
     assert rows.order.steps_per_epoch == between
     assert make_setup(cfg, folder, n_rows=0, known=rows.order).arguments(has_held_out=False)["save_steps"] == between

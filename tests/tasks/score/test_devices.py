@@ -115,10 +115,10 @@ def check(role_models: RoleModels, layout: Layout) -> None:
     )
     update, ones = PolicyGradients(role_models, ScoreConfig(), batch=batch), torch.ones(2)
     assert str(update.predict_values(ACTIONS).device) == "cpu"
-    update.learn_guide(ACTIONS, advantage=ones, value_target=ones, n_tokens=4)
+    update.learn(ACTIONS, "guide", beta=0.05, advantage=ones, value_target=ones, n_tokens=4)
     update.learn_value(ACTIONS, value_target=ones)
     for turn in (1, 2):
-        update.learn_solver(ACTIONS, turn=turn, advantage=ones, beta=0.1, n_tokens=4)
+        update.learn(ACTIONS, f"t{turn}", advantage=ones, beta=0.1, n_tokens=4)
     assert role_models.critic is not None
     step = CriticGradients(role_models.critic, role_models.target_critic, batch=batch)
     question: Any = None

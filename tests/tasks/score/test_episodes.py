@@ -78,7 +78,7 @@ def test_a_memory_shortage_in_sampling_with_sharded_models_names_the_rows_and_wh
     renderer = Renderer.prove(AutoTokenizer.from_pretrained(digits), None, samples=[])
     episode_sampler = EpisodeSampler(RunConfig.model_validate(tree), role_models, renderer=renderer)
     with pytest.raises(OutOfMemory, match=r"out of memory in generation: 2 rows at a time.*2\.00 GiB") as caught:
-        episode_sampler._generate([ids("1+3=")] * 3, "solver", numbers=range(3), seed=1, temperature=1.0, longest=2)
+        episode_sampler._generate([ids("1+3=")] * 3, "solver", numbers=range(3), seed=1, temperature=1.0)
     assert caught.value.fix == "lower score.generation_rows, then `make resume`"
     assert caught.value.batch_size is None  # smaller micro-batches of learning would change nothing
 
@@ -199,7 +199,7 @@ def test_copying_is_told_from_correcting():
 
 def test_a_second_answer_follows_the_hint_where_the_hint_states_it():
     result = EpisodeResult(
-        first=0.0, second=1.0, is_known=True, form_first=False, form_second=False, is_parsed=False, leaks=True,
+        first=0.0, second=1.0, is_known=True, form_first=False, form_second=False, is_parsed=False, leak=True,
         n_cut=0, hint_tokens=1, edit_ratio=1.0, is_identical=False, follows_hint=True,
     )  # fmt: skip
     given = [result, replace(result, follows_hint=False), replace(result, follows_hint=False, is_identical=True)]

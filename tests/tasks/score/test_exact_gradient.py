@@ -105,11 +105,11 @@ def test_the_step_of_each_model_goes_where_the_exact_gradient_goes(episode_sampl
 
     hints = [each.hint for each in episodes if each.hint is not None]
     sampled = {}
-    update.learn_guide(hints, advantage=gain(r2), value_target=r2, n_tokens=N)
+    update.learn(hints, "guide", beta=0.0, advantage=gain(r2), value_target=r2, n_tokens=N)
     sampled["guide"] = gradient("guide")
     for turn, paid in ((1, paid_first), (2, paid_second)):
         actions = [each.first if turn == 1 else each.second for each in episodes]
-        update.learn_solver(actions, turn=turn, advantage=gain(paid), beta=0.0, n_tokens=N)
+        update.learn(actions, f"t{turn}", advantage=gain(paid), beta=0.0, n_tokens=N)
         sampled[f"t{turn}"] = gradient("solver")
     for name, exact in exact_gradients(role_models).items():
         assert cosine_similarity(sampled[name], exact, dim=0) > 0.95, name

@@ -160,7 +160,7 @@ def test_a_row_without_room_for_both_answers_is_named(
     words = flags(run, "--temperature", "0", "--in", str(rows), "--out", str(tmp_path / "out.jsonl"))
     assert cli.main(["infer-batch", *words]) == 4
     assert f"{rows}:2" in (said := capsys.readouterr().err)
-    assert "has 40 tokens; beside answers of 2 and a hint there is room for 28" in said
+    assert "has 40 tokens; next to answers of 2 and a hint there is room for 28" in said
     turns = [{"role": role, "content": "1+1="} for role in ("user", "assistant", "user")]
     rows.write_text(json.dumps({"prompt": turns}) + "\n")
     assert cli.main(["infer-batch", *words]) == 4

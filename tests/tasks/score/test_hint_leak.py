@@ -69,14 +69,14 @@ def test_leaks_are_counted_and_each_takes_the_penalty_off_the_guides_return(guid
     columns = {name: torch.tensor([float(getattr(each, name)) for each in episodes]) for name in ("first", "second")}
     rewards = EpisodeRewards(
         **columns, is_known=torch.ones(N), form_first=torch.ones(N), form_second=torch.ones(N),
-        leak=torch.tensor([float(each.leaks) for each in episodes]), value=None,
+        leak=torch.tensor([float(each.leak) for each in episodes]), value=None,
     )  # fmt: skip
     for penalty in (0.0, PENALTY):
         score = ScoreConfig(leak_penalty=penalty, scale="none", advantage="batch")
         advantages = compute_advantages(rewards, score, stage=1)
         assert advantages.figures["return_guide"] == pytest.approx(1 - penalty * share)
         # A hint that leaks is worth the penalty less than one that does not.
-        expected = [penalty * (share - each.leaks) for each in episodes]
+        expected = [penalty * (share - each.leak) for each in episodes]
         assert advantages.guide.tolist() == pytest.approx(expected, abs=1e-6)
         assert advantages.second.tolist() == pytest.approx([0] * N)
 

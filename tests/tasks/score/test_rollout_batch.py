@@ -19,7 +19,7 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.advantages import Advantages
 from sftplay.tasks.score.episode_rewards import EpisodeResult
-from sftplay.tasks.score.problems import EpisodeRows, MinibatchSchedule, StepRows
+from sftplay.tasks.score.problems import MinibatchSchedule, StepRows
 from sftplay.tasks.score.role_models import RoleModels
 from sftplay.tasks.score.rollout_batch import EPISODES_FILE, RolloutBatch, load_rollout_batch, save_rollout_batch
 from sftplay.tasks.score.sample_episodes import Action, Episode
@@ -75,7 +75,7 @@ def test_a_rank_learns_from_episodes_that_it_has_sampled_itself(world: int):
 
 
 def test_with_one_minibatch_the_episodes_keep_their_order():
-    rows = StepRows(EpisodeRows([5, 9], repeats=2), schedule=MinibatchSchedule(step_episodes=2), steps=2)
+    rows = StepRows([5, 9], repeats=2, schedule=MinibatchSchedule(step_episodes=2), steps=2)
     assert [rows[n] for n in range(len(rows))] == [
         {"place": 0, "row": 5}, {"place": 1, "row": 5}, {"place": 2, "row": 9}, {"place": 3, "row": 9},
     ]  # fmt: skip
@@ -122,7 +122,7 @@ def rollout_batch(role_models: RoleModels) -> RolloutBatch:
         for n, (problem, first, hint, second) in enumerate(said)
     ]
     result = EpisodeResult(
-        first=0.0, second=1.0, is_known=True, form_first=False, form_second=False, is_parsed=False, leaks=False,
+        first=0.0, second=1.0, is_known=True, form_first=False, form_second=False, is_parsed=False, leak=False,
         n_cut=0, hint_tokens=1, edit_ratio=0.1, is_identical=False,
     )  # fmt: skip
     results = [replace(result, second=float(n % 2)) for n in range(N)]
@@ -271,7 +271,7 @@ def test_a_saved_rollout_batch_loads_unchanged_on_any_number_of_processes(
 def test_a_checkpoint_inside_a_rollout_batch_without_its_episodes_is_refused_by_name(
     rollout_batch: RolloutBatch, tmp_path: Path
 ):
-    with pytest.raises(RunError, match="the episodes of its drawing cannot be read") as refused:
+    with pytest.raises(RunError, match="the episodes of its rollout batch cannot be read") as refused:
         load_rollout_batch(tmp_path, questions=[])
     assert refused.value.where == str(tmp_path / EPISODES_FILE)
     save_rollout_batch(rollout_batch, tmp_path)

@@ -17,7 +17,6 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.tasks.score import task
 from sftplay.tasks.score.episode_rewards import EpisodeResult
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
-from sftplay.tasks.score.losses import check_stage1_gate
 
 STAGE1, STEPS, N = 2, 4, 4
 OPTIMIZER = SimpleNamespace(state={})
@@ -25,7 +24,7 @@ OPTIMIZER = SimpleNamespace(state={})
 
 def evaluated(n_first: int, n_second: int) -> list[Any]:
     """Episodes of which so many first and second answers are right."""
-    given = {"is_known": True, "form_first": False, "form_second": False, "is_parsed": False, "leaks": False}
+    given = {"is_known": True, "form_first": False, "form_second": False, "is_parsed": False, "leak": False}
     results = [
         EpisodeResult(
             first=float(n < n_first), second=float(n < n_second), n_cut=0, hint_tokens=1, edit_ratio=0.5,
@@ -86,18 +85,20 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
 
 
 @pytest.mark.parametrize(
-    ("kl_first", "delta", "faults"),
+    ("kl_t1", "right", "faults"),
     [
-        (0.019, 0.1, ()),
-        (0.02, 0.1, ("turn 1 has moved from the reference (KL 0.02, score.kl1_max 0.02)",)),
-        (0.019, 0.0, ("second answers are no better than first ones (delta +0.000)",)),
-        (0.5, -0.1, ("(KL 0.5, score.kl1_max 0.02)", "(delta -0.100)")),
+        (0.019, (1, 3), ()),
+        (0.02, (1, 3), ("turn 1 has moved from the reference (KL 0.02, score.kl1_max 0.02)",)),
+        (0.019, (3, 3), ("second answers are no better than first ones (delta +0.000)",)),
+        (0.5, (3, 2), ("(KL 0.5, score.kl1_max 0.02) and ", "(delta -0.250)")),
     ],
 )
-def test_the_gate_asks_for_a_first_answer_that_stayed_and_a_second_one_that_is_better(kl_first, delta, faults):
-    objection = check_stage1_gate(kl_first=kl_first, delta=delta, kl1_max=0.02)
-    assert all(fault in objection for fault in faults)
-    assert bool(objection) == bool(faults)
+def test_the_gate_asks_for_a_first_answer_that_stayed_and_a_second_one_that_is_better(
+    kl_t1, right, faults, tmp_path: Path, said: Callable[[], str]
+):
+    Course(tmp_path, kl_t1=kl_t1).end_step(STAGE1, *right)
+    assert all(fault in said() for fault in faults)
+    assert ("warning: stage 1 ends" in said()) == bool(faults)
 
 
 @pytest.mark.parametrize(

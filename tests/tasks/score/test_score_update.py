@@ -64,7 +64,14 @@ def gradients(role_models: RoleModels, part: str) -> torch.Tensor:
 def of_the_value_loss(role_models: RoleModels, **changes) -> torch.Tensor:
     """The guide's gradient where nothing else is learned."""
     step = update(role_models, beta_guide=0.0, **changes)
-    step.learn_guide(ACTIONS, advantage=torch.zeros(N), value_target=torch.tensor([1.0, 0.0, 1.0]), n_tokens=6)
+    step.learn(
+        ACTIONS,
+        "guide",
+        beta=step.score.beta_guide,
+        advantage=torch.zeros(N),
+        value_target=torch.tensor([1.0, 0.0, 1.0]),
+        n_tokens=6,
+    )
     return gradients(role_models, "guide")
 
 
@@ -87,11 +94,13 @@ def test_straight_through_moves_the_guide_and_leaves_the_head_to_its_own_loss(ro
 
 def test_each_role_trains_its_own_weights(role_models: RoleModels):
     step = update(role_models, value_flow="stop")
-    step.learn_solver(ACTIONS, turn=1, advantage=torch.ones(N), beta=0.1, n_tokens=6)
+    step.learn(ACTIONS, "t1", advantage=torch.ones(N), beta=0.1, n_tokens=6)
     assert gradients(role_models, "guide").norm() == 0
-    step.learn_solver(ACTIONS, turn=2, advantage=torch.ones(N), beta=0.1, n_tokens=6)
+    step.learn(ACTIONS, "t2", advantage=torch.ones(N), beta=0.1, n_tokens=6)
     assert gradients(role_models, "solver").norm() > 1e-4
-    step.learn_guide(ACTIONS, advantage=torch.ones(N), value_target=torch.ones(N), n_tokens=6)
+    step.learn(
+        ACTIONS, "guide", beta=step.score.beta_guide, advantage=torch.ones(N), value_target=torch.ones(N), n_tokens=6
+    )
     assert gradients(role_models, "solver").norm() == 0
 
 
@@ -112,7 +121,7 @@ def test_scores_are_those_of_a_plain_forward_pass_and_micro_batches_change_nothi
     for micro_batch in (1, 3):
         step = update(role_models)
         object.__setattr__(step.batch, "micro_batch", micro_batch)
-        step.learn_solver(ACTIONS, turn=2, advantage=torch.tensor([1.0, -2.0, 0.5]), beta=0.1, n_tokens=6)
+        step.learn(ACTIONS, "t2", advantage=torch.tensor([1.0, -2.0, 0.5]), beta=0.1, n_tokens=6)
         found.append(gradients(role_models, "solver"))
     torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
 
@@ -124,7 +133,14 @@ def test_layers_that_are_computed_anew_find_the_adapter_of_their_role(role_model
             recompute(role_models.model)
             role_models.train()
         step = update(role_models)
-        step.learn_guide(ACTIONS, advantage=torch.ones(N), value_target=torch.ones(N), n_tokens=6)
+        step.learn(
+            ACTIONS,
+            "guide",
+            beta=step.score.beta_guide,
+            advantage=torch.ones(N),
+            value_target=torch.ones(N),
+            n_tokens=6,
+        )
         found.append(gradients(role_models, "guide"))
     assert found[0].norm() > 1e-4
     torch.testing.assert_close(*found)
@@ -133,7 +149,7 @@ def test_layers_that_are_computed_anew_find_the_adapter_of_their_role(role_model
 def test_kl_pulls_both_models_back_and_its_gradient_is_not_nothing(role_models: RoleModels):
     for kl in ("full", "k3"):
         step = update(role_models, kl=kl)
-        step.learn_solver(ACTIONS, turn=1, advantage=None, beta=1.0, n_tokens=6)
+        step.learn(ACTIONS, "t1", advantage=None, beta=1.0, n_tokens=6)
         assert gradients(role_models, "solver").norm() > 1e-4
         assert step.sums["kl_t1"] > 0
 

@@ -106,7 +106,7 @@ def test_v_learns_nothing_from_an_unknown_target():
 def result(first: float | None, second: float | None, **more: Any) -> EpisodeResult:
     return EpisodeResult(
         first=first, second=second, is_known=None not in (first, second), form_first=None,
-        form_second=first is not None, is_parsed=True, leaks=False, n_cut=0, hint_tokens=1, edit_ratio=0.5,
+        form_second=first is not None, is_parsed=True, leak=False, n_cut=0, hint_tokens=1, edit_ratio=0.5,
         is_identical=more.get("same", False),
     )  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,6 @@ from sftplay.tasks.score.value_model import (
     ValueHead,
     critic_loss,
     estimate_values,
-    make_target_critic,
     soft_update,
     straight_through,
     value_loss,
@@ -98,7 +99,7 @@ def test_a_separate_value_learns_who_is_right_from_tokens_alone():
 def test_a_target_critic_moves_by_the_same_share_at_each_update():
     torch.manual_seed(3)
     critic, start = Critic(7, 8), Critic(7, 8)
-    target_critic = make_target_critic(start)
+    target_critic = deepcopy(start).requires_grad_(False)
     assert not any(p.requires_grad for p in target_critic.parameters())
     for _ in range(5):
         soft_update(target_critic, critic, tau=0.1)
@@ -109,7 +110,7 @@ def test_a_target_critic_moves_by_the_same_share_at_each_update():
 def test_the_critic_learns_the_returns_and_what_lies_ahead():
     torch.manual_seed(4)
     critic = Critic(7, 8)
-    target_critic = make_target_critic(critic)
+    target_critic = deepcopy(critic).requires_grad_(False)
     first = CriticInputs(tokens([1, 2], [1, 2]), tokens([3], [4]), tokens([4], [3]))
     second = CriticInputs(tokens([1, 3], [1, 4]), tokens([5], [6]), tokens([6], [5]))
     returns = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])
