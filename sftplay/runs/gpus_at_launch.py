@@ -39,7 +39,7 @@ def refuse_unusable(machine: Machine) -> None:
 def refuse_missing_compiler(cfg: RunConfig, machine: Machine) -> None:
     """Refuse a run on GPUs whose first step needs kernels that Triton cannot build here.
 
-    Task grpo does without: `avoid_triton` in tasks.grpo.rollouts.
+    Task grpo does without: `avoid_triton` in train.upstream.
 
     Raises:
         MachineError: there is no C compiler, or Python's headers are missing.

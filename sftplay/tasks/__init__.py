@@ -33,7 +33,7 @@ class TaskRow:
     """Documents and chats in one stream."""
 
     turns: int = 0
-    """How many answers the model gives to a prompt in training, paid by rewards; 0 where it learns from labels."""
+    """Answers that the model gives to a prompt in training, scored by rewards; 0 where it learns from labels."""
 
     reads_text: bool = True
     """False where there is neither a tokenizer nor a pretrained model."""
@@ -68,7 +68,7 @@ class TaskRow:
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Whether the model answers prompts itself and learns from what rewards pay."""
+        """Whether the model answers prompts itself and learns from rewards."""
         return self.turns > 0
 
     def part(self, name: str) -> ModuleType | None:
@@ -101,7 +101,7 @@ TASKS = {
         learns_documents=True, mixes_chats=True, title="Continued pretraining on a mixture",
     ),
     "grpo": TaskRow(
-        "grpo", {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}, "grpo", "draws no completions",
+        "grpo", {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}, "grpo", "samples no completions",
         turns=1, best_metrics=(), trl_config="GRPOConfig", memory_head="tiled",
         title="Reinforcement learning (GRPO)",
         headlines=(("pass", "Held-out pass@1"), ("reward", "Held-out reward")),

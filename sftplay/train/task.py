@@ -1,4 +1,4 @@
-"""The seam between a task and what all tasks share: the functions of a task module, and their arguments."""
+"""The functions of a task module, and their arguments: the border between a task and what all tasks share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RowSequence(Protocol):
 
 
 class HeldOutRows(RowSequence, Protocol):
-    """Those of them that are held out."""
+    """The held-out ones."""
 
     @property
     def label_tokens(self) -> int:
@@ -37,7 +37,7 @@ class HeldOutRows(RowSequence, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RowOrder:
-    """What a task says of rows that it has put in training order: exactly steps x effective batch."""
+    """Facts about rows that a task has put in training order: exactly steps x effective batch."""
 
     steps: int
     steps_per_epoch: int
@@ -50,7 +50,7 @@ class RowOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What a task has made of the data."""
+    """The data of a task as rows."""
 
     train: Dataset | RowSequence
     """Columns `input_ids`, `labels` (int64 [tokens], -100 where nothing is learned) and `row` (int64)."""
@@ -95,8 +95,6 @@ class TrainerParts:
 
     held_out: Dataset | HeldOutRows | None
     rows: Rows
-    """All that the task has made of the data."""
-
     folder: RunFolder
     arguments: dict[str, Any]
     """For the TRL config: every argument that the kit decides, then the user's `train.extra`."""
@@ -112,7 +110,7 @@ class Task(Protocol):
         """The data as rows. Several ranks may call it at once; DataError where no row can be trained on."""
 
     def report_rows(self, rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
-        """Show the user what is learned; on the main rank, beside data_report.json."""
+        """Show the user what is learned; on the main rank, next to data_report.json."""
 
     def measure(self, model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
         """Measure `model` on the held-out rows and write `path` (eval/before.json or after.json); on the main rank."""

@@ -20,7 +20,7 @@ from sftplay.evaluate.sources import held_out_of, measure_sources
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.sample import write_masked_sample
 from sftplay.tasks.sft import task as sft
-from sftplay.train.fingerprint import recipe_of
+from sftplay.train.fingerprint import describe_renderer
 from sftplay.train.held_out import HeldOutBlocks
 from sftplay.train.isolation import can_compute, check_isolation
 from sftplay.train.task import RowOrder, Rows, TrainerParts
@@ -47,7 +47,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
         train=mixture.train,
         held_out=held_out if len(held_out) else None,
         report=mixture.report,
-        recipe=recipe_of(mixture.renderer),
+        recipe=describe_renderer(mixture.renderer),
         source=mixture,
         order=RowOrder(steps=mixture.steps, steps_per_epoch=per_epoch or mixture.steps, digest=mixture.fingerprint),
         source_names=tuple(names),

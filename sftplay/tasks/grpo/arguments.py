@@ -13,8 +13,6 @@ from sftplay.launch.generation_server import DEFAULT_URL, URL
 from sftplay.machine.libraries import page_argument
 from sftplay.machine.ports import free_port
 
-CONTINUOUS = "transformers_continuous_batching_config"
-
 PAGE_TOKENS = 32
 """Tokens per page of the cache."""
 
@@ -78,12 +76,10 @@ def _generation_arguments(cfg: RunConfig) -> dict[str, Any]:
         # Two runs on one node would collide on TRL's default port for weights.
         ports = {} if vllm.url or not url else {"vllm_group_port": free_port(0)}
         return {"use_vllm": True, "vllm_mode": "server", **server, **ports}
-    if kind == "continuous":
-        return {"use_vllm": False, "use_transformers_continuous_batching": True, CONTINUOUS: _cache_arguments(cfg)}
-    return {"use_vllm": False, "use_transformers_continuous_batching": False}
-
-
-def _cache_arguments(cfg: RunConfig) -> dict[str, int]:
-    """Return pages for all completions of a process at full length; TRL would take half of the free memory."""
+    arguments = {"use_vllm": False, "use_transformers_continuous_batching": kind == "continuous"}
+    if kind != "continuous":
+        return arguments
+    # Pages for all completions of a process at full length; TRL would take half of the free memory.
     pages = -(-(cfg.prompt_tokens + cfg.grpo.max_completion_length) // PAGE_TOKENS)
-    return {page_argument(): PAGE_TOKENS, "num_blocks": pages * int(cfg.grpo.generation_rows or 1) + 1}
+    cache = {page_argument(): PAGE_TOKENS, "num_blocks": pages * int(cfg.grpo.generation_rows or 1) + 1}
+    return {**arguments, "transformers_continuous_batching_config": cache}

@@ -11,9 +11,10 @@ ranks know, so all ranks make the same choices, and a checkpoint keeps the state
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from transformers.trainer_callback import ExportableState
 
@@ -31,13 +32,6 @@ RESERVE_SEED = 0x5EED
 """Added to the run's seed, so that the reserve has another order than the training."""
 
 Tokens = list[int]
-
-
-class Prompts(Protocol):
-    """Rows as TRL gets them."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, number: int) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -101,19 +95,17 @@ class Reserve:
 
     def take(self, taken: Collection[int]) -> int | None:
         """Take the next prompt that is neither in `taken` nor known for zero variance; None where there is none."""
-        for step in range(len(self.rows)):
-            prompt = self._prompt_at(self.position + step)
+        n = len(self.rows)
+        for position in range(self.position, self.position + n):
+            epoch, place = divmod(position, n)
+            if epoch not in self._orders:
+                self._orders = {known: order for known, order in self._orders.items() if known == epoch - 1}
+                self._orders[epoch] = training_order(n, n, seed=self.seed + epoch)
+            prompt = self.rows[self._orders[epoch][place]]
             if prompt not in taken and prompt not in self.zero_variance:
-                self.position += step + 1
+                self.position = position + 1
                 return prompt
         return None
-
-    def _prompt_at(self, position: int) -> int:
-        epoch, place = divmod(position, len(self.rows))
-        if epoch not in self._orders:
-            self._orders = {known: order for known, order in self._orders.items() if known == epoch - 1}
-            self._orders[epoch] = training_order(len(self.rows), len(self.rows), seed=self.seed + epoch)
-        return self.rows[self._orders[epoch][place]]
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint; numbers and lists only."""
@@ -132,7 +124,7 @@ class DynamicSampler:
     """Replaces, skips and resamples groups, with the same choices on every rank."""
 
     def __init__(
-        self, prompts: Prompts, *, rows: Sequence[int], rounds: int, num_generations: int, seed: int, in_lockstep: bool
+        self, prompts: Any, *, rows: Sequence[int], rounds: int, num_generations: int, seed: int, in_lockstep: bool
     ) -> None:
         """`prompts` are all training prompts, as TRL gets them; `rows` are their row numbers in the data, aligned.
 
@@ -203,14 +195,14 @@ class DynamicSampler:
             places = self._replace_inputs(local.inputs, replacements)
             for place in places:
                 local.prompt_ids[place] = list(local.inputs[place]["prompt"])
+            places_of_all = [group * self.group_size + n for group in replacements for n in range(self.group_size)]
             n_sampled = len(places)
-            if self.in_lockstep:
-                n_sampled = self._most_rows_of_a_rank(replacements, len(local.inputs))
+            if self.in_lockstep:  # as many as the rank with most of these rows
+                n_sampled = max(Counter(place // len(local.inputs) for place in places_of_all).values())
             if n_sampled:
                 dummies = [local.prompt_ids[0]] * (n_sampled - len(places))
                 local.replace_completions(places, generate([local.prompt_ids[place] for place in places] + dummies))
             part = score([local.inputs[n] for n in places], [local.completion_ids[n] for n in places])
-            places_of_all = [group * self.group_size + n for group in replacements for n in range(self.group_size)]
             batch = replace_rows(batch, part, places=places_of_all)
             self._record_groups(batch, replacements)
         return batch, resampled
@@ -242,11 +234,6 @@ class DynamicSampler:
         for place in places:
             inputs[place] = self.prompts[self._places[replacements[(first + place) // self.group_size]]]
         return places
-
-    def _most_rows_of_a_rank(self, groups: Collection[int], rank_rows: int) -> int:
-        """Count the rows of these groups on the rank that has most of them; each rank has `rank_rows` rows in all."""
-        ranks = [(group * self.group_size + n) // rank_rows for group in groups for n in range(self.group_size)]
-        return max(ranks.count(rank) for rank in set(ranks))
 
 
 class KeepDraws(Observer, ExportableState):

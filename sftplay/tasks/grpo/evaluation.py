@@ -86,28 +86,22 @@ class EvaluatePrompts(Observer):
 
         All ranks have equally many questions and batches, so a question may be answered twice.
         """
-        n, world = len(self.questions), log.world_size()
+        n, world, trainer = len(self.questions), log.world_size(), self.trainer
         numbers = range(log.rank(), ceil(n / world) * world, world)
         share = sorted((self.questions[number % n] for number in numbers), key=lambda question: len(question.ids))
-        tokens = self._answer([question.ids for question in share])
+        trainer.model_wrapped.eval()
+        try:
+            with greedy_generation(trainer), trainer.accelerator.autocast():
+                tokens = trainer._generate_single_turn([question.ids for question in share], None, {}, 1)[0]
+        finally:
+            trainer.model_wrapped.train()
         return reward_answers(
             self.scorer.rewards,
             share,
             columns=self.scorer.columns,
-            answers=self.trainer.processing_class.batch_decode(tokens, skip_special_tokens=True),
+            answers=trainer.processing_class.batch_decode(tokens, skip_special_tokens=True),
             n_tokens=[len(ids) for ids in tokens],
         )
-
-    def _answer(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Return the tokens of the greedy answers."""
-        trainer = self.trainer
-        trainer.model_wrapped.eval()
-        try:
-            with greedy_generation(trainer), trainer.accelerator.autocast():
-                answers: list[list[int]] = trainer._generate_single_turn(prompts, None, {}, 1)[0]
-        finally:
-            trainer.model_wrapped.train()
-        return answers
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sftplay.train.upstream import has_entropy_bonus
+
 Batch = dict[str, Any]
 
 PROMPT_KEYS = ("prompt_ids", "prompt_mask")
@@ -36,7 +38,7 @@ def depends_on_cut(trainer: Any) -> str:
         return "loss_type bnpo divides by the tokens of the micro-batch"
     if trainer.top_entropy_quantile < 1.0:
         return "top_entropy_quantile compares the tokens of a micro-batch"
-    if trainer._entropy_bonus_enabled:
+    if has_entropy_bonus(trainer):
         return "the entropy bonus is a mean over the tokens of the micro-batch"
     if trainer.aux_loss_enabled:
         return "the router's loss is one of the micro-batch"
@@ -53,10 +55,8 @@ def order_by_length(batches: Sequence[Batch], *, accum: int, trims_prompts: bool
     if len(batches) % accum or any(set(batch) - known for batch in batches):
         return list(batches)
     trim = trim_padding if trims_prompts else trim_completions
-    ordered: list[Batch] = []
-    for first in range(0, len(batches), accum):
-        ordered += [trim(batch) for batch in _order_step(batches[first : first + accum])]
-    return ordered
+    steps = [batches[first : first + accum] for first in range(0, len(batches), accum)]
+    return [trim(batch) for step in steps for batch in _order_step(step)]
 
 
 def trim_padding(batch: Batch) -> Batch:

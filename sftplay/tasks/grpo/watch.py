@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -23,8 +23,6 @@ from sftplay.train.observer import Observer
 
 CHUNK_WORDS = 2**21
 """Words of 8 bytes per chunk of a digest: a copy of a chunk takes 16 MiB."""
-
-MAX_SHOWN_NAMES = 3
 
 
 class WatchBaseWeights(Observer):
@@ -55,11 +53,10 @@ class WatchBaseWeights(Observer):
             return
         now = compute_frozen_digests(self.trainer.model) if self.checked_steps else self.digests
         combined = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in now.items()).encode()).hexdigest()
-        changed = sorted(name for name in self.digests if now.get(name) != self.digests[name])
+        changed = [name for name in self.digests if now.get(name) != self.digests[name]]
         ranks = gather_objects((changed, combined), self.trainer.heartbeat)
         if changed_anywhere := sorted({name for names, _ in ranks for name in names}):
-            shown = ", ".join(changed_anywhere[:MAX_SHOWN_NAMES])
-            shown += " ..." if len(changed_anywhere) > MAX_SHOWN_NAMES else ""
+            shown = ", ".join(changed_anywhere[:3]) + (" ..." if len(changed_anywhere) > 3 else "")
             raise RunError(
                 f"{len(changed_anywhere)} frozen weights have changed by step {step}: {shown}",
                 where="base weights",
@@ -78,14 +75,16 @@ class WatchBaseWeights(Observer):
 
 def compute_frozen_digests(model: Any) -> dict[str, str]:
     """Compute the digest of each frozen weight, of the part that this rank holds; it changes with any bit."""
-    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+    frozen: dict[str, Any] = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
     # A 4-bit weight includes the scales of its blocks.
-    scales = {
-        f"{name}.absmax": weight.quant_state.absmax
-        for name, weight in frozen.items()
-        if getattr(weight, "quant_state", None) is not None
-    }
-    return {name: compute_digest(_local_part(weight)) for name, weight in {**frozen, **scales}.items()}
+    states = {name: getattr(weight, "quant_state", None) for name, weight in frozen.items()}
+    frozen |= {f"{name}.absmax": state.absmax for name, state in states.items() if state is not None}
+    digests = {}
+    for name, weight in frozen.items():
+        # FSDP and ZeRO-3 shard it.
+        part = weight.to_local() if hasattr(weight, "to_local") else getattr(weight, "ds_tensor", weight)
+        digests[name] = compute_digest(part.detach())
+    return digests
 
 
 @torch.no_grad()
@@ -97,30 +96,15 @@ def compute_digest(tensor: Tensor) -> str:
     """
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     sums = []
-    for words in _split_words(tensor):
-        factors = torch.arange(1, 2 * words.numel(), 2, device=words.device)
-        sums.append((words * factors).sum())
+    for chunk in tensor.contiguous().reshape(-1).view(torch.uint8).split(CHUNK_WORDS * 8):
+        rest = -chunk.numel() % 8
+        if rest or chunk.storage_offset() % 8:  # the last word is padded with zeros
+            chunk = torch.cat([chunk, chunk.new_zeros(rest)])
+        words = chunk.view(torch.int64)
+        sums.append((words * torch.arange(1, 2 * words.numel(), 2, device=words.device)).sum())
     if sums:
         digest.update(torch.stack(sums).cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _split_words(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the bytes of the tensor as int64 chunks; the last word is padded with zeros."""
-    data = tensor.contiguous().reshape(-1).view(torch.uint8)
-    for chunk in data.split(CHUNK_WORDS * 8):
-        rest = -chunk.numel() % 8
-        if rest or chunk.storage_offset() % 8:
-            chunk = torch.cat([chunk, chunk.new_zeros(rest)])
-        yield chunk.view(torch.int64)
-
-
-def _local_part(parameter: Any) -> Tensor:
-    """Return the part of a weight that this rank holds: FSDP and ZeRO-3 shard it."""
-    part: Tensor = (
-        parameter.to_local() if hasattr(parameter, "to_local") else getattr(parameter, "ds_tensor", parameter)
-    )
-    return part.detach()
 
 
 MEAN_WINDOW = 10
@@ -149,8 +133,8 @@ SIGNAL_PROBLEMS = (
     SignalProblem(
         "silent groups", "zero_variance_share", lambda _, now: now > 0.8,
         "{now:.0%} of the groups have equal rewards, which teach nothing",
-        "set grpo.dynamic_sampling_rounds=2, draw more (grpo.num_generations), or take other prompts: easier where the "
-        "reward is low, harder where it is high",
+        "set grpo.dynamic_sampling_rounds=2, sample more (grpo.num_generations), or take other prompts: easier where "
+        "the reward is low, harder where it is high",
     ),
     SignalProblem(
         "truncation", "clipped_ratio", lambda _, now: now > 0.25,
@@ -160,7 +144,7 @@ SIGNAL_PROBLEMS = (
     SignalProblem(
         "longer", "completion_tokens", lambda first, now: now > 2 * first and now > first + 16,
         "completions have become longer: {now:.0f} tokens in the mean, {first:.0f} at the beginning",
-        "see in samples/ whether length is what is paid; add a reward `overlong`, or set grpo.loss_type=dr_grpo",
+        "see in samples/ whether length is rewarded; add a reward `overlong`, or set grpo.loss_type=dr_grpo",
     ),
     SignalProblem(
         "shorter", "completion_tokens", lambda first, now: now < 0.5 * first and now < first - 16,
@@ -189,13 +173,13 @@ SIGNAL_PROBLEMS = (
     ),
     SignalProblem(
         "stale sampler", "sampler_kl", lambda _, now: now > 0.1,
-        "the weights that learn are far from those that drew: KL {now:.3g}",
+        "the weights that learn are far from those that sampled: KL {now:.3g}",
         "lower grpo.steps_per_generation, grpo.num_iterations or train.learning_rate",
     ),
     SignalProblem(
         "other sampler", "sampler_gap", lambda _, now: now > 0.1,
         "the sampler and the model that learns disagree: their log-probabilities differ by {now:.3g} in the mean",
-        "set grpo.top_p=1, top_k=0, min_p=null and repetition_penalty=1; with vLLM, train and draw in one precision",
+        "set grpo.top_p=1, top_k=0, min_p=null and repetition_penalty=1; with vLLM, train and sample in one precision",
     ),
 )  # fmt: skip
 
@@ -236,17 +220,22 @@ class SignalHealth(Observer, ExportableState):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         figures = self.trainer.rollout_figures
-        reward = figures.get("reward")
+        reward, share = figures.get("reward"), figures.get("zero_variance_share", 0.0)
         if reward is not None:
             self.extremes = [min([reward, *self.extremes]), max([reward, *self.extremes])]
         self.seen_content |= any(figures.get(f"reward/{name}") for name in self.content)
-        share = figures.get("zero_variance_share", 0.0)
         if share is not None:  # None: too few rewards are known to tell
             self.steps_without = 0 if share < 1.0 else self.steps_without + 1
+        learns_only_form = bool(self.content) and not self.seen_content
         if self.limit and self.steps_without >= self.limit:
-            raise self._make_error(state.global_step)
+            raise self._make_error(state.global_step, learns_only_form=learns_only_form)
         self._check(figures)
-        self._warn_of_only_form()
+        # Rewards for form have a signal, so that the limit does not end a run without a right answer.
+        is_due = len(self._recent.get("reward", ())) >= MEAN_WINDOW and self.extremes != [0, 0]
+        if is_due and self.warns and learns_only_form and "form alone" not in self.said:
+            self.said.append("form alone")
+            what = f"since the first step no answer got a reward for content ({', '.join(self.content)})"
+            log.say(f"warning: {what}: only form is learned\n  fix: {WARM_UP_FIX}", "signal")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         names = ("entropy", "kl", "sampler_kl", "sampler_gap")
@@ -266,24 +255,10 @@ class SignalHealth(Observer, ExportableState):
                 self.said.append(problem.name)
                 log.say(f"warning: {problem.what.format(first=first, now=now)}\n  fix: {problem.fix}", "signal")
 
-    @property
-    def _learns_only_form(self) -> bool:
-        return bool(self.content) and not self.seen_content
-
-    def _warn_of_only_form(self) -> None:
-        """Warn of a run without a right answer: rewards for form have a signal, so that the limit does not end it."""
-        is_due = len(self._recent.get("reward", ())) >= MEAN_WINDOW and self.extremes != [0, 0]
-        if is_due and self.warns and self._learns_only_form and "form alone" not in self.said:
-            self.said.append("form alone")
-            what = (
-                f"since the first step no answer was paid for content ({', '.join(self.content)}): only form is learned"
-            )
-            log.say(f"warning: {what}\n  fix: {WARM_UP_FIX}", "signal")
-
-    def _make_error(self, step: int) -> RunError:
+    def _make_error(self, step: int, *, learns_only_form: bool) -> RunError:
         what = f"nothing was learned in the last {self.steps_without} steps: in each group all rewards were equal"
         samples = "read samples/ to see what the model tries"
-        if self.extremes == [0, 0] or self._learns_only_form:
+        if self.extremes == [0, 0] or learns_only_form:
             reward = "reward" if self.extremes == [0, 0] else f"reward for content ({', '.join(self.content)})"
             return RunError(
                 f"{what}, and every {reward} since the first step was 0: the model never does what is asked",

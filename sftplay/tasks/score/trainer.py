@@ -57,7 +57,7 @@ class EpisodeTrainer(Trainer):
         super().__init__(**named)
         self.cfg, self.run_folder, self.role_models = cfg, run_folder, role_models
         self.episode_sampler, self.reward_scorer = episode_sampler, reward_scorer
-        self.beside = {"guide": role_models.models["guide"]} if role_models.is_separate else {}
+        self.other_models = {"guide": role_models.models["guide"]} if role_models.is_separate else {}
         """Models of the result that the Trainer does not save."""
 
         self.questions, self.heartbeat, self.schedule = questions, step.heartbeat, MinibatchSchedule.from_config(cfg)
@@ -114,7 +114,7 @@ class EpisodeTrainer(Trainer):
         policy_update.learn(advantages)
         if log.world_size() > 1:
             with self.heartbeat.within("communication"):
-                average_gradients(self.model_wrapped, beside=self.role_models.extra_parameters())
+                average_gradients(self.model_wrapped, others=self.role_models.extra_parameters())
                 self._drop_guide_gradients(policy_update)
         return self._record_step(policy_update, advantages)
 

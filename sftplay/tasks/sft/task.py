@@ -16,10 +16,10 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.unsloth_model import check_arguments
 from sftplay.report.sample import write_masked_sample
 from sftplay.train.exact_batch import ExactBatchMixin
-from sftplay.train.fingerprint import recipe_of
+from sftplay.train.fingerprint import describe_renderer
 from sftplay.train.micro_batches import Collator
-from sftplay.train.setup import on_one_gpu
 from sftplay.train.task import Rows, TrainerParts
+from sftplay.train.upstream import on_one_gpu
 
 
 class WindowedSFTTrainer(ExactBatchMixin, SFTTrainer):
@@ -39,7 +39,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
         train=examples.train,
         held_out=examples.held_out,
         report=examples.report,
-        recipe=recipe_of(examples.renderer),
+        recipe=describe_renderer(examples.renderer),
         source=examples,
         learned_tokens=int(examples.report["sources"].get("train", examples.report)["trainable_tokens"]),
     )
