@@ -141,8 +141,7 @@ class Request:
     repeats: int = 1
     """Measured steps of each size. One step before them is not measured: the optimizer's state appears in it."""
 
-    gauge: str = CUDA_GAUGE
-    """`module:class` of the gauge."""
+    gauge: str = CUDA_GAUGE  # `module:class` of the gauge
 
     @property
     def most_rows(self) -> int:

@@ -42,7 +42,6 @@ from sftplay.train.micro_batches import (
     model_inputs,
     on_device,
 )
-from sftplay.train.observer import TrainerView
 from sftplay.train.random_numbers import RandomState, random_numbers_kept
 from sftplay.train.upstream import find_attention
 
@@ -62,8 +61,7 @@ class Replay:
         tuning on GPUs sends them while the last one computes, because they are as large as the model. So does a hook.
         """
 
-        self.times = 0
-        """Windows that this attempt has run again so far."""
+        self.times = 0  # windows that this attempt has run again so far
 
     def step_down(
         self, micro_batcher: MicroBatcher, shortages: list[Shortage | None], *, step: int, window_rows: int
@@ -98,35 +96,18 @@ class Replay:
 class StepSetup:
     """How a trainer computes its steps."""
 
-    micro_batcher: MicroBatcher | None
-    """Cuts windows; None: the Trainer accumulates."""
-
-    loss_head: str
-    """train.loss_head, decided."""
-
-    replay: Replay | None = None
-    """What happens when memory runs out for a window; None: the run ends."""
-
+    micro_batcher: MicroBatcher | None  # cuts windows; None: the Trainer accumulates
+    loss_head: str  # train.loss_head, decided
+    replay: Replay | None = None  # what happens when memory runs out for a window; None: the run ends
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     check_loss: Callable[[Tensor], None] | None = None
     """Called with each loss before its backward pass, where that is the last moment to stop (DeepSpeed)."""
 
-    source_names: tuple[str, ...] = ()
-    """Names of a mixture's sources, in the order of their numbers."""
+    source_names: tuple[str, ...] = ()  # names of a mixture's sources, in the order of their numbers
 
 
 if TYPE_CHECKING:
-
-    class Base(TrainerView):
-        """The trainer that comes after the mixin."""
-
-        def __init__(self, **named: Any) -> None: ...
-        def get_train_dataloader(self) -> Any: ...
-        def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor: ...
-        def _clip_grad_norm(self, model: nn.Module) -> Tensor: ...
-        def evaluate(self, *given: Any, **named: Any) -> dict[str, float]: ...
-        def evaluation_loop(self, *given: Any, **named: Any) -> Any: ...
-        def _save_checkpoint(self, *given: Any) -> None: ...
+    from transformers import Trainer as Base  # the trainer that comes after the mixin
 else:
     Base = object
 
@@ -142,9 +123,7 @@ class ExactBatchMixin(Base):
         self.counts = StepCounts()
         self.last_loss: Any = 0.0
         self.clipped_norm: Tensor | None = None  # of this step's gradients, where they are clipped by it
-        self.last_windows: list[Batch] = []
-        """The rows of this rank's last step."""
-
+        self.last_windows: list[Batch] = []  # the rows of this rank's last step
         self._accumulated_step, args, model = -1, self.args, self.model
         # In fp16 DeepSpeed's own scaler skips steps that are not finite.
         self._check_loss = step.check_loss if self.is_deepspeed_enabled and not args.fp16 else None

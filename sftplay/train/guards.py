@@ -93,9 +93,7 @@ class StopOnBadStep(Observer):
     """
 
     def __init__(self, path: Path) -> None:
-        self.skipped_in_a_row = 0
-        """Steps that were skipped since the last one that the optimizer took."""
-
+        self.skipped_in_a_row = 0  # steps that were skipped since the last one that the optimizer took
         self._path = path
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:

@@ -45,8 +45,7 @@ class TokenCounts:
 
     tokens: int = 0
     label_tokens: int = 0
-    loss_sum: Any = None
-    """Sum of the label tokens' losses, a tensor; None where a micro-batch holds several sources."""
+    loss_sum: Any = None  # sum of the label tokens' losses, a tensor; None where a micro-batch holds several sources
 
     def add_loss(self, loss_sum: Any) -> None:
         """Add the sum of a micro-batch."""
@@ -64,9 +63,7 @@ class StepCounts(TokenCounts):
 
     padded_tokens: int = 0
     rows: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    """Real tokens of each of `rows`."""
-
+    lengths: list[int] = field(default_factory=list)  # real tokens of each of `rows`
     sources: dict[int, TokenCounts] = field(default_factory=dict)
     """The same by the number of a mixture's source; empty in other tasks."""
 
@@ -96,8 +93,7 @@ class TokenTotals:
 
     tokens: int = 0
     label_tokens: int = 0
-    loss_sum: float | None = 0.0
-    """None where a micro-batch held several sources."""
+    loss_sum: float | None = 0.0  # None where a micro-batch held several sources
 
     def __add__(self, other: TokenTotals) -> TokenTotals:
         is_known = self.loss_sum is not None and other.loss_sum is not None

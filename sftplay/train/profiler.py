@@ -44,9 +44,7 @@ Span = tuple[int, int]
 class PersistentBytes:
     """Bytes on this rank of tensors that live longer than a step."""
 
-    allocated_bytes: int = 0
-    """Everything that was allocated on the GPU when the profile began."""
-
+    allocated_bytes: int = 0  # everything that was allocated on the GPU when the profile began
     weights_bytes: int = 0
     optimizer_bytes: int = 0
     gradients_bytes: int = 0
@@ -72,9 +70,7 @@ class ProfileSteps(TrainerCallback):
         self.config, self.folder, self.heartbeat = config, folder, heartbeat
         self._profile: Any = None
         self._ranges: dict[str, Any] = {}
-        self._current = (0, "")
-        """The step and phase whose ranges are open."""
-
+        self._current = (0, "")  # the step and phase whose ranges are open
         self._persistent = PersistentBytes()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -32,9 +32,7 @@ class RunSetup:
     world_size: int
     steps_per_epoch: int
     steps: int
-    order: Sequence[int]
-    """Rows of the whole run in training order: exactly steps x effective batch."""
-
+    order: Sequence[int]  # rows of the whole run in training order: exactly steps x effective batch
     order_hash: str
 
     @property

@@ -44,8 +44,7 @@ class RowOrder:
     """Also the steps between measurements and between checkpoints where the config gives none. A task that cannot be
     measured once an epoch gives another number."""
 
-    digest: str
-    """Changes with any row of the run, held out or not, and with its place."""
+    digest: str  # changes with any row of the run, held out or not, and with its place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,32 +54,23 @@ class Rows:
     train: Dataset | RowSequence
     """Columns `input_ids`, `labels` (int64 [tokens], -100 where nothing is learned) and `row` (int64)."""
 
-    held_out: Dataset | HeldOutRows | None
-    """The same columns; None when nothing is held out."""
-
+    held_out: Dataset | HeldOutRows | None  # the same columns; None when nothing is held out
     report: dict[str, Any]
     """Content of data_report.json. `files` (path -> sha256) and `sources` also go to the manifest."""
 
     recipe: dict[str, Any] = field(default_factory=dict)
     """What else decides the tokens, by name: a resume names what has changed. Known names: see `fingerprint`."""
 
-    source: Any = None
-    """Whatever the task needs again when it reports or measures."""
-
+    source: Any = None  # whatever the task needs again when it reports or measures
     order: RowOrder | None = None
     """Given where `train` holds the rows of the whole run in training order. None: the kit orders a Dataset."""
 
-    source_names: tuple[str, ...] = ()
-    """Names of a mixture's sources, by the numbers in the rows."""
-
+    source_names: tuple[str, ...] = ()  # names of a mixture's sources, by the numbers in the rows
     final_report: Callable[[], dict[str, Any]] | None = None
     """The report at the end of a run that reads its rows while it trains. None: `report` is whole from the start."""
 
-    learned_tokens: int = 0
-    """Tokens that an epoch teaches."""
-
-    trainer_evaluates: bool = True
-    """False where the task measures the held-out rows itself, by a callback."""
+    learned_tokens: int = 0  # tokens that an epoch teaches
+    trainer_evaluates: bool = True  # False where the task measures the held-out rows itself, by a callback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +80,11 @@ class TrainerParts:
     cfg: RunConfig
     model: Any
     tokenizer: Any
-    train: Dataset | RowSequence
-    """The rows of the whole run in training order."""
-
+    train: Dataset | RowSequence  # the rows of the whole run in training order
     held_out: Dataset | HeldOutRows | None
     rows: Rows
     folder: RunFolder
-    arguments: dict[str, Any]
-    """For the TRL config: every argument that the kit decides, then the user's `train.extra`."""
-
+    arguments: dict[str, Any]  # for the TRL config: every argument that the kit decides, then the user's `train.extra`
     callbacks: list[Any]
     step: StepSetup
 

@@ -38,11 +38,8 @@ SLOW_DISK_BYTES_PER_S = 100e6
 class Deadline:
     """The time by which a run must have ended."""
 
-    at_s: float
-    """Seconds of the epoch."""
-
-    origin: str
-    """The setting that it comes from."""
+    at_s: float  # seconds of the epoch
+    origin: str  # the setting that it comes from
 
 
 def find_deadline(

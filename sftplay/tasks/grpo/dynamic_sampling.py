@@ -38,13 +38,10 @@ Tokens = list[int]
 class LocalBatch:
     """One rank's part of a rollout batch. Resampled rows replace the rows before."""
 
-    inputs: list[dict[str, Any]]
-    """The rows, as TRL holds them."""
-
+    inputs: list[dict[str, Any]]  # the rows, as TRL holds them
     prompt_ids: list[Tokens]
     completion_ids: list[Tokens]
-    logps: list[list[float]] | None
-    """The sampler's log-probability of each token, where it returns them."""
+    logps: list[list[float]] | None  # the sampler's log-probability of each token, where it returns them
 
     def replace_completions(
         self, places: Sequence[int], sampled: tuple[list[Tokens], list[list[float]] | None]
@@ -66,15 +63,9 @@ class Reserve:
     def __init__(self, rows: Sequence[int], *, seed: int) -> None:
         self.rows, self.seed = rows, seed + RESERVE_SEED
         self.position = 0
-        self.zero_variance: dict[int, int] = {}
-        """Prompt -> number of zero-variance groups in a row."""
-
-        self.turns_to_skip: dict[int, int] = {}
-        """Prompt -> turns that it skips from now on."""
-
-        self.tokens: dict[int, int] = {}
-        """Prompt -> trained tokens of its last group, with grpo.skip_zero_variance."""
-
+        self.zero_variance: dict[int, int] = {}  # prompt -> number of zero-variance groups in a row
+        self.turns_to_skip: dict[int, int] = {}  # prompt -> turns that it skips from now on
+        self.tokens: dict[int, int] = {}  # prompt -> trained tokens of its last group, with grpo.skip_zero_variance
         self._orders: dict[int, list[int]] = {}
 
     def record(self, prompt: int, *, has_zero_variance: bool) -> None:
@@ -133,12 +124,8 @@ class DynamicSampler:
         self.prompts, self.rounds, self.group_size, self.in_lockstep = prompts, rounds, num_generations, in_lockstep
         self.reserve = Reserve(rows, seed=seed)
         self._places = {row: place for place, row in enumerate(rows)}
-        self.skipped: list[int] = []
-        """Groups of this rollout batch for which nothing is sampled."""
-
-        self.skipped_tokens = 0
-        """Tokens that these groups had when they were sampled last."""
-
+        self.skipped: list[int] = []  # groups of this rollout batch for which nothing is sampled
+        self.skipped_tokens = 0  # tokens that these groups had when they were sampled last
         self.first_figures: dict[str, float | None] = {}
         """Reward and zero-variance share of the last rollout batch before resampling. The kept completions say less
         about the model, because zero-variance groups are missing among them."""

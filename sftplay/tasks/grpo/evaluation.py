@@ -33,8 +33,7 @@ class EvaluatePrompts(Observer):
     Existing files are kept: after a resume no step is evaluated twice.
     """
 
-    trainer: Any
-    """TRL's GRPOTrainer with the kit's parts."""
+    trainer: Any  # TRL's GRPOTrainer with the kit's parts
 
     def __init__(
         self,

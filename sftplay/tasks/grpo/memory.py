@@ -74,28 +74,16 @@ class Rollout:
 
     prompt_tokens: int
     completion_tokens: int
-    micro_batch: int
-    """Completions in a micro-batch of the update."""
-
-    has_reference: bool = False
-    """True where the loss compares with frozen weights (beta > 0)."""
-
+    micro_batch: int  # completions in a micro-batch of the update
+    has_reference: bool = False  # True where the loss compares with frozen weights (beta > 0)
     continues_adapter: bool = False
     """True where these weights are those of an adapter. A fresh one is switched off instead of copied."""
 
-    scores_first: bool = False
-    """True where probabilities under older or frozen weights are computed before the update."""
-
-    limits_probability: bool = False
-    """True where the likeliest tokens are sorted out (top_p below 1)."""
-
+    scores_first: bool = False  # True where probabilities under older or frozen weights are computed before the update
+    limits_probability: bool = False  # True where the likeliest tokens are sorted out (top_p below 1)
     engine: Engine = "transformers"
-    engine_bytes: int = 0
-    """The part of the card that vLLM takes (vllm_colocate)."""
-
-    engine_sleeps: bool = False
-    """True where vLLM gives most of it back while the model is updated."""
-
+    engine_bytes: int = 0  # the part of the card that vLLM takes (vllm_colocate)
+    engine_sleeps: bool = False  # True where vLLM gives most of it back while the model is updated
     labels: ClassVar[Mapping[str, str]] = {
         SCORE: "while completions are scored without gradients",
         ENGINE: "vLLM's share",

@@ -31,7 +31,6 @@ from sftplay.tasks.grpo.window_state import load_window, save_window
 from sftplay.train.eval_mode import eval_mode
 from sftplay.train.exact_batch import StepSetup
 from sftplay.train.interval import StepCounts
-from sftplay.train.observer import TrainerView
 from sftplay.train.preflight import has_sharded_weights
 from sftplay.train.random_numbers import random_numbers_kept
 from sftplay.train.upstream import (
@@ -44,28 +43,7 @@ from sftplay.train.upstream import (
 )
 
 if TYPE_CHECKING:
-
-    class Base(TrainerView):
-        """The trainer that comes after the mixin."""
-
-        num_generations: int
-        num_iterations: int
-        beta: float
-        lr_scheduler: Any
-        processing_class: Any
-        use_vllm: bool
-        use_transformers_continuous_batching: bool
-        eos_token_ids: Any
-
-        def __init__(self, **named: Any) -> None: ...
-        def train(self, resume_from_checkpoint: Any = None, **named: Any) -> Any: ...
-        def _generate(self, prompts: list[Any]) -> Any: ...
-        def _generate_single_turn(self, prompt_ids: Any, *given: Any, **named: Any) -> Any: ...
-        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]: ...
-        def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any: ...
-        def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]: ...
-        def compute_loss(self, model: nn.Module, inputs: Any, *given: Any, **named: Any) -> Any: ...
-        def _save_checkpoint(self, *given: Any) -> None: ...
+    from trl import GRPOTrainer as Base  # the trainer that comes after the mixin
 else:
     Base = object
 
@@ -97,18 +75,12 @@ class SamplingMixin(Base):
         self.source_names: tuple[str, ...] = ()
         self.held_out_sources: dict[str, dict[str, float]] = {}
         self.counts, self.last_loss = StepCounts(), 0.0
-        self.last_rows: list[int] = []
-        """Prompts in this rank's last step."""
-
+        self.last_rows: list[int] = []  # prompts in this rank's last step
         self.facts = {"rewards": scorer.training_weights, "executor": scorer.rewards.executor or None}
         """The task's entries in the manifest."""
 
-        self.rollout_figures: dict[str, float | None] = {}
-        """Figures of the current rollout batch."""
-
-        self.held_out_figures: dict[str, float] = {}
-        """Figures of evaluations since the last line of metrics."""
-
+        self.rollout_figures: dict[str, float | None] = {}  # figures of the current rollout batch
+        self.held_out_figures: dict[str, float] = {}  # figures of evaluations since the last line of metrics
         self._figures: dict[str, list[float | None]] = defaultdict(list)
         self._seen_step = -1
         self._check_loss = step.check_loss if self.is_deepspeed_enabled and not self.args.fp16 else None

@@ -49,14 +49,10 @@ class ScoredBatch:
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
-    rows: list[int]
-    """The row number of each completion's prompt in the data."""
-
+    rows: list[int]  # the row number of each completion's prompt in the data
     completions: list[str]
     rewards: BatchRewards
-    prompts: list[str] = field(default_factory=list)
-    """The question of each completion as text."""
-
+    prompts: list[str] = field(default_factory=list)  # the question of each completion as text
     control: list[float] | None = None
     """The rewards that the model learns from instead of the config's, in a control run."""
 

@@ -33,9 +33,7 @@ class WatchBaseWeights(Observer):
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        self.digests: dict[str, str] = {}
-        """The digests at the start, by the name of the weight."""
-
+        self.digests: dict[str, str] = {}  # the digests at the start, by the name of the weight
         self.checked_steps: list[int] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -120,9 +118,7 @@ WARM_UP_FIX = (
 class SignalProblem:
     """A problem that a figure shows; `is_present` takes the first mean of the figure and the recent one."""
 
-    name: str
-    """Kept in checkpoints, so that a resumed run does not repeat the warning."""
-
+    name: str  # kept in checkpoints, so that a resumed run does not repeat the warning
     figure: str
     is_present: Callable[[float, float], bool]
     what: str
@@ -192,18 +188,10 @@ class SignalHealth(Observer, ExportableState):
     def __init__(self, cfg: RunConfig) -> None:
         self.limit = 0 if cfg.grpo.placebo_reward == "constant" else cfg.grpo.stop_without_signal
         self.warns = cfg.grpo.placebo_reward is None
-        self.steps_without = 0
-        """Steps in a row without a signal."""
-
-        self.extremes: list[float] = []
-        """The lowest and the highest mean reward of all rollout batches so far."""
-
-        self.content = content_rewards(cfg.rewards)
-        """Names of the rewards whose full value only a right answer gets."""
-
-        self.seen_content = False
-        """Whether any of these rewards was ever other than 0."""
-
+        self.steps_without = 0  # steps in a row without a signal
+        self.extremes: list[float] = []  # the lowest and the highest mean reward of all rollout batches so far
+        self.content = content_rewards(cfg.rewards)  # names of the rewards whose full value only a right answer gets
+        self.seen_content = False  # whether any of these rewards was ever other than 0
         self.first: dict[str, float] = {}
         self.said: list[str] = []
         self._recent: dict[str, deque[float]] = {}
