@@ -258,12 +258,12 @@ class ProbeSchedule(Observer):
         model = trainer.model
         whole = model.get_base_model() if hasattr(model, "get_base_model") else model
 
-        def mark_layers(_module: Any, _inputs: Any, out: Any) -> None:
+        def _mark_layers(_module: Any, _inputs: Any, out: Any) -> None:
             if out[0].requires_grad:
                 out[0].register_hook(lambda _gradient: self._gauge.enter("layer"))
 
         whole.base_model.register_forward_pre_hook(lambda *_: self._gauge.enter("head"))
-        whole.base_model.register_forward_hook(mark_layers)
+        whole.base_model.register_forward_hook(_mark_layers)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._gauge.wait()
