@@ -124,11 +124,9 @@ class CudaGauge(MemoryGauge):
 
 REQUEST, MEASURED = "request.json", "measured.json"
 
-ACCUMULATED = 2
-"""Micro-batches of a measured step: from the second on, gradients exist during forward and backward."""
+ACCUMULATED = 2  # micro-batches of a measured step: from the second on, gradients exist during forward and backward
 
-SKIPPED = 16
-"""Steps that fp16's scaler may skip before one counts."""
+SKIPPED = 16  # steps that fp16's scaler may skip before one counts
 
 
 @dataclass(frozen=True, kw_only=True)

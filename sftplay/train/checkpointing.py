@@ -142,30 +142,25 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any
 
 
 def _check_same_run(checkpoint: Path, facts: dict[str, Any], *, resized: bool) -> None:
-    marked = read_marker(checkpoint)
-    changes: tuple[tuple[type[SftplayError], str, list[str], str], ...] = (
-        (
-            ConfigError, "the config has changed", config_changes(marked, facts, resized=resized),
-            "restore it (processes: NPROC=), or train under a new run_name",
-        ),
-        (
-            ConfigError, "the model that the run starts from has changed", weights_changes(marked, facts),
-            "restore its files, or train under a new run_name",
-        ),
-        (
-            DataError, "the rows have changed", data_changes(marked, facts),
-            "restore the data of the first start, or train under a new run_name",
-        ),
-    )  # fmt: skip
+    marked, new_name = read_marker(checkpoint), "or train under a new run_name"
+    changes: list[tuple[type[SftplayError], str, list[str], str]] = [
+        (ConfigError, "config", config_changes(marked, facts, resized=resized), "restore it (processes: NPROC=)"),
+        (ConfigError, "model that the run starts from", weights_changes(marked, facts), "restore its files"),
+        (DataError, "rows", data_changes(marked, facts), "restore the data of the first start"),
+    ]
     for error, what, changed, fix in changes:
         if changed:
-            what = f"{what} since this checkpoint: {'; '.join(changed)}"
-            raise error(what, where=str(checkpoint), fix=fix)
+            verb = "have" if what == "rows" else "has"
+            raise error(
+                f"the {what} {verb} changed since this checkpoint: {'; '.join(changed)}",
+                where=str(checkpoint),
+                fix=f"{fix}, {new_name}",
+            )
     if marked.get("order_hash") != facts["order_hash"]:
         raise RunError(
             "the order of the rows has changed since this checkpoint",
             where=str(checkpoint),
-            fix="continue with the kit and the data it was made with, or train under a new run_name",
+            fix=f"continue with the kit and the data it was made with, {new_name}",
         )
 
 

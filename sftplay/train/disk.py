@@ -27,11 +27,9 @@ WRITE_FAILED: Mapping[type[Exception], tuple[str, ...]] = {
 """Error -> texts in it when a file cannot be written: safetensors' own, whose errors of reading have another text, and
 torch.save's (caffe2/serialize/inline_container.cc)."""
 
-SMALL_FILES_BYTES = 1 << 16
-"""Room for status.json, metrics.jsonl and logs next to a checkpoint."""
+SMALL_FILES_BYTES = 1 << 16  # room for status.json, metrics.jsonl and logs next to a checkpoint
 
-RESULT_SCRATCH = (".adapter.part", ".model.part")
-"""Scratch folders of a result that is being written."""
+RESULT_SCRATCH = (".adapter.part", ".model.part")  # scratch folders of a result that is being written
 
 FIX = "make room, then continue with `make resume`; the last complete checkpoint is untouched"
 

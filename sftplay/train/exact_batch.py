@@ -37,7 +37,6 @@ from sftplay.train.micro_batches import (
     Batch,
     MicroBatcher,
     SourceLoss,
-    count_losses,
     count_rows,
     model_inputs,
     on_device,
@@ -353,4 +352,8 @@ class ExactBatchMixin(Base):
         # The Trainer has divided by the label tokens of all ranks, and multiplied by the processes for DDP's mean.
         if label_tokens is not None:
             processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            count_losses(self.counts, losses, scale=label_tokens / processes)
+            for source, loss in losses:
+                loss_sum = loss.detach().double() * (label_tokens / processes)
+                self.counts.add_loss(loss_sum)
+                if source is not None:
+                    self.counts.of_source(source).add_loss(loss_sum)

@@ -27,7 +27,6 @@ from sftplay.train.setup import RunSetup
 from sftplay.train.task import Rows
 
 BATCH_ROWS = 1000
-SHOWN_DIGITS = 12
 
 
 def describe_renderer(renderer: Renderer) -> dict[str, Any]:
@@ -116,28 +115,30 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     compared = {"rows_sha256": "training rows"}
     if held_out_decides(now["config"]):
         compared["held_out_sha256"] = "held-out rows"
-    changed = [(key, what) for key, what in compared.items() if before[key] != now[key]]
-    if not changed:
+    lines = [
+        f"{what}: fingerprint {_shorten(before[key])} then, {_shorten(now[key])} now"
+        for key, what in compared.items()
+        if before[key] != now[key]
+    ]
+    if not lines:
         return []
+    if before["rows"] != now["rows"]:
+        lines[0] += f", {before['rows']:,} then, {now['rows']:,} now"
     causes = [
         f"{path} has changed (content {_shorten(old)} then, {_shorten(now['data_files'].get(path))} now)"
         for path, old in before["data_files"].items()
         if now["data_files"].get(path) != old
     ]
-    causes += [
-        f"the {what} has changed ({_shorten(before[key])} then, {_shorten(now[key])} now)"
-        for key, what in (("tokenizer_sha256", "tokenizer"), ("template_sha256", "chat template"))
-        if before[key] != now[key]
-    ]
+    for key, what in (("tokenizer_sha256", "tokenizer"), ("template_sha256", "chat template")):
+        if before[key] != now[key]:
+            causes.append(f"the {what} has changed ({_shorten(before[key])} then, {_shorten(now[key])} now)")
     if before["kit"] != now["kit"]:
         causes.append(f"the kit was {before['kit']} and is {now['kit']} now")
-    counts = f", {before['rows']:,} then, {now['rows']:,} now" if before["rows"] != now["rows"] else ""
-    lines = [f"{what}: fingerprint {_shorten(before[key])} then, {_shorten(now[key])} now" for key, what in changed]
-    return [*causes, lines[0] + counts, *lines[1:]]
+    return [*causes, *lines]
 
 
 def _shorten(digest: str | None) -> str:
-    return digest[:SHOWN_DIGITS] if digest else "none"
+    return digest[:12] if digest else "none"
 
 
 def write_manifest(setup: RunSetup, rows: Rows, *, parameters: dict[str, Any], task: dict[str, Any]) -> None:
@@ -166,10 +167,9 @@ def write_manifest(setup: RunSetup, rows: Rows, *, parameters: dict[str, Any], t
 
 def git_commit() -> str | None:
     """Return the commit of the kit's checkout, None outside one."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None

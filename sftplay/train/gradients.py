@@ -77,13 +77,8 @@ def wants_overlap(cfg: RunConfig) -> bool:
 
 def choose_hook(handler: Any, comm: CommConfig) -> None:
     """Set the compression of `comm.hook` on accelerate's DDP handler. Call it before the trainer wraps the model."""
-    kinds = {
-        "fp16": DDPCommunicationHookType.FP16,
-        "bf16": DDPCommunicationHookType.BF16,
-        "powersgd": DDPCommunicationHookType.POWER_SGD,
-    }
-    if comm.hook in kinds:
-        handler.comm_hook = kinds[comm.hook]
+    if comm.hook != "none":
+        handler.comm_hook = DDPCommunicationHookType("power_sgd" if comm.hook == "powersgd" else comm.hook)
     if comm.hook == "powersgd":
         handler.comm_state_option = dict(POWERSGD)
 
@@ -155,8 +150,7 @@ class GradientSync(Observer):
         return self._is_ddp and not sends_afterwards
 
 
-CHUNK = 2**10
-"""How many squares are added up in fp32 at a time."""
+CHUNK = 2**10  # how many squares are added up in fp32 at a time
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -28,8 +28,7 @@ from sftplay.train.observer import Observer
 FP16_PATIENCE = 16
 """Steps in a row that an fp16 run may skip. The gradient scaler begins at 2^16 and halves its scale once a step."""
 
-SHOWN_ROWS = 8
-"""Number of row ids in an error's text; all of them are in its file."""
+SHOWN_ROWS = 8  # number of row ids in an error's text; all of them are in its file
 
 
 class StopOnSignal(Observer):
@@ -123,11 +122,11 @@ class StopOnBadStep(Observer):
         # A loss belongs to one rank. Gradients are the same on all ranks once they are averaged.
         bad_ranks = ", ".join(str(n) for n, (loss, _) in enumerate(ranks) if not math.isfinite(loss))
         what = f"the {'loss' if bad_ranks else 'gradient'} of step {step} is not finite"
-        on_ranks = f" on rank {bad_ranks}" if bad_ranks else ""
-        suspects = [row for rank in details for row in rank["rows_not_finite"]]
-        shown = f"; rows that are not finite alone: {', '.join(map(str, suspects[:SHOWN_ROWS]))}" if suspects else ""
+        what += f" on rank {bad_ranks}" if bad_ranks else ""
+        if suspects := [row for _, not_finite in rows for row in not_finite]:
+            what += f"; rows that are not finite alone: {', '.join(map(str, suspects[:SHOWN_ROWS]))}"
         return RunError(
-            f"{what}{on_ranks}{shown}",
+            what,
             where=str(self._path),
             fix="inspect the step's rows, which this file lists (`make inspect`), or lower train.learning_rate; the "
             "last checkpoint was written before this step",

@@ -10,15 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STEP_PARTS = {
-    "data_s": ("data",),
-    "generation_s": ("generation",),
-    "reward_s": ("reward",),
-    "forward_backward_s": ("forward", "backward"),
-    "optimizer_s": ("optimizer",),
-    "communication_s": ("communication",),
-    "evaluation_s": ("evaluation",),
-    "save_s": ("save",),
-}
+    "data_s": ("data",), "generation_s": ("generation",), "reward_s": ("reward",),
+    "forward_backward_s": ("forward", "backward"), "optimizer_s": ("optimizer",),
+    "communication_s": ("communication",), "evaluation_s": ("evaluation",), "save_s": ("save",),
+}  # fmt: skip
 """Part of a step -> phases of the heartbeat. The remaining time is `other_s`.
 
 The clock is the host's. A GPU works asynchronously, and its time counts for the part that waits for it. Forward and
@@ -79,9 +74,7 @@ class CostModel:
     count_flops: Callable[[Sequence[int], int], float] | None = None
     """(real tokens of each row, label tokens of all) -> model FLOPs; None when the model's shape is not known."""
 
-    peak_flops: float | None = None
-    """The most operations a second that this rank's GPU can do in the run's precision; None when not known."""
-
+    peak_flops: float | None = None  # operations a second of this rank's GPU in the run's precision, where known
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
     """`predicted_peak_bytes`, the plan's peak of a whole process with its margin; `predicted_allocated_bytes`, the
     plan's peak of torch's allocator alone. Empty when memory was not planned."""

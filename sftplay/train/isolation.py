@@ -19,8 +19,7 @@ from sftplay.train.eval_mode import eval_mode
 from sftplay.train.loss_heads import PROOF_TOLERANCE
 from sftplay.train.upstream import find_attention
 
-PROOF_TOKENS = 8
-"""Tokens of each of the two documents."""
+PROOF_TOKENS = 8  # tokens of each of the two documents
 
 
 def check_isolation(model: Any) -> None:

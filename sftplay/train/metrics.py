@@ -33,8 +33,7 @@ from sftplay.units import format_bytes, format_count, format_seconds
 
 PROGRESS_EVERY_S = 1.0
 
-SHOWN_LINES = 20
-"""Lines of one kind that a run prints on the screen; all of them are in metrics.jsonl and logs/."""
+SHOWN_LINES = 20  # lines of one kind that a run prints on the screen; all of them are in metrics.jsonl and logs/
 
 
 class MetricsWriter(Observer):
@@ -44,23 +43,14 @@ class MetricsWriter(Observer):
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        attempt: int,
-        keep_row_ids: bool,
-        costs: CostModel,
-        counters: Mapping[str, int] | None = None,
-        sources: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
+        self, path: Path, *, attempt: int, keep_row_ids: bool, costs: CostModel,
+        counters: Mapping[str, int] | None = None, sources: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:  # fmt: skip
         self.path, self.attempt, self.keep_row_ids, self.costs = path, attempt, keep_row_ids, costs
         self.last_loss: float | None = None
+        # Since the run's first step, over all attempts and ranks; the same for each source of a mixture.
         self.totals = {"tokens_seen": 0, "label_tokens_seen": 0, **(counters or {})}
-        """Since the run's first step, over all attempts and ranks."""
-
         self.sources = {name: TokenTotals(**totals) for name, totals in (sources or {}).items()}
-        """The same for each source of a mixture."""
-
         self.train_seconds = self.train_cpu_seconds = self._cpu_started = 0.0
         self._started = self._shown_at = 0.0
         self._shown_tokens = self._logged_step = 0

@@ -13,6 +13,7 @@ from sftplay.data.records import IGNORE_INDEX
 from sftplay.train.interval import StepCounts
 
 Batch = dict[str, Tensor]
+SourceLoss = tuple[int | None, Tensor]  # a micro-batch's source, where it is all of one, and its loss
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "labels")
 """Columns of a batch that the model is given; the others are the kit's."""
@@ -47,19 +48,6 @@ def count_rows(counts: StepCounts, batch: Batch) -> None:
         for source, tokens, learned in zip(batch["source"].tolist(), lengths, labels, strict=True):
             counts.of_source(source).tokens += tokens
             counts.of_source(source).label_tokens += learned
-
-
-SourceLoss = tuple[int | None, Tensor]
-"""A micro-batch's source, where it is all of one, and its loss."""
-
-
-def count_losses(counts: StepCounts, losses: Sequence[SourceLoss], *, scale: Tensor | float) -> None:
-    """Add losses, each with its source; `scale` makes of a loss the sum over its label tokens."""
-    for source, loss in losses:
-        loss_sum = loss.detach().double() * scale
-        counts.loss_sum = loss_sum if counts.loss_sum is None else counts.loss_sum + loss_sum
-        if source is not None:
-            counts.of_source(source).add_loss(loss_sum)
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ MUST_AGREE = {
 }
 """What must be equal on all ranks, and the message where it is not."""
 
-NOT_IN_STATUS = ("parameters", "base", "rows")
-"""What is compared but not written to status.json."""
+NOT_IN_STATUS = ("parameters", "base", "rows")  # what is compared but not written to status.json
 
 OF_GROUPS = ("num_generations", "generation_batch_size", "steps_per_generation")
 """Sizes of rollout batches, as GRPOConfig has them once it is made; other configs of TRL have none."""

@@ -23,8 +23,7 @@ from sftplay.config.train import ProfileConfig
 from sftplay.heartbeat import Heartbeat
 from sftplay.units import format_bytes
 
-HISTORY_EVENTS = 100_000
-"""Allocations that a GPU's snapshot records; each takes about a KiB in the file."""
+HISTORY_EVENTS = 100_000  # allocations that a GPU's snapshot records; each takes about a KiB in the file
 
 TAG = "profile"
 

@@ -22,8 +22,7 @@ from sftplay import log
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.variables import PARENT
 
-POLL_S = 0.1
-"""Pause between two checks for a file."""
+POLL_S = 0.1  # pause between two checks for a file
 
 
 @contextmanager

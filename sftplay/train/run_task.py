@@ -30,8 +30,7 @@ from sftplay.train.task import Rows, Task
 from sftplay.train.train_run import TrainResult, TrainRun
 from sftplay.units import format_count
 
-FEW_STEPS = 50
-"""Below this a run hardly leaves its warm-up."""
+FEW_STEPS = 50  # below this a run hardly leaves its warm-up
 
 
 def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> TrainResult:
@@ -102,14 +101,8 @@ def note_head(folder: RunFolder, *, off: str) -> None:
 
 def check_held_out(cfg: RunConfig, rows: Rows) -> None:
     """Raise the DataError about keys that need held-out rows, where none are held out."""
-    wanted = {
-        "eval.before": cfg.eval.before,
-        "eval.after": cfg.eval.after,
-        "train.best_metric": cfg.train.best_metric,
-        "train.early_stopping": cfg.train.early_stopping,
-        "train.eval_steps": cfg.train.eval_steps,
-    }
-    keys = [key for key, value in wanted.items() if value]
+    needing = ("eval.before", "eval.after", "train.best_metric", "train.early_stopping", "train.eval_steps")
+    keys = [key for key in needing if cfg.get_value(key)]
     if keys and rows.held_out is None:
         raise DataError(
             f"{', '.join(keys)} needs held-out rows, but none were held out",

@@ -65,7 +65,7 @@ def save_result(
     `weights` are the models' by their names, "" for `model`, where a model itself holds only a part of them. `base` is
     the folder or hub name that the model was loaded from. A builtin base is copied to `base/`, and the adapter points
     to that copy; a local base is named by its absolute path. So plain PEFT finds it without this kit. `others` are
-    further models of the run, each of which is saved in a folder of its name below the result.
+    further models of the run; each is saved in a folder of its name below the result.
     """
     is_full = cfg.tuning.mode == "full"
     target = folder.path / ("model" if is_full else "adapter")

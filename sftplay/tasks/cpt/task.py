@@ -27,7 +27,7 @@ from sftplay.train.task import RowOrder, Rows, TrainerParts
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
-    """Blocks of the sources of `cfg`. Gives the tokenizer the chat template that the masks of chats are proven for.
+    """Load the blocks of the sources of `cfg`. The tokenizer gets the template that the masks of chats are proven for.
 
     Where there are no chats, it keeps its own: the result still answers in the form that it knew.
 
@@ -58,19 +58,19 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
 
 def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
     """Show the table of the data report, and keep one block with its mask."""
-    place = rows.source.train.places(0)[0]
-    write_masked_sample(folder, tokenizer, example=rows.train[0], source=str(place))
+    source = str(rows.source.train.places(0)[0])
+    write_masked_sample(folder, tokenizer, example=rows.train[0], source=source)
     log.show(mixture_table(rows.report))
 
 
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
-    """Perplexity of each source's held-out documents; loss and answers of its held-out chats."""
-    tokenizer = rows.source.renderer.tokenizer
-    measure_sources(model, held_out_of(rows.source), tokenizer=tokenizer, cfg=cfg, path=path)
+    """Measure perplexity of each source's held-out documents, and loss and answers of its held-out chats."""
+    mixture = rows.source
+    measure_sources(model, held_out_of(mixture), tokenizer=mixture.renderer.tokenizer, cfg=cfg, path=path)
 
 
 def build_trainer(parts: TrainerParts) -> sft.WindowedSFTTrainer:
-    """The trainer of task sft, with blocks for rows.
+    """Build the trainer of task sft, with blocks for rows.
 
     Raises:
         ConfigError: a document of a block would see another, and the config does not ask for that.

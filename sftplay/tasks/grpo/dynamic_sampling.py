@@ -28,8 +28,7 @@ MAX_SKIPPED_TURNS = 4
 """Most turns in a row that a zero-variance prompt skips. The model may forget what it could do, or learn what it could
 not."""
 
-RESERVE_SEED = 0x5EED
-"""Added to the run's seed, so that the reserve has another order than the training."""
+RESERVE_SEED = 0x5EED  # added to the run's seed, so that the reserve has another order than the training
 
 Tokens = list[int]
 
@@ -132,23 +131,24 @@ class DynamicSampler:
 
     def replace_skipped_prompts(self, inputs: list[dict[str, Any]], rows: Sequence[int]) -> int:
         """Replace the prompts that skip their turn, in place, and count them; `rows` are the rows of all ranks."""
-        prompts = list(rows[:: self.group_size])
-        skipping = [group for group, prompt in enumerate(prompts) if self.reserve.skips_turn(prompt)]
-        replacements = self._choose_replacements(skipping, prompts)
+        prompts = rows[:: self.group_size]
+        replacements = self._choose_replacements(self._count_turns(prompts), prompts)
         self._replace_inputs(inputs, replacements)
         return len(replacements)
 
     def choose_skipped_groups(self, rows: Sequence[int]) -> int:
         """Choose the groups for which nothing is sampled, and count them; at least one group is sampled."""
-        prompts = list(rows[:: self.group_size])
-        skipping = [group for group, prompt in enumerate(prompts) if self.reserve.skips_turn(prompt)]
+        prompts = rows[:: self.group_size]
+        skipping = self._count_turns(prompts)
         self.skipped = skipping if len(skipping) < len(prompts) else skipping[1:]
         self.skipped_tokens = sum(self.reserve.tokens.get(prompts[group], 0) for group in self.skipped)
         return len(self.skipped)
 
+    def _count_turns(self, prompts: Sequence[int]) -> list[int]:
+        return [group for group, prompt in enumerate(prompts) if self.reserve.skips_turn(prompt)]
+
     def find_sampled_places(self, first: int, count: int) -> list[int]:
-        """Return the places, counted from `first`, of sampled rows among rows `first` to `first + count` of the rollout
-        batch."""
+        """Return the places of sampled rows among the `count` rows of the rollout batch from `first` on."""
         return [n for n in range(count) if (first + n) // self.group_size not in self.skipped]
 
     def record_sampled(self, batch: ScoredBatch, *, tokens: Sequence[int]) -> None:
@@ -205,11 +205,9 @@ class DynamicSampler:
 
     def _choose_replacements(self, groups: Sequence[int], prompts: Sequence[int]) -> dict[int, int]:
         """Map groups to replacement prompts, as far as the reserve has any; `prompts` are the prompts of all groups."""
-        taken = set(prompts)
-        replacements = {}
+        taken, replacements = set(prompts), {}
         for group in groups:
-            prompt = self.reserve.take(taken)
-            if prompt is not None:
+            if (prompt := self.reserve.take(taken)) is not None:
                 replacements[group] = prompt
                 taken.add(prompt)
         return replacements
@@ -265,12 +263,12 @@ def replace_rows(batch: ScoredBatch, part: ScoredBatch, *, places: Sequence[int]
         name: RewardValues(merge(column.values, part.rewards.by_name[name].values), column.reasons)
         for name, column in batch.rewards.by_name.items()
     }
-    verdicts = merge(batch.rewards.verdicts, part.rewards.verdicts)
+    rewards = replace(batch.rewards, by_name=by_name, verdicts=merge(batch.rewards.verdicts, part.rewards.verdicts))
     return replace(
         batch,
         rows=merge(batch.rows, part.rows),
         completions=merge(batch.completions, part.completions),
         prompts=merge(batch.prompts, part.prompts) if batch.prompts else [],
-        rewards=replace(batch.rewards, by_name=by_name, verdicts=verdicts),
+        rewards=rewards,
         control=None if batch.control is None else merge(batch.control, part.control or []),
     )

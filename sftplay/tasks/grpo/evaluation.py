@@ -36,15 +36,9 @@ class EvaluatePrompts(Observer):
     trainer: Any  # TRL's GRPOTrainer with the kit's parts
 
     def __init__(
-        self,
-        cfg: RunConfig,
-        questions: Sequence[Question],
-        *,
-        scorer: RewardScorer,
-        folder: Path,
-        every_steps: int,
-        prompt_version: str,
-    ) -> None:
+        self, cfg: RunConfig, questions: Sequence[Question], *,
+        scorer: RewardScorer, folder: Path, every_steps: int, prompt_version: str,
+    ) -> None:  # fmt: skip
         """`folder` is the run's eval/; `every_steps` the steps between two evaluations."""
         self.cfg, self.questions, self.scorer = cfg, questions, scorer
         self.folder, self.every_steps, self.prompt_version = folder, every_steps, prompt_version

@@ -7,7 +7,7 @@ loss is a sum over rows, loss and gradient are those of TRL up to rounding: see 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,14 +68,10 @@ def trim_padding(batch: Batch) -> Batch:
 
 def trim_completions(batch: Batch) -> Batch:
     """Remove the columns right of the completions that are padding in every row."""
-    full = batch["completion_mask"].size(1)
-    width = _used_width(batch["completion_mask"])
-    cut = {
-        key: batch[key][:, :width]
-        for key in COMPLETION_KEYS
-        if batch.get(key) is not None and batch[key].size(1) == full  # a ratio may be per row
-    }
-    return {**batch, **cut}
+    full, width = batch["completion_mask"].size(1), _used_width(batch["completion_mask"])
+    found = {key: batch[key] for key in COMPLETION_KEYS if batch.get(key) is not None}
+    # A ratio may be per row.
+    return {**batch, **{key: value[:, :width] for key, value in found.items() if value.size(1) == full}}
 
 
 def has_relative_positions(model: Any) -> bool:
@@ -91,25 +87,21 @@ def count_padded_tokens(prompts: Sequence[int], completions: Sequence[int], *, r
 
 
 def _order_step(batches: Sequence[Batch]) -> list[Batch]:
-    """Return as many micro-batches with the same rows in the order with least padding: as now, or by length.
-
-    Three orders by length are tried.
-    """
-    first = batches[0]
+    """Return as many micro-batches with the same rows in the order with least padding: as now, or by length."""
     whole = {
         key: value if key in WINDOW_KEYS or value is None else torch.cat([batch[key] for batch in batches])
-        for key, value in first.items()
+        for key, value in batches[0].items()
     }
-    rows = len(first["advantages"])
+    rows = len(batches[0]["advantages"])
     prompts = whole["prompt_mask"].sum(1).tolist()
     completions = whole["completion_mask"].sum(1).tolist()
-    keys: tuple[Callable[[int], Any], ...] = (
-        lambda n: (-completions[n], -prompts[n]),
-        lambda n: -prompts[n] - completions[n],
-        lambda n: (-prompts[n], -completions[n]),
-    )
     numbers = range(len(prompts))
-    orders = [list(numbers), *(sorted(numbers, key=key) for key in keys)]
+    orders = (
+        numbers,
+        sorted(numbers, key=lambda n: (-completions[n], -prompts[n])),
+        sorted(numbers, key=lambda n: -prompts[n] - completions[n]),
+        sorted(numbers, key=lambda n: (-prompts[n], -completions[n])),
+    )
     best = min(
         orders,
         key=lambda order: count_padded_tokens([prompts[n] for n in order], [completions[n] for n in order], rows=rows),
@@ -124,10 +116,3 @@ def _order_step(batches: Sequence[Batch]) -> list[Batch]:
 def _used_width(mask: Tensor) -> int:
     """Count the columns up to the last one that any row uses; at least 1."""
     return max(1, int(mask.sum(1).max()))
-
-
-def compute_padding_share(batches: Sequence[Mapping[str, Any]]) -> float:
-    """Compute the share of padding in the tokens of the micro-batches."""
-    real = sum(int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in batches)
-    full = sum(batch["prompt_mask"].numel() + batch["completion_mask"].numel() for batch in batches)
-    return 1 - real / full

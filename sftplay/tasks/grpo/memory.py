@@ -61,8 +61,7 @@ LIVE_STREAMS = 4
 """Residual streams that exist at a time in a forward pass without gradients: the embeddings, the input of a layer, the
 output of its attention, and that after its norm."""
 
-NORM_COPIES = 3
-"""fp32 copies of the stream in a norm."""
+NORM_COPIES = 3  # fp32 copies of the stream in a norm
 
 
 @dataclass(frozen=True, kw_only=True)

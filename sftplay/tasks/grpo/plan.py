@@ -31,8 +31,7 @@ same number up and down."""
 FP32_HEAD = "cast_lm_head_to_fp32"
 """Field of TRL's GRPOConfig: the head computes in fp32, which keeps large scores from overflowing fp16."""
 
-OLDEST_TRL = "1.16"
-"""The first release that takes log-probabilities in the tiles that `train.upstream` narrows."""
+OLDEST_TRL = "1.16"  # the first release that takes log-probabilities in the tiles that `train.upstream` narrows
 
 
 def _find_key(cfg: RunConfig, key: str) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-REFERENCE = "ref"
-"""TRL's name of the reference adapter (`_generate_and_score_completions`)."""
+REFERENCE = "ref"  # TRL's name of the reference adapter (`_generate_and_score_completions`)
 
 
 @contextmanager

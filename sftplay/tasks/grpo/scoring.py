@@ -150,8 +150,7 @@ def _find_mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-CONTROL = "control"
-"""Name of the reward of a control run."""
+CONTROL = "control"  # name of the reward of a control run
 
 
 class RewardScorer:

@@ -21,8 +21,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.train.observer import Observer
 
-CHUNK_WORDS = 2**21
-"""Words of 8 bytes per chunk of a digest: a copy of a chunk takes 16 MiB."""
+CHUNK_WORDS = 2**21  # words of 8 bytes per chunk of a digest: a copy of a chunk takes 16 MiB
 
 
 class WatchBaseWeights(Observer):
@@ -105,8 +104,7 @@ def compute_digest(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-MEAN_WINDOW = 10
-"""Rollout batches, or lines of metrics, in the mean of a figure that is checked."""
+MEAN_WINDOW = 10  # rollout batches, or lines of metrics, in the mean of a figure that is checked
 
 WARM_UP_FIX = (
     "warm it up first: fine-tune on examples of right answers (task_mode sft), and name that run in model.name, as "
@@ -248,18 +246,16 @@ class SignalHealth(Observer, ExportableState):
         samples = "read samples/ to see what the model tries"
         if self.extremes == [0, 0] or learns_only_form:
             reward = "reward" if self.extremes == [0, 0] else f"reward for content ({', '.join(self.content)})"
-            return RunError(
-                f"{what}, and every {reward} since the first step was 0: the model never does what is asked",
-                where=f"step {step}",
-                fix=f"{WARM_UP_FIX}. {samples}",
+            what += f", and every {reward} since the first step was 0: the model never does what is asked"
+            fix = f"{WARM_UP_FIX}. {samples}"
+        else:
+            what += f" (mean reward {self.trainer.rollout_figures['reward'] or 0:.3g})"
+            fix = (
+                "stop here or take harder prompts where that is the highest reward; otherwise take easier prompts, or "
+                "a reward that pays parts of an answer; more grpo.num_generations and a higher grpo.temperature make "
+                f"answers differ. {samples}; grpo.stop_without_signal=0 goes on"
             )
-        return RunError(
-            f"{what} (mean reward {self.trainer.rollout_figures['reward'] or 0:.3g})",
-            where=f"step {step}",
-            fix="stop here or take harder prompts where that is the highest reward; otherwise take easier prompts, or "
-            "a reward that pays parts of an answer; more grpo.num_generations and a higher grpo.temperature make "
-            f"answers differ. {samples}; grpo.stop_without_signal=0 goes on",
-        )
+        return RunError(what, where=f"step {step}", fix=fix)
 
 
 def read_policy_clip_share(logs: Mapping[str, Any]) -> float | None:

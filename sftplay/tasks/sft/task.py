@@ -27,7 +27,7 @@ class WindowedSFTTrainer(ExactBatchMixin, SFTTrainer):
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
-    """Rows of the chats and texts in `cfg.data`. Gives the tokenizer the chat template that the masks are proven for.
+    """Load the chats and texts in `cfg.data`; the tokenizer gets the chat template that the masks are proven for.
 
     Raises:
         DataError: no example keeps a trainable token.
@@ -52,12 +52,12 @@ def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
 
 
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
-    """Loss over label tokens, and answers compared with references."""
+    """Measure the loss over label tokens, and compare answers with references."""
     evaluate(model, rows.source, cfg=cfg, path=path)
 
 
 def build_trainer(parts: TrainerParts) -> WindowedSFTTrainer:
-    """A trainer for rows of token ids and labels."""
+    """Build the trainer for rows of token ids and labels."""
     cfg = parts.cfg
     config = SFTConfig(
         **parts.arguments,
