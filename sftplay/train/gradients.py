@@ -60,11 +60,6 @@ def _split_into_buckets(gradients: list[Any], cap_bytes: int) -> Iterator[list[T
         yield bucket
 
 
-POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
-"""The first two steps send gradients uncompressed, because DDP rebuilds its buckets in them (torch 2.13,
-powerSGD_hook.py)."""
-
-
 def wants_overlap(cfg: RunConfig) -> bool:
     """Return whether DDP itself must send the gradients, within the last backward pass of a step.
 
@@ -80,7 +75,9 @@ def choose_hook(handler: Any, comm: CommConfig) -> None:
     if comm.hook != "none":
         handler.comm_hook = DDPCommunicationHookType("power_sgd" if comm.hook == "powersgd" else comm.hook)
     if comm.hook == "powersgd":
-        handler.comm_state_option = dict(POWERSGD)
+        # The first two steps send gradients uncompressed, because DDP rebuilds its buckets in them (torch 2.13,
+        # powerSGD_hook.py).
+        handler.comm_state_option = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
 
 
 def exposed_s(ddp_log: dict[str, Any]) -> float:

@@ -36,10 +36,6 @@ MUST_AGREE = {
 }
 """What must be equal on all ranks, and the message where it is not."""
 
-NOT_IN_STATUS = ("parameters", "base", "rows")  # what is compared but not written to status.json
-
-OF_GROUPS = ("num_generations", "generation_batch_size", "steps_per_generation")
-"""Sizes of rollout batches, as GRPOConfig has them once it is made; other configs of TRL have none."""
 
 CHUNK_NUMBERS = 2**22
 """How many weights are summed at a time: a copy in 8 bytes takes 32 MiB, and one of 152,000 x 8192 weights 10 GB."""
@@ -83,7 +79,8 @@ class Preflight(Observer):
             }
         )
         if log.is_main():
-            self.folder.update_status(ranks=[{k: v for k, v in r.items() if k not in NOT_IN_STATUS} for r in ranks])
+            compared_only = ("parameters", "base", "rows")
+            self.folder.update_status(ranks=[{k: v for k, v in r.items() if k not in compared_only} for r in ranks])
         if problems := find_problems(ranks, self.cfg, world_size=log.world_size()):
             raise RunError("; ".join(problems), where="preflight", fix="launch with `make train`, which sets all this")
         planned = self.folder.read_json("plan.json")
@@ -104,6 +101,8 @@ class Preflight(Observer):
 def read_sizes(trainer: Any) -> dict[str, int]:
     """Read micro-batch, accumulation, effective batch, processes and sizes of rollout batches from the trainer."""
     args, processes = trainer.args, trainer.accelerator.num_processes
+    # GRPOConfig has them once it is made; other configs of TRL have none.
+    of_groups = ("num_generations", "generation_batch_size", "steps_per_generation")
     window_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     micro_batch = trainer.micro_batcher.micro_batch if trainer.micro_batcher else args.per_device_train_batch_size
     return {
@@ -111,7 +110,7 @@ def read_sizes(trainer: Any) -> dict[str, int]:
         "grad_accum": -(-window_rows // micro_batch),
         "effective_batch_size": window_rows * processes,
         "world_size": processes,
-        **{name: getattr(args, name) for name in OF_GROUPS if hasattr(args, name)},
+        **{name: getattr(args, name) for name in of_groups if hasattr(args, name)},
         **({"generation_rows": trainer.generation_rows} if hasattr(trainer, "generation_rows") else {}),
     }
 

@@ -17,24 +17,17 @@ from sftplay.machine.libraries import compiler_remedy, find_compiler_problem
 
 TRAINER = "trl.trainer.grpo_trainer"
 UTILITIES = "trl.trainer.utils"
+RELEASE = "1.16"
 
 PRIVATE_NAMES = {
-    "_CHUNKED_LOGPROB_CHUNK_SIZE": (UTILITIES, "1.16"),
-    "_use_triton": (UTILITIES, "1.16"),
-    "_buffered_inputs": (TRAINER, "1.16"),
-    "_calculate_rewards": (TRAINER, "1.16"),
-    "_dist": (TRAINER, "1.16"),
-    "_entropy_bonus_enabled": (TRAINER, "1.16"),
-    "_generate": (TRAINER, "1.16"),
-    "_generate_and_score_completions": (TRAINER, "1.16"),
-    "_generate_single_turn": (TRAINER, "1.16"),
-    "_get_per_token_logps_and_entropies": (TRAINER, "1.16"),
-    "_logs": (TRAINER, "1.16"),
-    "_metrics": (TRAINER, "1.16"),
-    "_step": (TRAINER, "1.16"),
-    "_tokenize_prompts": (TRAINER, "1.16"),
-}
-"""Name of TRL -> the module that has it, and the release in which it was read. Task grpo alone uses them."""
+    TRAINER: (
+        "_buffered_inputs", "_calculate_rewards", "_dist", "_entropy_bonus_enabled", "_generate",
+        "_generate_and_score_completions", "_generate_single_turn", "_get_per_token_logps_and_entropies", "_logs",
+        "_metrics", "_step", "_tokenize_prompts",
+    ),
+    UTILITIES: ("_CHUNKED_LOGPROB_CHUNK_SIZE", "_use_triton"),
+}  # fmt: skip
+"""Module of TRL -> its names that task grpo uses, as they were read in the release `RELEASE`."""
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import transformers.trainer
 from packaging.specifiers import SpecifierSet
 
 from sftplay.machine.doctor.install import RANGES
-from sftplay.train.upstream import PRIVATE_NAMES, TRAINER, UTILITIES
+from sftplay.train.upstream import PRIVATE_NAMES, RELEASE, TRAINER, UTILITIES
 
 PACKAGE = Path(__file__).parents[2] / "sftplay"
 UPSTREAM = PACKAGE / "train" / "upstream.py"
@@ -25,11 +25,12 @@ def private_names_in(*modules: str) -> set[str]:
     return set(re.findall(r"\b_[A-Za-z]\w*", text))
 
 
-@pytest.mark.parametrize("name", PRIVATE_NAMES)
-def test_the_installed_release_has_the_name(name: str):
-    module, release = PRIVATE_NAMES[name]
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module in PRIVATE_NAMES for name in PRIVATE_NAMES[module]]
+)
+def test_the_installed_release_has_the_name(module: str, name: str):
     assert name in private_names_in(module)
-    assert SpecifierSet(f">={release}").contains(version("trl"))
+    assert SpecifierSet(f">={RELEASE}").contains(version("trl"))
 
 
 def names_used_in(path: Path, *kinds: type[ast.AST]) -> set[str]:
@@ -44,7 +45,7 @@ def test_no_task_uses_another_private_name_of_trl():
         used |= names_used_in(path, ast.Attribute, ast.FunctionDef)
     of_transformers = set(re.findall(r"\b_[A-Za-z]\w*", inspect.getsource(transformers.trainer)))
     of_trl = private_names_in(TRAINER, UTILITIES, "trl.trainer.sft_trainer") - of_transformers
-    assert used & of_trl == set(PRIVATE_NAMES)
+    assert used & of_trl == {name for names in PRIVATE_NAMES.values() for name in names}
 
 
 def test_private_names_that_no_class_overrides_stand_in_one_file():

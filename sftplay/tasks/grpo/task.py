@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,11 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
     """Build the trainer that samples completions of the prompts in training order."""
     avoid_triton()
     cfg, scorer = parts.cfg, RewardScorer(parts.cfg, parts.rows.report["columns"])
-    ends = add_end_tokens(parts.model, parts.rows.source.renderer.end_token_ids)
+    # Completions also end with the chat template's end tokens. TRL reads them from the model's generation config.
+    model_ends = parts.model.generation_config.eos_token_id or []
+    model_ends = [model_ends] if isinstance(model_ends, int) else model_ends
+    ends = sorted({*parts.rows.source.renderer.end_token_ids, *model_ends})
+    parts.model.generation_config.eos_token_id = ends
     arguments = {**parts.arguments, **grpo_arguments(cfg)}
     if cfg.grpo.generation.startswith("vllm"):  # vLLM reads its own copy of the model's generation config
         arguments["generation_kwargs"] = {"stop_token_ids": ends, **(arguments.get("generation_kwargs") or {})}
@@ -99,14 +102,3 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
         )
         trainer.add_callback(evaluation)
     return trainer
-
-
-def add_end_tokens(model: Any, end_token_ids: Sequence[int]) -> list[int]:
-    """Let completions also end with the chat template's end tokens, and return all end tokens.
-
-    TRL reads them from the model's generation config.
-    """
-    model_ends = model.generation_config.eos_token_id or []
-    ends = {*end_token_ids, *([model_ends] if isinstance(model_ends, int) else model_ends)}
-    model.generation_config.eos_token_id = sorted(ends)
-    return sorted(ends)
