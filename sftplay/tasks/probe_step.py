@@ -92,7 +92,7 @@ class MemoryGauge(ABC):
 
 
 class CudaGauge(MemoryGauge):
-    """What torch's allocator hands out on this process's GPU."""
+    """The memory that torch's allocator hands out on this process's GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class ProbeSchedule(Observer):
         return islice(micro_batcher.cut(window), self._request.micro_batches)
 
     def attach(self, trainer: StepTrainer) -> None:
-        """Have the gauge told when a forward pass begins, and when a backward pass goes from the loss to the layers."""
+        """Tell the gauge where a forward pass begins, and where a backward pass comes from the loss to the layers."""
         super().attach(trainer)
         model = trainer.model
         whole = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 BUG = 1
 
 BROKEN_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
-"""What gloo (transport/tcp/pair.cc) and NCCL (ncclResult_t) say when the process at the other end has gone."""
+"""Texts of gloo (transport/tcp/pair.cc) and NCCL (ncclResult_t) when the process at the other end died."""
 
 DISAPPEAR_S = 1.0
-"""How long a killed rank may still exist after the end of its connections, by which others notice its death."""
+"""Time that a killed rank may still exist after the end of its connections, by which others notice its death."""
 
 
 def main(run_folder: str) -> int:
@@ -153,7 +153,7 @@ def find_lost_node(error: Exception) -> str:
     """Return what an error says of a broken connection to another node; empty for other errors."""
     is_alone = len(log.local_ranks()) == log.world_size()
     is_broken = any(sign in str(error) for sign in BROKEN_CONNECTION)
-    return "a process on another node has gone" if is_broken and not is_alone else ""
+    return "a process on another node died" if is_broken and not is_alone else ""
 
 
 def end_after_lost_rank(folder: RunFolder, lost: str) -> int:
@@ -161,9 +161,8 @@ def end_after_lost_rank(folder: RunFolder, lost: str) -> int:
     code = folder.read_json("status.json").get("exit_code")
     if code is not None:
         return int(code)
-    return _fail_with(
-        folder, Death(lost, where=str(folder.path), fix="`make resume` continues from the last complete checkpoint")
-    )
+    fix = "`make resume` continues from the last complete checkpoint"
+    return _fail_with(folder, Death(lost, where=str(folder.path), fix=fix))
 
 
 def _fail_with(folder: RunFolder, error: SftplayError) -> int:

@@ -93,7 +93,7 @@ class Replay:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSetup:
-    """How a trainer computes its steps."""
+    """Settings of a trainer's steps."""
 
     micro_batcher: MicroBatcher | None  # cuts windows; None: the Trainer accumulates
     loss_head: str  # train.loss_head, decided
@@ -211,7 +211,7 @@ class ExactBatchMixin(Base):
         return output
 
     def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
-        """Evaluate without a trace in the run's random numbers: the Trainer's loader of rows draws one."""
+        """Evaluate without a trace in the run's random numbers: the Trainer's loader of rows takes one."""
         with random_numbers_kept():
             return super().evaluate(*given, **named)
 
@@ -264,7 +264,7 @@ class ExactBatchMixin(Base):
     ) -> tuple[list[SourceLoss], Shortage | None]:
         """Return the losses of the micro-batches, and where memory ran out. No micro-batch sends gradients anywhere.
 
-        The error, and what it refers to (the graph), are gone when this returns.
+        The error, and what it refers to (the graph), are released when this returns.
         """
         losses: list[SourceLoss] = []
         for micro_batch in micro_batches:

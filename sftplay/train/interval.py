@@ -36,7 +36,7 @@ CURVES = (
 
 @dataclass
 class TokenCounts:
-    """What this rank has trained on of one source since the last line of metrics."""
+    """Tokens and losses of one source on this rank since the last line of metrics."""
 
     tokens: int = 0
     label_tokens: int = 0
@@ -54,13 +54,12 @@ class TokenCounts:
 
 @dataclass
 class StepCounts(TokenCounts):
-    """What this rank has trained on of all sources. Only a line of metrics waits for the value of `loss_sum`."""
+    """Tokens and losses of all sources on this rank. Only a line of metrics waits for the value of `loss_sum`."""
 
     padded_tokens: int = 0
     rows: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # real tokens of each of `rows`
-    sources: dict[int, TokenCounts] = field(default_factory=dict)
-    """The same by the number of a mixture's source; empty in other tasks."""
+    sources: dict[int, TokenCounts] = field(default_factory=dict)  # by the number of a mixture's source
 
     def of_source(self, source: int) -> TokenCounts:
         """Return the counts of one source."""
@@ -69,7 +68,7 @@ class StepCounts(TokenCounts):
 
 @dataclass(frozen=True)
 class CostModel:
-    """What is known about the costs of a step before the first one."""
+    """Costs of a step that are known before the first one."""
 
     count_flops: Callable[[Sequence[int], int], float] | None = None
     """(real tokens of each row, label tokens of all) -> model FLOPs; None when the model's shape is not known."""
@@ -82,7 +81,7 @@ class CostModel:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTotals:
-    """What was trained on, of one source or of all, in plain numbers that can be added and kept."""
+    """Tokens and losses of one source or of all, in plain numbers that can be added and kept."""
 
     tokens: int = 0
     label_tokens: int = 0
@@ -118,7 +117,7 @@ def describe_sources(totals: Mapping[str, TokenTotals]) -> dict[str, dict[str, A
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare(TokenTotals):
-    """What one rank did since the last line, in plain numbers that can be sent to other ranks."""
+    """The work of one rank since the last line, in plain numbers that can be sent to other ranks."""
 
     padded_tokens: int
     samples: int
@@ -127,8 +126,7 @@ class RankShare(TokenTotals):
     seconds: Mapping[str, float]
     """Phase of the heartbeat -> seconds. Their sum is the whole time since the last line."""
 
-    sources: Mapping[str, TokenTotals] = field(default_factory=dict)
-    """What it trained on of each source of a mixture, by name."""
+    sources: Mapping[str, TokenTotals] = field(default_factory=dict)  # by the name of a mixture's source
 
     @property
     def wall_s(self) -> float:

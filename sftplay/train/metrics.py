@@ -229,7 +229,7 @@ def cut_back(path: Path, step: int) -> None:
     if broken or len(whole) < len(records):
         shutil.copyfile(path, path.with_name(f"{path.name}.broken"))
         what = f"line {', '.join(map(str, broken))}" if broken else "a line without a step"
-        log.say(f"{path.name}: {what} cannot be read: passed over, and kept in {path.name}.broken", "resume")
+        log.say(f"{path.name}: {what} cannot be read: skipped, and kept in {path.name}.broken", "resume")
     write_text(path, "".join(f"{json.dumps(record)}\n" for record in whole if record["step"] <= step))
 
 

@@ -34,11 +34,11 @@ MUST_AGREE = {
     "base": "start from different files of weights",
     "rows": "train on different rows",
 }
-"""What must be equal on all ranks, and the message where it is not."""
+"""Facts that must be equal on all ranks, and the message where they are not."""
 
 
 CHUNK_NUMBERS = 2**22
-"""How many weights are summed at a time: a copy in 8 bytes takes 32 MiB, and one of 152,000 x 8192 weights 10 GB."""
+"""Weights that are summed at a time: a copy in 8 bytes takes 32 MiB, and one of 152,000 x 8192 weights 10 GB."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a number -> the integer that has the same ones."""

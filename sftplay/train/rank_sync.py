@@ -1,4 +1,4 @@
-"""How the ranks of a run wait for one another: without a limit before there is a process group, then `cluster.timeout`.
+"""The ranks of a run wait for one another: without a limit before there is a process group, then `cluster.timeout`.
 
 Before there is a process group the ranks wait for files, because nothing else connects them. Only the launcher ends a
 rank that waits there, when another one has failed.

@@ -39,7 +39,7 @@ PICKLE_ERRORS = (
     pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, EOFError,
     OSError, AssertionError, MemoryError, struct.error,
 )  # fmt: skip
-"""What a forged pickle makes torch.load raise."""
+"""Errors of torch.load on a forged pickle."""
 
 
 def find_unreadable(checkpoint: Path) -> str:

@@ -1,4 +1,4 @@
-"""What is decided about a run before its trainer is built: steps, order of the rows, arguments of the library."""
+"""The set-up of a run before its trainer is built: steps, order of the rows, arguments of the library."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def make_setup(cfg: RunConfig, folder: RunFolder, *, n_rows: int, known: RowOrde
 
 
 BITS_A_PARAMETER = 2
-"""What a weight holds of facts at most (Allen-Zhu and Li, "Physics of Language Models: Part 3.3", 2024)."""
+"""Facts that a weight holds at most (Allen-Zhu and Li, "Physics of Language Models: Part 3.3", 2024)."""
 
 BITS_A_TOKEN = 1
 """About what a pretrained model has yet to learn of a token (Schulman et al., "LoRA Without Regret", 2025)."""

@@ -59,7 +59,7 @@ class Rows:
     """Content of data_report.json. `files` (path -> sha256) and `sources` also go to the manifest."""
 
     recipe: dict[str, Any] = field(default_factory=dict)
-    """What else decides the tokens, by name: a resume names what has changed. Known names: see `fingerprint`."""
+    """Other things that decide the tokens, by name: a resume names what has changed. Known names: see `fingerprint`."""
 
     source: Any = None  # whatever the task needs again when it reports or measures
     order: RowOrder | None = None
@@ -90,7 +90,7 @@ class TrainerParts:
 
 
 class Task(Protocol):
-    """What a task module defines. `train.run_task` calls these functions in this order, on every rank."""
+    """The functions of a task module. `train.run_task` calls these functions in this order, on every rank."""
 
     def load_rows(self, cfg: RunConfig, tokenizer: Any) -> Rows:
         """The data as rows. Several ranks may call it at once; DataError where no row can be trained on."""

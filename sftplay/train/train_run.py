@@ -47,7 +47,7 @@ from sftplay.units import format_bytes
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How training ended: at which step, after how much wall and CPU time, by which signal (0 for none)."""
+    """The end of training: at which step, after how much wall and CPU time, by which signal (0 for none)."""
 
     step: int
     train_seconds: float
@@ -167,7 +167,7 @@ class TrainRun:
 
         Raises:
             OutOfMemory: memory does not suffice for a single row, or ran out where no step is run again.
-            RunError: a step is not finite, the preflight found a wrong launch, or the best checkpoint has gone.
+            RunError: a step is not finite, the preflight found a wrong launch, or the best checkpoint is missing.
         """
         self.attach(trainer)
         for callback in trainer.callback_handler.callbacks:
@@ -192,7 +192,7 @@ class TrainRun:
             # The Trainer kept the last weights, because it did not find the best ones.
             sought = "lowest held-out loss" if trainer.args.metric_for_best_model == "loss" else "highest acc_t2"
             raise RunError(
-                f"the checkpoint with the {sought} has gone{f': {best}' if best else ''}",
+                f"the checkpoint with the {sought} is missing{f': {best}' if best else ''}",
                 where=str(self.folder.checkpoints),
                 fix=f"put it back, then `make resume`; or take the last weights, "
                 f"{newest_complete(self.folder.checkpoints)[0]}",

@@ -247,7 +247,7 @@ def test_rank_of_another_node_is_not_looked_for_on_this_one(folder: RunFolder, m
     assert worker.find_lost_rank(folder) == ""
     # The error of torch's gloo on a rank whose neighbour was killed (torch 2.13).
     broken = RuntimeError("[pair.cc:537] Read error [10.0.0.7]:10949: Connection reset by peer. This is typically")
-    assert worker.find_lost_node(broken) == "a process on another node has gone"
+    assert worker.find_lost_node(broken) == "a process on another node died"
     assert worker.find_lost_node(RuntimeError("shape mismatch")) == ""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert worker.find_lost_node(broken) == ""

@@ -42,7 +42,7 @@ SAMPLING_LABELS = {
     CACHE: "keys and values of completions",
     REFERENCE: "model to compare with",
 }
-"""What `make plan` calls the parts that every task with sampled completions has."""
+"""Names in `make plan` of the parts that every task with sampled completions has."""
 
 SLEEPING_BYTES = int(1.5 * GIB)
 """Memory that vLLM keeps while it sleeps, when its weights and its cache are gone: graphs and what libraries took
@@ -66,7 +66,7 @@ NORM_COPIES = 3  # fp32 copies of the stream in a norm
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """How many completions a device samples and learns from at a time, and how long they may be."""
+    """Number and length of the completions that a device samples and learns from at a time."""
 
     completions: int
     """Sampled at a time on one device. The completions of a prompt count one each."""
