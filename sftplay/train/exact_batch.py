@@ -29,7 +29,7 @@ from sftplay.model.out_of_memory import (
     held_bytes,
 )
 from sftplay.train.gradients import average_gradients, gradient_norm, wants_overlap
-from sftplay.train.held_out import HeldOutTally, labels_per_row, split_by_source
+from sftplay.train.held_out import gather_source_losses, labels_per_row, split_by_source
 from sftplay.train.interval import StepCounts
 from sftplay.train.isolation import needs_no_mask
 from sftplay.train.loss_heads import prove_label_head
@@ -37,6 +37,7 @@ from sftplay.train.micro_batches import (
     Batch,
     MicroBatcher,
     SourceLoss,
+    count_labels,
     count_rows,
     model_inputs,
     on_device,
@@ -129,7 +130,7 @@ class ExactBatchMixin(Base):
         self._agreement = Agreement(args.device)
         self.source_names = step.source_names
         self.held_out_sources: dict[str, dict[str, float]] = {}
-        self._held_out_tally = HeldOutTally(step.source_names, args.device)
+        self._source_sums = torch.zeros(len(step.source_names), 2, dtype=torch.float64)  # of losses and label tokens
         self.held_out_labels_per_row = labels_per_row(named.get("eval_dataset"))
         self.eval_batches = AdaptiveBatches(args.per_device_eval_batch_size, "the evaluation")
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -206,7 +207,9 @@ class ExactBatchMixin(Base):
     def evaluation_loop(self, *given: Any, **named: Any) -> Any:
         """Evaluate as the Trainer does, and add the loss of each source of a mixture to the metrics."""
         output = super().evaluation_loop(*given, **named)
-        self.held_out_sources = self._held_out_tally.take() if self.source_names else {}
+        if self.source_names:
+            self.held_out_sources = gather_source_losses(self._source_sums, self.source_names, self.args.device)
+            self._source_sums = torch.zeros_like(self._source_sums)
         output.metrics.update({f"eval_{name}_loss": source["loss"] for name, source in self.held_out_sources.items()})
         return output
 
@@ -343,9 +346,9 @@ class ExactBatchMixin(Base):
             for loss, found in self.eval_batches.each(len(batch["input_ids"]), partial(measure, batch)):
                 total, outputs = loss if total is None else total + loss, found
                 if source is not None:
-                    self._held_out_tally.add(source, loss * n_items / self.accelerator.num_processes)
+                    self._source_sums[source, 0] += float(loss * n_items / self.accelerator.num_processes)
             if source is not None:
-                self._held_out_tally.count(source, batch)
+                self._source_sums[source, 1] += int(count_labels(batch).sum())
         return (total, outputs) if return_outputs else total
 
     def _count_losses(self, losses: list[SourceLoss], label_tokens: Any) -> None:

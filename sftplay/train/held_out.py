@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sftplay.data.records import IGNORE_INDEX
-from sftplay.train.micro_batches import Batch, count_labels
+from sftplay.train.micro_batches import Batch
 
 
 def labels_per_row(rows: Any) -> float:
@@ -38,35 +38,19 @@ def split_by_source(batch: Batch) -> Iterator[tuple[int | None, Batch]]:
         yield source, {key: value[rows] for key, value in batch.items()}
 
 
-class HeldOutTally:
-    """Losses and label tokens of the held-out rows of each source, summed over an evaluation on all ranks."""
+def gather_source_losses(sums: Tensor, names: Sequence[str], device: torch.device) -> dict[str, dict[str, float]]:
+    """Map each source to `loss` (mean over label tokens) and `label_tokens` of all ranks; sources without are left out.
 
-    def __init__(self, sources: Sequence[str], device: torch.device) -> None:
-        self.sources, self._device = sources, device
-        self._sums = torch.zeros(len(sources), 2, dtype=torch.float64)
-
-    def count(self, source: int, batch: Batch) -> None:
-        """Count the label tokens of rows of one source."""
-        self._sums[source, 1] += int(count_labels(batch).sum())
-
-    def add(self, source: int, loss_sum: Tensor) -> None:
-        """Add the sum of label tokens' losses of one source."""
-        self._sums[source, 0] += float(loss_sum)
-
-    def take(self) -> dict[str, dict[str, float]]:
-        """Map each source to `loss` (mean over label tokens) and `label_tokens`, of all ranks; sums begin again from 0.
-
-        Every rank must call it. A source without a held-out label token is left out.
-        """
-        sums = self._sums.to(self._device)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(sums)
-        self._sums = torch.zeros_like(self._sums)
-        return {
-            name: {"loss": total / count, "label_tokens": int(count)}
-            for name, (total, count) in zip(self.sources, sums.tolist(), strict=True)
-            if count
-        }
+    `sums` are this rank's sums of losses and label tokens, fp64 [sources, 2]. Every rank must call it.
+    """
+    sums = sums.to(device)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(sums)
+    return {
+        name: {"loss": total / count, "label_tokens": int(count)}
+        for name, (total, count) in zip(names, sums.tolist(), strict=True)
+        if count
+    }
 
 
 class HeldOutBlocks:

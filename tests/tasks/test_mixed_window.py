@@ -87,7 +87,7 @@ def trainers(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Callab
             made[head] = built(home, inputs, tuning__mode="full", train__loss_head=head, data__split=None).trainer
             made[head].model.double()
             made[head].source_names = ("domain", "chat")
-            made[head]._held_out_tally.__init__(("domain", "chat"), torch.device("cpu"))
+            made[head]._source_sums = torch.zeros(2, 2, dtype=torch.float64)
         return made[head]
 
     return trainer_with

@@ -103,27 +103,6 @@ class Rollout:
         return with_loading(Forecast(setting, size, footprint, round(share.host), sampled), share=share)
 
 
-def read_rollout(cfg: RunConfig, *, device_bytes: int) -> Rollout:
-    """Read the rollout of a config on a device of so many bytes."""
-    grpo = cfg.grpo
-    # TRL scores under the older weights where completions outlive a step, and always next to vLLM (trl 1.16,
-    # `_generate_and_score_completions`).
-    outlive = grpo.steps_per_generation * grpo.num_iterations > 1
-    return Rollout(
-        completions=1,
-        prompt_tokens=cfg.prompt_tokens,
-        completion_tokens=grpo.max_completion_length,
-        micro_batch=1,
-        has_reference=grpo.beta > 0,
-        continues_adapter=cfg.model.adapter is not None,
-        scores_first=outlive or grpo.beta > 0 or grpo.generation.startswith("vllm"),
-        limits_probability=grpo.top_p < 1,
-        engine=grpo.generation,
-        engine_bytes=int(grpo.vllm.memory_share * device_bytes) if grpo.generation == "vllm_colocate" else 0,
-        engine_sleeps=grpo.vllm.sleep,
-    )
-
-
 def cache_bytes(shape: ModelShape, execution: MemorySetup, *, completions: int, tokens: int) -> int:
     """Return the bytes of keys and values of all layers for every completion at its longest."""
     return completions * tokens * 2 * shape.layers * _keys_bytes(shape, execution)

@@ -20,7 +20,7 @@ from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision, Decisions
 from sftplay.plan.sizing.placement import planned_strategy
 from sftplay.plan.sizing.task_sizing import TaskSizing
-from sftplay.tasks.grpo.memory import CACHE, Rollout, cache_bytes, forecast_sampling, read_rollout
+from sftplay.tasks.grpo.memory import CACHE, Rollout, cache_bytes, forecast_sampling
 from sftplay.tasks.grpo.spec import EFFECTIVE, count_batch_completions
 from sftplay.units import GIB, format_bytes
 
@@ -36,44 +36,6 @@ OLDEST_TRL = "1.16"  # the first release that takes log-probabilities in the til
 
 def _find_key(cfg: RunConfig, key: str) -> str:
     return f"{cfg.origins.get(key, 'grpo')} {key}"
-
-
-def refuse_generation(cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
-    """Check that what samples completions can run here.
-
-    Raises:
-        MachineError: it is not installed or too old, or the GPUs are too old.
-        ConfigError: vLLM cannot split the model over the processes.
-    """
-    kind, split = cfg.grpo.generation, cfg.grpo.vllm.tensor_parallel
-    release = machine.libraries.get("trl")
-    if release is not None and not is_within(release, f">={OLDEST_TRL}"):
-        raise MachineError(
-            f"task_mode grpo needs trl {OLDEST_TRL} or newer, and trl {release} is installed",
-            where=f"{cfg.origins.get('task_mode', 'default')} task_mode",
-            fix=f"pip install 'trl>={OLDEST_TRL}'; unsloth wants an older one, so use an environment without it",
-        )
-    if kind == "transformers":
-        return
-    where, fix = _find_key(cfg, "grpo.generation"), "write grpo.generation: transformers"
-    uses_vllm = kind != "continuous"
-    if old := [gpu for gpu in machine.gpus if not gpu.has_bf16]:
-        capability = ".".join(map(str, old[0].capability))
-        why = f"{old[0].name} has compute capability {capability}, and below 8.0 only transformers is offered: "
-        why += "vLLM's wheels leave out the oldest of these cards" if uses_vllm else "nobody has tried it"
-        raise MachineError(why, where=where, fix=fix)
-    if kind == "vllm_colocate" and not machine.gpus:
-        raise MachineError("vLLM shares the training GPUs, and there is none", where=where, fix=fix)
-    if uses_vllm:
-        problem = "the package vllm is not installed" if find_spec("vllm") is None else vllm_problem()
-        if problem:
-            raise MachineError(problem, where=where, fix=f"{VLLM_INSTALL}, or {fix}")
-    if kind == "vllm_colocate" and world_size % split:
-        raise ConfigError(
-            f"{split} does not divide {world_size} process(es)",
-            where=_find_key(cfg, "grpo.vllm.tensor_parallel"),
-            fix=f"write {math.gcd(split, world_size)}, or use another number of processes",
-        )
 
 
 def refuse_parts(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> None:
@@ -156,10 +118,57 @@ class GrpoPlan(TaskSizing, TaskReport):
     unit = "completions"
 
     def memory(self, cfg: RunConfig, *, hardware: Hardware) -> Rollout:
-        return read_rollout(cfg, device_bytes=hardware.device.total_bytes)
+        grpo = cfg.grpo
+        engine_bytes = 0
+        if grpo.generation == "vllm_colocate":
+            engine_bytes = int(grpo.vllm.memory_share * hardware.device.total_bytes)
+        # TRL scores under the older weights where completions outlive a step, and always next to vLLM (trl 1.16,
+        # `_generate_and_score_completions`).
+        outlive = grpo.steps_per_generation * grpo.num_iterations > 1
+        return Rollout(
+            completions=1,
+            prompt_tokens=cfg.prompt_tokens,
+            completion_tokens=grpo.max_completion_length,
+            micro_batch=1,
+            has_reference=grpo.beta > 0,
+            continues_adapter=cfg.model.adapter is not None,
+            scores_first=outlive or grpo.beta > 0 or grpo.generation.startswith("vllm"),
+            limits_probability=grpo.top_p < 1,
+            engine=grpo.generation,
+            engine_bytes=engine_bytes,
+            engine_sleeps=grpo.vllm.sleep,
+        )
 
     def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
-        refuse_generation(cfg, machine, world_size=world_size)
+        kind, split = cfg.grpo.generation, cfg.grpo.vllm.tensor_parallel
+        release = machine.libraries.get("trl")
+        if release is not None and not is_within(release, f">={OLDEST_TRL}"):
+            raise MachineError(
+                f"task_mode grpo needs trl {OLDEST_TRL} or newer, and trl {release} is installed",
+                where=f"{cfg.origins.get('task_mode', 'default')} task_mode",
+                fix=f"pip install 'trl>={OLDEST_TRL}'; unsloth wants an older one, so use an environment without it",
+            )
+        if kind == "transformers":
+            return
+        where, fix = _find_key(cfg, "grpo.generation"), "write grpo.generation: transformers"
+        uses_vllm = kind != "continuous"
+        if old := [gpu for gpu in machine.gpus if not gpu.has_bf16]:
+            capability = ".".join(map(str, old[0].capability))
+            why = f"{old[0].name} has compute capability {capability}, and below 8.0 only transformers is offered: "
+            why += "vLLM's wheels leave out the oldest of these cards" if uses_vllm else "nobody has tried it"
+            raise MachineError(why, where=where, fix=fix)
+        if kind == "vllm_colocate" and not machine.gpus:
+            raise MachineError("vLLM shares the training GPUs, and there is none", where=where, fix=fix)
+        if uses_vllm:
+            problem = "the package vllm is not installed" if find_spec("vllm") is None else vllm_problem()
+            if problem:
+                raise MachineError(problem, where=where, fix=f"{VLLM_INSTALL}, or {fix}")
+        if kind == "vllm_colocate" and world_size % split:
+            raise ConfigError(
+                f"{split} does not divide {world_size} process(es)",
+                where=_find_key(cfg, "grpo.vllm.tensor_parallel"),
+                fix=f"write {math.gcd(split, world_size)}, or use another number of processes",
+            )
 
     def fixed_head(self, cfg: RunConfig) -> Decision | None:
         return Decision("chunked", "TRL takes the probabilities of completions in tiles of 4096 tokens x 32768 words")
