@@ -18,9 +18,9 @@ from sftplay.config.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing.size_run import size_run
-from sftplay.tasks.worker import runner_of
+from sftplay.tasks.worker import find_runner
 from sftplay.train.guards import StopOnSignal
-from sftplay.train.train_run import Outcome, TrainRun
+from sftplay.train.train_run import TrainResult, TrainRun
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Finished:
 
     cfg: RunConfig
     folder: RunFolder
-    outcome: Outcome
+    outcome: TrainResult
     trainer: Any
 
     @property
@@ -87,13 +87,13 @@ def train_in(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal | None = None
     seen: list[Any] = []
     real = TrainRun.train
 
-    def train_and_keep(self: TrainRun, trainer: Any) -> Outcome:
+    def train_and_keep(self: TrainRun, trainer: Any) -> TrainResult:
         seen.append(trainer)
         return real(self, trainer)
 
     torch.set_num_threads(1)
     with patch.object(TrainRun, "train", train_and_keep):
-        outcome = runner_of(cfg.task_mode)(cfg, folder=folder, stop=stop or StopOnSignal())
+        outcome = find_runner(cfg.task_mode)(cfg, folder=folder, stop=stop or StopOnSignal())
     return Finished(cfg, folder, outcome, seen[0])
 
 
@@ -102,12 +102,12 @@ def built(home: Path, inputs: Inputs, **changes: Any) -> Finished:
     cfg, folder = new_run(home, inputs, **changes)
     seen: list[Any] = []
 
-    def keep(self: TrainRun, trainer: Any) -> Outcome:
+    def keep(self: TrainRun, trainer: Any) -> TrainResult:
         self.attach(trainer)
         seen.append(trainer)
-        return Outcome(0, 0.0, 0.0, stop_signal=int(signal.SIGTERM))
+        return TrainResult(0, 0.0, 0.0, stop_signal=int(signal.SIGTERM))
 
     torch.set_num_threads(1)
     with patch.object(TrainRun, "train", keep):
-        outcome = runner_of(cfg.task_mode)(cfg, folder=folder, stop=StopOnSignal())
+        outcome = find_runner(cfg.task_mode)(cfg, folder=folder, stop=StopOnSignal())
     return Finished(cfg, folder, outcome, seen[0])

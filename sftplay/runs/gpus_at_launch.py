@@ -37,7 +37,7 @@ def refuse_unusable(machine: Machine) -> None:
 def refuse_missing_compiler(cfg: RunConfig, machine: Machine) -> None:
     """Refuse a run on GPUs whose first step needs kernels that Triton cannot build here.
 
-    Task grpo does without: `avoid_triton` in tasks.grpo.rollouts. Raise MachineError where there is no C compiler, or
+    Task grpo does without: `avoid_triton` in train.upstream. Raise MachineError where there is no C compiler, or
     Python's headers are missing.
     """
     key, is_compiled, other = find_sizing(cfg).compiled(cfg)

@@ -20,55 +20,31 @@ class TaskRow:
     rates: Mapping[str, float] = field(default_factory=lambda: {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4})
     """tuning.mode -> what `train.learning_rate: auto` means: the usual peak rate."""
 
-    section: str = ""
-    """The section of the config that this task alone reads."""
-
-    absent: str = ""
-    """Why that section has no effect in another task: what the other task lacks."""
-
-    learns_documents: bool = False
-    """Rows are full blocks of documents, or of documents and chats."""
-
-    mixes_chats: bool = False
-    """Documents and chats in one stream."""
-
+    section: str = ""  # the section of the config that this task alone reads
+    absent: str = ""  # why that section has no effect in another task: what the other task lacks
+    learns_documents: bool = False  # rows are full blocks of documents, or of documents and chats
+    mixes_chats: bool = False  # documents and chats in one stream
     turns: int = 0
-    """How many answers the model gives to a prompt in training, paid by rewards; 0 where it learns from labels."""
+    """Answers that the model gives to a prompt in training, scored by rewards; 0 where it learns from labels."""
 
-    reads_text: bool = True
-    """False where there is neither a tokenizer nor a pretrained model."""
-
-    averages_itself: bool = False
-    """The task sends whole gradients itself, once a step."""
-
-    splits_itself: bool = False
-    """The task splits its models over the processes itself, not accelerate."""
-
-    measures_training_rows: bool = False
-    """Where nothing is held out, it measures on the rows that it trains on."""
-
-    trl_config: str = "SFTConfig"
-    """TRL's config that takes `train.extra`."""
-
+    reads_text: bool = True  # False where there is neither a tokenizer nor a pretrained model
+    averages_itself: bool = False  # the task sends whole gradients itself, once a step
+    splits_itself: bool = False  # the task splits its models over the processes itself, not accelerate
+    measures_training_rows: bool = False  # where nothing is held out, it measures on the rows that it trains on
+    trl_config: str = "SFTConfig"  # TRL's config that takes `train.extra`
     memory_head: str = ""
-    """How the head's log-probabilities are taken, where `train.loss_head` does not say it (`plan.memory.head`)."""
+    """The way to take the head's log-probabilities, where `train.loss_head` does not say it (`plan.memory.head`)."""
 
-    has_fp16: bool = True
-    """False where the loss would overflow fp16."""
-
-    best_metrics: tuple[str, ...] = ("loss",)
-    """What `train.best_metric` may name."""
-
-    title: str = ""
-    """What the task is called in a report."""
-
+    has_fp16: bool = True  # False where the loss would overflow fp16
+    best_metrics: tuple[str, ...] = ("loss",)  # what `train.best_metric` may name
+    title: str = ""  # what the task is called in a report
     headlines: tuple[tuple[str, str], ...] = ()
     """Figures of evaluations, with their names, that say whether it has learned; the most telling one first. They are
     there where the loss says nothing."""
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Whether the model answers prompts itself and learns from what rewards pay."""
+        """Whether the model answers prompts itself and learns from rewards."""
         return self.turns > 0
 
     def part(self, name: str) -> ModuleType | None:
@@ -101,7 +77,7 @@ TASKS = {
         learns_documents=True, mixes_chats=True, title="Continued pretraining on a mixture",
     ),
     "grpo": TaskRow(
-        "grpo", {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}, "grpo", "draws no completions",
+        "grpo", {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}, "grpo", "samples no completions",
         turns=1, best_metrics=(), trl_config="GRPOConfig", memory_head="tiled",
         title="Reinforcement learning (GRPO)",
         headlines=(("pass", "Held-out pass@1"), ("reward", "Held-out reward")),

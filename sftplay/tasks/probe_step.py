@@ -49,59 +49,57 @@ class MemoryGauge(ABC):
         return self
 
     def __exit__(self, *_: Any) -> None:  # noqa: B027
-        """Nothing to undo."""
+        """Undo nothing."""
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str | None) -> None:
         """End the phase before; peaks belong to `phase` from now on."""
-        self._close()
+        if self._phase is not None:
+            self.peaks_bytes[self._phase] = max(self.peaks_bytes.get(self._phase, 0), self.peak())
         self._phase = phase
-        self.restart()
+        if phase is not None:
+            self.restart()
 
     def take(self) -> dict[str, int]:
-        """Peaks by phase since the last call."""
-        self._close()
-        taken, self.peaks_bytes, self._phase = self.peaks_bytes, {}, None
+        """Return peaks by phase since the last call."""
+        self.enter(None)
+        taken, self.peaks_bytes = self.peaks_bytes, {}
         return taken
 
     def follow(self, model: Any) -> None:  # noqa: B027
         """Count what `model` holds already."""
 
     def wait(self) -> None:  # noqa: B027
-        """Return when the device has done all it was told to."""
+        """Wait until the device is idle."""
 
     def release_cached(self) -> None:  # noqa: B027
         """Give back what is only cached."""
 
     def reserved_bytes(self) -> int | None:
-        """The most the allocator has held since `release_cached`; None without one."""
+        """Return the most the allocator has held since `release_cached`; None without one."""
         return None
 
     def device(self) -> dict[str, int] | None:
-        """Total, free and reserved bytes of the device now; None without one."""
+        """Return total, free and reserved bytes of the device now; None without one."""
         return None
 
     @abstractmethod
     def restart(self) -> None:
-        """Peaks count from now on."""
+        """Count peaks from now on."""
 
     @abstractmethod
     def peak(self) -> int:
-        """The most bytes since `restart`."""
-
-    def _close(self) -> None:
-        if self._phase is not None:
-            self.peaks_bytes[self._phase] = max(self.peaks_bytes.get(self._phase, 0), self.peak())
+        """Return the most bytes since `restart`."""
 
 
 class CudaGauge(MemoryGauge):
-    """What torch's allocator hands out on this process's GPU."""
+    """The memory that torch's allocator hands out on this process's GPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self._reserved = 0
 
     def restart(self) -> None:
-        self._note_reserved()
+        self.reserved_bytes()
         torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> int:
@@ -116,36 +114,24 @@ class CudaGauge(MemoryGauge):
         self._reserved = 0
 
     def reserved_bytes(self) -> int:
-        self._note_reserved()
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
         return self._reserved
 
     def device(self) -> dict[str, int]:
         free, total = torch.cuda.mem_get_info()
         return {"total_bytes": total, "free_bytes": free, "reserved_bytes": torch.cuda.memory_reserved()}
 
-    def _note_reserved(self) -> None:
-        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
-
-
-def load_gauge(name: str) -> MemoryGauge:
-    """A gauge by `module:class`."""
-    module, _, kind = name.partition(":")
-    gauge: MemoryGauge = getattr(import_module(module), kind)()
-    return gauge
-
 
 REQUEST, MEASURED = "request.json", "measured.json"
 
-ACCUMULATED = 2
-"""Micro-batches of a measured step: from the second on, gradients exist during forward and backward."""
+ACCUMULATED = 2  # micro-batches of a measured step: from the second on, gradients exist during forward and backward
 
-SKIPPED = 16
-"""Steps that fp16's scaler may skip before one counts."""
+SKIPPED = 16  # steps that fp16's scaler may skip before one counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to measure: micro-batches of `rows`, and of `if_bent` too when the points of the others form no line."""
+    """A measurement: micro-batches of `rows`, and of `if_bent` too when the points of the others form no line."""
 
     rows: tuple[int, ...]
     if_bent: int | None = None
@@ -153,8 +139,7 @@ class Request:
     repeats: int = 1
     """Measured steps of each size. One step before them is not measured: the optimizer's state appears in it."""
 
-    gauge: str = CUDA_GAUGE
-    """`module:class` of the gauge."""
+    gauge: str = CUDA_GAUGE  # `module:class` of the gauge
 
     @property
     def most_rows(self) -> int:
@@ -166,22 +151,32 @@ class Request:
 
 
 def main(folder: str) -> int:
-    """Read the config and the request in `folder` and leave what was measured beside them."""
+    """Read the config and the request in `folder` and leave what was measured next to them."""
     die_with_parent()
     here = RunFolder(Path(folder))
     fields = here.read_json(REQUEST)
     request = Request(**{**fields, "rows": tuple(fields["rows"])})
-    cfg = load_resolved(here.path / RESOLVED)
-    here.write_json(MEASURED, measure_steps(cfg, here, request=request, gauge=load_gauge(request.gauge)))
+    module, _, kind = request.gauge.partition(":")
+    gauge: MemoryGauge = getattr(import_module(module), kind)()
+    here.write_json(MEASURED, measure_steps(load_resolved(here.path / RESOLVED), here, request=request, gauge=gauge))
     return 0
 
 
 def measure_steps(cfg: RunConfig, folder: RunFolder, *, request: Request, gauge: MemoryGauge) -> dict[str, Any]:
-    """Points by micro-batch, and the micro-batch that ran out of memory, if one did.
+    """Return points by micro-batch, and the micro-batch that ran out of memory, if one did.
 
     `cfg` is resolved; its effective batch and its data have no effect. The gauge also counts the loading of the model.
     """
-    cfg = _probe_config(cfg, request)
+    sizes = {
+        "train.effective_batch_size": request.most_rows * request.micro_batches,
+        "train.batch_size": request.most_rows,
+        "train.grad_accum": request.micro_batches,
+        "train.max_steps": (len(request.rows) + 1) * (1 + request.repeats) + SKIPPED,
+    }
+    # Nothing is measured or written between steps.
+    quiet = {"logging.backend": "none", "train.best_metric": None, "train.early_stopping": None, "eval.before": False}
+    cfg = cfg.with_values({**sizes, **quiet, "train.dataloader_num_workers": 0}, "probe")
+    nothing_kept = {"save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no"}
     with gauge:
         tokenizer, new_tokens = load_extended(cfg)
         model = load_base(cfg)
@@ -190,7 +185,6 @@ def measure_steps(cfg: RunConfig, folder: RunFolder, *, request: Request, gauge:
         gauge.follow(model)
         rows = synthetic_rows(cfg, tokenizer, count=request.most_rows * request.micro_batches)
         setup, schedule = make_setup(cfg, folder, n_rows=len(rows)), ProbeSchedule(cfg, request, gauge=gauge)
-        nothing_kept = {"save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no"}
         trainer = sft.build_trainer(
             TrainerParts(
                 cfg=cfg,
@@ -222,26 +216,14 @@ def measure_steps(cfg: RunConfig, folder: RunFolder, *, request: Request, gauge:
     }
 
 
-def _probe_config(cfg: RunConfig, request: Request) -> RunConfig:
-    """The config with steps of so many rows; nothing is measured or written between them."""
-    sizes = {
-        "train.effective_batch_size": request.most_rows * request.micro_batches,
-        "train.batch_size": request.most_rows,
-        "train.grad_accum": request.micro_batches,
-        "train.max_steps": (len(request.rows) + 1) * (1 + request.repeats) + SKIPPED,
-    }
-    quiet = {"logging.backend": "none", "train.best_metric": None, "train.early_stopping": None, "eval.before": False}
-    return cfg.with_values({**sizes, **quiet, "train.dataloader_num_workers": 0}, "probe")
-
-
 def synthetic_rows(cfg: RunConfig, tokenizer: Any, *, count: int) -> Dataset:
-    """Full rows of ordinary tokens that all have a label: the largest rows that a run can have.
+    """Make full rows of ordinary tokens that all have a label: the largest rows that a run can have.
 
     A block of documents is two of them, where documents are kept apart: then there is a mask.
     """
     rng, special = random.Random(0), set(tokenizer.all_special_ids)
     # Ids with a meaning of their own in the model, such as the place of an image, are among the special ones.
-    ordinary = [each for each in range(min(len(tokenizer), 1000)) if each not in special]
+    ordinary = [token for token in range(min(len(tokenizer), 1000)) if token not in special]
     length = cfg.row_tokens
     rows = [rng.choices(ordinary, k=length) for _ in range(count)]
     half = length if cfg.cpt.cross_document else length // 2
@@ -264,22 +246,22 @@ class ProbeSchedule(Observer):
         self._seconds: list[float] = []
 
     def cut(self, window: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """The first micro-batches of `rows` rows each, cut as the run cuts."""
+        """Yield the first micro-batches of `rows` rows each, cut as the run cuts."""
         micro_batcher = MicroBatcher(self.rows, self._cfg.packs_rows, self._cfg.row_tokens)
         return islice(micro_batcher.cut(window), self._request.micro_batches)
 
     def attach(self, trainer: StepTrainer) -> None:
-        """Have the gauge told when a forward pass begins, and when a backward pass goes from the loss to the layers."""
+        """Tell the gauge where a forward pass begins, and where a backward pass comes from the loss to the layers."""
         super().attach(trainer)
         model = trainer.model
         whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-        whole.base_model.register_forward_pre_hook(lambda *_: self._gauge.enter("head"))
-        whole.base_model.register_forward_hook(self._mark_layers)
 
-    def _mark_layers(self, _module: Any, _inputs: Any, out: Any) -> None:
-        hidden = out[0]
-        if hidden.requires_grad:
-            hidden.register_hook(lambda _gradient: self._gauge.enter("layer"))
+        def _mark_layers(_module: Any, _inputs: Any, out: Any) -> None:
+            if out[0].requires_grad:
+                out[0].register_hook(lambda _gradient: self._gauge.enter("layer"))
+
+        whole.base_model.register_forward_pre_hook(lambda *_: self._gauge.enter("head"))
+        whole.base_model.register_forward_hook(_mark_layers)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._gauge.wait()
@@ -297,27 +279,20 @@ class ProbeSchedule(Observer):
             self._is_warm = not self.trainer.accelerator.optimizer_step_was_skipped
             return
         self._seconds.append(seconds)
-        if len(self._seconds) == self._request.repeats:
-            self._keep_point()
-            control.should_training_stop = not self._take_next_size()
-
-    def _keep_point(self) -> None:
-        tokens = self.rows * self._cfg.row_tokens
-        peaks, fastest = self._gauge.take(), min(self._seconds)
-        self.points.append(Point(self.rows, tokens, peaks, self._gauge.reserved_bytes(), fastest))
+        if len(self._seconds) < self._request.repeats:
+            return
+        tokens, peaks = self.rows * self._cfg.row_tokens, self._gauge.take()
+        self.points.append(Point(self.rows, tokens, peaks, self._gauge.reserved_bytes(), min(self._seconds)))
         self._gauge.release_cached()
         self._is_warm, self._seconds = False, []
-
-    def _take_next_size(self) -> bool:
-        """Take the next micro-batch; False when there is none."""
         more = self._request.if_bent
         measured = [point.rows for point in self.points]
         if not self._left and more and more not in measured and isinstance(fit(self.points), NoFit):
             self._left = [more]
-        if not self._left:
-            return False
-        self.rows = self._left.pop(0)
-        return True
+        if self._left:
+            self.rows = self._left.pop(0)
+        else:
+            control.should_training_stop = True
 
 
 if __name__ == "__main__":

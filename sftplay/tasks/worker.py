@@ -34,19 +34,19 @@ from sftplay.tasks import TASKS
 
 if TYPE_CHECKING:
     from sftplay.train.task import Task
-    from sftplay.train.train_run import Outcome
+    from sftplay.train.train_run import TrainResult
 
 BUG = 1
 
 BROKEN_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
-"""What gloo (transport/tcp/pair.cc) and NCCL (ncclResult_t) say when the process at the other end has gone."""
+"""Texts of gloo (transport/tcp/pair.cc) and NCCL (ncclResult_t) when the process at the other end died."""
 
 DISAPPEAR_S = 1.0
-"""How long a killed rank may still exist after the end of its connections, by which others notice its death."""
+"""Time that a killed rank may still exist after the end of its connections, by which others notice its death."""
 
 
 def main(run_folder: str) -> int:
-    """Run the task of `run_folder` on this rank; the exit code that docs/interfaces.md promises."""
+    """Run the task of `run_folder` on this rank; return the exit code that docs/interfaces.md promises."""
     outside = StopAtOnce()
     outside.install()
     die_with_parent()
@@ -62,17 +62,17 @@ def main(run_folder: str) -> int:
     except Stopped:
         return _stop(folder, outside.received)
     except SftplayError as error:
-        return _fail(folder, error.exit_code, cause=error.what, text=str(error), error=error.as_json())
+        return _fail_with(folder, error)
     except Exception as error:  # noqa: BLE001 - the worker's end: a bug must reach status.json
         if outside.received:  # a library has turned the signal into an error of its own
             return _stop(folder, outside.received)
-        for each in STOP_SIGNALS:  # torchrun stops the others when a rank ends; this one ends anyway
-            signal.signal(each, signal.SIG_IGN)
-        if lost := lost_rank(folder) or lost_node(error):
+        for number in STOP_SIGNALS:  # torchrun stops the others when a rank ends; this one ends anyway
+            signal.signal(number, signal.SIG_IGN)
+        if lost := find_lost_rank(folder) or find_lost_node(error):
             return end_after_lost_rank(folder, lost)
         if refusal := machine_refusal(error):
             traceback.print_exc()  # into the log
-            return _fail(folder, refusal.exit_code, cause=refusal.what, text=str(refusal), error=refusal.as_json())
+            return _fail_with(folder, refusal)
         return _fail(folder, BUG, cause=f"{type(error).__name__}: {error}", text=traceback.format_exc())
 
 
@@ -87,19 +87,19 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
     from sftplay.train.guards import StopOnSignal
     from sftplay.train.setup import refuse_missing_gpu
 
-    run = runner_of(cfg.task_mode)
+    run = find_runner(cfg.task_mode)
     refuse_missing_gpu()
     with report_full_disk(folder.path):
-        outcome = run(cfg, folder=folder, stop=StopOnSignal(outside))
-    if outcome.stop_signal:
-        return _stop(folder, outcome.stop_signal, step=outcome.step)
-    spent = {"train_seconds": outcome.train_seconds, "train_cpu_seconds": outcome.train_cpu_seconds}
-    _finish(folder, "done", code=0, cause="done", step=outcome.step, **spent)
+        result = run(cfg, folder=folder, stop=StopOnSignal(outside))
+    if result.stop_signal:
+        return _stop(folder, result.stop_signal, step=result.step)
+    spent = {"train_seconds": result.train_seconds, "train_cpu_seconds": result.train_cpu_seconds}
+    _finish(folder, "done", code=0, cause="done", step=result.step, **spent)
     return 0
 
 
-def runner_of(task_mode: str) -> Callable[..., Outcome]:
-    """What runs a task, from the resolved config to the saved result: `run_task`, or the task's own `run`."""
+def find_runner(task_mode: str) -> Callable[..., TrainResult]:
+    """Return what runs a task, from the resolved config to the saved result: `run_task`, or the task's own `run`."""
     from sftplay.train.run_task import run_task
 
     task = importlib.import_module(TASKS[task_mode].trainer)
@@ -119,15 +119,15 @@ def _stop(folder: RunFolder, number: int, **more: object) -> int:
 
 
 def is_orphan() -> bool:
-    """True when parent or launcher died before this process could ask to die with them."""
+    """Return whether parent or launcher died before this process could ask to die with them."""
     parent, above = int(os.environ.get(PARENT, "0")), os.getppid()
     while parent and above > 1 and above != parent:
         above = find_parent(above)
     return parent not in (0, above)
 
 
-def lost_rank(folder: RunFolder) -> str:
-    """The message about a rank of this node that has died and so caused another rank's error; empty when all live.
+def find_lost_rank(folder: RunFolder) -> str:
+    """Find a rank of this node that has died and so caused another rank's error; empty when all live.
 
     After the training the others end, and the main rank goes on alone: their end is no reason for its errors.
     """
@@ -136,38 +136,41 @@ def lost_rank(folder: RunFolder) -> str:
     ranks = folder.read_json("status.json").get("ranks") or []
     deadline = time.monotonic() + DISAPPEAR_S
     while len(ranks) > 1 and time.monotonic() < deadline:
-        here = [(n, ranks[n]["pid"]) for n in log.local_ranks() if n < len(ranks)]
-        gone = [LOST.format(rank=n, pid=pid) for n, pid in here if not read_state(pid)]
-        if gone:
-            return gone[0]
+        for n in log.local_ranks():
+            if n < len(ranks) and not read_state(ranks[n]["pid"]):
+                return LOST.format(rank=n, pid=ranks[n]["pid"])
         time.sleep(0.02)
     return ""
 
 
 def is_in_process_group() -> bool:
-    """Whether other ranks may wait for this one."""
+    """Return whether other ranks may wait for this one."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def lost_node(error: Exception) -> str:
-    """The message for an error that says that a connection to another node has broken; empty for other errors."""
+def find_lost_node(error: Exception) -> str:
+    """Return what an error says of a broken connection to another node; empty for other errors."""
     is_alone = len(log.local_ranks()) == log.world_size()
     is_broken = any(sign in str(error) for sign in BROKEN_CONNECTION)
-    return "a process on another node has gone" if is_broken and not is_alone else ""
+    return "a process on another node died" if is_broken and not is_alone else ""
 
 
 def end_after_lost_rank(folder: RunFolder, lost: str) -> int:
-    """End because another rank has ended, with that rank's reason if it left one; the exit code."""
+    """End because another rank has ended, with that rank's reason if it left one; return the exit code."""
     code = folder.read_json("status.json").get("exit_code")
     if code is not None:
         return int(code)
-    death = Death(lost, where=str(folder.path), fix="`make resume` continues from the last complete checkpoint")
-    return _fail(folder, death.exit_code, cause=lost, text=str(death), error=death.as_json())
+    fix = "`make resume` continues from the last complete checkpoint"
+    return _fail_with(folder, Death(lost, where=str(folder.path), fix=fix))
+
+
+def _fail_with(folder: RunFolder, error: SftplayError) -> int:
+    return _fail(folder, error.exit_code, cause=error.what, text=str(error), error=error.as_json())
 
 
 def _fail(folder: RunFolder, code: int, *, cause: str, text: str, error: dict[str, object] | None = None) -> int:
-    """Write why the run has failed, and show it once even if several ranks fail for the same reason; the exit code.
+    """Write why the run has failed, and show it once even if several ranks fail for one reason; return the exit code.
 
     A bug after another rank's failure counts as its consequence and goes to this rank's log only.
     """

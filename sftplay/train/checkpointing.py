@@ -13,7 +13,7 @@ import torch
 from sftplay import log
 from sftplay.atomic import use_umask
 from sftplay.config.run import RunConfig
-from sftplay.errors import ConfigError, DataError, RunError
+from sftplay.errors import ConfigError, DataError, RunError, SftplayError
 from sftplay.launch.checkpoints import (
     find_damage,
     mark_complete,
@@ -41,19 +41,13 @@ class MarkComplete(Observer):
     """
 
     def __init__(
-        self,
-        folder: RunFolder,
-        facts: dict[str, Any],
-        *,
-        limit: int,
-        metrics: MetricsWriter,
-        bad_step: StopOnBadStep,
-        stop: StopOnSignal,
-    ) -> None:
+        self, folder: RunFolder, facts: dict[str, Any], *,
+        limit: int, metrics: MetricsWriter, bad_step: StopOnBadStep, stop: StopOnSignal,
+    ) -> None:  # fmt: skip
         self.folder, self.facts, self.limit = folder, facts, limit
         self.metrics, self.bad_step, self.stop = metrics, bad_step, stop
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="status")
-        self._noting: Future[None] | None = None
+        self._note: Future[None] | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
         # A line of metrics ends at each checkpoint; otherwise a resumed run's next line would miss the steps before it.
@@ -96,15 +90,15 @@ class MarkComplete(Observer):
         if log.is_main() and loss is not None and math.isfinite(loss):
             self._finish_note()
             facts = {"step": state.global_step, **self.metrics.totals}
-            self._noting = self._thread.submit(self.folder.update_status, **facts)
+            self._note = self._thread.submit(self.folder.update_status, **facts)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._finish_note()
 
     def _finish_note(self) -> None:
         """Wait until the last step is noted. Raises what went wrong with it, such as a full disk."""
-        if self._noting is not None:
-            self._noting.result()
+        if self._note is not None:
+            self._note.result()
 
     def close(self) -> None:
         """Wait likewise, whatever went wrong; nothing is noted afterwards."""
@@ -112,7 +106,7 @@ class MarkComplete(Observer):
 
 
 def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any]) -> Path | None:
-    """The checkpoint that `train.resume` asks for; None to start from the beginning.
+    """Choose the checkpoint that `train.resume` asks for; None to start from the beginning.
 
     `facts` are those of this run, which `MarkComplete` would write.
 
@@ -125,8 +119,8 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any
     if wanted == "never":
         return None
     if wanted == "auto":
-        checkpoint, passed_over = newest_complete(folder.checkpoints, find_unreadable)
-        for line in passed_over:
+        checkpoint, skipped = newest_complete(folder.checkpoints, find_unreadable)
+        for line in skipped:
             log.say(line, "resume")
         if checkpoint is None:
             log.say("no complete checkpoint: starting from the beginning", "resume")
@@ -141,38 +135,32 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any
                 where=f"{cfg.origins.get('train.resume', '')} train.resume".strip(),
                 fix="use train.resume=auto, which finds the newest complete checkpoint",
             )
-    check_same_run(checkpoint, facts, resized=folder.is_resized)
+    _check_same_run(checkpoint, facts, resized=folder.is_resized)
     log.say(f"continuing from {checkpoint}", "resume")
     _set_others_aside(folder, after_step=read_step(checkpoint))
     return checkpoint
 
 
-def check_same_run(checkpoint: Path, facts: dict[str, Any], *, resized: bool = False) -> None:
-    """Raise what `choose_checkpoint` raises unless the checkpoint comes from a run with the same `facts`."""
-    marked = read_marker(checkpoint)
-    if changed := config_changes(marked, facts, resized=resized):
-        raise ConfigError(
-            "the config has changed since this checkpoint: " + "; ".join(changed),
-            where=str(checkpoint),
-            fix="restore it (processes: NPROC=), or train under a new run_name",
-        )
-    if changed := weights_changes(marked, facts):
-        raise ConfigError(
-            "the model that the run starts from has changed since this checkpoint: " + "; ".join(changed),
-            where=str(checkpoint),
-            fix="restore its files, or train under a new run_name",
-        )
-    if changed := data_changes(marked, facts):
-        raise DataError(
-            "the rows have changed since this checkpoint: " + "; ".join(changed),
-            where=str(checkpoint),
-            fix="restore the data of the first start, or train under a new run_name",
-        )
+def _check_same_run(checkpoint: Path, facts: dict[str, Any], *, resized: bool) -> None:
+    marked, new_name = read_marker(checkpoint), "or train under a new run_name"
+    changes: list[tuple[type[SftplayError], str, list[str], str]] = [
+        (ConfigError, "config", config_changes(marked, facts, resized=resized), "restore it (processes: NPROC=)"),
+        (ConfigError, "model that the run starts from", weights_changes(marked, facts), "restore its files"),
+        (DataError, "rows", data_changes(marked, facts), "restore the data of the first start"),
+    ]
+    for error, what, changed, fix in changes:
+        if changed:
+            verb = "have" if what == "rows" else "has"
+            raise error(
+                f"the {what} {verb} changed since this checkpoint: {'; '.join(changed)}",
+                where=str(checkpoint),
+                fix=f"{fix}, {new_name}",
+            )
     if marked.get("order_hash") != facts["order_hash"]:
         raise RunError(
             "the order of the rows has changed since this checkpoint",
             where=str(checkpoint),
-            fix="continue with the kit and the data it was made with, or train under a new run_name",
+            fix=f"continue with the kit and the data it was made with, {new_name}",
         )
 
 

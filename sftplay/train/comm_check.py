@@ -42,7 +42,7 @@ def main(folder: str, limit_s: str) -> int:
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=float(limit_s)))
         write_note(note, state="met")
-        write_note(note, state="done", **_slowest(sweep(device, dist.all_reduce)))
+        write_note(note, state="done", **_find_slowest(sweep(device, dist.all_reduce)))
     except SftplayError as error:
         write_note(note, state="failed", error=error.what)
         return error.exit_code
@@ -59,7 +59,7 @@ def write_note(path: Path, **known: Any) -> None:
 
 
 def sweep(device: torch.device, reduce: Reduce) -> dict[str, Any]:
-    """This rank's median seconds of an all-reduce of each size, and of one bucket with and without the fp16 hook.
+    """Return this rank's median seconds of an all-reduce of each size, and of one bucket with and without fp16's hook.
 
     Raises:
         RunError: a sum is wrong.
@@ -68,10 +68,16 @@ def sweep(device: torch.device, reduce: Reduce) -> dict[str, Any]:
     for size_bytes in SIZES_BYTES:
         check_sum(size_bytes, device, reduce=reduce)
         buffer = torch.zeros(size_bytes // 4, device=device)
-        latencies.append(median_s(partial(reduce, buffer), device, repeats=repeats_of(size_bytes)))
+        latencies.append(median_s(partial(reduce, buffer), device, size_bytes=size_bytes))
     bucket = torch.zeros(BUCKET_BYTES // 4, device=device)
-    plain_s = median_s(lambda: reduce(bucket.div_(log.world_size())), device, repeats=repeats_of(BUCKET_BYTES))
-    fp16_s = median_s(lambda: _as_fp16(bucket, reduce), device, repeats=repeats_of(BUCKET_BYTES))
+
+    def reduce_as_fp16() -> None:  # as torch's fp16_compress_hook does
+        half = bucket.to(torch.float16).div_(log.world_size())
+        reduce(half)
+        bucket.copy_(half)
+
+    plain_s = median_s(lambda: reduce(bucket.div_(log.world_size())), device, size_bytes=BUCKET_BYTES)
+    fp16_s = median_s(reduce_as_fp16, device, size_bytes=BUCKET_BYTES)
     return {"latencies_s": latencies, "plain_s": plain_s, "fp16_s": fp16_s, "device": device.type}
 
 
@@ -90,10 +96,10 @@ def check_sum(size_bytes: int, device: torch.device, *, reduce: Reduce) -> None:
         raise RunError(f"holds a wrong sum after an all-reduce of {size_bytes} bytes: {wrong} of {len(buffer)} numbers")
 
 
-def median_s(exchange: Callable[[], Any], device: torch.device, *, repeats: int) -> float:
-    """Median seconds of `exchange`, the device's own work included, after a warm-up."""
+def median_s(exchange: Callable[[], Any], device: torch.device, *, size_bytes: int) -> float:
+    """Return the median seconds of `exchange`, the device's own work included, after a warm-up."""
     taken = []
-    for n in range(WARM_UP + repeats):
+    for n in range(WARM_UP + (25 if size_bytes <= 2**20 else 7)):  # large sizes take long and vary little
         _wait(device)
         start = time.perf_counter()
         exchange()
@@ -103,23 +109,11 @@ def median_s(exchange: Callable[[], Any], device: torch.device, *, repeats: int)
     return statistics.median(taken)
 
 
-def repeats_of(size_bytes: int) -> int:
-    """Fewer for large sizes, which take long and vary little."""
-    return 25 if size_bytes <= 2**20 else 7
-
-
-def _as_fp16(bucket: Tensor, reduce: Reduce) -> None:
-    """The same as torch's fp16_compress_hook does."""
-    half = bucket.to(torch.float16).div_(log.world_size())
-    reduce(half)
-    bucket.copy_(half)
-
-
-def _slowest(measured: dict[str, Any]) -> dict[str, Any]:
-    """Every figure of the slowest rank, the same on all ranks."""
+def _find_slowest(measured: dict[str, Any]) -> dict[str, Any]:
+    """Return every figure of the slowest rank, the same on all ranks."""
     everyone: list[Any] = [None] * log.world_size()
     dist.all_gather_object(everyone, measured)
-    latencies = [max(each) for each in zip(*(rank["latencies_s"] for rank in everyone), strict=True)]
+    latencies = [max(ranks) for ranks in zip(*(rank["latencies_s"] for rank in everyone), strict=True)]
     slowest = {key: max(rank[key] for rank in everyone) for key in ("plain_s", "fp16_s")}
     return {"latencies_s": latencies, **slowest, "device": measured["device"], "backend": dist.get_backend()}
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import errno
 import math
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +20,27 @@ from sftplay import log
 from sftplay.errors import RunError
 from sftplay.launch.checkpoints import is_marked, list_checkpoints, list_marked
 
-TORCH_WRITE_FAILED = ("PytorchStreamWriter", "unexpected pos", "iostream error")
-"""Texts in torch.save's errors when the disk is full (caffe2/serialize/inline_container.cc)."""
+WRITE_FAILED: Mapping[type[Exception], tuple[str, ...]] = {
+    SafetensorError: ("while serializing",),
+    RuntimeError: ("PytorchStreamWriter", "unexpected pos", "iostream error"),
+}
+"""Error -> texts in it when a file cannot be written: safetensors' own, whose errors of reading have another text, and
+torch.save's (caffe2/serialize/inline_container.cc)."""
 
-SAFETENSORS_WRITE_FAILED = "while serializing"
-"""Text in safetensors' errors when a file cannot be written; those of reading have another one."""
+SMALL_FILES_BYTES = 1 << 16  # room for status.json, metrics.jsonl and logs next to a checkpoint
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-SMALL_FILES_BYTES = 1 << 16
-"""Room for status.json, metrics.jsonl and logs beside a checkpoint."""
-
-RESULT_SCRATCH = (".adapter.part", ".model.part")
-"""Scratch folders of a result that is being written."""
+RESULT_SCRATCH = (".adapter.part", ".model.part")  # scratch folders of a result that is being written
 
 FIX = "make room, then continue with `make resume`; the last complete checkpoint is untouched"
 
 
 def folder_bytes(folder: Path) -> int:
-    """Size of all files below `folder`."""
+    """Return the size of all files below `folder`."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def checkpoint_bytes(checkpoints: Path, model: Any, *, optimizer: Any) -> int:
-    """Size of the next checkpoint: that of the newest complete one; without one, the size of its tensors."""
+    """Return the size of the next checkpoint: that of the newest complete one; without one, the size of its tensors."""
     if complete := list_marked(checkpoints):
         return folder_bytes(complete[-1])
     states = (value for state in optimizer.state.values() for value in state.values() if hasattr(value, "nbytes"))
@@ -51,7 +48,7 @@ def checkpoint_bytes(checkpoints: Path, model: Any, *, optimizer: Any) -> int:
 
 
 def trained_bytes(model: Any) -> int:
-    """Size of the weights that train."""
+    """Return the size of the weights that train."""
     return sum(int(weight.nbytes) for weight in model.parameters() if weight.requires_grad)
 
 
@@ -59,7 +56,7 @@ def check_room(checkpoints: Path, size_bytes: int) -> None:
     """Check the room on the disk before a checkpoint begins. Otherwise it could be left half written.
 
     Raises:
-        RunError: there is no room for a checkpoint of this size and the small files beside it.
+        RunError: there is no room for a checkpoint of this size and the small files next to it.
     """
     checkpoints.mkdir(parents=True, exist_ok=True)
     free, needed = shutil.disk_usage(checkpoints).free, size_bytes + SMALL_FILES_BYTES
@@ -83,16 +80,21 @@ def report_full_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in TORCH_WRITE_FAILED):
+        signs = [sign for kind, texts in WRITE_FAILED.items() if isinstance(error, kind) for sign in texts]
+        if not isinstance(error, OSError) and not any(sign in str(error) for sign in signs):
             raise
-        if isinstance(error, SafetensorError) and SAFETENSORS_WRITE_FAILED not in str(error):
-            raise
-        is_full = not isinstance(error, OSError) or error.errno in DISK_ERRORS
-        room = _describe_room(folder) if is_full else ""
-        if is_full:
-            _remove_half_written(folder)
+        room = ""
+        if not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            checkpoints = folder / "checkpoints"
+            room = f"{shutil.disk_usage(folder).free:,} bytes free"
+            if complete := list_marked(checkpoints):
+                room = f"a checkpoint needs {folder_bytes(complete[-1]):,} bytes, {room}"
+            unmarked = [checkpoint for checkpoint in list_checkpoints(checkpoints) if not is_marked(checkpoint)]
+            for unfinished in (*unmarked, *(folder / name for name in RESULT_SCRATCH)):
+                shutil.rmtree(unfinished, ignore_errors=True)
         where = getattr(error, "filename", None) or folder
-        raise RunError(f"writing failed ({str(error).splitlines()[0]}){room}", where=str(where), fix=FIX) from error
+        what = f"writing failed ({str(error).splitlines()[0]}){f': {room}' if room else ''}"
+        raise RunError(what, where=str(where), fix=FIX) from error
 
 
 class WarnOfFullDisk(TrainerCallback):
@@ -122,36 +124,21 @@ class WarnOfFullDisk(TrainerCallback):
         if self._warned or not log.is_main():
             return
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        free, own = shutil.disk_usage(self.checkpoints).free, folder_bytes(self.checkpoints)
+        free, held = shutil.disk_usage(self.checkpoints).free, folder_bytes(self.checkpoints)
         step, steps_left = state.global_step, state.max_steps - state.global_step
-        self._first = self._first or (step, free + own)
-        others = max(0, self._first[1] - free - own) * steps_left // max(1, step - self._first[0])
+        self._first = self._first or (step, free + held)
+        others = max(0, self._first[1] - free - held) * steps_left // max(1, step - self._first[0])
         size = checkpoint_bytes(self.checkpoints, model, optimizer=optimizer)
         kept = len(list_marked(self.checkpoints))
         saves = math.ceil(steps_left / state.save_steps)
         # A new checkpoint is complete before an old one is removed.
-        own_growth = size * max(min(saves, self.limit + 1 - kept), min(saves, 1))
+        growth = size * max(min(saves, self.limit + 1 - kept), min(saves, 1))
         result = trained_bytes(model)
-        needed = own_growth + result + others + SMALL_FILES_BYTES
+        needed = growth + result + others + SMALL_FILES_BYTES
         if free < needed:
             self._warned = True
             log.say(
                 f"warning: the disk will be full before step {state.max_steps}: {free:,} bytes free, {needed:,} needed"
-                f" (checkpoints {own_growth:,} at {size:,} each, result {result:,}, growth of other files {others:,});"
+                f" (checkpoints {growth:,} at {size:,} each, result {result:,}, growth of other files {others:,});"
                 f" make room on {self.checkpoints}, or lower train.save_total_limit"
             )
-
-
-def _describe_room(folder: Path) -> str:
-    """Free bytes, and the bytes of a checkpoint when there is one."""
-    free = shutil.disk_usage(folder).free
-    complete = list_marked(folder / "checkpoints")
-    needed = f"a checkpoint needs {folder_bytes(complete[-1]):,} bytes, " if complete else ""
-    return f": {needed}{free:,} bytes free"
-
-
-def _remove_half_written(folder: Path) -> None:
-    unmarked = [each for each in list_checkpoints(folder / "checkpoints") if not is_marked(each)]
-    for unfinished in (*unmarked, *(folder / name for name in RESULT_SCRATCH)):
-        with suppress(OSError):
-            shutil.rmtree(unfinished)

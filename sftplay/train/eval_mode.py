@@ -1,4 +1,4 @@
-"""Lets a model compute without dropout for a while: what it answers is then what it would answer after the training."""
+"""Evaluation mode for a while: a model then answers without dropout, as it would after the training."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from sftplay.model.out_of_memory import (
     held_bytes,
 )
 from sftplay.train.gradients import average_gradients, gradient_norm, wants_overlap
-from sftplay.train.held_out import HeldOutTally, by_source, labels_per_row
+from sftplay.train.held_out import gather_source_losses, labels_per_row, split_by_source
 from sftplay.train.interval import StepCounts
 from sftplay.train.isolation import needs_no_mask
 from sftplay.train.loss_heads import prove_label_head
@@ -37,15 +37,13 @@ from sftplay.train.micro_batches import (
     Batch,
     MicroBatcher,
     SourceLoss,
-    count_losses,
+    count_labels,
     count_rows,
-    has_flash_kernel,
-    in_one_row,
     model_inputs,
     on_device,
 )
-from sftplay.train.observer import TrainerView
 from sftplay.train.random_numbers import RandomState, random_numbers_kept
+from sftplay.train.upstream import find_attention
 
 ADVICE = (
     "`make plan` lists the cheapest changes that fit (a shorter model.max_seq_len, tuning.mode qlora, "
@@ -54,7 +52,7 @@ ADVICE = (
 
 
 class Replay:
-    """Used by one attempt at a run, where `train.oom_recovery` is on."""
+    """Runs windows again after out-of-memory errors, in one attempt at a run where `train.oom_recovery` is on."""
 
     def __init__(self, cfg: RunConfig, folder: RunFolder) -> None:
         self._folder = folder
@@ -63,20 +61,19 @@ class Replay:
         tuning on GPUs sends them while the last one computes, because they are as large as the model. So does a hook.
         """
 
-        self.times = 0
-        """Windows that this attempt has run again so far."""
+        self.times = 0  # windows that this attempt has run again so far
 
     def step_down(
         self, micro_batcher: MicroBatcher, shortages: list[Shortage | None], *, step: int, window_rows: int
     ) -> MicroBatcher:
-        """The micro-batcher with which the same rows are run again, the same on every rank.
+        """Return the micro-batcher for the second run of the same rows; it is the same on every rank.
 
         Raises:
             OutOfMemory: every micro-batch was a single row already.
         """
         free_memory()
-        planned = self._folder.read_json("plan.json")
-        what = f"step {step}: {describe_shortages(shortages, planned.get('peak_bytes'))}"
+        planned_bytes = self._folder.read_json("plan.json").get("peak_bytes")
+        what = f"step {step}: {describe_shortages(shortages, planned_bytes)}"
         smaller = micro_batcher.smaller(window_rows)
         if smaller is None:
             raise OutOfMemory(what, where="training", fix=ADVICE)
@@ -88,46 +85,29 @@ class Replay:
                 step=step,
                 batch_size_before=micro_batcher.micro_batch,
                 batch_size=smaller.micro_batch,
-                ranks=[rank for rank, each in enumerate(shortages) if each],
-                planned_bytes=planned.get("peak_bytes"),
-                held_bytes=max(each.held_bytes for each in shortages if each),
+                ranks=[rank for rank, shortage in enumerate(shortages) if shortage],
+                planned_bytes=planned_bytes,
+                held_bytes=max(shortage.held_bytes for shortage in shortages if shortage),
             )
         return smaller
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSetup:
-    """How a trainer computes its steps."""
+    """Settings of a trainer's steps."""
 
-    micro_batcher: MicroBatcher | None
-    """How windows are cut; None: the Trainer accumulates."""
-
-    loss_head: str
-    """train.loss_head, decided."""
-
-    replay: Replay | None = None
-    """What happens when memory runs out for a window; None: the run ends."""
-
+    micro_batcher: MicroBatcher | None  # cuts windows; None: the Trainer accumulates
+    loss_head: str  # train.loss_head, decided
+    replay: Replay | None = None  # what happens when memory runs out for a window; None: the run ends
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     check_loss: Callable[[Tensor], None] | None = None
     """Called with each loss before its backward pass, where that is the last moment to stop (DeepSpeed)."""
 
-    source_names: tuple[str, ...] = ()
-    """Names of a mixture's sources, in the order of their numbers."""
+    source_names: tuple[str, ...] = ()  # names of a mixture's sources, in the order of their numbers
 
 
 if TYPE_CHECKING:
-
-    class Base(TrainerView):
-        """The trainer that comes after the mixin."""
-
-        def __init__(self, **named: Any) -> None: ...
-        def get_train_dataloader(self) -> Any: ...
-        def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor: ...
-        def _clip_grad_norm(self, model: nn.Module) -> Tensor: ...
-        def evaluate(self, *given: Any, **named: Any) -> dict[str, float]: ...
-        def evaluation_loop(self, *given: Any, **named: Any) -> Any: ...
-        def _save_checkpoint(self, *given: Any) -> None: ...
+    from transformers import Trainer as Base  # the trainer that comes after the mixin
 else:
     Base = object
 
@@ -143,43 +123,38 @@ class ExactBatchMixin(Base):
         self.counts = StepCounts()
         self.last_loss: Any = 0.0
         self.clipped_norm: Tensor | None = None  # of this step's gradients, where they are clipped by it
-        self.last_windows: list[Batch] = []
-        """The rows of this rank's last step."""
-
+        self.last_windows: list[Batch] = []  # the rows of this rank's last step
         self._accumulated_step, args, model = -1, self.args, self.model
         # In fp16 DeepSpeed's own scaler skips steps that are not finite.
         self._check_loss = step.check_loss if self.is_deepspeed_enabled and not args.fp16 else None
         self._agreement = Agreement(args.device)
         self.source_names = step.source_names
         self.held_out_sources: dict[str, dict[str, float]] = {}
-        self._held_out_tally = HeldOutTally(step.source_names, args.device)
+        self._source_sums = torch.zeros(len(step.source_names), 2, dtype=torch.float64)  # of losses and label tokens
         self.held_out_labels_per_row = labels_per_row(named.get("eval_dataset"))
         self.eval_batches = AdaptiveBatches(args.per_device_eval_batch_size, "the evaluation")
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        narrows = step.loss_head == "standard" and not args.label_smoothing_factor
+        self._wants_one_row = "flash" in find_attention(base)
         self.label_head, self.label_head_off = None, ""
-        if narrows:
-            with self.accelerator.autocast():
-                self.label_head, self.label_head_off = prove_label_head(base)
         with self.accelerator.autocast():
-            half = self.args.bf16 or self.args.fp16
-            self._drops_mask = self.micro_batcher is not None and needs_no_mask(base, self.args.device, is_half=half)
-        self._wants_one_row = has_flash_kernel(base)
-        if step.loss_head == "chunked":
-            from sftplay.train.loss_heads import put_chunked_head  # brings torch's DTensor
+            if step.loss_head == "standard" and not args.label_smoothing_factor:
+                self.label_head, self.label_head_off = prove_label_head(base)
+            is_half = args.bf16 or args.fp16
+            self._drops_mask = self.micro_batcher is not None and needs_no_mask(base, args.device, is_half=is_half)
+            if step.loss_head == "chunked":
+                from sftplay.train.loss_heads import put_chunked_head  # brings torch's DTensor
 
-            with self.accelerator.autocast():
                 put_chunked_head(base, proves=self.micro_batcher is not None)
 
     def get_train_dataloader(self) -> Any:
-        """As the Trainer's; but windows stay in the host's memory, where they are cut without waiting for the GPU."""
+        """Return the Trainer's loader, but leave windows in the host's memory, where cutting them waits for no GPU."""
         loader = super().get_train_dataloader()
         if self.micro_batcher is not None:
             loader.device = None
         return loader
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward over all micro-batches of the window; the sum of their losses.
+        """Run forward and backward over all micro-batches of the window; return the sum of their losses.
 
         A micro-batch that sends gradients to other ranks while it computes is not run again: a rank that fails inside
         it would leave the others waiting. With a replay that sends gradients afterwards there is none of these.
@@ -193,10 +168,11 @@ class ExactBatchMixin(Base):
         self.last_windows = [inputs]
         replay, padded_tokens = self.replay, self.counts.padded_tokens
         start = RandomState() if replay else None
+        sends_afterwards = bool(replay and replay.sends_afterwards)
+        sends_in_backward = self.accelerator.num_processes > 1 and not sends_afterwards
         while True:
             micro_batches = list(self.micro_batcher.cut(inputs))
-            sends = self._sends_in_backward()
-            alone = micro_batches[:-1] if sends else micro_batches
+            alone = micro_batches[:-1] if sends_in_backward else micro_batches
             losses, shortage = self._attempt(model, alone, n_items=num_items_in_batch)
             if not replay or not start:
                 break
@@ -209,9 +185,9 @@ class ExactBatchMixin(Base):
             self.micro_batcher = replay.step_down(
                 self.micro_batcher, shortages, step=self.state.global_step + 1, window_rows=len(inputs["row"])
             )
-        if sends:
+        if sends_in_backward:
             losses.append(self._run_micro_batch(model, micro_batches[-1], n_items=num_items_in_batch))
-        elif replay and replay.sends_afterwards:
+        elif sends_afterwards:
             with self.heartbeat.within("communication"):
                 average_gradients(model)
         total = sum(loss for _, loss in losses)
@@ -220,7 +196,7 @@ class ExactBatchMixin(Base):
         return total
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        """Clip the gradients by their exact norm where torch's is not exact; the norm before clipping."""
+        """Clip the gradients by their exact norm where torch's is not exact; return the norm before clipping."""
         if self.micro_batcher is None or self.args.device.type != "cpu":
             self.clipped_norm = super()._clip_grad_norm(model)
             return self.clipped_norm
@@ -229,14 +205,16 @@ class ExactBatchMixin(Base):
         return self.clipped_norm
 
     def evaluation_loop(self, *given: Any, **named: Any) -> Any:
-        """As the Trainer's, with a loss of each source of a mixture among the metrics."""
+        """Evaluate as the Trainer does, and add the loss of each source of a mixture to the metrics."""
         output = super().evaluation_loop(*given, **named)
-        self.held_out_sources = self._held_out_tally.take() if self.source_names else {}
-        output.metrics.update({f"eval_{name}_loss": each["loss"] for name, each in self.held_out_sources.items()})
+        if self.source_names:
+            self.held_out_sources = gather_source_losses(self._source_sums, self.source_names, self.args.device)
+            self._source_sums = torch.zeros_like(self._source_sums)
+        output.metrics.update({f"eval_{name}_loss": source["loss"] for name, source in self.held_out_sources.items()})
         return output
 
     def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
-        """As the Trainer's, and without a trace in the run's random numbers: its loader of rows draws one."""
+        """Evaluate without a trace in the run's random numbers: the Trainer's loader of rows takes one."""
         with random_numbers_kept():
             return super().evaluate(*given, **named)
 
@@ -245,22 +223,22 @@ class ExactBatchMixin(Base):
             super()._save_checkpoint(*given)
 
     def take_counts(self) -> StepCounts:
-        """The counts so far; counting starts again from zero."""
+        """Return the counts so far; counting starts again from zero."""
         taken, self.counts = self.counts, StepCounts()
         return taken
 
     def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing beyond the figures of every task."""
+        """Return nothing beyond the figures of every task."""
         return {}
 
     @property
     def last_rows(self) -> list[int]:
-        """Ids of this rank's last step."""
+        """Ids of the rows of this rank's last step."""
         return [row for window in self.last_windows for row in window["row"].tolist()]
 
     @torch.no_grad()
     def rows_not_finite(self) -> list[int]:
-        """Ids of the rows of the last step whose loss alone, without dropout, is not finite. Asks no other rank."""
+        """Return ids of the last step's rows whose loss alone, without dropout, is not finite. Asks no other rank."""
         row_ids = []
         self.model.eval()
         # Where weights are sharded, a rank cannot compute alone.
@@ -278,21 +256,18 @@ class ExactBatchMixin(Base):
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The sum of the label tokens' losses over `num_items_in_batch`, without TRL's entropy and accuracy."""
+        """Return the sum of the label tokens' losses over `num_items_in_batch`, without TRL's entropy and accuracy."""
         if model.training:
-            inputs = self._given(inputs)
+            inputs = self._select_inputs(inputs)
             return self._model_loss(model, inputs, return_outputs=return_outputs, n_items=num_items_in_batch)
         return self._held_out_loss(model, inputs, return_outputs=return_outputs, n_items=num_items_in_batch)
-
-    def _sends_in_backward(self) -> bool:
-        return self.accelerator.num_processes > 1 and not (self.replay and self.replay.sends_afterwards)
 
     def _attempt(
         self, model: nn.Module, micro_batches: Iterable[Batch], *, n_items: Any
     ) -> tuple[list[SourceLoss], Shortage | None]:
-        """The losses of the micro-batches, and where memory ran out. No micro-batch sends gradients anywhere.
+        """Return the losses of the micro-batches, and where memory ran out. No micro-batch sends gradients anywhere.
 
-        The error, and what it refers to (the graph), are gone when this returns.
+        The error, and what it refers to (the graph), are released when this returns.
         """
         losses: list[SourceLoss] = []
         for micro_batch in micro_batches:
@@ -307,7 +282,7 @@ class ExactBatchMixin(Base):
         return losses, None
 
     def _accumulate(self, model: nn.Module, inputs: Batch, *, n_items: Any) -> Tensor:
-        """One of the micro-batches that the Trainer accumulates. Ranks communicate in it: it cannot be run again."""
+        """Run a micro-batch that the Trainer accumulates. Ranks communicate in it: it cannot be run again."""
         step = self.state.global_step
         if step != self._accumulated_step:
             self._accumulated_step, self.last_windows, self.last_loss = step, [], 0.0
@@ -319,21 +294,21 @@ class ExactBatchMixin(Base):
         return losses[0][1]
 
     def _run_micro_batch(self, model: nn.Module, micro_batch: Batch, *, n_items: Any) -> SourceLoss:
-        """Forward and backward of one micro-batch; its source, where it is all of one, and its loss."""
         source = int(micro_batch["source"]) if "source" in micro_batch else None
         self.counts.padded_tokens += micro_batch["input_ids"].numel()
         self.heartbeat.enter("forward")
-        given = on_device(self._given(micro_batch), self.args.device)
-        return source, super().training_step(model, given, n_items)
+        inputs = on_device(self._select_inputs(micro_batch), self.args.device)
+        return source, super().training_step(model, inputs, n_items)
 
-    def _given(self, batch: Batch) -> Batch:
-        """What the model is given of a batch."""
-        inputs = model_inputs(batch)
-        return {key: value for key, value in inputs.items() if key != "attention_mask" or not self._drops_mask}
+    def _select_inputs(self, batch: Batch) -> Batch:
+        dropped = "attention_mask" if self._drops_mask else None
+        return {key: value for key, value in model_inputs(batch).items() if key != dropped}
 
     def _model_loss(self, model: nn.Module, inputs: Batch, *, return_outputs: bool, n_items: Any) -> Any:
         if "position_ids" in inputs and self._wants_one_row:
-            inputs = in_one_row(inputs)
+            # Packed rows one behind the other, int64 [1, rows * tokens]. No row's first token has a label, so that the
+            # loss stays the same.
+            inputs = {key: value.reshape(1, -1) for key, value in inputs.items()}
         # With a cache the attention of packed rows would leak from one into the next.
         inputs = {**inputs, "use_cache": False}
         if self.label_head is not None:
@@ -350,7 +325,7 @@ class ExactBatchMixin(Base):
         return loss
 
     def _held_out_loss(self, model: nn.Module, inputs: Batch, *, return_outputs: bool, n_items: Any) -> Any:
-        """As `compute_loss`; when memory runs out, in ever smaller batches. Ranks do not communicate in it."""
+        """Compute the loss as `compute_loss`; when memory runs out, in ever smaller batches without communication."""
         rows = len(inputs["input_ids"])
         if self.held_out_labels_per_row:
             # The Trainer multiplies by the processes for DDP's mean over gradients; there is none here.
@@ -359,26 +334,29 @@ class ExactBatchMixin(Base):
 
         def measure(batch: Batch, part: slice) -> Any:
             self.heartbeat.enter("evaluation")  # a beat for each batch: only a single one can take too long
-            given = {key: value[part] for key, value in self._given(batch).items()}
-            return self._model_loss(model, given, return_outputs=True, n_items=n_items)
+            selected = {key: value[part] for key, value in self._select_inputs(batch).items()}
+            return self._model_loss(model, selected, return_outputs=True, n_items=n_items)
 
         # A mean over rows is no sum over batches, and sharded weights need all ranks at once.
         if n_items is None or self.micro_batcher is None:
             measured = measure(inputs, slice(rows))
             return measured if return_outputs else measured[0]
         total = outputs = None
-        for source, batch in by_source(inputs):
-            for loss, each_outputs in self.eval_batches.map(len(batch["input_ids"]), partial(measure, batch)):
-                total, outputs = loss if total is None else total + loss, each_outputs
+        for source, batch in split_by_source(inputs):
+            for loss, found in self.eval_batches.map(len(batch["input_ids"]), partial(measure, batch)):
+                total, outputs = loss if total is None else total + loss, found
                 if source is not None:
-                    self._held_out_tally.add(source, loss * n_items / self.accelerator.num_processes)
+                    self._source_sums[source, 0] += float(loss * n_items / self.accelerator.num_processes)
             if source is not None:
-                self._held_out_tally.count(source, batch)
+                self._source_sums[source, 1] += int(count_labels(batch).sum())
         return (total, outputs) if return_outputs else total
 
     def _count_losses(self, losses: list[SourceLoss], label_tokens: Any) -> None:
-        """Add the losses. The Trainer has divided them by the `label_tokens` of all ranks, and multiplied them by the
-        processes for DDP's mean over gradients."""
+        # The Trainer has divided by the label tokens of all ranks, and multiplied by the processes for DDP's mean.
         if label_tokens is not None:
             processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            count_losses(self.counts, losses, scale=label_tokens / processes)
+            for source, loss in losses:
+                loss_sum = loss.detach().double() * (label_tokens / processes)
+                self.counts.add_loss(loss_sum)
+                if source is not None:
+                    self.counts.of_source(source).add_loss(loss_sum)

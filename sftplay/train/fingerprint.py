@@ -1,4 +1,4 @@
-"""The fingerprint of a run: everything its weights depend on; and how two of them differ.
+"""The fingerprint of a run: everything its weights depend on; and the differences of two of them.
 
 It is in every checkpoint's marker, so that a resume can name what has changed.
 """
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset
 
 from sftplay import __version__, log
 from sftplay.config.keys import DRAWN, SIZES, differences, held_out_decides, values_that_decide_weights
@@ -28,11 +27,10 @@ from sftplay.train.setup import RunSetup
 from sftplay.train.task import Rows
 
 BATCH_ROWS = 1000
-SHOWN_DIGITS = 12
 
 
-def recipe_of(renderer: Renderer) -> dict[str, Any]:
-    """What a renderer adds to the fingerprint and the manifest of a run."""
+def describe_renderer(renderer: Renderer) -> dict[str, Any]:
+    """Return what a renderer adds to the fingerprint and the manifest of a run."""
     return {
         "template_sha256": renderer.template_hash,
         "tokenizer_sha256": hashlib.sha256(renderer.recipe().tokenizer.encode()).hexdigest(),
@@ -40,23 +38,20 @@ def recipe_of(renderer: Renderer) -> dict[str, Any]:
     }
 
 
-def fingerprint_of(cfg: RunConfig, rows: Rows, *, new_tokens: Sequence[NewToken] = ()) -> dict[str, Any]:
-    """Config, files, rows, template, tokenizer, starting weights, processes and kit of this run; plain JSON.
+def compute_fingerprint(cfg: RunConfig, rows: Rows, *, new_tokens: Sequence[NewToken] = ()) -> dict[str, Any]:
+    """Return config, files, rows, template, tokenizer, starting weights, processes and kit of this run; plain JSON.
 
     `cfg` names folders, not runs. Weights on a hub have no digest: model.revision pins them.
     """
-
-    def digest_of(each: Any) -> str:
-        return rows.order.digest if rows.order else rows_digest(each)
-
+    digests = [rows.order.digest if rows.order else rows_digest(part) for part in (rows.train, rows.held_out)]
     return {
         "kit": __version__,
         "config": values_that_decide_weights(cfg),
         "world_size": log.world_size(),
         "data_files": rows.report["files"],
         "rows": len(rows.train),
-        "rows_sha256": digest_of(rows.train),
-        "held_out_sha256": digest_of(rows.held_out) if rows.held_out is not None else None,
+        "rows_sha256": digests[0],
+        "held_out_sha256": digests[1] if rows.held_out is not None else None,
         "template_sha256": rows.recipe.get("template_sha256"),
         "tokenizer_sha256": rows.recipe.get("tokenizer_sha256"),
         "new_tokens": {token.content: token.id for token in new_tokens},
@@ -65,7 +60,7 @@ def fingerprint_of(cfg: RunConfig, rows: Rows, *, new_tokens: Sequence[NewToken]
 
 
 def starting_weights(cfg: RunConfig) -> dict[str, str]:
-    """Path -> digest of each file of weights that the run starts from; empty where it starts from its seed."""
+    """Map each file of weights that the run starts from to its digest; empty where it starts from its seed."""
     if not cfg.task.reads_text:
         start = find_spec(cfg).start_from(cfg)
         return {} if start is None else {start: weights_digest(Path(start))}
@@ -73,7 +68,7 @@ def starting_weights(cfg: RunConfig) -> dict[str, str]:
 
 
 def weights_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each changed file of the base, or of the adapter that the run starts from."""
+    """Return a line for each changed file of the base, or of the adapter that the run starts from."""
     if "weights" not in before or "weights" not in now:
         return []
     old, new = before["weights"], now["weights"]
@@ -84,19 +79,19 @@ def weights_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     ]
 
 
-def rows_digest(rows: Dataset) -> str:
-    """Hex sha256 of all token ids and labels, row by row; it does not depend on how and where they are stored."""
+def rows_digest(rows: Any) -> str:
+    """Return a hex sha256 of all token ids and labels, row by row; it does not depend on how they are stored."""
     digest = hashlib.sha256()
-    for table in rows.select_columns(["input_ids", "labels"]).with_format("arrow").iter(BATCH_ROWS):
-        for name in table.column_names:
-            for chunk in table[name].chunks:
-                digest.update(chunk.value_lengths().cast(pa.int64()).to_numpy(zero_copy_only=False).tobytes())
-                digest.update(chunk.flatten().cast(pa.int64()).to_numpy(zero_copy_only=False).tobytes())
+    tables = [] if rows is None else rows.select_columns(["input_ids", "labels"]).with_format("arrow").iter(BATCH_ROWS)
+    for table in tables:
+        for chunk in (chunk for name in table.column_names for chunk in table[name].chunks):
+            for numbers in (chunk.value_lengths(), chunk.flatten()):
+                digest.update(numbers.cast(pa.int64()).to_numpy(zero_copy_only=False).tobytes())
     return digest.hexdigest()
 
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, resized: bool = False) -> list[str]:
-    """A line for each config key, and for the number of processes, that makes this another run.
+    """Return a line for each config key, and for the number of processes, that makes this another run.
 
     `resized` allows other sizes and another number of processes: the launching command keeps the sizes of the first
     start unless they do not fit this machine or that number.
@@ -114,34 +109,36 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, resized
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Lines that say why the rows have changed, the rows' own digests last; empty when every token is the same."""
+    """Return lines that say why the rows have changed, their own digests last; empty when every token is the same."""
     if "rows_sha256" not in before or "rows_sha256" not in now:
         return []
     compared = {"rows_sha256": "training rows"}
     if held_out_decides(now["config"]):
         compared["held_out_sha256"] = "held-out rows"
-    changed = [(key, what) for key, what in compared.items() if before[key] != now[key]]
-    if not changed:
+    lines = [
+        f"{what}: fingerprint {_shorten(before[key])} then, {_shorten(now[key])} now"
+        for key, what in compared.items()
+        if before[key] != now[key]
+    ]
+    if not lines:
         return []
+    if before["rows"] != now["rows"]:
+        lines[0] += f", {before['rows']:,} then, {now['rows']:,} now"
     causes = [
         f"{path} has changed (content {_shorten(old)} then, {_shorten(now['data_files'].get(path))} now)"
         for path, old in before["data_files"].items()
         if now["data_files"].get(path) != old
     ]
-    causes += [
-        f"the {what} has changed ({_shorten(before[key])} then, {_shorten(now[key])} now)"
-        for key, what in (("tokenizer_sha256", "tokenizer"), ("template_sha256", "chat template"))
-        if before[key] != now[key]
-    ]
+    for key, what in (("tokenizer_sha256", "tokenizer"), ("template_sha256", "chat template")):
+        if before[key] != now[key]:
+            causes.append(f"the {what} has changed ({_shorten(before[key])} then, {_shorten(now[key])} now)")
     if before["kit"] != now["kit"]:
         causes.append(f"the kit was {before['kit']} and is {now['kit']} now")
-    counts = f", {before['rows']:,} then, {now['rows']:,} now" if before["rows"] != now["rows"] else ""
-    lines = [f"{what}: fingerprint {_shorten(before[key])} then, {_shorten(now[key])} now" for key, what in changed]
-    return [*causes, lines[0] + counts, *lines[1:]]
+    return [*causes, *lines]
 
 
 def _shorten(digest: str | None) -> str:
-    return digest[:SHOWN_DIGITS] if digest else "none"
+    return digest[:12] if digest else "none"
 
 
 def write_manifest(setup: RunSetup, rows: Rows, *, parameters: dict[str, Any], task: dict[str, Any]) -> None:
@@ -169,11 +166,10 @@ def write_manifest(setup: RunSetup, rows: Rows, *, parameters: dict[str, Any], t
 
 
 def git_commit() -> str | None:
-    """Commit of the kit's own checkout, None outside one."""
+    """Return the commit of the kit's checkout, None outside one."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None

@@ -18,36 +18,36 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.train.observer import Observer, StepTrainer
 
 
-def average_gradients(model: Any, *, beside: Sequence[Any] = ()) -> None:
+def average_gradients(model: Any, *, others: Sequence[Any] = ()) -> None:
     """Replace every rank's gradients by their mean over the ranks; a missing gradient counts as zero.
 
-    All ranks must call it with the same trainable weights. `model` is the DistributedDataParallel, and `beside` are
+    All ranks must call it with the same trainable weights. `model` is the DistributedDataParallel, and `others` are
     weights that train outside of it. Gradients are sent in buckets of DDP's own size, which is also all the memory that
     sending takes. Those of weights in shards were averaged by the backward pass.
     """
-    trained = [*(p for p in model.parameters() if p.requires_grad), *beside]
-    weights = [weight for weight in trained if not isinstance(weight, DTensor)]
-    _reduce(weights, model.bucket_bytes_cap, divisor=torch.distributed.get_world_size())
+    _reduce(model, others=others, divisor=torch.distributed.get_world_size())
 
 
 def add_gradients(model: Any) -> None:
-    """The same with their sum in place of the mean, for losses that are divided by the rows of all ranks already."""
-    _reduce([p for p in model.parameters() if p.requires_grad], model.bucket_bytes_cap, divisor=1)
+    """Do the same with their sum instead of the mean, for losses that are divided by the rows of all ranks already."""
+    _reduce(model, others=(), divisor=1)
 
 
-def _reduce(weights: list[Any], cap_bytes: int, *, divisor: int) -> None:
+def _reduce(model: Any, *, others: Sequence[Any], divisor: int) -> None:
+    trained = [*(p for p in model.parameters() if p.requires_grad), *others]
+    weights = [weight for weight in trained if not isinstance(weight, DTensor)]
     for weight in weights:
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-    for bucket in _buckets([weight.grad for weight in weights], cap_bytes):
+    for bucket in _split_into_buckets([weight.grad for weight in weights], model.bucket_bytes_cap):
         flat = _flatten_dense_tensors(bucket).div_(divisor)
         torch.distributed.all_reduce(flat)
         for gradient, mean in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             gradient.copy_(mean)
 
 
-def _buckets(gradients: list[Any], cap_bytes: int) -> Iterator[list[Tensor]]:
-    """Successive gradients of one type, up to `cap_bytes` together; a larger one is alone."""
+def _split_into_buckets(gradients: list[Any], cap_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield successive gradients of one type, up to `cap_bytes` together; a larger one is alone."""
     bucket: list[Tensor] = []
     size_bytes = 0
     for gradient in gradients:
@@ -60,15 +60,8 @@ def _buckets(gradients: list[Any], cap_bytes: int) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-NS = 1e-9
-
-POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
-"""The first two steps send gradients uncompressed, because DDP rebuilds its buckets in them (torch 2.13,
-powerSGD_hook.py)."""
-
-
 def wants_overlap(cfg: RunConfig) -> bool:
-    """True when DDP itself must send the gradients, within the last backward pass of a step.
+    """Return whether DDP itself must send the gradients, within the last backward pass of a step.
 
     A hook and a static graph work only inside DDP. In full tuning on GPUs the gradients are as large as the model.
     """
@@ -79,24 +72,21 @@ def wants_overlap(cfg: RunConfig) -> bool:
 
 def choose_hook(handler: Any, comm: CommConfig) -> None:
     """Set the compression of `comm.hook` on accelerate's DDP handler. Call it before the trainer wraps the model."""
-    kinds = {
-        "fp16": DDPCommunicationHookType.FP16,
-        "bf16": DDPCommunicationHookType.BF16,
-        "powersgd": DDPCommunicationHookType.POWER_SGD,
-    }
-    if comm.hook in kinds:
-        handler.comm_hook = kinds[comm.hook]
+    if comm.hook != "none":
+        handler.comm_hook = DDPCommunicationHookType("power_sgd" if comm.hook == "powersgd" else comm.hook)
     if comm.hook == "powersgd":
-        handler.comm_state_option = dict(POWERSGD)
+        # The first two steps send gradients uncompressed, because DDP rebuilds its buckets in them (torch 2.13,
+        # powerSGD_hook.py).
+        handler.comm_state_option = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
 
 
 def exposed_s(ddp_log: dict[str, Any]) -> float:
-    """Seconds of the last step in which gradients were sent and nothing was computed, from DDP's own log.
+    """Return the seconds of the last step in which gradients were sent and nothing was computed, from DDP's own log.
 
     The log has no times before the second step. They are nanoseconds (torch 2.13, logger.hpp).
     """
     sending, covered = (ddp_log.get(key, 0) for key in ("backward_comm_time", "backward_compute_comm_overlap_time"))
-    return max(0, sending - covered) * NS
+    return max(0, sending - covered) * 1e-9
 
 
 class GradientSync(Observer):
@@ -118,9 +108,21 @@ class GradientSync(Observer):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._logged_step = state.global_step
-        if self._overlaps():
-            self.trainer.model_wrapped._set_ddp_runtime_logging_sample_rate(1)
-            self._print_costs()
+        if not self._overlaps():
+            return
+        self.trainer.model_wrapped._set_ddp_runtime_logging_sample_rate(1)
+        hook = self.comm.hook
+        if hook == "none" and not self.comm.static_graph:
+            return
+        setting = f"cluster.comm.hook {hook}" if hook != "none" else "cluster.comm.static_graph"
+        log.say(f"{setting}: DDP sends gradients within the backward pass of each step's last micro-batch")
+        if self.trainer.replay:
+            log.say("  running out of memory in that micro-batch restarts the run; any other one is run again, smaller")
+        if hook == "powersgd":
+            lossy = (
+                "PowerSGD is lossy, keeps one more copy of the gradients, and does not save its state in checkpoints"
+            )
+            log.say(f"  {lossy}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._overlaps():
@@ -128,53 +130,37 @@ class GradientSync(Observer):
             self.heartbeat.recount(exposed_s(ddp_log), "backward", truly="communication")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        if "exposed_communication_share" not in logs:
-            return
-        interval_s = logs["step_s"] * (state.global_step - self._logged_step)
-        self._logged_step = state.global_step
-        self._all_s += interval_s
-        self._exposed_s += logs["exposed_communication_share"] * interval_s
+        if "exposed_communication_share" in logs:
+            interval_s = logs["step_s"] * (state.global_step - self._logged_step)
+            self._logged_step = state.global_step
+            self._all_s += interval_s
+            self._exposed_s += logs["exposed_communication_share"] * interval_s
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._is_ddp and self._all_s:
-            place = (
-                "beyond what DDP overlaps with computing" if self._overlaps() else "after the computing of each step"
-            )
+            when = "beyond what DDP overlaps with computing" if self._overlaps() else "after the computing of each step"
             share = f"{self._exposed_s / self._all_s:.1%} of the time"
-            log.say(f"communication: {share} went to exchanging gradients and waiting for other ranks, {place}")
+            log.say(f"communication: {share} went to exchanging gradients and waiting for other ranks, {when}")
 
     def _overlaps(self) -> bool:
         sends_afterwards = self._averages_itself or (self.trainer.replay and self.trainer.replay.sends_afterwards)
         return self._is_ddp and not sends_afterwards
 
-    def _print_costs(self) -> None:
-        comm = self.comm
-        if comm.hook == "none" and not comm.static_graph:
-            return
-        setting = f"cluster.comm.hook {comm.hook}" if comm.hook != "none" else "cluster.comm.static_graph"
-        log.say(f"{setting}: DDP sends gradients within the backward pass of each step's last micro-batch")
-        if self.trainer.replay:
-            log.say("  running out of memory in that micro-batch restarts the run; any other one is run again, smaller")
-        if comm.hook == "powersgd":
-            log.say(
-                "  PowerSGD is lossy, keeps one more copy of the gradients, and does not save its state in checkpoints"
-            )
 
-
-CHUNK = 2**10
-"""How many squares are added up in fp32 at a time."""
+CHUNK = 2**10  # how many squares are added up in fp32 at a time
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The 2-norm of all gradients together, fp32 []. With sharded gradients every rank must call it.
+    """Return the 2-norm of all gradients together, fp32 []. With sharded gradients every rank must call it.
 
     On a CPU torch adds up the squares of a whole tensor in fp32, one after another. That loses 1e-4 of the norm at 1.5
     million numbers and 5e-4 at 10 million (torch 2.13, `linalg.vector_norm` compared with fp64). Here short chunks are
     added up in fp32, and their sums in fp64.
     """
+    parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if any(isinstance(gradient, DTensor) or gradient.device.type != "cpu" for gradient in gradients):
-        return _total_norm(gradients)
+        return rough_gradient_norm(parameters)
     total = torch.zeros((), dtype=torch.float64)
     for gradient in gradients:
         flat = gradient.detach().reshape(-1)
@@ -185,10 +171,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def rough_gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """As `gradient_norm`, but rounded as torch rounds it, for a quarter of the time on a CPU."""
-    return _total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-
-
-def _total_norm(gradients: list[Tensor]) -> Tensor:
+    """Compute the same, but rounded as torch rounds it, for a quarter of the time on a CPU."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

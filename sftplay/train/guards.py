@@ -28,8 +28,7 @@ from sftplay.train.observer import Observer
 FP16_PATIENCE = 16
 """Steps in a row that an fp16 run may skip. The gradient scaler begins at 2^16 and halves its scale once a step."""
 
-SHOWN_ROWS = 8
-"""Number of row ids in an error's text; all of them are in its file."""
+SHOWN_ROWS = 8  # number of row ids in an error's text; all of them are in its file
 
 
 class StopOnSignal(Observer):
@@ -77,9 +76,8 @@ class StopOnSignal(Observer):
         return control
 
     def agree(self) -> bool:
-        """True on every rank when one of them has received a signal. Every rank must call it."""
-        ranks = gather_numbers([self.received], self.trainer.heartbeat)
-        agreed = int(max(ranks)[0])
+        """Return True on every rank when one of them has received a signal. Every rank must call it."""
+        agreed = int(max(gather_numbers([self.received], self.trainer.heartbeat))[0])
         if agreed:  # never set back to 0: a signal may have come during the exchange
             self.received = agreed
         return bool(agreed)
@@ -94,16 +92,13 @@ class StopOnBadStep(Observer):
     """
 
     def __init__(self, path: Path) -> None:
-        self.skipped_in_a_row = 0
-        """Steps that were skipped since the last one that the optimizer took."""
-
+        self.skipped_in_a_row = 0  # steps that were skipped since the last one that the optimizer took
         self._path = path
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         norm = getattr(self.trainer, "clipped_norm", None)  # of this step, where the trainer has clipped by it
         norm = rough_gradient_norm(model.parameters()) if norm is None else getattr(norm, "full_tensor", lambda: norm)()
-        numbers = [float(self.trainer.last_loss), float(norm)]
-        ranks = gather_numbers(numbers, self.trainer.heartbeat)
+        ranks = gather_numbers([float(self.trainer.last_loss), float(norm)], self.trainer.heartbeat)
         bad = not all(math.isfinite(value) for pair in ranks for value in pair)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if bad else 0
         if self.skipped_in_a_row > (FP16_PATIENCE if args.fp16 else 0):
@@ -116,7 +111,7 @@ class StopOnBadStep(Observer):
             raise self._explain(self.trainer.state.global_step + 1, ranks)
 
     def _explain(self, step: int, ranks: list[list[float]]) -> RunError:
-        """The error with which every rank ends. The main rank writes the rows of the step to a file."""
+        """Return the error with which every rank ends. The main rank writes the rows of the step to a file."""
         rows = gather_objects((self.trainer.last_rows, self.trainer.rows_not_finite()), self.trainer.heartbeat)
         details = [
             {"rank": n, "loss": loss, "gradient_norm": norm, "row_ids": ids, "rows_not_finite": suspects}
@@ -127,11 +122,11 @@ class StopOnBadStep(Observer):
         # A loss belongs to one rank. Gradients are the same on all ranks once they are averaged.
         bad_ranks = ", ".join(str(n) for n, (loss, _) in enumerate(ranks) if not math.isfinite(loss))
         what = f"the {'loss' if bad_ranks else 'gradient'} of step {step} is not finite"
-        on_ranks = f" on rank {bad_ranks}" if bad_ranks else ""
-        suspects = [row for rank in details for row in rank["rows_not_finite"]]
-        shown = f"; rows that are not finite alone: {', '.join(map(str, suspects[:SHOWN_ROWS]))}" if suspects else ""
+        what += f" on rank {bad_ranks}" if bad_ranks else ""
+        if suspects := [row for _, not_finite in rows for row in not_finite]:
+            what += f"; rows that are not finite alone: {', '.join(map(str, suspects[:SHOWN_ROWS]))}"
         return RunError(
-            f"{what}{on_ranks}{shown}",
+            what,
             where=str(self._path),
             fix="inspect the step's rows, which this file lists (`make inspect`), or lower train.learning_rate; the "
             "last checkpoint was written before this step",
@@ -148,13 +143,13 @@ class StopWithoutProgress(EarlyStoppingCallback):
 
 
 def gather_numbers(numbers: Sequence[float], heartbeat: Heartbeat | None = None) -> list[list[float]]:
-    """As `gather_objects` for a few numbers, in fp64: one collective, and nothing is pickled."""
+    """Gather a few numbers, as `gather_objects` does, in fp64: one collective, and nothing is pickled."""
     if log.world_size() == 1:
         return [list(numbers)]
     device = "cuda" if "nccl" in torch.distributed.get_backend() else "cpu"
-    mine = torch.tensor(numbers, dtype=torch.float64, device=device)
-    ranks = mine.new_empty(log.world_size() * len(numbers))
+    local = torch.tensor(numbers, dtype=torch.float64, device=device)
+    ranks = local.new_empty(log.world_size() * len(numbers))
     with heartbeat.within("communication") if heartbeat else nullcontext():
-        torch.distributed.all_gather_into_tensor(ranks, mine)
+        torch.distributed.all_gather_into_tensor(ranks, local)
         gathered: list[list[float]] = ranks.view(-1, len(numbers)).tolist()
     return gathered

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from sftplay.data.records import IGNORE_INDEX
-from sftplay.train.micro_batches import Batch, labels_of
+from sftplay.train.micro_batches import Batch
 
 
 def labels_per_row(rows: Any) -> float:
-    """Mean count of label tokens in the held-out rows; 0 without any. The first token of a row predicts no label.
+    """Return the mean count of label tokens in the held-out rows; 0 without any. A row's first token predicts no label.
 
     Rows may know the sum of their label tokens as `label_tokens`. With the result the Trainer's mean over rows becomes
     the exact mean over label tokens.
@@ -28,8 +28,8 @@ def labels_per_row(rows: Any) -> float:
     return counted / len(rows)
 
 
-def by_source(batch: Batch) -> Iterator[tuple[int | None, Batch]]:
-    """The rows of a batch source by source; all at once where they have no sources."""
+def split_by_source(batch: Batch) -> Iterator[tuple[int | None, Batch]]:
+    """Yield the rows of a batch source by source; all at once where they have no sources."""
     if "source" not in batch:
         yield None, batch
         return
@@ -38,35 +38,19 @@ def by_source(batch: Batch) -> Iterator[tuple[int | None, Batch]]:
         yield source, {key: value[rows] for key, value in batch.items()}
 
 
-class HeldOutTally:
-    """Losses and label tokens of the held-out rows of each source, summed over an evaluation on all ranks."""
+def gather_source_losses(sums: Tensor, names: Sequence[str], device: torch.device) -> dict[str, dict[str, float]]:
+    """Map each source to `loss` (mean over label tokens) and `label_tokens` of all ranks; sources without are left out.
 
-    def __init__(self, sources: Sequence[str], device: torch.device) -> None:
-        self.sources, self._device = sources, device
-        self._sums = torch.zeros(len(sources), 2, dtype=torch.float64)
-
-    def count(self, source: int, batch: Batch) -> None:
-        """Count the label tokens of rows of one source."""
-        self._sums[source, 1] += int(labels_of(batch).sum())
-
-    def add(self, source: int, loss_sum: Tensor) -> None:
-        """Add the sum of label tokens' losses of one source."""
-        self._sums[source, 0] += float(loss_sum)
-
-    def take(self) -> dict[str, dict[str, float]]:
-        """Source -> `loss` (mean over label tokens) and `label_tokens`, of all ranks; the sums start again from zero.
-
-        Every rank must call it. A source without a held-out label token is left out.
-        """
-        sums = self._sums.to(self._device)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(sums)
-        self._sums = torch.zeros_like(self._sums)
-        return {
-            name: {"loss": total / count, "label_tokens": int(count)}
-            for name, (total, count) in zip(self.sources, sums.tolist(), strict=True)
-            if count
-        }
+    `sums` are this rank's sums of losses and label tokens, fp64 [sources, 2]. Every rank must call it.
+    """
+    sums = sums.to(device)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(sums)
+    return {
+        name: {"loss": total / count, "label_tokens": int(count)}
+        for name, (total, count) in zip(names, sums.tolist(), strict=True)
+        if count
+    }
 
 
 class HeldOutBlocks:
@@ -91,15 +75,15 @@ class HeldOutBlocks:
         if row >= self._n_blocks:
             first = self[0]
             return {**first, "labels": np.full_like(first["labels"], IGNORE_INDEX)}
-        for blocks in self._sources:
-            if row < len(blocks):
-                break
-            row -= len(blocks)
-        found: dict[str, Any] = blocks[row]
+        source = 0
+        while row >= len(self._sources[source]):
+            row -= len(self._sources[source])
+            source += 1
+        found: dict[str, Any] = self._sources[source][row]
         return found
 
     def padded_to(self, multiple: int) -> HeldOutBlocks:
-        """The same blocks, and behind them blocks without a label, up to a multiple of `multiple`."""
+        """Return the same blocks, and behind them blocks without a label, up to a multiple of `multiple`."""
         rows = -(-self._n_blocks // multiple) * multiple
         padded = HeldOutBlocks(self._sources, n_rows=rows)
         padded.label_tokens = self.label_tokens

@@ -1,4 +1,4 @@
-"""Proves on the model at hand that no document of a block sees another, and that no token sees the padding behind it.
+"""Proofs on the model at hand that no document of a block sees another, and that no token sees the padding behind it.
 
 A few tokens are computed as two documents in one row. Then the gradient of what the model says of one of them, with
 respect to the embeddings of the other, must be exactly 0. Where a layer carries anything over, such as the state of a
@@ -7,17 +7,19 @@ state-space layer or a convolution over tokens, it is not.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sftplay.errors import ConfigError
+from sftplay.train.eval_mode import eval_mode
 from sftplay.train.loss_heads import PROOF_TOLERANCE
-from sftplay.train.micro_batches import has_flash_kernel
+from sftplay.train.upstream import find_attention
 
-PROOF_TOKENS = 8
-"""Tokens of each of the two documents."""
+PROOF_TOKENS = 8  # tokens of each of the two documents
 
 
 def check_isolation(model: Any) -> None:
@@ -26,10 +28,16 @@ def check_isolation(model: Any) -> None:
     Raises:
         ConfigError: the model does.
     """
-    within, across = gradients(model)
-    if not within:
+    ids = proof_ids(model)
+    positions = torch.arange(PROOF_TOKENS, device=ids.device).repeat(2)[None]
+    first, second = slice(0, PROOF_TOKENS), slice(PROOF_TOKENS, None)
+    with watched_embeddings(model) as seen:
+        scores = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+        (of_first,) = torch.autograd.grad(scores[:, first].square().sum(), seen, retain_graph=True)
+        (of_second,) = torch.autograd.grad(scores[:, second].square().sum(), seen)
+    if not (of_first[:, first].any() and of_second[:, second].any()):
         what = f"{type(model).__name__} does not say how its attention follows positions"
-    elif across:
+    elif of_first[:, second].any() or of_second[:, first].any():
         what = f"{type(model).__name__} lets each document of a block see the ones before it"
     else:
         return
@@ -38,18 +46,18 @@ def check_isolation(model: Any) -> None:
 
 
 def can_compute(model: Any) -> bool:
-    """Whether this process can run `model` before the trainer has wrapped it.
+    """Return whether this process can run `model` before the trainer has wrapped it.
 
     Not under ZeRO-3, which has shared the weights out already, nor where FSDP loads them on the main process alone, nor
     where flash attention waits for a GPU on which the model is put later.
     """
     device = model.get_input_embeddings().weight.device
     on_hold = any(weight.is_meta or hasattr(weight, "ds_id") for weight in model.parameters())
-    return not on_hold and not (has_flash_kernel(model) and device.type == "cpu")
+    return not on_hold and not ("flash" in find_attention(model) and device.type == "cpu")
 
 
 def needs_no_mask(model: Any, device: torch.device, *, is_half: bool) -> bool:
-    """Whether rows that are padded on the right need no mask, and are faster without one.
+    """Return whether rows that are padded on the right need no mask, and are faster without one.
 
     With a mask transformers repeats keys and values for all heads, and torch takes its memory-efficient kernel. Without
     one it takes flash attention, which exists for 16 bits from capability 8.0 on (torch, `sdp_utils.cpp`). In a plain
@@ -62,60 +70,40 @@ def needs_no_mask(model: Any, device: torch.device, *, is_half: bool) -> bool:
     slides = slides or set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     reads_mask = getattr(config, "output_router_logits", False) or getattr(config, "alibi", False)
     reads_mask = reads_mask or config.model_type in ("bloom", "mpt")
-    plain = config._attn_implementation == "sdpa" and not slides and not reads_mask
+    plain = find_attention(model) == "sdpa" and not slides and not reads_mask
     return bool(is_fast and plain and can_compute(model) and ignores_padding(model))
 
 
 def ignores_padding(model: Any) -> bool:
-    """The proof: scores of a few tokens are the same without a mask, and no gradient comes from what is behind them."""
-    embeddings, seen = model.get_input_embeddings(), list[Tensor]()
+    """Return whether a few tokens have the same scores without a mask, and no gradient from what follows them."""
+    ids = proof_ids(model)
+    mask = (torch.arange(2 * PROOF_TOKENS, device=ids.device) < PROOF_TOKENS).long()[None]
+    with watched_embeddings(model) as seen:
+        masked = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :PROOF_TOKENS].float()
+        plain = model(input_ids=ids, use_cache=False).logits[:, :PROOF_TOKENS].float()
+        (gradient,) = torch.autograd.grad(plain.square().sum(), seen[-1:])
+    absolute = PROOF_TOLERANCE * float(masked.detach().abs().max())
+    same = torch.allclose(masked, plain, rtol=PROOF_TOLERANCE, atol=absolute)
+    return bool(same) and not gradient[:, PROOF_TOKENS:].any()
+
+
+def proof_ids(model: Any) -> Tensor:
+    """Return a row of ordinary token ids, int64 [1, 2 x PROOF_TOKENS], where `model` is."""
+    return torch.arange(2 * PROOF_TOKENS, device=model.get_input_embeddings().weight.device)[None] + 2
+
+
+@contextmanager
+def watched_embeddings(model: Any) -> Iterator[list[Tensor]]:
+    """Inside, `model` computes without dropout, and the embeddings of each forward pass are kept as leaves."""
+    seen: list[Tensor] = []
 
     def keep(*hooked: Any) -> Tensor:
         seen.append(hooked[-1].detach().requires_grad_())
         return seen[-1]
 
-    ids = torch.arange(2 * PROOF_TOKENS, device=embeddings.weight.device)[None] + 2
-    mask = (torch.arange(2 * PROOF_TOKENS, device=ids.device) < PROOF_TOKENS).long()[None]
-    was_training = model.training
-    model.eval()
-    handle = embeddings.register_forward_hook(keep)
+    handle = model.get_input_embeddings().register_forward_hook(keep)
     try:
-        with torch.enable_grad():
-            masked = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :PROOF_TOKENS].float()
-            plain = model(input_ids=ids, use_cache=False).logits[:, :PROOF_TOKENS].float()
-            (gradient,) = torch.autograd.grad(plain.square().sum(), seen[-1:])
+        with eval_mode(model), torch.enable_grad():
+            yield seen
     finally:
         handle.remove()
-        model.train(was_training)
-    same = torch.allclose(
-        masked, plain, rtol=PROOF_TOLERANCE, atol=PROOF_TOLERANCE * float(masked.detach().abs().max())
-    )
-    return bool(same) and not gradient[:, PROOF_TOKENS:].any()
-
-
-def gradients(model: Any) -> tuple[bool, bool]:
-    """Whether the scores of a document depend on the document itself, and whether on the other one in its row."""
-    embeddings = model.get_input_embeddings()
-    seen: list[Tensor] = []
-
-    def keep(*hooked: Any) -> Tensor:
-        seen.append(hooked[-1].detach().requires_grad_())
-        return seen[0]
-
-    device = embeddings.weight.device
-    ids = torch.arange(2 * PROOF_TOKENS, device=device)[None] + 2
-    positions = torch.arange(PROOF_TOKENS, device=device).repeat(2)[None]
-    was_training = model.training
-    model.eval()
-    handle = embeddings.register_forward_hook(keep)
-    try:
-        with torch.enable_grad():
-            scores = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
-            (first,) = torch.autograd.grad(scores[:, :PROOF_TOKENS].square().sum(), seen, retain_graph=True)
-            (second,) = torch.autograd.grad(scores[:, PROOF_TOKENS:].square().sum(), seen)
-    finally:
-        handle.remove()
-        model.train(was_training)
-    of_first, of_second = slice(0, PROOF_TOKENS), slice(PROOF_TOKENS, None)
-    within = bool(first[:, of_first].any()) and bool(second[:, of_second].any())
-    return within, bool(first[:, of_second].any()) or bool(second[:, of_first].any())

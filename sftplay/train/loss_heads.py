@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -17,6 +17,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError, ran_out_of_memory
 from sftplay.plan.memory.memory_setup import gpu_chunk_tokens
+from sftplay.train.eval_mode import eval_mode
 
 PROOF_TOKENS = 8
 PROOF_TOLERANCE = 1e-2
@@ -31,7 +32,7 @@ class LabelHead:
         self._handle = model.get_output_embeddings().register_forward_pre_hook(self._select)
 
     def narrow(self, labels: Tensor) -> Tensor:
-        """From now on only the positions before a label reach the head; returns the labels in that order.
+        """Let only the positions before a label reach the head from now on; return the labels in that order.
 
         `labels` int64 [rows, tokens] -> int64 [1, labelled], for the model's argument `shift_labels`.
         """
@@ -43,7 +44,7 @@ class LabelHead:
         return shifted[positions][None]
 
     def widen(self) -> None:
-        """From now on all positions reach the head, as generation needs it."""
+        """Let all positions reach the head from now on, as generation needs it."""
         self._positions = None
 
     def remove(self) -> None:
@@ -58,7 +59,7 @@ class LabelHead:
 
 
 def prove_label_head(model: Any) -> tuple[LabelHead | None, str]:
-    """A label head for `model`; or None, and why: the model computes its scores in a way that the hook does not reach.
+    """Return a label head for `model`; or None, and why: its scores are computed where the hook does not reach.
 
     The proof: the loss of a few tokens is the same with it and without it.
 
@@ -67,18 +68,17 @@ def prove_label_head(model: Any) -> tuple[LabelHead | None, str]:
     """
     if model.get_output_embeddings() is None:
         return None, "the model has no output embeddings"
-    head = LabelHead(model)
-    was_training = model.training
-    model.eval()
+    head, why = LabelHead(model), ""
     try:
-        why = "" if _agrees(model, head) else "the loss of a few tokens is another one with it"
+        with eval_mode(model):
+            if not _agrees(model, head):
+                why = "the loss of a few tokens is another one with it"
     except (RuntimeError, TypeError, ValueError) as error:  # the model hands its scores on in another shape
         if ran_out_of_memory(error):
             raise
         why = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}" if str(error) else type(error).__name__
     finally:
         head.widen()
-        model.train(was_training)
     if why:
         head.remove()
         return None, why
@@ -86,7 +86,7 @@ def prove_label_head(model: Any) -> tuple[LabelHead | None, str]:
 
 
 def proof_rows(model: Any) -> tuple[Tensor, Tensor]:
-    """Token ids and labels of two short rows, some of them without a label, where `model` is."""
+    """Return token ids and labels of two short rows, some of them without a label, where `model` is."""
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(2 * PROOF_TOKENS, device=device).reshape(2, PROOF_TOKENS)
     labels = ids.clone()
@@ -110,7 +110,7 @@ SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
 def put_chunked_head(model: Any, *, proves: bool) -> None:
-    """From now on the causal `model`, given labels, computes its loss in chunks; without labels it is as before.
+    """Let the causal `model`, given labels, compute its loss in chunks from now on; without labels it is as before.
 
     With `proves` a few tokens show that the loss is the model's own. They cannot where weights are sharded.
 
@@ -123,7 +123,7 @@ def put_chunked_head(model: Any, *, proves: bool) -> None:
     if getattr(config, "output_router_logits", False):
         raise _refusal("the model adds a loss of its router, which a loss in chunks leaves out")
 
-    @functools.wraps(type(model).forward)  # generate() looks at its signature
+    @wraps(type(model).forward)  # generate() looks at its signature
     def forward(self: Any, *given: Any, labels: Any = None, num_items_in_batch: Any = None, **named: Any) -> Any:
         if labels is None:
             return whole(*given, **named)
@@ -134,20 +134,13 @@ def put_chunked_head(model: Any, *, proves: bool) -> None:
         return CausalLMOutput(loss=total / count)
 
     model.forward = MethodType(forward, model)
-    if proves and not _agree(model, whole, model.forward):
-        raise _refusal(f"{type(model).__name__} computes its loss from more than the scores of its output head")
-
-
-@torch.no_grad()
-def _agree(model: Any, *forwards: Any) -> bool:
+    if not proves:
+        return
     ids, labels = proof_rows(model)
-    was_training = model.training
-    model.eval()
-    try:
-        one, other = (forward(input_ids=ids, labels=labels, use_cache=False).loss.float() for forward in forwards)
-    finally:
-        model.train(was_training)
-    return bool(torch.isclose(one, other, rtol=PROOF_TOLERANCE))
+    with eval_mode(model), torch.no_grad():
+        losses = [call(input_ids=ids, labels=labels, use_cache=False).loss.float() for call in (whole, model.forward)]
+    if not torch.isclose(losses[0], losses[1], rtol=PROOF_TOLERANCE):
+        raise _refusal(f"{type(model).__name__} computes its loss from more than the scores of its output head")
 
 
 def _refusal(what: str) -> ConfigError:
@@ -155,7 +148,7 @@ def _refusal(what: str) -> ConfigError:
 
 
 def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> Tensor:
-    """Sum of the label tokens' losses; `hidden` [rows, tokens, width], `labels` int64 [rows, tokens]."""
+    """Sum the label tokens' losses; `hidden` [rows, tokens, width], `labels` int64 [rows, tokens]."""
     # Of a head that has rows of new tokens, PEFT's wrapper gives the weight with these rows, and no bias.
     weight, bias = head.weight, getattr(head, "bias", None)
     if isinstance(weight, DTensor):  # gathered once, not in every chunk
@@ -170,27 +163,27 @@ def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> T
     chunks = max(1, -(-int(is_label.sum()) // size))
     if hidden.device.type == "cuda":  # once, not in each chunk
         weight = weight.to(hidden.dtype)
+    compute = partial(_compute_chunk_loss, weight=weight, bias=bias, config=config)
     total = hidden.new_zeros((), dtype=torch.float32)
     for start in range(0, chunks * size, size):
         part = slice(start, start + size)
-        given = {"weight": weight, "bias": bias, "config": config}
-        total = total + checkpoint(_chunk_loss, hidden[part], targets[part], **given, use_reentrant=False)
+        total = total + checkpoint(compute, hidden[part], targets[part], use_reentrant=False)
     return total
 
 
 def chunk_tokens(device: torch.device, vocab: int) -> int:
-    """Tokens of a chunk on that device."""
+    """Return the tokens of a chunk on that device."""
     return gpu_chunk_tokens(vocab) if device.type == "cuda" else CHUNK_TOKENS
 
 
-def _chunk_loss(hidden: Tensor, targets: Tensor, *, weight: Tensor, bias: Tensor | None, config: Any) -> Tensor:
+def _compute_chunk_loss(hidden: Tensor, targets: Tensor, *, weight: Tensor, bias: Tensor | None, config: Any) -> Tensor:
     with maybe_gather_lm_head_ctx(weight, bias):
-        scores = scores_of(hidden, weight=weight, bias=bias, config=config)
+        scores = compute_scores(hidden, weight=weight, bias=bias, config=config)
     return nn.functional.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def scores_of(hidden: Tensor, *, weight: Tensor, bias: Tensor | None, config: Any) -> Tensor:
-    """What a causal model of this text config makes of its last states: fp32 [..., width] -> [..., vocabulary]."""
+def compute_scores(hidden: Tensor, *, weight: Tensor, bias: Tensor | None, config: Any) -> Tensor:
+    """Compute a causal model's scores from its last states: float [..., width] -> fp32 [..., vocabulary]."""
     scores = (hidden @ weight.to(hidden.dtype).t()).float()
     if bias is not None:
         scores = scores + bias.float()

@@ -21,21 +21,19 @@ from sftplay.model.out_of_memory import gather_objects, memory_fields
 from sftplay.train.interval import (
     CostModel,
     RankShare,
-    SourceTotals,
+    TokenTotals,
     describe_ranks,
     describe_sources,
     describe_speed,
     mean_loss,
     scalars,
-    totals_of,
 )
 from sftplay.train.observer import Observer
 from sftplay.units import format_bytes, format_count, format_seconds
 
 PROGRESS_EVERY_S = 1.0
 
-SHOWN_LINES = 20
-"""Lines of one kind that a run prints on the screen; all of them are in metrics.jsonl and logs/."""
+SHOWN_LINES = 20  # lines of one kind that a run prints on the screen; all of them are in metrics.jsonl and logs/
 
 
 class MetricsWriter(Observer):
@@ -45,23 +43,14 @@ class MetricsWriter(Observer):
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        attempt: int,
-        keep_row_ids: bool,
-        costs: CostModel,
-        counters: Mapping[str, int] | None = None,
-        sources: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
+        self, path: Path, *, attempt: int, keep_row_ids: bool, costs: CostModel,
+        counters: Mapping[str, int] | None = None, sources: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:  # fmt: skip
         self.path, self.attempt, self.keep_row_ids, self.costs = path, attempt, keep_row_ids, costs
         self.last_loss: float | None = None
+        # Since the run's first step, over all attempts and ranks; the same for each source of a mixture.
         self.totals = {"tokens_seen": 0, "label_tokens_seen": 0, **(counters or {})}
-        """Since the run's first step, over all attempts and ranks."""
-
-        self.sources = {name: SourceTotals(**totals) for name, totals in (sources or {}).items()}
-        """The same for each source of a mixture."""
-
+        self.sources = {name: TokenTotals(**totals) for name, totals in (sources or {}).items()}
         self.train_seconds = self.train_cpu_seconds = self._cpu_started = 0.0
         self._started = self._shown_at = 0.0
         self._shown_tokens = self._logged_step = 0
@@ -84,19 +73,30 @@ class MetricsWriter(Observer):
         speed = max(0, tokens - self._shown_tokens) * log.world_size() / (now - self._shown_at)
         self._shown_at, self._shown_tokens = now, tokens
         rate = self.trainer.lr_scheduler.get_last_lr()[0]
-        show_step(state, step_figures(float(self.trainer.last_loss), rate, tokens_per_s=speed))
+        text = format_figures(float(self.trainer.last_loss), rate, tokens_per_s=speed)
+        log.progress(state.global_step, state.max_steps, what="step", text=text)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" not in logs:
             return
-        share, row_ids = self._take_share()
-        memory = memory_fields()
+        counts, memory = self.trainer.take_counts(), memory_fields()
+        share = RankShare(
+            tokens=counts.tokens,
+            padded_tokens=counts.padded_tokens,
+            label_tokens=counts.label_tokens,
+            samples=len(counts.rows),
+            loss_sum=counts.read().loss_sum,
+            flops=self.costs.count_flops(counts.lengths, counts.label_tokens) if self.costs.count_flops else None,
+            peak_flops=self.costs.peak_flops,
+            seconds=self.trainer.heartbeat.take_seconds(),
+            sources={self.trainer.source_names[source]: found.read() for source, found in counts.sources.items()},
+        )
+        row_ids = counts.rows if self.keep_row_ids else []
         gathered = gather_objects((share, row_ids, {**memory, **self.costs.predicted_bytes}), self.trainer.heartbeat)
         shares, row_ids_by_rank, ranks_memory = map(list, zip(*gathered, strict=True))
-        line = self._line(logs, state, shares=shares)
-        line |= {**memory, "ranks_memory": ranks_memory}
+        line = self._make_line(logs, state, shares=shares)
         figures = self.trainer.take_figures(logs)
-        line |= figures
+        line |= {**memory, "ranks_memory": ranks_memory, **figures}
         if self.keep_row_ids:
             line["row_ids"] = row_ids_by_rank
         self._logged_step, self._shown_tokens = state.global_step, 0
@@ -107,32 +107,21 @@ class MetricsWriter(Observer):
         if log.is_main():
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-            self._print(line, state)
+            mfu = f"  MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
+            shown = f"reward {line['reward']:.3f}  " if line.get("reward") is not None else ""
+            shown += format_figures(line["loss"], line["learning_rate"], tokens_per_s=line["tokens_per_s"])
+            text = f"step {line['step']}/{state.max_steps}  {shown}  padding {line['padding_share']:.0%}{mfu}"
+            print_progress(state, state.logging_steps, text=text)
+            log.progress(state.global_step, state.max_steps, what="step", text=shown)
 
-    def _take_share(self) -> tuple[RankShare, list[int]]:
-        """This rank's share since the last line, and the ids of its rows when they are kept."""
-        counts, costs = self.trainer.take_counts(), self.costs
-        share = RankShare(
-            tokens=counts.tokens,
-            padded_tokens=counts.padded_tokens,
-            label_tokens=counts.label_tokens,
-            samples=len(counts.rows),
-            loss_sum=None if counts.loss_sum is None else float(counts.loss_sum),
-            flops=costs.count_flops(counts.lengths, counts.label_tokens) if costs.count_flops else None,
-            peak_flops=costs.peak_flops,
-            seconds=self.trainer.heartbeat.take_seconds(),
-            sources={self.trainer.source_names[source]: totals_of(each) for source, each in counts.sources.items()},
-        )
-        return share, counts.rows if self.keep_row_ids else []
-
-    def _line(self, logs: dict[str, Any], state: Any, *, shares: list[RankShare]) -> dict[str, Any]:
-        tokens, label_tokens = (sum(getattr(share, key) for share in shares) for key in ("tokens", "label_tokens"))
+    def _make_line(self, logs: dict[str, Any], state: Any, *, shares: list[RankShare]) -> dict[str, Any]:
+        label_tokens = sum(share.label_tokens for share in shares)
         self.totals = {
-            "tokens_seen": self.totals["tokens_seen"] + tokens,
+            "tokens_seen": self.totals["tokens_seen"] + sum(share.tokens for share in shares),
             "label_tokens_seen": self.totals["label_tokens_seen"] + label_tokens,
         }
         loss = mean_loss(shares)
-        return {
+        line = {
             "step": state.global_step,
             "attempt": self.attempt,
             "loss": logs["loss"] if loss is None else loss,
@@ -142,27 +131,14 @@ class MetricsWriter(Observer):
             **self.totals,
             **describe_speed(shares, state.global_step - self._logged_step),
             "ranks": describe_ranks(shares),
-            **self._source_fields(shares),
         }
-
-    def _source_fields(self, shares: list[RankShare]) -> dict[str, Any]:
-        """`sources`, each since the first step, and `source_losses`, since the last line; neither in other tasks."""
-        if not (names := self.trainer.source_names):
-            return {}
-        nothing = SourceTotals()
-        recent = {name: sum((share.sources.get(name, nothing) for share in shares), nothing) for name in names}
-        self.sources = {name: self.sources.get(name, nothing) + recent[name] for name in names}
-        losses = {name: each.loss for name, each in recent.items()}
-        return {"sources": describe_sources(self.sources), "source_losses": losses}
-
-    def _print(self, line: dict[str, Any], state: Any) -> None:
-        mfu = f"  MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
-        shown = step_figures(line["loss"], line["learning_rate"], tokens_per_s=line["tokens_per_s"])
-        reward = f"reward {line['reward']:.3f}  " if line.get("reward") is not None else ""
-        shown = f"{reward}{shown}"
-        text = f"{shown}  padding {line['padding_share']:.0%}{mfu}"
-        print_progress(state, state.logging_steps, text=f"step {line['step']}/{state.max_steps}  {text}")
-        show_step(state, shown)
+        if names := self.trainer.source_names:
+            nothing = TokenTotals()
+            recent = {name: sum((share.sources.get(name, nothing) for share in shares), nothing) for name in names}
+            self.sources = {name: self.sources.get(name, nothing) + recent[name] for name in names}
+            line["sources"] = describe_sources(self.sources)  # since the first step
+            line["source_losses"] = {name: totals.loss for name, totals in recent.items()}  # since the last line
+        return line
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
         if log.is_main():
@@ -172,7 +148,7 @@ class MetricsWriter(Observer):
             path = self.path.parent / "eval" / f"step-{state.global_step}.json"
             write_text(path, json.dumps(figures, indent=1) + "\n")
         text = f"step {state.global_step}/{state.max_steps}  held-out loss {metrics['eval_loss']:.4f}"
-        text += "".join(f"  {name} {each['loss']:.4f}" for name, each in self.trainer.held_out_sources.items())
+        text += "".join(f"  {name} {source['loss']:.4f}" for name, source in self.trainer.held_out_sources.items())
         print_progress(state, state.eval_steps, text=text)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -191,7 +167,7 @@ class LineBoard:
         self._writer, self._figures = writer, list[tuple[str, float, int]]()
 
     def add_scalar(self, *figure: Any) -> None:
-        """Name, value and step of a figure of the line that `flush` sends."""
+        """Keep name, value and step of a figure for the line that `flush` sends."""
         self._figures.append(figure)
 
     def flush(self) -> None:
@@ -208,14 +184,9 @@ class LineBoard:
         return getattr(self._writer, name)
 
 
-def step_figures(loss: float, rate: float, *, tokens_per_s: float) -> str:
-    """A step's figures, rounded alike wherever they are shown."""
+def format_figures(loss: float, rate: float, *, tokens_per_s: float) -> str:
+    """Round a step's figures alike wherever they are shown."""
     return f"loss {loss:.4f}  rate {rate:.2e}  {format_count(tokens_per_s)} tokens/s"
-
-
-def show_step(state: Any, text: str) -> None:
-    """Show how far the run is."""
-    log.progress(state.global_step, state.max_steps, what="step", text=text)
 
 
 def print_progress(state: Any, every: float, *, text: str) -> None:
@@ -226,7 +197,7 @@ def print_progress(state: Any, every: float, *, text: str) -> None:
 
 
 def compare_memory(memory: dict[str, int]) -> str:
-    """The plan's peak beside the most that any rank held; empty when nothing was planned or measured.
+    """Compare the plan's peak with the most that any rank held; empty when nothing was planned or measured.
 
     `memory` has the keys of `ranks_memory`. On a GPU both figures are those of torch's allocator alone, without other
     memory of the process and without the plan's margin.
@@ -244,7 +215,7 @@ def compare_memory(memory: dict[str, int]) -> str:
 def cut_back(path: Path, step: int) -> None:
     """Remove what lies after `step` in metrics.jsonl and eval/step-N, and a line that a crash cut short.
 
-    Lines that are broken otherwise are named, and the file that has them is kept beside the new one.
+    Lines that are broken otherwise are named, and the file that has them is kept next to the new one.
     """
     for evaluation in (path.parent / "eval").glob("step-*.json"):
         number = evaluation.stem.removeprefix("step-")
@@ -258,7 +229,7 @@ def cut_back(path: Path, step: int) -> None:
     if broken or len(whole) < len(records):
         shutil.copyfile(path, path.with_name(f"{path.name}.broken"))
         what = f"line {', '.join(map(str, broken))}" if broken else "a line without a step"
-        log.say(f"{path.name}: {what} cannot be read: passed over, and kept in {path.name}.broken", "resume")
+        log.say(f"{path.name}: {what} cannot be read: skipped, and kept in {path.name}.broken", "resume")
     write_text(path, "".join(f"{json.dumps(record)}\n" for record in whole if record["step"] <= step))
 
 
@@ -281,19 +252,16 @@ class TrackPhases(TrainerCallback):
         if control.should_evaluate:
             self.heartbeat.enter("evaluation")
         else:
-            self._end_step(state, control)
+            self.on_evaluate(args, state, control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._end_step(state, control)
+        if control.should_save:
+            self.heartbeat.enter("save")
+        else:
+            self.heartbeat.enter("data", step=state.global_step + 1)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.heartbeat.enter("data", step=state.global_step + 1)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.heartbeat.enter("idle")
-
-    def _end_step(self, state: Any, control: Any) -> None:
-        if control.should_save:
-            self.heartbeat.enter("save")
-        else:
-            self.heartbeat.enter("data", step=state.global_step + 1)

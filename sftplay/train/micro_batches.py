@@ -13,67 +13,41 @@ from sftplay.data.records import IGNORE_INDEX
 from sftplay.train.interval import StepCounts
 
 Batch = dict[str, Tensor]
+SourceLoss = tuple[int | None, Tensor]  # a micro-batch's source, where it is all of one, and its loss
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "labels")
 """Columns of a batch that the model is given; the others are the kit's."""
 
 
 def model_inputs(batch: Batch) -> Batch:
-    """The columns for the model. Positions take the place of the mask."""
+    """Return the columns for the model. Positions take the place of the mask."""
     dropped = "attention_mask" if "position_ids" in batch else "position_ids"
     return {key: batch[key] for key in INPUTS if key in batch and key != dropped}
 
 
 def on_device(batch: Batch, device: Any) -> Batch:
-    """The batch where the model is. A GPU copies it from page-locked memory while it still computes."""
+    """Return the batch where the model is. A GPU copies it from page-locked memory while it still computes."""
     if device.type != "cuda":
         return batch
     return {key: value.pin_memory().to(device, non_blocking=True) for key, value in batch.items()}
 
 
-def has_flash_kernel(model: Any) -> bool:
-    """Whether the attention of a causal model is computed by flash attention."""
-    return "flash" in str(getattr(model.config.get_text_config(), "_attn_implementation", ""))
-
-
-def in_one_row(inputs: Batch) -> Batch:
-    """Packed rows one behind the other: int64 [1, rows * tokens].
-
-    No row's first token has a label, so that the loss stays the same.
-    """
-    return {key: value.reshape(1, -1) for key, value in inputs.items()}
-
-
-def labels_of(batch: Batch) -> Tensor:
-    """Label tokens of each row: int64 [rows]. The first token of a row predicts none."""
+def count_labels(batch: Batch) -> Tensor:
+    """Count the label tokens of each row: int64 [rows]. The first token of a row predicts none."""
     return (batch["labels"][:, 1:] != IGNORE_INDEX).sum(1)
 
 
 def count_rows(counts: StepCounts, batch: Batch) -> None:
     """Add the rows of a batch."""
-    lengths, labels = (each.tolist() for each in (batch["attention_mask"].sum(1), labels_of(batch)))
+    lengths, labels = batch["attention_mask"].sum(1).tolist(), count_labels(batch).tolist()
     counts.tokens += sum(lengths)
     counts.lengths += lengths
     counts.label_tokens += sum(labels)
     counts.rows += batch["row"].tolist()
     if "source" in batch:
         for source, tokens, learned in zip(batch["source"].tolist(), lengths, labels, strict=True):
-            of_source = counts.of_source(source)
-            of_source.tokens += tokens
-            of_source.label_tokens += learned
-
-
-SourceLoss = tuple[int | None, Tensor]
-"""A micro-batch's source, where it is all of one, and its loss."""
-
-
-def count_losses(counts: StepCounts, losses: Sequence[SourceLoss], *, scale: Tensor | float) -> None:
-    """Add losses, each with its source; `scale` makes of a loss the sum over its label tokens."""
-    for source, loss in losses:
-        loss_sum = loss.detach().double() * scale
-        counts.loss_sum = loss_sum if counts.loss_sum is None else counts.loss_sum + loss_sum
-        if source is not None:
-            counts.of_source(source).add_loss(loss_sum)
+            counts.of_source(source).tokens += tokens
+            counts.of_source(source).label_tokens += learned
 
 
 @dataclass(frozen=True)
@@ -86,36 +60,31 @@ class Collator:
 
     pad_token_id: int
 
-    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        window = self._padded(rows)
-        window |= {key: torch.tensor([row[key] for row in rows]) for key in ("row", "source") if key in rows[0]}
-        return window
-
-    def _padded(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> Batch:
         width = max(len(row["input_ids"]) for row in rows)
         window = {
             "input_ids": torch.full((len(rows), width), self.pad_token_id),
             "attention_mask": torch.zeros((len(rows), width), dtype=torch.int64),
             "labels": torch.full((len(rows), width), IGNORE_INDEX),
         }
+        if "position_ids" in rows[0]:
+            window["position_ids"] = torch.zeros_like(window["labels"])
         for i, row in enumerate(rows):
             n = len(row["input_ids"])
             window["input_ids"][i, :n] = torch.as_tensor(row["input_ids"])
             window["attention_mask"][i, :n] = 1
             window["labels"][i, :n] = torch.as_tensor(row["labels"])
-        if "position_ids" in rows[0]:
-            # The padding continues the last document, so that a block of one document needs no mask. Nobody sees it.
-            window["position_ids"] = torch.zeros_like(window["labels"])
-            for positions, row in zip(window["position_ids"], rows, strict=True):
-                n = len(row["position_ids"])
+            if "position_ids" in row:
+                # The padding continues the last document, so that a block of one document needs no mask.
+                positions = window["position_ids"][i]
                 positions[:n] = torch.as_tensor(row["position_ids"])
                 positions[n:] = torch.arange(1, width - n + 1) + positions[n - 1]
-        return window
+        return window | {key: torch.tensor([row[key] for row in rows]) for key in ("row", "source") if key in rows[0]}
 
 
 @dataclass(frozen=True)
 class MicroBatcher:
-    """How windows are cut: into at most `micro_batch` rows, each a row of data or, packed, up to `max_tokens`.
+    """Cuts windows into micro-batches of at most `micro_batch` rows: rows of data or, packed, up to `max_tokens` each.
 
     With `budget_tokens` a micro-batch has as many rows of data as keep rows x longest row within the budget, and at
     least one.
@@ -126,10 +95,10 @@ class MicroBatcher:
     max_tokens: int = 0
     budget_tokens: int | None = None
 
-    def cut(self, window: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Micro-batches of a collated window, longest rows first, so that one that is too large fails at once.
+    def cut(self, window: Batch) -> Iterator[Batch]:
+        """Yield micro-batches of a collated window, longest rows first, so that one that is too large fails at once.
 
-        They hold `input_ids`, `labels` and `attention_mask`. Packed ones hold `position_ids` in place of the mask,
+        They hold `input_ids`, `labels` and `attention_mask`. Packed ones hold `position_ids` instead of the mask,
         which start from 0 at each row of data: attention then stays inside each row. The rows of a mixture are cut
         source by source, and each micro-batch holds its `source`.
         """
@@ -141,12 +110,14 @@ class MicroBatcher:
                 for micro_batch in self._cut_padded(window, lengths, order=order[sources == source]):
                     yield micro_batch | {"source": torch.tensor(source)}
         elif self.packs:
-            yield from self._cut_packed(window, lengths.tolist(), order=order.tolist())
+            groups = first_fit(lengths.tolist(), order.tolist(), room=self.max_tokens)
+            for start in range(0, len(groups), self.micro_batch):
+                yield _pack(window, lengths.tolist(), groups=groups[start : start + self.micro_batch])
         else:
             yield from self._cut_padded(window, lengths, order=order)
 
     def smaller(self, window_rows: int) -> MicroBatcher | None:
-        """The next smaller one for windows of so many rows; None where every micro-batch is a single row already.
+        """Return the next smaller one for windows of so many rows; None where every micro-batch is a single row.
 
         `micro_batch` stays a divisor of the window's rows, so that a resumed run can be given the same sizes.
         """
@@ -158,30 +129,20 @@ class MicroBatcher:
             return MicroBatcher(1, max_tokens=self.max_tokens)
         return None
 
-    def _rows_within(self, width: int) -> int:
-        """Rows of a micro-batch whose longest row has `width` tokens."""
-        if self.budget_tokens is None:
-            return self.micro_batch
-        return max(1, self.budget_tokens // max(1, width))
-
-    def _cut_padded(self, window: dict[str, Tensor], lengths: Tensor, *, order: Tensor) -> Iterator[dict[str, Tensor]]:
+    def _cut_padded(self, window: Batch, lengths: Tensor, *, order: Tensor) -> Iterator[Batch]:
         start = 0
         while start < len(order):
             width = int(lengths[order[start]])
-            rows = order[start : start + self._rows_within(width)]
+            count = self.micro_batch
+            if self.budget_tokens is not None:
+                count = max(1, self.budget_tokens // max(1, width))
+            rows = order[start : start + count]
             start += len(rows)
             yield {key: value[rows, :width] for key, value in model_inputs(window).items()}
 
-    def _cut_packed(
-        self, window: dict[str, Tensor], lengths: list[int], *, order: list[int]
-    ) -> Iterator[dict[str, Tensor]]:
-        bins = first_fit(lengths, order, room=self.max_tokens)
-        for start in range(0, len(bins), self.micro_batch):
-            yield _join(window, lengths, groups=bins[start : start + self.micro_batch])
-
 
 def first_fit(lengths: Sequence[int], order: Sequence[int], *, room: int) -> list[list[int]]:
-    """Rows in groups of at most `room` tokens; each row goes into the first group with room for it.
+    """Put rows into groups of at most `room` tokens; each row goes into the first group with room for it.
 
     With `order` by falling length this is first-fit decreasing, which needs at most 11/9 of the fewest groups and a few
     more (Johnson 1973). A row longer than `room` gets a group of its own.
@@ -199,7 +160,7 @@ def first_fit(lengths: Sequence[int], order: Sequence[int], *, room: int) -> lis
     return groups
 
 
-def _join(window: dict[str, Tensor], lengths: list[int], *, groups: list[list[int]]) -> dict[str, Tensor]:
+def _pack(window: Batch, lengths: list[int], *, groups: list[list[int]]) -> Batch:
     width = max(sum(lengths[row] for row in group) for group in groups)
     ids = window["input_ids"].new_zeros((len(groups), width))
     labels = torch.full_like(ids, IGNORE_INDEX)

@@ -19,11 +19,14 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.train.observer import Observer, StepTrainer
 
-WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "fsdp": "FSDP", "hsdp": "FSDP"}
-"""Beginning of cluster.strategy -> beginning of the class in which the trainer must have wrapped the model."""
-
-DISTRIBUTED = {"ddp": ("MULTI_",), "zero": ("DEEPSPEED",), "fsdp": ("FSDP",), "hsdp": ("FSDP",)}
-"""Beginning of cluster.strategy -> beginning of the distributed type that accelerate must report."""
+LAUNCHES = {
+    "ddp": ("DistributedDataParallel", "MULTI_"),
+    "zero": ("DeepSpeedEngine", "DEEPSPEED"),
+    "fsdp": ("FSDP", "FSDP"),
+    "hsdp": ("FSDP", "FSDP"),
+}
+"""Beginning of cluster.strategy -> beginnings of the class in which the trainer must have wrapped the model, and of the
+distributed type that accelerate must report."""
 
 MUST_AGREE = {
     "fingerprint": "read different configs",
@@ -31,16 +34,11 @@ MUST_AGREE = {
     "base": "start from different files of weights",
     "rows": "train on different rows",
 }
-"""What must be equal on all ranks, and the message where it is not."""
+"""Facts that must be equal on all ranks, and the message where they are not."""
 
-NOT_IN_STATUS = ("parameters", "base", "rows")
-"""What is compared but not written to status.json."""
-
-OF_GROUPS = ("num_generations", "generation_batch_size", "steps_per_generation")
-"""Sizes of drawings, as GRPOConfig has them once it is made; other configs of TRL have none."""
 
 CHUNK_NUMBERS = 2**22
-"""How many weights are summed at a time: a copy in 8 bytes takes 32 MiB, and one of 152,000 x 8192 weights 10 GB."""
+"""Weights that are summed at a time: a copy in 8 bytes takes 32 MiB, and one of 152,000 x 8192 weights 10 GB."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a number -> the integer that has the same ones."""
@@ -64,15 +62,30 @@ class Preflight(Observer):
             self.parameters = checksum(trainer.model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        ranks = gather_objects(self._describe())
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        ranks = gather_objects(
+            {
+                "pid": os.getpid(),
+                "distributed_type": str(accelerator.distributed_type.value),
+                "world_size": accelerator.num_processes,
+                "is_main": accelerator.is_main_process,
+                "model_class": type(trainer.model_wrapped).__name__,
+                "fingerprint": hashlib.sha256(self.folder.resolved.read_bytes()).hexdigest(),
+                "rows_per_step": trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps,
+                "sizes": read_sizes(trainer),
+                "parameters": self.parameters,
+                "rows": self.rows,
+                "base": self.base,
+            }
+        )
         if log.is_main():
-            self.folder.update_status(ranks=[{k: v for k, v in r.items() if k not in NOT_IN_STATUS} for r in ranks])
-        problems = find_problems(ranks, self.cfg, world_size=log.world_size())
-        if problems:
+            compared_only = ("parameters", "base", "rows")
+            self.folder.update_status(ranks=[{k: v for k, v in r.items() if k not in compared_only} for r in ranks])
+        if problems := find_problems(ranks, self.cfg, world_size=log.world_size()):
             raise RunError("; ".join(problems), where="preflight", fix="launch with `make train`, which sets all this")
         planned = self.folder.read_json("plan.json")
         if other_sizes := [
-            f"rank {n}: {each}" for n, rank in enumerate(ranks) for each in find_other_sizes(planned, rank["sizes"])
+            f"rank {n}: {line}" for n, rank in enumerate(ranks) for line in find_other_sizes(planned, rank["sizes"])
         ]:
             raise RunError(
                 "; ".join(other_sizes),
@@ -84,27 +97,12 @@ class Preflight(Observer):
         if state.global_step == 1 and log.is_main():  # nothing before it makes a run of a start
             self.folder.become_latest()
 
-    def _describe(self) -> dict[str, Any]:
-        trainer, accelerator = self.trainer, self.trainer.accelerator
-        per_step = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
-        return {
-            "pid": os.getpid(),
-            "distributed_type": str(accelerator.distributed_type.value),
-            "world_size": accelerator.num_processes,
-            "is_main": accelerator.is_main_process,
-            "model_class": type(trainer.model_wrapped).__name__,
-            "fingerprint": hashlib.sha256(self.folder.resolved.read_bytes()).hexdigest(),
-            "rows_per_step": per_step,
-            "sizes": read_sizes(trainer),
-            "parameters": self.parameters,
-            "rows": self.rows,
-            "base": self.base,
-        }
-
 
 def read_sizes(trainer: Any) -> dict[str, int]:
-    """Micro-batch, accumulation, effective batch, processes and drawings as trainer and micro_batcher have them."""
+    """Read micro-batch, accumulation, effective batch, processes and sizes of rollout batches from the trainer."""
     args, processes = trainer.args, trainer.accelerator.num_processes
+    # GRPOConfig has them once it is made; other configs of TRL have none.
+    of_groups = ("num_generations", "generation_batch_size", "steps_per_generation")
     window_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     micro_batch = trainer.micro_batcher.micro_batch if trainer.micro_batcher else args.per_device_train_batch_size
     return {
@@ -112,13 +110,13 @@ def read_sizes(trainer: Any) -> dict[str, int]:
         "grad_accum": -(-window_rows // micro_batch),
         "effective_batch_size": window_rows * processes,
         "world_size": processes,
-        **{name: getattr(args, name) for name in OF_GROUPS if hasattr(args, name)},
+        **{name: getattr(args, name) for name in of_groups if hasattr(args, name)},
         **({"generation_rows": trainer.generation_rows} if hasattr(trainer, "generation_rows") else {}),
     }
 
 
 def find_other_sizes(planned: dict[str, Any], real: dict[str, int]) -> list[str]:
-    """A line for each size that plan.json says and the trainer does not have; empty when all agree."""
+    """Return a line for each size that plan.json says and the trainer does not have; empty when all agree."""
     return [
         f"{key} is {value} where plan.json says {planned[key]}"
         for key, value in real.items()
@@ -127,7 +125,7 @@ def find_other_sizes(planned: dict[str, Any], real: dict[str, int]) -> list[str]
 
 
 def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, *, world_size: int) -> list[str]:
-    """What differs between the ranks, or between the ranks and the plan; empty when nothing does."""
+    """Return what differs between the ranks, or between the ranks and the plan; empty when nothing does."""
     problems = []
     for n, rank in enumerate(ranks):
         if rank["world_size"] != world_size:
@@ -135,15 +133,14 @@ def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, *, world_size: in
         if world_size == 1:
             continue
         kind = cfg.cluster.strategy.rstrip("123")
-        if not rank["model_class"].startswith(WRAPPERS[kind]):
-            problems.append(f"rank {n} wraps the model in {rank['model_class']} instead of {WRAPPERS[kind]}")
-        if not rank["distributed_type"].startswith(DISTRIBUTED[kind if cfg.accelerate_shards else "ddp"]):
+        wrapper, launch = LAUNCHES[kind][0], LAUNCHES[kind if cfg.accelerate_shards else "ddp"][1]
+        if not rank["model_class"].startswith(wrapper):
+            problems.append(f"rank {n} wraps the model in {rank['model_class']} instead of {wrapper}")
+        if not rank["distributed_type"].startswith(launch):
             problems.append(f"rank {n} is {rank['distributed_type']} where cluster.strategy is {cfg.cluster.strategy}")
-    if sum(rank["is_main"] for rank in ranks) != 1:
-        problems.append(f"{sum(rank['is_main'] for rank in ranks)} ranks take themselves for the main one")
-    for key, difference in MUST_AGREE.items():
-        if len({rank[key] for rank in ranks}) > 1:
-            problems.append(f"ranks {difference}")
+    if (mains := sum(rank["is_main"] for rank in ranks)) != 1:
+        problems.append(f"{mains} ranks take themselves for the main one")
+    problems += [f"ranks {what}" for key, what in MUST_AGREE.items() if len({rank[key] for rank in ranks}) > 1]
     rows = sum(rank["rows_per_step"] for rank in ranks)
     if rows != cfg.train.effective_batch_size:
         problems.append(f"a step takes {rows} rows instead of {cfg.train.effective_batch_size}")
@@ -151,13 +148,13 @@ def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, *, world_size: in
 
 
 def has_sharded_weights(trainer: Any) -> bool:
-    """True under FSDP and ZeRO-3, where each rank holds only a shard of the weights."""
+    """Return whether each rank holds only a shard of the weights, as under FSDP and ZeRO-3."""
     plugin = trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
     return bool(hasattr(trainer, "whole_weights") or trainer.is_fsdp_enabled or (plugin and plugin.zero_stage == 3))
 
 
 def checksum(model: Any) -> str:
-    """Digest of the weights that train; equal on ranks that hold the same, whatever GPU or processor adds them up.
+    """Return a digest of the weights that train; equal on ranks that hold the same, on any GPU or processor.
 
     A sum of floating-point numbers depends on the order, which each GPU model chooses; one of their bytes as integers,
     modulo 2^64, does not.

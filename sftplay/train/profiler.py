@@ -23,8 +23,7 @@ from sftplay.config.train import ProfileConfig
 from sftplay.heartbeat import Heartbeat
 from sftplay.units import format_bytes
 
-HISTORY_EVENTS = 100_000
-"""Allocations that a GPU's snapshot records; each takes about a KiB in the file."""
+HISTORY_EVENTS = 100_000  # allocations that a GPU's snapshot records; each takes about a KiB in the file
 
 TAG = "profile"
 
@@ -44,19 +43,16 @@ Span = tuple[int, int]
 class PersistentBytes:
     """Bytes on this rank of tensors that live longer than a step."""
 
-    allocated_bytes: int = 0
-    """Everything that was allocated on the GPU when the profile began."""
-
+    allocated_bytes: int = 0  # everything that was allocated on the GPU when the profile began
     weights_bytes: int = 0
     optimizer_bytes: int = 0
     gradients_bytes: int = 0
 
     def count_weights(self, model: Any, optimizer: Any) -> None:
         """Called before the forward pass of the first profiled step."""
-        tensors = [*model.parameters(), *model.buffers()]
-        states = (each for state in optimizer.state.values() for each in state.values())
-        self.weights_bytes = sum(int(each.nbytes) for each in tensors)
-        self.optimizer_bytes = sum(int(each.nbytes) for each in states if hasattr(each, "nbytes"))
+        states = (value for state in optimizer.state.values() for value in state.values())
+        self.weights_bytes = sum(int(tensor.nbytes) for tensor in (*model.parameters(), *model.buffers()))
+        self.optimizer_bytes = sum(int(value.nbytes) for value in states if hasattr(value, "nbytes"))
 
     def count_gradients(self, model: Any) -> None:
         """Called when the gradients are complete."""
@@ -73,9 +69,7 @@ class ProfileSteps(TrainerCallback):
         self.config, self.folder, self.heartbeat = config, folder, heartbeat
         self._profile: Any = None
         self._ranges: dict[str, Any] = {}
-        self._current = (0, "")
-        """The step and phase whose ranges are open."""
-
+        self._current = (0, "")  # the step and phase whose ranges are open
         self._persistent = PersistentBytes()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -107,36 +101,29 @@ class ProfileSteps(TrainerCallback):
         if self._profile is None:
             if step < self.config.start:
                 return
-            self._begin()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # kernels of the step before may still be in the queue
+                self._persistent.allocated_bytes = torch.cuda.memory_allocated()
+                if self.config.memory:
+                    torch.cuda.memory._record_memory_history(max_entries=HISTORY_EVENTS)
+            self._profile = torch.profiler.profile(profile_memory=self.config.memory)
+            self._profile.start()
         if self._current == (step, phase):
             return
-        self._leave(PHASE_MARK)
-        if self._current[0] != step:
-            self._leave(STEP_MARK)
-            self._enter(STEP_MARK, str(step))
-        self._enter(PHASE_MARK, phase)
+        is_new_step = self._current[0] != step
+        self._leave(*((PHASE_MARK, STEP_MARK) if is_new_step else (PHASE_MARK,)))
+        for mark, name in ((STEP_MARK, str(step)), (PHASE_MARK, phase)) if is_new_step else ((PHASE_MARK, phase),):
+            self._ranges[mark] = torch.profiler.record_function(mark + name)
+            self._ranges[mark].__enter__()
         self._current = (step, phase)
 
-    def _begin(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # kernels of the step before may still be in the queue
-            self._persistent.allocated_bytes = torch.cuda.memory_allocated()
-            if self.config.memory:
-                torch.cuda.memory._record_memory_history(max_entries=HISTORY_EVENTS)
-        self._profile = torch.profiler.profile(profile_memory=self.config.memory)
-        self._profile.start()
-
-    def _enter(self, mark: str, name: str) -> None:
-        self._ranges[mark] = torch.profiler.record_function(mark + name)
-        self._ranges[mark].__enter__()
-
-    def _leave(self, mark: str) -> None:
-        if mark in self._ranges:
-            self._ranges.pop(mark).__exit__(None, None, None)
+    def _leave(self, *marks: str) -> None:
+        for mark in marks:
+            if mark in self._ranges:
+                self._ranges.pop(mark).__exit__(None, None, None)
 
     def _end(self, step: int) -> None:
-        self._leave(PHASE_MARK)
-        self._leave(STEP_MARK)
+        self._leave(PHASE_MARK, STEP_MARK)
         profile, self._profile = self._profile, None
         profile.stop()
         # The trace can be saved only once, and then its events are gone.
@@ -174,37 +161,51 @@ def write_trace(profile: Any, target: Path) -> None:
             shutil.copyfileobj(source, out)
         packed.replace(target)
     finally:
-        for each in (plain, unfinished, packed):  # on a full disk they would take the room of a checkpoint
-            each.unlink(missing_ok=True)
+        for path in (plain, unfinished, packed):  # on a full disk they would take the room of a checkpoint
+            path.unlink(missing_ok=True)
 
 
 def summarise(profile: Any, persistent: PersistentBytes, *, memory: bool) -> list[str]:
-    """At most six lines about a stopped profile. Shares are of the time between its first and last range."""
-    events = list(profile.profiler.kineto_results.events())
-    on_gpu = torch.cuda.is_available()
-    phases = [each for each in events if each.name().startswith(PHASE_MARK) and _is_on_host(each)]
-    if not phases:
+    """Return at most six lines about a stopped profile. Shares are of the time between its first and last range."""
+    events, on_gpu = list(profile.profiler.kineto_results.events()), torch.cuda.is_available()
+    spans = [
+        (event.start_ns(), event.end_ns(), event.name().removeprefix(PHASE_MARK))
+        for event in events
+        if event.name().startswith(PHASE_MARK) and event.device_type().name == "CPU"
+    ]
+    if not spans:
         return []
-    wall: Span = (min(each.start_ns() for each in phases), max(each.end_ns() for each in phases))
-    operators = [each for each in profile.key_averages() if not each.is_user_annotation and _is_host_row(each)]
-    lines = [_phase_line(phases, wall), _operator_line(operators, wall, on_gpu=on_gpu)]
+    wall: Span = (min(begin for begin, _, _ in spans), max(end for _, end, _ in spans))
+    wall_ns = wall[1] - wall[0]
+    phases, kind = Counter[str](), "device" if on_gpu else "cpu"
+    for begin, end, name in spans:
+        phases[name] += end - begin
+    # A kernel's own row is left out: its time is in the row of its operator as well.
+    operators = [row for row in profile.key_averages() if not row.is_user_annotation and row.device_type.name == "CPU"]
+    spent = Counter({row.key: round(1000 * getattr(row, f"self_{kind}_time_total")) for row in operators})
+    others = "" if on_gpu else f"; outside operators (Python, waiting) {max(0.0, 1 - spent.total() / wall_ns):.0%}"
+    lines = [
+        f"{wall_ns / 1e9:.3g} s in all: {_list_shares(phases, wall_ns)}",
+        f"operators on the {'GPU' if on_gpu else 'CPU'}: {_list_shares(spent, wall_ns)}{others}",
+    ]
     if on_gpu:
-        work = [(each.start_ns(), each.end_ns()) for each in events if each.activity_type() in GPU_WORK]
+        work = [(event.start_ns(), event.end_ns()) for event in events if event.activity_type() in GPU_WORK]
         lines.append(f"the GPU was idle for {idle_share(work, wall):.0%} of the time")
     if memory:
-        kind = "CUDA" if on_gpu else "CPU"
         changes = [
-            (each.start_ns(), each.nbytes())
-            for each in events
-            if each.name() == "[memory]" and each.device_type().name == kind
+            (event.start_ns(), event.nbytes())
+            for event in events
+            if event.name() == "[memory]" and event.device_type().name == ("CUDA" if on_gpu else "CPU")
         ]
-        spans = [(each.start_ns(), each.end_ns(), each.name().removeprefix(PHASE_MARK)) for each in phases]
-        lines += [_memory_line(changes, spans, persistent=persistent), _allocation_line(operators, on_gpu=on_gpu)]
+        allocated = Counter({row.key: getattr(row, f"self_{kind}_memory_usage") for row in operators})
+        top = [f"{name} {format_bytes(n_bytes)}" for name, n_bytes in allocated.most_common(TOP) if n_bytes > 0]
+        lines.append(_describe_peak(changes, spans, persistent=persistent))
+        lines.append(f"allocated in all, by operator: {', '.join(top)}")
     return lines
 
 
 def idle_share(work: Iterable[Span], wall: Span) -> float:
-    """The share of `wall` that no span of `work` covers. The spans may overlap."""
+    """Return the share of `wall` that no span of `work` covers. The spans may overlap."""
     busy, reached = 0, wall[0]
     for begin, end in sorted(work):
         begin, end = max(begin, reached), min(end, wall[1])
@@ -214,7 +215,7 @@ def idle_share(work: Iterable[Span], wall: Span) -> float:
 
 
 def highest_point(changes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Time in nanoseconds and height of the peak of a sum of changes (time, bytes); (0, 0) without a peak."""
+    """Return time in nanoseconds and height of the peak of a sum of changes (time, bytes); (0, 0) without a peak."""
     held, peak = 0, (0, 0)
     for time_ns, n_bytes in sorted(changes, key=lambda change: change[0]):
         held += n_bytes
@@ -223,28 +224,11 @@ def highest_point(changes: Iterable[tuple[int, int]]) -> tuple[int, int]:
     return peak
 
 
-def _phase_line(phases: list[Any], wall: Span) -> str:
-    spent: Counter[str] = Counter()
-    for each in phases:
-        spent[each.name().removeprefix(PHASE_MARK)] += each.duration_ns()
-    return f"{(wall[1] - wall[0]) / 1e9:.3g} s in all: {_shares(spent, wall)}"
+def _list_shares(spent: Counter[str], wall_ns: int) -> str:
+    return ", ".join(f"{name} {time_ns / wall_ns:.0%}" for name, time_ns in spent.most_common(TOP) if time_ns > 0)
 
 
-def _operator_line(operators: list[Any], wall: Span, *, on_gpu: bool) -> str:
-    kind = "device" if on_gpu else "cpu"
-    spent = Counter({each.key: round(1000 * getattr(each, f"self_{kind}_time_total")) for each in operators})
-    outside = max(0.0, 1 - spent.total() / (wall[1] - wall[0]))
-    others = "" if on_gpu else f"; outside operators (Python, waiting) {outside:.0%}"
-    return f"operators on the {'GPU' if on_gpu else 'CPU'}: {_shares(spent, wall)}{others}"
-
-
-def _shares(spent: Counter[str], wall: Span) -> str:
-    return ", ".join(
-        f"{name} {time_ns / (wall[1] - wall[0]):.0%}" for name, time_ns in spent.most_common(TOP) if time_ns > 0
-    )
-
-
-def _memory_line(
+def _describe_peak(
     changes: list[tuple[int, int]], spans: list[tuple[int, int, str]], *, persistent: PersistentBytes
 ) -> str:
     time_ns, above = highest_point(changes)
@@ -256,19 +240,3 @@ def _memory_line(
         f" optimizer {format_bytes(persistent.optimizer_bytes)}, activations and the rest"
         f" {format_bytes(max(0, peak - lasting))} (gradients reach {format_bytes(persistent.gradients_bytes)})"
     )
-
-
-def _allocation_line(operators: list[Any], *, on_gpu: bool) -> str:
-    kind = "device" if on_gpu else "cpu"
-    allocated = Counter({each.key: getattr(each, f"self_{kind}_memory_usage") for each in operators})
-    top = [f"{name} {format_bytes(n_bytes)}" for name, n_bytes in allocated.most_common(TOP) if n_bytes > 0]
-    return f"allocated in all, by operator: {', '.join(top)}"
-
-
-def _is_on_host(event: Any) -> bool:
-    return bool(event.device_type().name == "CPU")
-
-
-def _is_host_row(row: Any) -> bool:
-    # A kernel's own row is left out: its time is in the row of its operator as well.
-    return bool(row.device_type.name == "CPU")

@@ -1,4 +1,4 @@
-"""The random numbers of this process, kept while something else may draw from them, and put back.
+"""The random numbers of this process, kept while something else may use them, and put back.
 
 What a run learns must not depend on how often it is measured or saved.
 """
@@ -35,7 +35,7 @@ class RandomState:
 
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """Whatever the block draws, the numbers after it are those that would have come without it."""
+    """Inside, anything may use random numbers; those after it are the ones that would have come without it."""
     state = RandomState()
     try:
         yield

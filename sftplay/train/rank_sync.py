@@ -1,4 +1,4 @@
-"""How the ranks of a run wait for one another: without a limit before there is a process group, then `cluster.timeout`.
+"""The ranks of a run wait for one another: without a limit before there is a process group, then `cluster.timeout`.
 
 Before there is a process group the ranks wait for files, because nothing else connects them. Only the launcher ends a
 rank that waits there, when another one has failed.
@@ -22,13 +22,12 @@ from sftplay import log
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.variables import PARENT
 
-POLL_S = 0.1
-"""Pause between two checks for a file."""
+POLL_S = 0.1  # pause between two checks for a file
 
 
 @contextmanager
 def first_of_node(folder: RunFolder) -> Iterator[bool]:
-    """The first rank of each node goes through the body before the others do; True where others wait for this one.
+    """Let the first rank of each node go through the body before the others; True where others wait for this one.
 
     The caches that it fills may belong to the node. When the body fails, the others stay outside and their launcher
     ends them, so the error is printed once.
@@ -42,14 +41,15 @@ def first_of_node(folder: RunFolder) -> Iterator[bool]:
     if is_first:
         marker.unlink(missing_ok=True)
     else:
-        _wait_for(marker)
+        while not marker.exists():
+            time.sleep(POLL_S)
     yield is_first
     if is_first:
         marker.touch()
 
 
 def marker_path(logs: Path) -> Path:
-    """The file by which the first rank of this node says that it is through, in this launch.
+    """Return the file by which the first rank of this node says that it is through, in this launch.
 
     The name has the node's first rank, because nodes share the folder, and the parent's pid, because another start must
     not find it. If both are equal by chance, the ranks only queue for the caches' locks in any order.
@@ -84,11 +84,6 @@ def wait_for_main(path: Path, folder: RunFolder) -> None:
         code = folder.read_json("status.json").get("exit_code")
         if code is not None:  # on another node, whose launcher ends only its own
             raise SystemExit(code)
-
-
-def _wait_for(marker: Path) -> None:
-    while not marker.exists():
-        time.sleep(POLL_S)
 
 
 class GroupTimeout(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Whether the Trainer can go on from a checkpoint: looked at before it tries, so that an older one may be taken.
+"""Checks whether the Trainer can go on from a checkpoint before it tries, so that an older one may be taken.
 
 A marker says that no file has changed since it was written. It does not say that the files make sense.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import pickle
 import random
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from sftplay.launch.checkpoints import read_step
 from sftplay.model.source import describe_pickle
 from sftplay.train.random_numbers import random_numbers_kept
 
-STATE = "trainer_state.json"
+STATE, ODD = "trainer_state.json", "is not what the Trainer writes"
 
 PICKLES = {
     "optimizer.pt": {"state", "param_groups"},
@@ -40,34 +39,40 @@ PICKLE_ERRORS = (
     pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, EOFError,
     OSError, AssertionError, MemoryError, struct.error,
 )  # fmt: skip
-"""What a forged pickle makes torch.load raise."""
+"""Errors of torch.load on a forged pickle."""
 
 
 def find_unreadable(checkpoint: Path) -> str:
-    """The first file of an undamaged checkpoint that the Trainer could not go on from, and why; empty without one."""
-    return next(_problems(checkpoint), "")
+    """Return the first file of an undamaged checkpoint that the Trainer could not go on from, and why; empty without.
 
-
-def _problems(checkpoint: Path) -> Iterator[str]:
-    if problem := _state_problem(checkpoint):
-        yield f"{STATE} {problem}"
+    Tensors of pickles are mapped, not read: an optimizer's state may be as large as memory.
+    """
+    if problem := _find_state_problem(checkpoint):
+        return f"{STATE} {problem}"
     for pattern, keys in PICKLES.items():
         for path in sorted(checkpoint.glob(pattern)):
-            if problem := _pickle_problem(path, keys):
-                yield f"{path.name} {problem}"
+            try:
+                with safe_globals():
+                    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except PICKLE_ERRORS as error:
+                return f"{path.name} {describe_pickle(error)}"
+            is_whole = isinstance(content, dict) and keys <= content.keys()
+            if not is_whole or ("numpy" in keys and not _are_random_states(content)):
+                return f"{path.name} {ODD}"
     for path in sorted(checkpoint.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):
                 pass
         except (SafetensorError, OSError):
-            yield f"{path.name} holds no tensors that can be read"
+            return f"{path.name} holds no tensors that can be read"
+    return ""
 
 
-def _state_problem(checkpoint: Path) -> str:
+def _find_state_problem(checkpoint: Path) -> str:
     try:
         state = TrainerState.load_from_json(str(checkpoint / STATE))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return "is not what the Trainer writes"
+        return ODD
     if type(state.global_step) is not int or state.global_step != read_step(checkpoint):
         return f"is not of step {read_step(checkpoint)}"
     best, callbacks = state.best_model_checkpoint, state.stateful_callbacks
@@ -82,24 +87,12 @@ def _state_problem(checkpoint: Path) -> str:
         state.best_metric is None or isinstance(state.best_metric, int | float),
         all(isinstance(number, int | float) and number >= 0 for number in numbers),
     )
-    return "" if all(shapes) else "is not what the Trainer writes"
+    return "" if all(shapes) else ODD
 
 
 def _is_callback(state: Any) -> bool:
-    each = state if isinstance(state, list) else [state]
-    return all(isinstance(one, dict) and all(isinstance(part, dict) for part in one.values()) for one in each)
-
-
-def _pickle_problem(path: Path, keys: set[str]) -> str:
-    """What is wrong with a pickle. Its tensors are mapped, not read: an optimizer's state may be as large as memory."""
-    try:
-        with safe_globals():
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except PICKLE_ERRORS as error:
-        return describe_pickle(error)
-    if not isinstance(content, dict) or not keys <= content.keys():
-        return "is not what the Trainer writes"
-    return "" if "numpy" not in keys or _are_random_states(content) else "is not what the Trainer writes"
+    parts = state if isinstance(state, list) else [state]
+    return all(isinstance(part, dict) and all(isinstance(value, dict) for value in part.values()) for part in parts)
 
 
 def _are_random_states(content: dict[str, Any]) -> bool:

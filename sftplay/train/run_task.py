@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers import set_seed
@@ -19,7 +19,7 @@ from sftplay.model.source import fetch_weights, locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.plan.memory.memory_setup import OPENED
-from sftplay.train.fingerprint import fingerprint_of, write_manifest
+from sftplay.train.fingerprint import compute_fingerprint, write_manifest
 from sftplay.train.guards import StopOnSignal
 from sftplay.train.preflight import has_sharded_weights
 from sftplay.train.random_numbers import random_numbers_kept
@@ -27,17 +27,13 @@ from sftplay.train.rank_sync import first_of_node, wait_for_main, wait_for_nodes
 from sftplay.train.save import gather_weights, leave_process_group, save_result
 from sftplay.train.setup import describe_capacity, describe_rate, make_setup
 from sftplay.train.task import Rows, Task
-from sftplay.train.train_run import Outcome, TrainRun
+from sftplay.train.train_run import TrainResult, TrainRun
 from sftplay.units import format_count
 
-if TYPE_CHECKING:
-    from sftplay.model.new_tokens.tokens import NewToken
-
-FEW_STEPS = 50
-"""Below this a run hardly leaves its warm-up."""
+FEW_STEPS = 50  # below this a run hardly leaves its warm-up
 
 
-def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> Outcome:
+def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> TrainResult:
     """Prepare, measure before, train, save the adapter or model in the run folder, measure after.
 
     Raises:
@@ -47,42 +43,51 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     """
     cfg = resolve_names(cfg)
     with first_of_node(folder) as is_first:
-        tokenizer, new_tokens = open_tokenizer(cfg, folder)
+        tokenizer, new_tokens = load_tokenizer(cfg.model), list[Any]()
+        if cfg.tuning.new_tokens.is_on:
+            from sftplay.model.new_tokens.tokens import extend_for_run
+
+            new_tokens = extend_for_run(tokenizer, cfg, folder=folder)
         rows = task.load_rows(cfg, tokenizer)
         check_held_out(cfg, rows)
         if is_first:
             fetch_weights(cfg.model.name, cfg.model.revision)
-        own_base = stored_base(cfg, folder.path, new_tokens=new_tokens)
+        extended_base = stored_base(cfg, folder.path, new_tokens=new_tokens)
     if log.is_main():
         folder.write_json("data_report.json", rows.report)
         task.report_rows(rows, tokenizer, folder=folder)
-    fingerprint = fingerprint_of(cfg, rows, new_tokens=new_tokens)
+    fingerprint = compute_fingerprint(cfg, rows, new_tokens=new_tokens)
     set_seed(cfg.seed)
-    model = load_start(cfg, source=own_base, is_on_host=folder.read_json("plan.json").get(OPENED) == "host")
+    model = load_start(cfg, source=extended_base, is_on_host=folder.read_json("plan.json").get(OPENED) == "host")
     measure_before(task, model, rows=rows, cfg=cfg, folder=folder)
     model = make_trainable(model, cfg, new_ids=[token.id for token in new_tokens])
     wait_for_nodes(folder)
     setup = make_setup(cfg, folder, n_rows=len(rows.train), known=rows.order)
     train_run = TrainRun(setup, model, stop=stop, fingerprint=fingerprint)
     trainer = task.build_trainer(train_run.trainer_parts(tokenizer, rows))
-    beside: dict[str, Any] = getattr(trainer, "beside", {})
+    others: dict[str, Any] = getattr(trainer, "other_models", {})
     if log.is_main():
         note_head(folder, off=getattr(trainer, "label_head_off", ""))
-        parameters = describe_parameters(nn.ModuleList([trainer.model, *beside.values()]))
+        parameters = describe_parameters(nn.ModuleList([trainer.model, *others.values()]))
         write_manifest(setup, rows, parameters=parameters, task=getattr(trainer, "facts", {}))
         announce(train_run, parameters, rows=rows)
-    outcome = train_run.train(trainer)
-    weights = gather_weights(trainer) if outcome.stop_signal == 0 else None
+    result = train_run.train(trainer)
+    weights = gather_weights(trainer) if result.stop_signal == 0 else None
     leave_process_group()
-    keep_final_report(rows, folder)
-    if outcome.stop_signal == 0 and log.is_main():
-        begun = cfg.with_values({"model.name": own_base, "model.revision": None}, "merged") if own_base else cfg
-        own: dict[str, Any] = {"base": locate(begun.model.name), "weights": weights, "beside": beside}
-        save_result(trainer.model, tokenizer, cfg=begun, folder=folder, **own)
+    if log.is_main() and rows.final_report:
+        folder.write_json("data_report.json", rows.final_report())
+    if result.stop_signal == 0 and log.is_main():
+        if extended_base:
+            cfg = cfg.with_values({"model.name": extended_base, "model.revision": None}, "merged")
+        base = locate(cfg.model.name)
+        save_result(trainer.model, tokenizer, cfg=cfg, folder=folder, base=base, weights=weights, others=others)
         if cfg.eval.after:
-            whole = whole_model(trainer, setup.cfg, folder=folder)
-            task.measure(whole, rows, cfg=setup.cfg, path=folder.eval / "after.json")
-    return outcome
+            model = trainer.model
+            if has_sharded_weights(trainer):  # a rank that holds a shard cannot answer by itself
+                unset_hf_deepspeed_config()  # otherwise transformers would shard what it loads, and wait for the others
+                model = load_result(setup.cfg, folder.path)
+            task.measure(model, rows, cfg=setup.cfg, path=folder.eval / "after.json")
+    return result
 
 
 def note_head(folder: RunFolder, *, off: str) -> None:
@@ -94,32 +99,10 @@ def note_head(folder: RunFolder, *, off: str) -> None:
         folder.write_json("plan.json", {**plan, "label_head_off": off, "notes": [*plan.get("notes", []), what]})
 
 
-def keep_final_report(rows: Rows, folder: RunFolder) -> None:
-    """Write data_report.json again where the rows were read while the run trained."""
-    if log.is_main() and rows.final_report:
-        folder.write_json("data_report.json", rows.final_report())
-
-
-def open_tokenizer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, list[NewToken]]:
-    """The run's tokenizer with its new tokens, and these."""
-    tokenizer = load_tokenizer(cfg.model)
-    if not cfg.tuning.new_tokens.is_on:
-        return tokenizer, []
-    from sftplay.model.new_tokens.tokens import extend_for_run
-
-    return tokenizer, extend_for_run(tokenizer, cfg, folder=folder)
-
-
 def check_held_out(cfg: RunConfig, rows: Rows) -> None:
     """Raise the DataError about keys that need held-out rows, where none are held out."""
-    wanted = {
-        "eval.before": cfg.eval.before,
-        "eval.after": cfg.eval.after,
-        "train.best_metric": cfg.train.best_metric,
-        "train.early_stopping": cfg.train.early_stopping,
-        "train.eval_steps": cfg.train.eval_steps,
-    }
-    keys = [key for key, value in wanted.items() if value]
+    needing = ("eval.before", "eval.after", "train.best_metric", "train.early_stopping", "train.eval_steps")
+    keys = [key for key in needing if cfg.get_value(key)]
     if keys and rows.held_out is None:
         raise DataError(
             f"{', '.join(keys)} needs held-out rows, but none were held out",
@@ -141,23 +124,15 @@ def measure_before(task: Task, model: Any, *, rows: Rows, cfg: RunConfig, folder
 
 
 def make_trainable(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) -> Any:
-    """`model` with the adapter that trains, where one does; everything that never trains is frozen.
+    """Return `model` with the adapter that trains, where one does; everything that never trains is frozen.
 
     The rows of the tokens `new_ids` train with an adapter.
     """
     if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # otherwise it continues with the one it has
         model = start_adapter(model, cfg, new_ids=new_ids)
     if frozen := freeze_outside_text(model):
-        log.say(f"note: {format_count(frozen)} weights beside the text model stay as they are: rows are text only")
+        log.say(f"note: {format_count(frozen)} weights next to the text model stay as they are: rows are text only")
     return model
-
-
-def whole_model(trainer: Any, cfg: RunConfig, *, folder: RunFolder) -> Any:
-    """The tuned model with all its weights on this rank: a rank that holds a shard cannot answer by itself."""
-    if not has_sharded_weights(trainer):
-        return trainer.model
-    unset_hf_deepspeed_config()  # otherwise transformers would shard what it loads, and wait for the other ranks
-    return load_result(cfg, folder.path)
 
 
 def announce(train_run: TrainRun, parameters: dict[str, Any], *, rows: Rows) -> None:
@@ -169,8 +144,8 @@ def announce(train_run: TrainRun, parameters: dict[str, Any], *, rows: Rows) -> 
         f"{cfg.tuning.mode}: {format_count(trainable)} of {format_count(total)} weights train"
         f" ({trainable / total:.1%}){four_bit}"
     )
-    if cfg.tuning.mode != "full" and (told := describe_capacity(trainable, rows.learned_tokens)):
-        log.say(told)
+    if cfg.tuning.mode != "full" and (line := describe_capacity(trainable, rows.learned_tokens)):
+        log.say(line)
     log.say(describe_rate(cfg, train_run.setup.folder.read_json("plan.json")))
     kind = {"lora": "LoRA", "qlora": "QLoRA", "full": "full"}[cfg.tuning.mode]
     kind += " (unsloth)" if cfg.tuning.backend == "unsloth" else ""

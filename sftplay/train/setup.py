@@ -1,4 +1,4 @@
-"""What is decided about a run before its trainer is built: steps, order of the rows, arguments of the library."""
+"""The set-up of a run before its trainer is built: steps, order of the rows, arguments of the library."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from transformers import TrainingArguments
 
 from sftplay import log
 from sftplay.config.run import RunConfig
@@ -23,8 +22,6 @@ from sftplay.train.micro_batches import MicroBatcher
 from sftplay.train.task import RowOrder
 from sftplay.units import format_count
 
-Arguments = TypeVar("Arguments", bound=TrainingArguments)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetup:
@@ -35,9 +32,7 @@ class RunSetup:
     world_size: int
     steps_per_epoch: int
     steps: int
-    order: Sequence[int]
-    """Rows of the whole run in training order: exactly steps x effective batch."""
-
+    order: Sequence[int]  # rows of the whole run in training order: exactly steps x effective batch
     order_hash: str
 
     @property
@@ -51,22 +46,26 @@ class RunSetup:
         return hashlib.sha256(self.folder.resolved.read_bytes()).hexdigest()
 
     def micro_batcher(self) -> MicroBatcher | None:
-        """How the trainer's windows are cut into micro-batches; None where the Trainer accumulates them."""
+        """Return what cuts the trainer's windows into micro-batches; None where the Trainer accumulates them."""
         if self.is_sharded:
             return None
-        train, length = self.cfg.train, self.cfg.row_tokens
-        rows = int(train.batch_size)
-        budget = rows * length if train.batching == "tokens" else None
+        rows, length = int(self.cfg.train.batch_size), self.cfg.row_tokens
+        budget = rows * length if self.cfg.train.batching == "tokens" else None
         return MicroBatcher(rows, self.cfg.packs_rows, length, budget)
 
     def arguments(self, *, has_held_out: bool) -> dict[str, Any]:
-        """Arguments for a TRL config: every one that the kit decides, then the user's `train.extra`."""
+        """Return arguments for a TRL config: every one that the kit decides, then the user's `train.extra`."""
         cfg, train = self.cfg, self.cfg.train
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(self.folder.path / "tb")
+        # A whole window at a time, which the kit cuts; or micro-batches, which the Trainer accumulates.
+        rows, micro_batches = train.effective_batch_size // self.world_size, 1
+        if self.is_sharded:
+            rows, micro_batches = int(train.batch_size), int(train.grad_accum)
         return {
             "output_dir": str(self.folder.checkpoints),
             "run_name": self.folder.name,
-            **self._sizes(),
+            "per_device_train_batch_size": rows,
+            "gradient_accumulation_steps": micro_batches,
             "per_device_eval_batch_size": train.batch_size,
             "num_train_epochs": 1,
             "max_steps": self.steps,
@@ -104,14 +103,6 @@ class RunSetup:
             name, given = "cosine_with_min_lr", {"min_lr_rate": train.min_lr_ratio}
         schedule = {"lr_scheduler_type": name, "warmup_steps": warmup_steps}
         return schedule | ({"lr_scheduler_kwargs": given} if given else {})
-
-    def _sizes(self) -> dict[str, Any]:
-        """A whole window at a time, which the kit cuts; or micro-batches, which the Trainer accumulates."""
-        train = self.cfg.train
-        rows, micro_batches = train.effective_batch_size // self.world_size, 1
-        if self.is_sharded:
-            rows, micro_batches = int(train.batch_size), int(train.grad_accum)
-        return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": micro_batches}
 
     def _device_arguments(self) -> dict[str, Any]:
         train, cpu, comm = self.cfg.train, not torch.cuda.is_available(), self.cfg.cluster.comm
@@ -158,60 +149,50 @@ def refuse_missing_gpu() -> None:
         )
 
 
-def on_one_gpu(arguments: Arguments) -> Arguments:
-    """The same arguments for one GPU a process, however many it sees: the Trainer would copy the model to each."""
-    if arguments.n_gpu > 1:
-        arguments._n_gpu = 1
-    return arguments
-
-
 def make_setup(cfg: RunConfig, folder: RunFolder, *, n_rows: int, known: RowOrder | None = None) -> RunSetup:
-    """The set-up of a run over `n_rows` rows, or over rows that the task has put in order."""
+    """Return the set-up of a run over `n_rows` rows, or over rows that the task has put in order."""
     train, batch = cfg.train, cfg.train.effective_batch_size
+    order: Sequence[int]
     if known is not None:
-        return RunSetup(
-            cfg=cfg,
-            folder=folder,
-            world_size=log.world_size(),
-            steps_per_epoch=min(known.steps, known.steps_per_epoch),
-            steps=known.steps,
-            order=range(known.steps * batch),
-            order_hash=known.digest,
-        )
-    steps = train.max_steps or steps_for(n_rows, train.epochs, effective_batch=batch)
-    order = training_order(n_rows, steps * batch, seed=cfg.seed)
+        steps, steps_per_epoch = known.steps, min(known.steps, known.steps_per_epoch)
+        order, digest = range(steps * batch), known.digest
+    else:
+        steps = train.max_steps or steps_for(n_rows, train.epochs, effective_batch=batch)
+        steps_per_epoch = max(1, math.ceil(n_rows / batch))
+        order = training_order(n_rows, steps * batch, seed=cfg.seed)
+        digest = order_hash(order)
     return RunSetup(
         cfg=cfg,
         folder=folder,
         world_size=log.world_size(),
-        steps_per_epoch=max(1, math.ceil(n_rows / batch)),
+        steps_per_epoch=steps_per_epoch,
         steps=steps,
         order=order,
-        order_hash=order_hash(order),
+        order_hash=digest,
     )
 
 
 BITS_A_PARAMETER = 2
-"""What a weight holds of facts at most (Allen-Zhu and Li, "Physics of Language Models: Part 3.3", 2024)."""
+"""Facts that a weight holds at most (Allen-Zhu and Li, "Physics of Language Models: Part 3.3", 2024)."""
 
 BITS_A_TOKEN = 1
 """About what a pretrained model has yet to learn of a token (Schulman et al., "LoRA Without Regret", 2025)."""
 
 
 def describe_capacity(trainable: int, learned_tokens: int) -> str:
-    """Parameters of the adapter against the tokens it shall learn, and what follows."""
+    """Compare the parameters of the adapter with the tokens it shall learn, and say what follows."""
     if not learned_tokens:
         return ""
     share = f"{format_count(trainable)} parameters for {format_count(learned_tokens)} learned tokens"
-    each = f"{trainable / learned_tokens:.3g} a token"
+    share += f", {trainable / learned_tokens:.3g} a token"
     if BITS_A_PARAMETER * trainable >= BITS_A_TOKEN * learned_tokens:
-        return f"adapter: {share}, {each}: it can hold them"
-    return f"warning: the adapter has {share}, {each}: too few to hold them all; a larger tuning.lora.r holds more"
+        return f"adapter: {share}: it can hold them"
+    return f"warning: the adapter has {share}: too few to hold them all; a larger tuning.lora.r holds more"
 
 
 def describe_rate(cfg: RunConfig, plan: dict[str, Any]) -> str:
-    """The peak rate and why it is this one."""
-    chosen = [each for each in plan.get("decisions", []) if each.get("key") == "train.learning_rate"]
+    """Describe the peak rate and say why it is this one."""
+    reasons = [found["reason"] for found in plan.get("decisions", []) if found.get("key") == "train.learning_rate"]
     origin = cfg.origins.get("train.learning_rate")
-    why = chosen[0]["reason"] if chosen else f"set by {origin}" if origin else "as given"
+    why = reasons[0] if reasons else f"set by {origin}" if origin else "as given"
     return f"learning rate: {cfg.train.peak_rate:.4g} at its peak, {cfg.train.lr_scheduler} after it ({why})"

@@ -1,4 +1,4 @@
-"""The seam between a task and what all tasks share: the functions of a task module, and their arguments."""
+"""The functions of a task module, and their arguments: the border between a task and what all tasks share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RowSequence(Protocol):
 
 
 class HeldOutRows(RowSequence, Protocol):
-    """Those of them that are held out."""
+    """The held-out ones."""
 
     @property
     def label_tokens(self) -> int:
@@ -37,50 +37,40 @@ class HeldOutRows(RowSequence, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RowOrder:
-    """What a task says of rows that it has put in training order: exactly steps x effective batch."""
+    """Facts about rows that a task has put in training order: exactly steps x effective batch."""
 
     steps: int
     steps_per_epoch: int
     """Also the steps between measurements and between checkpoints where the config gives none. A task that cannot be
     measured once an epoch gives another number."""
 
-    digest: str
-    """Changes with any row of the run, held out or not, and with its place."""
+    digest: str  # changes with any row of the run, held out or not, and with its place
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What a task has made of the data."""
+    """The data of a task as rows."""
 
     train: Dataset | RowSequence
     """Columns `input_ids`, `labels` (int64 [tokens], -100 where nothing is learned) and `row` (int64)."""
 
-    held_out: Dataset | HeldOutRows | None
-    """The same columns; None when nothing is held out."""
-
+    held_out: Dataset | HeldOutRows | None  # the same columns; None when nothing is held out
     report: dict[str, Any]
     """Content of data_report.json. `files` (path -> sha256) and `sources` also go to the manifest."""
 
     recipe: dict[str, Any] = field(default_factory=dict)
-    """What else decides the tokens, by name: a resume names what has changed. Known names: see `fingerprint`."""
+    """Other things that decide the tokens, by name: a resume names what has changed. Known names: see `fingerprint`."""
 
-    source: Any = None
-    """Whatever the task needs again when it reports or measures."""
-
+    source: Any = None  # whatever the task needs again when it reports or measures
     order: RowOrder | None = None
     """Given where `train` holds the rows of the whole run in training order. None: the kit orders a Dataset."""
 
-    source_names: tuple[str, ...] = ()
-    """Names of a mixture's sources, by the numbers in the rows."""
-
+    source_names: tuple[str, ...] = ()  # names of a mixture's sources, by the numbers in the rows
     final_report: Callable[[], dict[str, Any]] | None = None
     """The report at the end of a run that reads its rows while it trains. None: `report` is whole from the start."""
 
-    learned_tokens: int = 0
-    """Tokens that an epoch teaches."""
-
-    trainer_evaluates: bool = True
-    """False where the task measures the held-out rows itself, by a callback."""
+    learned_tokens: int = 0  # tokens that an epoch teaches
+    trainer_evaluates: bool = True  # False where the task measures the held-out rows itself, by a callback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,29 +80,23 @@ class TrainerParts:
     cfg: RunConfig
     model: Any
     tokenizer: Any
-    train: Dataset | RowSequence
-    """The rows of the whole run in training order."""
-
+    train: Dataset | RowSequence  # the rows of the whole run in training order
     held_out: Dataset | HeldOutRows | None
     rows: Rows
-    """All that the task has made of the data."""
-
     folder: RunFolder
-    arguments: dict[str, Any]
-    """For the TRL config: every argument that the kit decides, then the user's `train.extra`."""
-
+    arguments: dict[str, Any]  # for the TRL config: every argument that the kit decides, then the user's `train.extra`
     callbacks: list[Any]
     step: StepSetup
 
 
 class Task(Protocol):
-    """What a task module defines. `train.run_task` calls these functions in this order, on every rank."""
+    """The functions of a task module. `train.run_task` calls these functions in this order, on every rank."""
 
     def load_rows(self, cfg: RunConfig, tokenizer: Any) -> Rows:
         """The data as rows. Several ranks may call it at once; DataError where no row can be trained on."""
 
     def report_rows(self, rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
-        """Show the user what is learned; on the main rank, beside data_report.json."""
+        """Show the user what is learned; on the main rank, next to data_report.json."""
 
     def measure(self, model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
         """Measure `model` on the held-out rows and write `path` (eval/before.json or after.json); on the main rank."""

@@ -38,17 +38,14 @@ SLOW_DISK_BYTES_PER_S = 100e6
 class Deadline:
     """The time by which a run must have ended."""
 
-    at_s: float
-    """Seconds of the epoch."""
-
-    origin: str
-    """The setting that it comes from."""
+    at_s: float  # seconds of the epoch
+    origin: str  # the setting that it comes from
 
 
 def find_deadline(
     limit: str | int | None, environment: Mapping[str, str], *, started_s: float, now_s: float
 ) -> Deadline | None:
-    """The earlier of `train.time_limit`, counted from `started_s`, and the SLURM job's end; None without both.
+    """Return the earlier of `train.time_limit`, counted from `started_s`, and the SLURM job's end; None without both.
 
     Raises:
         ConfigError: the deadline has passed.
@@ -61,7 +58,7 @@ def find_deadline(
         deadlines.append(Deadline(float(end), f"the end of the SLURM job ({JOB_END})"))
     elif end:
         log.say(f"{JOB_END} {end!r} is not a number of seconds: the end of the job is not known")
-    deadline = min(deadlines, key=lambda each: each.at_s, default=None)
+    deadline = min(deadlines, key=lambda deadline: deadline.at_s, default=None)
     if deadline is not None and deadline.at_s <= now_s:
         over, is_ours = format_seconds(now_s - deadline.at_s), deadline.origin.startswith("train.")
         raise ConfigError(
@@ -73,7 +70,7 @@ def find_deadline(
 
 
 def process_start_s() -> float:
-    """When this process began, in seconds of the epoch; the present time when the system does not say.
+    """Return when this process began, in seconds of the epoch; the present time when the system does not say.
 
     Source: proc_pid_stat(5), field 22, in ticks since the machine was started.
     """
@@ -100,7 +97,7 @@ class StopInTime(Observer):
 
     def attach(self, trainer: StepTrainer) -> None:
         super().attach(trainer)
-        self._measuring = [each for each in trainer.callback_handler.callbacks if isinstance(each, Observer)]
+        self._measuring = [found for found in trainer.callback_handler.callbacks if isinstance(found, Observer)]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._since_s = self._clock()
@@ -112,7 +109,8 @@ class StopInTime(Observer):
         )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._record_own_evaluation(state)  # the one before the first step
+        if self._is_measured_by_callback(state.global_step, state):  # before the first step
+            self._record("evaluation")
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._record("step")
@@ -122,7 +120,14 @@ class StopInTime(Observer):
         if not self._estimated_save_s:
             size = checkpoint_bytes(Path(args.output_dir), more["model"], optimizer=more["optimizer"])
             self._estimated_save_s = size / SLOW_DISK_BYTES_PER_S
-        needed, left = self._needed_s(args, state, step=step), self.deadline.at_s - self._clock()
+        # One more step and its checkpoint, with everything that is due before.
+        save_s = (self.longest_s["save"] or self._estimated_save_s) * (2 if step % state.save_steps == 0 else 1)
+        evaluations = 0
+        for number in (step, step + 1):
+            is_due = args.eval_strategy == "steps" and number % state.eval_steps == 0
+            evaluations += is_due or self._is_measured_by_callback(number, state)
+        needed = MARGIN * (self.longest_s["step"] + save_s + evaluations * self.longest_s["evaluation"])
+        left = self.deadline.at_s - self._clock()
         if left < max(needed, self._least_s):
             self.stop.received = int(signal.SIGUSR1)
             log.say(
@@ -131,7 +136,7 @@ class StopInTime(Observer):
             )
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._record_own_evaluation(state)  # a callback that measures asks for a line of metrics behind it
+        self.on_epoch_begin(args, state, control)  # a callback that measures asks for a line of metrics behind it
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._record("evaluation")
@@ -139,22 +144,8 @@ class StopInTime(Observer):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._record("save")
 
-    def _needed_s(self, args: Any, state: Any, *, step: int) -> float:
-        """Seconds for one more step after `step` and its checkpoint, with everything that is due before."""
-        save_s = self.longest_s["save"] or self._estimated_save_s
-        saves = 2 if step % state.save_steps == 0 else 1
-        evaluations = 0
-        for each in (step, step + 1):
-            is_due = args.eval_strategy == "steps" and each % state.eval_steps == 0
-            evaluations += is_due or self._is_measured_by_callback(each, state)
-        return MARGIN * (self.longest_s["step"] + saves * save_s + evaluations * self.longest_s["evaluation"])
-
     def _is_measured_by_callback(self, step: int, state: Any) -> bool:
-        return any(each.measures_at(step, state) for each in self._measuring)
-
-    def _record_own_evaluation(self, state: Any) -> None:
-        if self._is_measured_by_callback(state.global_step, state):
-            self._record("evaluation")
+        return any(callback.measures_at(step, state) for callback in self._measuring)
 
     def _record(self, part: str) -> None:
         now = self._clock()
@@ -163,7 +154,7 @@ class StopInTime(Observer):
 
 
 def longest_evaluation_s(folder: Path, log_history: Sequence[Mapping[str, Any]]) -> float:
-    """The longest evaluation of earlier attempts, by the Trainer's history and the files of eval/; 0 where none is."""
+    """Return the longest evaluation of earlier attempts, by the Trainer's history and the files of eval/; 0 without."""
     seconds = [line.get("eval_runtime") for line in log_history]
     seconds += [read_object(path).get("seconds") for path in folder.glob("step-*.json")]
-    return max((float(each) for each in seconds if isinstance(each, int | float)), default=0.0)
+    return max((float(value) for value in seconds if isinstance(value, int | float)), default=0.0)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from sftplay.launch.checkpoints import newest_complete, read_marker, read_step
 from sftplay.model.out_of_memory import OutOfMemory, held_bytes
 from sftplay.plan.devices.cards import find_card
 from sftplay.plan.memory.memory_setup import read_memory_setup
-from sftplay.plan.report.flops import ModelFlops, model_flops
+from sftplay.plan.report.flops import model_flops
 from sftplay.plan.shape.from_config import shape_from_config
 from sftplay.train.checkpointing import MarkComplete, accept_numbered_cpus, choose_checkpoint
 from sftplay.train.disk import WarnOfFullDisk
@@ -44,8 +46,8 @@ from sftplay.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How training ended: at which step, after how much wall and CPU time, by which signal (0 for none)."""
+class TrainResult:
+    """The end of training: at which step, after how much wall and CPU time, by which signal (0 for none)."""
 
     step: int
     train_seconds: float
@@ -56,7 +58,7 @@ class Outcome:
 class TrainRun:
     """Chooses the checkpoint, builds the callbacks, and trains.
 
-    `model` is the one that trains. `fingerprint` is the result of `fingerprint_of`; with it a resume can name what has
+    `model` is the one that trains. With `fingerprint`, the result of `compute_fingerprint`, a resume can name what has
     changed.
 
     Raises:
@@ -76,12 +78,16 @@ class TrainRun:
         }
         self.checkpoint = choose_checkpoint(self.cfg, self.folder, facts=facts)
         self.from_step = read_step(self.checkpoint) if self.checkpoint else 0
+        attempts = [*self.folder.read_json("status.json").get("attempts", [])]
+        attempts.append({"from_step": self.from_step, "to_step": None, "cause": None})
+        if log.is_main():
+            self.folder.update_status(attempts=attempts, step=self.from_step)
         marker = read_marker(self.checkpoint) if self.checkpoint else {}
         self.metrics = MetricsWriter(
             self.folder.metrics,
-            attempt=self._open_attempt(),
+            attempt=len(attempts),
             keep_row_ids=self.cfg.logging.row_ids,
-            costs=self._costs(model),
+            costs=read_costs(model, self.cfg, plan=self.folder.read_json("plan.json")),
             counters=marker.get("counters"),
             sources=marker.get("sources"),
         )
@@ -105,23 +111,21 @@ class TrainRun:
         ]  # fmt: skip
 
     def _optional_callbacks(self) -> list[Any]:
-        train, checkpoints = self.cfg.train, self.folder.checkpoints
-        patience, steps = train.early_stopping, train.profile.steps
+        train, patience, callbacks = self.cfg.train, self.cfg.train.early_stopping, list[Any]()
         deadline = find_deadline(train.time_limit, os.environ, started_s=process_start_s(), now_s=time.time())
-        profile = []
-        if steps:
+        if patience:
+            callbacks.append(StopWithoutProgress(early_stopping_patience=patience))
+        callbacks.append(WarnOfFullDisk(self.folder.checkpoints, train.save_total_limit))
+        if deadline:
+            callbacks.append(StopInTime(deadline, self.stop))
+        if train.profile.steps:
             from sftplay.train.profiler import ProfileSteps
 
-            profile = [ProfileSteps(train.profile, self.folder.path / "profile", heartbeat=self.heartbeat)]
-        return [
-            *([StopWithoutProgress(early_stopping_patience=patience)] if patience else []),
-            WarnOfFullDisk(checkpoints, train.save_total_limit),
-            *([StopInTime(deadline, self.stop)] if deadline else []),
-            *profile,
-        ]
+            callbacks.append(ProfileSteps(train.profile, self.folder.path / "profile", heartbeat=self.heartbeat))
+        return callbacks
 
     def trainer_parts(self, tokenizer: Any, rows: Rows) -> TrainerParts:
-        """What the task builds its trainer of."""
+        """Collect everything that the task builds its trainer of."""
         setup, held_out = self.setup, rows.held_out if rows.trainer_evaluates else None
         if held_out is not None and setup.world_size > 1:
             multiple = int(self.cfg.train.batch_size) * setup.world_size
@@ -158,16 +162,21 @@ class TrainRun:
         # Trackers are registered first, but must see what the metrics add to a line.
         callbacks.insert(0, callbacks.pop(callbacks.index(self.metrics)))
 
-    def train(self, trainer: Any) -> Outcome:
+    def train(self, trainer: Any) -> TrainResult:
         """Train from the chosen checkpoint or from the start.
 
         Raises:
             OutOfMemory: memory does not suffice for a single row, or ran out where no step is run again.
-            RunError: a step is not finite, the preflight found a wrong launch, or the best checkpoint has gone.
+            RunError: a step is not finite, the preflight found a wrong launch, or the best checkpoint is missing.
         """
         self.attach(trainer)
-        if log.is_main():
-            self._open_board(trainer.callback_handler.callbacks)
+        for callback in trainer.callback_handler.callbacks:
+            if log.is_main() and isinstance(callback, TensorBoardCallback):
+                from torch.utils.tensorboard import SummaryWriter
+
+                # TensorBoard then hides what an earlier attempt wrote after the checkpoint.
+                purge_step = self.from_step + 1 if self.from_step else None
+                callback.tb_writer = LineBoard(SummaryWriter(str(self.folder.path / "tb"), purge_step=purge_step))
         if trainer.args.device.type == "cpu" and self.setup.world_size > 1:
             accept_numbered_cpus()
         try:
@@ -178,90 +187,63 @@ class TrainRun:
             raise self._out_of_memory(trainer, error) from error
         finally:
             self.mark_complete.close()
-        self._expect_best(trainer)
-        return Outcome(
+        best = trainer.state.best_model_checkpoint
+        if trainer.args.load_best_model_at_end and not self.stop.received and not (best and Path(best).is_dir()):
+            # The Trainer kept the last weights, because it did not find the best ones.
+            sought = "lowest held-out loss" if trainer.args.metric_for_best_model == "loss" else "highest acc_t2"
+            raise RunError(
+                f"the checkpoint with the {sought} is missing{f': {best}' if best else ''}",
+                where=str(self.folder.checkpoints),
+                fix=f"put it back, then `make resume`; or take the last weights, "
+                f"{newest_complete(self.folder.checkpoints)[0]}",
+            )
+        return TrainResult(
             step=trainer.state.global_step,
             train_seconds=self.metrics.train_seconds,
             train_cpu_seconds=self.metrics.train_cpu_seconds,
             stop_signal=self.stop.received,
         )
 
-    def _expect_best(self, trainer: Any) -> None:
-        """Raise RunError where the Trainer kept the last weights, because it did not find the best ones."""
-        best, folder = trainer.state.best_model_checkpoint, self.folder.checkpoints
-        if trainer.args.load_best_model_at_end and not self.stop.received and not (best and Path(best).is_dir()):
-            sought = "lowest held-out loss" if trainer.args.metric_for_best_model == "loss" else "highest acc_t2"
-            raise RunError(
-                f"the checkpoint with the {sought} has gone{f': {best}' if best else ''}",
-                where=str(folder),
-                fix=f"put it back, then `make resume`; or take the last weights, {newest_complete(folder)[0]}",
-            )
-
     def _out_of_memory(self, trainer: Any, error: RuntimeError) -> OutOfMemory:
-        """Why the run cannot continue: memory ran out where no step is run again."""
+        """Say why the run cannot continue, and with how many rows of a micro-batch another start may succeed."""
+        batch_size = None
+        if self.cfg.train.oom_recovery:
+            now = trainer.micro_batcher or MicroBatcher(int(self.cfg.train.batch_size))
+            window_rows = self.cfg.train.effective_batch_size // self.setup.world_size
+            smaller = now.smaller(window_rows) if now.micro_batch > 1 else None
+            batch_size = smaller.micro_batch if smaller else None
         return OutOfMemory(
             f"out of memory in {self.heartbeat.phase} of step {trainer.state.global_step + 1}: "
             f"{format_bytes(held_bytes())} held ({said_of_memory(error)})",
             where="training",
             fix=ADVICE,
-            batch_size=self._smaller_batch(trainer.micro_batcher) if self.cfg.train.oom_recovery else None,
+            batch_size=batch_size,
         )
 
-    def _smaller_batch(self, micro_batcher: MicroBatcher | None) -> int | None:
-        """Rows of a micro-batch with which another start may succeed; None when there are no fewer."""
-        window_rows = self.cfg.train.effective_batch_size // self.setup.world_size
-        now = micro_batcher or MicroBatcher(int(self.cfg.train.batch_size))
-        smaller = now.smaller(window_rows) if now.micro_batch > 1 else None
-        return smaller.micro_batch if smaller else None
 
-    def _costs(self, model: Any) -> CostModel:
-        plan = self.folder.read_json("plan.json")
-        predicted = {f"predicted_{key}": plan[key] for key in ("peak_bytes", "allocated_bytes") if key in plan}
-        flops = _flops_of(model, self.cfg)
-        card = find_card(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-        # The table holds the peaks of 16-bit products.
-        peak = card.tflops * 1e12 if card and self.cfg.train.precision != "fp32" else None
-        return CostModel(flops.of_rows if flops else None, peak, predicted)
-
-    def _open_board(self, callbacks: list[Any]) -> None:
-        for callback in callbacks:
-            if isinstance(callback, TensorBoardCallback):
-                from torch.utils.tensorboard import SummaryWriter
-
-                # TensorBoard then hides what an earlier attempt wrote after the checkpoint.
-                purge_step = self.from_step + 1 if self.from_step else None
-                callback.tb_writer = LineBoard(SummaryWriter(str(self.folder.path / "tb"), purge_step=purge_step))
-
-    def _open_attempt(self) -> int:
-        """Note in status.json that another attempt begins; its number from 1."""
-        attempts = self.folder.read_json("status.json").get("attempts", [])
-        if not log.is_main():
-            return len(attempts) + 1
-        attempts = [*attempts, {"from_step": self.from_step, "to_step": None, "cause": None}]
-        self.folder.update_status(attempts=attempts, step=self.from_step)
-        return len(attempts)
-
-
-def _flops_of(model: Any, cfg: RunConfig) -> ModelFlops | None:
-    """What the model that trains computes for a row; None where its config does not say enough."""
-    if not cfg.task.reads_text:
-        return None
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    # How weights are stored changes no FLOP.
-    config = {key: value for key, value in base.config.to_dict().items() if key != "quantization_config"}
-    try:
-        return model_flops(shape_from_config(config, name=cfg.model.name), read_memory_setup(cfg))
-    except ConfigError:
-        return None
+def read_costs(model: Any, cfg: RunConfig, *, plan: Mapping[str, Any]) -> CostModel:
+    """Read what is known about the costs of a step: FLOPs of the model that trains, the GPU's peak, planned memory."""
+    flops = None
+    if cfg.task.reads_text:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        # How weights are stored changes no FLOP.
+        config = {key: value for key, value in base.config.to_dict().items() if key != "quantization_config"}
+        with suppress(ConfigError):  # the config does not say enough
+            flops = model_flops(shape_from_config(config, name=cfg.model.name), read_memory_setup(cfg))
+    card = find_card(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    # The table holds the peaks of 16-bit products.
+    peak = card.tflops * 1e12 if card and cfg.train.precision != "fp32" else None
+    predicted = {f"predicted_{key}": plan[key] for key in ("peak_bytes", "allocated_bytes") if key in plan}
+    return CostModel(flops.of_rows if flops else None, peak, predicted)
 
 
 def pad_to_multiple(rows: Dataset, multiple: int) -> Dataset:
-    """`rows` with rows without a label added at the end, so that their number is a multiple of `multiple`.
+    """Return `rows` with rows without a label added at the end, so that their number is a multiple of `multiple`.
 
     Where the last batches of several processes are not full, accelerate fills them with rows from the beginning, whose
     loss would count twice.
     """
     if len(rows) % multiple == 0:
         return rows
-    filler = {**rows[0], "labels": [IGNORE_INDEX] * len(rows[0]["labels"])}
-    return concatenate_datasets([rows, Dataset.from_list([filler] * (-len(rows) % multiple), features=rows.features)])
+    padding = {**rows[0], "labels": [IGNORE_INDEX] * len(rows[0]["labels"])}
+    return concatenate_datasets([rows, Dataset.from_list([padding] * (-len(rows) % multiple), features=rows.features)])

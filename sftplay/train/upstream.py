@@ -1,24 +1,156 @@
-"""Private names of TRL that the kit uses, each with a release that has it: why its range in pyproject.toml ends."""
+"""Private names of TRL, transformers and DeepSpeed: one function for each use, with the release in which it was read.
+
+They are why the ranges in pyproject.toml end. What classes of the kit override by inheritance stays with these classes.
+Of TRL 1.16 (`trl/trainer/grpo_trainer.py`): `_calculate_rewards`, `_generate`, `_generate_and_score_completions`,
+`_generate_single_turn`, `_get_per_token_logps_and_entropies`, `_tokenize_prompts`. Of transformers 5.17 (`trainer.py`):
+`_clip_grad_norm`, `_prepare_inputs`, `_save_checkpoint`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sftplay import log
+from sftplay.machine.libraries import compiler_remedy, find_compiler_problem
+
 TRAINER = "trl.trainer.grpo_trainer"
 UTILITIES = "trl.trainer.utils"
+RELEASE = "1.16"
 
 PRIVATE_NAMES = {
-    "_CHUNKED_LOGPROB_CHUNK_SIZE": (UTILITIES, "1.16"),
-    "_use_triton": (UTILITIES, "1.16"),
-    "_buffered_inputs": (TRAINER, "1.16"),
-    "_calculate_rewards": (TRAINER, "1.16"),
-    "_dist": (TRAINER, "1.16"),
-    "_entropy_bonus_enabled": (TRAINER, "1.16"),
-    "_generate": (TRAINER, "1.16"),
-    "_generate_and_score_completions": (TRAINER, "1.16"),
-    "_generate_single_turn": (TRAINER, "1.16"),
-    "_get_per_token_logps_and_entropies": (TRAINER, "1.16"),
-    "_logs": (TRAINER, "1.16"),
-    "_metrics": (TRAINER, "1.16"),
-    "_step": (TRAINER, "1.16"),
-    "_tokenize_prompts": (TRAINER, "1.16"),
-}
-"""Name -> the module that has it, and the release in which it was read. Task grpo alone uses them."""
+    TRAINER: (
+        "_buffered_inputs", "_calculate_rewards", "_dist", "_entropy_bonus_enabled", "_generate",
+        "_generate_and_score_completions", "_generate_single_turn", "_get_per_token_logps_and_entropies", "_logs",
+        "_metrics", "_step", "_tokenize_prompts",
+    ),
+    UTILITIES: ("_CHUNKED_LOGPROB_CHUNK_SIZE", "_use_triton"),
+}  # fmt: skip
+"""Module of TRL -> its names that task grpo uses, as they were read in the release `RELEASE`."""
+
+
+@contextmanager
+def fitted_tiles(vocab: int) -> Iterator[None]:
+    """Inside, TRL's forward passes take a buffer of `vocab` columns for each token, where that is fewer than 32768.
+
+    Columns beyond the vocabulary are never used, but they take memory. On a CPU they are huge pages, which the kernel
+    fills with zeros each time. On a CPU TRL also computes the logits of prompts and padding and discards them; only
+    on GPUs it leaves them out, because other devices would compile each shape anew. The values are the same; gradients
+    are the same up to rounding. Source: trl 1.16, trainer/utils.py, `_fused_forward`.
+    """
+    from trl.trainer import utils
+
+    width, use_triton = utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton
+    utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(width, vocab)
+    utils._use_triton = lambda device: device.type == "cpu" or bool(use_triton(device))  # it leaves padding out
+    try:
+        yield
+    finally:
+        utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton = width, use_triton
+
+
+def avoid_triton() -> None:
+    """Let TRL compute its tiles by torch from now on, where Triton cannot build kernels for this process's GPU.
+
+    TRL chooses in every forward and backward pass (trl 1.16, kernels/chunked_logprob.py, `_use_triton`).
+    """
+    import torch
+    from trl.kernels import chunked_logprob
+
+    if torch.cuda.is_available() and (problem := find_compiler_problem()):
+        chunked_logprob._use_triton = lambda device: False
+        log.say(
+            f"{problem}: log-probabilities are computed by torch, not by TRL's Triton kernels ({compiler_remedy()})"
+        )
+
+
+def read_micro_batches(trainer: Any) -> list[dict[str, Any]] | None:
+    """Return the micro-batches of the rollout batch that a GRPOTrainer trains on (trl 1.16, `_prepare_inputs`)."""
+    found: list[dict[str, Any]] | None = trainer._buffered_inputs
+    return found
+
+
+def replace_micro_batches(trainer: Any, micro_batches: list[dict[str, Any]]) -> None:
+    """Let a GRPOTrainer train on these micro-batches until it samples again (trl 1.16, `_prepare_inputs`)."""
+    trainer._buffered_inputs = micro_batches
+
+
+def count_micro_steps(trainer: Any) -> int:
+    """Return the forward and backward passes of a GRPOTrainer so far (trl 1.16, `_prepare_inputs`)."""
+    return int(trainer._step)
+
+
+def restore_micro_steps(trainer: Any, passes: int) -> None:
+    """Continue the count of a GRPOTrainer, which its checkpoints do not hold (trl 1.16, `_prepare_inputs`)."""
+    trainer._step = passes
+
+
+def read_completion_figures(trainer: Any) -> dict[str, float | None]:
+    """Return length and truncation of the completions sampled last (trl 1.16, `_generate_and_score_completions`)."""
+    metrics = trainer._metrics["train"]
+    return {
+        "clipped_ratio": metrics["completions/clipped_ratio"][-1],
+        "completion_tokens": metrics["completions/mean_length"][-1],
+    }
+
+
+def read_last_advantages(trainer: Any, rows: int) -> list[float]:
+    """Return the advantages of so many completions of all ranks (trl 1.16, `_generate_and_score_completions`)."""
+    return list(trainer._logs["advantages"])[-rows:]
+
+
+def has_entropy_bonus(trainer: Any) -> bool:
+    """Return whether the loss has an entropy bonus (trl 1.16, GRPOTrainer.__init__)."""
+    return bool(trainer._entropy_bonus_enabled)
+
+
+def is_engine_fsdp(generation: Any) -> bool:
+    """Return whether FSDP shards the model that a `VLLMGeneration` sends (trl 1.16, generation/vllm_generation.py)."""
+    return bool(generation._dist.is_fsdp)
+
+
+def replace_sent_weights(generation: Any, read: Callable[[], Iterable[tuple[str, Any]]]) -> None:
+    """Let a `VLLMGeneration` send the weights of `read` (trl 1.16, generation/vllm_generation.py)."""
+    generation._iter_named_params = read
+
+
+@contextmanager
+def last_logits_processor(model: Any, make: Callable[[], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, `model.generate` ends its logits processors with one of `make`; TRL passes none to it.
+
+    Source: transformers 5.17, generation/utils.py, `_get_logits_processor`.
+    """
+    processors = model._get_logits_processor
+
+    def with_last(*given: Any, **named: Any) -> Any:
+        chosen = processors(*given, **named)
+        chosen.append(make())
+        return chosen
+
+    model._get_logits_processor = with_last
+    try:
+        yield
+    finally:
+        del model._get_logits_processor
+
+
+def gather_zero3_weights(trainer: Any, *, leaves_out_frozen: bool) -> dict[str, Any] | None:
+    """Gather a model that ZeRO-3 shards in 16 bits; only the main rank gets it (deepspeed 0.19, runtime/engine.py)."""
+    weights: dict[str, Any] | None = trainer.deepspeed._zero3_consolidated_16bit_state_dict(
+        exclude_frozen_parameters=leaves_out_frozen
+    )
+    return weights
+
+
+def find_attention(model: Any) -> str:
+    """Return the name of the attention of a causal model (transformers 5.17, configuration_utils.py)."""
+    return str(getattr(model.config.get_text_config(), "_attn_implementation", ""))
+
+
+def on_one_gpu(arguments: Any) -> Any:
+    """Return the training arguments for one GPU a process, however many it sees: the Trainer would copy the model to
+    each (transformers 5.17, training_args.py, `n_gpu`)."""
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+    return arguments

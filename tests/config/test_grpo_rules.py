@@ -76,7 +76,7 @@ def test_keys_that_the_run_would_not_follow_are_said(load):
     def said(text):
         return [line.partition(" ")[2] for line in notes(load(text))]
 
-    assert said("grpo: {beta: 0.1}\n") == ["grpo.beta has no effect: task_mode sft draws no completions"]
+    assert said("grpo: {beta: 0.1}\n") == ["grpo.beta has no effect: task_mode sft samples no completions"]
     assert said(f"{GRPO}grpo: {{vllm: {{sleep: false}}}}\n") == [
         "grpo.vllm.sleep has no effect: grpo.generation is transformers"
     ]

@@ -229,9 +229,9 @@ def test_rank_that_loses_another_ends_with_the_reason_of_that_one_or_calls_it_a_
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait()
     folder.update_status(ranks=[{"pid": os.getpid()}, {"pid": ended.pid}], exit_code=recorded)
-    assert worker.lost_rank(folder) == ""  # no process group: the others have ended as they should
+    assert worker.find_lost_rank(folder) == ""  # no process group: the others have ended as they should
     monkeypatch.setattr(worker, "is_in_process_group", lambda: True)
-    gone = worker.lost_rank(folder)
+    gone = worker.find_lost_rank(folder)
     assert gone == f"rank 1 (pid {ended.pid}) died"
     assert worker.end_after_lost_rank(folder, gone) == (recorded or 5)
     assert cause_of_death(folder) == ("" if recorded else gone)
@@ -244,13 +244,13 @@ def test_rank_of_another_node_is_not_looked_for_on_this_one(folder: RunFolder, m
     for name, value in {"WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(worker, "is_in_process_group", lambda: True)
-    assert worker.lost_rank(folder) == ""
+    assert worker.find_lost_rank(folder) == ""
     # The error of torch's gloo on a rank whose neighbour was killed (torch 2.13).
     broken = RuntimeError("[pair.cc:537] Read error [10.0.0.7]:10949: Connection reset by peer. This is typically")
-    assert worker.lost_node(broken) == "a process on another node has gone"
-    assert worker.lost_node(RuntimeError("shape mismatch")) == ""
+    assert worker.find_lost_node(broken) == "a process on another node died"
+    assert worker.find_lost_node(RuntimeError("shape mismatch")) == ""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert worker.lost_node(broken) == ""
+    assert worker.find_lost_node(broken) == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")

@@ -233,7 +233,7 @@ def test_what_needs_whole_weights_is_refused_before_a_model_in_parts_is_loaded(m
     with pytest.raises(ConfigError, match="cannot be sent an adapter whose base is in parts") as caught:
         sized(served, processes=2)
     assert caught.value.fix == "write cluster.strategy: ddp, or grpo.generation: transformers"
-    with pytest.raises(ConfigError, match="must draw equally many") as caught:
+    with pytest.raises(ConfigError, match="must sample equally many") as caught:
         sized(config(grpo__skip_zero_variance=True, cluster__strategy=strategy), processes=2)
     assert caught.value.where.endswith("grpo.skip_zero_variance")
     for changes in ({"cluster.strategy": "zero2"}, {"tuning.mode": "full"}):
@@ -244,7 +244,7 @@ def test_what_needs_whole_weights_is_refused_before_a_model_in_parts_is_loaded(m
 def test_a_server_is_asked_again_for_whole_groups_alone(monkeypatch):
     monkeypatch.setattr("sftplay.tasks.grpo.plan.find_spec", lambda name: object())
     cfg = config(grpo__generation="vllm_server", grpo__dynamic_sampling_rounds=1, train__effective_batch_size=24)
-    with pytest.raises(ConfigError, match="whole groups of 8, but a process draws 12 completions") as caught:
+    with pytest.raises(ConfigError, match="whole groups of 8, but a process samples 12 completions") as caught:
         sized(cfg, processes=2)
     assert caught.value.where.endswith("grpo.dynamic_sampling_rounds")
     assert sized(cfg, processes=3).world_size == 3

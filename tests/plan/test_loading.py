@@ -19,7 +19,7 @@ from sftplay.plan.memory.forecast import LOAD, OPENED
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.plan.sizing.task_sizing import SizedRun
-from sftplay.tasks.worker import runner_of
+from sftplay.tasks.worker import find_runner
 from sftplay.train import run_task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,7 +141,7 @@ def test_a_worker_opens_its_model_where_the_plan_says(
     folder.write_json("plan.json", {**folder.read_json("plan.json"), **({OPENED: opened} if opened else {})})
     monkeypatch.setattr(run_task, "load_start", start)
     with pytest.raises(EnoughError):
-        runner_of(cfg.task_mode)(cfg, folder=folder, stop=None)
+        find_runner(cfg.task_mode)(cfg, folder=folder, stop=None)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from sftplay.plan.memory.step import Size, estimate, standing_bytes
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.shape.from_config import shape_from_config
 from sftplay.tasks.grpo.memory import CACHE, DRAW, ENGINE, REFERENCE, SCORE, Rollout, cache_bytes, estimate_rollout
-from sftplay.tasks.grpo.rollouts import fitted_tiles
+from sftplay.train.upstream import fitted_tiles
 
 LLAMA = find_shape("meta-llama/Llama-3.1-8B")
 LORA = MemorySetup(

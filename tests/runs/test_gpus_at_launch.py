@@ -31,9 +31,9 @@ from sftplay.model.failures import explain_failure, refusing
 from sftplay.runs import gpus_at_launch as at_launch
 from sftplay.runs import start
 from sftplay.tasks import worker
-from sftplay.tasks.grpo import rollouts as tile_width
-from sftplay.tasks.grpo.rollouts import avoid_triton
 from sftplay.train import setup
+from sftplay.train import upstream as tile_width
+from sftplay.train.upstream import avoid_triton
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -139,7 +139,7 @@ def test_run_goes_on_from_what_is_whole_and_ends_as_if_nothing_had_been_broken(
     assert f"skipping checkpoint-5: optimizer.pt {PICKLE}" in said
     assert "skipping checkpoint-4: COMPLETE.json has an odd 'files'" in said
     assert "skipping 'checkpoint-²': its name ends with no number of steps" in said
-    assert "metrics.jsonl: line 1 cannot be read: passed over" in said
+    assert "metrics.jsonl: line 1 cannot be read: skipped" in said
     assert [line["step"] for line in resumed.metrics] == [2, 3, 4, 5, 6]
     whole = train(tmp_path / "whole", inputs, **OPTIONS)
     ends = [load_file(run.folder.path / "adapter" / "adapter_model.safetensors") for run in (whole, resumed)]

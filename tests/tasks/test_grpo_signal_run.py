@@ -13,7 +13,7 @@ from small_run import write_small_run
 
 from sftplay.config.load import load_config
 from sftplay.errors import RunError
-from sftplay.tasks.grpo.rollouts import RolloutMixin
+from sftplay.tasks.grpo.sampling import SamplingMixin
 
 SILENT = """def pay(completions, level, **_):
     return [0.0 if n % 3 else len(set(text)) / 40 for text, n in zip(completions, level)]
@@ -77,7 +77,7 @@ def test_silent_groups_are_drawn_again_and_every_token_is_counted(
     prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     drawn: list[int] = []
-    real = RolloutMixin._generate_single_turn
+    real = SamplingMixin._generate_rows
 
     def counted(self: Any, prompt_ids: Any, *given: Any, **named: Any) -> Any:
         ids, logps = real(self, prompt_ids, *given, **named)
@@ -85,7 +85,7 @@ def test_silent_groups_are_drawn_again_and_every_token_is_counted(
             drawn.append(sum(map(len, ids)))
         return ids, logps
 
-    monkeypatch.setattr(RolloutMixin, "_generate_single_turn", counted)
+    monkeypatch.setattr(SamplingMixin, "_generate_rows", counted)
     options = paid_by(SILENT, prompts, train__max_steps=8)
     plain = train(tmp_path / "plain", prompts, **options)
     drawn.clear()
@@ -188,7 +188,7 @@ def written_down(self: Any, prompt_ids: list[list[int]], *given: Any, **named: A
 def test_a_step_has_the_same_gradient_whether_silent_groups_are_drawn_or_not(
     loss: str, prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(RolloutMixin, "_generate_single_turn", written_down)
+    monkeypatch.setattr(SamplingMixin, "_generate_rows", written_down)
     options = paid_by(SILENT, prompts, train__max_steps=12, train__learning_rate=0.0, grpo__loss_type=loss)
     options |= {"grpo__epsilon_high": 5.0} if loss == "cispo" else {}
     plain = train(tmp_path / "plain", prompts, **options)

@@ -16,10 +16,11 @@ from transformers import TrainingArguments
 
 from sftplay.config.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
-from sftplay.tasks.worker import runner_of
+from sftplay.tasks.worker import find_runner
 from sftplay.train.guards import StopOnSignal
-from sftplay.train.setup import RunSetup, on_one_gpu
+from sftplay.train.setup import RunSetup
 from sftplay.train.train_run import TrainRun
+from sftplay.train.upstream import on_one_gpu
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def arguments_of(cfg: RunConfig, folder: RunFolder) -> Any:
         raise Built(trainer)
 
     with patch.object(TrainRun, "train", stop), pytest.raises(Built) as built:
-        runner_of(cfg.task_mode)(cfg, folder=folder, stop=StopOnSignal())
+        find_runner(cfg.task_mode)(cfg, folder=folder, stop=StopOnSignal())
     return built.value.args[0].args
 
 

@@ -302,7 +302,7 @@ def test_best_checkpoint_that_was_removed_while_the_run_trained_is_not_replaced_
     cfg, folder = new_run(tmp_path, inputs, train__best_metric="loss", **options)
     with (
         held_out_losses([4.0, 5.0, 5.0, 5.0, 5.0], monkeypatch),
-        pytest.raises(RunError, match=r"lowest held-out loss has gone: .*checkpoint-1") as caught,
+        pytest.raises(RunError, match=r"lowest held-out loss is missing: .*checkpoint-1") as caught,
     ):
         train_in(cfg, folder, Remove())
     assert caught.value.fix.endswith(str(folder.checkpoints / "checkpoint-5"))

@@ -29,7 +29,7 @@ from sftplay.plan.sizing.size_run import size_run
 from sftplay.tasks import TASKS
 from sftplay.train import gradients
 from sftplay.train.gradients import GradientSync, choose_hook, exposed_s
-from sftplay.train.interval import exposed_share
+from sftplay.train.interval import RankShare, describe_speed
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -173,8 +173,9 @@ def test_exposed_time_is_the_time_of_sending_that_computing_did_not_cover():
 
 
 def test_share_is_communication_over_all_time():
-    assert exposed_share({"forward": 1.0, "backward": 1.5, "communication": 0.5, "idle": 1.0}) == 0.125
-    assert exposed_share({}) == 0
+    for seconds, expected in (({"forward": 1.0, "backward": 1.5, "communication": 0.5, "idle": 1.0}, 0.125), ({}, 0)):
+        share = RankShare(padded_tokens=0, samples=0, flops=None, peak_flops=None, seconds=seconds)
+        assert describe_speed([share], 1)["exposed_communication_share"] == expected
 
 
 def test_exposed_time_is_taken_from_backward_and_never_more_than_that(monkeypatch: pytest.MonkeyPatch):

@@ -20,14 +20,14 @@ from sftplay.evaluate.sources import find_held_out, measure_sources
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.sample import write_masked_sample
 from sftplay.tasks.sft import task as sft
-from sftplay.train.fingerprint import recipe_of
+from sftplay.train.fingerprint import describe_renderer
 from sftplay.train.held_out import HeldOutBlocks
 from sftplay.train.isolation import can_compute, check_isolation
 from sftplay.train.task import RowOrder, Rows, TrainerParts
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
-    """Blocks of the sources of `cfg`. Gives the tokenizer the chat template that the masks of chats are proven for.
+    """Load the blocks of the sources of `cfg`. The tokenizer gets the template that the masks of chats are proven for.
 
     Where there are no chats, it keeps its own: the result still answers in the form that it knew.
 
@@ -47,7 +47,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
         train=mixture.train,
         held_out=held_out if len(held_out) else None,
         report=mixture.report,
-        recipe=recipe_of(mixture.renderer),
+        recipe=describe_renderer(mixture.renderer),
         source=mixture,
         order=RowOrder(steps=mixture.steps, steps_per_epoch=per_epoch or mixture.steps, digest=mixture.fingerprint),
         source_names=tuple(names),
@@ -58,19 +58,19 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
 
 def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
     """Show the table of the data report, and keep one block with its mask."""
-    place = rows.source.train.pieces(0)[0][0]
-    write_masked_sample(folder, tokenizer, example=rows.train[0], source=str(place))
+    source = str(rows.source.train.pieces(0)[0][0])
+    write_masked_sample(folder, tokenizer, example=rows.train[0], source=source)
     log.show(mixture_table(rows.report))
 
 
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
-    """Perplexity of each source's held-out documents; loss and answers of its held-out chats."""
-    tokenizer = rows.source.renderer.tokenizer
-    measure_sources(model, find_held_out(rows.source), tokenizer=tokenizer, cfg=cfg, path=path)
+    """Measure perplexity of each source's held-out documents, and loss and answers of its held-out chats."""
+    mixture = rows.source
+    measure_sources(model, find_held_out(mixture), tokenizer=mixture.renderer.tokenizer, cfg=cfg, path=path)
 
 
 def build_trainer(parts: TrainerParts) -> sft.WindowedSFTTrainer:
-    """The trainer of task sft, with blocks for rows.
+    """Build the trainer of task sft, with blocks for rows.
 
     Raises:
         ConfigError: a document of a block would see another, and the config does not ask for that.

@@ -13,10 +13,14 @@ from sftplay.launch.generation_server import DEFAULT_URL, URL
 from sftplay.machine.libraries import page_argument
 from sftplay.machine.ports import free_port
 
-CONTINUOUS = "transformers_continuous_batching_config"
+SAME_NAMES = (
+    "num_generations", "max_completion_length", "num_iterations", "loss_type", "importance_sampling_level", "epsilon",
+    "epsilon_high", "delta", "beta", "scale_rewards", "mask_truncated_completions", "top_entropy_quantile",
+    "entropy_coef", "off_policy_mask_threshold", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+)  # fmt: skip
+"""Keys that TRL calls as the kit does."""
 
-PAGE_TOKENS = 32
-"""Tokens per page of the cache."""
+PAGE_TOKENS = 32  # tokens per page of the cache
 
 
 def grpo_arguments(cfg: RunConfig) -> dict[str, Any]:
@@ -36,26 +40,8 @@ def grpo_arguments(cfg: RunConfig) -> dict[str, Any]:
         "metric_for_best_model": None,
         "greater_is_better": None,
         "shuffle_dataset": False,
-        "num_generations": grpo.num_generations,
-        "max_completion_length": grpo.max_completion_length,
-        "num_iterations": grpo.num_iterations,
-        "loss_type": grpo.loss_type,
-        "importance_sampling_level": grpo.importance_sampling_level,
-        "epsilon": grpo.epsilon,
-        "epsilon_high": grpo.epsilon_high,
-        "delta": grpo.delta,
-        "beta": grpo.beta,
-        "scale_rewards": grpo.scale_rewards,
         "multi_objective_aggregation": grpo.aggregation,
-        "mask_truncated_completions": grpo.mask_truncated_completions,
-        "top_entropy_quantile": grpo.top_entropy_quantile,
-        "entropy_coef": grpo.entropy_coef,
-        "off_policy_mask_threshold": grpo.off_policy_mask_threshold,
-        "temperature": grpo.temperature,
-        "top_p": grpo.top_p,
-        "top_k": grpo.top_k,
-        "min_p": grpo.min_p,
-        "repetition_penalty": grpo.repetition_penalty,
+        **{name: getattr(grpo, name) for name in SAME_NAMES},
         **_generation_arguments(cfg),
         **grpo.extra,
     }
@@ -78,12 +64,10 @@ def _generation_arguments(cfg: RunConfig) -> dict[str, Any]:
         # Two runs on one node would collide on TRL's default port for weights.
         ports = {} if vllm.url or not url else {"vllm_group_port": free_port(0)}
         return {"use_vllm": True, "vllm_mode": "server", **server, **ports}
-    if kind == "continuous":
-        return {"use_vllm": False, "use_transformers_continuous_batching": True, CONTINUOUS: _cache_arguments(cfg)}
-    return {"use_vllm": False, "use_transformers_continuous_batching": False}
-
-
-def _cache_arguments(cfg: RunConfig) -> dict[str, int]:
-    """Return pages for all completions of a process at full length; TRL would take half of the free memory."""
+    arguments = {"use_vllm": False, "use_transformers_continuous_batching": kind == "continuous"}
+    if kind != "continuous":
+        return arguments
+    # Pages for all completions of a process at full length; TRL would take half of the free memory.
     pages = -(-(cfg.prompt_tokens + cfg.grpo.max_completion_length) // PAGE_TOKENS)
-    return {page_argument(): PAGE_TOKENS, "num_blocks": pages * int(cfg.grpo.generation_rows or 1) + 1}
+    cache = {page_argument(): PAGE_TOKENS, "num_blocks": pages * int(cfg.grpo.generation_rows or 1) + 1}
+    return {**arguments, "transformers_continuous_batching_config": cache}

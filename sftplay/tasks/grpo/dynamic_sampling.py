@@ -11,9 +11,10 @@ ranks know, so all ranks make the same choices, and a checkpoint keeps the state
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from transformers.trainer_callback import ExportableState
 
@@ -27,30 +28,19 @@ MAX_SKIPPED_TURNS = 4
 """Most turns in a row that a zero-variance prompt skips. The model may forget what it could do, or learn what it could
 not."""
 
-RESERVE_SEED = 0x5EED
-"""Added to the run's seed, so that the reserve has another order than the training."""
+RESERVE_SEED = 0x5EED  # added to the run's seed, so that the reserve has another order than the training
 
 Tokens = list[int]
-
-
-class Prompts(Protocol):
-    """Rows as TRL gets them."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, number: int) -> dict[str, Any]: ...
 
 
 @dataclass
 class LocalBatch:
     """One rank's part of a rollout batch. Resampled rows replace the rows before."""
 
-    inputs: list[dict[str, Any]]
-    """The rows, as TRL holds them."""
-
+    inputs: list[dict[str, Any]]  # the rows, as TRL holds them
     prompt_ids: list[Tokens]
     completion_ids: list[Tokens]
-    logps: list[list[float]] | None
-    """The sampler's log-probability of each token, where it returns them."""
+    logps: list[list[float]] | None  # the sampler's log-probability of each token, where it returns them
 
     def replace_completions(
         self, places: Sequence[int], sampled: tuple[list[Tokens], list[list[float]] | None]
@@ -72,15 +62,9 @@ class Reserve:
     def __init__(self, rows: Sequence[int], *, seed: int) -> None:
         self.rows, self.seed = rows, seed + RESERVE_SEED
         self.position = 0
-        self.zero_variance: dict[int, int] = {}
-        """Prompt -> number of zero-variance groups in a row."""
-
-        self.turns_to_skip: dict[int, int] = {}
-        """Prompt -> turns that it skips from now on."""
-
-        self.tokens: dict[int, int] = {}
-        """Prompt -> trained tokens of its last group, with grpo.skip_zero_variance."""
-
+        self.zero_variance: dict[int, int] = {}  # prompt -> number of zero-variance groups in a row
+        self.turns_to_skip: dict[int, int] = {}  # prompt -> turns that it skips from now on
+        self.tokens: dict[int, int] = {}  # prompt -> trained tokens of its last group, with grpo.skip_zero_variance
         self._orders: dict[int, list[int]] = {}
 
     def record(self, prompt: int, *, has_zero_variance: bool) -> None:
@@ -101,19 +85,17 @@ class Reserve:
 
     def take(self, taken: Collection[int]) -> int | None:
         """Take the next prompt that is neither in `taken` nor known for zero variance; None where there is none."""
-        for step in range(len(self.rows)):
-            prompt = self._prompt_at(self.position + step)
+        n = len(self.rows)
+        for position in range(self.position, self.position + n):
+            epoch, place = divmod(position, n)
+            if epoch not in self._orders:
+                self._orders = {known: order for known, order in self._orders.items() if known == epoch - 1}
+                self._orders[epoch] = training_order(n, n, seed=self.seed + epoch)
+            prompt = self.rows[self._orders[epoch][place]]
             if prompt not in taken and prompt not in self.zero_variance:
-                self.position += step + 1
+                self.position = position + 1
                 return prompt
         return None
-
-    def _prompt_at(self, position: int) -> int:
-        epoch, place = divmod(position, len(self.rows))
-        if epoch not in self._orders:
-            self._orders = {known: order for known, order in self._orders.items() if known == epoch - 1}
-            self._orders[epoch] = training_order(len(self.rows), len(self.rows), seed=self.seed + epoch)
-        return self.rows[self._orders[epoch][place]]
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint; numbers and lists only."""
@@ -132,7 +114,7 @@ class DynamicSampler:
     """Replaces, skips and resamples groups, with the same choices on every rank."""
 
     def __init__(
-        self, prompts: Prompts, *, rows: Sequence[int], rounds: int, num_generations: int, seed: int, in_lockstep: bool
+        self, prompts: Any, *, rows: Sequence[int], rounds: int, num_generations: int, seed: int, in_lockstep: bool
     ) -> None:
         """`prompts` are all training prompts, as TRL gets them; `rows` are their row numbers in the data, aligned.
 
@@ -141,35 +123,32 @@ class DynamicSampler:
         self.prompts, self.rounds, self.group_size, self.in_lockstep = prompts, rounds, num_generations, in_lockstep
         self.reserve = Reserve(rows, seed=seed)
         self._places = {row: place for place, row in enumerate(rows)}
-        self.skipped: list[int] = []
-        """Groups of this rollout batch for which nothing is sampled."""
-
-        self.skipped_tokens = 0
-        """Tokens that these groups had when they were sampled last."""
-
+        self.skipped: list[int] = []  # groups of this rollout batch for which nothing is sampled
+        self.skipped_tokens = 0  # tokens that these groups had when they were sampled last
         self.first_figures: dict[str, float | None] = {}
         """Reward and zero-variance share of the last rollout batch before resampling. The kept completions say less
         about the model, because zero-variance groups are missing among them."""
 
     def replace_skipped_prompts(self, inputs: list[dict[str, Any]], rows: Sequence[int]) -> int:
         """Replace the prompts that skip their turn, in place, and count them; `rows` are the rows of all ranks."""
-        prompts = list(rows[:: self.group_size])
-        skipping = [group for group, prompt in enumerate(prompts) if self.reserve.skips_turn(prompt)]
-        replacements = self._choose_replacements(skipping, prompts)
+        prompts = rows[:: self.group_size]
+        replacements = self._choose_replacements(self._count_turns(prompts), prompts)
         self._replace_inputs(inputs, replacements)
         return len(replacements)
 
     def choose_skipped_groups(self, rows: Sequence[int]) -> int:
         """Choose the groups for which nothing is sampled, and count them; at least one group is sampled."""
-        prompts = list(rows[:: self.group_size])
-        skipping = [group for group, prompt in enumerate(prompts) if self.reserve.skips_turn(prompt)]
+        prompts = rows[:: self.group_size]
+        skipping = self._count_turns(prompts)
         self.skipped = skipping if len(skipping) < len(prompts) else skipping[1:]
         self.skipped_tokens = sum(self.reserve.tokens.get(prompts[group], 0) for group in self.skipped)
         return len(self.skipped)
 
+    def _count_turns(self, prompts: Sequence[int]) -> list[int]:
+        return [group for group, prompt in enumerate(prompts) if self.reserve.skips_turn(prompt)]
+
     def find_sampled_places(self, first: int, count: int) -> list[int]:
-        """Return the places, counted from `first`, of sampled rows among rows `first` to `first + count` of the rollout
-        batch."""
+        """Return the places of sampled rows among the `count` rows of the rollout batch from `first` on."""
         return [n for n in range(count) if (first + n) // self.group_size not in self.skipped]
 
     def record_sampled(self, batch: ScoredBatch, *, tokens: Sequence[int]) -> None:
@@ -203,14 +182,14 @@ class DynamicSampler:
             places = self._replace_inputs(local.inputs, replacements)
             for place in places:
                 local.prompt_ids[place] = list(local.inputs[place]["prompt"])
+            places_of_all = [group * self.group_size + n for group in replacements for n in range(self.group_size)]
             n_sampled = len(places)
-            if self.in_lockstep:
-                n_sampled = self._most_rows_of_a_rank(replacements, len(local.inputs))
+            if self.in_lockstep:  # as many as the rank with most of these rows
+                n_sampled = max(Counter(place // len(local.inputs) for place in places_of_all).values())
             if n_sampled:
                 dummies = [local.prompt_ids[0]] * (n_sampled - len(places))
                 local.replace_completions(places, generate([local.prompt_ids[place] for place in places] + dummies))
             part = score([local.inputs[n] for n in places], [local.completion_ids[n] for n in places])
-            places_of_all = [group * self.group_size + n for group in replacements for n in range(self.group_size)]
             batch = replace_rows(batch, part, places=places_of_all)
             self._record_groups(batch, replacements)
         return batch, resampled
@@ -226,11 +205,9 @@ class DynamicSampler:
 
     def _choose_replacements(self, groups: Sequence[int], prompts: Sequence[int]) -> dict[int, int]:
         """Map groups to replacement prompts, as far as the reserve has any; `prompts` are the prompts of all groups."""
-        taken = set(prompts)
-        replacements = {}
+        taken, replacements = set(prompts), {}
         for group in groups:
-            prompt = self.reserve.take(taken)
-            if prompt is not None:
+            if (prompt := self.reserve.take(taken)) is not None:
                 replacements[group] = prompt
                 taken.add(prompt)
         return replacements
@@ -242,11 +219,6 @@ class DynamicSampler:
         for place in places:
             inputs[place] = self.prompts[self._places[replacements[(first + place) // self.group_size]]]
         return places
-
-    def _most_rows_of_a_rank(self, groups: Collection[int], rank_rows: int) -> int:
-        """Count the rows of these groups on the rank that has most of them; each rank has `rank_rows` rows in all."""
-        ranks = [(group * self.group_size + n) // rank_rows for group in groups for n in range(self.group_size)]
-        return max(ranks.count(rank) for rank in set(ranks))
 
 
 class KeepDraws(Observer, ExportableState):
@@ -291,12 +263,12 @@ def replace_rows(batch: ScoredBatch, part: ScoredBatch, *, places: Sequence[int]
         name: RewardValues(merge(column.values, part.rewards.by_name[name].values), column.reasons)
         for name, column in batch.rewards.by_name.items()
     }
-    verdicts = merge(batch.rewards.verdicts, part.rewards.verdicts)
+    rewards = replace(batch.rewards, by_name=by_name, verdicts=merge(batch.rewards.verdicts, part.rewards.verdicts))
     return replace(
         batch,
         rows=merge(batch.rows, part.rows),
         completions=merge(batch.completions, part.completions),
         prompts=merge(batch.prompts, part.prompts) if batch.prompts else [],
-        rewards=replace(batch.rewards, by_name=by_name, verdicts=verdicts),
+        rewards=rewards,
         control=None if batch.control is None else merge(batch.control, part.control or []),
     )

@@ -33,19 +33,12 @@ class EvaluatePrompts(Observer):
     Existing files are kept: after a resume no step is evaluated twice.
     """
 
-    trainer: Any
-    """TRL's GRPOTrainer with the kit's parts."""
+    trainer: Any  # TRL's GRPOTrainer with the kit's parts
 
     def __init__(
-        self,
-        cfg: RunConfig,
-        questions: Sequence[Question],
-        *,
-        scorer: RewardScorer,
-        folder: Path,
-        every_steps: int,
-        prompt_version: str,
-    ) -> None:
+        self, cfg: RunConfig, questions: Sequence[Question], *,
+        scorer: RewardScorer, folder: Path, every_steps: int, prompt_version: str,
+    ) -> None:  # fmt: skip
         """`folder` is the run's eval/; `every_steps` the steps between two evaluations."""
         self.cfg, self.questions, self.scorer = cfg, questions, scorer
         self.folder, self.every_steps, self.prompt_version = folder, every_steps, prompt_version
@@ -86,28 +79,22 @@ class EvaluatePrompts(Observer):
 
         All ranks have equally many questions and batches, so a question may be answered twice.
         """
-        n, world = len(self.questions), log.world_size()
+        n, world, trainer = len(self.questions), log.world_size(), self.trainer
         numbers = range(log.rank(), ceil(n / world) * world, world)
         share = sorted((self.questions[number % n] for number in numbers), key=lambda question: len(question.ids))
-        tokens = self._answer([question.ids for question in share])
+        trainer.model_wrapped.eval()
+        try:
+            with greedy_generation(trainer), trainer.accelerator.autocast():
+                tokens = trainer._generate_single_turn([question.ids for question in share], None, {}, 1)[0]
+        finally:
+            trainer.model_wrapped.train()
         return reward_answers(
             self.scorer.rewards,
             share,
             columns=self.scorer.columns,
-            answers=self.trainer.processing_class.batch_decode(tokens, skip_special_tokens=True),
+            answers=trainer.processing_class.batch_decode(tokens, skip_special_tokens=True),
             n_tokens=[len(ids) for ids in tokens],
         )
-
-    def _answer(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Return the tokens of the greedy answers."""
-        trainer = self.trainer
-        trainer.model_wrapped.eval()
-        try:
-            with greedy_generation(trainer), trainer.accelerator.autocast():
-                answers: list[list[int]] = trainer._generate_single_turn(prompts, None, {}, 1)[0]
-        finally:
-            trainer.model_wrapped.train()
-        return answers
 
 
 @contextmanager

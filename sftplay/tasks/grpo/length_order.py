@@ -7,11 +7,13 @@ loss is a sum over rows, loss and gradient are those of TRL up to rounding: see 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from sftplay.train.upstream import has_entropy_bonus
 
 Batch = dict[str, Any]
 
@@ -36,7 +38,7 @@ def depends_on_cut(trainer: Any) -> str:
         return "loss_type bnpo divides by the tokens of the micro-batch"
     if trainer.top_entropy_quantile < 1.0:
         return "top_entropy_quantile compares the tokens of a micro-batch"
-    if trainer._entropy_bonus_enabled:
+    if has_entropy_bonus(trainer):
         return "the entropy bonus is a mean over the tokens of the micro-batch"
     if trainer.aux_loss_enabled:
         return "the router's loss is one of the micro-batch"
@@ -53,10 +55,8 @@ def order_by_length(batches: Sequence[Batch], *, accum: int, trims_prompts: bool
     if len(batches) % accum or any(set(batch) - known for batch in batches):
         return list(batches)
     trim = trim_padding if trims_prompts else trim_completions
-    ordered: list[Batch] = []
-    for first in range(0, len(batches), accum):
-        ordered += [trim(batch) for batch in _order_step(batches[first : first + accum])]
-    return ordered
+    steps = [batches[first : first + accum] for first in range(0, len(batches), accum)]
+    return [trim(batch) for step in steps for batch in _order_step(step)]
 
 
 def trim_padding(batch: Batch) -> Batch:
@@ -68,14 +68,10 @@ def trim_padding(batch: Batch) -> Batch:
 
 def trim_completions(batch: Batch) -> Batch:
     """Remove the columns right of the completions that are padding in every row."""
-    full = batch["completion_mask"].size(1)
-    width = _used_width(batch["completion_mask"])
-    cut = {
-        key: batch[key][:, :width]
-        for key in COMPLETION_KEYS
-        if batch.get(key) is not None and batch[key].size(1) == full  # a ratio may be per row
-    }
-    return {**batch, **cut}
+    full, width = batch["completion_mask"].size(1), _used_width(batch["completion_mask"])
+    found = {key: batch[key] for key in COMPLETION_KEYS if batch.get(key) is not None}
+    # A ratio may be per row.
+    return {**batch, **{key: value[:, :width] for key, value in found.items() if value.size(1) == full}}
 
 
 def has_relative_positions(model: Any) -> bool:
@@ -91,25 +87,21 @@ def count_padded_tokens(prompts: Sequence[int], completions: Sequence[int], *, r
 
 
 def _order_step(batches: Sequence[Batch]) -> list[Batch]:
-    """Return as many micro-batches with the same rows in the order with least padding: as now, or by length.
-
-    Three orders by length are tried.
-    """
-    first = batches[0]
+    """Return as many micro-batches with the same rows in the order with least padding: as now, or by length."""
     whole = {
         key: value if key in WINDOW_KEYS or value is None else torch.cat([batch[key] for batch in batches])
-        for key, value in first.items()
+        for key, value in batches[0].items()
     }
-    rows = len(first["advantages"])
+    rows = len(batches[0]["advantages"])
     prompts = whole["prompt_mask"].sum(1).tolist()
     completions = whole["completion_mask"].sum(1).tolist()
-    keys: tuple[Callable[[int], Any], ...] = (
-        lambda n: (-completions[n], -prompts[n]),
-        lambda n: -prompts[n] - completions[n],
-        lambda n: (-prompts[n], -completions[n]),
-    )
     numbers = range(len(prompts))
-    orders = [list(numbers), *(sorted(numbers, key=key) for key in keys)]
+    orders = (
+        numbers,
+        sorted(numbers, key=lambda n: (-completions[n], -prompts[n])),
+        sorted(numbers, key=lambda n: -prompts[n] - completions[n]),
+        sorted(numbers, key=lambda n: (-prompts[n], -completions[n])),
+    )
     best = min(
         orders,
         key=lambda order: count_padded_tokens([prompts[n] for n in order], [completions[n] for n in order], rows=rows),
@@ -124,10 +116,3 @@ def _order_step(batches: Sequence[Batch]) -> list[Batch]:
 def _used_width(mask: Tensor) -> int:
     """Count the columns up to the last one that any row uses; at least 1."""
     return max(1, int(mask.sum(1).max()))
-
-
-def compute_padding_share(batches: Sequence[Mapping[str, Any]]) -> float:
-    """Compute the share of padding in the tokens of the micro-batches."""
-    real = sum(int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in batches)
-    full = sum(batch["prompt_mask"].numel() + batch["completion_mask"].numel() for batch in batches)
-    return 1 - real / full

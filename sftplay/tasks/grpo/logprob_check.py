@@ -13,6 +13,7 @@ from torch import Tensor
 from sftplay.errors import ConfigError
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
+from sftplay.train.upstream import is_engine_fsdp, last_logits_processor, replace_sent_weights
 
 
 def send_copies(generation: Any) -> None:
@@ -21,19 +22,15 @@ def send_copies(generation: Any) -> None:
     Raises:
         ConfigError: the base is in 4 bits or sharded; copies of such layers cannot be merged one by one.
     """
-    if generation._dist.is_fsdp or any(hasattr(weight, "ds_id") for weight in generation.model.parameters()):
-        raise ConfigError(
-            "vLLM cannot be sent an adapter whose base is sharded",
-            where="grpo.generation",
-            fix="set cluster.strategy=ddp, or grpo.generation=transformers",
-        )
-    if any(hasattr(weight, "quant_state") for weight in generation.model.parameters()):
-        raise ConfigError(
-            "vLLM cannot be sent an adapter whose base is held in 4 bits",
-            where="grpo.generation",
-            fix="set tuning.mode=lora, or grpo.generation=transformers",
-        )
-    generation._iter_named_params = lambda: merged_copies(generation.model)
+    weights, problem = list(generation.model.parameters()), None
+    if is_engine_fsdp(generation) or any(hasattr(weight, "ds_id") for weight in weights):
+        problem = "sharded", "cluster.strategy=ddp"
+    elif any(hasattr(weight, "quant_state") for weight in weights):
+        problem = "held in 4 bits", "tuning.mode=lora"
+    if problem:
+        what, fix = f"vLLM cannot be sent an adapter whose base is {problem[0]}", f"set {problem[1]}"
+        raise ConfigError(what, where="grpo.generation", fix=f"{fix}, or grpo.generation=transformers")
+    replace_sent_weights(generation, lambda: merged_copies(generation.model))
 
 
 def merged_copies(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -47,14 +44,16 @@ def merged_copies(model: Any) -> Iterator[tuple[str, Tensor]]:
         merged.merge()
         for part, weight in merged.get_base_layer().named_parameters():
             yield f"{name}.{part}", weight.data
-    for name, weight in base.named_parameters():
-        owner = next((layer for layer in adapted if name.startswith(f"{layer}.")), None)
-        if owner is None and ".modules_to_save." not in name and ".original_module." not in name:
-            yield name, weight.data
+
+    def is_adapted(name: str) -> bool:
+        return any(name.startswith(f"{layer}.") for layer in adapted)
+
     for name, weight in base.named_parameters():
         before, _, after = name.partition(".modules_to_save.default.")
         if after:
             yield f"{before}.{after}", weight.data
+        elif ".modules_to_save." not in name and ".original_module." not in name and not is_adapted(name):
+            yield name, weight.data
 
 
 SAMPLER_LOGPS = "sampling_per_token_logps"
@@ -92,19 +91,11 @@ class TokenRecord:
 
 @contextmanager
 def record_logprobs(model: Any) -> Iterator[list[list[float]]]:
-    """Inside, add a list of log-probabilities for each row that `model.generate` samples.
-
-    TRL passes no logits processors to `generate`.
-    """
+    """Inside, add a list of log-probabilities for each row that `model.generate` samples."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     rows: list[list[float]] = []
     records: list[TokenRecord] = []
-    generate, processors = model.generate, base._get_logits_processor
-
-    def processors_with_record(*given: Any, **named: Any) -> Any:
-        chosen = processors(*given, **named)
-        chosen.append(records[-1])
-        return chosen
+    generate = model.generate
 
     def generate_and_record(*given: Any, **named: Any) -> Any:
         records.append(TokenRecord())
@@ -112,11 +103,12 @@ def record_logprobs(model: Any) -> Iterator[list[list[float]]]:
         rows.extend(records[-1].finish(sampled[:, named["input_ids"].size(1) :]))
         return sampled
 
-    model.generate, base._get_logits_processor = generate_and_record, processors_with_record
+    model.generate = generate_and_record
     try:
-        yield rows
+        with last_logits_processor(base, lambda: records[-1]):
+            yield rows
     finally:
-        del model.generate, base._get_logits_processor
+        del model.generate
 
 
 class LogprobCheck:

@@ -1,7 +1,7 @@
-"""The phases of a GRPO step: completions are drawn, scored without gradients where that is needed, and learned from.
+"""The phases of a GRPO step: completions are sampled, scored without gradients where that is needed, and learned from.
 
-Only one phase runs at a time, so the peak is the largest of them. What a vLLM engine beside the trainer takes is the
-share of the card that it is given.
+Only one phase runs at a time, so the peak is the largest of them. A vLLM engine next to the trainer takes the share of
+the card that it is given.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ SAMPLING_LABELS = {
     CACHE: "keys and values of completions",
     REFERENCE: "model to compare with",
 }
-"""What `make plan` calls the parts that every task with sampled completions has."""
+"""Names in `make plan` of the parts that every task with sampled completions has."""
 
 SLEEPING_BYTES = int(1.5 * GIB)
-"""What vLLM keeps of a card while it sleeps, when its weights and its cache are gone: graphs and what libraries took
+"""Memory that vLLM keeps while it sleeps, when its weights and its cache are gone: graphs and what libraries took
 (1.5e9 bytes and 1.3 GiB in reports to vLLM, issue 47654 and pull request 11743; not measured here)."""
 
 SCORE_BYTES = 16
-"""Of a score of the newest token while a token is drawn: the model's, turned to fp32 by accelerate, an fp32 copy of
-it, its probability, and the random number it is divided by (transformers, `GenerationMixin._sample`; torch,
+"""Bytes of a score of the newest token while a token is sampled: the model's, turned to fp32 by accelerate, an fp32
+copy of it, its probability, and the random number it is divided by (transformers, `GenerationMixin._sample`; torch,
 `multinomial`)."""
 
 SORT_BYTES = 20
@@ -58,44 +58,31 @@ SORT_BYTES = 20
 (transformers, `TopPLogitsWarper`)."""
 
 LIVE_STREAMS = 4
-"""Residual streams that exist at a time in a forward pass without gradients: the embeddings, what enters a layer, what
-leaves its attention, and what its norm has made of that."""
+"""Residual streams that exist at a time in a forward pass without gradients: the embeddings, the input of a layer, the
+output of its attention, and that after its norm."""
 
-NORM_COPIES = 3
-"""fp32 copies of the stream in a norm."""
+NORM_COPIES = 3  # fp32 copies of the stream in a norm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """How many completions a device draws and learns from at a time, and how long they may be."""
+    """Number and length of the completions that a device samples and learns from at a time."""
 
     completions: int
-    """Drawn at a time on one device. The completions of a prompt count one each."""
+    """Sampled at a time on one device. The completions of a prompt count one each."""
 
     prompt_tokens: int
     completion_tokens: int
-    micro_batch: int
-    """Completions in a micro-batch of the update."""
-
-    has_reference: bool = False
-    """True where the loss compares with frozen weights (beta > 0)."""
-
+    micro_batch: int  # completions in a micro-batch of the update
+    has_reference: bool = False  # True where the loss compares with frozen weights (beta > 0)
     continues_adapter: bool = False
-    """True where these weights are those of an adapter. A fresh one is switched off in place of a copy."""
+    """True where these weights are those of an adapter. A fresh one is switched off instead of copied."""
 
-    scores_first: bool = False
-    """True where probabilities under older or frozen weights are computed before the update."""
-
-    limits_probability: bool = False
-    """True where the likeliest tokens are sorted out (top_p below 1)."""
-
+    scores_first: bool = False  # True where probabilities under older or frozen weights are computed before the update
+    limits_probability: bool = False  # True where the likeliest tokens are sorted out (top_p below 1)
     engine: Engine = "transformers"
-    engine_bytes: int = 0
-    """What vLLM takes of the card (vllm_colocate)."""
-
-    engine_sleeps: bool = False
-    """True where vLLM gives most of it back while the model is updated."""
-
+    engine_bytes: int = 0  # the part of the card that vLLM takes (vllm_colocate)
+    engine_sleeps: bool = False  # True where vLLM gives most of it back while the model is updated
     labels: ClassVar[Mapping[str, str]] = {
         SCORE: "while completions are scored without gradients",
         ENGINE: "vLLM's share",
@@ -116,44 +103,16 @@ class Rollout:
         return with_loading(Forecast(setting, size, footprint, round(share.host), sampled), share=share)
 
 
-def read_rollout(cfg: RunConfig, *, device_bytes: int, completions: int = 1, micro_batch: int = 1) -> Rollout:
-    """Read the rollout of a config on a device of so many bytes."""
-    grpo = cfg.grpo
-    colocated = grpo.generation == "vllm_colocate"
-    # TRL scores under the older weights where completions outlive a step, and always beside vLLM (trl 1.16,
-    # `_generate_and_score_completions`).
-    outlive = grpo.steps_per_generation * grpo.num_iterations > 1
-    return Rollout(
-        completions=completions,
-        prompt_tokens=cfg.prompt_tokens,
-        completion_tokens=grpo.max_completion_length,
-        micro_batch=micro_batch,
-        has_reference=grpo.beta > 0,
-        continues_adapter=cfg.model.adapter is not None,
-        scores_first=outlive or grpo.beta > 0 or grpo.generation.startswith("vllm"),
-        limits_probability=grpo.top_p < 1,
-        engine=grpo.generation,
-        engine_bytes=int(grpo.vllm.memory_share * device_bytes) if colocated else 0,
-        engine_sleeps=grpo.vllm.sleep,
-    )
-
-
 def cache_bytes(shape: ModelShape, execution: MemorySetup, *, completions: int, tokens: int) -> int:
-    """Keys and values of all layers for every completion at its longest."""
+    """Return the bytes of keys and values of all layers for every completion at its longest."""
     return completions * tokens * 2 * shape.layers * _keys_bytes(shape, execution)
 
 
 def estimate_rollout(
-    shape: ModelShape,
-    execution: MemorySetup,
-    *,
-    rollout: Rollout,
-    share: DeviceShare | None = None,
-    strategy: Strategy = "single",
-    world_size: int = 1,
-    accumulates: bool = True,
-) -> Footprint:
-    """Bytes of every phase of one GRPO step on one device, in the steady state.
+    shape: ModelShape, execution: MemorySetup, *, rollout: Rollout, share: DeviceShare | None = None,
+    strategy: Strategy = "single", world_size: int = 1, accumulates: bool = True,
+) -> Footprint:  # fmt: skip
+    """Estimate the bytes of every phase of one GRPO step on one device, in the steady state.
 
     `share` is what the device holds under `strategy`, None for all of the model.
     """
@@ -166,7 +125,7 @@ def estimate_rollout(
     )
     reference = 0.0
     if rollout.has_reference and (execution.trains_all or rollout.continues_adapter):
-        reference = _reference(shape, execution, strategy=strategy, world_size=world_size)
+        reference = _count_reference(shape, execution, strategy=strategy, world_size=world_size)
     resident = {
         "weights": share.standing.weights,
         "adapters": share.standing.adapters,
@@ -178,31 +137,32 @@ def estimate_rollout(
     stays = SLEEPING_BYTES if rollout.engine_sleeps else rollout.engine_bytes
     awake = float(min(stays, rollout.engine_bytes))
     update = estimate(shape, execution, size=size, standing=share.standing, communication=share.communication).phases
-    phases = {DRAW: {**resident, **_drawing(shape, execution, rollout=rollout)}}
+    sampling = {ENGINE: float(rollout.engine_bytes)}
+    if not rollout.engine.startswith("vllm"):
+        score = SCORE_BYTES + (SORT_BYTES if rollout.limits_probability else 0)
+        sampling = newest_token(shape, execution, rollout=rollout, score_bytes=score)
+    phases = {DRAW: {**resident, **sampling}}
     if strategy.startswith("zero3") and rollout.engine != "vllm_server":
         whole = standing_bytes(shape, execution).weights * HALF / execution.weight_bytes  # gathered to generate
         phases[DRAW][SHARDING] = share.communication.buffers + max(whole, share.communication.gathered)
     if rollout.scores_first:
-        phases[SCORE] = {**resident, ENGINE: awake, **_scoring(shape, execution, size=size)}
+        # A micro-batch through the model without gradients.
+        rounded = _count_rounded(shape, execution)
+        labelled = size.tokens if size.labelled is None else size.labelled
+        head = head_in_forward(shape, execution, tokens=size.tokens, labelled=labelled) + rounded
+        layer = forward_layer(shape, execution, rows=size.rows, seq=size.seq) + rounded
+        phases[SCORE] = {**resident, ENGINE: awake, **({"head": head} if head >= layer else {"layer": layer})}
     phases |= {name: {**parts, REFERENCE: reference, ENGINE: awake} for name, parts in update.items()}
     return Footprint(phases)
 
 
-def _drawing(shape: ModelShape, execution: MemorySetup, *, rollout: Rollout) -> dict[str, float]:
-    """What drawing adds to what is always held: the newest token at full length, or the prompts at the beginning."""
-    if rollout.engine.startswith("vllm"):
-        return {ENGINE: float(rollout.engine_bytes)}
-    score = SCORE_BYTES + (SORT_BYTES if rollout.limits_probability else 0)
-    return newest_token(shape, execution, rollout=rollout, score_bytes=score)
-
-
 def newest_token(shape: ModelShape, execution: MemorySetup, *, rollout: Rollout, score_bytes: int) -> dict[str, float]:
-    """Of transformers' generation: the newest token at full length, or the prompts at the beginning.
+    """Return the larger of two moments of transformers' generation: the newest token at full length, or the prompts.
 
     `score_bytes` are those of a score of the newest token in all its copies.
     """
     number, prompt = rollout.completions, rollout.prompt_tokens
-    rounded = _rounded(shape, execution)
+    rounded = _count_rounded(shape, execution)
     # A layer's keys are copied as they grow. One query a head reads keys that heads share (transformers, `pack_gqa`).
     grown = number * rollout.tokens * _keys_bytes(shape, execution)
     late = {
@@ -218,16 +178,8 @@ def newest_token(shape: ModelShape, execution: MemorySetup, *, rollout: Rollout,
     return max(late, early, key=lambda parts: sum(parts.values()))
 
 
-def _scoring(shape: ModelShape, execution: MemorySetup, *, size: Size) -> dict[str, float]:
-    """A micro-batch through the model without gradients."""
-    labelled = size.tokens if size.labelled is None else size.labelled
-    head = head_in_forward(shape, execution, tokens=size.tokens, labelled=labelled) + _rounded(shape, execution)
-    layer = forward_layer(shape, execution, rows=size.rows, seq=size.seq) + _rounded(shape, execution)
-    return max({"head": head}, {"layer": layer}, key=lambda parts: sum(parts.values()))
-
-
 def forward_layer(shape: ModelShape, execution: MemorySetup, *, rows: int, seq: int) -> float:
-    """One layer at work without gradients: its MLP, its attention or one of its norms, and the streams beside it."""
+    """Return the bytes of a layer at work without gradients: its MLP, attention or norm, and the streams next to it."""
     inner, query = inner_bytes(shape, execution), shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
     repeated = 2 * query if execution.repeats_kv and keys != query else 0
@@ -241,20 +193,20 @@ def forward_layer(shape: ModelShape, execution: MemorySetup, *, rows: int, seq: 
 
 
 def _keys_bytes(shape: ModelShape, execution: MemorySetup) -> int:
-    """A token's keys of one layer; its values are as large."""
+    # Those of a token in one layer; its values are as large.
     return shape.kv_heads * shape.head_dim * inner_bytes(shape, execution)
 
 
-def _rounded(shape: ModelShape, execution: MemorySetup) -> float:
-    """16-bit copies of what trains, which autocast keeps until a forward pass ends."""
+def _count_rounded(shape: ModelShape, execution: MemorySetup) -> float:
+    """Count the bytes of 16-bit copies of what trains, which autocast keeps until a forward pass ends."""
     if not execution.has_autocast or execution.trained_bytes == execution.compute_bytes:
         return 0.0
     all_weights = shape.linear_params + shape.vocab * shape.hidden
     return float(execution.compute_bytes * (all_weights if execution.trains_all else trained_params(shape, execution)))
 
 
-def _reference(shape: ModelShape, execution: MemorySetup, *, strategy: Strategy, world_size: int) -> float:
-    """The frozen model: a second copy of all weights, or of the adapter that the run began with."""
+def _count_reference(shape: ModelShape, execution: MemorySetup, *, strategy: Strategy, world_size: int) -> float:
+    """Count the bytes of the frozen model: a second copy of all weights, or of the adapter that the run began with."""
     standing = standing_bytes(shape, execution)
     if not execution.trains_all:
         return standing.adapters

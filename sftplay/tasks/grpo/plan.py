@@ -1,13 +1,9 @@
-"""Task grpo in the plan: what samples completions, how many at a time, and what a sized run says of them.
-
-The rules of groups are those of TRL's GRPOConfig (trl 1.16, `__post_init__`): a drawing, which is steps_per_generation
-optimizer steps long, holds whole groups of num_generations completions.
-"""
+"""Task grpo in the plan: what samples completions, how many at a time, and what a sized run says of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,16 +13,15 @@ from sftplay.machine.doctor.install import is_within
 from sftplay.machine.libraries import VLLM_INSTALL, vllm_problem
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.forecast import Forecast, Hardware
-from sftplay.plan.memory.memory_setup import MemorySetup, read_memory_setup
-from sftplay.plan.memory.sharding import Strategy
+from sftplay.plan.memory.memory_setup import read_memory_setup
 from sftplay.plan.report.tables import PHASES, label
 from sftplay.plan.report.task_report import TaskReport
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision, Decisions
 from sftplay.plan.sizing.placement import planned_strategy
 from sftplay.plan.sizing.task_sizing import TaskSizing
-from sftplay.tasks.grpo.memory import CACHE, Rollout, cache_bytes, forecast_sampling, read_rollout
-from sftplay.tasks.grpo.spec import EFFECTIVE, completions_of_drawing
+from sftplay.tasks.grpo.memory import CACHE, Rollout, cache_bytes, forecast_sampling
+from sftplay.tasks.grpo.spec import EFFECTIVE, count_batch_completions
 from sftplay.units import GIB, format_bytes
 
 ENOUGH = 4
@@ -36,191 +31,85 @@ same number up and down."""
 FP32_HEAD = "cast_lm_head_to_fp32"
 """Field of TRL's GRPOConfig: the head computes in fp32, which keeps large scores from overflowing fp16."""
 
-OLDEST_TRL = "1.16"
-"""The first release that takes log-probabilities in the tiles that `tasks.grpo.rollouts` narrows."""
+OLDEST_TRL = "1.16"  # the first release that takes log-probabilities in the tiles that `train.upstream` narrows
 
 
-def refuse_generation(cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
-    """Check that what draws completions can run here.
-
-    Raises:
-        MachineError: it is not installed or too old, or the GPUs are too old.
-        ConfigError: vLLM cannot split the model over the processes.
-    """
-    kind, key = cfg.grpo.generation, "grpo.generation"
-    _refuse_old_trl(cfg, machine)
-    if kind == "transformers":
-        return
-    where = f"{cfg.origins.get(key, 'grpo')} {key}"
-    fix = f"write {key}: transformers"
-    old = [gpu for gpu in machine.gpus if not gpu.has_bf16]
-    if old:
-        capability = ".".join(map(str, old[0].capability))
-        why = f"{old[0].name} has compute capability {capability}, and below 8.0 only transformers is offered: "
-        why += "vLLM's wheels leave out the oldest of these cards" if kind != "continuous" else "nobody has tried it"
-        raise MachineError(why, where=where, fix=fix)
-    if kind.startswith("vllm") and not machine.gpus and kind == "vllm_colocate":
-        raise MachineError("vLLM shares the training GPUs, and there is none", where=where, fix=fix)
-    if kind.startswith("vllm") and find_spec("vllm") is None:
-        raise MachineError("the package vllm is not installed", where=where, fix=f"{VLLM_INSTALL}, or {fix}")
-    if kind.startswith("vllm") and (problem := vllm_problem()):
-        raise MachineError(problem, where=where, fix=f"{VLLM_INSTALL}, or {fix}")
-    split = cfg.grpo.vllm.tensor_parallel
-    if kind == "vllm_colocate" and world_size % split:
-        key = "grpo.vllm.tensor_parallel"
-        raise ConfigError(
-            f"{split} does not divide {world_size} process(es)",
-            where=f"{cfg.origins.get(key, 'grpo')} {key}",
-            fix=f"write {math.gcd(split, world_size)}, or use another number of processes",
-        )
+def _find_key(cfg: RunConfig, key: str) -> str:
+    return f"{cfg.origins.get(key, 'grpo')} {key}"
 
 
-def _refuse_old_trl(cfg: RunConfig, machine: Machine) -> None:
-    release = machine.libraries.get("trl")
-    if release is not None and not is_within(release, f">={OLDEST_TRL}"):
-        raise MachineError(
-            f"task_mode grpo needs trl {OLDEST_TRL} or newer, and trl {release} is installed",
-            where=f"{cfg.origins.get('task_mode', 'default')} task_mode",
-            fix=f"pip install 'trl>={OLDEST_TRL}'; unsloth wants an older one, so use an environment without it",
-        )
-
-
-def refuse_parts(cfg: RunConfig, *, strategy: Strategy, world_size: int) -> None:
-    """Check that a drawing goes together with what each process holds and draws; `strategy` is decided.
+def refuse_parts(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> None:
+    """Check that a rollout batch goes together with what each process holds and samples.
 
     Raises:
         ConfigError: it does not.
+        MachineError: vLLM's share of a GPU does not hold the model and one completion.
     """
-    grpo, is_sharded = cfg.grpo, strategy in ("zero3", "fsdp")
-    own = completions_of_drawing(cfg) // world_size
-    told = {
-        "grpo.generation": (
-            is_sharded and grpo.generation.startswith("vllm") and cfg.tuning.mode != "full",
-            f"{grpo.generation} cannot be sent an adapter whose base is in parts ({strategy})",
+    grpo, kind, precision = cfg.grpo, cfg.grpo.generation, cfg.train.precision
+    world_size, strategy = hardware.world_size, planned_strategy(cfg, hardware.world_size)
+    is_sharded, head = strategy in ("zero3", "fsdp"), f"grpo.extra.{FP32_HEAD}"
+    local = count_batch_completions(cfg) // world_size
+    table = (
+        (  # keys are computed in 16 bits, and transformers 5.23 does not convert them
+            "grpo.generation", kind == "continuous" and cfg.tuning.mode == "full" and precision != "fp32",
+            f"continuous has a cache in the fp32 of the weights, and train.precision {precision} fills it",
+            "write grpo.generation: transformers, or tuning.mode: lora",
+        ),
+        (
+            "grpo.generation", is_sharded and kind.startswith("vllm") and cfg.tuning.mode != "full",
+            f"{kind} cannot be sent an adapter whose base is in parts ({strategy})",
             "write cluster.strategy: ddp, or grpo.generation: transformers",
         ),
-        "grpo.skip_zero_variance": (
-            is_sharded and grpo.skip_zero_variance,
-            f"processes that hold parts of the weights ({strategy}) must draw equally many completions",
+        (
+            "grpo.skip_zero_variance", is_sharded and grpo.skip_zero_variance,
+            f"processes that hold parts of the weights ({strategy}) must sample equally many completions",
             "remove it, or write cluster.strategy: ddp",
         ),
-        "grpo.dynamic_sampling_rounds": (
-            bool(grpo.dynamic_sampling_rounds) and grpo.generation == "vllm_server" and own % grpo.num_generations > 0,
-            f"a vLLM server answers whole groups of {grpo.num_generations}, but a process draws {own} completions",
+        (
+            "grpo.dynamic_sampling_rounds",
+            grpo.dynamic_sampling_rounds and kind == "vllm_server" and local % grpo.num_generations,
+            f"a vLLM server answers whole groups of {grpo.num_generations}, but a process samples {local} completions",
             f"write 0, or a {EFFECTIVE} of whole groups for each of the {world_size} processes",
         ),
-    }
-    for key, (is_broken, what, fix) in told.items():
+        (  # TRL refuses it once the model is loaded
+            head, grpo.extra.get(FP32_HEAD) and shape is not None and shape.tied,
+            f"the head of {shape.name if shape else ''} is its embedding, so it cannot be fp32 alone",
+            "remove it; tuning.mode: full holds all weights in fp32",
+        ),
+    )  # fmt: skip
+    for key, is_broken, what, fix in table:
         if is_broken:
-            raise ConfigError(what, where=f"{cfg.origins.get(key, 'grpo')} {key}", fix=fix)
-
-
-def refuse_small_engine(cfg: RunConfig, shape: ModelShape, *, execution: MemorySetup, device_bytes: int) -> None:
-    """Check that vLLM's share of a GPU holds the model and one completion.
-
-    Raises:
-        MachineError: it does not.
-    """
-    vllm, key = cfg.grpo.vllm, "grpo.vllm.memory_share"
-    if cfg.grpo.generation != "vllm_colocate":
+            raise ConfigError(what, where=_find_key(cfg, key), fix=fix)
+    if shape is None or kind != "vllm_colocate":
         return
-    one = cache_bytes(shape, execution, completions=1, tokens=cfg.row_tokens)
-    need = (2 * shape.total_params + one) / vllm.tensor_parallel
-    room = vllm.memory_share * device_bytes
-    if need > room:
+    device_bytes, share = hardware.device.total_bytes, grpo.vllm.memory_share
+    one = cache_bytes(shape, read_memory_setup(cfg), completions=1, tokens=cfg.row_tokens)
+    need = (2 * shape.total_params + one) / grpo.vllm.tensor_parallel
+    if need > (room := share * device_bytes):
         raise MachineError(
-            f"{vllm.memory_share:g} of the GPU is {format_bytes(int(room))}, but vLLM needs {format_bytes(int(need))} "
+            f"{share:g} of the GPU is {format_bytes(int(room))}, but vLLM needs {format_bytes(int(need))} "
             "for the model in 16 bits and one completion",
-            where=f"{cfg.origins.get(key, 'grpo')} {key}",
+            where=_find_key(cfg, "grpo.vllm.memory_share"),
             fix=f"write {math.ceil(100 * need / device_bytes) / 100:g} or more, or grpo.generation: transformers",
         )
 
 
-def refuse_mixed_cache(cfg: RunConfig) -> None:
-    """Check that continuous batching gets keys of the dtype that its cache has (transformers 5.23).
-
-    Raises:
-        ConfigError: all weights train in fp32, and so is the cache, but keys are computed in 16 bits.
-    """
-    key, precision = "grpo.generation", cfg.train.precision
-    if cfg.grpo.generation == "continuous" and cfg.tuning.mode == "full" and precision != "fp32":
-        raise ConfigError(
-            f"continuous has a cache in the fp32 of the weights, and train.precision {precision} fills it",
-            where=f"{cfg.origins.get(key, 'grpo')} {key}",
-            fix=f"write {key}: transformers, or tuning.mode: lora",
-        )
-
-
-def refuse_shared_head(cfg: RunConfig, shape: ModelShape) -> None:
-    """Check that the head can be fp32 alone.
-
-    Raises:
-        ConfigError: it shares its weights with the embedding, where TRL refuses it once the model is loaded.
-    """
-    key = f"grpo.extra.{FP32_HEAD}"
-    if cfg.grpo.extra.get(FP32_HEAD) and shape.tied:
-        raise ConfigError(
-            f"the head of {shape.name} is its embedding, so it cannot be fp32 alone",
-            where=f"{cfg.origins.get(key, 'grpo')} {key}",
-            fix="remove it; tuning.mode: full holds all weights in fp32",
-        )
-
-
-def decide_rows_at_once(share: int, look: Callable[[int], Forecast] | None) -> Decision:
+def decide_rows_at_once(share: int, forecast: Callable[[int], Forecast] | None) -> Decision:
     """Decide how many of its `share` of completions a process samples at a time: all, or parts that fit the device.
 
-    `look` forecasts the phase of sampling alone for so many; None where memory is not planned.
+    `forecast` is that of the phase of sampling alone for so many; None where memory is not planned.
     """
-    if look is None or look(share).verdict == "fits":
+    if forecast is None or forecast(share).verdict == "fits":
         return Decision(share, f"all {share} completions of a process at once")
     low, high = 1, share
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if look(middle).verdict == "fits" else (low, middle)
+        low, high = (middle, high) if forecast(middle).verdict == "fits" else (low, middle)
     parts = -(-share // low)
     rows = -(-share // parts)
-    seen = look(rows)
+    seen = forecast(rows)
     filled = f"{format_bytes(seen.peak_bytes)} of {format_bytes(seen.budget_bytes)}"
     return Decision(rows, f"{share} completions of a process in {parts} parts; one takes {filled} with its margin")
-
-
-def notes_on_drawing(cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
-    """What the user should know of a sized run that learns from rewards."""
-    grpo = cfg.grpo
-    notes = []
-    if grpo.importance_sampling_level == "sequence" and grpo.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
-        notes.append(
-            f"grpo.importance_sampling_level sequence with loss_type {grpo.loss_type} makes long completions count "
-            "more; GSPO is loss_type grpo"
-        )
-    if grpo.num_generations < ENOUGH:
-        notes.append(
-            f"grpo.num_generations {grpo.num_generations}: few completions say little about their prompt; 8 is usual"
-        )
-    if cfg.train.precision == "fp16" and shape is not None and not shape.tied and FP32_HEAD not in grpo.extra:
-        notes.append(f"train.precision fp16: where scores overflow it, write grpo.extra: {{{FP32_HEAD}: true}}")
-    if grpo.placebo_reward is not None:
-        notes.append(f"grpo.placebo_reward {grpo.placebo_reward}: the model is not paid what its completions are worth")
-    return tuple(notes)
-
-
-def describe_sampling(seen: Forecast, plan: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines about groups, and what each phase of a step takes."""
-    rollout = seen.setting.task
-    assert isinstance(rollout, Rollout)
-    batch, group = plan["generation_batch_size"], plan["num_generations"]
-    prompts = f"{batch // group} prompt{'s' if batch > group else ''}"
-    yield f"groups      {prompts} x {group} completions = {batch} a rollout batch, by {rollout.engine}"
-    yield f"            {seen.sampled} at a time on each process"
-    yield f"            prompts of {rollout.prompt_tokens} tokens, completions of {rollout.completion_tokens}, at most"
-    shape, execution = seen.setting.shape, seen.setting.execution
-    full = cache_bytes(shape, execution, completions=seen.sampled, tokens=rollout.tokens)
-    for name, parts in seen.footprint.phases.items():
-        cache = parts.get(CACHE, 0.0)
-        held = f", {cache / GIB:.3f} GiB of it keys and values" if cache else ""
-        if 0 < cache < full:  # the prompts take more at the beginning than everything does at the end
-            held += f", {full / GIB:.3f} GiB at full length"
-        yield f"  {label(seen, name, labels=PHASES):48} {sum(parts.values()) / GIB:9.3f} GiB{held}"
 
 
 class GrpoPlan(TaskSizing, TaskReport):
@@ -229,38 +118,93 @@ class GrpoPlan(TaskSizing, TaskReport):
     unit = "completions"
 
     def memory(self, cfg: RunConfig, *, hardware: Hardware) -> Rollout:
-        return read_rollout(cfg, device_bytes=hardware.device.total_bytes)
+        grpo = cfg.grpo
+        engine_bytes = 0
+        if grpo.generation == "vllm_colocate":
+            engine_bytes = int(grpo.vllm.memory_share * hardware.device.total_bytes)
+        # TRL scores under the older weights where completions outlive a step, and always next to vLLM (trl 1.16,
+        # `_generate_and_score_completions`).
+        outlive = grpo.steps_per_generation * grpo.num_iterations > 1
+        return Rollout(
+            completions=1,
+            prompt_tokens=cfg.prompt_tokens,
+            completion_tokens=grpo.max_completion_length,
+            micro_batch=1,
+            has_reference=grpo.beta > 0,
+            continues_adapter=cfg.model.adapter is not None,
+            scores_first=outlive or grpo.beta > 0 or grpo.generation.startswith("vllm"),
+            limits_probability=grpo.top_p < 1,
+            engine=grpo.generation,
+            engine_bytes=engine_bytes,
+            engine_sleeps=grpo.vllm.sleep,
+        )
 
     def refuse_machine(self, cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
-        refuse_generation(cfg, machine, world_size=world_size)
+        kind, split = cfg.grpo.generation, cfg.grpo.vllm.tensor_parallel
+        release = machine.libraries.get("trl")
+        if release is not None and not is_within(release, f">={OLDEST_TRL}"):
+            raise MachineError(
+                f"task_mode grpo needs trl {OLDEST_TRL} or newer, and trl {release} is installed",
+                where=f"{cfg.origins.get('task_mode', 'default')} task_mode",
+                fix=f"pip install 'trl>={OLDEST_TRL}'; unsloth wants an older one, so use an environment without it",
+            )
+        if kind == "transformers":
+            return
+        where, fix = _find_key(cfg, "grpo.generation"), "write grpo.generation: transformers"
+        uses_vllm = kind != "continuous"
+        if old := [gpu for gpu in machine.gpus if not gpu.has_bf16]:
+            capability = ".".join(map(str, old[0].capability))
+            why = f"{old[0].name} has compute capability {capability}, and below 8.0 only transformers is offered: "
+            why += "vLLM's wheels leave out the oldest of these cards" if uses_vllm else "nobody has tried it"
+            raise MachineError(why, where=where, fix=fix)
+        if kind == "vllm_colocate" and not machine.gpus:
+            raise MachineError("vLLM shares the training GPUs, and there is none", where=where, fix=fix)
+        if uses_vllm:
+            problem = "the package vllm is not installed" if find_spec("vllm") is None else vllm_problem()
+            if problem:
+                raise MachineError(problem, where=where, fix=f"{VLLM_INSTALL}, or {fix}")
+        if kind == "vllm_colocate" and world_size % split:
+            raise ConfigError(
+                f"{split} does not divide {world_size} process(es)",
+                where=_find_key(cfg, "grpo.vllm.tensor_parallel"),
+                fix=f"write {math.gcd(split, world_size)}, or use another number of processes",
+            )
 
     def fixed_head(self, cfg: RunConfig) -> Decision | None:
         return Decision("chunked", "TRL takes the probabilities of completions in tiles of 4096 tokens x 32768 words")
 
     def decide_sampling(self, cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> Decisions:
-        refuse_mixed_cache(cfg)
-        refuse_parts(cfg, strategy=planned_strategy(cfg, hardware.world_size), world_size=hardware.world_size)
-        if shape is not None:
-            refuse_shared_head(cfg, shape)
-            refuse_small_engine(cfg, shape, execution=read_memory_setup(cfg), device_bytes=hardware.device.total_bytes)
-        share = max(1, completions_of_drawing(cfg) // hardware.world_size)
+        refuse_parts(cfg, shape, hardware=hardware)
+        share = max(1, count_batch_completions(cfg) // hardware.world_size)
         if cfg.grpo.generation.startswith("vllm"):
-            why = f"{cfg.grpo.generation} takes all of a drawing and queues them itself"
+            why = f"{cfg.grpo.generation} takes all of a rollout batch and queues them itself"
             return {"grpo.generation_rows": Decision(share, why)}
-        look = forecast_sampling(cfg, shape, hardware=hardware) if shape is not None else None
-        return {"grpo.generation_rows": decide_rows_at_once(share, look)}
+        forecast = forecast_sampling(cfg, shape, hardware=hardware) if shape is not None else None
+        return {"grpo.generation_rows": decide_rows_at_once(share, forecast)}
 
     def rows_sampled(self, cfg: RunConfig) -> int:
         return cfg.grpo.generation_rows or 0
 
     def notes(self, cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
-        return notes_on_drawing(cfg, shape)
+        grpo, notes = cfg.grpo, list[str]()
+        if grpo.importance_sampling_level == "sequence" and grpo.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
+            why = "makes long completions count more; GSPO is loss_type grpo"
+            notes.append(f"grpo.importance_sampling_level sequence with loss_type {grpo.loss_type} {why}")
+        if grpo.num_generations < ENOUGH:
+            why = "few completions say little about their prompt; 8 is usual"
+            notes.append(f"grpo.num_generations {grpo.num_generations}: {why}")
+        if cfg.train.precision == "fp16" and shape is not None and not shape.tied and FP32_HEAD not in grpo.extra:
+            notes.append(f"train.precision fp16: where scores overflow it, write grpo.extra: {{{FP32_HEAD}: true}}")
+        if grpo.placebo_reward is not None:
+            why = "the model is not rewarded for what its completions are worth"
+            notes.append(f"grpo.placebo_reward {grpo.placebo_reward}: {why}")
+        return tuple(notes)
 
     def plan_fields(self, cfg: RunConfig) -> dict[str, int]:
         grpo = cfg.grpo
         return {
             "num_generations": grpo.num_generations,
-            "generation_batch_size": completions_of_drawing(cfg),
+            "generation_batch_size": count_batch_completions(cfg),
             "steps_per_generation": grpo.steps_per_generation * int(cfg.train.grad_accum),
             "generation_rows": int(grpo.generation_rows or 0),
         }
@@ -279,7 +223,22 @@ class GrpoPlan(TaskSizing, TaskReport):
         return f"prompts and completions of {planned} tokens together"
 
     def describe_sampling(self, seen: Forecast, plan: dict[str, Any]) -> Iterator[str]:
-        return describe_sampling(seen, plan)
+        """Yield lines about groups, and what each phase of a step takes."""
+        rollout, setting = seen.setting.task, seen.setting
+        assert isinstance(rollout, Rollout)
+        batch, group = plan["generation_batch_size"], plan["num_generations"]
+        prompts = f"{batch // group} prompt{'s' if batch > group else ''}"
+        yield f"groups      {prompts} x {group} completions = {batch} a rollout batch, by {rollout.engine}"
+        yield f"            {seen.sampled} at a time on each process"
+        longest = f"prompts of {rollout.prompt_tokens} tokens, completions of {rollout.completion_tokens}, at most"
+        yield f"            {longest}"
+        full = cache_bytes(setting.shape, setting.execution, completions=seen.sampled, tokens=rollout.tokens)
+        for name, parts in seen.footprint.phases.items():
+            cache = parts.get(CACHE, 0.0)
+            held = f", {cache / GIB:.3f} GiB of it keys and values" if cache else ""
+            if 0 < cache < full:  # the prompts take more at the beginning than everything does at the end
+                held += f", {full / GIB:.3f} GiB at full length"
+            yield f"  {label(seen, name, labels=PHASES):48} {sum(parts.values()) / GIB:9.3f} GiB{held}"
 
 
 PLAN = GrpoPlan()

@@ -11,7 +11,7 @@ from typing import Any, Self
 from sftplay.config.run import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.data.prompts.load import Prompts
-from sftplay.data.prompts.questions import Question, Questions
+from sftplay.data.prompts.questions import Questions
 from sftplay.train.task import RowOrder
 
 CACHED_QUESTIONS = 1024
@@ -46,29 +46,17 @@ class PromptRows:
 
     def __getitem__(self, row: int) -> PromptRow:
         """Return a row. `prompt` holds token ids, so that TRL uses the kit's tokens, and takes completions as text."""
-        question = self.question(row)
+        question = self._read(self.order[row])
         return PromptRow(
             prompt=Tokens(question.ids), row=question.row, question=question.question, columns=question.columns
         )
 
-    def question(self, row: int) -> Question:
-        """Return the prompt at this place of the order."""
-        return self._read(self.order[row])
-
-
-def count_batch_prompts(cfg: RunConfig) -> int:
-    """Count the prompts of one rollout batch."""
-    return cfg.train.effective_batch_size * cfg.grpo.steps_per_generation // cfg.grpo.num_generations
-
-
-def count_batch_steps(cfg: RunConfig) -> int:
-    """Count the optimizer steps that train on one rollout batch."""
-    return cfg.grpo.steps_per_generation * cfg.grpo.num_iterations
-
 
 def find_run_order(cfg: RunConfig, prompts: Prompts) -> tuple[list[int], RowOrder]:
     """Return the numbers of the prompts of the whole run, in order, and the RowOrder for the run's set-up."""
-    n, batch_prompts, batch_steps = len(prompts.train), count_batch_prompts(cfg), count_batch_steps(cfg)
+    n, grpo = len(prompts.train), cfg.grpo
+    batch_prompts = cfg.train.effective_batch_size * grpo.steps_per_generation // grpo.num_generations
+    batch_steps = grpo.steps_per_generation * grpo.num_iterations
     steps = cfg.train.max_steps or steps_for(n, cfg.train.epochs, effective_batch=batch_prompts) * batch_steps
     order = training_order(n, math.ceil(steps / batch_steps) * batch_prompts, seed=cfg.seed)
     digest = hashlib.sha256(f"{prompts.fingerprint} {order_hash(order)}".encode()).hexdigest()

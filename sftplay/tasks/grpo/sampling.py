@@ -1,58 +1,95 @@
-"""The mixin around sampling: dynamic sampling, micro-batches ordered by length, and the log-probability check.
+"""The steps of task grpo, from sampling a rollout batch to its losses.
 
-It stands before `RolloutMixin`: `class PromptTrainer(SamplingMixin, RolloutMixin, GRPOTrainer)`. It does not change
-TRL's loss.
+The trained model samples completions, rewards score them, and optimizer steps train on exact batches. TRL's loss stays.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
+from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from sftplay import log
+from sftplay.config.run import RunConfig
 from sftplay.data.prompts.questions import Questions
-from sftplay.model.out_of_memory import gather_objects
+from sftplay.model.adapter import trained_weights_kept
+from sftplay.model.out_of_memory import AdaptiveBatches, gather_objects
 from sftplay.tasks.grpo.dynamic_sampling import DynamicSampler, LocalBatch
 from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_positions, order_by_length
 from sftplay.tasks.grpo.logprob_check import MODEL_LOGPS, SAMPLER_LOGPS, LogprobCheck, record_logprobs
 from sftplay.tasks.grpo.prompts import PromptRows
-from sftplay.tasks.grpo.rollouts import RolloutMixin, fitted_tiles
-from sftplay.tasks.grpo.scoring import ScoredBatch
+from sftplay.tasks.grpo.rollouts import dtypes_kept, gathered_root, keep_reference, no_copy_by_trl, read_loss_scale
+from sftplay.tasks.grpo.scoring import RewardScorer, ScoredBatch, cut_samples, write_samples
+from sftplay.tasks.grpo.watch import read_policy_clip_share
+from sftplay.tasks.grpo.window_state import load_window, save_window
 from sftplay.train.eval_mode import eval_mode
+from sftplay.train.exact_batch import StepSetup
+from sftplay.train.interval import StepCounts
 from sftplay.train.preflight import has_sharded_weights
+from sftplay.train.random_numbers import random_numbers_kept
+from sftplay.train.upstream import (
+    count_micro_steps,
+    fitted_tiles,
+    read_completion_figures,
+    read_last_advantages,
+    read_micro_batches,
+    replace_micro_batches,
+)
 
 if TYPE_CHECKING:
-
-    class Base(RolloutMixin):
-        """The trainer that comes after the mixin."""
-
-        processing_class: Any
-        use_vllm: bool
-        use_transformers_continuous_batching: bool
-        eos_token_ids: Any
-
-        def _generate_single_turn(self, prompt_ids: Any, *given: Any, **named: Any) -> Any: ...
-        def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any: ...
+    from trl import GRPOTrainer as Base  # the trainer that comes after the mixin
 else:
     Base = object
 
 
 class SamplingMixin(Base):
-    """The steps from sampling a rollout batch to its losses. `questions` are all training prompts."""
+    """Stands before TRL's trainer: `class PromptTrainer(SamplingMixin, GRPOTrainer)`.
 
-    def __init__(self, *given: Any, questions: Questions, **named: Any) -> None:
-        super().__init__(*given, **named)
-        grpo = self.cfg.grpo
+    `questions` are all training prompts.
+    """
+
+    def __init__(
+        self, step: StepSetup, *, cfg: RunConfig, run_folder: Path, scorer: RewardScorer, questions: Questions,
+        model: Any, args: Any, **named: Any,
+    ) -> None:  # fmt: skip
+        has_adapter, grpo = hasattr(model, "get_base_model"), cfg.grpo
+        # TRL converts the adapter of a 4-bit base to bf16.
+        with trained_weights_kept(model) if has_adapter else nullcontext(), no_copy_by_trl(model, args):
+            named["reward_funcs"] = [_make_reward_stub(name) for name in scorer.training_weights]
+            super().__init__(model=model, args=args, **named)
+        self.beta = args.beta
+        if has_adapter and args.beta and cfg.model.adapter:
+            keep_reference(model)
+        self.cfg, self.run_folder, self.scorer, self.heartbeat = cfg, run_folder, scorer, step.heartbeat
+        batch_rows = grpo.generation_rows
+        if not isinstance(batch_rows, int):  # all completions of a rollout batch
+            batch_rows = int(args.per_device_train_batch_size * args.steps_per_generation)
+        self._generation_batches = AdaptiveBatches(batch_rows, "generation")
+        self.micro_batcher = self.replay = None
+        self.source_names: tuple[str, ...] = ()
+        self.held_out_sources: dict[str, dict[str, float]] = {}
+        self.counts, self.last_loss = StepCounts(), 0.0
+        self.last_rows: list[int] = []  # prompts in this rank's last step
+        self.facts = {"rewards": scorer.training_weights, "executor": scorer.rewards.executor or None}
+        """The task's entries in the manifest."""
+
+        self.rollout_figures: dict[str, float | None] = {}  # figures of the current rollout batch
+        self.held_out_figures: dict[str, float] = {}  # figures of evaluations since the last line of metrics
+        self._figures: dict[str, list[float | None]] = defaultdict(list)
+        self._seen_step = -1
+        self._check_loss = step.check_loss if self.is_deepspeed_enabled and not self.args.fp16 else None
         self.dynamic_sampler = DynamicSampler(
             PromptRows(questions),
             rows=questions.row_numbers,
             rounds=grpo.dynamic_sampling_rounds,
             num_generations=grpo.num_generations,
-            seed=self.cfg.seed,
+            seed=cfg.seed,
             in_lockstep=has_sharded_weights(self) or self.use_vllm,
         )
         self.sampling_totals = {"generated_tokens": 0, "redrawn_groups": 0, "passed_turns": 0}
@@ -67,51 +104,91 @@ class SamplingMixin(Base):
         self._scored_early: ScoredBatch | None = None
         self._generated_tokens = 0
 
+    @property
+    def generation_rows(self) -> int:
+        """Completions that this rank generates at a time."""
+        return self._generation_batches.batch_size
+
+    def train(self, resume_from_checkpoint: str | None = None, **named: Any) -> Any:
+        """Train; from a checkpoint within a rollout batch with the completions in the checkpoint."""
+        with self.scorer:
+            if resume_from_checkpoint:
+                load_window(self, Path(resume_from_checkpoint))
+            cut_samples(self.run_folder, after_step=count_micro_steps(self) // self.args.gradient_accumulation_steps)
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **named)
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        before = read_micro_batches(self)
+        inputs = super()._prepare_inputs(generation_batch)
+        step = self.state.global_step
+        if step != self._seen_step:
+            self._seen_step, self.last_rows, self.last_loss = step, [], 0.0
+            for name, value in self.rollout_figures.items():
+                self._figures[name].append(value)
+        micro_batches = read_micro_batches(self)
+        if not self.model.training or micro_batches is None or micro_batches is before:
+            return inputs
+        accum = self.args.gradient_accumulation_steps
+        if not self.keeps_cut:
+            micro_batches = order_by_length(micro_batches, accum=accum, trims_prompts=self._trims_prompts)
+            replace_micro_batches(self, micro_batches)
+        if self.logprob_check.is_due(step):
+            self._add_model_logps(micro_batches[0])
+        return micro_batches[count_micro_steps(self) % self.args.steps_per_generation]
+
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
-        grpo, sampler = self.cfg.grpo, self.dynamic_sampler
+        grpo, sampler, totals = self.cfg.grpo, self.dynamic_sampler, self.sampling_totals
         if grpo.dynamic_sampling_rounds or grpo.skip_zero_variance:
             ranks = gather_objects([row["row"] for row in inputs], self.heartbeat)
             rows = [row for rank in ranks for row in rank]
             if grpo.skip_zero_variance:
-                self.sampling_totals["passed_turns"] += sampler.choose_skipped_groups(rows)
+                totals["passed_turns"] += sampler.choose_skipped_groups(rows)
             else:
-                self.sampling_totals["passed_turns"] += sampler.replace_skipped_prompts(inputs, rows)
+                totals["passed_turns"] += sampler.replace_skipped_prompts(inputs, rows)
         self._inputs, self._generated_tokens = inputs, 0
         try:
             batch = super()._generate_and_score_completions(inputs)
         finally:
             self._inputs = self._scored_early = None
-        self.sampling_totals["generated_tokens"] += sum(gather_objects(self._generated_tokens, self.heartbeat))
-        self.rollout_figures.update(sampler.first_figures)
+        self.rollout_figures = {
+            **self.scored_batch.compute_figures(self.num_generations),
+            **read_completion_figures(self),
+            **sampler.first_figures,
+        }
+        n_rows = len(self.scored_batch.rows) + len(sampler.skipped) * self.num_generations
+        advantages = read_last_advantages(self, n_rows)
+        lines = self.scored_batch.make_sample_lines([advantages[n] for n in sampler.find_sampled_places(0, n_rows)])
+        write_samples(self.run_folder, lines[: grpo.samples], step=self.state.global_step + 1)
+        totals["generated_tokens"] += sum(gather_objects(self._generated_tokens, self.heartbeat))
         if sampler.skipped:
             self._mask_skipped(batch)
-        return batch
+        return {**batch, "row": torch.tensor([row["row"] for row in inputs], device=self.accelerator.device)}
 
     def _mask_skipped(self, batch: dict[str, Any]) -> None:
         """Mask the rows of skipped groups, and take their single token out of the figures."""
-        rows = len(batch["completion_mask"])
-        places = self.dynamic_sampler.find_sampled_places(log.rank() * rows, rows)
+        rows, sampler, figures = len(batch["completion_mask"]), self.dynamic_sampler, self.rollout_figures
         is_sampled = torch.zeros(rows, 1, dtype=torch.bool, device=batch["completion_mask"].device)
-        is_sampled[places] = True
+        is_sampled[sampler.find_sampled_places(log.rank() * rows, rows)] = True
         batch["completion_mask"] = batch["completion_mask"] * is_sampled
         n_sampled, n_rows = len(self.scored_batch.rows), rows * log.world_size()
         # Losses that divide by tokens divide as if all groups were sampled: skipping groups makes no step larger.
-        batch["num_items_in_batch"] = (
-            batch["num_items_in_batch"] - (n_rows - n_sampled) + self.dynamic_sampler.skipped_tokens
-        )
-        mean = self.rollout_figures["completion_tokens"] or 0.0
-        self.rollout_figures["completion_tokens"] = (mean * n_rows - (n_rows - n_sampled)) / n_sampled
-        self.rollout_figures["clipped_ratio"] = (self.rollout_figures["clipped_ratio"] or 0.0) * n_rows / n_sampled
+        batch["num_items_in_batch"] = batch["num_items_in_batch"] - (n_rows - n_sampled) + sampler.skipped_tokens
+        mean = figures["completion_tokens"] or 0.0
+        figures["completion_tokens"] = (mean * n_rows - (n_rows - n_sampled)) / n_sampled
+        figures["clipped_ratio"] = (figures["clipped_ratio"] or 0.0) * n_rows / n_sampled
 
-    def read_advantages(self) -> list[float]:
-        n_rows = len(self.scored_batch.rows) + len(self.dynamic_sampler.skipped) * self.num_generations
-        advantages = list(self._logs["advantages"])[-n_rows:]
-        return [advantages[n] for n in self.dynamic_sampler.find_sampled_places(0, n_rows)]
+    def _tokenize_prompts(self, prompts: list[list[int]]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        return prompts, None, {}
+
+    def _generate(self, prompts: list[list[int]]) -> Any:
+        # The same precision as in the later forward passes that compute log-probabilities.
+        with self.heartbeat.within("generation"), self.accelerator.autocast():
+            return super()._generate(prompts)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
         inputs = self._inputs
         if inputs is None:  # the evaluation
-            return super()._generate_single_turn(prompt_ids, *given, **named)
+            return self._generate_rows(prompt_ids, *given, **named)
 
         def generate(prompts: list[list[int]]) -> Any:
             completion_ids, logps = self._sample(prompts, *given, **named)
@@ -143,52 +220,58 @@ class SamplingMixin(Base):
         self.dynamic_sampler.record_sampled(self._scored_early, tokens=[count for rank in ranks for count in rank])
         completion_ids = [[self.processing_class.eos_token_id] for _ in inputs]
         logps = None if sampled_logps is None else [[float("nan")] for _ in inputs]
-        for number, place in enumerate(places):
-            completion_ids[place] = sampled_ids[number]
-            if logps is not None:
-                logps[place] = sampled_logps[number]
+        LocalBatch(inputs, prompt_ids, completion_ids, logps).replace_completions(places, (sampled_ids, sampled_logps))
         return completion_ids, logps
 
     def _sample(self, prompts: list[list[int]], *given: Any, **named: Any) -> Any:
         """Sample completions, with the sampler's log-probabilities: always by vLLM, by the model itself when due."""
         is_plain = not self.use_vllm and not self.use_transformers_continuous_batching
         if not is_plain or not self.logprob_check.is_due(self.state.global_step):
-            return super()._generate_single_turn(prompts, *given, **named)
+            return self._generate_rows(prompts, *given, **named)
         with record_logprobs(self.accelerator.unwrap_model(self.model_wrapped)) as rows:
-            completion_ids, _ = super()._generate_single_turn(prompts, *given, **named)
+            completion_ids, _ = self._generate_rows(prompts, *given, **named)
         if len(rows) < len(completion_ids):  # a wrapper around the model hides its generation
             return completion_ids, None
         return completion_ids, [row[: len(ids)] for row, ids in zip(rows, completion_ids, strict=True)]
+
+    def _generate_rows(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
+        """Generate as TRL does, without dropout; with transformers as many completions at a time as memory allows."""
+        if self.cfg.grpo.generation != "transformers":
+            is_continuous = self.cfg.grpo.generation == "continuous"
+            keeps_dtypes = dtypes_kept(self.args, self.accelerator.device) if is_continuous else nullcontext()
+            with eval_mode(self.model_wrapped), keeps_dtypes:
+                return super()._generate_single_turn(prompt_ids, *given, **named)
+
+        def generate(part: slice) -> list[list[int]]:
+            self.heartbeat.enter(self.heartbeat.phase)  # a beat for each batch: only a single one can take too long
+            with eval_mode(self.model_wrapped), gathered_root(self.model_wrapped):
+                ids, _ = super(SamplingMixin, self)._generate_single_turn(prompt_ids[part], *given, **named)
+            return list(ids)
+
+        rows, size = len(prompt_ids), self._generation_batches.batch_size
+        if has_sharded_weights(self):  # ranks generate together: none may take smaller batches than the others
+            parts = [generate(slice(at, at + size)) for at in range(0, rows, size)]
+        else:
+            parts = list(self._generation_batches.map(rows, generate))
+        return [ids for part in parts for ids in part], None
 
     def _score(self, inputs: list[dict[str, Any]], completion_ids: list[list[int]]) -> ScoredBatch:
         # transformers decodes an empty list to one empty text.
         texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True) if completion_ids else []
         return self.scorer.score(inputs, texts, heartbeat=self.heartbeat)
 
-    def _calculate_rewards(self, inputs: list[Any], prompts: Any, completions: list[str], ids: Any) -> Tensor:
-        if self._scored_early is None:
-            return super()._calculate_rewards(inputs, prompts, completions, ids)
-        self.scored_batch = self._scored_early
-        rewards = self.make_reward_tensor(self.scored_batch)
-        if not self.dynamic_sampler.skipped:
+    def _calculate_rewards(self, inputs: list[Any], _prompts: Any, completions: list[str], _ids: Any) -> Tensor:
+        """Score the completions of all ranks: float [completions, rewards], NaN where a reward abstains."""
+        batch, sampler = self._scored_early, self.dynamic_sampler
+        if batch is None:
+            batch = self.scorer.score(inputs, completions, heartbeat=self.heartbeat)
+        self.scored_batch = batch
+        rewards = torch.tensor(batch.make_reward_matrix(), dtype=torch.float32, device=self.accelerator.device)
+        if not sampler.skipped:
             return rewards
         rewards_of_all = rewards.new_full((len(inputs) * log.world_size(), rewards.size(1)), torch.nan)
-        rewards_of_all[self.dynamic_sampler.find_sampled_places(0, len(rewards_of_all))] = rewards
+        rewards_of_all[sampler.find_sampled_places(0, len(rewards_of_all))] = rewards
         return rewards_of_all
-
-    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        if not self.model.training or self._buffered_inputs is before:
-            return inputs
-        accum = self.args.gradient_accumulation_steps
-        if not self.keeps_cut:
-            self._buffered_inputs = order_by_length(
-                self._buffered_inputs, accum=accum, trims_prompts=self._trims_prompts
-            )
-        if self.logprob_check.is_due(self.state.global_step):
-            self._add_model_logps(self._buffered_inputs[0])
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     @torch.no_grad()
     def _add_model_logps(self, inputs: dict[str, Any]) -> None:
@@ -218,11 +301,59 @@ class SamplingMixin(Base):
         sampler_logps, model_logps = inputs.get(SAMPLER_LOGPS), inputs.get(MODEL_LOGPS)
         if not self.use_vllm:  # TRL would prefer these numbers where off_policy_mask_threshold is set
             inputs = {key: value for key, value in inputs.items() if key not in (SAMPLER_LOGPS, MODEL_LOGPS)}
+        prompts, completions, counts = inputs["prompt_mask"], inputs["completion_mask"], self.counts
+        rows, lengths = inputs["row"].tolist(), (prompts.sum(1) + completions.sum(1)).tolist()
+        self.last_rows += rows
+        counts.rows += rows
+        counts.lengths += lengths
+        counts.tokens += sum(lengths)
+        counts.label_tokens += int(completions.sum())
+        counts.padded_tokens += prompts.numel() + completions.numel()
+        self.heartbeat.enter("forward")
         loss = super().compute_loss(model, inputs, *given, **named)
+        self.last_loss = self.last_loss + loss.detach()
+        if self._check_loss is not None:
+            self._check_loss(loss.detach())
+        self.heartbeat.enter("backward")
         before = inputs.get("old_per_token_logps", model_logps)
-        self.logprob_check.compare(sampled=sampler_logps, before=before, mask=inputs["completion_mask"])
+        self.logprob_check.compare(sampled=sampler_logps, before=before, mask=completions)
         return loss
 
+    def _save_checkpoint(self, *given: Any) -> None:
+        with random_numbers_kept():
+            super()._save_checkpoint(*given)
+        save_window(self, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+
+    def take_counts(self) -> StepCounts:
+        """Return the counts since the last call, and reset them."""
+        counts, self.counts = self.counts, StepCounts()
+        return counts
+
     def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the figures with the sampling totals and the log-probability check."""
-        return {**super().take_figures(logs), **self.sampling_totals, **self.logprob_check.take(self.heartbeat)}
+        """Return the task's figures for a line of metrics: means over the steps since the last line, and totals."""
+        figures: dict[str, Any] = {}
+        for name, values in self._figures.items():
+            known = [value for value in values if value is not None]
+            figures[name] = fmean(known) if known else None
+        self._figures.clear()
+        figures |= {name: logs.get(name) for name in ("entropy", "kl")}
+        figures["policy_clip_share"] = read_policy_clip_share(logs)
+        if (scaler := self.accelerator.scaler) is not None:
+            figures |= read_loss_scale(scaler, steps=self.state.global_step, taken=self.lr_scheduler.last_epoch)
+        figures |= self.held_out_figures
+        self.held_out_figures = {}
+        return {**figures, **self.sampling_totals, **self.logprob_check.take(self.heartbeat)}
+
+    def rows_not_finite(self) -> list[int]:
+        """Return no rows: a completion's loss depends on its group, so no single row is at fault."""
+        return []
+
+
+def _make_reward_stub(name: str) -> Any:
+    """Return a function with a reward's name for TRL's logs; `_calculate_rewards` calls the reward itself."""
+
+    def reward(**_: Any) -> list[float | None]:
+        raise AssertionError(f"the RewardScorer calls the reward {name}")
+
+    reward.__name__ = name
+    return reward

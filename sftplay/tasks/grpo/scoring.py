@@ -25,14 +25,10 @@ from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, Reward
 from sftplay.sandbox.verdicts.job import Status
 
 
-def samples_path(folder: Path, step: int) -> Path:
-    """Return the file of a step's completions in the run folder `folder`."""
-    return folder / "samples" / f"step-{step}.jsonl"
-
-
-def write_samples(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write completions with their rewards; on the main rank."""
+def write_samples(folder: Path, lines: Sequence[Mapping[str, Any]], *, step: int) -> None:
+    """Write a step's completions with their rewards to samples/ of the run folder; on the main rank."""
     if log.is_main() and lines:
+        path = folder / "samples" / f"step-{step}.jsonl"
         path.parent.mkdir(exist_ok=True)
         with whole_file(path, survives_power_cut=False) as scratch:
             scratch.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
@@ -53,14 +49,10 @@ class ScoredBatch:
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
-    rows: list[int]
-    """The row number of each completion's prompt in the data."""
-
+    rows: list[int]  # the row number of each completion's prompt in the data
     completions: list[str]
     rewards: BatchRewards
-    prompts: list[str] = field(default_factory=list)
-    """The question of each completion as text."""
-
+    prompts: list[str] = field(default_factory=list)  # the question of each completion as text
     control: list[float] | None = None
     """The rewards that the model learns from instead of the config's, in a control run."""
 
@@ -105,36 +97,28 @@ class ScoredBatch:
         groups = [rewards[at : at + num_generations] for at in range(0, len(rewards), num_generations)]
         known_by_group = [[value for value in group if value is not None] for group in groups]
         known = [value for group in known_by_group for value in group]
-        compared = [group for group in known_by_group if len(group) > 1]
-        unknown = sum(
-            None in line for line in zip(*(column.values for column in self.rewards.by_name.values()), strict=True)
-        )
+        compared = [max(group) == min(group) for group in known_by_group if len(group) > 1]
+        columns = {name: column.values for name, column in self.rewards.by_name.items()}
+        unknown = sum(None in line for line in zip(*columns.values(), strict=True))
         figures = {
-            "reward": fmean(known) if known else None,
+            "reward": _find_mean(rewards),
             "reward_std": stdev(known) if len(known) > 1 else None,
-            "zero_variance_share": fmean(max(group) == min(group) for group in compared) if compared else None,
+            "zero_variance_share": _find_mean(compared),
             "abstained": unknown / len(self.rows),
+            **{f"reward/{name}": _find_mean(values) for name, values in columns.items()},
+            **compute_program_figures(self.rewards.verdicts),
         }
-        for name, column in self.rewards.by_name.items():
-            values = [value for value in column.values if value is not None]
-            figures[f"reward/{name}"] = fmean(values) if values else None
-        figures |= compute_program_figures(self.rewards.verdicts)
-        if self.control is not None:
-            true = [value for value in self.true_rewards if value is not None]
-            figures["true_reward"] = fmean(true) if true else None
-        return figures
+        return figures if self.control is None else {**figures, "true_reward": _find_mean(self.true_rewards)}
 
     def make_sample_lines(self, advantages: Sequence[float]) -> list[dict[str, Any]]:
         """Return the line of samples/step-N.jsonl for each completion."""
-        by_name: Mapping[str, list[float | None]] = {
-            name: column.values for name, column in self.rewards.by_name.items()
-        }
+        columns = {name: column.values for name, column in self.rewards.by_name.items()}
         return [
             {
                 "prompt_id": row,
                 "prompt": self.prompts[n] if self.prompts else "",
                 "completion": completion,
-                "rewards": {name: values[n] for name, values in by_name.items()},
+                "rewards": {name: values[n] for name, values in columns.items()},
                 **({} if self.control is None else {"control": self.control[n]}),
                 "advantage": advantages[n],
                 "verdict": self.rewards.verdicts[n],
@@ -154,16 +138,19 @@ def compute_program_figures(verdicts: Sequence[Mapping[str, Any] | None]) -> dic
         return {}
     statuses = Counter(verdict["status"] for verdict in known)
     ways = Counter(verdict.get("how") for verdict in known)
-    hidden = [verdict["hidden_pass"] for verdict in known if verdict.get("hidden_pass") is not None]
     return {
         **{f"sandbox/{status}": statuses[status] / len(known) for status in (*get_args(Status), NO_CODE)},
         **{f"found/{how}": ways[how] / len(known) for how in get_args(How)},
-        "hidden_pass": fmean(hidden) if hidden else None,
+        "hidden_pass": _find_mean([verdict.get("hidden_pass") for verdict in known]),
     }
 
 
-CONTROL = "control"
-"""Name of the reward of a control run."""
+def _find_mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+CONTROL = "control"  # name of the reward of a control run
 
 
 class RewardScorer:
@@ -200,6 +187,10 @@ class RewardScorer:
         with heartbeat.within("reward"):
             # Nothing is copied: rewards live in processes of their own, and programs get texts.
             rewards = self.rewards.score(completions, aligned([row["columns"] for row in inputs], self.columns))
+            control = None
+            if self._control is not None:  # random numbers come from torch, whose state a checkpoint keeps
+                n = len(completions)
+                control = [1.0] * n if self._control == "constant" else torch.rand(n).tolist()
             local = ScoredBatch(
                 names=self.rewards.names,
                 weights=self.rewards.weights,
@@ -207,15 +198,8 @@ class RewardScorer:
                 completions=list(completions),
                 rewards=rewards,
                 prompts=[row["question"] for row in inputs],
-                control=self._control_rewards(len(completions)),
+                control=control,
             )
-            ranks = gather_objects(local, heartbeat)
-        batch = ScoredBatch.concatenate(ranks)
+            batch = ScoredBatch.concatenate(gather_objects(local, heartbeat))
         self._missing_rewards.add(batch.rewards)
         return batch
-
-    def _control_rewards(self, n: int) -> list[float] | None:
-        # Random numbers come from torch, whose state a checkpoint keeps.
-        if self._control is None:
-            return None
-        return [1.0] * n if self._control == "constant" else torch.rand(n).tolist()

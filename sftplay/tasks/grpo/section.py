@@ -1,4 +1,4 @@
-"""The section `grpo`: how completions are drawn, and how the model learns from their rewards.
+"""The section `grpo`: how completions are sampled, and how the model learns from their rewards.
 
 Names are the kit's where TRL has several for one thing; `tasks.grpo.arguments` translates them. Rules between keys are
 in `spec`.
@@ -19,7 +19,7 @@ Probability = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class VllmConfig(Section):
-    """What vLLM is told where it generates (grpo.generation vllm_colocate and vllm_server)."""
+    """Settings of vLLM where it generates (grpo.generation vllm_colocate and vllm_server)."""
 
     memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.3
     """vllm_colocate: share of the GPU's memory that vLLM takes for its weights and its cache. TRL's default is 0.3."""
@@ -45,12 +45,12 @@ class VllmConfig(Section):
 
 
 class GrpoConfig(Section):
-    """How completions are drawn and how the model learns from their rewards (task mode grpo). A row is a prompt;
+    """How completions are sampled and how the model learns from their rewards (task mode grpo). A row is a prompt;
     train.effective_batch_size counts completions."""
 
     num_generations: Annotated[int, Field(ge=2)] = 8
-    """Completions that are drawn for each prompt, and compared with each other: a group. At least 2; more give a better
-    estimate and cost more. It must divide the completions that are drawn together. TRL's default is 8."""
+    """Completions that are sampled for each prompt, and compared with each other: a group. At least 2; more give a
+    better estimate and cost more. It must divide the completions of a rollout batch. TRL's default is 8."""
 
     max_completion_length: Positive = 512
     """Most tokens of a completion. Longer ones are cut off there and count as truncated. TRL's default is 512."""
@@ -60,11 +60,12 @@ class GrpoConfig(Section):
     max_completion_length. TRL 1.16 has no such limit."""
 
     steps_per_generation: Positive = 1
-    """Optimizer steps that one drawing of completions feeds. 1 is on policy. More generate in larger batches, and learn
-    from completions of older weights. TRL counts micro-batches: its value is this one times train.grad_accum."""
+    """Optimizer steps that train on one rollout batch of completions. 1 is on policy. More generate in larger batches,
+    and learn from completions of older weights. TRL counts micro-batches: its value is this one times
+    train.grad_accum."""
 
     num_iterations: Positive = 1
-    """Times that the completions of one drawing are learned from. TRL's default is 1."""
+    """Times that the completions of one rollout batch are learned from. TRL's default is 1."""
 
     loss_type: LossType = "dapo"
     """How the losses of tokens become one. dapo: the mean over all tokens of the step. grpo: the mean over completions
@@ -114,42 +115,42 @@ class GrpoConfig(Section):
     than this. 0.5 is usual. None learns from all, as TRL does."""
 
     temperature: PositiveFloat = 1.0
-    """Temperature of the draw. Higher draws more widely. TRL's default is 1."""
+    """Temperature of sampling. Higher samples more widely. TRL's default is 1."""
 
     top_p: Probability = 1.0
-    """Draw from the most likely tokens whose probabilities add up to this. 1 draws from all. TRL's default is 1."""
+    """Sample from the most likely tokens whose probabilities add up to this. 1 takes all. TRL's default is 1."""
 
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Draw from this many most likely tokens. 0 draws from all. TRL's default is 0."""
+    """Sample from this many most likely tokens. 0 takes all. TRL's default is 0."""
 
     min_p: Probability | None = None
-    """Draw only tokens with at least this share of the likeliest token's probability. None sets no limit, as TRL
+    """Sample only tokens with at least this share of the likeliest token's probability. None sets no limit, as TRL
     does."""
 
     repetition_penalty: PositiveFloat = 1.0
     """Divides the score of tokens that have occurred. 1 changes nothing. TRL's default is 1."""
 
     generation: Generation = "transformers"
-    """What draws the completions. transformers: the trained model itself. continuous: the same with transformers'
+    """What samples the completions. transformers: the trained model itself. continuous: the same with transformers'
     continuous batching. vllm_colocate: vLLM on the training GPUs. vllm_server: a vLLM server on other GPUs, which
     `make submit` and `make train-ray` start, or you. TRL's default is the first."""
 
     generation_rows: Positive | None = None
-    """Completions that a process draws at the same time (generation transformers, continuous); the rest follow. None
-    means as many as fit into memory next to the model. TRL draws all at once."""
+    """Completions that a process samples at the same time (generation transformers, continuous); the rest follow. None
+    means as many as fit into memory next to the model. TRL samples all at once."""
 
     vllm: VllmConfig = Field(default_factory=VllmConfig)
-    """What vLLM is told."""
+    """Settings of vLLM."""
 
     dynamic_sampling_rounds: Annotated[int, Field(ge=0)] = 0
-    """Most times in a drawing that groups with equal rewards, which teach nothing, are drawn again, each with another
-    prompt (dynamic sampling, DAPO). Above 0, prompts whose last groups were such also pass their next turns. 0 draws
-    once, as TRL does."""
+    """Most times per rollout batch that groups with equal rewards, which teach nothing, are sampled again, each with
+    another prompt (dynamic sampling, DAPO). Above 0, prompts whose last groups were such also skip their next turns. 0
+    samples once, as TRL does."""
 
     skip_zero_variance: bool = False
-    """Draw nothing for a prompt whose last groups had equal rewards, for its next turns (at most four): a step takes
-    fewer tokens. At least one prompt is drawn. The loss is divided as if all were drawn. Not with
-    dynamic_sampling_rounds, placebo_reward, bnpo, vLLM or sharded weights. TRL draws all."""
+    """Sample nothing for a prompt whose last groups had equal rewards, for its next turns (at most four): a step takes
+    fewer tokens. At least one prompt is sampled. The loss is divided as if all were sampled. Not with
+    dynamic_sampling_rounds, placebo_reward, bnpo, vLLM or sharded weights. TRL samples all."""
 
     logprob_check_steps: Annotated[int, Field(ge=0)] = 10
     """Every so many steps the sampler is compared with the model that learns (sampler_gap and sampler_kl in the
@@ -163,8 +164,8 @@ class GrpoConfig(Section):
     """Completions of each step that are written to samples/, with rewards and verdicts. None means all, 0 none."""
 
     placebo_reward: Literal["random", "constant"] | None = None
-    """An experiment that must not learn: the model is paid random or constant rewards, and the true ones are measured
-    only, as true_reward. None pays the true ones."""
+    """An experiment that must not learn: the model gets random or constant rewards, and the true ones are measured
+    only, as true_reward. None gives the true ones."""
 
     extra: dict[str, Any] = Field(default_factory=dict)
     """Any other field of TRL's GRPOConfig, by its own name. It is checked against the fields of the installed
@@ -172,7 +173,7 @@ class GrpoConfig(Section):
 
     @property
     def step_multiple(self) -> int:
-        """What the completions of a step must be a multiple of, so that every drawing holds whole groups."""
+        """Completions of a step must be a multiple of it, so that every rollout batch holds whole groups."""
         return self.num_generations // math.gcd(self.num_generations, self.steps_per_generation)
 
 

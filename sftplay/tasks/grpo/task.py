@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,15 @@ from sftplay.tasks.grpo.dynamic_sampling import KeepDraws
 from sftplay.tasks.grpo.evaluation import EvaluatePrompts
 from sftplay.tasks.grpo.logprob_check import send_copies
 from sftplay.tasks.grpo.prompts import PromptRows, find_run_order
-from sftplay.tasks.grpo.rollouts import RolloutMixin, avoid_triton
 from sftplay.tasks.grpo.sampling import SamplingMixin
 from sftplay.tasks.grpo.scoring import RewardScorer
 from sftplay.tasks.grpo.watch import SignalHealth, WatchBaseWeights
-from sftplay.train.fingerprint import recipe_of
-from sftplay.train.setup import on_one_gpu
+from sftplay.train.fingerprint import describe_renderer
 from sftplay.train.task import Rows, TrainerParts
+from sftplay.train.upstream import avoid_triton, on_one_gpu
 
 
-class PromptTrainer(SamplingMixin, RolloutMixin, GRPOTrainer):
+class PromptTrainer(SamplingMixin, GRPOTrainer):
     """TRL's trainer with the kit's prompts and rewards."""
 
 
@@ -45,7 +43,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
         train=PromptRows(prompts.train, order),
         held_out=PromptRows(prompts.held_out) if len(prompts.held_out) else None,
         report=prompts.report,
-        recipe=recipe_of(prompts.renderer),
+        recipe=describe_renderer(prompts.renderer),
         source=prompts,
         order=known,
         trainer_evaluates=False,
@@ -66,7 +64,11 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
     """Build the trainer that samples completions of the prompts in training order."""
     avoid_triton()
     cfg, scorer = parts.cfg, RewardScorer(parts.cfg, parts.rows.report["columns"])
-    ends = add_end_tokens(parts.model, parts.rows.source.renderer.end_token_ids)
+    # Completions also end with the chat template's end tokens. TRL reads them from the model's generation config.
+    model_ends = parts.model.generation_config.eos_token_id or []
+    model_ends = [model_ends] if isinstance(model_ends, int) else model_ends
+    ends = sorted({*parts.rows.source.renderer.end_token_ids, *model_ends})
+    parts.model.generation_config.eos_token_id = ends
     arguments = {**parts.arguments, **grpo_arguments(cfg)}
     if cfg.grpo.generation.startswith("vllm"):  # vLLM reads its own copy of the model's generation config
         arguments["generation_kwargs"] = {"stop_token_ids": ends, **(arguments.get("generation_kwargs") or {})}
@@ -90,30 +92,14 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
     if trainer.use_vllm and frozen:
         send_copies(trainer.vllm_generation)
     if parts.rows.held_out is not None:
-        trainer.add_callback(build_evaluation(parts, scorer))
+        assert parts.rows.order is not None
+        evaluation = EvaluatePrompts(
+            cfg,
+            evenly_spaced(parts.rows.source.held_out, cfg.eval.limit),
+            scorer=scorer,
+            folder=parts.folder.eval,
+            every_steps=cfg.train.eval_steps or parts.rows.order.steps_per_epoch,
+            prompt_version=parts.rows.source.renderer.template_hash,
+        )
+        trainer.add_callback(evaluation)
     return trainer
-
-
-def build_evaluation(parts: TrainerParts, scorer: RewardScorer) -> EvaluatePrompts:
-    """Build the callback that answers the held-out prompts while the run trains."""
-    cfg, rows = parts.cfg, parts.rows
-    assert rows.order is not None
-    return EvaluatePrompts(
-        cfg,
-        evenly_spaced(rows.source.held_out, cfg.eval.limit),
-        scorer=scorer,
-        folder=parts.folder.eval,
-        every_steps=cfg.train.eval_steps or rows.order.steps_per_epoch,
-        prompt_version=rows.source.renderer.template_hash,
-    )
-
-
-def add_end_tokens(model: Any, end_token_ids: Sequence[int]) -> list[int]:
-    """Let completions also end with the chat template's end tokens, and return all end tokens.
-
-    TRL reads them from the model's generation config.
-    """
-    model_ends = model.generation_config.eos_token_id or []
-    ends = {*end_token_ids, *([model_ends] if isinstance(model_ends, int) else model_ends)}
-    model.generation_config.eos_token_id = sorted(ends)
-    return sorted(ends)

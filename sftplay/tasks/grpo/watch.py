@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -21,10 +21,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.out_of_memory import gather_objects
 from sftplay.train.observer import Observer
 
-CHUNK_WORDS = 2**21
-"""Words of 8 bytes per chunk of a digest: a copy of a chunk takes 16 MiB."""
-
-MAX_SHOWN_NAMES = 3
+CHUNK_WORDS = 2**21  # words of 8 bytes per chunk of a digest: a copy of a chunk takes 16 MiB
 
 
 class WatchBaseWeights(Observer):
@@ -35,9 +32,7 @@ class WatchBaseWeights(Observer):
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        self.digests: dict[str, str] = {}
-        """The digests at the start, by the name of the weight."""
-
+        self.digests: dict[str, str] = {}  # the digests at the start, by the name of the weight
         self.checked_steps: list[int] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -55,11 +50,10 @@ class WatchBaseWeights(Observer):
             return
         now = compute_frozen_digests(self.trainer.model) if self.checked_steps else self.digests
         combined = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in now.items()).encode()).hexdigest()
-        changed = sorted(name for name in self.digests if now.get(name) != self.digests[name])
+        changed = [name for name in self.digests if now.get(name) != self.digests[name]]
         ranks = gather_objects((changed, combined), self.trainer.heartbeat)
         if changed_anywhere := sorted({name for names, _ in ranks for name in names}):
-            shown = ", ".join(changed_anywhere[:MAX_SHOWN_NAMES])
-            shown += " ..." if len(changed_anywhere) > MAX_SHOWN_NAMES else ""
+            shown = ", ".join(changed_anywhere[:3]) + (" ..." if len(changed_anywhere) > 3 else "")
             raise RunError(
                 f"{len(changed_anywhere)} frozen weights have changed by step {step}: {shown}",
                 where="base weights",
@@ -78,14 +72,16 @@ class WatchBaseWeights(Observer):
 
 def compute_frozen_digests(model: Any) -> dict[str, str]:
     """Compute the digest of each frozen weight, of the part that this rank holds; it changes with any bit."""
-    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+    frozen: dict[str, Any] = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
     # A 4-bit weight includes the scales of its blocks.
-    scales = {
-        f"{name}.absmax": weight.quant_state.absmax
-        for name, weight in frozen.items()
-        if getattr(weight, "quant_state", None) is not None
-    }
-    return {name: compute_digest(_local_part(weight)) for name, weight in {**frozen, **scales}.items()}
+    states = {name: getattr(weight, "quant_state", None) for name, weight in frozen.items()}
+    frozen |= {f"{name}.absmax": state.absmax for name, state in states.items() if state is not None}
+    digests = {}
+    for name, weight in frozen.items():
+        # FSDP and ZeRO-3 shard it.
+        part = weight.to_local() if hasattr(weight, "to_local") else getattr(weight, "ds_tensor", weight)
+        digests[name] = compute_digest(part.detach())
+    return digests
 
 
 @torch.no_grad()
@@ -97,34 +93,18 @@ def compute_digest(tensor: Tensor) -> str:
     """
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     sums = []
-    for words in _split_words(tensor):
-        factors = torch.arange(1, 2 * words.numel(), 2, device=words.device)
-        sums.append((words * factors).sum())
+    for chunk in tensor.contiguous().reshape(-1).view(torch.uint8).split(CHUNK_WORDS * 8):
+        rest = -chunk.numel() % 8
+        if rest or chunk.storage_offset() % 8:  # the last word is padded with zeros
+            chunk = torch.cat([chunk, chunk.new_zeros(rest)])
+        words = chunk.view(torch.int64)
+        sums.append((words * torch.arange(1, 2 * words.numel(), 2, device=words.device)).sum())
     if sums:
         digest.update(torch.stack(sums).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def _split_words(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the bytes of the tensor as int64 chunks; the last word is padded with zeros."""
-    data = tensor.contiguous().reshape(-1).view(torch.uint8)
-    for chunk in data.split(CHUNK_WORDS * 8):
-        rest = -chunk.numel() % 8
-        if rest or chunk.storage_offset() % 8:
-            chunk = torch.cat([chunk, chunk.new_zeros(rest)])
-        yield chunk.view(torch.int64)
-
-
-def _local_part(parameter: Any) -> Tensor:
-    """Return the part of a weight that this rank holds: FSDP and ZeRO-3 shard it."""
-    part: Tensor = (
-        parameter.to_local() if hasattr(parameter, "to_local") else getattr(parameter, "ds_tensor", parameter)
-    )
-    return part.detach()
-
-
-MEAN_WINDOW = 10
-"""Rollout batches, or lines of metrics, in the mean of a figure that is checked."""
+MEAN_WINDOW = 10  # rollout batches, or lines of metrics, in the mean of a figure that is checked
 
 WARM_UP_FIX = (
     "warm it up first: fine-tune on examples of right answers (task_mode sft), and name that run in model.name, as "
@@ -136,9 +116,7 @@ WARM_UP_FIX = (
 class SignalProblem:
     """A problem that a figure shows; `is_present` takes the first mean of the figure and the recent one."""
 
-    name: str
-    """Kept in checkpoints, so that a resumed run does not repeat the warning."""
-
+    name: str  # kept in checkpoints, so that a resumed run does not repeat the warning
     figure: str
     is_present: Callable[[float, float], bool]
     what: str
@@ -149,8 +127,8 @@ SIGNAL_PROBLEMS = (
     SignalProblem(
         "silent groups", "zero_variance_share", lambda _, now: now > 0.8,
         "{now:.0%} of the groups have equal rewards, which teach nothing",
-        "set grpo.dynamic_sampling_rounds=2, draw more (grpo.num_generations), or take other prompts: easier where the "
-        "reward is low, harder where it is high",
+        "set grpo.dynamic_sampling_rounds=2, sample more (grpo.num_generations), or take other prompts: easier where "
+        "the reward is low, harder where it is high",
     ),
     SignalProblem(
         "truncation", "clipped_ratio", lambda _, now: now > 0.25,
@@ -160,7 +138,7 @@ SIGNAL_PROBLEMS = (
     SignalProblem(
         "longer", "completion_tokens", lambda first, now: now > 2 * first and now > first + 16,
         "completions have become longer: {now:.0f} tokens in the mean, {first:.0f} at the beginning",
-        "see in samples/ whether length is what is paid; add a reward `overlong`, or set grpo.loss_type=dr_grpo",
+        "see in samples/ whether length is rewarded; add a reward `overlong`, or set grpo.loss_type=dr_grpo",
     ),
     SignalProblem(
         "shorter", "completion_tokens", lambda first, now: now < 0.5 * first and now < first - 16,
@@ -189,13 +167,13 @@ SIGNAL_PROBLEMS = (
     ),
     SignalProblem(
         "stale sampler", "sampler_kl", lambda _, now: now > 0.1,
-        "the weights that learn are far from those that drew: KL {now:.3g}",
+        "the weights that learn are far from those that sampled: KL {now:.3g}",
         "lower grpo.steps_per_generation, grpo.num_iterations or train.learning_rate",
     ),
     SignalProblem(
         "other sampler", "sampler_gap", lambda _, now: now > 0.1,
         "the sampler and the model that learns disagree: their log-probabilities differ by {now:.3g} in the mean",
-        "set grpo.top_p=1, top_k=0, min_p=null and repetition_penalty=1; with vLLM, train and draw in one precision",
+        "set grpo.top_p=1, top_k=0, min_p=null and repetition_penalty=1; with vLLM, train and sample in one precision",
     ),
 )  # fmt: skip
 
@@ -208,18 +186,10 @@ class SignalHealth(Observer, ExportableState):
     def __init__(self, cfg: RunConfig) -> None:
         self.limit = 0 if cfg.grpo.placebo_reward == "constant" else cfg.grpo.stop_without_signal
         self.warns = cfg.grpo.placebo_reward is None
-        self.steps_without = 0
-        """Steps in a row without a signal."""
-
-        self.extremes: list[float] = []
-        """The lowest and the highest mean reward of all rollout batches so far."""
-
-        self.content = content_rewards(cfg.rewards)
-        """Names of the rewards whose full value only a right answer gets."""
-
-        self.seen_content = False
-        """Whether any of these rewards was ever other than 0."""
-
+        self.steps_without = 0  # steps in a row without a signal
+        self.extremes: list[float] = []  # the lowest and the highest mean reward of all rollout batches so far
+        self.content = content_rewards(cfg.rewards)  # names of the rewards whose full value only a right answer gets
+        self.seen_content = False  # whether any of these rewards was ever other than 0
         self.first: dict[str, float] = {}
         self.said: list[str] = []
         self._recent: dict[str, deque[float]] = {}
@@ -236,17 +206,22 @@ class SignalHealth(Observer, ExportableState):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         figures = self.trainer.rollout_figures
-        reward = figures.get("reward")
+        reward, share = figures.get("reward"), figures.get("zero_variance_share", 0.0)
         if reward is not None:
             self.extremes = [min([reward, *self.extremes]), max([reward, *self.extremes])]
         self.seen_content |= any(figures.get(f"reward/{name}") for name in self.content)
-        share = figures.get("zero_variance_share", 0.0)
         if share is not None:  # None: too few rewards are known to tell
             self.steps_without = 0 if share < 1.0 else self.steps_without + 1
+        learns_only_form = bool(self.content) and not self.seen_content
         if self.limit and self.steps_without >= self.limit:
-            raise self._make_error(state.global_step)
+            raise self._make_error(state.global_step, learns_only_form=learns_only_form)
         self._check(figures)
-        self._warn_of_only_form()
+        # Rewards for form have a signal, so that the limit does not end a run without a right answer.
+        is_due = len(self._recent.get("reward", ())) >= MEAN_WINDOW and self.extremes != [0, 0]
+        if is_due and self.warns and learns_only_form and "form alone" not in self.said:
+            self.said.append("form alone")
+            what = f"since the first step no answer got a reward for content ({', '.join(self.content)})"
+            log.say(f"warning: {what}: only form is learned\n  fix: {WARM_UP_FIX}", "signal")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         names = ("entropy", "kl", "sampler_kl", "sampler_gap")
@@ -266,37 +241,21 @@ class SignalHealth(Observer, ExportableState):
                 self.said.append(problem.name)
                 log.say(f"warning: {problem.what.format(first=first, now=now)}\n  fix: {problem.fix}", "signal")
 
-    @property
-    def _learns_only_form(self) -> bool:
-        return bool(self.content) and not self.seen_content
-
-    def _warn_of_only_form(self) -> None:
-        """Warn of a run without a right answer: rewards for form have a signal, so that the limit does not end it."""
-        is_due = len(self._recent.get("reward", ())) >= MEAN_WINDOW and self.extremes != [0, 0]
-        if is_due and self.warns and self._learns_only_form and "form alone" not in self.said:
-            self.said.append("form alone")
-            what = (
-                f"since the first step no answer was paid for content ({', '.join(self.content)}): only form is learned"
-            )
-            log.say(f"warning: {what}\n  fix: {WARM_UP_FIX}", "signal")
-
-    def _make_error(self, step: int) -> RunError:
+    def _make_error(self, step: int, *, learns_only_form: bool) -> RunError:
         what = f"nothing was learned in the last {self.steps_without} steps: in each group all rewards were equal"
         samples = "read samples/ to see what the model tries"
-        if self.extremes == [0, 0] or self._learns_only_form:
+        if self.extremes == [0, 0] or learns_only_form:
             reward = "reward" if self.extremes == [0, 0] else f"reward for content ({', '.join(self.content)})"
-            return RunError(
-                f"{what}, and every {reward} since the first step was 0: the model never does what is asked",
-                where=f"step {step}",
-                fix=f"{WARM_UP_FIX}. {samples}",
+            what += f", and every {reward} since the first step was 0: the model never does what is asked"
+            fix = f"{WARM_UP_FIX}. {samples}"
+        else:
+            what += f" (mean reward {self.trainer.rollout_figures['reward'] or 0:.3g})"
+            fix = (
+                "stop here or take harder prompts where that is the highest reward; otherwise take easier prompts, or "
+                "a reward that pays parts of an answer; more grpo.num_generations and a higher grpo.temperature make "
+                f"answers differ. {samples}; grpo.stop_without_signal=0 goes on"
             )
-        return RunError(
-            f"{what} (mean reward {self.trainer.rollout_figures['reward'] or 0:.3g})",
-            where=f"step {step}",
-            fix="stop here or take harder prompts where that is the highest reward; otherwise take easier prompts, or "
-            "a reward that pays parts of an answer; more grpo.num_generations and a higher grpo.temperature make "
-            f"answers differ. {samples}; grpo.stop_without_signal=0 goes on",
-        )
+        return RunError(what, where=f"step {step}", fix=fix)
 
 
 def read_policy_clip_share(logs: Mapping[str, Any]) -> float | None:

@@ -15,6 +15,7 @@ from trl.trainer.utils import split_tensor_dict
 
 from sftplay import log
 from sftplay.errors import RunError
+from sftplay.train.upstream import read_micro_batches, replace_micro_batches, restore_micro_steps
 
 
 def window_path(checkpoint: Path, *, rank: int | None = None) -> Path:
@@ -26,16 +27,17 @@ def save_window(trainer: Any, checkpoint: Path) -> None:
     """Write the rollout batch, where the next step still trains on it."""
     if not _continues_batch(trainer, trainer.state.global_step):
         return
+    micro_batches = read_micro_batches(trainer) or []
     tensors = {
         f"{number}/{name}": value.contiguous().clone()
-        for number, micro_batch in enumerate(trainer._buffered_inputs)
+        for number, micro_batch in enumerate(micro_batches)
         for name, value in micro_batch.items()
         if value is not None
     }
     facts = {
         "processes": log.world_size(),
-        "micro_batches": len(trainer._buffered_inputs),
-        "rows": len(trainer._buffered_inputs[0]["row"]),
+        "micro_batches": len(micro_batches),
+        "rows": len(micro_batches[0]["row"]),
         "drawing": trainer.rollout_figures,
     }
     save_file(tensors, window_path(checkpoint), metadata={"facts": json.dumps(facts)})
@@ -49,10 +51,15 @@ def load_window(trainer: Any, checkpoint: Path) -> None:
             it is missing.
     """
     step = int(checkpoint.name.rpartition("-")[2])
-    trainer._step = step * trainer.args.gradient_accumulation_steps
+    restore_micro_steps(trainer, step * trainer.args.gradient_accumulation_steps)
     if not _continues_batch(trainer, step):
         return
-    facts = _read_facts(window_path(checkpoint, rank=0))
+    path = window_path(checkpoint, rank=0)
+    if not path.exists():
+        fix = "continue from the checkpoint before it: set this one aside"
+        raise RunError("the completions of its rollout batch are missing", where=str(path), fix=fix)
+    with safe_open(path, framework="pt") as file:
+        facts: dict[str, Any] = json.loads(file.metadata()["facts"])
     n_saved, n_now = facts["micro_batches"], trainer.args.steps_per_generation
     parts, rest = divmod(n_now, n_saved)
     if facts["processes"] != log.world_size() or not parts or rest or facts["rows"] % parts:
@@ -66,7 +73,7 @@ def load_window(trainer: Any, checkpoint: Path) -> None:
     for key, tensor in load_file(window_path(checkpoint)).items():  # it takes no device like cpu:0
         number, _, name = key.partition("/")
         micro_batches[int(number)][name] = tensor.to(trainer.accelerator.device)
-    trainer._buffered_inputs = [part for kept in micro_batches for part in split_tensor_dict(kept, parts)]
+    replace_micro_batches(trainer, [part for kept in micro_batches for part in split_tensor_dict(kept, parts)])
     trainer.rollout_figures = facts["drawing"]
 
 
@@ -74,12 +81,3 @@ def _continues_batch(trainer: Any, step: int) -> bool:
     """Return whether the step after `step` trains on completions that were sampled before it."""
     micro_steps = trainer.args.steps_per_generation * trainer.num_iterations
     return bool(step * trainer.args.gradient_accumulation_steps % micro_steps)
-
-
-def _read_facts(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        fix = "continue from the checkpoint before it: set this one aside"
-        raise RunError("the completions of its rollout batch are missing", where=str(path), fix=fix)
-    with safe_open(path, framework="pt") as file:
-        facts: dict[str, Any] = json.loads(file.metadata()["facts"])
-    return facts

@@ -30,13 +30,14 @@ from sftplay.tasks.hrm.evaluation import EvaluatePuzzles, StopWhenLearned
 from sftplay.tasks.hrm.network import Grid, PuzzleModel
 from sftplay.tasks.hrm.published import load_published, save_model
 from sftplay.tasks.hrm.trainer import PuzzleTrainer
-from sftplay.train.fingerprint import fingerprint_of, write_manifest
+from sftplay.train.fingerprint import compute_fingerprint, write_manifest
 from sftplay.train.guards import StopOnSignal
 from sftplay.train.rank_sync import first_of_node, wait_for_nodes
 from sftplay.train.save import leave_process_group
-from sftplay.train.setup import make_setup, on_one_gpu
+from sftplay.train.setup import make_setup
 from sftplay.train.task import RowOrder, Rows, TrainerParts
-from sftplay.train.train_run import Outcome, TrainRun
+from sftplay.train.train_run import TrainResult, TrainRun
+from sftplay.train.upstream import on_one_gpu
 from sftplay.units import format_count
 
 
@@ -45,7 +46,7 @@ def collate(places: Sequence[int]) -> dict[str, Tensor]:
     return {"place": torch.tensor(places)}
 
 
-def run(cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> Outcome:
+def run(cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> TrainResult:
     """Prepare, train and measure, and save model/ in the run folder.
 
     Raises:
@@ -67,7 +68,7 @@ def run(cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> Outcome:
     model = build_model(cfg, train)
     wait_for_nodes(folder)
     setup = make_setup(cfg, folder, n_rows=len(rows.train), known=rows.order)
-    train_run = TrainRun(setup, model, stop=stop, fingerprint=fingerprint_of(cfg, rows))
+    train_run = TrainRun(setup, model, stop=stop, fingerprint=compute_fingerprint(cfg, rows))
     trainer = build_trainer(train_run.trainer_parts(None, rows), train=train, held_out=held_out)
     if log.is_main():
         grid, table, parameters = model.grid, model.puzzles, describe_parameters(model)

@@ -20,7 +20,7 @@ from sftplay.tasks.score.losses import entropy, full_kl, gather_log_probs, k3_kl
 from sftplay.tasks.score.role_models import Role, RoleModels
 from sftplay.tasks.score.sample_episodes import Action, right_padded
 from sftplay.tasks.score.shards import run_with_weights
-from sftplay.train.loss_heads import PROOF_TOLERANCE, proof_rows, scores_of
+from sftplay.train.loss_heads import PROOF_TOLERANCE, compute_scores, proof_rows
 
 
 class ActionBatch(NamedTuple):
@@ -68,7 +68,7 @@ class OutputHead(NamedTuple):
 
     def log_probs(self, hidden: Tensor, temperature: float) -> Tensor:
         """Compute the log-probabilities of the vocabulary: [..., width] -> fp32 [..., vocabulary]."""
-        logits = scores_of(hidden, weight=self.weight, bias=self.bias, config=self.config)
+        logits = compute_scores(hidden, weight=self.weight, bias=self.bias, config=self.config)
         return (logits / temperature).log_softmax(-1)
 
 

@@ -36,7 +36,7 @@ class ShardedEpisodeTrainer(EpisodeTrainer):
 
     def whole_weights(self) -> dict[str, dict[str, Tensor]]:
         """Gather model name ("" for the solver) -> weights on the main rank. Every rank must call it."""
-        models = {"": self.model, **self.beside}
+        models = {"": self.model, **self.other_models}
         return {name: gather_weights(model) for name, model in models.items()}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Problem, TaskSpec
 from sftplay.errors import nearest_names
-from sftplay.tasks.grpo.spec import settings_of_labels
+from sftplay.tasks.grpo.spec import check_label_settings
 from sftplay.tasks.score.section import PLACE, PLACES
 
 GROUP, EFFECTIVE, LENGTH = "score.episodes_per_problem", "train.effective_batch_size", "model.max_seq_len"
@@ -37,7 +37,7 @@ def broken_score_rules(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem(("score.eval_samples", "score.eval_temperature"), what, fix=fix)
     yield from _devices(cfg)
     yield from broken_shard_rules(cfg)
-    yield from settings_of_labels(cfg)
+    yield from check_label_settings(cfg)
 
 
 def _sizes(cfg: RunConfig) -> Iterator[Problem]:

@@ -24,9 +24,9 @@ from sftplay.tasks.score.sample_episodes import EpisodeSampler
 from sftplay.tasks.score.scoring import check_output_head
 from sftplay.tasks.score.sharded_trainer import ShardedEpisodeTrainer
 from sftplay.tasks.score.trainer import EpisodeTrainer
-from sftplay.train.fingerprint import recipe_of
-from sftplay.train.setup import on_one_gpu
+from sftplay.train.fingerprint import describe_renderer
 from sftplay.train.task import Rows, TrainerParts
+from sftplay.train.upstream import on_one_gpu
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
@@ -43,7 +43,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
         train=train,
         held_out=range(len(measured)),
         report=prompts.report,
-        recipe=recipe_of(prompts.renderer),
+        recipe=describe_renderer(prompts.renderer),
         source=prompts,
         order=known,
         trainer_evaluates=False,

@@ -58,7 +58,7 @@ class EpisodeTrainer(StepTrainerMixin, Trainer):
         super().__init__(step, **named)
         self.cfg, self.run_folder, self.role_models = cfg, run_folder, role_models
         self.episode_sampler, self.reward_scorer = episode_sampler, reward_scorer
-        self.beside = {"guide": role_models.models["guide"]} if role_models.is_separate else {}
+        self.other_models = {"guide": role_models.models["guide"]} if role_models.is_separate else {}
         """Models of the result that the Trainer does not save."""
 
         self.questions, self.schedule = questions, MinibatchSchedule.from_config(cfg)
@@ -118,7 +118,7 @@ class EpisodeTrainer(StepTrainerMixin, Trainer):
         policy_update.learn(rollout.advantages)
         if world > 1:
             with self.heartbeat.within("communication"):
-                average_gradients(self.model_wrapped, beside=self.role_models.extra_parameters())
+                average_gradients(self.model_wrapped, others=self.role_models.extra_parameters())
                 if not policy_update.guide_learns:
                     # Averaging creates zero gradients, which the optimizer would count as a step.
                     for parameter in self.role_models.trainable.get("guide", ()):

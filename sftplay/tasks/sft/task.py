@@ -16,10 +16,10 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.unsloth_model import check_arguments
 from sftplay.report.sample import write_masked_sample
 from sftplay.train.exact_batch import ExactBatchMixin
-from sftplay.train.fingerprint import recipe_of
+from sftplay.train.fingerprint import describe_renderer
 from sftplay.train.micro_batches import Collator
-from sftplay.train.setup import on_one_gpu
 from sftplay.train.task import Rows, TrainerParts
+from sftplay.train.upstream import on_one_gpu
 
 
 class WindowedSFTTrainer(ExactBatchMixin, SFTTrainer):
@@ -27,7 +27,7 @@ class WindowedSFTTrainer(ExactBatchMixin, SFTTrainer):
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
-    """Rows of the chats and texts in `cfg.data`. Gives the tokenizer the chat template that the masks are proven for.
+    """Load the chats and texts in `cfg.data`; the tokenizer gets the chat template that the masks are proven for.
 
     Raises:
         DataError: no example keeps a trainable token.
@@ -39,7 +39,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
         train=examples.train,
         held_out=examples.held_out,
         report=examples.report,
-        recipe=recipe_of(examples.renderer),
+        recipe=describe_renderer(examples.renderer),
         source=examples,
         learned_tokens=int(examples.report["sources"].get("train", examples.report)["trainable_tokens"]),
     )
@@ -52,12 +52,12 @@ def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
 
 
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
-    """Loss over label tokens, and answers compared with references."""
+    """Measure the loss over label tokens, and compare answers with references."""
     evaluate(model, rows.source, cfg=cfg, path=path)
 
 
 def build_trainer(parts: TrainerParts) -> WindowedSFTTrainer:
-    """A trainer for rows of token ids and labels."""
+    """Build the trainer for rows of token ids and labels."""
     cfg = parts.cfg
     config = SFTConfig(
         **parts.arguments,

@@ -9,7 +9,6 @@ import torch
 from grpo_toy import grpo_trainer, letter_tokenizer, tiny_llama
 
 from sftplay.tasks.grpo.length_order import (
-    compute_padding_share,
     count_padded_tokens,
     depends_on_cut,
     has_relative_positions,
@@ -17,6 +16,11 @@ from sftplay.tasks.grpo.length_order import (
 )
 
 ROWS, ACCUM = 4, 4
+
+
+def compute_padding_share(batches: Any) -> float:
+    real = sum(int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in batches)
+    return 1 - real / sum(batch["prompt_mask"].numel() + batch["completion_mask"].numel() for batch in batches)
 
 
 def make_batches(vocab: int, *, batches: int = ACCUM, extra: tuple[str, ...] = ()) -> list[dict[str, Any]]:

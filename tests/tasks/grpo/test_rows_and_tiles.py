@@ -17,7 +17,7 @@ from trl.trainer import utils
 
 from sftplay.data.prompts.questions import Questions
 from sftplay.tasks.grpo.prompts import PromptRows
-from sftplay.tasks.grpo.rollouts import fitted_tiles
+from sftplay.train.upstream import fitted_tiles
 
 
 def test_rows_go_to_the_trainer_as_they_are_and_each_is_read_once():

@@ -49,7 +49,7 @@ def run(watcher: SignalHealth, *, logs: dict[str, Any] | None = None, **drawing:
         ({}, {"kl": 4.0}, "far from the one that the run started with", "grpo.beta"),
         ({}, {"clip_ratio/region_mean": 0.6}, "the ratio of ", "num_iterations"),
         ({}, {"cispo_clip_ratio": 0.6, "clip_ratio/region_mean": None}, "the ratio of ", "num_iterations"),
-        ({}, {"sampler_kl": 0.5}, "far from those that drew", "steps_per_generation"),
+        ({}, {"sampler_kl": 0.5}, "far from those that sampled", "steps_per_generation"),
         ({}, {"sampler_gap": 0.5}, "differ by ", "top_p=1"),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_run_that_is_paid_for_form_alone_is_told_so_once_with_the_same_remedy(
         step(watcher, MEAN_WINDOW + number, **FORM_ALONE)
     said = capsys.readouterr().out
     assert said.count("warning:") == 1
-    assert "no answer was paid for content (a): only form is learned" in said
+    assert "no answer got a reward for content (a): only form is learned" in said
     assert "sft_then_grpo.sh" in said
 
 
