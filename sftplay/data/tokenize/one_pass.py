@@ -32,7 +32,6 @@ SCHEMA = pa.schema([("input_ids", pa.list_(pa.int64())), ("labels", pa.list_(pa.
 # The second stream of each row stream: where its examples came from.
 PLACES = pa.schema([("path", pa.string()), ("line", pa.int64()), ("record", pa.int64())])
 
-
 CHATS, REFUSED, REPORT = "held_out_chats.jsonl", "refused_rows.jsonl", "report.json"
 
 
