@@ -34,7 +34,8 @@ def write_rows(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
     check_held_out(train, test, kind=kind)
     for split, puzzles, n in (("train", train[0], copies), ("test", test[0], 0)):
         (folder / split).mkdir()
-        write_folder(folder / split, _make_groups(puzzles, kind, n, settings.seed, split), alphabet=kind.alphabet)
+        groups = _make_groups(puzzles, kind, copies=n, seed=settings.seed, split=split)
+        write_folder(folder / split, groups, alphabet=kind.alphabet)
     shared = int(np.isin(test[1].answers, train[1].answers).sum())
     return {"copies": copies, "test_puzzles_with_a_training_solution": shared}
 
@@ -75,7 +76,7 @@ def _choose_rows(n: int, settings: PuzzleSettings) -> NDArray[np.int64]:
     return np.sort(make_generator(b"subsample", settings.seed).permutation(n)[: settings.subsample])
 
 
-def _make_groups(puzzles: Puzzles, kind: PuzzleKind, copies: int, seed: int, split: str) -> Iterator[Group]:
+def _make_groups(puzzles: Puzzles, kind: PuzzleKind, *, copies: int, seed: int, split: str) -> Iterator[Group]:
     """Yield each original with its copies behind it, as tokens."""
     for done, (question, answer) in enumerate(zip(puzzles.questions, puzzles.answers, strict=True), 1):
         pair = np.stack([question, answer])

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def finish(
     examples: list[dict[str, Any]] = []
     rows: list[tuple[int, ...]] = []
     end = 0
-    records = ((shard["file"], record) for shard in shards for record in _read_records(shard, keys, by, taken))
+    read = partial(_read_records, keys=keys, by=by, taken=taken)
+    records = ((shard["file"], record) for shard in shards for record in read(shard))
     with Path(f"{stem}.jsonl").open("wb") as texts, Path(f"{stem}.signatures").open("wb") as compared:
         for file, record in records:
             text = record["text"]
@@ -94,7 +96,7 @@ def _refuse(text: str, *, min_chars: int, max_chars: int | None, languages: list
     return "", ""
 
 
-def _read_records(shard: dict[str, Any], keys: set[int], by: str, taken: Counter[str]) -> Iterator[dict[str, Any]]:
+def _read_records(shard: dict[str, Any], *, keys: set[int], by: str, taken: Counter[str]) -> Iterator[dict[str, Any]]:
     """Yield the records of a shard's documents, in order."""
     with Path(shard["path"]).open(encoding="utf-8", newline="\n") as stream:
         for document in map(json.loads, stream):

@@ -112,7 +112,7 @@ def attribute(element: Any, name: str) -> str | None:
     return next((str(value) for key, value in found if key.rpartition("}")[2] == name), None)
 
 
-def add_element(parent: Any, tag: str, text: str | None = None, **attributes: str) -> Any:
+def add_element(parent: Any, tag: str, *, text: str | None = None, **attributes: str) -> Any:
     """Append an element of HTML to its parent and return it; the text's line breaks become `br`."""
     made = parent.makeelement(tag, attributes)
     parent.append(made)
@@ -144,4 +144,4 @@ def add_item(parent: Any, text: str, *, level: int, tag: str = "ul", name: str =
         if is_target or len(last) == 0:  # where a level is left out, the item takes the deepest one there is
             break
         holder = last[-1]
-    add_element(add_element(holder, "li"), "p", text)
+    add_element(add_element(holder, "li"), "p", text=text)

@@ -89,7 +89,7 @@ class _Converter:
             elif any(word in style for word in CODE):
                 add_code(parent, text.replace(BREAK, "\n"))
             else:
-                add_element(parent, "p", text.replace("\n", " ").replace(BREAK, "\n"))
+                add_element(parent, "p", text=text.replace("\n", " ").replace(BREAK, "\n"))
         for frame in frames:
             self.add_children(frame, parent)
 

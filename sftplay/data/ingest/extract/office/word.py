@@ -304,7 +304,7 @@ class Converter:
                 add_code(parent, text)
             else:
                 holder = add_element(parent, "blockquote") if style.kind == "quote" else parent
-                add_element(holder, "p", text)
+                add_element(holder, "p", text=text)
         for box in boxes:
             self._add_children(box, parent)
 
