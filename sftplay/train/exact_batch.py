@@ -208,7 +208,8 @@ class ExactBatchMixin(Base):
         """Evaluate as the Trainer does, and add the loss of each source of a mixture to the metrics."""
         output = super().evaluation_loop(*given, **named)
         if self.source_names:
-            self.held_out_sources = gather_source_losses(self._source_sums, self.source_names, self.args.device)
+            device = self.args.device
+            self.held_out_sources = gather_source_losses(self._source_sums, self.source_names, device=device)
             self._source_sums = torch.zeros_like(self._source_sums)
         output.metrics.update({f"eval_{name}_loss": source["loss"] for name, source in self.held_out_sources.items()})
         return output

@@ -38,7 +38,7 @@ def split_by_source(batch: Batch) -> Iterator[tuple[int | None, Batch]]:
         yield source, {key: value[rows] for key, value in batch.items()}
 
 
-def gather_source_losses(sums: Tensor, names: Sequence[str], device: torch.device) -> dict[str, dict[str, float]]:
+def gather_source_losses(sums: Tensor, names: Sequence[str], *, device: torch.device) -> dict[str, dict[str, float]]:
     """Map each source to `loss` (mean over label tokens) and `label_tokens` of all ranks; sources without are left out.
 
     `sums` are this rank's sums of losses and label tokens, fp64 [sources, 2]. Every rank must call it.
