@@ -25,7 +25,6 @@ from sftplay.data.pipeline import load_examples
 from sftplay.data.records import IGNORE_INDEX, Message
 from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, DataError, RunError
-from sftplay.evaluate.evaluate import evenly_spaced
 from sftplay.export.merge import find_adapter, load_unquantised, size_bytes
 from sftplay.generate.generate import Generator
 from sftplay.launch.run_folder import RunFolder
@@ -116,6 +115,11 @@ def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, 
     return figures
 
 
+def _evenly_spaced(count: int) -> list[int]:
+    """Return PROMPTS evenly spaced numbers below `count`, or all of them."""
+    return sorted({n * count // PROMPTS for n in range(PROMPTS)}) if count else []
+
+
 def _choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tuple[list[list[int]], str]:
     """Return token ids of held-out prompts, or of the built-in questions, and which of the two they are."""
     template = tokenizer.chat_template
@@ -123,7 +127,7 @@ def _choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tup
     try:
         if cfg.learns_documents:  # some blocks of each source
             sources = load_mixture(cfg, tokenizer, renderer_template=template).held_out.values()
-            held_out = [block for blocks in sources for block in evenly_spaced(blocks, PROMPTS)]
+            held_out = [blocks[n] for blocks in sources for n in _evenly_spaced(len(blocks))]
         else:
             checked = folder.read_json("data_report.json").get("files")
             held_out = load_examples(cfg, tokenizer, renderer_template=template, checked=checked).held_out
@@ -131,7 +135,7 @@ def _choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tup
         log.say(f"note: the run's rows cannot be read any more ({error.what})", "merge")
     if held_out:
         prompts = []
-        for row in evenly_spaced(held_out, PROMPTS):
+        for row in (held_out[n] for n in _evenly_spaced(len(held_out))):
             ids = list(row["input_ids"])
             first = next((at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX), len(ids))
             # Plain text is learned as a whole: half of it. Only the end of a long prompt is used.
