@@ -8,7 +8,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.model.source import BUILTIN_CONFIGS
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.shape.find import find_shape, nearest_names, read_table
+from sftplay.plan.shape.find import find_shape, nearest_models, read_table
 
 if TYPE_CHECKING:
     from sftplay.plan.shape.model_shape import ModelShape
@@ -47,7 +47,7 @@ def require_shape(cfg: RunConfig) -> ModelShape:
 
 def near_names(name: str) -> list[str]:
     """Return up to three models that the kit knows and that `name` may have been meant to be, best first."""
-    return nearest_names(name, BUILTIN_CONFIGS)
+    return nearest_models(name, BUILTIN_CONFIGS)
 
 
 def checkpoint_bytes(cfg: RunConfig) -> int | None:

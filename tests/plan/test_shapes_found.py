@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.errors import ConfigError
-from sftplay.plan.shape.find import TABLE, find_shape, nearest_names, read_table
+from sftplay.plan.shape.find import TABLE, find_shape, nearest_models, read_table
 
 LLAMA = {
     "model_type": "llama",
@@ -118,11 +118,11 @@ def test_a_name_that_no_place_knows_gives_none():
 
 
 def test_a_slip_is_told_the_nearest_names():
-    assert nearest_names("Qwen/Qwen2.5-7B-Instrct")[0] == "Qwen/Qwen2.5-7B-Instruct"
-    assert nearest_names("google/gemma-3-27b") == ["google/gemma-3-27b-it", "google/gemma-3-27b-pt"]
-    assert nearest_names("qwen2.5-7b-instruct")[0].endswith("/Qwen2.5-7B-Instruct")
-    assert nearest_names("builtin:tyni", ["builtin:tiny"])[0] == "builtin:tiny"
-    assert nearest_names("zzzzzzzzzzzzzzzzzzzzzzz") == []
+    assert nearest_models("Qwen/Qwen2.5-7B-Instrct")[0] == "Qwen/Qwen2.5-7B-Instruct"
+    assert nearest_models("google/gemma-3-27b") == ["google/gemma-3-27b-it", "google/gemma-3-27b-pt"]
+    assert nearest_models("qwen2.5-7b-instruct")[0].endswith("/Qwen2.5-7B-Instruct")
+    assert nearest_models("builtin:tyni", ["builtin:tiny"])[0] == "builtin:tiny"
+    assert nearest_models("zzzzzzzzzzzzzzzzzzzzzzz") == []
 
 
 def test_a_folder_without_config_json_is_refused(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sftplay.errors import ConfigError
-from sftplay.errors import nearest_names as nearest
+from sftplay.errors import nearest_names
 
 if TYPE_CHECKING:
     from sftplay.plan.shape.model_shape import ModelShape
@@ -46,7 +46,7 @@ def find_shape(
     return shape_from_config(same[0], name=name) if same and all(entry == same[0] for entry in same) else None
 
 
-def nearest_names(name: str, more: Iterable[str] = ()) -> list[str]:
+def nearest_models(name: str, more: Iterable[str] = ()) -> list[str]:
     """Return up to three names of the table (and `more`) that `name` may have been meant to be, best first.
 
     Names that go on where `name` ends come first; without a slash, only last parts are compared.
@@ -54,7 +54,7 @@ def nearest_names(name: str, more: Iterable[str] = ()) -> list[str]:
     spelled = {known if "/" in name else known.rpartition("/")[2]: known for known in [*sorted(read_table()), *more]}
     lowered = {word.lower(): known for word, known in spelled.items()}
     longer = [word for word in sorted(lowered) if name and word.startswith(name.lower())]
-    best = longer or nearest(name.lower(), lowered)
+    best = longer or nearest_names(name.lower(), lowered)
     return [lowered[word] for word in best[:3]]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import importlib.util
 
 from sftplay.config.run import RunConfig
 from sftplay.plan.memory.forecast import Hardware
@@ -43,7 +43,7 @@ def choose_strategy(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardw
     if cfg.tuning.trains_single_rows:
         return Decision("ddp", "the rows of new tokens train only where each GPU has whole matrices")
     # Splits of all weights, as far as they are installed; 4-bit weights are split by torch alone.
-    has_zero = cfg.tuning.mode != "qlora" and find_spec("deepspeed") is not None
+    has_zero = cfg.tuning.mode != "qlora" and importlib.util.find_spec("deepspeed") is not None
     splits: tuple[Strategy, ...] = ("zero3", "fsdp") if has_zero else ("fsdp",)
     for strategy in splits:
         split = forecast_one_row(cfg, shape, hardware=hardware, strategy=strategy)

@@ -6,7 +6,7 @@ never changed, and every choice comes with its reason. Below this module no conf
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import importlib.util
 from typing import TYPE_CHECKING
 
 from sftplay.config.cluster import BACKEND
@@ -122,7 +122,7 @@ def _decide_head(cfg: RunConfig, machine: Machine, *, hardware: Hardware, vocab_
     wanted = cfg.train.loss_head
     if fixed := find_sizing(cfg).fixed_head(cfg):
         return fixed
-    if wanted == "liger" and (not machine.gpus or find_spec("liger_kernel") is None):
+    if wanted == "liger" and (not machine.gpus or importlib.util.find_spec("liger_kernel") is None):
         what, where = (
             "the liger loss head needs a GPU and the package liger-kernel",
             cfg.origins.get(LOSS_HEAD, "train"),
