@@ -4,7 +4,7 @@
 
 Planned is plan.json's peak without its margin. Measured is the worker's peak resident set (VmHWM), and the anonymous
 part of it, which no kernel can take back. The case `process` is a run whose model weighs 0.2 MB: what it measures is
-the process itself, `CPU_PROCESS_BYTES` in `sftplay/plan/memory/budget.py`.
+the process itself, `CPU_PROCESS_BYTES` in `sftplay/plan/forecast.py`.
 """
 
 from __future__ import annotations

@@ -37,11 +37,10 @@ from sftplay.config.load import load_config  # noqa: E402
 from sftplay.config.run import RunConfig  # noqa: E402
 from sftplay.errors import SftplayError  # noqa: E402
 from sftplay.machine.probe import Machine, probe  # noqa: E402
-from sftplay.plan.memory.forecast import RUNTIME, Forecast, forecast  # noqa: E402
-from sftplay.plan.shape.find import find_shape, read_table  # noqa: E402
-from sftplay.plan.sizing.size_run import size_run  # noqa: E402
-from sftplay.plan.sizing.split import PLATEAU_TOKENS  # noqa: E402
-from sftplay.plan.sizing.task_sizing import SizedRun  # noqa: E402
+from sftplay.plan.find_shape import find_shape, read_table  # noqa: E402
+from sftplay.plan.forecast import RUNTIME, Forecast, forecast  # noqa: E402
+from sftplay.plan.sizing import PLATEAU_TOKENS, size_run  # noqa: E402
+from sftplay.plan.task_sizing import SizedRun  # noqa: E402
 from sftplay.runs.memory_probe import ProbeTarget, run_probe, size_by_probe  # noqa: E402
 
 TINY = "tiny"

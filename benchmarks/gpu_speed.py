@@ -39,18 +39,17 @@ from benchmarks.gpu_sizing import TINY_CONFIG
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.run import RunConfig
-from sftplay.launch.command.command import one_gpu_environment
+from sftplay.launch.command import one_gpu_environment
 from sftplay.launch.run_folder import RunFolder
-from sftplay.machine.libraries import recomputation_arguments
-from sftplay.machine.probe import probe
+from sftplay.machine.probe import probe, recomputation_arguments
 from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
-from sftplay.plan.devices.cards import find_card
-from sftplay.plan.memory.memory_setup import read_memory_setup
-from sftplay.plan.report.flops import model_flops
-from sftplay.plan.shape.find import find_shape, read_table
-from sftplay.plan.sizing.size_run import size_run
-from sftplay.plan.sizing.task_sizing import SizedRun
+from sftplay.plan.devices import find_card
+from sftplay.plan.find_shape import find_shape, read_table
+from sftplay.plan.flops import model_flops
+from sftplay.plan.memory_setup import read_memory_setup
+from sftplay.plan.sizing import size_run
+from sftplay.plan.task_sizing import SizedRun
 from sftplay.tasks.probe_step import synthetic_rows
 from sftplay.tasks.sft import task as sft
 from sftplay.train.exact_batch import StepSetup

@@ -24,14 +24,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 from sftplay.config.run import RunConfig
 from sftplay.data.order import training_order
-from sftplay.data.prompts.questions import Questions
-from sftplay.machine.libraries import recomputation_arguments
+from sftplay.data.questions import Questions
+from sftplay.machine.probe import recomputation_arguments
 from sftplay.reward.reward_set import RewardSet
-from sftplay.tasks.grpo.prompts import PromptRows
+from sftplay.tasks.grpo.sampling import PromptRows
 from sftplay.tasks.grpo.scoring import RewardScorer
 from sftplay.tasks.grpo.task import PromptTrainer
+from sftplay.train.eval_mode import random_numbers_kept
 from sftplay.train.exact_batch import StepSetup
-from sftplay.train.random_numbers import random_numbers_kept
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "data" / "one_liners"

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.overhead import cpu_name
 from sftplay.config.load import load_config, load_resolved
-from sftplay.data.puzzles.find import open_split
-from sftplay.tasks.hrm.memory import GridSize, PuzzleShape
+from sftplay.tasks.hrm.plan import GridSize, PuzzleShape
+from sftplay.tasks.hrm.puzzles.sampler import open_split
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "run_hrm_sudoku4.yaml"

@@ -17,11 +17,11 @@ from statistics import quantiles
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from sftplay.sandbox.boxes.bootstrap import interpreter
+from sftplay.sandbox.boxes.executors import PlainProcess
+from sftplay.sandbox.boxes.job import Job
+from sftplay.sandbox.boxes.judge import judge
 from sftplay.sandbox.choose import SAFE, WARM, find_problem
-from sftplay.sandbox.executors.bootstrap import interpreter
-from sftplay.sandbox.executors.plain_process import PlainProcess
-from sftplay.sandbox.verdicts.job import Job
-from sftplay.sandbox.verdicts.judge import judge
 
 CODE = "import re, math, collections\ndef f(x):\n    return math.prod(range(1, x + 1)) + {n}"
 

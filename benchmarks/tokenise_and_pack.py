@@ -188,8 +188,7 @@ def opening_table(n_tokens: int = 100_000_000) -> str:
 
 def synthetic_store(folder: Path, n_tokens: int, *, mean: int) -> int:
     """Write a store of random tokens in documents of about `mean` tokens; their number."""
-    from sftplay.data.mixture.documents import ENTRY, GROUP_DOCUMENTS
-    from sftplay.data.mixture.store import Index
+    from sftplay.data.mixture.store import ENTRY, GROUP_DOCUMENTS, Index
 
     draw = np.random.default_rng(1)
     ends = np.cumsum(draw.integers(1, 2 * mean, size=n_tokens // mean))

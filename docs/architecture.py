@@ -35,14 +35,12 @@ FLOORS = {
         "config",
         "machine",
         "data.records",
-        "data.json_text",
         "data.order",
-        "data.cache",
         "sandbox",
-        "data.problems.problem",
+        "data.problem",
     ],
     2: ["plan", "launch", "reward", "data"],
-    3: ["data.pipeline", "data.mixture", "data.prompts.load", "model"],
+    3: ["data.pipeline", "data.mixture", "data.load_prompts", "model"],
     4: ["generate", "data.inspect"],
     5: ["evaluate", "export"],
     6: ["report"],
@@ -153,40 +151,40 @@ import each other in a circle. The figure behind a module's name is its floor.
 
 PATHS = """## The path of a config value
 
-1. `commands/train.py` calls `config/load.py`. It reads the file by `config/yaml12.py`, and lays includes
-   and command line over each other in `config/layers.py`. Every value remembers where it was written.
+1. `commands/train.py` calls `config/load.py`. `config/layers.py` reads the file, and lays includes and
+   command line over each other. Every value remembers where it was written.
 2. `config/run.py` types it, with the sections in `config/data.py`, `config/train.py`, `config/cluster.py`,
    `config/rewards.py`, and of each task in its module `section`; `config/problems.py` says what is refused. A section's
    rules stand in its file, those of several sections in `config/rules.py`.
-3. `plan/sizing/size_run.py` replaces every `auto` by a number or a name, with its reason.
+3. `plan/sizing.py` replaces every `auto` by a number or a name, with its reason.
 4. `config/resolved.py` writes all of it into the run folder with the origin of each value. Every rank reads that
    file.
 
 ## The path of a task
 
 1. `tasks/__init__.py` is the table: `cfg.task` is the row of the config's task, with the facts that the trunk asks.
-2. `config/section.py` finds the task's rules in its module `spec`, `plan/sizing/task_sizing.py` and
-   `plan/report/task_report.py` what it answers to the plan in its module `plan`. Without such a module the
+2. `config/section.py` finds the task's rules in its module `spec`, `plan/task_sizing.py` and
+   `plan/report.py` what it answers to the plan in its module `plan`. Without such a module the
    answers are those of sft.
 3. In each process `tasks/worker.py` finds the module `task`, and `train/run_task.py` calls its functions in order.
 
 ## The path of a row
 
-1. `data/read/` finds files and yields raw rows with their place.
-2. `data/layouts/` turns a row into a canonical record of `data/records.py`, or says why it cannot.
-3. `data/render/render.py` renders it by the chat template, after `data/render/verify_masks.py` has verified its
-   masks; `data/render/labels.py` makes token ids and labels of it.
-4. `data/tokenize/one_pass.py` does this in worker processes, counts every record and keeps the rows on disk.
+1. `data/read.py` finds files and yields raw rows with their place.
+2. `data/layouts.py` turns a row into a canonical record of `data/records.py`, or says why it cannot.
+3. `data/render/render.py` verifies the masks of the chat template and renders it;
+   `data/render/labels.py` makes token ids and labels of it.
+4. `data/tokenize.py` does this in worker processes, counts every record and keeps the rows on disk.
 5. `data/pipeline.py` hands them to the task, in the order of `data/order.py`.
 6. `train/exact_batch.py` gets a rank's rows of one optimizer step, `train/micro_batches.py` cuts them.
 
 ## The path of a document
 
-1. `data/ingest/run/walk.py` finds files; `data/ingest/children/pool.py` has a child forked for each, within bounds.
-2. In the child `data/ingest/steps/reading.py` cleans what `data/ingest/by_kind.py` has found, block by block, and
+1. `data/ingest/walk.py` finds files; `data/ingest/children.py` has a child forked for each, within bounds.
+2. In the child `data/ingest/reading.py` cleans what `data/ingest/by_kind.py` has found, block by block, and
    writes it down.
-3. `data/ingest/steps/finishing.py` makes rows with their pages of it, without the lines that stand everywhere.
-4. `data/ingest/run/records.py` finds rows that repeat others; `data/ingest/run/ingest.py` writes the rest.
+3. `data/ingest/finishing.py` makes rows with their pages of it, without the lines that stand everywhere.
+4. `data/ingest/ingest.py` finds rows that repeat others and writes the rest.
 
 ## The path of an out-of-memory event
 
@@ -197,7 +195,7 @@ PATHS = """## The path of a config value
 
 ## The path of a stop signal
 
-1. The parent (`launch/supervise/follow.py`) passes it to the ranks by their process ids.
+1. The parent (`launch/follow.py`) passes it to the ranks by their process ids.
 2. Before the first step `signals.py` ends the rank at once. Behind it `train/guards.py` notes it, and all ranks agree
    at a step's edge.
 3. The Trainer saves; `train/checkpointing.py` seals the checkpoint by `launch/checkpoints.py`.

@@ -111,7 +111,7 @@ def imported_objects_are_not_collected() -> None:
 @pytest.fixture(scope="module")
 def verbs_environment() -> Iterator[None]:
     """What a verb that runs in a module's own fixtures sets for the libraries is undone behind that module."""
-    from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+    from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
 
     with pytest.MonkeyPatch.context() as patch:
         for key in quiet_environment() | cache_environment() | offline_environment():

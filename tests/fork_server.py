@@ -31,14 +31,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sftplay.launch.command.command import allocator_environment, offline_environment, quiet_environment
+from sftplay.launch.command import allocator_environment, offline_environment, quiet_environment
 
 LAUNCHERS = frozenset(
     {
         "sftplay",
         "torch.distributed.run",
         "accelerate.commands.launch",
-        "sftplay.launch.command.deepspeed_runner",
+        "sftplay.launch.deepspeed_runner",
         "deepspeed.launcher.launch",
     }
 )

@@ -17,14 +17,12 @@ from sftplay.config.keys import differences, values_that_decide_weights
 from sftplay.config.rules import idle_keys
 from sftplay.config.run import RunConfig
 from sftplay.tasks.hrm.act import FIGURES, Puzzles, all_halted, cell_losses, least_segments, reset_halted, run_segment
-from sftplay.tasks.hrm.embedding import PuzzleTable
-from sftplay.tasks.hrm.evaluation import StopWhenLearned
-from sftplay.tasks.hrm.measuring import described, refined
-from sftplay.tasks.hrm.network import Grid, PuzzleModel, Reasoner
-from sftplay.tasks.hrm.optimizer import AdamATan2
+from sftplay.tasks.hrm.measuring import StopWhenLearned, described, refined
+from sftplay.tasks.hrm.network import Grid, PuzzleModel, PuzzleTable, Reasoner
 from sftplay.tasks.hrm.section import HrmConfig
 from sftplay.tasks.hrm.spec import broken_hrm_rules
 from sftplay.tasks.hrm.task import build_model, make_rows, open_puzzles
+from sftplay.tasks.hrm.trainer import AdamATan2
 from sftplay.train.fingerprint import starting_weights
 
 Check = Callable[[Any], None]

@@ -11,10 +11,10 @@ from small_run import write_values
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config, load_resolved
 from sftplay.config.run import RunConfig
-from sftplay.data.puzzles.folder import Alphabet, Group, write_folder
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing import size_run
+from sftplay.tasks.hrm.puzzles.folder import Alphabet, Group, write_folder
 
 CELLS, GROUPS = 6, 40
 ALPHABET = Alphabet(kind="sudoku4", symbols=" .12", shape=(2, 3))

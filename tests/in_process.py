@@ -17,7 +17,7 @@ from sftplay.config.load import dump_resolved, load_config, load_resolved
 from sftplay.config.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing import size_run
 from sftplay.tasks.worker import find_runner
 from sftplay.train.guards import StopOnSignal
 from sftplay.train.train_run import TrainResult, TrainRun

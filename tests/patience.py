@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from processes import HANG_S
 
-from sftplay.sandbox.verdicts.job import Limits
+from sftplay.sandbox.boxes.job import Limits
 
 PATIENT = Limits(timeout_s=HANG_S, test_timeout_s=HANG_S)
 

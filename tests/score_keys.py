@@ -17,15 +17,14 @@ from small_run import Inputs
 
 from sftplay.config.keys import differences, values_that_decide_weights
 from sftplay.errors import ConfigError
-from sftplay.plan.devices.layout import resolve_layout
-from sftplay.tasks.score.advantages import EpisodeRewards, compute_advantages
+from sftplay.plan.devices import resolve_layout
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
-from sftplay.tasks.score.losses import choose_kl_coefficients, find_stage
-from sftplay.tasks.score.problems import MinibatchSchedule
+from sftplay.tasks.score.losses import EpisodeRewards, choose_kl_coefficients, compute_advantages, find_stage
+from sftplay.tasks.score.role_models import SeparateValue, ValueHead
+from sftplay.tasks.score.rollout_batch import MinibatchSchedule
 from sftplay.tasks.score.section import ScoreConfig
 from sftplay.tasks.score.spec import SPEC, broken_score_rules
 from sftplay.tasks.score.update import MinibatchSetup, PolicyGradients, is_guide_training
-from sftplay.tasks.score.value_model import SeparateValue, ValueHead
 
 Check = Callable[[Any], None]
 

@@ -41,30 +41,26 @@ from sftplay.data.mixture import load as load_of_mixtures
 from sftplay.data.mixture.load import MixtureRows, load_mixture
 from sftplay.data.order import training_order
 from sftplay.errors import DataError
-from sftplay.evaluate.perplexity import Document
-from sftplay.evaluate.sources import HeldOut, measure_sources
+from sftplay.evaluate.perplexity import Document, HeldOut, measure_sources
 from sftplay.generate.generate import Generator
 from sftplay.heartbeat import Heartbeat
-from sftplay.launch.command import ray_command
-from sftplay.launch.command.command import Launch, Scale
-from sftplay.launch.command.network import nccl_environment
-from sftplay.launch.command.ray_command import DRIVER
+from sftplay.launch import command as ray_command
+from sftplay.launch.command import DRIVER, Launch, Scale, nccl_environment
+from sftplay.launch.follow import read_timeout
 from sftplay.launch.generation_server import server_command
+from sftplay.launch.processes import Death
 from sftplay.launch.run_folder import RunFolder, new_folder
-from sftplay.launch.supervise.exit_cause import Death
-from sftplay.launch.supervise.watchdog import read_timeout
-from sftplay.machine.libraries import recomputation_arguments
-from sftplay.machine.probe import Gpu, Machine, probe
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.machine.probe import Gpu, Machine, probe, recomputation_arguments
+from sftplay.plan.sizing import size_run
 from sftplay.reward.reward_set import RewardSet, combined
 from sftplay.reward.table import judges_form
 from sftplay.runs import memory_probe
 from sftplay.runs import start as launching
-from sftplay.runs.model_shape import known_shape
+from sftplay.runs.inputs import known_shape
 from sftplay.runs.strategy_setup import build_strategy_environment, prepare_deepspeed, with_deepspeed
 from sftplay.signals import StopAtOnce
 from sftplay.tasks import TASKS, TaskRow, worker
-from sftplay.tasks.grpo.arguments import grpo_arguments
+from sftplay.tasks.grpo.task import grpo_arguments
 from sftplay.train.checkpointing import MarkComplete, choose_checkpoint
 from sftplay.train.exact_batch import Replay
 from sftplay.train.gradients import GradientSync

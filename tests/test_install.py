@@ -18,7 +18,7 @@ from packaging.version import Version
 from processes import HANG_S
 
 from sftplay import install
-from sftplay.machine.libraries import OLDEST
+from sftplay.machine.probe import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from test_demo_data import DATA, load_generator
 
-from sftplay.model.toys.tasks import ALPHABET, StepsRecipe
+from sftplay.model.toys import ALPHABET, StepsRecipe
 
 FOLDER = DATA / "step_sums"
 

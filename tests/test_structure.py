@@ -21,7 +21,7 @@ from processes import HANG_S
 from sftplay.cli import VERBS
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Machine
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing import size_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sftplay"

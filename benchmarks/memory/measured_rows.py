@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.errors import DataError, nearest_names
-from sftplay.plan.memory.memory_setup import Attention, Optimizer
-from sftplay.plan.memory.sharding import Strategy
+from sftplay.plan.memory import Strategy
+from sftplay.plan.memory_setup import Attention, Optimizer
 
 COLUMNS = (
     "harness", "source", "model", "method", "lora_r", "quant", "batch", "seq_len", "grad_ckpt", "optimizer", "attn",

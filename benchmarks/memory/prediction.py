@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 
 from benchmarks.memory.harnesses import GENERIC, HARNESSES, NAMES, PEFT_TARGETS, Harness
 from benchmarks.memory.measured_rows import MeasuredRow, NotModelledError
-from sftplay.plan.devices.cards import find_card
-from sftplay.plan.memory.budget import Device, runtime_bytes
-from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
-from sftplay.plan.memory.sharding import find_share
-from sftplay.plan.memory.step import Footprint, Size, estimate, standing_bytes
-from sftplay.plan.shape.find import find_shape
-from sftplay.plan.shape.model_shape import ModelShape
+from sftplay.plan.devices import find_card
+from sftplay.plan.find_shape import find_shape
+from sftplay.plan.forecast import Device, runtime_bytes
+from sftplay.plan.memory import Footprint, Size, estimate, find_share, standing_bytes
+from sftplay.plan.memory_setup import Adapter, MemorySetup
+from sftplay.plan.shape import ModelShape
 from sftplay.units import GIB
 
 

@@ -191,8 +191,7 @@ def write_model(folder: Path) -> None:
     import transformers
 
     from sftplay.atomic import whole_folder
-    from sftplay.model.builtin import RECIPES, fingerprint, make_base
-    from sftplay.model.toys.shipped import write_manifest
+    from sftplay.model.builtin import RECIPES, fingerprint, make_base, write_manifest
 
     recipe, versions = RECIPES["tiny"], {each.__name__: each.__version__ for each in (torch, transformers, tokenizers)}
     with whole_folder(folder, replaces=True) as scratch:

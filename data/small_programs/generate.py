@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sftplay.data.problems.problem import Problem, format_question
+from sftplay.data.problem import Problem, format_question
 
 HERE = Path(__file__).resolve().parent
 HELD_OUT = 4

@@ -58,7 +58,7 @@ def init(args: Namespace) -> int:
         raise ConfigError("a config is a YAML file", where=str(out), fix="give it a name that ends in .yaml")
     check_new_file(out)
     log.say(f"looking at the rows of {args.data}", "init")
-    from sftplay.launch.command.command import cache_environment, quiet_environment
+    from sftplay.launch.command import cache_environment, quiet_environment
     from sftplay.machine.probe import probe
     from sftplay.runs.new_config import command_for, draft_config
 

@@ -13,7 +13,7 @@ from sftplay import log
 from sftplay.atomic import check_new_file
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
-from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
 from sftplay.log import has_colours
 from sftplay.model.libraries import unneeded_for_rows
 from sftplay.model.start_point import resolve_names
@@ -46,7 +46,7 @@ def inspect(args: Namespace) -> int:
     cfg = load_texts(args)
     loaded = _load_rows(cfg)
     from sftplay.data import inspect as views
-    from sftplay.data.display import decoded, legend, mark_learned
+    from sftplay.data.inspect import decoded, legend, mark_learned
 
     tokenizer, colours = loaded.renderer.tokenizer, has_colours(sys.stdout)
     blocks = views.evenly_spaced_blocks(loaded, args.n) if cfg.learns_documents else []
@@ -112,15 +112,15 @@ def _load_rows(cfg: RunConfig) -> Any:
     before = {path.parent.name: path.stat().st_mtime_ns for path in cache.glob(f"*/{SEAL}")}
     rows: Any
     if cfg.learns_documents:
+        from sftplay.data.cache import note_blocks
         from sftplay.data.mixture.load import load_mixture
-        from sftplay.data.tokenize.known_lengths import note_blocks
 
         rows = load_mixture(cfg, tokenizer)
         if rows.steps_per_epoch is not None:
             note_blocks(cfg, rows.steps_per_epoch * cfg.train.effective_batch_size)
     elif cfg.task.learns_from_rewards:
         from sftplay.data.inspect import as_examples
-        from sftplay.data.prompts.load import load_prompts
+        from sftplay.data.load_prompts import load_prompts
 
         rows = as_examples(load_prompts(cfg, tokenizer))
     else:
@@ -135,10 +135,10 @@ def _load_rows(cfg: RunConfig) -> Any:
 
 
 def _show_report(rows: Any) -> None:
-    from sftplay.data.mixture.report import mixture_table
+    from sftplay.data.load_prompts import prompts_table
+    from sftplay.data.mixture.load import mixture_table
     from sftplay.data.pipeline import Examples
-    from sftplay.data.prompts.load import prompts_table
-    from sftplay.data.tokenize.report import report_table
+    from sftplay.data.row_outcomes import report_table
 
     table = prompts_table if "max_prompt_tokens" in rows.report else report_table
     log.show((table if isinstance(rows, Examples) else mixture_table)(rows.report))

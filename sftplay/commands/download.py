@@ -11,8 +11,8 @@ from typing import Any
 
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError
-from sftplay.launch.command.command import cache_environment, quiet_environment
-from sftplay.machine.libraries import hub_client
+from sftplay.launch.command import cache_environment, quiet_environment
+from sftplay.machine.probe import hub_client
 from sftplay.model.source import CONNECT_S, PICKLE_FIX, first_line, is_hub_shaped, is_local, unreachable
 from sftplay.runs.inputs import ask_hub
 from sftplay.units import format_bytes

@@ -14,10 +14,9 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.errors import ConfigError
-from sftplay.launch.command.command import Scale
+from sftplay.launch.command import Scale
 from sftplay.machine.probe import probe
-from sftplay.runs.code_eval import Subject, find_subject, make_questions
-from sftplay.runs.code_eval_ranks import answer_by_ranks, build_ranks
+from sftplay.runs.code_eval import Subject, answer_by_ranks, build_ranks, find_subject, make_questions
 from sftplay.runs.start import print_command, read_scale
 
 SHOWN_STATUSES = 6
@@ -81,8 +80,8 @@ def _measure(
     args: Namespace, subject: Subject, *, ks: Sequence[int], scale: Scale, has_gpu: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """The figures, and a line for each answer."""
-    from sftplay.data.problems.load import load_problems, sample_subset, sound_problems
-    from sftplay.data.problems.problem import format_question
+    from sftplay.data.load_problems import load_problems, sample_subset, sound_problems
+    from sftplay.data.problem import format_question
     from sftplay.evaluate.code import evaluate_code, measuring_limits
     from sftplay.sandbox.pool import Sandbox
 

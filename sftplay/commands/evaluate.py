@@ -71,7 +71,7 @@ def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> 
     """The content of perplexity.json, and its table."""
     from sftplay.data.mixture.load import load_mixture
     from sftplay.evaluate.comparison import comparison_table
-    from sftplay.evaluate.sources import find_held_out, measure_sources
+    from sftplay.evaluate.perplexity import find_held_out, measure_sources
     from sftplay.model.load import load_base, load_result
     from sftplay.model.tokenizer import load_tokenizer
 
@@ -133,8 +133,8 @@ def _expect_held_out(rows: Any) -> None:
 
 
 def _load_data(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
+    from sftplay.data.load_prompts import load_held_out_prompts, load_prompts
     from sftplay.data.pipeline import load_examples, load_held_out
-    from sftplay.data.prompts.load import load_held_out_prompts, load_prompts
     from sftplay.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sftplay import log
-from sftplay.data.ingest.settings import STEPS, Settings
+from sftplay.data.ingest.walk import STEPS, Settings
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.machine.probe import usable_cores
 from sftplay.units import format_seconds
@@ -20,8 +20,8 @@ def ingest(args: Namespace) -> int:
         what = f"{args.overrides[0]!r} is no setting of ingest, which has no config"
         raise ConfigError(what, where="command line", fix="see `python -m sftplay ingest --help`")
     settings = _settings(args)
-    from sftplay.data.ingest.run.ingest import check_outcome, report_paths
-    from sftplay.data.ingest.run.ingest import ingest as run
+    from sftplay.data.ingest.ingest import check_outcome, report_paths
+    from sftplay.data.ingest.ingest import ingest as run
     from sftplay.report.documents import build_page
 
     count = None
@@ -89,8 +89,7 @@ def puzzle_data(args: Namespace) -> int:
     if args.overrides:
         what = f"{args.overrides[0]!r} is no setting of puzzle-data, which has no config"
         raise ConfigError(what, where="command line", fix="see `python -m sftplay puzzle-data --help`")
-    from sftplay.data.puzzles.make_checks import PuzzleSettings
-    from sftplay.data.puzzles.make_folder import make_folder
+    from sftplay.tasks.hrm.puzzles.make import PuzzleSettings, make_folder
 
     settings = PuzzleSettings(
         kind=args.kind, source=Path(args.input) if args.input else None, out=Path(args.out), copies=args.aug,

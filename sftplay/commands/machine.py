@@ -30,7 +30,7 @@ def gpu_info(args: Namespace) -> int:
 
     machine, torch_facts = probe(in_detail=True), {}
     if args.torch:
-        from sftplay.machine.libraries import ask_torch
+        from sftplay.machine.probe import ask_torch
 
         torch_facts = ask_torch()
     if args.json:
@@ -65,12 +65,12 @@ def memory_check(args: Namespace) -> int:
 
 def doctor(args: Namespace) -> int:
     """`doctor`: findings with their remedies; exit code 3 when one of them would stop a run."""
-    from sftplay.machine.doctor.examine import RunNeeds, diagnose
+    from sftplay.machine.doctor import RunNeeds, diagnose
 
     if args.config:
         from sftplay.config.load import load_config
         from sftplay.model.source import is_local
-        from sftplay.runs.model_shape import checkpoint_bytes
+        from sftplay.runs.inputs import checkpoint_bytes
 
         cfg = load_config(args.config, args.overrides)
         needs = RunNeeds(
@@ -118,7 +118,7 @@ def matrix(args: Namespace) -> int:
 
 def setup_accelerate(args: Namespace) -> int:
     """`setup-accelerate`: write an accelerate config for this machine; with --interactive accelerate asks for it."""
-    from sftplay.launch.command.accelerate_yaml import accelerate_text, write_accelerate
+    from sftplay.launch.strategy import accelerate_text, write_accelerate
 
     path = Path(args.out)
     if args.interactive:

@@ -11,14 +11,11 @@ from sftplay import log
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine, probe
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.devices.cards import Card, find_card, parse_fleet
-from sftplay.plan.memory.budget import find_device
-from sftplay.plan.memory.forecast import Hardware
-from sftplay.plan.report.tables import describe_memory, describe_model, describe_suggestions, describe_workload
-from sftplay.plan.report.task_report import find_report
-from sftplay.plan.sizing.size_run import size_run
-from sftplay.runs.inputs import known_lengths, load_checked
-from sftplay.runs.model_shape import require_shape
+from sftplay.plan.devices import Card, find_card, parse_fleet
+from sftplay.plan.forecast import Hardware, find_device
+from sftplay.plan.report import describe_memory, describe_model, describe_suggestions, describe_workload, find_report
+from sftplay.plan.sizing import size_run
+from sftplay.runs.inputs import known_lengths, load_checked, require_shape
 from sftplay.units import parse_bytes
 
 DOES_NOT_FIT = 3

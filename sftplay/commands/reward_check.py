@@ -93,7 +93,7 @@ def _recheck(args: Namespace) -> int:
     if args.n:
         files = [files[at * len(files) // args.n] for at in range(args.n)] if args.n < len(files) else files
     prepare_environment(cfg)
-    from sftplay.data.prompts.load import load_prompts
+    from sftplay.data.load_prompts import load_prompts
     from sftplay.model.tokenizer import load_tokenizer
     from sftplay.reward.reward_set import RewardSet
 

@@ -17,7 +17,7 @@ from sftplay.atomic import whole_file, write_text
 from sftplay.errors import ConfigError, DataError, MachineError, RunError
 
 if TYPE_CHECKING:
-    from sftplay.sandbox.verdicts.job import Job
+    from sftplay.sandbox.boxes.job import Job
 
 BEGIN, END = "<!-- attacks: written by the self-test -->", "<!-- end of attacks -->"
 """Marks in a page, between which the self-test writes its table."""
@@ -54,7 +54,7 @@ def sandbox(args: Namespace) -> int:
 
 def read_jobs(source: TextIO, *, timeout_s: float) -> Iterator[Job]:
     """The jobs of JSON lines; empty lines are no jobs. Raises DataError if a line holds no job; the error names it."""
-    from sftplay.sandbox.verdicts.job import Limits, job_from_dict
+    from sftplay.sandbox.boxes.job import Limits, job_from_dict
 
     limits = Limits(timeout_s=timeout_s, test_timeout_s=min(timeout_s, Limits().test_timeout_s))
     if isinstance(source, TextIOWrapper):  # a program may have any bytes

@@ -11,7 +11,7 @@ from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, SftplayError
-from sftplay.launch.nodes.rendezvous import Rendezvous
+from sftplay.launch.nodes import Rendezvous
 from sftplay.launch.run_folder import RunFolder, has_begun, new_folder
 from sftplay.log import CLUSTER_NAMES
 from sftplay.machine.probe import probe
@@ -89,7 +89,7 @@ def launch(
 
 def train_ray(args: Namespace) -> int:
     """`train-ray`: train on the cluster of RAY_ADDRESS, or on one that is started here."""
-    from sftplay.launch.command.ray_command import ADDRESS
+    from sftplay.launch.command import ADDRESS
 
     if numbers := [name for name in args.strays if name in CLUSTER_NAMES or name.startswith("TORCHELASTIC_")]:
         what = f"this is a process of another launch, which has set {', '.join(numbers)}"

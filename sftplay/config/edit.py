@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from sftplay.atomic import whole_file
-from sftplay.config import yaml12
+from sftplay.config import layers
 from sftplay.config.load import load_config
 from sftplay.config.resolved import quoted
 from sftplay.errors import ConfigError
@@ -59,11 +59,11 @@ def amended(text: str, dotted: str, *, value: str) -> str:
     section, _, name = dotted.partition(".")
     bom = BOM if text.startswith(BOM) else ""
     text = text.removeprefix(BOM)
-    wanted = dict(yaml12.parse(text, "").values)
+    wanted = dict(layers.parse(text, "").values)
     wanted[section] = {**(wanted.get(section) or {}), name: value}
     start, end, inserted = _edit(text, section, name=name, value=quoted(value))
     changed = text[:start] + inserted + text[end:]
-    if yaml12.parse(changed, "").values != wanted:
+    if layers.parse(changed, "").values != wanted:
         raise Unclear
     return bom + changed
 
@@ -71,7 +71,7 @@ def amended(text: str, dotted: str, *, value: str) -> str:
 def _edit(text: str, section: str, *, name: str, value: str) -> tuple[int, int, str]:
     """Start and end of what is replaced, and the text that takes its place."""
     newline = "\r\n" if "\r\n" in text else "\n"
-    loader = yaml12.Loader(text)
+    loader = layers.Loader(text)
     try:
         root = loader.get_single_node()
     finally:

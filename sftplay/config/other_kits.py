@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sftplay.config.keys import all_homes
-from sftplay.config.layers import SPELLINGS
-from sftplay.config.yaml12 import KeyPath
+from sftplay.config.layers import SPELLINGS, KeyPath
 
 SECTIONS: dict[str, dict[str, str]] = {
     "distributed": {

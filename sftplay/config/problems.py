@@ -21,10 +21,9 @@ from sftplay.config.keys import (
     required_below,
     section_at,
 )
-from sftplay.config.layers import Layer, LocatedProblem, SourceLocation, walk
+from sftplay.config.layers import KeyPath, Layer, LocatedProblem, SourceLocation, scalar, walk
 from sftplay.config.manual import accepts, described, list_choices
 from sftplay.config.other_kits import CLUSTER_KEYS, OTHER_KITS, REFUSED_CHOICES, action_for, find_key, keys_below
-from sftplay.config.yaml12 import KeyPath, scalar
 from sftplay.errors import MOST_PROBLEMS, ConfigError, nearest_names
 
 _MEANT = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}

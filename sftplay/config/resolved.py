@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sftplay.config import yaml12
+from sftplay.config import layers
 from sftplay.config.keys import RENAMED_KEYS, find_entry_section, find_section
 from sftplay.config.layers import Layer
 from sftplay.config.run import RunConfig
@@ -113,7 +113,7 @@ def flow(value: Any) -> str:
         return f"[{', '.join(flow(item) for item in value)}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{flow(key)}: {flow(inner)}' for key, inner in value.items())}}}"
-    return value if _BARE.fullmatch(value) and yaml12.scalar(value) == value else quoted(value)
+    return value if _BARE.fullmatch(value) and layers.scalar(value) == value else quoted(value)
 
 
 def quoted(text: str) -> str:

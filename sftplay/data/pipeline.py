@@ -19,16 +19,14 @@ from datasets import Dataset
 
 from sftplay.config.data import DataConfig
 from sftplay.config.run import RunConfig
-from sftplay.data.cache import ensure_folder, fingerprint, is_sound
-from sftplay.data.layouts.convert import read_layout_options, to_record
-from sftplay.data.read.sources import content_digest, read_dialect, read_rows
+from sftplay.data.cache import ensure_folder, fingerprint, is_sound, note_lengths
+from sftplay.data.layouts import read_layout_options, to_record
+from sftplay.data.read import content_digest, read_dialect, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source, Text, chat_from_json
 from sftplay.data.render.render import Recipe, Renderer
 from sftplay.data.render.templates import resolve_template
-from sftplay.data.tokenize.known_lengths import note_lengths
-from sftplay.data.tokenize.one_pass import CHATS, REFUSED, REPORT, Input, Preparation, RowFiles
-from sftplay.data.tokenize.policies import SIDES, Side
-from sftplay.data.tokenize.report import where_rows_went
+from sftplay.data.row_outcomes import SIDES, Side, where_rows_went
+from sftplay.data.tokenize import CHATS, REFUSED, REPORT, Input, Preparation, RowFiles
 from sftplay.errors import DataError
 
 CODE_VERSION = 5

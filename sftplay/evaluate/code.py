@@ -10,12 +10,12 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from sftplay.config.rewards import SandboxConfig
-from sftplay.data.problems.load import LIMITS, collect_reward_columns
-from sftplay.data.problems.problem import PROMPT_VERSION, Problem
+from sftplay.data.load_problems import LIMITS, collect_reward_columns
+from sftplay.data.problem import PROMPT_VERSION, Problem
 from sftplay.errors import RunError
 from sftplay.reward.code_rewards import Tried, read_limits, try_programs
+from sftplay.sandbox.boxes.job import Limits
 from sftplay.sandbox.pool import Sandbox
-from sftplay.sandbox.verdicts.job import Limits
 
 
 @dataclass(frozen=True, slots=True)

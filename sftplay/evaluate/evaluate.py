@@ -1,7 +1,4 @@
-"""Measures a model on held-out rows: exact loss over label tokens, and answers compared with references.
-
-It trains nothing and chooses nothing; the same functions measure the base and the tuned model.
-"""
+"""Measure answers on held-out rows: loss, perplexity, metrics of text, rewards."""
 
 from __future__ import annotations
 
@@ -20,14 +17,81 @@ from torch.nn import functional
 
 from sftplay import log
 from sftplay.atomic import write_text
+from sftplay.config.data import Metric
 from sftplay.config.run import RunConfig
 from sftplay.data.pipeline import Examples
 from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.data.render.render import Renderer
-from sftplay.evaluate.metrics import score_answers
 from sftplay.generate.generate import Generator, answer_all
-from sftplay.machine.libraries import nothing_recomputed
+from sftplay.machine.probe import nothing_recomputed
 from sftplay.model.out_of_memory import AdaptiveBatches
+from sftplay.reward.table import missing_column
+
+
+def score_answers(
+    answers: Sequence[str], references: Sequence[str], *, metrics: Sequence[Metric]
+) -> tuple[dict[str, float], list[bool]]:
+    """Return the mean of each metric, between 0 and 1, and for each answer whether it equals its reference.
+
+    White space around both is removed first. ROUGE-L is the F measure of rouge-score with stemming off; chrF is
+    sacrebleu's sentence score, divided by 100.
+    """
+    pairs = [(answer.strip(), reference.strip()) for answer, reference in zip(answers, references, strict=True)]
+    correct = [answer == reference for answer, reference in pairs]
+    means: dict[str, float] = {}
+    for metric in metrics:
+        values: list[float] = list(map(float, correct))
+        if metric == "rouge_l":
+            from rouge_score.rouge_scorer import RougeScorer
+
+            scorer = RougeScorer(["rougeL"])
+            values = [scorer.score(reference, answer)["rougeL"].fmeasure for answer, reference in pairs]
+        elif metric == "chrf":
+            from sacrebleu.metrics import CHRF
+
+            chrf = CHRF()
+            values = [chrf.sentence_score(answer, [reference]).score / 100 for answer, reference in pairs]
+        means[metric] = sum(values) / len(values) if values else 0.0
+    return means, correct
+
+
+def score_by_rewards(
+    cfg: RunConfig, answers: Sequence[str], *, columns: Mapping[str, Sequence[Any]]
+) -> dict[str, list[float | None]]:
+    """Return name of a reward -> its value for each answer, None where unknown. `columns` are aligned with them.
+
+    A shipped reward that reads another column is left out, and that is said.
+    """
+    measured = []
+    for reward in cfg.rewards:
+        if missing := missing_column(reward, columns):
+            log.say(f"note: the reward {reward.name} is not measured: it reads the column {missing}", "eval")
+        else:
+            measured.append(reward)
+    if not measured:
+        return {}
+    from sftplay.reward.reward_set import RewardSet  # brings the sandbox
+
+    with RewardSet(cfg.model_copy(update={"rewards": measured})) as rewards:
+        scored = rewards.score(answers, columns)
+    for name, scores in scored.by_name.items():
+        if count := scores.values.count(None):
+            log.say(f"note: {name} gives no value for {count:,} answers: {'; '.join(scores.reasons)}", "eval")
+    return {name: scores.values for name, scores in scored.by_name.items()}
+
+
+def collect_columns(chats: Sequence[Chat], references: Sequence[str]) -> dict[str, list[Any]]:
+    """Return what rewards read of held-out chats: `answer`, their reference, and the columns that all of them have."""
+    rows = [json.loads(chat.columns) if chat.columns else {} for chat in chats]
+    shared = set.intersection(*map(set, rows)) if rows else set()
+    return {name: [row[name] for row in rows] for name in sorted(shared)} | {"answer": list(references)}
+
+
+def mean_rewards(scores: dict[str, list[float | None]]) -> dict[str, float]:
+    """Return `reward/NAME` -> mean of the values that are known; a reward without any is left out."""
+    known = {name: [value for value in values if value is not None] for name, values in scores.items()}
+    return {f"reward/{name}": sum(values) / len(values) for name, values in known.items() if values}
+
 
 LOSS_TOKENS = 8192
 """Most tokens of one batch when the held-out loss is computed."""
@@ -67,8 +131,6 @@ def evaluate(model: Any, examples: Examples | HeldOutChats, *, cfg: RunConfig, p
     means, correct = score_answers(answers, references, metrics=cfg.eval.metrics) if chats else ({}, [])
     rewards = dict[str, list[float | None]]()
     if chats and cfg.rewards:
-        from sftplay.evaluate.reward_scores import collect_columns, mean_rewards, score_by_rewards
-
         rewards = score_by_rewards(cfg, answers, columns=collect_columns(chats, references))
         means |= mean_rewards(rewards)
     figures = {"n": len(chats), "loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, **means}

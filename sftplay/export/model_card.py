@@ -16,7 +16,7 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from sftplay.config.run import RunConfig
-from sftplay.data.read.sources import is_hub_name
+from sftplay.data.read import is_hub_name
 
 TEMPLATES = Path(__file__).with_name("templates")
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export import gate
-from sftplay.launch.command.command import Launch, offline_environment, quiet_environment
+from sftplay.launch.command import Launch, offline_environment, quiet_environment
 from sftplay.machine.ports import HOST, free_port
 from sftplay.places import ROOT
 from sftplay.signals import popen_tied

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.atomic import read_object
+from sftplay.machine.gpu import resident_bytes
 from sftplay.machine.gpu_info import headline, holders, label
 from sftplay.machine.probe import Machine
-from sftplay.machine.ram import resident_bytes
 from sftplay.units import format_bytes
 
 

@@ -34,7 +34,7 @@ def add_adapter(model: Any, lora: LoraConfig, *, new_ids: Sequence[int] = ()) ->
     targets, token_rows = lora.target_modules, None
     check_names(model, lora)
     if new_ids:
-        from sftplay.model.new_tokens.embedding_rows import find_trainable_rows
+        from sftplay.model.embedding_rows import find_trainable_rows
 
         token_rows = find_trainable_rows(model, lora, ids=new_ids)
     config = PeftLora(
@@ -62,7 +62,7 @@ def _no_peft_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         # It warns that a tied head trains apart from its embedding, which modules_to_save asks for.
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-        # PEFT 0.21 uses an attribute name that transformers has renamed (machine/libraries.py).
+        # PEFT 0.21 uses an attribute name that transformers has renamed (machine/probe.py).
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
         yield
 

@@ -14,7 +14,7 @@ from sftplay.model.failures import announce_trust, describe_error, refused_code,
 from sftplay.model.source import ADAPTER_CONFIG, FOLDER_FIX, check_reachable, locate
 
 if TYPE_CHECKING:
-    from sftplay.model.new_tokens.tokens import NewToken
+    from sftplay.model.new_tokens import NewToken
 
 
 def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
@@ -67,7 +67,7 @@ def load_extended(cfg: RunConfig) -> tuple[Any, list[NewToken]]:
     tokenizer = load_tokenizer(cfg.model)
     if not cfg.tuning.new_tokens.is_on:
         return tokenizer, []
-    from sftplay.model.new_tokens.tokens import extend
+    from sftplay.model.new_tokens import extend
 
     return tokenizer, extend(tokenizer, cfg)
 

@@ -14,7 +14,7 @@ from sftplay import log
 from sftplay.config.other_kits import kit_answer
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError, machine_refusal
-from sftplay.machine.libraries import recomputation
+from sftplay.machine.probe import recomputation
 from sftplay.model.adapter import check_names, describe_parameters, make_trainable_fp32, target_paths
 from sftplay.model.failures import announce_trust, explain_failure, refusing
 from sftplay.model.source import check_reachable, first_line, quieten_hub

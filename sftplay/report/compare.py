@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report.figures import change, find_name, format_figure
-from sftplay.report.history import RECENT_LOSS, as_number
+from sftplay.report.figures import RECENT_LOSS, as_number, change, find_name, format_figure
 from sftplay.report.mixture import find_anchors, find_window, held_out_sizes, source_figures
 from sftplay.report.run_files import RunFiles, answer_rows, mapping, mappings, read_run_files
 

@@ -1,20 +1,145 @@
-"""The report's part about what was learned: the headline, the course of figures, tries."""
+"""What a run learned: answers, samples, rewards, held-out figures."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from statistics import fmean
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from sftplay.report.answers import MOST_CHARACTERS, Answer
-from sftplay.report.charts import Chart, Curve
-from sftplay.report.figures import capitalized, change, find_name, format_figure, rounded
-from sftplay.report.history import Point, as_bytes, as_number
-from sftplay.report.page import Table, cut
-from sftplay.report.run_files import RunFiles, by_step, mapping
-from sftplay.report.samples import FIRST, LAST, Line, content_names, pass_share, passes, read_samples, sampled_steps
+from pydantic import ValidationError
+
+from sftplay.config.rewards import RewardConfig
+from sftplay.report.figures import Point, as_bytes, as_number, capitalized, change, find_name, format_figure, rounded
+from sftplay.report.page import Chart, Curve, Table, cut
+from sftplay.report.run_files import RunFiles, answer_rows, by_step, mapping, mappings, read_objects
+from sftplay.reward.table import judges_form
+
+EACH = 4
+"""Rows shown of each kind."""
+
+MOST_CHARACTERS = 700
+
+Kind = tuple[bool | None, bool | None]
+"""Correct before, correct after; None where that was not measured."""
+
+KINDS: dict[Kind, str] = {
+    (False, True): "wrong before, correct after",
+    (True, False): "correct before, wrong after",
+    (None, True): "correct",
+    (False, False): "wrong before and after",
+    (None, False): "wrong",
+    (True, True): "correct before and after",
+}
+
+
+class Answer(NamedTuple):
+    """One row: its heading, and its texts as (name, correct or not or unknown, text)."""
+
+    title: str
+    texts: list[tuple[str, bool | None, str]]
+
+
+class Answers(NamedTuple):
+    """The answers of one measurement."""
+
+    counts: Table | None
+    shown: list[Answer]
+    n_rows: int
+    n_shown: int = EACH
+    """Of each kind."""
+
+
+def pick_answers(run: RunFiles, prefix: str = "") -> Answers | None:
+    """Return answers of eval/<prefix>before.jsonl and <prefix>after.jsonl; None when there are none after training."""
+
+    def read_rows(side: str) -> Iterator[dict[str, Any]]:
+        rows = answer_rows(run.folder, run.stands_for.get(f"{prefix}{side}", f"{prefix}{side}"))
+        return (row for row in rows if isinstance(row.get("row"), int | str))
+
+    # The files may be large: a first pass reads the verdicts, a second one the rows that are shown.
+    before, after = (
+        {row["row"]: row["correct"] if isinstance(row.get("correct"), bool) else None for row in read_rows(side)}
+        for side in ("before", "after")
+    )
+    if not after:
+        return None
+    kinds: dict[Any, Kind] = {row: (before.get(row), verdict) for row, verdict in after.items()}
+    known = [*KINDS, *sorted({kind for kind in kinds.values() if kind not in KINDS}, key=str)]
+    chosen = [row for kind in known for row in [row for row, its_kind in kinds.items() if its_kind == kind][:EACH]]
+    old, new = ({row["row"]: row for row in read_rows(side) if row["row"] in chosen} for side in ("before", "after"))
+    shown = [_show(kinds[row], new[row], old=old.get(row)) for row in chosen if row in new]
+    counts = Counter(kinds.values())
+    rows = [
+        [name, f"{counts[kind]:,}", format_figure("row_share", counts[kind] / len(kinds))]
+        for kind, name in KINDS.items()
+        if counts[kind]
+    ]
+    table = (
+        Table(head=["Exact match", "Rows", "Share"], rows=rows, kinds=" nn") if set(counts) != {(None, None)} else None
+    )
+    return Answers(table, shown, len(after))
+
+
+def _show(kind: Kind, new: dict[str, Any], *, old: dict[str, Any] | None) -> Answer:
+    texts: list[tuple[str, bool | None, Any]]
+    texts = [("Prompt", None, new.get("prompt")), ("Reference", None, new.get("reference"))]
+    texts += [("Before", kind[0], old.get("prediction"))] if old is not None else []
+    texts += [("After", kind[1], new.get("prediction"))]
+    title = f"Row {cut(new['row'], 80)}: {KINDS.get(kind, 'without a verdict')}"
+    return Answer(title, [(name, verdict, "" if v is None else cut(v, MOST_CHARACTERS)) for name, verdict, v in texts])
+
+
+FIRST, LAST = 3, 10
+"""Steps at the beginning and at the end that are compared: single steps are noisy."""
+
+MOST_LINES = 4_096
+"""Completions of a step that are looked at."""
+
+Line = dict[str, Any]
+
+
+def sampled_steps(run: RunFiles) -> list[int]:
+    """Return the steps whose completions are kept, in order."""
+    try:
+        names = [path.stem.removeprefix("step-") for path in (run.folder.path / "samples").glob("step-*.jsonl")]
+    except OSError:
+        return []
+    return sorted(int(name) for name in names if name.isdecimal() and len(name) < 16)
+
+
+def read_samples(run: RunFiles, step: int) -> list[Line]:
+    """Return the completions of a step that can be read."""
+    return list(read_objects(run.folder.path / "samples" / f"step-{step}.jsonl", most_lines=MOST_LINES))
+
+
+def content_names(run: RunFiles) -> list[str]:
+    """Return the names of the rewards that only a right answer gets in full."""
+    names = []
+    for entry in mappings(run.value("rewards")):
+        with suppress(ValidationError):  # a config that was spoilt by hand
+            reward = RewardConfig.model_validate(entry)
+            names += [] if judges_form(reward) else [reward.name]
+    return names
+
+
+def pass_share(run: RunFiles, steps: Sequence[int]) -> float | None:
+    """Return the share of these steps' completions to which every reward for content gives 1; None: not known."""
+    names = content_names(run)
+    verdicts = [passes(line, names) for step in steps for line in read_samples(run, step)]
+    known = [verdict for verdict in verdicts if verdict is not None]
+    return fmean(known) if known else None
+
+
+def passes(line: Line, names: Sequence[str]) -> bool | None:
+    """Return whether each of these rewards gave 1; None where one gave no value, or there is none."""
+    values = [as_number(mapping(line.get("rewards")).get(name)) for name in names]
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return None if not values or len(known) < len(values) else min(known) >= 1.0
+
 
 Headline = tuple[str, str, float, float, int | None]
 """Key, name, first value, last value, and the prompts that were answered."""
@@ -214,7 +339,7 @@ def _find_held_out_points(run: RunFiles) -> list[Point]:
     return sorted(points.items())
 
 
-EACH = 3
+ANSWERS_OF_A_REWARD = 3
 """Different completions of each prompt that are shown."""
 
 
@@ -257,7 +382,7 @@ def _show_group(name: str, group: list[Line], *, step: int, content: list[str]) 
     different = {str(line.get("completion")): line for line in group}
     ranked = sorted(different.values(), key=_read_advantage, reverse=True)
     texts: list[tuple[str, bool | None, str]] = [("Prompt", None, cut(group[0].get("prompt") or "", MOST_CHARACTERS))]
-    for place in sorted({at * (len(ranked) - 1) // (EACH - 1) for at in range(EACH)}):
+    for place in sorted({at * (len(ranked) - 1) // (ANSWERS_OF_A_REWARD - 1) for at in range(ANSWERS_OF_A_REWARD)}):
         line = ranked[place]
         rewards = list(mapping(line.get("rewards")).items())[:8]
         parts = [", ".join(f"{cut(reward, 40)} {_figure(value)}" for reward, value in rewards)]

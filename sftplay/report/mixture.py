@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sftplay.report.charts import Chart, Curve
-from sftplay.report.figures import capitalized, change, format_figure, is_better
-from sftplay.report.history import RECENT_LOSS, as_number
-from sftplay.report.page import Table, cut
+from sftplay.report.figures import RECENT_LOSS, as_number, capitalized, change, format_figure, is_better
+from sftplay.report.page import Chart, Curve, Table, cut
 from sftplay.report.run_files import RunFiles, mapping, mappings
 
 COLOURS = "abcd"

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from sftplay.evaluate.comparison import ENOUGH_ROWS
-from sftplay.report.figures import capitalized, find_name, format_figure, is_better
-from sftplay.report.history import as_number
+from sftplay.report.figures import as_number, capitalized, find_name, format_figure, is_better
 from sftplay.report.learned import compare_memory, headlines, learns_from_rewards
 from sftplay.report.run_files import RunFiles, mapping, texts
 from sftplay.units import format_bytes

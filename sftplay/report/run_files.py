@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.atomic import is_locked
-from sftplay.config import yaml12
+from sftplay.config import layers
 from sftplay.config.keys import RENAMED_KEYS
 from sftplay.config.resolved import flow
 from sftplay.errors import ConfigError
 from sftplay.launch.checkpoints import is_marked, list_checkpoints, read_step
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report.history import MOST_SOURCES, History, Point, as_number, read_history
+from sftplay.report.figures import MOST_SOURCES, History, Point, as_number, read_history
 from sftplay.tasks import TASKS, TaskRow
 
 
@@ -212,7 +212,7 @@ class _Reader:
         """Return dotted config key -> its value and origin; keys that were renamed since have their new names."""
         path = self.folder.resolved
         try:
-            document = yaml12.read(path, path.name)
+            document = layers.read(path, path.name)
             lines = path.read_text(encoding="utf-8-sig").splitlines()
         except ConfigError as error:
             self.troubles.append(f"{path.name} cannot be read ({error.what})")

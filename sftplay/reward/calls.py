@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.errors import ConfigError, SftplayError
-from sftplay.reward.table import SHIPPED
-from sftplay.reward.user_function import is_user_function, load_function
+from sftplay.reward.table import SHIPPED, is_user_function, load_function
 from sftplay.signals import STOP_SIGNALS, die_with_parent
 
 START_S = 120.0

@@ -10,10 +10,9 @@ from typing import Any, Literal
 from sftplay.config.rewards import CODE_TESTS, SandboxConfig
 from sftplay.errors import DataError
 from sftplay.reward.calls import RewardValues
-from sftplay.reward.code_answer import CodeAnswer, find_code
-from sftplay.reward.completions import Completion
+from sftplay.reward.code_answer import CodeAnswer, Completion, find_code
+from sftplay.sandbox.boxes.job import Job, Limits, Verdict
 from sftplay.sandbox.pool import Sandbox
-from sftplay.sandbox.verdicts.job import Job, Limits, Verdict
 from sftplay.units import parse_bytes
 
 MACHINERY = "infra"

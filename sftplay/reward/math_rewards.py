@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from sftplay.errors import MachineError
-from sftplay.reward.completions import Completion, read_text, without_reasoning
+from sftplay.reward.code_answer import Completion, read_text, without_reasoning
 
 LONGEST_ANSWER = 500
 """Characters of an answer, or from the end of a sentence, that are read; a longer answer is wrong."""

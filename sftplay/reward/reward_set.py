@@ -13,8 +13,8 @@ from sftplay.config.rewards import CODE_TESTS
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, RunError
 from sftplay.reward.calls import RewardValues, RewardWorker
+from sftplay.reward.code_answer import Completion
 from sftplay.reward.code_rewards import CodeTests, read_limits
-from sftplay.reward.completions import Completion
 from sftplay.reward.table import judges_form
 from sftplay.sandbox.pool import Sandbox, count_workers
 

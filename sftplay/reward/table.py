@@ -1,18 +1,63 @@
-"""The rewards that the kit ships, in one table: what each is called in a config, and what it judges."""
+"""The table of rewards, and functions of users."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Literal, get_args, get_type_hints
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from sftplay.config.rewards import CODE_TESTS, RewardConfig
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, nearest_names
-from sftplay.reward.user_function import RewardFunction, is_user_function
+
+RewardFunction = Callable[..., list[float | None]]
+
+
+def is_user_function(name: str) -> bool:
+    """Say whether a name has the form of a user's function."""
+    return ":" in name
+
+
+def load_function(name: str, *, where: str = "rewards") -> RewardFunction:
+    """Import the function behind `module:function` or `path.py:function`, and with it the user's module.
+
+    Raises:
+        ConfigError: there is no such file, module or function, or importing it fails.
+    """
+    place, _, function_name = name.rpartition(":")
+    try:
+        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:
+        what = f"{place!r} cannot be imported: {type(error).__name__}: {error}"
+        fix = "name a Python file (path.py:function) or an installed module"
+        raise ConfigError(what, where=where, fix=fix) from error
+    found = getattr(module, function_name, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        fix = f"it has {', '.join(known) or 'no function at all'}"
+        raise ConfigError(f"{place!r} has no function {function_name!r}", where=where, fix=fix)
+    return found
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {str(path)!r}")
+    name = f"sftplay_user_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look modules up there
+    spec.loader.exec_module(module)
+    return module
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +85,11 @@ class Shipped:
 
 
 SHIPPED = {
-    "format": Shipped("form_rewards", "has_form", "form", options=("form",)),
-    "syntax": Shipped("form_rewards", "is_code", "form", columns=("entry_point",)),
-    "length": Shipped("form_rewards", "has_length", "form", needs=("most",), options=("least",)),
-    "overlong": Shipped("form_rewards", "not_overlong", "form", needs=("most", "soft")),
-    "repetition": Shipped("form_rewards", "not_repetitive", "form", options=("words",)),
+    "format": Shipped("text_rewards", "has_form", "form", options=("form",)),
+    "syntax": Shipped("text_rewards", "is_code", "form", columns=("entry_point",)),
+    "length": Shipped("text_rewards", "has_length", "form", needs=("most",), options=("least",)),
+    "overlong": Shipped("text_rewards", "not_overlong", "form", needs=("most", "soft")),
+    "repetition": Shipped("text_rewards", "not_repetitive", "form", options=("words",)),
     "exact_match": Shipped("text_rewards", "exact_match", "content", ("answer",), options=("after", "ignore_case")),
     "regex": Shipped("text_rewards", "matches", "form", needs=("pattern",), options=("whole",)),
     "json_schema": Shipped("text_rewards", "fits_schema", "form", needs=("schema",)),

@@ -12,17 +12,16 @@ from typing import Any
 from sftplay.atomic import read_object
 from sftplay.config.run import RunConfig
 from sftplay.errors import RunError
-from sftplay.launch.command.command import WORKER, Launch, Scale, build_launch
-from sftplay.launch.command.network import list_interfaces, nccl_environment
+from sftplay.launch.command import WORKER, Launch, Scale, build_launch, list_interfaces, nccl_environment
 from sftplay.machine.probe import Machine
 from sftplay.model.start_point import resolve_names
 from sftplay.places import cache_root
-from sftplay.plan.memory.memory_setup import read_memory_setup
-from sftplay.plan.memory.step import standing_bytes
-from sftplay.plan.sizing.communication import BUCKET_BYTES, SIZES_BYTES, Exchange, exchange_s, turning_bytes
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.decisions import BUCKET_BYTES, SIZES_BYTES, Exchange, exchange_s, turning_bytes
+from sftplay.plan.memory import standing_bytes
+from sftplay.plan.memory_setup import read_memory_setup
+from sftplay.plan.sizing import size_run
 from sftplay.runs.gpu_check.conduct import run_with_limit
-from sftplay.runs.model_shape import known_shape
+from sftplay.runs.inputs import known_shape
 from sftplay.units import format_bytes
 
 LIMIT_S, NODES_LIMIT_S = 180.0, 600.0

@@ -15,7 +15,7 @@ from sftplay.atomic import write_text
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError
-from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
 from sftplay.launch.run_folder import RunFolder, find_run
 from sftplay.log import Screen
 from sftplay.model.libraries import unneeded

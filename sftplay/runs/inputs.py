@@ -1,7 +1,4 @@
-"""Checks the inputs of a run before a heavy library is imported: model, files, first rows. All problems at once.
-
-Only `sftplay.model.source` may ask the hub here, and only about a model that this machine does not know.
-"""
+"""Check the inputs of a run before a heavy library is imported: model and its shape, files, first rows."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from sftplay import log
 from sftplay.config.data import row_paths
 from sftplay.config.load import examine_config
 from sftplay.config.run import RunConfig
-from sftplay.data.layouts.convert import read_layout_options, to_record
-from sftplay.data.read.files import find_suffix, list_files
-from sftplay.data.read.sources import is_hub_name, read_dialect, read_rows
+from sftplay.data.files import find_suffix, list_files
+from sftplay.data.layouts import read_layout_options, to_record
+from sftplay.data.read import is_hub_name, read_dialect, read_rows
 from sftplay.data.records import Refused, Text
 from sftplay.errors import (
     ConfigError,
@@ -32,9 +29,63 @@ from sftplay.errors import (
 )
 from sftplay.model.source import BUILTIN, BUILTIN_CONFIGS, check_source, is_downloaded, is_local
 from sftplay.model.start_point import resolve_names
+from sftplay.plan.find_shape import find_shape, nearest_models, read_table
 
 if TYPE_CHECKING:
-    from sftplay.plan.memory.row_lengths import RowLengths
+    from sftplay.plan.row_lengths import RowLengths
+    from sftplay.plan.shape import ModelShape
+
+
+def known_shape(cfg: RunConfig) -> ModelShape | None:
+    """Return the shape of the config's model; None when only the hub knows it. Raise SftplayError where the puzzles
+    that decide the shape of a model of puzzles are there, but not sound.
+    """
+    if not cfg.task.reads_text:
+        from sftplay.plan.task_sizing import find_sizing
+
+        return find_sizing(cfg).known_shape(cfg)
+    return find_shape(cfg.model.name, cfg.model.revision, builtin=BUILTIN_CONFIGS)
+
+
+def is_known(cfg: RunConfig) -> bool:
+    """Return whether the shape of the config's model is known here; a name of the shipped table is not read for it."""
+    name = cfg.model.name
+    return name in BUILTIN_CONFIGS or name in read_table() or known_shape(cfg) is not None
+
+
+def require_shape(cfg: RunConfig) -> ModelShape:
+    """Return the shape of the config's model. Raise ConfigError where the shape is neither on this machine nor in the
+    shipped table.
+    """
+    if shape := known_shape(cfg):
+        return shape
+    near = near_names(cfg.model.name)
+    guess = f"did you mean {' or '.join(near)}? else " if near else ""
+    fetch = "" if near else f", or `make download-model MODEL={cfg.model.name}`"
+    what, where = f"the shape of {cfg.model.name!r} is not known here", cfg.origins.get("model.name", "model")
+    fix = f"{guess}put its config.json into a folder and name that{fetch}"
+    raise ConfigError(what, where=f"{where} model.name", fix=fix, nearest=near)
+
+
+def near_names(name: str) -> list[str]:
+    """Return up to three models that the kit knows and that `name` may have been meant to be, best first."""
+    return nearest_models(name, BUILTIN_CONFIGS)
+
+
+def checkpoint_bytes(cfg: RunConfig) -> int | None:
+    """Return the bytes of one checkpoint of a config on this machine, None where its shape is not known here."""
+    from sftplay.machine.probe import probe
+    from sftplay.plan.report import find_report
+    from sftplay.plan.sizing import size_run
+
+    cfg = resolve_names(cfg)
+    shape = known_shape(cfg)
+    if shape is None:
+        return None
+    sized = size_run(cfg, probe(), shape=shape)
+    assert sized.forecast is not None
+    return find_report(cfg).workload(sized.cfg, sized.forecast).checkpoint_bytes
+
 
 TERMS = "tuning.new_tokens.path"
 START = "hrm.start_from"
@@ -131,7 +182,7 @@ def _check(key: str, *, cfg: RunConfig, asks_hub: bool) -> None:
                 raise MachineError(f"the tracker {tracker} is not installed", where=_where(cfg, key), fix=fix)
     elif key == TERMS:
         if cfg.tuning.new_tokens.path is not None:
-            from sftplay.model.new_tokens.terms import read_terms
+            from sftplay.model.terms import read_terms
 
             read_terms(cfg.tuning.new_tokens.path)
     elif key == START:
@@ -155,7 +206,6 @@ def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
     check_source(name, where, allow_pickle=cfg.model.allow_pickle)
     if is_local(name) and not name.startswith(BUILTIN):
         return
-    from sftplay.runs.model_shape import is_known, near_names
 
     known = is_known(cfg)
     if known and name.startswith(BUILTIN):
@@ -178,7 +228,6 @@ def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
         MachineError: the hub does not answer.
     """
     from sftplay.model import source as hub
-    from sftplay.runs.model_shape import near_names
 
     try:
         return hub.check_reachable(name, revision, where=where)
@@ -192,7 +241,7 @@ def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
 
 def _check_puzzles(path: str, key: str, *, cfg: RunConfig) -> None:
     """Raise the error about puzzles that are not there or not sound. Built-in ones are made when they are needed."""
-    from sftplay.data.puzzles.find import NAMES, open_split  # brings numpy
+    from sftplay.tasks.hrm.puzzles.sampler import NAMES, open_split  # brings numpy
 
     try:
         if not path.startswith(BUILTIN) or path.removeprefix(BUILTIN) not in NAMES:
@@ -226,7 +275,7 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
         kind = cfg.datasets[int(key.split(".")[1])].type
     data, n_rows = cfg.data, 0
     if kind:
-        from sftplay.data.layouts.source_types import select_data_config
+        from sftplay.data.layouts import select_data_config
 
         data = select_data_config(cfg, kind)
     refused: list[str] = []
@@ -236,7 +285,7 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
             if isinstance(row, Refused):
                 refused.append(f"{source} {row.reason}")
             elif cfg.task.learns_from_rewards:
-                from sftplay.data.prompts.prompt import to_prompt
+                from sftplay.data.prompts import to_prompt
 
                 to_prompt(row, source, number=0, reading=read_layout_options(data))
                 return
@@ -271,8 +320,8 @@ def known_lengths(cfg: RunConfig) -> RowLengths | None:
     """
     if cfg.task.learns_from_rewards or not cfg.task.reads_text:
         return None
-    from sftplay.data.tokenize.known_lengths import read_lengths
-    from sftplay.plan.memory.row_lengths import RowLengths
+    from sftplay.data.cache import read_lengths
+    from sftplay.plan.row_lengths import RowLengths
 
     found = read_lengths(cfg)
     return RowLengths(longest=int(found["longest"]), mean=found["mean"], count=int(found["count"])) if found else None

@@ -24,15 +24,13 @@ from sftplay.config.keys import values_that_decide_weights
 from sftplay.config.load import dump_resolved
 from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.errors import MachineError, RunError, SftplayError
-from sftplay.launch.command.command import cache_environment, gpu_environment, offline_environment, quiet_environment
+from sftplay.launch.command import cache_environment, gpu_environment, offline_environment, quiet_environment
 from sftplay.log import FOLLOWED
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import Machine
 from sftplay.places import cache_root
-from sftplay.plan.memory.budget import find_device
-from sftplay.plan.memory.forecast import Forecast, forecast
-from sftplay.plan.memory.probe_fit import Fit, NoFit, Point, fit
-from sftplay.plan.sizing.task_sizing import SizedRun
+from sftplay.plan.forecast import Fit, Forecast, NoFit, Point, find_device, fit, forecast
+from sftplay.plan.task_sizing import SizedRun
 from sftplay.runs.inputs import needs_no_hub
 from sftplay.units import format_bytes, format_seconds
 

@@ -18,19 +18,18 @@ from typing import Any
 from sftplay.config.load import load_config
 from sftplay.config.resolved import flow
 from sftplay.config.run import RunConfig
-from sftplay.data.layouts.convert import LayoutOptions, detect_layout, read_layout_options, to_record
-from sftplay.data.layouts.turns import listed
-from sftplay.data.read.sources import read_dialect, read_rows
+from sftplay.data.layouts import LayoutOptions, detect_layout, read_layout_options, to_record
+from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source
+from sftplay.data.turns import listed
 from sftplay.errors import ConfigErrors, DataError, MachineError
 from sftplay.machine.probe import Machine
 from sftplay.model.libraries import unneeded_for_rows
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.memory.row_lengths import RowLengths
-from sftplay.plan.report.run_cost import estimate_workload
-from sftplay.plan.sizing.size_run import size_run
-from sftplay.runs.inputs import check_model
-from sftplay.runs.model_shape import known_shape
+from sftplay.plan.report import estimate_workload
+from sftplay.plan.row_lengths import RowLengths
+from sftplay.plan.sizing import size_run
+from sftplay.runs.inputs import check_model, known_shape
 from sftplay.startup import leave_out
 from sftplay.units import format_bytes, format_seconds
 

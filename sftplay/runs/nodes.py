@@ -20,13 +20,20 @@ from sftplay.config.data import row_paths
 from sftplay.config.keys import flatten
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
-from sftplay.data.read.sources import content_digest, is_hub_name
+from sftplay.data.read import content_digest, is_hub_name
 from sftplay.errors import MachineError, RunError, SftplayError
-from sftplay.launch.command.command import Scale
-from sftplay.launch.nodes.join import await_ready, check_folder, check_nodes_match, join_run, watch_nodes
-from sftplay.launch.nodes.rendezvous import Rendezvous, RendezvousEnded
-from sftplay.launch.supervise.exit_cause import find_death
-from sftplay.launch.supervise.follow import follow, log_name
+from sftplay.launch.command import Scale
+from sftplay.launch.follow import follow, log_name
+from sftplay.launch.nodes import (
+    Rendezvous,
+    RendezvousEnded,
+    await_ready,
+    check_folder,
+    check_nodes_match,
+    join_run,
+    watch_nodes,
+)
+from sftplay.launch.processes import find_death
 from sftplay.machine.probe import Machine, library_versions, probe
 from sftplay.model.source import weights_digests
 from sftplay.places import ROOT

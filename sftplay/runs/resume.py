@@ -16,12 +16,12 @@ from sftplay.config.resolved import RESOLVED
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch.checkpoints import list_checkpoints, read_marker
-from sftplay.launch.command.command import Scale
-from sftplay.launch.nodes.rendezvous import Rendezvous
+from sftplay.launch.command import Scale
+from sftplay.launch.nodes import Rendezvous
 from sftplay.launch.run_folder import OUT_OF_MEMORY, RESIZED, RunFolder, find_run
 from sftplay.machine.probe import probe
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.sizing.task_sizing import SizedRun
+from sftplay.plan.task_sizing import SizedRun
 from sftplay.runs.inputs import check_inputs
 from sftplay.runs.start import all_notes, build_command, print_command, read_scale, run_workers, size, split_rows
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.layouts.convert import read_layout_options
-from sftplay.data.problems.load import sound_problems
-from sftplay.data.problems.problem import Problem
-from sftplay.data.prompts.prompt import read_reward_columns, to_prompt
-from sftplay.data.read.sources import read_dialect, read_rows
+from sftplay.data.layouts import read_layout_options
+from sftplay.data.load_problems import sound_problems
+from sftplay.data.problem import Problem
+from sftplay.data.prompts import read_reward_columns, to_prompt
+from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 from sftplay.reward.check import TRIED_ROWS, Case, check_before_training

@@ -22,23 +22,27 @@ from sftplay.config.rules import notes
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.launch.checkpoints import newest_complete
-from sftplay.launch.command.command import Launch, Scale, build_launch
-from sftplay.launch.nodes.rendezvous import Rendezvous
+from sftplay.launch.command import Launch, Scale, build_launch
+from sftplay.launch.follow import FolderGone, follow
+from sftplay.launch.nodes import Rendezvous
+from sftplay.launch.processes import cause_of_death
 from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder, name_taken
-from sftplay.launch.supervise.exit_cause import cause_of_death
-from sftplay.launch.supervise.follow import FolderGone, follow
 from sftplay.log import is_terminal
 from sftplay.machine.ports import RENDEZVOUS_PORT, free_port
 from sftplay.machine.probe import Machine
-from sftplay.plan.memory.forecast import Hardware
-from sftplay.plan.memory.probe_fit import Fit
-from sftplay.plan.sizing.size_run import size_run
-from sftplay.plan.sizing.task_sizing import SizedRun
+from sftplay.plan.forecast import Fit, Hardware
+from sftplay.plan.sizing import size_run
+from sftplay.plan.task_sizing import SizedRun
 from sftplay.runs.finished_run import report_at_end
-from sftplay.runs.gpus_at_launch import gpu_settings, refuse_missing_compiler, refuse_unusable
-from sftplay.runs.inputs import known_lengths, needs_no_hub
-from sftplay.runs.model_shape import known_shape
-from sftplay.runs.strategy_setup import build_strategy_environment, prepare_deepspeed, with_accumulation
+from sftplay.runs.inputs import known_lengths, known_shape, needs_no_hub
+from sftplay.runs.strategy_setup import (
+    build_strategy_environment,
+    gpu_settings,
+    prepare_deepspeed,
+    refuse_missing_compiler,
+    refuse_unusable,
+    with_accumulation,
+)
 from sftplay.units import GIB, format_bytes
 
 
@@ -61,7 +65,7 @@ def run_workers(
     if rendezvous is None:
         prepare_deepspeed(cfg, folder, command=command)
     else:
-        from sftplay.launch.nodes.join import announce_run, await_ready, watch_nodes
+        from sftplay.launch.nodes import announce_run, await_ready, watch_nodes
 
         announce_run(rendezvous, folder)
         prepare_deepspeed(cfg, folder, command=command)
@@ -128,7 +132,7 @@ def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = No
     forecast = sized.forecast
     if forecast is None or shape is None or forecast.verdict != "does_not_fit" or cfg.train.batch_size != "auto":
         return sized
-    from sftplay.plan.report.task_report import find_report
+    from sftplay.plan.report import find_report
 
     task, hardware = find_report(cfg), Hardware(forecast.setting.device, world_size, lengths)
     suggestions = task.suggest(cfg, sized, sizing=sizing, hardware=hardware)
@@ -158,7 +162,7 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
     )
     env = {**launch.env, **gpu_settings(cfg, machine, processes=scale.world_size)}
     if scale.world_size > 1:
-        from sftplay.launch.command.network import list_interfaces, nccl_environment
+        from sftplay.launch.command import list_interfaces, nccl_environment
 
         env |= nccl_environment(cfg, folder.logs, has_gpu=has_gpu, environ=os.environ, interfaces=list_interfaces())
     return replace(launch, env=env)

@@ -1,4 +1,4 @@
-"""Prepares a run's strategy before the start: ZeRO stage, environment, DeepSpeed file, DeepSpeed's operators."""
+"""Prepare the start: GPUs, the ZeRO stage, environment, DeepSpeed's file and operators."""
 
 from __future__ import annotations
 
@@ -14,8 +14,65 @@ from sftplay import log
 from sftplay.config.cluster import ZERO_STAGES
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
-from sftplay.launch.command.command import Launch, Scale
+from sftplay.launch.command import Launch, Scale, one_gpu_environment
 from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.probe import Machine, compiler_remedy, find_compiler_problem
+from sftplay.plan.devices import uses_several_gpus
+from sftplay.plan.task_sizing import find_sizing
+
+FIXED_DRIVER = "550.40.07"
+"""From this driver on RTX 40 cards know that they cannot read each other's memory. accelerate 1.15 refuses several of
+them with an older one (utils/environment.py, `check_cuda_p2p_ib_support`) unless `WITHOUT_PEERS` are set."""
+
+WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+
+
+def refuse_unusable(machine: Machine) -> None:
+    """Refuse a launch on GPUs that the installed torch cannot use: it would train on the CPU with the GPUs' plan. Raise
+    MachineError where the driver is too old for torch's CUDA, or torch has no CUDA or no code for a GPU.
+    """
+    if not machine.gpus:
+        return
+    from sftplay.machine.doctor import check_build
+
+    for finding in check_build(machine):
+        if finding.level == "stop":
+            fix = f"{finding.fix}; or train on the CPU: export CUDA_VISIBLE_DEVICES=-1"
+            raise MachineError(finding.what, where=finding.subject, fix=fix)
+
+
+def refuse_missing_compiler(cfg: RunConfig, machine: Machine) -> None:
+    """Refuse a run on GPUs whose first step needs kernels that Triton cannot build here.
+
+    Task grpo does without: `avoid_triton` in train.upstream. Raise MachineError where there is no C compiler, or
+    Python's headers are missing.
+    """
+    key, is_compiled, other = find_sizing(cfg).compiled(cfg)
+    if machine.gpus and is_compiled and (problem := find_compiler_problem()):
+        where = f"{cfg.origins.get(key, 'chosen automatically')} {key}"
+        what = f"{cfg.get_value(key)} needs kernels that Triton builds, and {problem}"
+        raise MachineError(what, where=where, fix=f"{compiler_remedy()}, or write {key}: {other}")
+
+
+def gpu_settings(cfg: RunConfig, machine: Machine, *, processes: int) -> dict[str, str]:
+    """Return the variables that the workers need for the GPUs of this machine. The user's own stay."""
+    alone: dict[str, str] = {}
+    if processes == 1 and not uses_several_gpus(cfg):
+        alone = one_gpu_environment(machine.gpus, by_uuid=cfg.grpo.generation != "vllm_colocate")
+    cards = [gpu.name for gpu in machine.gpus if "RTX 40" in gpu.name]
+    missing = {name: value for name, value in WITHOUT_PEERS.items() if name not in os.environ}
+    if not (cards and missing and machine.driver):
+        return alone
+    from sftplay.machine.doctor import is_within
+
+    if is_within(machine.driver, f">={FIXED_DRIVER}"):
+        return alone
+    names = " and ".join(missing)
+    log.say(
+        f"{cards[0]} with driver {machine.driver}, older than {FIXED_DRIVER}: {names} set, for accelerate asks for it"
+    )
+    return {**alone, **missing}
+
 
 PLAIN = "deepspeed.json"
 """The user's file without comments, in the run folder. accelerate reads no comments."""
@@ -34,7 +91,7 @@ def with_deepspeed(cfg: RunConfig, *, is_asked: bool) -> RunConfig:
     if not is_asked and cluster.deepspeed is None:
         return cfg
     if cluster.strategy == "auto":
-        from sftplay.launch.command.deepspeed_json import read_deepspeed
+        from sftplay.launch.deepspeed_json import read_deepspeed
 
         values = read_deepspeed(Path(cluster.deepspeed)) if cluster.deepspeed else {}
         stage = values.get("zero_optimization", {}).get("stage")
@@ -51,8 +108,8 @@ def build_strategy_environment(cfg: RunConfig, folder: RunFolder, *, scale: Scal
     """Return the environment variables that make the workers use `cluster.strategy`. Raise ConfigError where the
     strategy does not fit the number of processes or the DeepSpeed file.
     """
-    from sftplay.launch.command.deepspeed_json import read_deepspeed, run_values
-    from sftplay.launch.command.strategy import strategy_environment
+    from sftplay.launch.deepspeed_json import read_deepspeed, run_values
+    from sftplay.launch.strategy import strategy_environment
 
     strategy, deepspeed_file = cfg.cluster.strategy, cfg.cluster.deepspeed
     if deepspeed_file is not None:
@@ -71,7 +128,7 @@ def prepare_deepspeed(cfg: RunConfig, folder: RunFolder, *, command: Launch, nod
     """
     if "ACCELERATE_USE_DEEPSPEED" not in command.env:
         return
-    from sftplay.launch.command.deepspeed_json import read_deepspeed, write_plain
+    from sftplay.launch.deepspeed_json import read_deepspeed, write_plain
 
     offloads = False
     if cfg.cluster.deepspeed is not None:
@@ -95,8 +152,8 @@ def prebuild_deepspeed_ops(*, has_gpu: bool, offloads: bool) -> None:
     A CPU needs the one for communication between processes. `offloads` adds the optimizer that runs on the host. Raise
     MachineError where DeepSpeed is not installed, a killed build left a lock, or the compiler failed.
     """
-    from sftplay.launch.command.strategy import build_environment
-    from sftplay.machine.doctor.system import check_builds
+    from sftplay.launch.strategy import build_environment
+    from sftplay.machine.doctor import check_builds
 
     if find_spec("deepspeed") is None:
         raise MachineError("is not installed", where="deepspeed", fix="make install EXTRAS=deepspeed")

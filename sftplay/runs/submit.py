@@ -26,14 +26,11 @@ from sftplay.launch.slurm import scheduler
 from sftplay.launch.slurm.job import run_job
 from sftplay.launch.slurm.request import JobRequest, in_our_names, job_file
 from sftplay.launch.slurm.scheduler import CONFIG, JOB_FILE, JOBS, LOCK, JobFolder, add_job, newest_job
-from sftplay.machine.libraries import VLLM_INSTALL
-from sftplay.machine.probe import Gpu, probe
+from sftplay.machine.probe import VLLM_INSTALL, Gpu, probe
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.devices.cards import find_card, parse_fleet
-from sftplay.plan.sizing.size_run import size_run
-from sftplay.plan.sizing.split import split_batch
-from sftplay.runs.inputs import check_inputs, known_lengths, load_checked, needs_no_hub
-from sftplay.runs.model_shape import known_shape
+from sftplay.plan.devices import find_card, parse_fleet
+from sftplay.plan.sizing import size_run, split_batch
+from sftplay.runs.inputs import check_inputs, known_lengths, known_shape, load_checked, needs_no_hub
 from sftplay.runs.start import refuse_restarts
 from sftplay.units import format_bytes
 

@@ -13,11 +13,8 @@ from pathlib import Path
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.sandbox.attacks.quick import find_hole
-from sftplay.sandbox.executors.bwrap import INSTALL, Bwrap
-from sftplay.sandbox.executors.executor import Executor
-from sftplay.sandbox.executors.kernel_limits import Landlock
-from sftplay.sandbox.executors.plain_process import PlainProcess
-from sftplay.sandbox.executors.warm import WarmBwrap
+from sftplay.sandbox.boxes.bootstrap import Executor
+from sftplay.sandbox.boxes.executors import INSTALL, Bwrap, Landlock, PlainProcess, WarmBwrap
 
 NAMES = ("auto", "bwrap", "landlock", "none")
 

@@ -10,10 +10,10 @@ from importlib.metadata import packages_distributions, version
 from itertools import islice
 
 from sftplay import log
+from sftplay.sandbox.boxes.bootstrap import Executor
+from sftplay.sandbox.boxes.job import Job, Verdict
+from sftplay.sandbox.boxes.judge import judge
 from sftplay.sandbox.choose import choose_executor, read_version
-from sftplay.sandbox.executors.executor import Executor
-from sftplay.sandbox.verdicts.job import Job, Verdict
-from sftplay.sandbox.verdicts.judge import judge
 
 MOST_WORKERS = 16
 

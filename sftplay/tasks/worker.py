@@ -22,10 +22,8 @@ from sftplay.atomic import locked_if_possible
 from sftplay.config.load import load_resolved
 from sftplay.config.resolved import RESOLVED
 from sftplay.errors import SftplayError, machine_refusal
-from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise.exit_cause import LOST, Death
-from sftplay.launch.supervise.processes import answer_with_stacks, find_parent, read_state
-from sftplay.launch.variables import PARENT
+from sftplay.launch.processes import LOST, Death, answer_with_stacks, find_parent, read_state
+from sftplay.launch.run_folder import PARENT, RunFolder
 from sftplay.log import quiet_libraries
 from sftplay.model.libraries import import_unsloth, unneeded
 from sftplay.signals import STOP_SIGNALS, StopAtOnce, Stopped, die_with_parent

@@ -28,10 +28,8 @@ from sftplay.model.out_of_memory import (
     free_memory,
     held_bytes,
 )
+from sftplay.train.eval_mode import RandomState, random_numbers_kept
 from sftplay.train.gradients import average_gradients, gradient_norm, wants_overlap
-from sftplay.train.held_out import gather_source_losses, labels_per_row, split_by_source
-from sftplay.train.interval import StepCounts
-from sftplay.train.isolation import needs_no_mask
 from sftplay.train.loss_heads import prove_label_head
 from sftplay.train.micro_batches import (
     Batch,
@@ -39,10 +37,14 @@ from sftplay.train.micro_batches import (
     SourceLoss,
     count_labels,
     count_rows,
+    gather_source_losses,
+    labels_per_row,
     model_inputs,
+    needs_no_mask,
     on_device,
+    split_by_source,
 )
-from sftplay.train.random_numbers import RandomState, random_numbers_kept
+from sftplay.train.observer import StepCounts
 from sftplay.train.upstream import find_attention
 
 ADVICE = (

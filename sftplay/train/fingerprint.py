@@ -20,7 +20,7 @@ from sftplay.config.run import RunConfig
 from sftplay.config.section import find_spec
 from sftplay.data.render.render import Renderer
 from sftplay.machine.probe import probe
-from sftplay.model.new_tokens.tokens import NewToken
+from sftplay.model.new_tokens import NewToken
 from sftplay.model.source import locate, weights_digest, weights_digests
 from sftplay.places import ROOT
 from sftplay.train.setup import RunSetup

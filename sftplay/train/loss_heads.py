@@ -16,7 +16,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError, ran_out_of_memory
-from sftplay.plan.memory.memory_setup import gpu_chunk_tokens
+from sftplay.plan.memory_setup import gpu_chunk_tokens
 from sftplay.train.eval_mode import eval_mode
 
 PROOF_TOKENS = 8

@@ -18,8 +18,9 @@ from sftplay import log
 from sftplay.atomic import read_lines, write_text
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects, memory_fields
-from sftplay.train.interval import (
+from sftplay.train.observer import (
     CostModel,
+    Observer,
     RankShare,
     TokenTotals,
     describe_ranks,
@@ -28,7 +29,6 @@ from sftplay.train.interval import (
     mean_loss,
     scalars,
 )
-from sftplay.train.observer import Observer
 from sftplay.units import format_bytes, format_count, format_seconds
 
 PROGRESS_EVERY_S = 1.0

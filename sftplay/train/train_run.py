@@ -24,24 +24,28 @@ from sftplay.errors import ConfigError, RunError, ran_out_of_memory, said_of_mem
 from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.launch.checkpoints import newest_complete, read_marker, read_step
 from sftplay.model.out_of_memory import OutOfMemory, held_bytes
-from sftplay.plan.devices.cards import find_card
-from sftplay.plan.memory.memory_setup import read_memory_setup
-from sftplay.plan.report.flops import model_flops
-from sftplay.plan.shape.from_config import shape_from_config
+from sftplay.plan.devices import find_card
+from sftplay.plan.flops import model_flops
+from sftplay.plan.memory_setup import read_memory_setup
+from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.train.checkpointing import MarkComplete, accept_numbered_cpus, choose_checkpoint
 from sftplay.train.disk import WarnOfFullDisk
 from sftplay.train.exact_batch import ADVICE, Replay, StepSetup
 from sftplay.train.gradients import GradientSync
-from sftplay.train.guards import StopOnBadStep, StopOnSignal, StopWithoutProgress
-from sftplay.train.interval import CostModel
+from sftplay.train.guards import (
+    StopInTime,
+    StopOnBadStep,
+    StopOnSignal,
+    StopWithoutProgress,
+    find_deadline,
+    process_start_s,
+)
 from sftplay.train.metrics import LineBoard, MetricsWriter, TrackPhases
 from sftplay.train.micro_batches import MicroBatcher
-from sftplay.train.observer import Observer, StepTrainer
-from sftplay.train.preflight import Preflight
-from sftplay.train.rank_sync import GroupTimeout
+from sftplay.train.observer import CostModel, Observer, StepTrainer
+from sftplay.train.preflight import GroupTimeout, Preflight
 from sftplay.train.setup import RunSetup
 from sftplay.train.task import Rows, TrainerParts
-from sftplay.train.time_limit import StopInTime, find_deadline, process_start_s
 from sftplay.units import format_bytes
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sftplay import log
-from sftplay.machine.libraries import compiler_remedy, find_compiler_problem
+from sftplay.machine.probe import compiler_remedy, find_compiler_problem
 
 TRAINER = "trl.trainer.grpo_trainer"
 UTILITIES = "trl.trainer.utils"

@@ -16,8 +16,8 @@ from processes import HANG_S
 from sftplay.cli import main
 from sftplay.commands import machine as commands
 from sftplay.errors import MachineError
-from sftplay.launch.command.accelerate_yaml import accelerate_text
-from sftplay.machine.doctor.system import check_builds
+from sftplay.launch.strategy import accelerate_text
+from sftplay.machine.doctor import check_builds
 from sftplay.runs import strategy_setup
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,9 +17,9 @@ from processes import HANG_S
 from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.errors import RunError
-from sftplay.launch.command.command import Launch, Scale
+from sftplay.launch.command import Launch, Scale
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.sizing.communication import Exchange, exchange_s, nominal_link, turning_bytes
+from sftplay.plan.decisions import Exchange, exchange_s, nominal_link, turning_bytes
 from sftplay.runs import comm_check
 from sftplay.train import comm_check as rank
 

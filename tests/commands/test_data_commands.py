@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from sftplay import cli
 from sftplay.config.load import load_config
 from sftplay.data.pipeline import load_examples
-from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
 from sftplay.model.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from sftplay import cli
 from sftplay.export import serve as serving
 from sftplay.export import server
-from sftplay.launch.command.command import Launch
+from sftplay.launch.command import Launch
 from sftplay.machine.ports import HOST, free_port
 
 pytestmark = pytest.mark.usefixtures("verbs_environment")

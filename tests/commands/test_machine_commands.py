@@ -188,11 +188,11 @@ def test_the_doctor_ends_with_3_when_a_finding_would_keep_a_run_from_training(tm
 
 
 def test_the_fast_doctor_asks_nothing_of_the_network(tmp_path, monkeypatch):
-    from sftplay.machine.doctor import hub
+    from sftplay.machine import doctor
 
     monkeypatch.setattr("urllib.request.urlopen", lambda *a, **k: pytest.fail("the network was asked"))
     environ = {"HF_ENDPOINT": "http://192.0.2.1", "HF_HOME": str(tmp_path)}  # answers nobody (RFC 5737)
-    assert [each.level for each in hub.check_hub("org/model", is_fast=True, environ=environ)] == ["ok"]
+    assert [each.level for each in doctor.check_hub("org/model", is_fast=True, environ=environ)] == ["ok"]
 
 
 @pytest.mark.contract

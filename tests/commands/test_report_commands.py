@@ -14,8 +14,8 @@ from in_process import Inputs, StopAfter, train_in, written_config
 
 from sftplay import cli
 from sftplay.config.load import load_config
-from sftplay.data.read.sources import read_rows
-from sftplay.launch.command.command import Launch
+from sftplay.data.read import read_rows
+from sftplay.launch.command import Launch
 from sftplay.launch.run_folder import RunFolder
 from sftplay.runs import start
 

@@ -18,7 +18,7 @@ from sftplay.config.run import ModelConfig, RunConfig
 from sftplay.errors import MachineError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing import size_run
 from sftplay.runs import start
 from sftplay.runs.resume import find_changes
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from processes import ends_soon
 
+from sftplay.config.layers import MAX_BYTES
 from sftplay.config.load import load_config
-from sftplay.config.yaml12 import MAX_BYTES
 from sftplay.errors import ConfigError
-from sftplay.launch.command.deepspeed_json import read_deepspeed
+from sftplay.launch.deepspeed_json import read_deepspeed
 
 CPU_S = 30
 """No refusal here takes the processor so long. What it refuses would take for ever; a busy machine counts nothing."""

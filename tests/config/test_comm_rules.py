@@ -6,7 +6,7 @@ from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.rules import check_rules, notes
 from sftplay.errors import MachineError
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing import size_run
 
 L4 = Gpu(0, "NVIDIA L4", 24 * 2**30, 23 * 2**30, (8, 9))
 

@@ -11,7 +11,7 @@ import pytest
 from sftplay.config.data import Column, Layout
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.rules import notes
-from sftplay.data.layouts.columns import SHAPES
+from sftplay.data.layouts import SHAPES
 from sftplay.errors import ConfigErrors
 
 REFUSED = {

@@ -7,7 +7,7 @@ import pytest
 
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError
-from sftplay.launch.command.deepspeed_json import read_deepspeed
+from sftplay.launch.deepspeed_json import read_deepspeed
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT.parent / "shared/guides/multi-gpu.md"

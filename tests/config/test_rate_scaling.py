@@ -9,9 +9,9 @@ import pytest
 
 from sftplay.config.load import dump_resolved, load_config, load_resolved
 from sftplay.config.train import TrainConfig
-from sftplay.launch.command.deepspeed_json import run_values
+from sftplay.launch.deepspeed_json import run_values
 from sftplay.machine.probe import Machine
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing import size_run
 
 FOUND = "train: {learning_rate: 0.001, effective_batch_size: 64, lr_batch_size: 16, lr_scaling: SCALING}\n"
 

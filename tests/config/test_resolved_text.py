@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftplay.config import yaml12
+from sftplay.config import layers
 from sftplay.config.data import DataConfig, EvalConfig
 from sftplay.config.keys import all_keys
 from sftplay.config.load import dump_resolved, load_config, load_resolved
@@ -46,7 +46,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_any_value_is_read_back_as_itself(value):
-    again = yaml12.parse(f"key: {flow(value)}  # origin\n", "f").values["key"]
+    again = layers.parse(f"key: {flow(value)}  # origin\n", "f").values["key"]
     assert again == value
     assert _types(again) == _types(value)
 

@@ -17,7 +17,7 @@ from sftplay.config.other_kits import (
     kit_answer,
 )
 from sftplay.config.run import RunConfig
-from sftplay.tasks.grpo.arguments import grpo_arguments
+from sftplay.tasks.grpo.task import grpo_arguments
 
 GRPO = "task_mode: grpo\nrewards: [{name: answer, use: exact_match}]\n"
 SIZED = {"model": {"name": "builtin:tiny"}, "train": {"batch_size": 4, "grad_accum": 8}}

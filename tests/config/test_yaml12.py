@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from sftplay.config.yaml12 import parse, read, scalar
+from sftplay.config.layers import parse, read, scalar
 from sftplay.errors import ConfigError
 
 NUMBERS = {

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 from sftplay.config.run import RunConfig
+from sftplay.data.files import find_suffix
 from sftplay.data.pipeline import Examples, load_examples
-from sftplay.data.read.files import find_suffix
 from sftplay.errors import DataError
 from tests.conftest import SHARED_DATA
 from tests.data.awkward import AWKWARD, Awkward, lines, parquet, row

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.config.data import Column
-from sftplay.data.layouts.columns import SHAPES
-from sftplay.data.layouts.convert import LayoutOptions, read_prompt, to_record, unused_columns
+from sftplay.data.layouts import SHAPES, LayoutOptions, read_prompt, to_record, unused_columns
 from sftplay.data.records import Source
 from sftplay.errors import DataError
 from tests.data.awkward import broken_rule

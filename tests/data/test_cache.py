@@ -13,7 +13,7 @@ import pytest
 from sftplay.config.run import RunConfig
 from sftplay.data import pipeline
 from sftplay.data.pipeline import load_examples
-from sftplay.data.tokenize.one_pass import Preparation, RowFiles
+from sftplay.data.tokenize import Preparation, RowFiles
 from sftplay.errors import ConfigError, DataError, RunError
 
 Config = Callable[..., RunConfig]

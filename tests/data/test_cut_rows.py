@@ -11,8 +11,7 @@ from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import Source
-from sftplay.data.tokenize.batch import RowOutcome
-from sftplay.data.tokenize.report import RowCounts, report_table
+from sftplay.data.row_outcomes import RowCounts, RowOutcome, report_table
 from sftplay.errors import DataError
 
 

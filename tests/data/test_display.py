@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from sftplay.data.display import decoded, learned_texts, legend, mark_learned, stretches, visible
+from sftplay.data.inspect import decoded, learned_texts, legend, mark_learned, stretches, visible
 from sftplay.log import has_colours
 
 COLOUR = re.compile("\x1b\\[[0-9;]*m")

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.data.read import digests
-from sftplay.data.read.digests import kept_digest
-from sftplay.data.read.sources import content_digest
+from sftplay.data.mixture import sources
+from sftplay.data.mixture.sources import kept_digest
+from sftplay.data.read import content_digest
 
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Paths of files that are read; every file counts as large, and as changed long ago."""
     read: list[str] = []
-    monkeypatch.setattr(digests, "WORTH_BYTES", 1)
-    monkeypatch.setattr(digests, "GRAIN_NS", -(10**12))
-    monkeypatch.setattr(digests, "content_digest", lambda path: read.append(path) or content_digest(path))
+    monkeypatch.setattr(sources, "WORTH_BYTES", 1)
+    monkeypatch.setattr(sources, "GRAIN_NS", -(10**12))
+    monkeypatch.setattr(sources, "content_digest", lambda path: read.append(path) or content_digest(path))
     return read
 
 
@@ -38,7 +38,7 @@ def test_an_unchanged_file_is_read_once_and_a_changed_one_again(tmp_path: Path, 
 
 
 def test_a_file_changed_a_moment_ago_is_not_kept(tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(digests, "GRAIN_NS", 10**12)
+    monkeypatch.setattr(sources, "GRAIN_NS", 10**12)
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "a"}\n')
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_a_note_that_is_broken_is_not_believed(tmp_path: Path, hashed: list[str]
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "a"}\n')
     first = kept_digest(str(file), tmp_path / "kept")
-    (note,) = (tmp_path / "kept" / digests.FOLDER).iterdir()
+    (note,) = (tmp_path / "kept" / sources.FOLDER).iterdir()
     note.write_text('{"stamps": ')
     assert kept_digest(str(file), tmp_path / "kept") == first
     assert len(hashed) == 2

@@ -8,7 +8,7 @@ import datasets
 import pytest
 from datasets.exceptions import DatasetGenerationError
 
-from sftplay.data.read.sources import content_digest, read_rows
+from sftplay.data.read import content_digest, read_rows
 from sftplay.data.records import Source
 from sftplay.errors import DataError
 

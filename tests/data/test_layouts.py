@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sftplay.data.layouts.convert import LayoutOptions, read_beginning, read_prompt, to_record, unused_columns
+from sftplay.data.layouts import LayoutOptions, read_beginning, read_prompt, to_record, unused_columns
 from sftplay.data.records import Chat, Source, Text
 from sftplay.errors import DataError
 

@@ -8,7 +8,7 @@ import pytest
 
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import Chat, Message, Source
-from sftplay.data.render import time_limit
+from sftplay.data.render import templates
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import CHATML, ChatTemplate
 from sftplay.data.render.vocabulary import Vocabulary
@@ -75,7 +75,7 @@ def test_the_examples_of_a_long_chat_are_read_as_far_as_they_can_be_used(tokeniz
 
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
 def test_a_template_that_does_not_come_to_an_end_is_refused(tokenizer, monkeypatch, template):
-    monkeypatch.setattr(time_limit, "ROW_S", 0.2)
+    monkeypatch.setattr(templates, "ROW_S", 0.2)
     with pytest.raises(DataError, match="does not come to an end") as refusal:
         Renderer.prove(tokenizer, template + PLAIN, samples=[])
     assert refusal.value.where == "data.template"
@@ -84,7 +84,7 @@ def test_a_template_that_does_not_come_to_an_end_is_refused(tokenizer, monkeypat
 def test_a_row_on_which_the_template_does_not_come_to_an_end_is_refused_by_its_place(
     tokenizer, config, write_rows, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(time_limit, "ROW_S", 0.2)
+    monkeypatch.setattr(templates, "ROW_S", 0.2)
     (tmp_path / "t.jinja").write_text("{% if 'trap' in messages[0]['content'] %}" + TRAP + "{% endif %}" + PLAIN)
     rows = [{"prompt": word, "completion": "stones"} for word in ("boat", "trap", "hill")]
     cfg = config(write_rows(rows), template=str(tmp_path / "t.jinja"), split=0)
@@ -97,13 +97,13 @@ def test_a_row_on_which_the_template_does_not_come_to_an_end_is_refused_by_its_p
 
 def test_the_time_of_a_row_is_counted_over_all_its_renderings_and_anew_for_the_next():
     def render_for_ever() -> None:
-        with time_limit.limited(0.05):
+        with templates.limited(0.05):
             while True:
-                with time_limit.limited():
-                    time_limit.check()
+                with templates.limited():
+                    templates.check()
 
     with pytest.raises(DataError, match="takes the chat template longer"):
         render_for_ever()
-    with time_limit.limited(60):
-        assert not time_limit.is_used()
-    assert not time_limit.is_used()
+    with templates.limited(60):
+        assert not templates.is_used()
+    assert not templates.is_used()

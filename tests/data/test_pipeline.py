@@ -17,8 +17,8 @@ from sftplay.config.run import RunConfig
 from sftplay.data.pipeline import load_examples, load_held_out
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import CHATML
-from sftplay.data.tokenize.one_pass import Preparation
-from sftplay.data.tokenize.report import report_table
+from sftplay.data.row_outcomes import report_table
+from sftplay.data.tokenize import Preparation
 from sftplay.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -331,7 +331,7 @@ def test_long_file_shows_progress(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr("sftplay.data.tokenize.one_pass.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("sftplay.data.tokenize.SECONDS_BETWEEN_LINES", 0.0)
     load_examples(config(write_rows([row(n) for n in range(4)]), split=0), tokenizer)
     assert "rows read" in capsys.readouterr().out
 

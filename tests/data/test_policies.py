@@ -11,7 +11,7 @@ import pytest
 
 from sftplay.config.run import RunConfig
 from sftplay.data.pipeline import load_examples
-from sftplay.data.tokenize.report import report_table
+from sftplay.data.row_outcomes import report_table
 from sftplay.errors import DataError
 
 Config = Callable[..., RunConfig]

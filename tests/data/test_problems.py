@@ -6,10 +6,10 @@ from pathlib import Path
 import datasets
 import pytest
 
-from sftplay.data.layouts.convert import LayoutOptions, read_prompt, to_record, unused_columns
+from sftplay.data.layouts import LayoutOptions, read_prompt, to_record, unused_columns
+from sftplay.data.load_problems import load_problems, sample_subset
 from sftplay.data.pipeline import load_examples
-from sftplay.data.problems.load import load_problems, sample_subset
-from sftplay.data.problems.problem import find_split, format_question, published_test_id
+from sftplay.data.problem import find_split, format_question, published_test_id
 from sftplay.data.records import Source, chat_from_json
 from sftplay.errors import DataError
 

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
-from sftplay.data.prompts.load import load_prompts
-from sftplay.data.prompts.questions import Question, Questions
+from sftplay.data.load_prompts import load_prompts
+from sftplay.data.questions import Question, Questions
 from sftplay.errors import DataError
 
 CHAT = [{"role": "system", "content": "be short"}, {"role": "user", "content": "why the river"}]

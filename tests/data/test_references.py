@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from patience import PATIENT
 
-from sftplay.data.problems.load import LIMITS, sound_problems
-from sftplay.data.problems.problem import Problem
+from sftplay.data.load_problems import LIMITS, sound_problems
+from sftplay.data.problem import Problem
 from sftplay.errors import ConfigError, DataError, RunError
+from sftplay.sandbox.boxes.job import Verdict
 from sftplay.sandbox.choose import SAFE, find_problem
 from sftplay.sandbox.pool import Sandbox
-from sftplay.sandbox.verdicts.job import Verdict
 
 pytestmark = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 

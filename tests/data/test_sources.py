@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftplay.data.layouts.convert import to_record
-from sftplay.data.read import json_rows as json_document
-from sftplay.data.read import json_rows as jsonl
-from sftplay.data.read.files import list_files, other_files
-from sftplay.data.read.sources import Dialect, content_digest, is_hub_name, read_raw, read_rows
+from sftplay.data import files as json_document
+from sftplay.data import files as jsonl
+from sftplay.data.files import list_files, other_files
+from sftplay.data.layouts import to_record
+from sftplay.data.read import Dialect, content_digest, is_hub_name, read_raw, read_rows
 from sftplay.data.records import Refused
 from sftplay.errors import DataError
 from tests.data.awkward import AWKWARD, ROWS, STORED, THREE, Awkward, broken_rule, row

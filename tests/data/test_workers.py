@@ -18,13 +18,13 @@ import pytest
 from processes import is_alive, wait_until
 
 from sftplay.config.run import RunConfig
-from sftplay.data.layouts.convert import LayoutOptions
+from sftplay.data import tokenize
+from sftplay.data.layouts import LayoutOptions
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import Source
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import CHATML
-from sftplay.data.tokenize import workers
-from sftplay.data.tokenize.batch import RowOptions
+from sftplay.data.row_outcomes import RowOptions
 from sftplay.errors import MachineError
 
 Config = Callable[..., RunConfig]
@@ -45,8 +45,8 @@ def test_several_processes_write_what_one_writes(
 ):
     path = write_rows(rows(1500))
     alone = load_examples(config(path, on_bad_row="skip", split=0.2), tokenizer)
-    monkeypatch.setattr(workers, "WORTH_WORKERS_BYTES", 0)
-    monkeypatch.setattr(workers, "usable_cores", lambda: 2)
+    monkeypatch.setattr(tokenize, "WORTH_WORKERS_BYTES", 0)
+    monkeypatch.setattr(tokenize, "usable_cores", lambda: 2)
     cfg = config(path, on_bad_row="skip", split=0.2, processed_dir=str(tmp_path / "again"))
     together = load_examples(cfg, tokenizer)
     assert together.report | {"refused_rows": "", "sources": ""} == alone.report | {"refused_rows": "", "sources": ""}
@@ -84,7 +84,7 @@ def no_child_of_another_test() -> None:
 def test_started_processes_hold_neither_torch_nor_transformers_and_end_with_the_work(tokenizer: Any):
     renderer = Renderer.prove(tokenizer, CHATML, samples=[])
     with closing(
-        workers.process_all(batches(50), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2)
+        tokenize.process_all(batches(50), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2)
     ) as coming:
         next(coming)
         wait_until(lambda: len(children()) == 2)
@@ -98,7 +98,7 @@ def test_started_processes_hold_neither_torch_nor_transformers_and_end_with_the_
 
 def test_abandoned_work_leaves_no_process(tokenizer: Any):
     renderer = Renderer.prove(tokenizer, CHATML, samples=[])
-    coming = workers.process_all(
+    coming = tokenize.process_all(
         batches(10_000), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2
     )
     next(coming)
@@ -110,7 +110,7 @@ def test_abandoned_work_leaves_no_process(tokenizer: Any):
 def test_killed_process_is_said_and_the_others_end(tokenizer: Any):
     renderer = Renderer.prove(tokenizer, CHATML, samples=[])
     with closing(
-        workers.process_all(
+        tokenize.process_all(
             batches(100_000), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2
         )
     ) as coming:
@@ -125,9 +125,9 @@ def test_killed_process_is_said_and_the_others_end(tokenizer: Any):
 PARENT = """
 import sys, time
 from transformers import PreTrainedTokenizerFast
-from sftplay.data.tokenize.batch import RowOptions
-from sftplay.data.tokenize.workers import process_all
-from sftplay.data.layouts.convert import LayoutOptions
+from sftplay.data.row_outcomes import RowOptions
+from sftplay.data.tokenize import process_all
+from sftplay.data.layouts import LayoutOptions
 from sftplay.data.records import Source
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import CHATML
@@ -185,7 +185,7 @@ def test_interrupt_while_processes_start_is_the_parents_alone(
     monkeypatch.setattr(ProcessPoolExecutor, "submit", submit_and_interrupt)
     renderer = Renderer.prove(tokenizer, CHATML, samples=[])
     done = list(
-        workers.process_all(batches(20), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2)
+        tokenize.process_all(batches(20), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2)
     )
     assert len(done) == 20
     assert len(started) >= 2

@@ -2,14 +2,14 @@
 
 import pytest
 
-from sftplay.data.problems.load import collect_reward_columns
-from sftplay.data.problems.problem import Problem
+from sftplay.data.load_problems import collect_reward_columns
+from sftplay.data.problem import Problem
 from sftplay.errors import RunError
 from sftplay.evaluate.code import evaluate_code
 from sftplay.reward.code_rewards import passes_tests, try_programs
+from sftplay.sandbox.boxes.job import Verdict
 from sftplay.sandbox.choose import SAFE, find_problem
 from sftplay.sandbox.pool import Sandbox
-from sftplay.sandbox.verdicts.job import Verdict
 
 pytestmark = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 

@@ -12,10 +12,10 @@ from in_process import Finished, Inputs, train
 from small_run import WORDS
 
 from sftplay import cli
-from sftplay.data.problems.load import load_problems
-from sftplay.data.problems.problem import format_question
+from sftplay.data.load_problems import load_problems
+from sftplay.data.problem import format_question
 from sftplay.errors import MachineError, RunError
-from sftplay.runs import code_eval_ranks as ranks
+from sftplay.runs import code_eval as ranks
 from sftplay.runs.code_eval import Questions
 from sftplay.sandbox.choose import SAFE, find_problem
 
@@ -127,7 +127,7 @@ def test_a_dry_run_shows_the_ranks_and_starts_nothing(write_config: Any, capsys:
     assert cli.main(["eval-code", "--config", str(config), "--nproc", "2", "--dry-run", "--json"]) == 0
     argv = json.loads(capsys.readouterr().out)["argv"]
     assert argv[1:3] == ["-m", "accelerate.commands.launch"]
-    assert argv[-2:] == ["sftplay.runs.code_eval_ranks", "FOLDER"]
+    assert argv[-2:] == ["sftplay.runs.code_eval", "FOLDER"]
 
 
 def test_shares_cover_every_answer_once_and_keep_those_of_a_problem_together():

@@ -136,7 +136,7 @@ def test_infer_answers_line_by_line_and_remembers_the_conversation(
 @pytest.fixture
 def styled(run: Finished, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, str]]]:
     """The run as if it had been trained with a system prompt; the message it puts first."""
-    from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+    from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
 
     for key in quiet_environment() | cache_environment() | offline_environment():
         monkeypatch.setenv(key, "1")  # so that what the verbs set is undone
@@ -232,7 +232,7 @@ def test_eval_gives_the_figures_that_the_run_measured(run: Finished, config: Pat
 def test_eval_of_the_test_rows_goes_to_files_of_its_own(
     run: Finished, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+    from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
 
     for key in quiet_environment() | cache_environment() | offline_environment():
         monkeypatch.setenv(key, "1")  # so that what the verb sets is undone
@@ -260,7 +260,7 @@ def measure(
     run: Finished, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[dict[str, Any], set[str]]]:
     """Runs an eval verb: what it tells as JSON, and the names of the files below eval/ that it wrote."""
-    from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+    from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
 
     for key in quiet_environment() | cache_environment() | offline_environment():
         monkeypatch.setenv(key, "1")  # so that what the verb sets is undone

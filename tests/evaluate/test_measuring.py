@@ -19,10 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.data.pipeline import load_examples
 from sftplay.evaluate import evaluate as measuring
-from sftplay.evaluate.evaluate import evaluate, evenly_spaced, held_out_loss, ready_to_answer
-from sftplay.evaluate.metrics import score_answers
+from sftplay.evaluate.evaluate import evaluate, evenly_spaced, held_out_loss, ready_to_answer, score_answers
 from sftplay.generate.generate import Generator, answer_all, stream_answer
-from sftplay.machine.libraries import is_recomputing, recomputation
+from sftplay.machine.probe import is_recomputing, recomputation
 
 END = 2
 """Id of <|im_end|> in the tiny tokenizer."""

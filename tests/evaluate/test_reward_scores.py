@@ -1,7 +1,7 @@
 """Rewards as measures of answers: their values by row, their means, and what is said where nothing is known."""
 
 from sftplay.config.run import RunConfig
-from sftplay.evaluate.reward_scores import mean_rewards, score_by_rewards
+from sftplay.evaluate.evaluate import mean_rewards, score_by_rewards
 
 REWARDS = [
     {"name": "same", "use": "exact_match"},

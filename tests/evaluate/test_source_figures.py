@@ -16,8 +16,7 @@ from sftplay.data.mixture.load import load_mixture
 from sftplay.data.pipeline import load_examples
 from sftplay.evaluate.comparison import Measured, comparison_table, with_side
 from sftplay.evaluate.evaluate import evaluate
-from sftplay.evaluate.perplexity import Document, measure_perplexity, pooled
-from sftplay.evaluate.sources import HeldOut, find_held_out, measure_sources
+from sftplay.evaluate.perplexity import Document, HeldOut, find_held_out, measure_perplexity, measure_sources, pooled
 
 
 def side(

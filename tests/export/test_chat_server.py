@@ -437,7 +437,7 @@ def test_a_whole_answer_ends_before_the_text_at_which_it_was_to_stop(ask: Ask, b
 
 
 def test_every_parameter_of_the_request_is_tried_here():
-    from sftplay.export.chat_request import ChatRequest
+    from sftplay.export.chat_server import ChatRequest
 
     source = Path(__file__).read_text()
     assert [name for name in ChatRequest.model_fields if not re.search(rf"\b{name}\b", source)] == []

@@ -33,7 +33,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import add_adapter
 from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
-from sftplay.train.save import save_result
+from sftplay.train.run_task import save_result
 
 IDS = torch.arange(3, 390)[None, :60]
 END = 2

@@ -34,7 +34,7 @@ from sftplay.export import server as serving
 from sftplay.export.gate import TOKEN
 from sftplay.export.serve import make_hub_cache, served_name, server_config, whole_model
 from sftplay.export.server import build_server, choose_port, choose_server, run_server
-from sftplay.launch.command.command import Launch
+from sftplay.launch.command import Launch
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import HOST, free_port
 
@@ -55,7 +55,7 @@ import sys
 from pathlib import Path
 from sftplay.config.load import load_config
 from sftplay.export.serve import serve
-from sftplay.launch.command.command import Launch
+from sftplay.launch.command import Launch
 from sftplay.launch.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
 sys.exit(serve(load_config(folder.resolved), folder, server="transformers", port=int(sys.argv[2])))

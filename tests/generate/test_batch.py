@@ -18,16 +18,16 @@ from processes import wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from sftplay import cli
-from sftplay.data.layouts.convert import LayoutOptions
-from sftplay.data.read.sources import Dialect
+from sftplay.data.layouts import LayoutOptions
+from sftplay.data.read import Dialect
 from sftplay.data.records import Text
 from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, RunError
 from sftplay.generate import batch
-from sftplay.generate import prompts as questions
+from sftplay.generate import batch as questions
+from sftplay.generate.batch import PromptFile
 from sftplay.generate.generate import Generator, answer_all, answer_batch
 from sftplay.generate.partial_answers import PartialAnswers
-from sftplay.generate.prompts import PromptFile
 from sftplay.generate.sampling import SampleByRow, Sampling
 
 pytestmark = pytest.mark.usefixtures("verbs_environment")

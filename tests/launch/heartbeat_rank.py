@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from sftplay import heartbeat as beating
-from sftplay.launch.supervise.processes import answer_with_stacks
+from sftplay.launch.processes import answer_with_stacks
 
 NUMBER = int(os.environ.get("RANK", "0"))
 

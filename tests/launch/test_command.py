@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.config.load import load_config
-from sftplay.launch.command.command import Launch, Scale, build_launch, cache_environment, offline_environment
+from sftplay.launch.command import Launch, Scale, build_launch, cache_environment, offline_environment
 from sftplay.runs.inputs import needs_no_hub
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ import pytest
 
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, ConfigErrors
-from sftplay.launch.command.deepspeed_json import (
+from sftplay.launch.deepspeed_json import (
     AUTO_NAMES,
     OUTDATED,
     REMOVED,

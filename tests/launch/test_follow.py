@@ -16,11 +16,11 @@ from processes import HANG_S, is_alive, wait_until
 
 from sftplay import log
 from sftplay import log as console
-from sftplay.launch.command.command import Launch
+from sftplay.launch import follow as following
+from sftplay.launch.command import Launch
+from sftplay.launch.follow import FolderGone, follow, watch_folder
+from sftplay.launch.processes import find_parent
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise import follow as following
-from sftplay.launch.supervise.follow import FolderGone, follow, watch_folder
-from sftplay.launch.supervise.processes import find_parent
 from sftplay.log import LINE, STATUS
 from sftplay.signals import STOP_SIGNALS, catch_signals
 
@@ -186,9 +186,9 @@ def test_the_parent_of_a_process_is_known_and_of_none_is_0():
 DRIVER = """
 import sys
 from pathlib import Path
-from sftplay.launch.command.command import Launch
+from sftplay.launch.command import Launch
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise import follow
+from sftplay.launch.follow import follow
 follow.ECHO_S = float(sys.argv[2])
 launch = Launch(tuple(sys.argv[3:]), {"SFTPLAY_FOLLOWED": "1"})
 sys.exit(follow.follow(launch, RunFolder(Path(sys.argv[1]))))

@@ -22,13 +22,12 @@ from torch.distributed.run import get_args_parser
 from sftplay.cli import main, parse
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, ConfigErrors
-from sftplay.launch.command.command import Launch, Scale, build_launch
-from sftplay.launch.command.strategy import strategy_environment
+from sftplay.launch import processes as processes_of_a_launch
+from sftplay.launch.command import Launch, Scale, build_launch
+from sftplay.launch.follow import final_exit_code, follow
+from sftplay.launch.processes import descends_from, end_launch, find_death
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise import processes as processes_of_a_launch
-from sftplay.launch.supervise.exit_cause import find_death
-from sftplay.launch.supervise.follow import final_exit_code, follow
-from sftplay.launch.supervise.processes import descends_from, end_launch
+from sftplay.launch.strategy import strategy_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = "configs/run_demo.yaml"
@@ -58,7 +57,7 @@ def read_as_accelerate(command: Launch, folder: Path) -> Namespace:
 
 
 def read_as_deepspeed(command: Launch) -> dict[str, Any]:
-    assert command.argv[1:3] == ("-m", "sftplay.launch.command.deepspeed_runner")
+    assert command.argv[1:3] == ("-m", "sftplay.launch.deepspeed_runner")
     argv = [sys.executable, "-c", READ_AS_DEEPSPEED, *command.argv[3:]]
     env = {**os.environ, "DS_ACCELERATOR": "cpu"}
     output = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=HANG_S).stdout

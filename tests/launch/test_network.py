@@ -11,11 +11,10 @@ import pytest
 
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigErrors
-from sftplay.launch.command.command import Scale
-from sftplay.launch.command.network import DUMPS, NCCL_NAMES, list_interfaces, nccl_environment
+from sftplay.launch.command import DUMPS, NCCL_NAMES, Scale, list_interfaces, nccl_environment
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing import size_run
 from sftplay.runs.start import build_command
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sftplay.errors import ConfigError, DataError, MachineError
-from sftplay.launch.nodes.join import check_nodes_match, find_differences
+from sftplay.launch.nodes import check_nodes_match, find_differences
 
 
 def report(**sections: dict[str, Any]) -> dict[str, Any]:

@@ -25,17 +25,16 @@ from processes import HANG_S, wait_until
 from sftplay import log
 from sftplay.cli import main
 from sftplay.errors import ConfigError, MachineError, RunError
+from sftplay.launch import command as module
 from sftplay.launch import generation_server
-from sftplay.launch.command import ray_command as module
-from sftplay.launch.command.launchers import Scale, launcher_command
-from sftplay.launch.command.ray_command import ray_command, read_request
+from sftplay.launch.command import Scale, launcher_command, ray_command, read_request
+from sftplay.launch.follow import final_exit_code
 from sftplay.launch.generation_server import FollowedServer
+from sftplay.launch.processes import find_death
 from sftplay.launch.ray_train import driver
 from sftplay.launch.ray_train.driver import _Lines
 from sftplay.launch.ray_train.rank import STOP
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise.exit_cause import find_death
-from sftplay.launch.supervise.follow import final_exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,9 +16,9 @@ import pytest
 from processes import HANG_S, wait_until
 
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
-from sftplay.launch.command.command import Scale
-from sftplay.launch.nodes import rendezvous as meeting
-from sftplay.launch.nodes.rendezvous import Peer, Rendezvous, RendezvousEnded
+from sftplay.launch import nodes as meeting
+from sftplay.launch.command import Scale
+from sftplay.launch.nodes import Peer, Rendezvous, RendezvousEnded
 from sftplay.machine.ports import free_port
 
 Body = Callable[[Rendezvous], Any]
@@ -269,7 +269,7 @@ def test_a_node_does_not_join_a_run_that_has_another_token():
 
 
 def test_a_node_that_takes_nothing_does_not_hold_the_others(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sftplay.launch.nodes.rendezvous.SEND_S", 0.05)
+    monkeypatch.setattr("sftplay.launch.nodes.SEND_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as server:
         theirs = connect(server.getsockname()[1])
         peer = Peer(server.accept()[0])

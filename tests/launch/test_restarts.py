@@ -27,13 +27,12 @@ from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.errors import ConfigError
 from sftplay.launch.checkpoints import mark_complete
-from sftplay.launch.command.command import Launch, Scale
-from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise.exit_cause import Death, cause_of_death, find_death
-from sftplay.launch.supervise.follow import final_exit_code
-from sftplay.launch.variables import PARENT
+from sftplay.launch.command import Launch, Scale
+from sftplay.launch.follow import final_exit_code
+from sftplay.launch.processes import Death, cause_of_death, find_death
+from sftplay.launch.run_folder import PARENT, RunFolder
 from sftplay.machine.probe import probe
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing import size_run
 from sftplay.runs import start as launching
 from sftplay.tasks import worker
 

@@ -46,7 +46,7 @@ STARTED = {
     "python": [],
     "torchrun": ["torch.distributed.run"],
     "accelerate": ["accelerate.commands.launch"],
-    "deepspeed": ["sftplay.launch.command.deepspeed_runner", "deepspeed.launcher.launch"],
+    "deepspeed": ["sftplay.launch.deepspeed_runner", "deepspeed.launcher.launch"],
 }
 """Modules of the processes between the command and its ranks, from the outermost one."""
 

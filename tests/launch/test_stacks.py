@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from sftplay.launch.supervise.processes import COLLECTIVES, NATIVE_COLLECTIVES, Stack, main_stack
+from sftplay.launch.processes import COLLECTIVES, NATIVE_COLLECTIVES, Stack, main_stack
 
 
 def test_torch_has_the_files_in_which_collectives_start():

@@ -14,11 +14,11 @@ import pytest
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.heartbeat import read_heartbeats
-from sftplay.launch.command.command import Launch
-from sftplay.launch.supervise import processes
-from sftplay.launch.supervise import processes as stacks
-from sftplay.launch.supervise.follow import follow
-from sftplay.launch.supervise.processes import end_launch
+from sftplay.launch import processes
+from sftplay.launch import processes as stacks
+from sftplay.launch.command import Launch
+from sftplay.launch.follow import follow
+from sftplay.launch.processes import end_launch
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = str(Path(__file__).with_name("heartbeat_rank.py"))
@@ -69,9 +69,9 @@ def has_argument(path, settings):
 FOLLOW = """
 import sys
 from pathlib import Path
-from sftplay.launch.command.command import Launch
+from sftplay.launch.command import Launch
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise.follow import follow
+from sftplay.launch.follow import follow
 sys.exit(follow(Launch(tuple(sys.argv[2:]), {}), RunFolder(Path(sys.argv[1]))))
 """
 

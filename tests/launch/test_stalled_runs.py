@@ -52,7 +52,7 @@ if sleep and in_worker and os.environ.get("RANK", "alone") == sleep["rank"]:
         target = getattr(target, each)
     lay_sleep(target, name, sleep["call"])
 elif sleep and not in_worker:  # a busy machine answers later
-    importlib.import_module("sftplay.launch.supervise.processes").ANSWER_S = 60.0
+    importlib.import_module("sftplay.launch.processes").ANSWER_S = 60.0
 """
 
 

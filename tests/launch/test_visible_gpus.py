@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.config.load import load_config
-from sftplay.launch.command.command import Scale, one_gpu_environment
+from sftplay.launch.command import Scale, one_gpu_environment
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.runs import start

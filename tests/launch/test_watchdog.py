@@ -16,9 +16,9 @@ import pytest
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.heartbeat import Beat, Heartbeat, heartbeat_path, read_heartbeats
-from sftplay.launch.supervise import processes as stacks
-from sftplay.launch.supervise.processes import Stack, ask_for_stacks, read_state
-from sftplay.launch.supervise.watchdog import GAP_S, SHOWN_LINES, Stall, Watchdog, find_culprits
+from sftplay.launch import processes as stacks
+from sftplay.launch.follow import GAP_S, SHOWN_LINES, Stall, Watchdog, find_culprits
+from sftplay.launch.processes import Stack, ask_for_stacks, read_state
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60.0

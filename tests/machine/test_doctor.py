@@ -16,14 +16,21 @@ import pytest
 import recorded_driver as driver
 from processes import HANG_S
 
-from sftplay.machine import libraries as torch_build
-from sftplay.machine.doctor import install, system
-from sftplay.machine.doctor.examine import RunNeeds, diagnose
-from sftplay.machine.doctor.gpu import check_gpus
-from sftplay.machine.doctor.hub import check_hub, find_token, is_cached
-from sftplay.machine.doctor.install import RANGES, check_libraries, check_torch, is_within
-from sftplay.machine.libraries import TorchBuild, find_archs, find_torch
-from sftplay.machine.probe import Machine, probe
+from sftplay.machine import doctor
+from sftplay.machine import probe as torch_build
+from sftplay.machine.doctor import (
+    RANGES,
+    RunNeeds,
+    check_gpus,
+    check_hub,
+    check_libraries,
+    check_torch,
+    diagnose,
+    find_token,
+    is_cached,
+    is_within,
+)
+from sftplay.machine.probe import Machine, TorchBuild, find_archs, find_torch, probe
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -139,7 +146,7 @@ def test_a_version_is_compared_as_pip_compares_releases(version, ranges, within)
     ],
 )
 def test_libraries_must_be_installed_and_fit_together(monkeypatch, changes, level, part):
-    monkeypatch.setattr(install, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     versions = {name: v for name, v in {**PLAIN.libraries, **changes}.items() if v}
     findings = check_libraries(replace(PLAIN, libraries=versions))
     assert levels(findings) == {"versions": level}
@@ -147,7 +154,7 @@ def test_libraries_must_be_installed_and_fit_together(monkeypatch, changes, leve
 
 
 def test_unsloth_does_not_go_with_datasets_5(monkeypatch):
-    monkeypatch.setattr(install, "find_spec", lambda name: object() if name == "unsloth" else None)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: object() if name == "unsloth" else None)
     findings = check_libraries(replace(PLAIN, libraries={**PLAIN.libraries, "datasets": "5.2.0"}))
     assert [(f.level, f.fix) for f in findings] == [("warn", "pip install 'datasets<5', or use tuning.backend: bnb")]
 
@@ -194,8 +201,8 @@ def test_torch_is_asked_in_a_process_of_its_own(monkeypatch):
 
 def test_room_for_the_kept_checkpoints_and_the_one_being_written_is_needed(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 10 * GIB})
-    monkeypatch.setattr(system.shutil, "disk_usage", lambda path: usage)
-    check = system.check_disk
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    check = doctor.check_disk
     assert [check(tmp_path / "new", size, kept=2)[0].level for size in (3 * GIB, 4 * GIB)] == ["ok", "stop"]
     assert [check(tmp_path, 10 * GIB + more, kept=0)[0].level for more in (0, 1)] == ["ok", "stop"]
     assert check(tmp_path, None, kept=2)[0].level == "ok"
@@ -209,25 +216,25 @@ def test_a_taken_rendezvous_port_is_a_warning(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setattr(system, "RENDEZVOUS_PORT", taken.getsockname()[1])
-        assert levels(system.check_ports()) == {"ports": "warn"}
+        monkeypatch.setattr(doctor, "RENDEZVOUS_PORT", taken.getsockname()[1])
+        assert levels(doctor.check_ports()) == {"ports": "warn"}
     with socket.socket() as bound:  # so that nobody else gets it; without listening it is no program's
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(system, "RENDEZVOUS_PORT", bound.getsockname()[1])
-        assert levels(system.check_ports()) == {"ports": "ok"}
+        monkeypatch.setattr(doctor, "RENDEZVOUS_PORT", bound.getsockname()[1])
+        assert levels(doctor.check_ports()) == {"ports": "ok"}
 
 
 def test_little_shared_memory_few_files_and_little_ram_are_warnings(tmp_path, monkeypatch, machine_of):
     usage = type("Usage", (), {"free": 64 * 2**20})
-    monkeypatch.setattr(system.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
     one = machine_of()
-    assert levels(system.check_shared_memory(one, tmp_path)) == {"shared memory": "ok"}
-    assert levels(system.check_shared_memory(replace(one, gpus=one.gpus * 2), tmp_path)) == {"shared memory": "warn"}
+    assert levels(doctor.check_shared_memory(one, tmp_path)) == {"shared memory": "ok"}
+    assert levels(doctor.check_shared_memory(replace(one, gpus=one.gpus * 2), tmp_path)) == {"shared memory": "warn"}
     for soft, level in ((1024, "warn"), (4096, "ok"), (-1, "ok")):
-        monkeypatch.setattr(system.resource, "getrlimit", lambda kind, soft=soft: (soft, -1))
-        assert levels(system.check_limits()) == {"open files": level}
-    assert levels(system.check_memory(replace(PLAIN, ram_free_bytes=GIB))) == {"memory": "warn"}
+        monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind, soft=soft: (soft, -1))
+        assert levels(doctor.check_limits()) == {"open files": level}
+    assert levels(doctor.check_memory(replace(PLAIN, ram_free_bytes=GIB))) == {"memory": "warn"}
 
 
 @pytest.mark.parametrize(
@@ -241,14 +248,14 @@ def test_little_shared_memory_few_files_and_little_ram_are_warnings(tmp_path, mo
     ],
 )
 def test_variables_that_are_easily_forgotten_are_checked(machine_of, environ, level):
-    assert levels(system.check_environment(machine_of(), environ)) == {"environment": level}
+    assert levels(doctor.check_environment(machine_of(), environ)) == {"environment": level}
 
 
 def test_unused_nvlinks_are_a_warning(machine_of):
     linked = replace(machine_of(), links=(("X", "NV12"), ("NV12", "X")))
     apart = replace(linked, links=(("X", "SYS"), ("SYS", "X")))
     environ = {"NCCL_P2P_DISABLE": "1"}
-    findings = [system.check_environment(each, environ) for each in (linked, apart)]
+    findings = [doctor.check_environment(each, environ) for each in (linked, apart)]
     assert [levels(each)["environment"] for each in findings] == ["warn", "ok"]
 
 
@@ -286,7 +293,7 @@ def hub(status: int):
     ],
 )
 def test_the_hub_is_asked_once_and_the_token_is_never_shown(tmp_path, monkeypatch, status, token, expected):
-    monkeypatch.setattr("sftplay.machine.doctor.hub.WAIT_S", HANG_S)
+    monkeypatch.setattr("sftplay.machine.doctor.WAIT_S", HANG_S)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with hub(status) as (address, requests):
@@ -332,15 +339,15 @@ def test_cache_and_token_are_where_the_hubs_own_client_reads_them(monkeypatch, t
 
 
 def test_every_finding_that_is_not_ok_has_a_remedy_and_the_fast_doctor_does_not_ask_torch(tmp_path, monkeypatch):
-    from sftplay.machine.doctor import examine
+    from sftplay.machine import doctor
 
-    monkeypatch.setattr(examine, "ask_torch", lambda: pytest.fail("torch was asked"))
+    monkeypatch.setattr(doctor, "ask_torch", lambda: pytest.fail("torch was asked"))
     for name in driver.MACHINES:
         driver.install(monkeypatch, driver.recorded(name))
         findings = diagnose(probe(in_detail=True), RunNeeds(output=tmp_path), is_fast=True)
         assert {each.subject for each in findings} >= {"gpu", "versions", "memory", "disk", "ports", "open files"}
         assert [each for each in findings if each.level != "ok" and not each.fix] == []
-    monkeypatch.setattr(examine, "ask_torch", lambda: {"error": "asked"})
-    monkeypatch.setattr(examine, "check_hub", lambda *args, **kwargs: [])
+    monkeypatch.setattr(doctor, "ask_torch", lambda: {"error": "asked"})
+    monkeypatch.setattr(doctor, "check_hub", lambda *args, **kwargs: [])
     findings = diagnose(PLAIN, RunNeeds(output=tmp_path, wants_4bit=True), is_fast=False)
     assert "cannot be imported: asked" in json.dumps([each.what for each in findings])

@@ -12,8 +12,8 @@ import pynvml
 import pytest
 import recorded_driver as driver
 
+from sftplay.machine import gpu as ram
 from sftplay.machine import probe as probes
-from sftplay.machine import ram
 from sftplay.machine.gpu import Present, choose
 from sftplay.machine.probe import find_gpus, library_versions, other_accelerators, probe, usable_cores
 

@@ -14,11 +14,11 @@ import pytest
 import recorded_driver as driver
 
 from sftplay.commands import machine as commands
-from sftplay.launch.command.command import one_gpu_environment
-from sftplay.machine import libraries as torch_build
+from sftplay.launch.command import one_gpu_environment
 from sftplay.machine import memory_use, probe
-from sftplay.machine.doctor.gpu import check_gpus
-from sftplay.machine.libraries import TorchBuild
+from sftplay.machine import probe as torch_build
+from sftplay.machine.doctor import check_gpus
+from sftplay.machine.probe import TorchBuild
 
 TORCH = TorchBuild("2.14.1+cu130", "13.0", None, ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
 """From torch/version.py and libtorch_python.so of the wheel torch-2.14.1 for Linux."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.machine import libraries as unsloth
-from sftplay.machine.libraries import find_unsloth_problem
+from sftplay.machine import probe as unsloth
+from sftplay.machine.probe import find_unsloth_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,7 +22,7 @@ from processes import HANG_S
 
 from sftplay.config.run import ModelConfig
 from sftplay.errors import ConfigError, MachineError
-from sftplay.machine.libraries import hub_client
+from sftplay.machine.probe import hub_client
 from sftplay.model import source as hub
 from sftplay.model.load import load_base
 from sftplay.model.source import check_reachable, first_line

@@ -16,9 +16,9 @@ from sftplay.config.data import DataConfig
 from sftplay.config.run import LoraConfig, ModelConfig, NewTokensConfig, RunConfig, TuningConfig
 from sftplay.errors import ConfigError, DataError
 from sftplay.model.adapter import add_adapter
-from sftplay.model.new_tokens.embedding_rows import add_rows
-from sftplay.model.new_tokens.terms import find_terms, read_terms
-from sftplay.model.new_tokens.tokens import HAS_NO_FORM, IS_ONE_TOKEN, NewToken, add_to, choose_forms, make_token
+from sftplay.model.embedding_rows import add_rows
+from sftplay.model.new_tokens import HAS_NO_FORM, IS_ONE_TOKEN, NewToken, add_to, choose_forms, make_token
+from sftplay.model.terms import find_terms, read_terms
 from sftplay.model.tokenizer import load_extended
 
 PLAIN_TEXT = "the old light walks under green hills and asks why seven quiet boats carry salt"

@@ -19,7 +19,7 @@ from unsloth_stand_in import FastLanguageModel, as_module
 
 from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
-from sftplay.machine.libraries import recomputation
+from sftplay.machine.probe import recomputation
 from sftplay.model.load import load_start, start_adapter
 from sftplay.model.unsloth_model import check_arguments
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from oracle.cases import Case, TraceSettings
 from oracle.record import recorded_peaks
-from sftplay.plan.memory.memory_setup import WORKSPACE_BYTES, Adapter, MemorySetup
-from sftplay.plan.memory.step import Size, estimate
-from sftplay.plan.shape.from_config import shape_from_config
+from sftplay.plan.memory import Size, estimate
+from sftplay.plan.memory_setup import WORKSPACE_BYTES, Adapter, MemorySetup
+from sftplay.plan.shape_from_config import shape_from_config
 
 
 @dataclass(frozen=True)

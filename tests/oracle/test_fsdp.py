@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from oracle.cases import LLAMA, TraceSettings
 from oracle.closed_form import read_memory_setup
 from oracle.live_bytes import LiveBytes
-from sftplay.plan.memory.step import Size, estimate, kept_bytes
-from sftplay.plan.shape.from_config import shape_from_config
+from sftplay.plan.memory import Size, estimate, kept_bytes
+from sftplay.plan.shape_from_config import shape_from_config
 
 TOKENS, WIDTH, LAYERS = 24, 16, 5
 

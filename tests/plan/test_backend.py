@@ -12,7 +12,7 @@ from sftplay.config.load import load_config
 from sftplay.config.rules import check_rules
 from sftplay.errors import MachineError
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing import size_run
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = Machine(

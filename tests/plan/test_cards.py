@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sftplay.errors import ConfigError
-from sftplay.plan.devices.cards import CARDS, find_card, parse_fleet
+from sftplay.plan.devices import CARDS, find_card, parse_fleet
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import pytest
 from benchmarks.cpu_memory import CASES, Case, Measured, measure, write_case
 from sftplay.cli import main
 from sftplay.commands import train
+from sftplay.machine.gpu import ram_limit_bytes
 from sftplay.machine.probe import probe
-from sftplay.machine.ram import ram_limit_bytes
-from sftplay.plan.memory.budget import CPU_PROCESS_BYTES
+from sftplay.plan.forecast import CPU_PROCESS_BYTES
 from sftplay.runs import inputs, start
 
 MIB = 2**20

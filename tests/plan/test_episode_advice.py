@@ -11,9 +11,9 @@ import pytest
 from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.errors import MachineError
-from sftplay.launch.command.command import Scale
+from sftplay.launch.command import Scale
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.devices.cards import find_card
+from sftplay.plan.devices import find_card
 from sftplay.runs.start import size
 
 CONFIG = Path(__file__).parents[2] / "configs" / "run_score_gsm8k.yaml"

@@ -10,10 +10,10 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
-from sftplay.plan.report.flops import model_flops, seen_pairs
-from sftplay.plan.shape.find import find_shape
-from sftplay.plan.shape.from_config import shape_from_config
+from sftplay.plan.find_shape import find_shape
+from sftplay.plan.flops import model_flops, seen_pairs
+from sftplay.plan.memory_setup import Adapter, MemorySetup
+from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.train.loss_heads import prove_label_head
 
 ROWS, TOKENS, RANK = 2, 24, 4

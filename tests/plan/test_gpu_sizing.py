@@ -19,7 +19,7 @@ from benchmarks.gpu_sizing import CPU_CASES, GPU_CASES, Place, measure_case
 from benchmarks.gpu_sizing_table import as_markdown, summarise
 from sftplay.errors import RunError
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.shape.find import find_shape
+from sftplay.plan.find_shape import find_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

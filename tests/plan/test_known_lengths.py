@@ -10,9 +10,9 @@ import pytest
 from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
-from sftplay.plan.shape.find import find_shape
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.find_shape import find_shape
+from sftplay.plan.row_lengths import RowLengths, planned_tokens
+from sftplay.plan.sizing import size_run
 from sftplay.runs.inputs import known_lengths
 
 ROOT = Path(__file__).resolve().parents[2]

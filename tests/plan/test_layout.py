@@ -10,11 +10,10 @@ import pytest
 from sftplay.config.run import RunConfig
 from sftplay.errors import SftplayError
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.devices.cards import find_card
-from sftplay.plan.devices.layout import OWN, resolve_layout
-from sftplay.plan.shape.find import find_shape
-from sftplay.plan.sizing.size_run import size_run
-from sftplay.plan.sizing.task_sizing import SizedRun
+from sftplay.plan.devices import OWN, find_card, resolve_layout
+from sftplay.plan.find_shape import find_shape
+from sftplay.plan.sizing import size_run
+from sftplay.plan.task_sizing import SizedRun
 from sftplay.tasks.score.plan import describe_layout
 
 LLAMA = "meta-llama/Llama-3.2-3B"

@@ -15,10 +15,10 @@ from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.model import load, weights
 from sftplay.model.load import load_start
-from sftplay.plan.memory.forecast import LOAD, OPENED
-from sftplay.plan.shape.find import find_shape
-from sftplay.plan.sizing.size_run import size_run
-from sftplay.plan.sizing.task_sizing import SizedRun
+from sftplay.plan.find_shape import find_shape
+from sftplay.plan.forecast import LOAD, OPENED
+from sftplay.plan.sizing import size_run
+from sftplay.plan.task_sizing import SizedRun
 from sftplay.tasks.worker import find_runner
 from sftplay.train import run_task
 

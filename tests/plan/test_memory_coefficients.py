@@ -15,15 +15,13 @@ from oracle.closed_form import closed_bytes, read_memory_setup, traced_bytes
 
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.memory import head, layer, memory_setup, sharding
-from sftplay.plan.memory import step as memory
-from sftplay.plan.memory.budget import Device, runtime_bytes
-from sftplay.plan.memory.memory_setup import Adapter, MemorySetup, trained_params, workspace_bytes
-from sftplay.plan.memory.sharding import find_share
-from sftplay.plan.memory.step import Size, estimate, standing_bytes
-from sftplay.plan.shape.find import find_shape
-from sftplay.plan.shape.from_config import shape_from_config
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan import activations, memory, memory_setup
+from sftplay.plan.find_shape import find_shape
+from sftplay.plan.forecast import Device, runtime_bytes
+from sftplay.plan.memory import Size, estimate, find_share, standing_bytes
+from sftplay.plan.memory_setup import Adapter, MemorySetup, trained_params, workspace_bytes
+from sftplay.plan.shape_from_config import shape_from_config
+from sftplay.plan.sizing import size_run
 
 SHAPE = shape_from_config(FAMILIES["llama"], name="x")
 LORA = load_config(Path(__file__).resolve().parents[2] / "configs/run_lora.yaml")
@@ -36,22 +34,22 @@ def times(function, factor):
 
 TRACED = {
     # term: (module, function, phase, share within which the right one is and a wrong one is not)
-    "the MLP's kept tensors": (layer, "_mlp_kept", "head", 0.01),
-    "the norms' fp32 inputs": (layer, "_norms_kept", "head", 0.005),
-    "attention's kept tensors": (layer, "_attention_kept", "head", 0.01),
-    "the copy that each pair keeps of its input": (layer, "_inputs_kept", "head", 0.01),
-    "what the activation keeps": (layer, "_activation_kept", "head", 0.01),
-    "the scores": (head, "_scores", "head", 0.01),
+    "the MLP's kept tensors": (activations, "_mlp_kept", "head", 0.01),
+    "the norms' fp32 inputs": (activations, "_norms_kept", "head", 0.005),
+    "attention's kept tensors": (activations, "_attention_kept", "head", 0.01),
+    "the copy that each pair keeps of its input": (activations, "_inputs_kept", "head", 0.01),
+    "what the activation keeps": (activations, "_activation_kept", "head", 0.01),
+    "the scores": (activations, "_scores", "head", 0.01),
     "the layers' inputs under checkpointing": (memory, "kept_bytes", "head", 0.01),
-    "16-bit copies of what trains in fp32": (layer, "_rounded_bytes", "head", 0.003),
-    "16-bit copy of the head": (head, "_rounded_head", "head", 0.002),
+    "16-bit copies of what trains in fp32": (activations, "_rounded_bytes", "head", 0.003),
+    "16-bit copy of the head": (activations, "_rounded_head", "head", 0.002),
     "the layers' rounded weights": (memory, "_rounded_layers", "head", 0.003),
-    "a 4-bit weight unpacked": (layer, "_weight_moment", "layer", 0.01),
-    "the MLP's working set": (layer, "_mlp_transient", "layer", 0.01),
-    "a frozen MLP's working set": (layer, "_mlp_transient", "layer", 0.01),
+    "a 4-bit weight unpacked": (activations, "_weight_moment", "layer", 0.01),
+    "the MLP's working set": (activations, "_mlp_transient", "layer", 0.01),
+    "a frozen MLP's working set": (activations, "_mlp_transient", "layer", 0.01),
     "the scores that the caller keeps": (memory, "_held_scores", "layer", 0.01),
-    "eager attention's working set": (layer, "_attention_transient", "layer", 0.015),
-    "eager attention's working set in fp32": (layer, "_attention_transient", "layer", 0.015),
+    "eager attention's working set": (activations, "_attention_transient", "layer", 0.015),
+    "eager attention's working set in fp32": (activations, "_attention_transient", "layer", 0.015),
 }
 
 
@@ -73,7 +71,7 @@ def test_a_term_off_by_a_tenth_leaves_the_trace(term, monkeypatch):
 def test_what_a_loss_in_chunks_keeps_between_them_is_planned(monkeypatch):
     traced = traced_bytes(SHALLOW_CHUNKS)["head"]
     assert 1 <= closed_bytes(SHALLOW_CHUNKS)["head"] / traced < 1.03
-    monkeypatch.setattr(head, "_kept_for_chunks", lambda *_: 0.0)
+    monkeypatch.setattr(activations, "_kept_for_chunks", lambda *_: 0.0)
     assert closed_bytes(SHALLOW_CHUNKS)["head"] / traced < 0.85
 
 
@@ -144,10 +142,10 @@ def test_rows_of_new_tokens_are_those_of_the_config(tmp_path):
 def test_scores_take_twelve_bytes_each_and_fourteen_where_the_caller_keeps_them():
     code = read_memory_setup(TraceSettings(method="lora"))
     tokens, scores = 1024, 1024 * SHAPE.vocab
-    norm = tokens * layer.norm_kept(SHAPE, code)
-    assert head.head_in_backward(SHAPE, code, tokens=tokens, labelled=tokens) - norm == 12 * scores
+    norm = tokens * activations.norm_kept(SHAPE, code)
+    assert activations.head_in_backward(SHAPE, code, tokens=tokens, labelled=tokens) - norm == 12 * scores
     assert (
-        head.head_in_backward(SHAPE, replace(code, holds_scores=True), tokens=tokens, labelled=tokens) - norm
+        activations.head_in_backward(SHAPE, replace(code, holds_scores=True), tokens=tokens, labelled=tokens) - norm
         == 14 * scores
     )
 
@@ -227,12 +225,12 @@ def test_deepspeeds_buckets_hold_five_hundred_million_elements():
     code = MemorySetup(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True)
     share = find_share(wide, code, standing=standing_bytes(wide, code), strategy="zero1", world_size=2)
     assert share.communication.buffers == 2 * 2 * 500_000_000
-    assert sharding.BUCKET_ELEMENTS == 500_000_000
+    assert memory.BUCKET_ELEMENTS == 500_000_000
 
 
 def test_grouped_keys_that_are_copied_out_weigh_as_much_as_queries():
     code = read_memory_setup(TraceSettings(method="lora", padded=True))
-    apart = layer._attention_kept(SHAPE, code, seq=64) - layer._attention_kept(
+    apart = activations._attention_kept(SHAPE, code, seq=64) - activations._attention_kept(
         SHAPE, replace(code, repeats_kv=False), seq=64
     )
     assert apart == 2 * 2 * (1024 - 256)
@@ -243,6 +241,6 @@ def test_dropout_keeps_a_byte_an_element():
         code = replace(
             read_memory_setup(TraceSettings(method="lora")), adapter=Adapter(rank=8, has_dropout=has_dropout)
         )
-        return layer.layer_bytes(SHAPE, code, tokens=1, seq=1).kept
+        return activations.layer_bytes(SHAPE, code, tokens=1, seq=1).kept
 
     assert kept(True) - kept(False) == sum(each.inputs for each in SHAPE.linears)

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle.cases import FAMILIES
 
-from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
-from sftplay.plan.memory.sharding import STRATEGIES, find_share
-from sftplay.plan.memory.step import Size, estimate, standing_bytes
-from sftplay.plan.shape.from_config import shape_from_config
+from sftplay.plan.memory import STRATEGIES, Size, estimate, find_share, standing_bytes
+from sftplay.plan.memory_setup import Adapter, MemorySetup
+from sftplay.plan.shape_from_config import shape_from_config
 
 SHAPES = {name: shape_from_config(config, name=name) for name, config in FAMILIES.items()}
 shapes = st.sampled_from(sorted(SHAPES)).map(SHAPES.get)

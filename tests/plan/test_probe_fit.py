@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.memory.probe_fit import Fit, MemoryLine, NoFit, Point, fit
-from sftplay.plan.memory.step import Size, estimate
-from sftplay.plan.shape.find import find_shape
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.find_shape import find_shape
+from sftplay.plan.forecast import Fit, MemoryLine, NoFit, Point, fit
+from sftplay.plan.memory import Size, estimate
+from sftplay.plan.sizing import size_run
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -11,7 +11,7 @@ import pytest
 from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.errors import MachineError
-from sftplay.launch.command.command import Scale
+from sftplay.launch.command import Scale
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.runs.start import size
 

@@ -15,12 +15,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.sizing.size_run import size_run
-from sftplay.plan.sizing.task_sizing import SizedRun
+from sftplay.plan.sizing import size_run
+from sftplay.plan.task_sizing import SizedRun
 from sftplay.tasks.hrm.act import all_halted, run_segment
-from sftplay.tasks.hrm.memory import GridSize, PuzzleModelShape, PuzzleShape, puzzle_footprint
 from sftplay.tasks.hrm.network import Grid, PuzzleModel
-from sftplay.tasks.hrm.plan import flops_per_row, shape_for_puzzles
+from sftplay.tasks.hrm.plan import (
+    GridSize,
+    PuzzleModelShape,
+    PuzzleShape,
+    flops_per_row,
+    puzzle_footprint,
+    shape_for_puzzles,
+)
 from sftplay.tasks.hrm.section import HrmConfig
 
 ROOT = Path(__file__).parents[2]

@@ -12,12 +12,11 @@ from oracle.trace import recompute
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
-from sftplay.plan.memory.sharding import find_share
-from sftplay.plan.memory.step import Size, estimate, standing_bytes
-from sftplay.plan.shape.find import find_shape
-from sftplay.plan.shape.from_config import shape_from_config
-from sftplay.tasks.grpo.memory import CACHE, DRAW, ENGINE, REFERENCE, SCORE, Rollout, cache_bytes, estimate_rollout
+from sftplay.plan.find_shape import find_shape
+from sftplay.plan.memory import Size, estimate, find_share, standing_bytes
+from sftplay.plan.memory_setup import Adapter, MemorySetup
+from sftplay.plan.shape_from_config import shape_from_config
+from sftplay.tasks.grpo.plan import CACHE, DRAW, ENGINE, REFERENCE, SCORE, Rollout, cache_bytes, estimate_rollout
 from sftplay.train.upstream import fitted_tiles
 
 LLAMA = find_shape("meta-llama/Llama-3.1-8B")

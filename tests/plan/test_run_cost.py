@@ -10,12 +10,11 @@ import pytest
 from oracle.cases import FAMILIES
 
 from sftplay.config.run import RunConfig
-from sftplay.plan.memory.budget import Device
-from sftplay.plan.memory.forecast import Setting
-from sftplay.plan.memory.memory_setup import Adapter, MemorySetup
-from sftplay.plan.memory.row_lengths import RowLengths
-from sftplay.plan.report.run_cost import estimate_workload, flops_per_token
-from sftplay.plan.shape.from_config import shape_from_config
+from sftplay.plan.forecast import Device, Setting
+from sftplay.plan.memory_setup import Adapter, MemorySetup
+from sftplay.plan.report import estimate_workload, flops_per_token
+from sftplay.plan.row_lengths import RowLengths
+from sftplay.plan.shape_from_config import shape_from_config
 
 SHAPE = shape_from_config(FAMILIES["llama"], name="x")
 # By hand from the config: four layers of q, k, v, o and the MLP's three, and the head.

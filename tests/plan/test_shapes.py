@@ -11,10 +11,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from sftplay.plan.shape.families import FAMILIES
-from sftplay.plan.shape.find import find_shape, read_table
-from sftplay.plan.shape.from_config import shape_from_config
-from sftplay.plan.shape.model_shape import ModelShape
+from sftplay.plan.find_shape import find_shape, read_table
+from sftplay.plan.shape import ModelShape
+from sftplay.plan.shape_from_config import FAMILIES, shape_from_config
 
 # transformers' modeling_gpt_bigcode.py compiles three small functions when it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

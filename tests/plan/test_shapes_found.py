@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.errors import ConfigError
-from sftplay.plan.shape.find import TABLE, find_shape, nearest_models, read_table
+from sftplay.plan.find_shape import TABLE, find_shape, nearest_models, read_table
 
 LLAMA = {
     "model_type": "llama",
@@ -106,7 +106,7 @@ def test_a_last_part_that_names_models_of_different_shape_finds_none(tmp_path, m
     table = {"groups": [{"shared": LLAMA, "columns": ["num_hidden_layers"], "models": []}]}
     table["groups"][0]["models"] = [{"name": "a/same", "values": [2]}, {"name": "b/same", "values": [3]}]
     (tmp_path / "table.json").write_text(json.dumps(table))
-    monkeypatch.setattr("sftplay.plan.shape.find.TABLE", tmp_path / "table.json")
+    monkeypatch.setattr("sftplay.plan.find_shape.TABLE", tmp_path / "table.json")
     assert find_shape("same") is None
     assert find_shape("b/same").layers == 3
 
@@ -154,7 +154,7 @@ def test_every_name_of_the_table_gives_a_shape_of_that_name():
 
 def test_a_shape_is_found_without_torch_transformers_or_yaml():
     code = (
-        "import sys; from sftplay.plan.shape.find import find_shape\n"
+        "import sys; from sftplay.plan.find_shape import find_shape\n"
         "assert find_shape('google/gemma-3-27b-it')\n"
         "print(*sys.modules)"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sftplay.plan.shape.find import find_shape
+from sftplay.plan.find_shape import find_shape
 
 SAFETENSORS = "total in the metadata of the repository's safetensors files, as public pages about it quote it (2026-11)"
 QUOTED = "total of the loaded checkpoint, as public pages about it quote it (2026-11)"

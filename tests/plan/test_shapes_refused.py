@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.errors import ConfigError
-from sftplay.plan.shape.families import FAMILIES, KEYS
-from sftplay.plan.shape.from_config import shape_from_config
+from sftplay.plan.shape_from_config import FAMILIES, KEYS, shape_from_config
 
 LLAMA = {
     "model_type": "llama",

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.shape.from_config import shape_from_config
-from sftplay.plan.sizing import decisions
-from sftplay.plan.sizing import split as sizing
-from sftplay.plan.sizing.size_run import size_run
-from sftplay.plan.sizing.split import split_batch
+from sftplay.plan import decisions, sizing
+from sftplay.plan.shape_from_config import shape_from_config
+from sftplay.plan.sizing import size_run, split_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

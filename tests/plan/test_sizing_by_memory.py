@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.memory.budget import find_device
-from sftplay.plan.memory.forecast import Hardware
-from sftplay.plan.shape.find import find_shape
-from sftplay.plan.sizing import placement as strategy
-from sftplay.plan.sizing.size_run import size_run
-from sftplay.plan.sizing.split import PLATEAU_TOKENS, split_batch
+from sftplay.plan import sizing as strategy
+from sftplay.plan.find_shape import find_shape
+from sftplay.plan.forecast import Hardware, find_device
+from sftplay.plan.sizing import PLATEAU_TOKENS, size_run, split_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

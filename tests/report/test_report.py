@@ -27,15 +27,12 @@ from in_process import Finished, Inputs, StopAfter, train, train_in
 from processes import HANG_S
 
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report.charts import Chart, Curve, linear_axis, value_axis
-from sftplay.report.figures import change, format_figure, interval
-from sftplay.report.history import as_bytes, read_history, thin
-from sftplay.report.page import ENVIRONMENT, render
+from sftplay.report.figures import as_bytes, change, format_figure, interval, read_history, thin
+from sftplay.report.page import ENVIRONMENT, Chart, Curve, linear_axis, render, value_axis
 from sftplay.report.remarks import find_remarks
-from sftplay.report.report import even_columns, write_report
+from sftplay.report.report import evaluation_bars, evaluation_tables, even_columns, write_report
 from sftplay.report.run_files import read_run_files
 from sftplay.report.sample import FILE, masked_sample, write_masked_sample
-from sftplay.report.sections import evaluation_bars, evaluation_tables
 
 CURVES = {
     "loss", "held_out_loss", "learning_rate", "grad_norm", "tokens_per_s", "padded_tokens_per_s", "step_s",

@@ -6,10 +6,18 @@ import pytest
 
 pytest.importorskip("jsonschema", reason="needs jsonschema: make install EXTRAS=reward")
 
-from sftplay.reward.completions import read_text
-from sftplay.reward.form_rewards import has_form, has_length, is_code, not_overlong, not_repetitive
+from sftplay.reward.code_answer import read_text
 from sftplay.reward.math_rewards import solves
-from sftplay.reward.text_rewards import exact_match, fits_schema, matches
+from sftplay.reward.text_rewards import (
+    exact_match,
+    fits_schema,
+    has_form,
+    has_length,
+    is_code,
+    matches,
+    not_overlong,
+    not_repetitive,
+)
 
 BLOCK = "```python\ndef f(x):\n    return x\n```"
 PERSON = {

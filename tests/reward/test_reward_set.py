@@ -11,8 +11,8 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, RunError
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, combined
+from sftplay.sandbox.boxes.job import Verdict
 from sftplay.sandbox.choose import SAFE, find_problem
-from sftplay.sandbox.verdicts.job import Verdict
 
 needs_boxes = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 

@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from sftplay.commands import gpu_check
 from sftplay.errors import ConfigError
 from sftplay.machine.gpu import Gpu
-from sftplay.machine.libraries import TorchBuild
-from sftplay.machine.probe import Machine
-from sftplay.runs.gpu_check import facts, fault, kit, memory, recovery, runs, several_processes, speed
+from sftplay.machine.probe import Machine, TorchBuild
+from sftplay.runs.gpu_check import check as kit
+from sftplay.runs.gpu_check import facts, fault, memory, recovery, runs, several_processes, speed
 from sftplay.runs.gpu_check.check import Broken, CheckContext, NotPossible
 from sftplay.runs.gpu_check.checks import CHECKS
 from sftplay.runs.gpu_check.conduct import Row

@@ -14,7 +14,7 @@ from out_of_memory import hooked
 
 from benchmarks import gpu_speed
 from sftplay.machine.probe import probe
-from sftplay.runs.gpu_check import kit, recovery, runs, several_processes, speed
+from sftplay.runs.gpu_check import check, recovery, runs, several_processes, speed
 from sftplay.runs.gpu_check.check import CheckContext
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,8 +61,8 @@ def test_memory_that_runs_out_in_a_step_leaves_the_same_weights(
 
 def test_the_cap_is_planted_in_the_worker_and_nowhere_else(place: CheckContext, builtin_tiny: Path):
     """Without a GPU the cap itself fails there: the run ends with that error, at the step that was asked for."""
-    run = kit.write_run(place.folder, "capped", values={**recovery.SAVED, "train.save_steps": 1})
-    code = kit.start("train", run, env=recovery.environment(place.folder, "cap", step=2)).wait()
+    run = check.write_run(place.folder, "capped", values={**recovery.SAVED, "train.save_steps": 1})
+    code = check.start("train", run, env=recovery.environment(place.folder, "cap", step=2)).wait()
     assert code != 0
     assert run.status["step"] == 1
     assert "cap_memory" in (run.folder.logs / "rank0.log").read_text()
@@ -102,7 +102,7 @@ def test_held_out_rows_are_measured_before_full_tuning(place: CheckContext, buil
 def test_padded_and_packed_rows_have_their_speeds(place: CheckContext, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(speed, "SHAPE", "tiny")
     assert "packed, of the shape tiny" in speed.compare_packing(place)
-    assert len(place.details["padded"]) == len(place.details["packed"]) == kit.STEPS
+    assert len(place.details["padded"]) == len(place.details["packed"]) == check.STEPS
 
 
 def test_a_split_model_takes_steps(place: CheckContext, monkeypatch: pytest.MonkeyPatch):

@@ -20,16 +20,14 @@ from sftplay.commands import train
 from sftplay.config.load import load_config
 from sftplay.config.run import ModelConfig
 from sftplay.errors import MachineError
-from sftplay.launch.command.command import Scale, build_launch
-from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.variables import EXPECTS_GPU
-from sftplay.machine import libraries as compiler
-from sftplay.machine.doctor.install import check_compiler
-from sftplay.machine.libraries import TorchBuild
-from sftplay.machine.probe import Gpu, Machine
+from sftplay.launch.command import Scale, build_launch
+from sftplay.launch.run_folder import EXPECTS_GPU, RunFolder
+from sftplay.machine import probe as compiler
+from sftplay.machine.doctor import check_compiler
+from sftplay.machine.probe import Gpu, Machine, TorchBuild
 from sftplay.model.failures import explain_failure, refusing
-from sftplay.runs import gpus_at_launch as at_launch
 from sftplay.runs import start
+from sftplay.runs import strategy_setup as at_launch
 from sftplay.tasks import worker
 from sftplay.train import setup
 from sftplay.train import upstream as tile_width

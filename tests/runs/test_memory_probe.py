@@ -15,9 +15,9 @@ from sftplay.commands import train
 from sftplay.config.load import load_config
 from sftplay.errors import MachineError, RunError
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.shape.find import find_shape
-from sftplay.plan.sizing.size_run import size_run
-from sftplay.plan.sizing.task_sizing import SizedRun
+from sftplay.plan.find_shape import find_shape
+from sftplay.plan.sizing import size_run
+from sftplay.plan.task_sizing import SizedRun
 from sftplay.runs import memory_probe, start
 from sftplay.runs.memory_probe import ProbeTarget, make_request, reason_not_to_probe, run_probe, size_by_probe
 

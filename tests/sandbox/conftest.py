@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from patience import PATIENT
 
+from sftplay.sandbox.boxes.bootstrap import Executor
+from sftplay.sandbox.boxes.job import Job, Verdict
+from sftplay.sandbox.boxes.judge import judge
 from sftplay.sandbox.choose import SAFE, WARM, find_problem
-from sftplay.sandbox.executors.executor import Executor
-from sftplay.sandbox.verdicts.job import Job, Verdict
-from sftplay.sandbox.verdicts.judge import judge
 
 KINDS = [(name, True) for name in WARM] + [(name, False) for name in SAFE]
 

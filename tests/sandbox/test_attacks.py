@@ -21,8 +21,8 @@ from sftplay.commands.sandbox import BEGIN, END
 from sftplay.sandbox.attacks.attack import boxed_processes, targets
 from sftplay.sandbox.attacks.conduct import ATTACKS, GROUPS, conduct, wait_gone
 from sftplay.sandbox.attacks.quick import find_hole
-from sftplay.sandbox.executors.bootstrap import OWNER
-from sftplay.sandbox.executors.plain_process import PlainProcess
+from sftplay.sandbox.boxes.bootstrap import OWNER
+from sftplay.sandbox.boxes.executors import PlainProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 

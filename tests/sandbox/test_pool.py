@@ -22,13 +22,11 @@ from processes import HANG_S
 from sftplay.commands.sandbox import read_jobs
 from sftplay.errors import ConfigError, MachineError
 from sftplay.sandbox import choose
+from sftplay.sandbox.boxes.box import Box, Lost, Pipes
+from sftplay.sandbox.boxes.executors import Bwrap, Landlock, WarmBwrap
+from sftplay.sandbox.boxes.job import Job, Limits
 from sftplay.sandbox.choose import SAFE, find_problem
-from sftplay.sandbox.executors.bwrap import Bwrap
-from sftplay.sandbox.executors.kernel_limits import Landlock
-from sftplay.sandbox.executors.warm import WarmBwrap
 from sftplay.sandbox.pool import Sandbox, count_workers
-from sftplay.sandbox.verdicts.box import Box, Lost, Pipes
-from sftplay.sandbox.verdicts.job import Job, Limits
 
 pytestmark = pytest.mark.skipif(all(map(find_problem, SAFE)), reason="needs bubblewrap or sandlock")
 
@@ -218,7 +216,7 @@ def test_a_box_that_another_ends_is_no_wrong_answer(monkeypatch):
         started.append(popen(*args, **options))
         return started[-1]
 
-    monkeypatch.setattr("sftplay.sandbox.executors.bwrap.subprocess.Popen", start)
+    monkeypatch.setattr("sftplay.sandbox.boxes.executors.subprocess.Popen", start)
     box = Bwrap().open(PATIENT)
     started[0].kill()
     with pytest.raises(Lost) as lost:
@@ -279,7 +277,7 @@ def test_a_program_whose_end_is_seen_behind_its_time_took_too_long(seen_at, stat
     for end in (orders, printed, said):
         os.close(end)
     times = iter([0.0, seen_at])
-    monkeypatch.setattr("sftplay.sandbox.verdicts.box.time", SimpleNamespace(monotonic=times.__next__))
+    monkeypatch.setattr("sftplay.sandbox.boxes.box.time", SimpleNamespace(monotonic=times.__next__))
     box = Box(Pipes(answers, ours, output), limits=Limits(), kill=lambda: None)
     with pytest.raises(Lost) as lost:
         box.read("nonce", 1.0)

@@ -6,9 +6,9 @@ import pytest
 from processes import HANG_S
 
 from sftplay.errors import DataError
-from sftplay.sandbox.verdicts.assertions import plan_tests
-from sftplay.sandbox.verdicts.box import Box
-from sftplay.sandbox.verdicts.job import Job, Limits, job_from_dict
+from sftplay.sandbox.boxes.box import Box
+from sftplay.sandbox.boxes.job import Job, Limits, job_from_dict
+from sftplay.sandbox.boxes.judge import plan_tests
 
 ADD_ONE = "def f(x):\n    return x + 1"
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from sftplay.errors import ConfigError
 from sftplay.launch.checkpoints import MARKER, list_checkpoints, mark_complete, newest_complete
 from sftplay.launch.run_folder import RunFolder
-from sftplay.train.readable import find_unreadable
+from sftplay.train.checkpointing import find_unreadable
 
 OPTIONS = {"train__max_steps": 6, "train__save_steps": 2, "train__save_total_limit": 9, "tuning__lora__dropout": 0.1}
 

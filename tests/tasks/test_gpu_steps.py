@@ -33,20 +33,19 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.evaluate.evaluate import held_out_loss, ready_to_answer
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import Machine
-from sftplay.plan.memory.budget import find_device
-from sftplay.plan.memory.forecast import on_device as on_planned_device
-from sftplay.plan.memory.memory_setup import read_memory_setup
-from sftplay.plan.shape.find import find_shape
-from sftplay.plan.sizing import decisions
-from sftplay.plan.sizing.decisions import decide_numerics
+from sftplay.plan import decisions
+from sftplay.plan.decisions import decide_numerics
+from sftplay.plan.find_shape import find_shape
+from sftplay.plan.forecast import find_device
+from sftplay.plan.forecast import on_device as on_planned_device
+from sftplay.plan.memory_setup import read_memory_setup
 from sftplay.tasks.hrm import plan
 from sftplay.tasks.hrm.plan import PLAN
 from sftplay.train import guards
 from sftplay.train import loss_heads as chunked_head
 from sftplay.train import loss_heads as label_head
-from sftplay.train.isolation import ignores_padding, needs_no_mask
 from sftplay.train.loss_heads import chunk_tokens, prove_label_head, put_chunked_head
-from sftplay.train.micro_batches import Collator, MicroBatcher, on_device
+from sftplay.train.micro_batches import Collator, MicroBatcher, ignores_padding, needs_no_mask, on_device
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -12,7 +12,7 @@ import torch
 
 from sftplay import log
 from sftplay.errors import RunError
-from sftplay.tasks.grpo.window_state import load_window, save_window, window_path
+from sftplay.tasks.grpo.rollouts import load_window, save_window, window_path
 
 
 def trainer_with(*, accum: int, steps: int = 2, iterations: int = 1, step: int = 0) -> Any:

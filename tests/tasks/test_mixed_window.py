@@ -16,10 +16,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaConfig
 
 from sftplay.errors import ConfigError
-from sftplay.train.held_out import HeldOutBlocks
-from sftplay.train.interval import StepCounts
-from sftplay.train.isolation import can_compute, check_isolation
-from sftplay.train.micro_batches import Collator, MicroBatcher
+from sftplay.train.micro_batches import Collator, HeldOutBlocks, MicroBatcher, can_compute, check_isolation
+from sftplay.train.observer import StepCounts
 from sftplay.train.upstream import find_attention
 
 PAD, VOCAB = 0, 400

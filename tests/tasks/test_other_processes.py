@@ -18,7 +18,7 @@ from run_outputs import Outputs
 from small_run import Inputs, write_small_run
 
 from sftplay.config.load import load_config
-from sftplay.launch.command.command import Scale
+from sftplay.launch.command import Scale
 from sftplay.launch.run_folder import RunFolder
 from sftplay.runs.resume import draws_at_random, find_processes, free_sizes
 from sftplay.train.fingerprint import config_changes

@@ -13,7 +13,7 @@ import torch
 from in_process import Inputs, train
 from safetensors.torch import load_file
 
-from sftplay.train.random_numbers import random_numbers_kept
+from sftplay.train.eval_mode import random_numbers_kept
 
 
 def draw() -> list[float]:

@@ -20,15 +20,14 @@ from transformers import TrainerCallback
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.variables import PARENT
+from sftplay.launch.run_folder import PARENT, RunFolder
 from sftplay.log import LINE
 from sftplay.machine.ports import free_port
 from sftplay.machine.probe import probe
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing import size_run
 from sftplay.tasks import worker
-from sftplay.train import rank_sync
-from sftplay.train.rank_sync import GroupTimeout, first_of_node, marker_path, wait_for_main
+from sftplay.train import preflight
+from sftplay.train.preflight import GroupTimeout, first_of_node, marker_path, wait_for_main
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 77
@@ -42,7 +41,7 @@ import json, os, signal, sys, time
 import torch
 import sftplay.tasks.sft.task as sft
 from sftplay.train import run_task
-from sftplay.data.tokenize.one_pass import Preparation
+from sftplay.data.tokenize import Preparation
 from sftplay.train.train_run import TrainRun
 
 def note(what):
@@ -257,7 +256,7 @@ def test_the_others_go_in_when_the_first_is_through(folder: RunFolder, monkeypat
         if len(looks) == 3:
             marker_path(folder.logs).touch()
 
-    monkeypatch.setattr(rank_sync.time, "sleep", sleep)
+    monkeypatch.setattr(preflight.time, "sleep", sleep)
     with first_of_node(folder) as is_first:
         assert not is_first
     assert len(looks) == 3

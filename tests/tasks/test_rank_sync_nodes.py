@@ -9,7 +9,7 @@ import pytest
 from processes import HANG_S
 
 from sftplay.launch.run_folder import RunFolder
-from sftplay.train.rank_sync import first_of_node, wait_for_nodes
+from sftplay.train.preflight import first_of_node, wait_for_nodes
 
 
 @pytest.fixture

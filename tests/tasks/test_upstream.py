@@ -13,7 +13,7 @@ import pytest
 import transformers.trainer
 from packaging.specifiers import SpecifierSet
 
-from sftplay.machine.doctor.install import RANGES
+from sftplay.machine.doctor import RANGES
 from sftplay.train.upstream import PRIVATE_NAMES, RELEASE, TRAINER, UTILITIES
 
 PACKAGE = Path(__file__).parents[2] / "sftplay"

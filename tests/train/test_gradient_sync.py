@@ -25,11 +25,11 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import free_port
 from sftplay.machine.probe import probe
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing import size_run
 from sftplay.tasks import TASKS
 from sftplay.train import gradients
 from sftplay.train.gradients import GradientSync, choose_hook, exposed_s
-from sftplay.train.interval import RankShare, describe_speed
+from sftplay.train.observer import RankShare, describe_speed
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6

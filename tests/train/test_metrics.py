@@ -17,9 +17,9 @@ from sftplay.config.load import load_resolved
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import held_bytes, memory_fields
 from sftplay.train.exact_batch import StepCounts
-from sftplay.train.interval import CostModel, RankShare, describe_ranks, describe_speed, mean_loss, scalars
 from sftplay.train.metrics import MetricsWriter, TrackPhases, compare_memory
 from sftplay.train.micro_batches import Collator, MicroBatcher
+from sftplay.train.observer import CostModel, RankShare, describe_ranks, describe_speed, mean_loss, scalars
 
 GIB = 2**30
 ROWS = [

@@ -25,7 +25,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.ports import free_port
 from sftplay.machine.probe import probe
 from sftplay.model.tokenizer import load_tokenizer
-from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing import size_run
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 2

@@ -19,9 +19,15 @@ from in_process import Inputs, StopAfter, new_run, train_in
 from processes import HANG_S, wait_until
 
 from sftplay.errors import ConfigError
-from sftplay.train.guards import StopOnSignal
+from sftplay.train.guards import (
+    Deadline,
+    StopInTime,
+    StopOnSignal,
+    find_deadline,
+    longest_evaluation_s,
+    process_start_s,
+)
 from sftplay.train.observer import Observer
-from sftplay.train.time_limit import Deadline, StopInTime, find_deadline, longest_evaluation_s, process_start_s
 
 ROOT = Path(__file__).resolve().parents[2]
 NOW = 1_000_000.0
@@ -251,7 +257,7 @@ def test_run_in_a_slurm_job_that_ends_stops_with_a_checkpoint_and_goes_on_later(
     cfg, folder = new_run(tmp_path, inputs)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100_000))
     for name, value in (("LEAST_S", 1e9), ("LEAST_SHARE", 1.0)):  # the first step ends too late
-        monkeypatch.setattr(f"sftplay.train.time_limit.{name}", value)
+        monkeypatch.setattr(f"sftplay.train.guards.{name}", value)
     done = train_in(cfg, folder)
     assert (done.outcome.step, done.outcome.stop_signal) == (1, signal.SIGUSR1)
     assert (folder.checkpoints / "checkpoint-1" / "COMPLETE.json").exists()

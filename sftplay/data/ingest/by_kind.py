@@ -30,16 +30,16 @@ SUFFIXES = {
 """File name ending -> kind; what a walk over a folder takes as documents."""
 
 READERS = {
-    "txt": ("text", "read_plain"),
-    "md": ("markup.page", "read_markdown"),
-    "rst": ("markup.restructured", "read_restructured"),
-    "eml": ("markup.page", "read_mail"),
-    "html": ("markup.page", "read_page"),
-    "docx": ("office.word", "read_word"),
-    "pptx": ("office.slides", "read_slides"),
-    "xlsx": ("office.slides", "read_sheets"),
-    "odf": ("office.opendocument", "read_opendocument"),
-    "pdf": ("pdf.read", "read_pdf"),
+    "txt": ("document", "read_plain"),
+    "md": ("markup", "read_markdown"),
+    "rst": ("markup", "read_restructured"),
+    "eml": ("markup", "read_mail"),
+    "html": ("markup", "read_page"),
+    "docx": ("word", "read_word"),
+    "pptx": ("slides", "read_slides"),
+    "xlsx": ("slides", "read_sheets"),
+    "odf": ("slides", "read_opendocument"),
+    "pdf": ("pdf", "read_pdf"),
 }
 """Kind -> the module below `extract` and its function; it is imported when a file of the kind is read."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from sftplay import log
 from sftplay.atomic import write_bytes, write_text
 from sftplay.data.mixture.sources import SourceJob
-from sftplay.data.mixture.streamed_store import get_failure_path
+from sftplay.data.mixture.store import get_failure_path
 from sftplay.errors import SftplayError
 from sftplay.signals import popen_tied
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sftplay.data.records import Call, Chat, Message
-from sftplay.data.render.escape_special_tokens import alternation
 from sftplay.data.render.templates import ChatTemplate, Span
+from sftplay.data.render.vocabulary import alternation
 from sftplay.errors import DataError
 
 TRIED_TURNS = 100

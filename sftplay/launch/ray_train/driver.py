@@ -22,13 +22,12 @@ from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.load import load_resolved
 from sftplay.errors import MachineError, RunError
-from sftplay.launch.command.ray_command import ADDRESS, read_request
+from sftplay.launch.command import ADDRESS, read_request
 from sftplay.launch.generation_server import FollowedServer, client_environment, starts_server
+from sftplay.launch.processes import ROOT_CAUSE
 from sftplay.launch.ray_train.rank import STOP, Uneven, run_rank
 from sftplay.launch.ray_train.server import placed_server
-from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise.exit_cause import ROOT_CAUSE
-from sftplay.launch.variables import PASSED_ON
+from sftplay.launch.run_folder import PASSED_ON, RunFolder
 from sftplay.signals import catch_signals
 
 OBJECT_STORE_BYTES = 10**8  # Ray's memory for objects. The ranks exchange nothing by it.

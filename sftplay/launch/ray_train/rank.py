@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sftplay.launch.variables import PARENT
+from sftplay.launch.run_folder import PARENT
 from sftplay.machine.ports import free_port
 from sftplay.signals import popen_tied
 

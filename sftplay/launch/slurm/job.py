@@ -1,8 +1,4 @@
-"""The process of a job on its first node: starts the trainer, forwards stop signals, and queues the job again.
-
-The job file becomes this process. SLURM tells it of the end to come by SIGUSR1, of a cancellation by SIGTERM. It ends
-with the trainer's own exit code. It trains nothing and imports no torch.
-"""
+"""The process of a job on its first node: starts trainer and generation server, forwards signals, requeues."""
 
 from __future__ import annotations
 
@@ -16,21 +12,52 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sftplay.atomic import is_locked, write_text
 from sftplay.errors import MachineError, SftplayError
-from sftplay.launch.generation_server import FollowedServer, client_environment
-from sftplay.launch.nodes.rendezvous import TOKEN
+from sftplay.launch.generation_server import FollowedServer, ServerProcess, client_environment
+from sftplay.launch.nodes import TOKEN
+from sftplay.launch.processes import end_launch, list_children
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.slurm import scheduler
-from sftplay.launch.slurm.scheduler import JobFolder
-from sftplay.launch.slurm.server import follow_trainer, start_server_step
-from sftplay.launch.supervise.processes import end_launch, list_children
+from sftplay.launch.slurm.scheduler import CONFIG, JobFolder
 from sftplay.machine.ports import JOB_PORTS
 from sftplay.signals import STOP_SIGNALS, Forwarder, catch_signals, popen_tied
+
+GROUP = 1  # the server's node in a heterogeneous job; the trainers' nodes are group 0
+LATE_S = 2.0  # a trainer may fail for want of the server before the end of the server's step is known here
+
+
+def start_server_step(job: JobFolder) -> ServerProcess:
+    """Start the server's step of this job. Its lines go to the job's `generation_server.log`."""
+    srun = ["srun", "--mpi=none", "--export=ALL", f"--het-group={GROUP}", "--nodes=1", "--ntasks=1"]
+    return ServerProcess(job.run / CONFIG, job.server, log=job.server_log, runner=srun)
+
+
+def follow_trainer(server: FollowedServer, trainer: subprocess.Popen[Any]) -> int:
+    """The trainer's exit code. A trainer that has lost the server is stopped, and killed if it does not stop."""
+
+    def wait(seconds: float | None) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            trainer.wait(seconds)
+        return trainer.poll() is not None
+
+    def stop(number: int) -> None:
+        if number == signal.SIGKILL:
+            end_launch(trainer.pid)
+        else:
+            trainer.send_signal(number)
+
+    server.follow(wait=wait, stop=stop)
+    if trainer.wait():
+        server.await_end(LATE_S)
+    return trainer.returncode
+
 
 PR_SET_CHILD_SUBREAPER = 36
 STOP_CODES = tuple(128 + number for number in STOP_SIGNALS)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from sftplay import log
 from sftplay.atomic import read_object, write_text
-from sftplay.launch.supervise.processes import end_launch
+from sftplay.launch.processes import end_launch
 from sftplay.machine.probe import probe
 from sftplay.runs.gpu_check.check import Broken, Check, CheckContext, NotPossible
 from sftplay.signals import die_with_parent, popen_tied

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sftplay.runs.gpu_check.check import Broken, Check, CheckContext
-from sftplay.runs.gpu_check.kit import call, undisturbed
+from sftplay.runs.gpu_check.check import Broken, Check, CheckContext, call, undisturbed
 
 
 def merge_and_export(context: CheckContext) -> str:

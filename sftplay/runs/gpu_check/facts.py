@@ -6,7 +6,7 @@ import os
 from itertools import combinations
 from typing import Any
 
-from sftplay.launch.command.command import gpu_environment
+from sftplay.launch.command import gpu_environment
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.gpu_info import holders, label
 from sftplay.machine.probe import Machine, probe

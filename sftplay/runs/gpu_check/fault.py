@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from sftplay.launch.command.command import WORKER
+from sftplay.launch.command import WORKER
 from sftplay.places import ROOT
 
 FAULT = "SFTPLAY_GPU_CHECK_FAULT"

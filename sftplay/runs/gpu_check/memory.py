@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sftplay.runs.gpu_check.check import NEEDS_GPU, Broken, Check, CheckContext, a_gpu
-from sftplay.runs.gpu_check.kit import run_script
+from sftplay.runs.gpu_check.check import NEEDS_GPU, Broken, Check, CheckContext, a_gpu, run_script
 from sftplay.units import format_bytes
 
 MOST_OFF = 0.15

@@ -8,9 +8,19 @@ import time
 from sftplay.launch.checkpoints import newest_complete
 from sftplay.launch.run_folder import OUT_OF_MEMORY
 from sftplay.machine.probe import probe
-from sftplay.runs.gpu_check.check import Broken, Check, CheckContext, a_gpu
+from sftplay.runs.gpu_check.check import (
+    STEPS,
+    Broken,
+    Check,
+    CheckContext,
+    a_gpu,
+    call,
+    losses_apart,
+    undisturbed,
+    weights_apart,
+    write_run,
+)
 from sftplay.runs.gpu_check.fault import environment
-from sftplay.runs.gpu_check.kit import STEPS, call, losses_apart, undisturbed, weights_apart, write_run
 from sftplay.units import format_bytes
 
 SAVED = {"train.precision": "fp32", "model.attn": "sdpa", "train.packing": False, "train.save_steps": 4}

@@ -8,8 +8,20 @@ from importlib.util import find_spec
 from sftplay.atomic import read_lines, read_object
 from sftplay.machine.probe import Machine
 from sftplay.places import shipped
-from sftplay.runs.gpu_check.check import NEEDS_GPU, Broken, Check, CheckContext, a_gpu
-from sftplay.runs.gpu_check.kit import Run, Values, learned, losses_apart, random_model, shared_run, train
+from sftplay.runs.gpu_check.check import (
+    NEEDS_GPU,
+    Broken,
+    Check,
+    CheckContext,
+    Run,
+    Values,
+    a_gpu,
+    learned,
+    losses_apart,
+    random_model,
+    shared_run,
+    train,
+)
 from sftplay.units import format_bytes
 
 BOUNDS = {"fp32": 2e-3, "fp16": 2e-2, "bf16": 5e-2}

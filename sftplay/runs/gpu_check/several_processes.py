@@ -8,10 +8,23 @@ from typing import Any
 
 from sftplay.machine.ports import free_port
 from sftplay.machine.probe import Machine
-from sftplay.plan.shape.find import read_table
-from sftplay.plan.shape.from_config import shape_from_config
-from sftplay.runs.gpu_check.check import Broken, Check, CheckContext, NotPossible, a_gpu, several_gpus
-from sftplay.runs.gpu_check.kit import NO_GPU, call, learned, losses_apart, random_model, train, write_run
+from sftplay.plan.find_shape import read_table
+from sftplay.plan.shape_from_config import shape_from_config
+from sftplay.runs.gpu_check.check import (
+    NO_GPU,
+    Broken,
+    Check,
+    CheckContext,
+    NotPossible,
+    a_gpu,
+    call,
+    learned,
+    losses_apart,
+    random_model,
+    several_gpus,
+    train,
+    write_run,
+)
 from sftplay.runs.gpu_check.runs import BOUNDS
 
 BOUND = 1e-3

@@ -7,8 +7,16 @@ from functools import partial
 from typing import Any
 
 from sftplay.atomic import read_lines
-from sftplay.runs.gpu_check.check import Broken, Check, CheckContext, NotPossible, a_gpu
-from sftplay.runs.gpu_check.kit import random_model, run_script, train
+from sftplay.runs.gpu_check.check import (
+    Broken,
+    Check,
+    CheckContext,
+    NotPossible,
+    a_gpu,
+    random_model,
+    run_script,
+    train,
+)
 
 PUBLISHED = "12,473 tokens/s published (NeMo Automodel, one H100)"
 """Of Llama 3 8B with LoRA r 16 on all projections, sequence 4096, micro-batch 2, global batch 32, mock data."""

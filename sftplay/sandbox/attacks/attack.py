@@ -14,8 +14,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sftplay.sandbox.executors.bootstrap import OWNER
-from sftplay.sandbox.verdicts.job import Status
+from sftplay.sandbox.boxes.bootstrap import OWNER
+from sftplay.sandbox.boxes.job import Status
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Where nothing else is said, the task is `f(x) = x + 1`.
 from __future__ import annotations
 
 from sftplay.sandbox.attacks.attack import Attack
-from sftplay.sandbox.verdicts.job import Status
+from sftplay.sandbox.boxes.job import Status
 
 TASK = ("assert f(2) == 3", "assert f(40) == 41")
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from sftplay.sandbox.attacks import cheat, crash, exhaust, files, forge, network, outlast, rights
 from sftplay.sandbox.attacks.attack import Attack, Targets, boxed_processes, targets, used_cpu_s
-from sftplay.sandbox.executors.executor import Executor
-from sftplay.sandbox.verdicts.box import START_S
-from sftplay.sandbox.verdicts.job import Job, Limits, Verdict
-from sftplay.sandbox.verdicts.judge import judge
+from sftplay.sandbox.boxes.bootstrap import Executor
+from sftplay.sandbox.boxes.box import START_S
+from sftplay.sandbox.boxes.job import Job, Limits, Verdict
+from sftplay.sandbox.boxes.judge import judge
 
 GROUPS = {
     "files": files.ATTACKS,

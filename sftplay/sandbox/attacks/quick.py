@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from sftplay.sandbox.attacks import exhaust, files, network, rights
 from sftplay.sandbox.attacks.attack import targets
-from sftplay.sandbox.executors.executor import Executor
-from sftplay.sandbox.verdicts.job import Job, Limits
-from sftplay.sandbox.verdicts.judge import judge
+from sftplay.sandbox.boxes.bootstrap import Executor
+from sftplay.sandbox.boxes.job import Job, Limits
+from sftplay.sandbox.boxes.judge import judge
 
 ATTEMPT = """
 def attempt(name):

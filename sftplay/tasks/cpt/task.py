@@ -13,16 +13,14 @@ from datasets import Dataset
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.mixture.load import load_mixture
-from sftplay.data.mixture.report import mixture_table
-from sftplay.data.tokenize.known_lengths import note_blocks
-from sftplay.evaluate.sources import find_held_out, measure_sources
+from sftplay.data.cache import note_blocks
+from sftplay.data.mixture.load import load_mixture, mixture_table
+from sftplay.evaluate.perplexity import find_held_out, measure_sources
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.sample import write_masked_sample
 from sftplay.tasks.sft import task as sft
 from sftplay.train.fingerprint import describe_renderer
-from sftplay.train.held_out import HeldOutBlocks
-from sftplay.train.isolation import can_compute, check_isolation
+from sftplay.train.micro_batches import HeldOutBlocks, can_compute, check_isolation
 from sftplay.train.task import RowOrder, Rows, TrainerParts
 
 

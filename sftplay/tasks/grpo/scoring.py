@@ -22,7 +22,7 @@ from sftplay.model.out_of_memory import gather_objects
 from sftplay.reward.code_answer import How
 from sftplay.reward.code_rewards import NO_CODE
 from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor, RewardSet, aligned, combined
-from sftplay.sandbox.verdicts.job import Status
+from sftplay.sandbox.boxes.job import Status
 
 
 def write_samples(folder: Path, lines: Sequence[Mapping[str, Any]], *, step: int) -> None:

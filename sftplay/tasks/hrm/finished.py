@@ -11,18 +11,15 @@ from numpy.typing import NDArray
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.puzzles.arc import LARGEST, cropped, on_canvas
-from sftplay.data.puzzles.arc_votes import read_names
-from sftplay.data.puzzles.find import open_split
-from sftplay.data.puzzles.folder import PuzzleFolder
-from sftplay.data.puzzles.written_grid import GridText
 from sftplay.errors import DataError, nearest_names
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.hrm.act import wants_to_halt
-from sftplay.tasks.hrm.evaluation import write_measured
-from sftplay.tasks.hrm.measuring import measure, refined
-from sftplay.tasks.hrm.network import PuzzleModel
-from sftplay.tasks.hrm.published import load_model
+from sftplay.tasks.hrm.measuring import measure, refined, write_measured
+from sftplay.tasks.hrm.network import PuzzleModel, load_model
+from sftplay.tasks.hrm.puzzles.arc import LARGEST, cropped, on_canvas, read_names
+from sftplay.tasks.hrm.puzzles.folder import PuzzleFolder
+from sftplay.tasks.hrm.puzzles.sampler import open_split
+from sftplay.tasks.hrm.puzzles.sudoku import GridText
 from sftplay.tasks.hrm.task import open_puzzles
 
 

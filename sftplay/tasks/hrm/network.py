@@ -1,21 +1,176 @@
-"""The recurrent network of HRM and TRM: linear maps, layers, and the two levels of recurrence."""
+"""The recurrent network of HRM and TRM, its sparse puzzle embeddings, and its files."""
 
 from __future__ import annotations
 
+import json
 import math
-from contextlib import nullcontext, suppress
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from sftplay.tasks.hrm.embedding import ALL_ROWS, PuzzleTable, TableShare
+from sftplay.atomic import whole_folder
+from sftplay.errors import DataError
 from sftplay.tasks.hrm.section import HrmConfig
+
+PIECE_BYTES = 2**26
+"""Rows that all ranks together send at a time where the whole table is collected."""
+
+
+class TableShare(NamedTuple):
+    """The part of a rank; by default all rows. Rank r holds every n-th row from r on, at the place id // n."""
+
+    rank: int = 0
+    world: int = 1
+
+    def room(self, identifiers: int) -> int:
+        """Count the rows that a rank has room for, equally many on all; the last one of some ranks stays empty."""
+        return -(-identifiers // self.world)
+
+    def holds(self, ids: Tensor) -> Tensor:
+        """Return bool, as long as `ids`: whose rows are here."""
+        return ids % self.world == self.rank
+
+    def fetch(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """Fetch the rows of `ids`, each from the rank that holds it; `rows` are this rank's.
+
+        All ranks call it, with equally many ids each.
+        """
+        answers = [rows[asked[self.holds(asked)] // self.world] for asked in gather_tensors(ids)]
+        owners = ids % self.world
+        received = rows.new_empty(len(ids), rows.shape[1])
+        torch.distributed.all_to_all_single(
+            received,
+            torch.cat(answers),
+            output_split_sizes=owners.bincount(minlength=self.world).tolist(),
+            input_split_sizes=[len(answer) for answer in answers],
+        )
+        found = torch.empty_like(received)
+        found[owners.argsort(stable=True)] = received  # each rank answers in the order of the question
+        return found
+
+    def collect(self, rows: Tensor, identifiers: int) -> Tensor:
+        """Collect all rows on rank 0, in its host memory; none on other ranks. All ranks call it, with their rows."""
+        whole = torch.empty(self.room(identifiers) * self.world if self.rank == 0 else 0, rows.shape[1])
+        at_once = max(1, PIECE_BYTES // (rows.shape[1] * rows.element_size() * self.world))
+        for start in range(0, len(rows), at_once):
+            piece = rows[start : start + at_once].contiguous()
+            parts = [torch.empty_like(piece) for _ in range(self.world)] if self.rank == 0 else None
+            torch.distributed.gather(piece, parts, dst=0)
+            if parts is not None:
+                whole[start * self.world :][: len(piece) * self.world] = torch.stack(parts, dim=1).flatten(0, 1).cpu()
+        return whole[:identifiers]
+
+
+def gather_tensors(tensor: Tensor) -> list[Tensor]:
+    """Gather each rank's tensor, in rank order. All ranks call it with the same shape."""
+    parts = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(parts, tensor.contiguous())
+    return parts
+
+
+ALL_ROWS = TableShare()
+
+
+class Touched(NamedTuple):
+    """Rows that a step has looked up, with duplicates: int64 [rows], and fp32 [rows, dim]."""
+
+    ids: Tensor
+    gradients: Tensor
+
+
+class PuzzleTable(nn.Module):
+    """The rows, a persistent buffer that begins with zeros: all of them, or those of this rank's share."""
+
+    rows: Tensor
+
+    def __init__(self, identifiers: int, dim: int, *, share: TableShare = ALL_ROWS) -> None:
+        super().__init__()
+        self.identifiers, self.share = identifiers, share
+        self.register_buffer("rows", torch.zeros(share.room(identifiers), dim))
+        self._looked_up: list[tuple[Tensor, Tensor]] = []
+        self._collected: Tensor | None = None
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether other ranks hold some of the rows."""
+        return self.share.world > 1
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up the rows of `ids`. Where gradients are on, it is a copy that gets a gradient, until `take` is called.
+
+        Where the table is shared out, all ranks call it, with equally many ids each.
+        """
+        found = self.share.fetch(ids, self.rows) if self.is_shared_out else self.rows[ids]
+        if torch.is_grad_enabled():
+            self._looked_up.append((ids, found.requires_grad_()))
+        return found
+
+    def take(self) -> Touched:
+        """Return what was looked up since the last call, with its gradients; rows without one count as zero."""
+        taken, self._looked_up = self._looked_up, []
+        if not taken:
+            return Touched(self.rows.new_zeros(0, dtype=torch.int64), self.rows.new_zeros(0, self.rows.shape[1]))
+        gradients = [torch.zeros_like(copied) if copied.grad is None else copied.grad for _, copied in taken]
+        return Touched(torch.cat([ids for ids, _ in taken]).long(), torch.cat(gradients))
+
+    def update(self, touched: Touched, *, rate: float, weight_decay: float) -> int:
+        """Move the touched rows by `rate` against the sign of the summed gradient; return the number of different rows.
+
+        All ranks call it, with equally many rows each. Decay is decoupled and reaches touched rows alone.
+        """
+        if torch.distributed.is_initialized():
+            touched = Touched(*(torch.cat(gather_tensors(part)) for part in touched))
+        different, place = touched.ids.unique(return_inverse=True)
+        total = touched.gradients.new_zeros(len(different), self.rows.shape[1]).index_add_(0, place, touched.gradients)
+        held = self.share.holds(different)
+        rows, total = different[held] // self.share.world, total[held]
+        self.rows[rows] = self.rows[rows] * (1 - rate * weight_decay) - rate * total.sign()
+        return len(different)
+
+    def copy_from_main(self) -> None:
+        """Make the table of every rank that of rank 0; nothing where each row has one holder."""
+        if torch.distributed.is_initialized() and not self.is_shared_out:
+            torch.distributed.broadcast(self.rows, src=0)
+
+    def norm(self) -> Tensor:
+        """Compute the norm of all rows. All ranks call it."""
+        norm = self.rows.norm()
+        return torch.stack(gather_tensors(norm)).norm() if self.is_shared_out else norm
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Within it `state_dict` has all rows on rank 0. All ranks enter it."""
+        if self.is_shared_out:
+            self._collected = self.share.collect(self.rows, self.identifiers)
+        try:
+            yield
+        finally:
+            self._collected = None
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_shared_out:
+            assert self._collected is not None, "a share of the table would be taken for all of it"
+            destination[f"{prefix}rows"] = self._collected
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        whole, share = state_dict.get(f"{prefix}rows"), self.share
+        if self.is_shared_out and whole is not None:
+            rows = whole[share.rank :: share.world]
+            padded = torch.nn.functional.pad(rows, (0, 0, 0, share.room(len(whole)) - len(rows)))
+            state_dict = {**state_dict, f"{prefix}rows": padded}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def truncated_normal_(weight: Tensor, std: float) -> Tensor:
@@ -287,3 +442,75 @@ class PuzzleModel(nn.Module):
         q = self.q_head(high[:, 0].to(self.q_head.weight.dtype))
         logits = self.head(high[:, :0] if judges_alone else high[:, self.prefix :])
         return State(high.detach(), low.detach()), SegmentOutput(logits, q[:, 0], q[:, 1])
+
+
+WEIGHTS, MODEL_CONFIG = "model.safetensors", "config.json"
+
+PUBLISHED_NAMES = (
+    ("_orig_mod.", ""),  # torch.compile's
+    ("model.inner.", ""),
+    ("embed_tokens.embedding_weight", "tokens"),
+    ("embed_pos.embedding_weight", "places"),
+    ("puzzle_emb.weights", "puzzles.rows"),
+    ("lm_head.", "head."),
+    ("H_init", "start_high"),
+    ("L_init", "start_low"),
+    ("H_level.layers.", "own_high.blocks."),
+    ("L_level.layers.", "low.blocks."),
+    ("self_attn.qkv_proj.", "attention.qkv."),
+    ("self_attn.o_proj.", "attention.out."),
+    ("mlp.gate_up_proj.", "feed_forward.gate_up."),
+    ("mlp.down_proj.", "feed_forward.down."),
+)
+"""Parts of the weights' names in HRM's code (github.com/sapientinc/HRM, commit 42410da, models/hrm/hrm_act_v1.py) and
+ours. TRM's code has the same, without the slow module. Queries, keys and values, gate and up lie in the same order."""
+
+
+def save_model(model: PuzzleModel, target: Path) -> Path:
+    """Save weights, puzzle embeddings and what the model is made of; the folder appears whole or not at all."""
+    content = {"model_type": "hrm", "hrm": model.hrm.model_dump(mode="json"), "grid": vars(model.grid)}
+    with whole_folder(target, replaces=True) as scratch:
+        save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, scratch / WEIGHTS)
+        (scratch / MODEL_CONFIG).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return target
+
+
+def load_model(folder: Path, *, device: str = "cpu") -> PuzzleModel:
+    """Load the model that `save_model` has saved, for measuring.
+
+    Raises:
+        DataError: the folder holds no such model.
+    """
+    path = folder / MODEL_CONFIG
+    try:
+        content = json.loads(path.read_bytes())
+        model = PuzzleModel(HrmConfig.model_validate(content["hrm"]), Grid(**content["grid"]))
+        model.load_state_dict(load_file(folder / WEIGHTS))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        fix = "name a finished run of task mode hrm"
+        raise DataError(f"holds no model of puzzles ({reason})", where=str(path), fix=fix) from error
+    return model.to(device).eval()
+
+
+def load_published(model: PuzzleModel, path: Path) -> None:
+    """Give `model` the weights of a checkpoint that HRM's or TRM's own code has saved.
+
+    Raises:
+        DataError: the file is none, or its model has other sizes.
+    """
+    try:
+        weights = {}
+        for name, weight in torch.load(path, map_location="cpu", weights_only=True).items():
+            for published, ours in PUBLISHED_NAMES:
+                name = name.replace(published, ours)
+            weights[name] = weight
+        model.load_state_dict(weights)
+    except (OSError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+        what = f"holds no weights ({next(iter(str(error).splitlines()), type(error).__name__)})"
+        raise DataError(what, where=str(path), fix="name a file step_N of HRM's or TRM's own code") from error
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        what = f"does not fit the model of this config: {' '.join(lines[1:3]) or lines[0]}"
+        fix = "write the sizes of its all_config.yaml in the section hrm, and take the puzzles that it has learned"
+        raise DataError(what, where=str(path), fix=fix) from error

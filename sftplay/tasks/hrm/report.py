@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from sftplay.report.charts import Chart, Curve
-from sftplay.report.figures import format_figure
-from sftplay.report.history import as_number
-from sftplay.report.page import Table, cut
+from sftplay.report.figures import as_number, format_figure
+from sftplay.report.page import Chart, Curve, Table, cut
 from sftplay.report.run_files import RunFiles, answer_rows, by_step, mapping, mappings
 
 UNLABELLED = "·"

@@ -18,22 +18,19 @@ from transformers import TrainingArguments, set_seed
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.puzzles.find import open_splits
-from sftplay.data.puzzles.folder import ARRAYS, FACTS, PuzzleFolder, array_file
-from sftplay.data.puzzles.sampler import TrainBatches
 from sftplay.launch.run_folder import RunFolder
-from sftplay.machine.libraries import recomputation_arguments
+from sftplay.machine.probe import recomputation_arguments
 from sftplay.model.adapter import describe_parameters
 from sftplay.model.source import weights_digest
-from sftplay.tasks.hrm.embedding import ALL_ROWS, TableShare
-from sftplay.tasks.hrm.evaluation import EvaluatePuzzles, StopWhenLearned
-from sftplay.tasks.hrm.network import Grid, PuzzleModel
-from sftplay.tasks.hrm.published import load_published, save_model
+from sftplay.tasks.hrm.measuring import EvaluatePuzzles, StopWhenLearned
+from sftplay.tasks.hrm.network import ALL_ROWS, Grid, PuzzleModel, TableShare, load_published, save_model
+from sftplay.tasks.hrm.puzzles.folder import ARRAYS, FACTS, PuzzleFolder, array_file
+from sftplay.tasks.hrm.puzzles.sampler import TrainBatches, open_splits
 from sftplay.tasks.hrm.trainer import PuzzleTrainer
 from sftplay.train.fingerprint import compute_fingerprint, write_manifest
 from sftplay.train.guards import StopOnSignal
-from sftplay.train.rank_sync import first_of_node, wait_for_nodes
-from sftplay.train.save import leave_process_group
+from sftplay.train.preflight import first_of_node, wait_for_nodes
+from sftplay.train.run_task import leave_process_group
 from sftplay.train.setup import make_setup
 from sftplay.train.task import RowOrder, Rows, TrainerParts
 from sftplay.train.train_run import TrainResult, TrainRun

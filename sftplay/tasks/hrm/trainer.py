@@ -1,24 +1,22 @@
-"""transformers' Trainer over puzzles under way: a step is one segment of every row of this rank's batch.
-
-Loop, checkpoints, optimizer and logging are the Trainer's. It overrides `training_step`, `create_optimizer`,
-`create_scheduler`, `_save_checkpoint` and `_load_from_checkpoint`, and provides what `train.observer.StepTrainer`
-asks for.
-"""
+"""transformers' Trainer over puzzles under way, its optimizer, and what a checkpoint holds of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Trainer
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.puzzles.sampler import TrainBatches
+from sftplay.errors import RunError
 from sftplay.tasks.hrm.act import (
     FIGURES,
     Carry,
@@ -29,14 +27,127 @@ from sftplay.tasks.hrm.act import (
     reset_halted,
     run_segment,
 )
-from sftplay.tasks.hrm.network import PuzzleModel
-from sftplay.tasks.hrm.optimizer import AdamATan2, MovingAverage
-from sftplay.tasks.hrm.progress import load_progress, save_progress
+from sftplay.tasks.hrm.network import PuzzleModel, State
+from sftplay.tasks.hrm.puzzles.sampler import TrainBatches
+from sftplay.train.eval_mode import random_numbers_kept
 from sftplay.train.exact_batch import StepSetup
 from sftplay.train.gradients import add_gradients
-from sftplay.train.interval import StepCounts
-from sftplay.train.observer import Observer
-from sftplay.train.random_numbers import random_numbers_kept
+from sftplay.train.observer import Observer, StepCounts
+
+
+class AdamATan2(torch.optim.Optimizer):
+    """Adam with decoupled weight decay; its update is lr * atan2(m, sqrt(v)) of the corrected moments.
+
+    Published rates are those of the package adam-atan2 0.0.3, which has no factor (csrc/adam_atan2.cu): where both
+    moments are equal, a step is lr * pi / 4.
+    """
+
+    def __init__(self, params: Any, *, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every weight that has a gradient."""
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            weights = [p for p in group["params"] if p.grad is not None]
+            if not weights:
+                continue
+            for weight in weights:
+                state = self.state[weight]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+                state["step"] += 1
+            gradients, (beta1, beta2) = [weight.grad for weight in weights], group["betas"]
+            first, second = ([self.state[weight][key] for weight in weights] for key in ("exp_avg", "exp_avg_sq"))
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_lerp_(first, gradients, 1 - beta1)
+            torch._foreach_mul_(second, beta2)
+            torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+            for weight, m, v in zip(weights, first, second, strict=True):
+                steps = float(self.state[weight]["step"])
+                correct1, correct2 = 1 - beta1**steps, 1 - beta2**steps
+                weight.add_(torch.atan2(m / correct1, (v / correct2).sqrt()), alpha=-group["lr"])
+        return loss
+
+
+class MovingAverage:
+    """Keeps decay * average + (1 - decay) * weight of each weight that the optimizer trains."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model, self.decay = model, decay
+        self.weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights of the model into the average."""
+        now = dict(self.model.named_parameters())
+        torch._foreach_lerp_(list(self.weights.values()), [now[name] for name in self.weights], 1 - self.decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it the model has the averaged weights."""
+        weights = dict(self.model.named_parameters())
+        trained = {name: weight.detach().clone() for name, weight in weights.items()}
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(self.weights[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    weight.copy_(trained[name])
+
+
+SAMPLER = "sampler"
+"""Key of the metadata of a rank's puzzles: where the next batch of rows begins."""
+
+
+def save_progress(checkpoint: Path, *, carry: Carry, rows: dict[str, int], average: dict[str, Tensor] | None) -> None:
+    """Write this rank's puzzles, the state of its sampler (`rows`) and, on the main one, the averaged weights.
+
+    The rest of the checkpoint is there.
+    """
+    tensors = {**carry.state._asdict(), "steps": carry.steps, "halted": carry.halted, **carry.puzzles._asdict()}
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    save_file(whole, checkpoint / f"carry-{log.rank()}.safetensors", metadata={SAMPLER: json.dumps(rows)})
+    if average is not None and log.is_main():
+        save_file(average, checkpoint / "average.safetensors")
+
+
+def load_progress(
+    checkpoint: Path, device: torch.device, *, has_average: bool
+) -> tuple[Carry, dict[str, int], dict[str, Tensor] | None]:
+    """Load what `save_progress` takes, this rank's part of what all ranks have saved, on `device`.
+
+    The ranks may be more or fewer than they were: together they have the puzzles of the whole batch, in rank order.
+
+    Raises:
+        RunError: a file is missing; another task has written the checkpoint.
+    """
+
+    def read(name: str) -> dict[str, Tensor]:
+        path = checkpoint / f"{name}.safetensors"
+        if not path.is_file():
+            fix = "continue from a checkpoint of task mode hrm with the same hrm.ema"
+            raise RunError("there is no such file in the checkpoint", where=str(path), fix=fix)
+        # safetensors knows no `cpu:0`, which accelerate calls the device of each of several processes on CPUs.
+        return {name: tensor.to(device) for name, tensor in load_file(path).items()}
+
+    n_files = max(1, len(list(checkpoint.glob("carry-*.safetensors"))))
+    parts = [read(f"carry-{rank}") for rank in range(n_files)]
+    share = sum(len(part["steps"]) for part in parts) // log.world_size()
+    rows = slice(log.rank() * share, (log.rank() + 1) * share)
+    found = {name: torch.cat([part[name] for part in parts])[rows] for name in parts[0]}
+    state = State(*(found[name] for name in State._fields))
+    puzzles = Puzzles(*(found[name] for name in Puzzles._fields))
+    with safe_open(checkpoint / "carry-0.safetensors", framework="pt") as opened:
+        sampler = json.loads(opened.metadata()[SAMPLER])
+    average = read("average") if has_average else None
+    return Carry(state, found["steps"], found["halted"], puzzles), sampler, average
 
 
 class StepTrainerMixin:

@@ -13,20 +13,20 @@ from typing import Any
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.prompts.load import Prompts, not_asked
-from sftplay.data.prompts.prompt import Prompt
-from sftplay.data.prompts.questions import Question
+from sftplay.data.load_prompts import Prompts, not_asked
+from sftplay.data.prompts import Prompt
+from sftplay.data.questions import Question
 from sftplay.errors import DataError, RunError
 from sftplay.evaluate.evaluate import evenly_spaced, ready_to_answer
+from sftplay.generate.batch import PromptFile
 from sftplay.generate.chat import COMMANDS
 from sftplay.generate.generate import Generator, stream_answer
-from sftplay.generate.prompts import PromptFile
 from sftplay.generate.sampling import Sampling, derive_seed
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_result, load_untrained
 from sftplay.model.weights import frozen_dtype, open_model
-from sftplay.tasks.hrm.evaluation import write_measured
+from sftplay.tasks.hrm.measuring import write_measured
 from sftplay.tasks.score.episode_rewards import RewardScorer, describe, expect_known, format_episode
 from sftplay.tasks.score.role_models import ADAPTER_NAMES, Role
 from sftplay.tasks.score.sample_episodes import (

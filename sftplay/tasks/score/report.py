@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from sftplay.report.charts import Chart, Curve
-from sftplay.report.figures import change, find_name, format_figure
-from sftplay.report.history import as_number
-from sftplay.report.page import Table, cut
+from sftplay.report.figures import as_number, change, find_name, format_figure
+from sftplay.report.page import Chart, Curve, Table, cut
 from sftplay.report.run_files import RunFiles, answer_rows, by_step, mapping
 
 PAIRS = (("Right answers", ("acc_t1", "acc_t2")), ("What the second turn changes", ("i2c", "c2i")))

@@ -15,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from sftplay.errors import ConfigError
 from sftplay.generate.generate import left_padded
-from sftplay.plan.memory.head import CHUNK_SCORES
+from sftplay.plan.activations import CHUNK_SCORES
 from sftplay.tasks.score.losses import entropy, full_kl, gather_log_probs, k3_kl
-from sftplay.tasks.score.role_models import Role, RoleModels
+from sftplay.tasks.score.role_models import Role, RoleModels, run_with_weights
 from sftplay.tasks.score.sample_episodes import Action, right_padded
-from sftplay.tasks.score.shards import run_with_weights
 from sftplay.train.loss_heads import PROOF_TOLERANCE, compute_scores, proof_rows
 
 

@@ -1,9 +1,4 @@
-"""transformers' Trainer over episodes: a batch is a rank's share of the minibatch of one step.
-
-Loop, checkpoints, optimizer and logging are the Trainer's. It overrides `training_step`, `create_optimizer`,
-`_clip_grad_norm`, `_save_checkpoint`, `_load_from_checkpoint` and `_load_best_model`, and implements
-`train.observer.StepTrainer`.
-"""
+"""The trainer of two-turn episodes, with whole or with sharded models."""
 
 from __future__ import annotations
 
@@ -14,30 +9,67 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.prompts.questions import Question
+from sftplay.data.questions import Question
+from sftplay.errors import RunError
 from sftplay.generate.sampling import derive_seed
 from sftplay.launch.checkpoints import read_step
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.hrm.evaluation import write_lines
+from sftplay.tasks.hrm.measuring import write_lines
 from sftplay.tasks.hrm.trainer import StepTrainerMixin
-from sftplay.tasks.score.advantages import Advantages
-from sftplay.tasks.score.checkpoint_weights import load_weights, save_weights
 from sftplay.tasks.score.episode_rewards import RewardScorer, describe, format_episode
-from sftplay.tasks.score.losses import find_learning_rates
-from sftplay.tasks.score.problems import MinibatchSchedule
-from sftplay.tasks.score.role_models import RoleModels
-from sftplay.tasks.score.rollout_batch import RolloutBatch, load_rollout_batch, save_rollout_batch
+from sftplay.tasks.score.losses import Advantages, find_learning_rates
+from sftplay.tasks.score.role_models import (
+    FSDPModels,
+    RoleModels,
+    copy_into,
+    gather_tensor,
+    gather_weights,
+    load_full_weights,
+    shard_like,
+    soft_update,
+)
+from sftplay.tasks.score.rollout_batch import MinibatchSchedule, RolloutBatch, load_rollout_batch, save_rollout_batch
 from sftplay.tasks.score.sample_episodes import EpisodeSampler, count_padded_tokens
 from sftplay.tasks.score.update import MinibatchSetup, PolicyUpdate, ScoredEpisodes, group_actions
-from sftplay.tasks.score.value_model import soft_update
+from sftplay.train.eval_mode import random_numbers_kept
 from sftplay.train.exact_batch import StepSetup
 from sftplay.train.gradients import average_gradients, gradient_norm
-from sftplay.train.random_numbers import random_numbers_kept
+
+WEIGHTS_FILE = "score.safetensors"
+
+
+def save_weights(role_models: RoleModels, checkpoint: Path) -> None:
+    """Write the file. Every rank must call it."""
+    weights = {}
+    for name, parameter in role_models.find_checkpoint_weights().items():
+        whole = gather_tensor(parameter.detach())
+        if log.is_main():
+            weights[name] = whole.contiguous()
+    if log.is_main():
+        save_file(weights, checkpoint / WEIGHTS_FILE)
+
+
+def load_weights(role_models: RoleModels, checkpoint: Path) -> None:
+    """Load the weights of the file, on the devices where they lie. Every rank must call it.
+
+    Raises:
+        RunError: the file is missing.
+    """
+    path = checkpoint / WEIGHTS_FILE
+    if not path.is_file():
+        fix = "continue from a checkpoint of task mode score"
+        raise RunError("the checkpoint has no weights of solver and guide", where=str(path), fix=fix)
+    weights = role_models.find_checkpoint_weights()
+    for name, whole in load_file(path).items():
+        copy_into(whole, weights[name])
 
 
 class EpisodeTrainer(StepTrainerMixin, Trainer):
@@ -242,3 +274,58 @@ class EpisodeTrainer(StepTrainerMixin, Trainer):
         self._figures.clear()
         norms = {f"grad_norm/{name}": norm for name, norm in self._grad_norms.items()}
         return {**figures, **norms, **self.take_held_out_figures()}
+
+
+class ShardedEpisodeTrainer(EpisodeTrainer):
+    """Shards the models after they are checked and loaded, and before the optimizer is created."""
+
+    _models: FSDPModels | None = None
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self._models is None:
+            self._models = FSDPModels(self.role_models.shard(self.accelerator.mixed_precision))
+        return super().create_optimizer(model)
+
+    def _wrap_model(self, *_: Any, **__: Any) -> nn.Module:
+        assert self._models is not None
+        return self._models
+
+    def whole_weights(self) -> dict[str, dict[str, Tensor]]:
+        """Gather model name ("" for the solver) -> weights on the main rank. Every rank must call it."""
+        models = {"": self.model, **self.other_models}
+        return {name: gather_weights(model) for name, model in models.items()}
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self._save(output_dir, state_dict=gather_weights(self.model))
+
+    def _load_weights(self, checkpoint: Path) -> None:
+        if self._models is None:
+            super()._load_weights(checkpoint)
+            return
+        load_weights(self.role_models, checkpoint)
+        load_full_weights(self.model, checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the state as of an unsharded optimizer, so that any layout can resume. Every rank must call it."""
+        state, kept = self.optimizer.state_dict(), {}
+        for number, values in state["state"].items():
+            whole = {key: gather_tensor(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+            if log.is_main():
+                kept[number] = whole
+        if log.is_main():
+            torch.save({**state, "state": kept}, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        state = torch.load(Path(checkpoint) / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        for number, values in state["state"].items():
+            weight = weights[number]
+            for name, value in values.items():
+                # A moment is sharded like its weight; a step count is not.
+                if isinstance(weight, DTensor) and isinstance(value, Tensor) and value.shape == weight.shape:
+                    values[name] = shard_like(value, weight)
+        self.optimizer.load_state_dict(state)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))

@@ -17,24 +17,33 @@ from torch.func import functional_call
 from sftplay import log
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.score.advantages import Advantages, EpisodeRewards, compute_advantages
 from sftplay.tasks.score.episode_rewards import EpisodeResult
-from sftplay.tasks.score.losses import choose_kl_coefficients, clipped_loss, find_stage, masked_mean, policy_loss
-from sftplay.tasks.score.role_models import Role, RoleModels
-from sftplay.tasks.score.sample_episodes import Action, Episode, ResampledAnswers
-from sftplay.tasks.score.scoring import ActionBatch, OutputHead, TokenScores, forward, score_actions, select_last
-from sftplay.tasks.score.section import ScoreConfig
-from sftplay.tasks.score.shards import run_with_weights
-from sftplay.tasks.score.value_model import (
+from sftplay.tasks.score.losses import (
+    Advantages,
+    EpisodeRewards,
+    choose_kl_coefficients,
+    clipped_loss,
+    compute_advantages,
+    find_stage,
+    masked_mean,
+    policy_loss,
+)
+from sftplay.tasks.score.role_models import (
     Critic,
     CriticInputs,
     PaddedTokens,
+    Role,
+    RoleModels,
     ValueFlow,
     critic_loss,
     estimate_values,
+    run_with_weights,
     straight_through,
     value_loss,
 )
+from sftplay.tasks.score.sample_episodes import Action, Episode, ResampledAnswers
+from sftplay.tasks.score.scoring import ActionBatch, OutputHead, TokenScores, forward, score_actions, select_last
+from sftplay.tasks.score.section import ScoreConfig
 
 
 @dataclass(frozen=True, kw_only=True)

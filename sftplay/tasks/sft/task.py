@@ -10,7 +10,7 @@ from trl import SFTConfig, SFTTrainer
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.pipeline import load_examples
-from sftplay.data.tokenize.report import report_table
+from sftplay.data.row_outcomes import report_table
 from sftplay.evaluate.evaluate import evaluate
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.unsloth_model import check_arguments

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 
 import pytest
 
+from sftplay.data.ingest.cleaning import SUSPECT, TextCleaner, line_keys, repeated, without_lines, write_keys
 from sftplay.data.ingest.extract.document import Block
-from sftplay.data.ingest.settings import CLEANING
-from sftplay.data.ingest.steps.cleaning import SUSPECT, TextCleaner, line_keys, repeated, without_lines, write_keys
-from sftplay.data.ingest.steps.language import SURE, detect_language
+from sftplay.data.ingest.finishing import SURE, detect_language
+from sftplay.data.ingest.walk import CLEANING
 
 WITHOUT_FTFY = [step for step in CLEANING if step != "encoding"]
 needs_ftfy = pytest.mark.skipif(find_spec("ftfy") is None, reason="needs ftfy, of the extra `ingest`")

@@ -21,9 +21,8 @@ from hostile_documents import HOSTILE, LARGE, Hostile
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.data.ingest.by_kind import SUFFIXES
-from sftplay.data.ingest.children.fork_server import NO_ROOM_CODE
-from sftplay.data.ingest.children.pool import ChildPool, ChildTask
-from sftplay.data.ingest.settings import ROWS
+from sftplay.data.ingest.children import NO_ROOM_CODE, ChildPool, ChildTask
+from sftplay.data.ingest.walk import ROWS
 
 ROOT = Path(__file__).resolve().parents[3]
 GB = 10**9

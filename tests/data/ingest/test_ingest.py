@@ -20,12 +20,11 @@ from made_documents import write_pdf
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.cli import main
-from sftplay.data.ingest.children.fork_server import NO_ROOM_CODE
-from sftplay.data.ingest.children.pool import ChildEnd
-from sftplay.data.ingest.steps import reading
-from sftplay.data.ingest.steps.finishing import joined, split_sections
-from sftplay.data.layouts.convert import to_record, unused_columns
-from sftplay.data.read.sources import read_rows
+from sftplay.data.ingest import reading
+from sftplay.data.ingest.children import NO_ROOM_CODE, ChildEnd
+from sftplay.data.ingest.finishing import joined, split_sections
+from sftplay.data.layouts import to_record, unused_columns
+from sftplay.data.read import read_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN = [] if find_spec("ftfy") else ["--without", "encoding"]
@@ -262,7 +261,7 @@ def test_a_full_disk_is_no_fault_of_the_files(folder, capsys, monkeypatch):
         yield from (ChildEnd(task, NO_ROOM_CODE, "", 0.1, 0) for task in tasks)
 
     with monkeypatch.context() as patch:
-        patch.setattr("sftplay.data.ingest.children.pool.ChildPool.run", run)
+        patch.setattr("sftplay.data.ingest.children.ChildPool.run", run)
         folder.ingest(code=5)
     assert "the disk is full" in capsys.readouterr().err
     assert len(folder.ingest()) == 1
@@ -372,13 +371,13 @@ def test_what_was_finished_before_a_kill_is_not_done_again(folder, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("sftplay.data.ingest.run.ingest.compare", killed)
+        patch.setattr("sftplay.data.ingest.ingest.compare", killed)
         folder.ingest(code=130)
     work = folder.out.with_name(f".{folder.out.name}.ingest")
     answers = {path.name: path.stat().st_mtime_ns for path in work.glob("*.json")}
     assert len(answers) == 4  # three files and a chunk
     with monkeypatch.context() as patch:
-        patch.setattr("sftplay.data.ingest.run.ingest._write", killed)
+        patch.setattr("sftplay.data.ingest.ingest._write", killed)
         folder.ingest(code=130)
     assert {path.name: path.stat().st_mtime_ns for path in work.glob("*.json")} == answers
     assert not folder.out.exists()

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from sftplay.data.ingest.by_kind import extract
-from sftplay.data.ingest.extract.text import cut_licence
+from sftplay.data.ingest.extract.document import cut_licence
 
 needs_docutils = pytest.mark.skipif(find_spec("docutils") is None, reason="needs docutils: make install EXTRAS=ingest")
 

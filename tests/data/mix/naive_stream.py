@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sftplay.data.mixture.blocks import BlockTokens
-from sftplay.data.mixture.documents import ENTRY, Documents
+from sftplay.data.mixture.mixture import BlockTokens
+from sftplay.data.mixture.store import ENTRY, Documents
 
 M0, M1, W0, W1 = 0xD2E7470EE14C6C93, 0xCA5A826395121157, 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
 WORD = 2**64

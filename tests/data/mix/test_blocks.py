@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sftplay.data.mixture.blocks import ChatBlocks, TextBlocks
-from sftplay.data.mixture.order import ReadingOrder
+from sftplay.data.mixture.mixture import ChatBlocks, ReadingOrder, TextBlocks
 from tests.data.mix.naive_stream import Naive, make_documents, naive_chat_rows, naive_order, naive_text_row
 
 LENGTHS = st.lists(st.integers(1, 8) | st.integers(1, 60), min_size=1, max_size=25)

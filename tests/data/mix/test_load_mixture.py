@@ -185,7 +185,7 @@ def test_a_second_run_uses_the_stores_of_the_first(
     tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     first = load_mixture(mixed([domain, chats]), tokenizer)
-    monkeypatch.setattr("sftplay.data.tokenize.one_pass.Preparation.run", lambda *_, **__: pytest.fail("read again"))
+    monkeypatch.setattr("sftplay.data.tokenize.Preparation.run", lambda *_, **__: pytest.fail("read again"))
     second = load_mixture(mixed([domain, chats]), tokenizer)
     assert same(read_rows(first), read_rows(second))
     assert first.fingerprint == second.fingerprint

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sftplay.data.mixture.order import ReadingOrder, shuffled
+from sftplay.data.mixture.mixture import ReadingOrder, shuffled
 from tests.data.mix.naive_stream import Naive, make_documents, naive_order, philox
 
 

@@ -16,13 +16,13 @@ import pytest
 from processes import HANG_S
 
 from sftplay.config.run import RunConfig
-from sftplay.data.mixture import load, store_writer, streamed_store, tokenize_process
+from sftplay.data import tokenize
+from sftplay.data.mixture import load, tokenize_process
+from sftplay.data.mixture import store as store_writer
+from sftplay.data.mixture import store as streamed_store
 from sftplay.data.mixture.load import load_mixture
 from sftplay.data.mixture.sources import SourceJob, list_source_jobs, prove_renderers
-from sftplay.data.mixture.store import INDEX, Index, Store
-from sftplay.data.mixture.store_writer import StoreWriter
-from sftplay.data.mixture.streamed_store import StreamedStore, get_failure_path
-from sftplay.data.tokenize import one_pass
+from sftplay.data.mixture.store import INDEX, Index, Store, StoreWriter, StreamedStore, get_failure_path
 from sftplay.errors import DataError, RunError
 from tests.data.mix.sources_at_hand import chat, content, document, read_rows, same
 
@@ -35,7 +35,7 @@ STREAMED = {"streaming": True}
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of 20 documents, and batches of 7 rows."""
     monkeypatch.setattr(store_writer, "GROUP_DOCUMENTS", 20)
-    monkeypatch.setattr(one_pass, "BATCH_ROWS", 7)
+    monkeypatch.setattr(tokenize, "BATCH_ROWS", 7)
 
 
 @pytest.fixture

@@ -12,32 +12,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from sftplay.data.puzzles.arc import (
+from sftplay.errors import DataError, SeveralErrors
+from sftplay.tasks.hrm.puzzles.arc import (
     ALPHABET,
     INVERSE,
     ArcTask,
+    Ballots,
     Change,
+    CopyAnswer,
     GridPair,
+    Tally,
     as_json,
     canonical,
+    compute_ranks,
     cropped,
     on_canvas,
     parse_name,
     parse_task,
     read_tasks,
     sample_changes,
-    turned,
-)
-from sftplay.data.puzzles.arc_votes import (
-    Ballots,
-    CopyAnswer,
-    Tally,
-    compute_ranks,
     share_of_inputs_solved,
     share_solved,
+    turned,
 )
-from sftplay.data.puzzles.sampler import make_generator
-from sftplay.errors import DataError, SeveralErrors
+from sftplay.tasks.hrm.puzzles.sampler import make_generator
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data" / "arc"
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sftplay.cli import main
-from sftplay.data.puzzles.folder import PuzzleFolder
+from sftplay.tasks.hrm.puzzles.folder import PuzzleFolder
 
 PUBLISHED = {
     # Tasks, demonstrations and test pairs of each part, counted in TRM's kaggle/combined/*.json, and the pairs that its

@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sftplay.data.puzzles.small_sudokus import ALPHABET
-from sftplay.data.puzzles.sudoku import Sudoku
-from sftplay.data.puzzles.written_grid import GridText
 from sftplay.errors import DataError
+from sftplay.tasks.hrm.puzzles.sudoku import SMALL_ALPHABET, GridText, Sudoku
 
-SMALL = GridText("sudoku4", ALPHABET.symbols, 4, 0)
+SMALL = GridText("sudoku4", SMALL_ALPHABET.symbols, 4, 0)
 LARGE = GridText("sudoku", Sudoku.alphabet.symbols, 9, 0)
 GRID = "1.34\n..12\n21.3\n4321"
 TOKENS = [2, 1, 4, 5, 1, 1, 2, 3, 3, 2, 1, 4, 5, 4, 3, 2]

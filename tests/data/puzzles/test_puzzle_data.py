@@ -16,12 +16,21 @@ import pytest
 from maze_maker import make_maze
 
 from sftplay.cli import main
-from sftplay.data.puzzles.arc import WAYS, cropped, parse_name, read_tasks, turned
-from sftplay.data.puzzles.arc_votes import CopyAnswer, Tally, compute_ranks, read_asked, read_names
-from sftplay.data.puzzles.find import open_split
-from sftplay.data.puzzles.folder import PuzzleFolder
-from sftplay.data.puzzles.sampler import TestBatches
-from sftplay.data.puzzles.sudoku import compute_grid_keys, find_solutions, sample_changes
+from sftplay.tasks.hrm.puzzles.arc import (
+    WAYS,
+    CopyAnswer,
+    Tally,
+    compute_ranks,
+    cropped,
+    parse_name,
+    read_asked,
+    read_names,
+    read_tasks,
+    turned,
+)
+from sftplay.tasks.hrm.puzzles.folder import PuzzleFolder
+from sftplay.tasks.hrm.puzzles.sampler import TestBatches, open_split
+from sftplay.tasks.hrm.puzzles.sudoku import compute_grid_keys, find_solutions, sample_changes
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 
@@ -467,7 +476,7 @@ def test_a_killed_command_leaves_no_folder_and_the_next_one_makes_it(
     # So many copies that it is killed while it writes: the first group appears in the unfinished folder.
     code = (
         "import sys\n"
-        "from sftplay.data.puzzles.folder import SplitWriter\n"
+        "from sftplay.tasks.hrm.puzzles.folder import SplitWriter\n"
         "add = SplitWriter.add\n"
         "def slow(self, group):\n"
         "    add(self, group)\n"

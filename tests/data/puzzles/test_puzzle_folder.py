@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sftplay.data.puzzles.folder import Alphabet, Group, PuzzleFolder, write_folder
 from sftplay.errors import DataError
+from sftplay.tasks.hrm.puzzles.folder import Alphabet, Group, PuzzleFolder, write_folder
 
 ALPHABET = Alphabet(kind="sudoku4", symbols=" .1234", shape=(2, 2))
 

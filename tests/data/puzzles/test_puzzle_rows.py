@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftplay.data.puzzles.folder import Alphabet, Group, PuzzleFolder, write_folder
-from sftplay.data.puzzles.sampler import IGNORED, PuzzleBatch, TestBatches, TrainBatches
 from sftplay.errors import ConfigError
+from sftplay.tasks.hrm.puzzles.folder import Alphabet, Group, PuzzleFolder, write_folder
+from sftplay.tasks.hrm.puzzles.sampler import IGNORED, PuzzleBatch, TestBatches, TrainBatches
 
 ALPHABET = Alphabet(kind="maze", symbols="?# SGo", shape=(1, 2))
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sftplay.data.puzzles.find import open_split, open_splits
-from sftplay.data.puzzles.folder import PuzzleFolder
-from sftplay.data.puzzles.small_sudokus import in_order_of_digits, solved_grids
-from sftplay.data.puzzles.sudoku import find_solutions
 from sftplay.errors import ConfigError, DataError
+from sftplay.tasks.hrm.puzzles.folder import PuzzleFolder
+from sftplay.tasks.hrm.puzzles.sampler import open_split, open_splits
+from sftplay.tasks.hrm.puzzles.sudoku import find_solutions, in_order_of_digits, solved_grids
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftplay.data.puzzles.sudoku import Changes, compute_grid_keys, find_solutions, is_copy, list_units, sample_changes
+from sftplay.tasks.hrm.puzzles.sudoku import (
+    Changes,
+    compute_grid_keys,
+    find_solutions,
+    is_copy,
+    list_units,
+    sample_changes,
+)
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data" / "sudoku" / "puzzles.jsonl"
 

@@ -13,7 +13,7 @@ import torch
 from grpo_run import grpo_inputs, grpo_options
 from in_process import Inputs, train
 
-from sftplay.tasks.grpo.logprob_check import LogprobCheck
+from sftplay.tasks.grpo.sampling import LogprobCheck
 
 pytestmark = pytest.mark.slow
 

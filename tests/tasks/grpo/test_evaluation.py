@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.prompts.questions import Question
+from sftplay.data.questions import Question
 from sftplay.heartbeat import Heartbeat
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards
-from sftplay.tasks.grpo.evaluation import EvaluatePrompts
+from sftplay.tasks.grpo.watch import EvaluatePrompts
 
 STEPS = 2
 GRPO: dict[str, Any] = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from grpo_toy import grpo_trainer, letter_tokenizer, tiny_llama
 
-from sftplay.tasks.grpo.length_order import (
+from sftplay.tasks.grpo.sampling import (
     count_padded_tokens,
     depends_on_cut,
     has_relative_positions,

@@ -10,7 +10,7 @@ from grpo_toy import letter_tokenizer, tiny_llama
 from peft import LoraConfig, get_peft_model
 
 from sftplay.heartbeat import Heartbeat
-from sftplay.tasks.grpo.logprob_check import LogprobCheck, record_logprobs
+from sftplay.tasks.grpo.sampling import LogprobCheck, record_logprobs
 
 PROMPTS = [[0, 0, 5, 6], [7, 8, 9, 10]]
 

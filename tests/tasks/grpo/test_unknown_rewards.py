@@ -14,7 +14,7 @@ from grpo_toy import grpo_trainer
 from trl import GRPOTrainer
 
 from sftplay.config.run import RunConfig
-from sftplay.data.prompts.questions import Question
+from sftplay.data.questions import Question
 from sftplay.evaluate.rewarded import compute_figures, reward_answers
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards, combined

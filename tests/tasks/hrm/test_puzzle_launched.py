@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from untimed_metrics import lines_of
 
-from sftplay.tasks.hrm.published import load_model
+from sftplay.tasks.hrm.network import load_model
 
 Verb = Callable[..., CompletedProcess[str]]
 

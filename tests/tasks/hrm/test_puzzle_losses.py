@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from sftplay.tasks.hrm.act import cell_losses, log_stablemax, q_losses
-from sftplay.tasks.hrm.optimizer import AdamATan2, MovingAverage
 from sftplay.tasks.hrm.section import HrmConfig
+from sftplay.tasks.hrm.trainer import AdamATan2, MovingAverage
 
 SCORES = [
     [0.0, 1.0, -1.0],

@@ -13,15 +13,14 @@ import torch
 from gloo_ranks import on_ranks
 
 from sftplay.cli import main
-from sftplay.data.puzzles.arc import ALPHABET, Change, on_canvas
-from sftplay.data.puzzles.find import open_split
-from sftplay.data.puzzles.folder import Group, PuzzleFolder, write_folder
-from sftplay.data.puzzles.small_sudokus import ALPHABET as SUDOKU4
 from sftplay.tasks.hrm import measuring
-from sftplay.tasks.hrm.evaluation import format_summary
 from sftplay.tasks.hrm.finished import figures_table
-from sftplay.tasks.hrm.measuring import described, measure
+from sftplay.tasks.hrm.measuring import described, format_summary, measure
 from sftplay.tasks.hrm.network import Grid, PuzzleModel, SegmentOutput
+from sftplay.tasks.hrm.puzzles.arc import ALPHABET, Change, on_canvas
+from sftplay.tasks.hrm.puzzles.folder import Group, PuzzleFolder, write_folder
+from sftplay.tasks.hrm.puzzles.sampler import open_split
+from sftplay.tasks.hrm.puzzles.sudoku import SMALL_ALPHABET as SUDOKU4
 from sftplay.tasks.hrm.section import HrmConfig
 
 SEGMENTS = 3
@@ -52,7 +51,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, answers: list[tuple[Any, list[float]]
 @pytest.fixture
 def two(tmp_path: Path) -> PuzzleFolder:
     """Two puzzles of four cells; the second has a cell without a label."""
-    from sftplay.data.puzzles.folder import Alphabet
+    from sftplay.tasks.hrm.puzzles.folder import Alphabet
 
     group = Group(np.array([[1, 2, 1, 1], [1, 1, 1, 3]], np.uint8), np.array([[2, 2, 3, 4], [2, 3, 0, 3]], np.uint8))
     write_folder(tmp_path, [group], alphabet=Alphabet(kind="", symbols=" .123", shape=(2, 2)))
@@ -92,7 +91,7 @@ def test_figures_of_each_segment_and_of_both_ways_to_halt_are_those_by_hand(two,
 
 
 def test_who_copies_the_givens_and_writes_one_digit_has_a_ninth_of_the_blanks_right(tmp_path: Path, monkeypatch):
-    from sftplay.data.puzzles.sudoku import Sudoku
+    from sftplay.tasks.hrm.puzzles.sudoku import Sudoku
 
     answer = "483921657967345821251876493548132976729564138136798245372689514814253769695417382"
     labels = np.array([int(digit) + 1 for digit in answer], np.uint8)

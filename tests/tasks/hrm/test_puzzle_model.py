@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from sftplay.config.run import RunConfig
 from sftplay.errors import DataError
-from sftplay.tasks.hrm.network import Grid, PuzzleModel, State
-from sftplay.tasks.hrm.published import load_published
+from sftplay.tasks.hrm.network import Grid, PuzzleModel, State, load_published
 from sftplay.tasks.hrm.section import HrmConfig
 from sftplay.tasks.hrm.spec import broken_hrm_rules
 

@@ -17,11 +17,9 @@ from untimed_metrics import untimed
 from sftplay import log
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.tasks.hrm.act import Carry, Puzzles
-from sftplay.tasks.hrm.embedding import PuzzleTable
-from sftplay.tasks.hrm.network import State
-from sftplay.tasks.hrm.progress import load_progress, save_progress
-from sftplay.tasks.hrm.published import load_model
+from sftplay.tasks.hrm.network import PuzzleTable, State, load_model
 from sftplay.tasks.hrm.task import make_rows, open_puzzles
+from sftplay.tasks.hrm.trainer import load_progress, save_progress
 from sftplay.train.setup import make_setup
 
 KINDS: dict[str, dict[str, Any]] = {

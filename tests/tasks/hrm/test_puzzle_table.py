@@ -8,8 +8,8 @@ import pytest
 import torch
 from gloo_ranks import on_ranks
 
-from sftplay.tasks.hrm import embedding as table_share
-from sftplay.tasks.hrm.embedding import ALL_ROWS, PuzzleTable, TableShare, Touched
+from sftplay.tasks.hrm import network as table_share
+from sftplay.tasks.hrm.network import ALL_ROWS, PuzzleTable, TableShare, Touched
 
 IDS, DIM, RATE, DECAY = 50, 6, 0.03, 0.7
 

@@ -14,7 +14,7 @@ from small_run import Inputs
 
 from sftplay.errors import RunError
 from sftplay.model.builtin import RECIPES
-from sftplay.model.toys.tasks import DigitsRecipe
+from sftplay.model.toys import DigitsRecipe
 
 pytestmark = pytest.mark.slow
 

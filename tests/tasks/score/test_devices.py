@@ -15,13 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
-from sftplay.plan.devices.layout import Layout
+from sftplay.plan.devices import Layout
 from sftplay.tasks.score import scoring
-from sftplay.tasks.score.role_models import RoleModels
+from sftplay.tasks.score.role_models import RoleModels, soft_update
 from sftplay.tasks.score.sample_episodes import Action, Episode
 from sftplay.tasks.score.section import CriticConfig, ScoreConfig
 from sftplay.tasks.score.update import CriticGradients, MinibatchSetup, PolicyGradients
-from sftplay.tasks.score.value_model import soft_update
 
 ACTIONS = [Action(prompt=[1, 2, 3], ids=[4, 5], log_probs=[-1.0, -0.1], is_truncated=False)] * 2
 LAYOUTS = {

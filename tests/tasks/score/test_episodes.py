@@ -13,13 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.config.run import RunConfig
-from sftplay.data.prompts.questions import Question
+from sftplay.data.questions import Question
 from sftplay.data.render.render import Renderer
 from sftplay.errors import RunError
 from sftplay.generate.generate import Generator
 from sftplay.generate.sampling import AHEAD, SampleByRow, derive_seed
 from sftplay.model.out_of_memory import OutOfMemory
-from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
+from sftplay.model.toys import ID, DigitsRecipe, make_digits
 from sftplay.tasks import TASKS
 from sftplay.tasks.score.episode_rewards import EpisodeResult, describe
 from sftplay.tasks.score.losses import find_learning_rates

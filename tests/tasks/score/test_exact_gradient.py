@@ -14,10 +14,10 @@ from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.config.load import load_config
-from sftplay.data.prompts.questions import Question
+from sftplay.data.questions import Question
 from sftplay.data.render.render import Renderer
-from sftplay.model.toys.tasks import ID
-from sftplay.tasks.score.advantages import compute_rloo_baseline, compute_turn_returns, subtract_baseline
+from sftplay.model.toys import ID
+from sftplay.tasks.score.losses import compute_rloo_baseline, compute_turn_returns, subtract_baseline
 from sftplay.tasks.score.role_models import Role, RoleModels
 from sftplay.tasks.score.sample_episodes import EpisodeSampler
 from sftplay.tasks.score.update import MinibatchSetup, PolicyGradients

@@ -10,11 +10,11 @@ from score_run import score_options
 from small_run import Inputs, write_small_run
 
 from sftplay.config.load import load_config
-from sftplay.data.prompts.questions import Question
+from sftplay.data.questions import Question
 from sftplay.heartbeat import Heartbeat
-from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
-from sftplay.tasks.score.advantages import EpisodeRewards, compute_advantages
+from sftplay.model.toys import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.episode_rewards import EpisodeResult, RewardScorer, describe
+from sftplay.tasks.score.losses import EpisodeRewards, compute_advantages
 from sftplay.tasks.score.sample_episodes import Action, Episode
 from sftplay.tasks.score.section import ScoreConfig
 

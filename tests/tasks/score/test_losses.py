@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-from sftplay.tasks.score.advantages import compute_rloo_baseline, compute_turn_returns, subtract_baseline
 from sftplay.tasks.score.losses import (
     clipped_loss,
+    compute_rloo_baseline,
+    compute_turn_returns,
     full_kl,
     gather_log_probs,
     k3_kl,
     masked_mean,
     policy_loss,
+    subtract_baseline,
     sum_log_probs,
 )
 

@@ -13,15 +13,21 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from sftplay.data.prompts.questions import Question
+from sftplay.data.questions import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
-from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
-from sftplay.tasks.score.advantages import Advantages
+from sftplay.model.toys import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.episode_rewards import EpisodeResult
-from sftplay.tasks.score.problems import MinibatchSchedule, StepRows
+from sftplay.tasks.score.losses import Advantages
 from sftplay.tasks.score.role_models import RoleModels
-from sftplay.tasks.score.rollout_batch import EPISODES_FILE, RolloutBatch, load_rollout_batch, save_rollout_batch
+from sftplay.tasks.score.rollout_batch import (
+    EPISODES_FILE,
+    MinibatchSchedule,
+    RolloutBatch,
+    StepRows,
+    load_rollout_batch,
+    save_rollout_batch,
+)
 from sftplay.tasks.score.sample_episodes import Action, Episode
 from sftplay.tasks.score.scoring import ActionBatch, score_actions
 from sftplay.tasks.score.section import ScoreConfig

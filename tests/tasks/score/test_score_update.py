@@ -11,8 +11,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from sftplay.machine.libraries import recompute
-from sftplay.model.toys.tasks import ID, DigitsRecipe, make_digits
+from sftplay.machine.probe import recompute
+from sftplay.model.toys import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.role_models import ADAPTER_NAMES, RoleModels
 from sftplay.tasks.score.sample_episodes import Action
 from sftplay.tasks.score.scoring import ActionBatch, score_actions

@@ -19,10 +19,9 @@ from small_run import Inputs, write_small_run
 from transformers import AutoModelForCausalLM
 from untimed_metrics import lines_of
 
-from sftplay.plan.devices.layout import Layout
-from sftplay.tasks.score.checkpoint_weights import load_weights, save_weights
-from sftplay.tasks.score.role_models import RoleModels
-from sftplay.tasks.score.shards import gather_tensor, load_full_weights
+from sftplay.plan.devices import Layout
+from sftplay.tasks.score.role_models import RoleModels, gather_tensor, load_full_weights
+from sftplay.tasks.score.trainer import load_weights, save_weights
 
 pytestmark = pytest.mark.slow
 

@@ -12,17 +12,17 @@ import torch
 from gloo_ranks import on_ranks
 
 from sftplay.config.run import RunConfig
-from sftplay.data.prompts.questions import Question
+from sftplay.data.questions import Question
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.reward.calls import RewardValues
 from sftplay.reward.reward_set import BatchRewards, MissingRewardMonitor
-from sftplay.tasks.score.advantages import Advantages, EpisodeRewards, compute_advantages
 from sftplay.tasks.score.episode_rewards import EpisodeResult, RewardScorer, describe, expect_known, format_episode
+from sftplay.tasks.score.losses import Advantages, EpisodeRewards, compute_advantages
 from sftplay.tasks.score.report import _correct
+from sftplay.tasks.score.role_models import ValueHead, value_loss
 from sftplay.tasks.score.sample_episodes import Action, Episode
 from sftplay.tasks.score.section import ScoreConfig
-from sftplay.tasks.score.value_model import ValueHead, value_loss
 
 GROUP = 4
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sftplay.tasks.score.value_model import (
+from sftplay.tasks.score.role_models import (
     Critic,
     CriticInputs,
     PaddedTokens,

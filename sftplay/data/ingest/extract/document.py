@@ -1,13 +1,19 @@
-"""A document of any kind as a title and Markdown blocks, or the reason why it cannot be read."""
+"""A document as blocks of text, and plain text files."""
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
-from sftplay.errors import MachineError
+from sftplay.data.files import BOM, SAMPLE_BYTES, UNDECODABLE, Charset, detect_encoding, detect_file_encoding
+from sftplay.errors import DataError, MachineError
 
 BlockKind = Literal["heading", "paragraph", "list", "table", "code"]
 
@@ -70,3 +76,143 @@ def find_heading(blocks: Iterable[Block]) -> str:
 def heading(text: str, level: int, *, page: int | None = None) -> Block:
     level = min(max(level, 1), 6)
     return Block(f"{'#' * level} {' '.join(text.split())}", "heading", level, page)
+
+
+MOST_BYTES = 64 << 20
+"""Of one text file. The text, its blocks and their row are in memory together, at up to four bytes a character."""
+
+WESTERN = "cp1252"
+"""Taken where nothing is likelier: browsers read a page that names no encoding so (WHATWG, Encoding Standard)."""
+
+NO_TEXT = re.compile(rb"[\0-\x08\x0b\x0e-\x1a\x1c-\x1f]")
+"""Control characters that no text holds: all but white space, form feeds, and the escape that terminals and JIS use."""
+
+
+def read_characters(path: Path, encoding: str = "auto", *, most: int = MOST_BYTES) -> tuple[str, str]:
+    """Return the whole text, and its encoding where that was guessed, see `open_charset`.
+    Raise Unreadable where it is too large, binary, or not in the encoding.
+    """
+    size = path.stat().st_size
+    if size > most:
+        raise Unreadable("too_large", f"{size >> 20} MiB of text; {most >> 20} MiB are read: split the file")
+    charset, guessed = open_charset(path, encoding)
+    with charset.open(newline=None) as stream:
+        text = stream.read().removeprefix(BOM)
+    check_characters(text, charset)
+    return text, guessed
+
+
+def open_charset(path: Path, encoding: str) -> tuple[Charset, str]:
+    """Return the file's encoding, and its name where it was guessed: it is not UTF-8, and nothing names another one.
+    Raise Unreadable where the file is no text, or Python knows no encoding of that name.
+    """
+    try:
+        charset = Charset(path, encoding)
+    except DataError as error:
+        raise Unreadable("wrong_format", error.what) from None
+    if encoding != "auto" or not charset.is_utf8:
+        return charset, ""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with path.open("rb") as stream, suppress(UnicodeDecodeError):
+        while piece := stream.read(1 << 20):
+            decoder.decode(piece)
+        decoder.decode(b"", final=True)
+        return charset, ""
+    with path.open("rb") as stream:
+        _check_text(stream.read(SAMPLE_BYTES))
+    guessed = detect_file_encoding(path) or WESTERN
+    return Charset(path, guessed), guessed
+
+
+def guess_encoding(data: bytes) -> str:
+    """Return the likeliest encoding of bytes that are not UTF-8; raise Unreadable where they are no text."""
+    _check_text(data[:SAMPLE_BYTES])
+    return detect_encoding(data) or WESTERN
+
+
+def check_characters(text: str, charset: Charset) -> None:
+    """Raise Unreadable where a text, or a piece of one, holds NULs or bytes that are no character."""
+    if "\0" in text:
+        raise Unreadable("wrong_format", "the file is binary: it holds NUL characters")
+    if UNDECODABLE in text:
+        raise Unreadable("encoding", f"the file holds bytes that are not {charset.name.upper()}")
+
+
+def _check_text(head: bytes) -> None:
+    if b"\0" in head:
+        raise Unreadable("wrong_format", "the file is binary: it holds NUL characters")
+    if NO_TEXT.search(head):
+        raise Unreadable("encoding", "the file is not UTF-8, and holds control characters that no text has")
+
+
+START = re.compile(r"^\*\*\* ?START OF (?:THE|THIS) PROJECT GUTENBERG EBOOK.*\*\*\*[ \t]*$", re.M)
+END = re.compile(r"^(?:\*\*\* ?END OF (?:THE|THIS) PROJECT GUTENBERG EBOOK|End of (?:the )?Project Gutenberg)", re.M)
+TITLE = re.compile(r"^Title:[ \t]*(\S.*)$", re.M)
+
+
+def cut_licence(text: str) -> tuple[str, str]:
+    """Return the title in the header and the text between header and licence; "" and all of the text elsewhere."""
+    start = START.search(text)
+    if not start:
+        return "", text
+    title = TITLE.search(text, 0, start.start())
+    end = END.search(text, start.end())
+    return title[1].strip() if title else "", text[start.end() : end.start() if end else None]
+
+
+def cut_blocks(blocks: list[Block]) -> list[Block]:
+    """Do the same for a document in blocks."""
+    first = next((place for place, block in enumerate(blocks) if START.search(block.text)), None)
+    if first is None:
+        return blocks
+    rest = blocks[first + 1 :]
+    last = next((place for place, block in enumerate(rest) if END.search(block.text)), len(rest))
+    return rest[:last]
+
+
+CHAPTER = re.compile(r"(?:chapter|part|book|appendix|section)\s+(?:[ivxlcdm]+|\d+|[a-z])\b[.:]?.*", re.I)
+UNDERLINE = re.compile(r"([=\-~*#^])\1{2,}")
+LONGEST_HEADING, LONGEST_TITLE = 80, 200
+
+NARROWEST_WRAP, JOINED_SHARE = 50, 0.75
+"""Columns below which no program breaks lines; the share of a paragraph's breaks that the width must explain."""
+
+
+def read_plain(path: Path, encoding: str) -> Extracted:
+    text, guessed = read_characters(path, encoding)
+    named, text = cut_licence(text)
+    blocks = tuple(split_plain(text))
+    title = named or find_heading(blocks)
+    if not title and blocks:
+        first = blocks[0].text.split("\n")[0].strip()
+        title = first if len(first) <= LONGEST_HEADING else path.stem
+    return Extracted(title[:LONGEST_TITLE], blocks, guessed_encoding=guessed)
+
+
+def split_plain(text: str) -> list[Block]:
+    """Return the paragraphs of a text, which empty lines divide."""
+    parts = [part.strip("\n").rstrip() for part in re.split(r"\n[ \t]*(?:\n[ \t]*)+", text)]
+    parts = [part for part in parts if part.strip()]
+    width = wrap_width(parts)
+    return [to_block(part, width) for part in parts]
+
+
+def to_block(part: str, width: int) -> Block:
+    """Return one paragraph; a heading where it is a chapter's line or underlined."""
+    lines = part.split("\n")
+    if len(lines) == 2 and UNDERLINE.fullmatch(lines[1].strip()) and len(lines[0].strip()) <= LONGEST_HEADING:
+        return heading(lines[0], 1 if lines[1].strip()[0] in "=#*" else 2)
+    if len(lines) == 1 and len(part) <= LONGEST_HEADING and CHAPTER.fullmatch(part.strip()):
+        return heading(part, 2)
+    # The paragraph becomes one line where the width explains its breaks: the next word would not have fitted.
+    breaks = [len(line.rstrip()) + 1 + len((after.split() or [""])[0]) > width - 4 for line, after in pairwise(lines)]
+    is_wrapped = width and breaks and sum(breaks) >= JOINED_SHARE * len(breaks)
+    return Block(" ".join(line.strip() for line in lines) if is_wrapped else part)
+
+
+def wrap_width(parts: list[str]) -> int:
+    """Return the column at which the text's lines were broken; 0 where they were not."""
+    lengths = sorted(len(line) for part in parts for line in part.split("\n")[:-1])
+    # A few lines of a broken text are longer: a word or an address without a place to break.
+    width = lengths[int(len(lengths) * 0.98)] if lengths else 0
+    return width if width >= NARROWEST_WRAP else 0

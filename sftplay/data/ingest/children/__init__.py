@@ -1,1 +1,0 @@
-"""Child processes with bounds on time and memory, forked from one warm parent."""

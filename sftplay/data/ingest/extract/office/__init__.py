@@ -1,1 +1,0 @@
-"""Office documents, which are XML in a zip archive: texts, slides and sheets of Word and OpenDocument."""

@@ -1,1 +1,0 @@
-"""Words and their places on PDF pages -> columns, rows, tables, paragraphs and headings."""

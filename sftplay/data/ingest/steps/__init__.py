@@ -1,1 +1,0 @@
-"""The steps on one file or one part of the text, each in its own child process."""

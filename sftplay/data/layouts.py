@@ -1,0 +1,376 @@
+"""Rows in the layouts of other kits become canonical records, or say why they cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from sftplay.config.data import DataConfig
+from sftplay.config.run import RunConfig
+from sftplay.data.records import Chat, Message, Record, Source, Text
+from sftplay.data.turns import (
+    RowFields,
+    check_order,
+    expect_list,
+    expect_text,
+    is_blank,
+    listed,
+    openai_turns,
+    prompt_turns,
+    refuse,
+    sharegpt_turns,
+    tie_results,
+    tools_text,
+)
+from sftplay.errors import DataError
+
+if TYPE_CHECKING:
+    from sftplay.config.data import Layout
+
+
+def select_data_config(cfg: RunConfig, kind: str) -> DataConfig:
+    """The section `data` as it holds for sources of a type: only layouts of that type are read."""
+    data = cfg.data
+    if kind == "cpt":
+        columns = {field: column for field, column in data.columns.items() if field == "text"}
+        return data.model_copy(update={"format": "text", "columns": columns, "system": None})
+    others = {field: column for field, column in data.columns.items() if field != "text"}
+    return data.model_copy(update={"format": "auto" if data.format == "text" else data.format, "columns": others})
+
+
+Names = tuple[str, ...]
+"""A field's own name, then others under which it is found in files; the first that a row has is taken."""
+
+INSTRUCTION: Names = ("instruction",)
+USER: Names = ("user",)
+ASSISTANT: Names = ("assistant",)
+PROMPT: Names = ("prompt",)
+TURNS: Names = ("conversations", "conversation", "dialogue")
+OUTPUT: Names = ("output", "response")
+COMPLETION: Names = ("completion", "response")
+QUESTION: Names = ("question", "query")
+ANSWER: Names = ("answer", "response")
+SYSTEM: Names = ("system",)
+TOOLS: Names = ("tools", "functions")
+
+
+@dataclass(frozen=True)
+class Body:
+    """The turns of a row, before its system prompt and its tools are added."""
+
+    turns: tuple[Message, ...]
+    n_given: int = 0  # turns at the beginning that are not learned
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the columns that rewards read, in addition to the answer
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The columns of a layout and how its body is read from them."""
+
+    needs: tuple[Names, ...]  # first the column of the question
+    may: tuple[Names, ...] = ()
+    body: Callable[[RowFields], Body] | None = None  # None: plain text
+    ask: Callable[[RowFields], tuple[Message, ...]] | None = None
+    """The turns up to the question, perhaps with its answer, of a row without one too. None: the text in `asked`."""
+
+    is_published: bool = False  # the layout belongs to one data set, so its columns keep their names
+
+    @property
+    def asked(self) -> Names:
+        """The column of the question."""
+        return self.needs[0]
+
+    @property
+    def fields(self) -> set[str]:
+        """Our names of all its columns that may have other names in a file."""
+        return set() if self.is_published else {names[0] for names in (*self.needs, *self.may)}
+
+
+def picked(row: RowFields, names: Names) -> str | None:
+    """Return the first of the names that the row has a value for; else the first that it has at all."""
+    fallback = None
+    for name in names:
+        if name in row:
+            if row[name] is not None:
+                return name
+            fallback = fallback or name
+    return fallback
+
+
+def optional(row: RowFields, names: Names) -> object:
+    """Return the value of a column that need not be there; None without it."""
+    name = picked(row, names)
+    return None if name is None else row[name]
+
+
+def needed(row: RowFields, names: Names) -> tuple[str, object]:
+    """Return the column's name in this row and its value."""
+    name = picked(row, names)
+    if name is None:
+        refuse(f"has no key {names[0]!r}; its keys are {listed(row)}", FIX_LAYOUT)
+    return name, row[name]
+
+
+def needed_text(row: RowFields, names: Names) -> str:
+    """Return the text in a column that must be there."""
+    name, value = needed(row, names)
+    return expect_text(value, name)
+
+
+def _from_messages(row: RowFields) -> Body:
+    return Body(openai_turns(needed(row, ("messages",))[1], "messages"))
+
+
+def _from_sharegpt(row: RowFields) -> Body:
+    name, value = needed(row, TURNS)
+    return Body(sharegpt_turns(value, name))
+
+
+def _from_alpaca(row: RowFields) -> Body:
+    return Body((*_ask_alpaca(row), Message("assistant", needed_text(row, OUTPUT))))
+
+
+def _ask_alpaca(row: RowFields) -> tuple[Message, ...]:
+    """Read `history`, earlier exchanges as a list of pairs with answers that are learned too, and the instruction."""
+    instruction, more, history = needed_text(row, INSTRUCTION), row.get("input"), row.get("history")
+    extra = "" if more is None else expect_text(more, "input")
+    turns = []
+    for index, pair in enumerate([] if is_blank(history) else expect_list(history, "'history'", of="pairs")):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            refuse(f"history[{index}] is not a pair of a user's text and its answer")
+        turns.append(Message("user", expect_text(pair[0], f"history[{index}][0]")))
+        turns.append(Message("assistant", expect_text(pair[1], f"history[{index}][1]")))
+    asked = "\n\n".join(text for text in (instruction, extra) if text and not text.isspace())
+    return (*turns, Message("user", asked))
+
+
+def _from_pair(question: Names, answer: Names) -> Callable[[RowFields], Body]:
+    def read(row: RowFields) -> Body:
+        return Body((Message("user", needed_text(row, question)), Message("assistant", needed_text(row, answer))))
+
+    return read
+
+
+def _from_prompt(row: RowFields) -> Body:
+    """Only the completion is learned, as in TRL: assistant turns inside the prompt are context."""
+    before = prompt_turns(needed(row, PROMPT)[1], "prompt", role="user")
+    name, value = needed(row, COMPLETION)
+    after = prompt_turns(value, name, role="assistant")
+    if not any(turn.role == "assistant" for turn in after):
+        refuse(f"{name!r} has no assistant turn")
+    return Body((*before, *after), len(before))
+
+
+def _ask_prompt(row: RowFields) -> tuple[Message, ...]:
+    return prompt_turns(row["prompt"], "prompt", role="user")
+
+
+def _from_problem(row: RowFields) -> Body:
+    from sftplay.data.problem import format_answer, format_question, reward_columns, to_problem
+
+    problem = to_problem(row)
+    turns = Message("user", format_question(problem)), Message("assistant", format_answer(problem))
+    return Body(turns, columns=reward_columns(problem))
+
+
+def _ask_problem(row: RowFields) -> tuple[Message, ...]:
+    return _from_problem(row).turns[:1]
+
+
+_MBPP = [(name,) for name in ("task_id", "test_imports", "test_setup_code", "challenge_test_list", "source_file")]
+
+SHAPES: Mapping[Layout, Shape] = {
+    "messages": Shape((("messages",),), (SYSTEM, TOOLS), _from_messages, lambda row: _from_messages(row).turns),
+    "sharegpt": Shape((TURNS,), (SYSTEM, TOOLS), _from_sharegpt, lambda row: _from_sharegpt(row).turns),
+    "alpaca": Shape((INSTRUCTION, OUTPUT), (("input",), ("history",), SYSTEM, TOOLS), _from_alpaca, _ask_alpaca),
+    "system_user_assistant": Shape((USER, ASSISTANT), (SYSTEM,), _from_pair(USER, ASSISTANT)),
+    "prompt_completion": Shape((PROMPT, COMPLETION), (SYSTEM, TOOLS), _from_prompt, _ask_prompt),
+    "question_answer": Shape((QUESTION, ANSWER), (SYSTEM,), _from_pair(QUESTION, ANSWER)),
+    "mbpp": Shape(
+        (("test_list",), ("code",)),
+        (("prompt", "text"), *_MBPP, SYSTEM),
+        _from_problem,
+        _ask_problem,
+        is_published=True,
+    ),
+    "humaneval": Shape(
+        (("canonical_solution",), ("test",), ("entry_point",), PROMPT),
+        (("task_id",), SYSTEM),
+        _from_problem,
+        _ask_problem,
+        is_published=True,
+    ),
+    "text": Shape((("text",),)),
+}
+"""In the order in which a row's keys are compared with them."""
+
+QUESTIONS: tuple[Layout, ...] = (
+    *("mbpp", "humaneval", "messages", "sharegpt"),
+    *("prompt_completion", "alpaca", "system_user_assistant", "question_answer"),
+)
+"""In the order in which a row's keys are searched for a question: an answer column does not identify a layout."""
+
+INGESTED = {"source", "title", "section", "pages", "row", "place", "n_chars", "sha256", "file_sha256"}
+"""Columns that `ingest` writes next to each text. All of them together identify its rows."""
+
+FIX_LAYOUT = (
+    f"name its columns with data.columns, or the layout with data.format ({', '.join(SHAPES)});"
+    " or leave such rows out with data.on_bad_row: skip"
+)
+
+
+@dataclass(frozen=True)
+class LayoutOptions:
+    """The settings by which rows are understood."""
+
+    format: Layout | Literal["auto"] = "auto"
+    columns: tuple[tuple[str, str], ...] = ()
+    """Pairs of our field and the file's column; a field that is not listed keeps its own name."""
+
+    system: str | None = None  # system prompt of every chat without one
+
+
+def read_layout_options(data: DataConfig) -> LayoutOptions:
+    """Read from the config how rows are to be understood."""
+    return LayoutOptions(format=data.format, columns=tuple(data.columns.items()), system=data.system)
+
+
+def to_record(row: RowFields, source: Source, *, reading: LayoutOptions = LayoutOptions()) -> Record:
+    """Convert the row to a record that obeys every rule of its kind; texts are kept to the character.
+
+    Raises DataError: the row has no known layout or breaks a rule; `where` is file:line, `what` the reason.
+    """
+    try:
+        row = _rename_columns(row, reading)
+        shape = SHAPES[_find_layout(row, reading)]
+        if shape.body is None:
+            text = needed_text(row, ("text",))
+            if not text or text.isspace():
+                refuse("text is empty")
+            return Text(text, source)
+        body = shape.body(row)
+        turns = tie_results(body.turns)
+        if not any(turn.role == "assistant" for turn in turns):
+            refuse("has no assistant turn, so there is nothing to learn")
+        if turns[-1].role != "assistant":
+            last = "a tool's result" if turns[-1].role == "tool" else "a user turn"
+            refuse(f"ends with {last} that has no answer")
+        check_order(turns)
+        lead = _find_lead(row, turns, reading=reading)
+        learned_from = len(lead) + body.n_given if body.n_given else 0
+        tools = tools_text(optional(row, TOOLS)) if TOOLS in shape.may else ""
+        columns = json.dumps(body.columns, ensure_ascii=False) if body.columns else ""
+        return Chat((*lead, *turns), source, learned_from, tools, columns)
+    except DataError as error:
+        raise DataError(error.what, where=str(source), fix=error.fix) from None
+
+
+def read_prompt(
+    row: RowFields, source: Source, *, reading: LayoutOptions = LayoutOptions()
+) -> tuple[tuple[Message, ...], str]:
+    """Return the messages of a row that the assistant shall answer, and its tools as JSON text.
+
+    It is read from every layout of a chat. An answer in the row is left out: the model shall give a new one.
+
+    Raises DataError: it has no question, or breaks a rule.
+    """
+    first = (reading.format,) if reading.format in QUESTIONS else ()
+    # A file with mapped columns has no published layout.
+    shapes = [SHAPES[name] for name in (*first, *QUESTIONS) if not (SHAPES[name].is_published and reading.columns)]
+    try:
+        row = _rename_columns(row, reading, is_partial=True)
+        shape = next((shape for shape in shapes if optional(row, shape.asked) is not None), None)
+        if shape is None:
+            columns = ", ".join(repr(SHAPES[name].asked[0]) for name in QUESTIONS if not SHAPES[name].is_published)
+            fix = f"name the question with one of {columns}; or map its column with data.columns"
+            refuse(f"has no question; its keys are {listed(row)}", fix)
+        turns = tie_results(shape.ask(row) if shape.ask else (Message("user", needed_text(row, shape.asked)),))
+        check_order(turns)
+        if len(turns) > 1 and turns[-1].role == "assistant":
+            turns = turns[:-1]
+        if not turns or turns[-1].role in ("assistant", "system"):
+            refuse("does not end with a turn that can be answered", "end it with a user turn or a tool's result")
+        return (*_find_lead(row, turns, reading=reading), *turns), tools_text(optional(row, TOOLS))
+    except DataError as error:
+        raise DataError(error.what, where=str(source), fix=error.fix) from None
+
+
+def read_beginning(row: RowFields, *, reading: LayoutOptions = LayoutOptions()) -> str:
+    """Return the text of a row that is plain text, which a model goes on writing; empty for every other row."""
+    view = _rename_columns(row, reading, is_partial=True)
+    is_asked = any(optional(view, SHAPES[layout].asked) is not None for layout in QUESTIONS)
+    text = None if is_asked and reading.format != "text" else optional(view, ("text",))
+    return text if isinstance(text, str) else ""
+
+
+def unused_columns(row: RowFields, reading: LayoutOptions = LayoutOptions()) -> tuple[str, ...]:
+    """The row's columns that its layout does not read, by the file's names; empty ones are not counted.
+
+    Nor are those that `ingest` writes next to a text to record where it is from.
+    """
+    try:
+        view = _rename_columns(row, reading)
+        shape = SHAPES[_find_layout(view, reading)]
+    except DataError:
+        return ()
+    names = dict(reading.columns)
+    read = {names.get(name, name) for group in (*shape.needs, *shape.may) if (name := picked(view, group))}
+    if shape.body is None and row.keys() >= INGESTED:
+        read |= INGESTED
+    unused = [name for name, value in row.items() if name not in read and value is not None and value != ""]
+    return tuple(name.encode("utf-8", "backslashreplace").decode() for name in unused)
+
+
+def detect_layout(names: Iterable[str], mapped: Iterable[str] = ()) -> Layout | None:
+    """Return the first layout that has all it needs among the names and reads every field in `mapped`, or None."""
+    present, asked = set(names), set(mapped)
+    for layout, shape in SHAPES.items():
+        if all(not present.isdisjoint(group) for group in shape.needs) and asked <= shape.fields:
+            return layout
+    return None
+
+
+def _find_layout(row: RowFields, reading: LayoutOptions) -> Layout:
+    mapped = [field for field, _ in reading.columns]
+    if reading.format != "auto":
+        if idle := set(mapped) - SHAPES[reading.format].fields:
+            what = f"data.columns maps {listed(sorted(idle))}, which the layout {reading.format} does not read"
+            refuse(what, "map the fields of that layout, or set data.format to the one that is meant")
+        return reading.format
+    # In a table of mixed layouts the columns of the others are null.
+    used = [name for name, value in row.items() if value is not None]
+    found = detect_layout(used, mapped) or detect_layout(row, mapped)
+    if found is None:
+        with_these = f" and reads {listed(mapped)}, as data.columns asks" if mapped else ""
+        refuse(f"no known layout has the keys {listed(row)}{with_these}", FIX_LAYOUT)
+    return found
+
+
+def _rename_columns(row: RowFields, reading: LayoutOptions, *, is_partial: bool = False) -> RowFields:
+    """Return the row under our names; with `is_partial`, mapped columns may be missing."""
+    if not reading.columns:
+        return row
+    given = {column: field for field, column in reading.columns}
+    if len(given) < len(reading.columns):
+        refuse("data.columns gives one column to two fields", "keep each column in one of the two")
+    missing = [column for column in given if column not in row]
+    if missing and not is_partial:
+        what = f"has no column {missing[0]!r}, to which data.columns maps {given[missing[0]]!r}"
+        refuse(f"{what}; its keys are {listed(row)}", "correct data.columns, or the row")
+    ours = set(given.values())
+    kept = {name: value for name, value in row.items() if name not in ours and name not in given}
+    return kept | {field: row[column] for column, field in given.items() if column in row}
+
+
+def _find_lead(row: RowFields, turns: tuple[Message, ...], *, reading: LayoutOptions) -> tuple[Message, ...]:
+    """Return the system turn that goes before these turns, if there is to be one."""
+    in_column = optional(row, SYSTEM)
+    has_turn = bool(turns) and turns[0].role == "system"
+    if not is_blank(in_column):
+        text = expect_text(in_column, "system")
+        if has_turn and turns[0].content != text:
+            refuse("has a system prompt in its column 'system' and another one in its first turn")
+        return () if has_turn else (Message("system", text),)
+    return () if has_turn or not reading.system else (Message("system", reading.system),)

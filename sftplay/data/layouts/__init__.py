@@ -1,1 +1,0 @@
-"""Foreign layouts of a row to the canonical records."""

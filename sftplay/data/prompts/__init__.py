@@ -1,1 +1,0 @@
-"""Rows as prompts: what a model is asked, and the columns by which its answers are judged."""

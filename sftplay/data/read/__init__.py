@@ -1,1 +1,0 @@
-"""Files, folders and hub data sets to raw rows, each with the place it came from."""

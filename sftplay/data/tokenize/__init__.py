@@ -1,1 +1,0 @@
-"""Every row tokenized once, in processes, counted and kept on disk."""

@@ -1,1 +1,0 @@
-"""Runs over several nodes: the nodes meet, compare their reports and join one run."""

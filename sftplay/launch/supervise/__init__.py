@@ -1,1 +1,0 @@
-"""What the parent does while workers run: their lines, their end, and whether they go on."""

@@ -1,1 +1,0 @@
-"""What would go wrong on this machine, each finding with its remedy."""

@@ -1,1 +1,0 @@
-"""New tokens for terms of a domain: find the terms, extend the tokenizer, and add rows to the model."""

@@ -1,0 +1,239 @@
+"""What follows from a config and the kind of device before any size: precision, kernels, optimizer, rate, links."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from itertools import islice
+from typing import Any
+
+from sftplay.config.cluster import BACKEND, unsloth_conflicts
+from sftplay.config.run import FLASH_KERNELS, RunConfig
+from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.probe import Machine
+from sftplay.plan.shape import ModelShape
+
+NVLINK_BYTES_PER_S = {6: 20e9, 7: 25e9, 8: 25e9, 9: 25e9, 10: 50e9}
+"""Compute capability's first number -> bytes a second that one NVLink carries each way. Sources: NVIDIA's papers on
+the architectures Pascal to Blackwell (a V100 has 6 links and 300 GB/s both ways, an H100 18 and 900, a B200 18 and
+1800)."""
+
+SLOWER_NVLINK = (8, 6)  # capability of cards with slower links, which are left out
+
+SIZES_BYTES = tuple(2**power for power in range(12, 27, 2))
+"""Exchanges that a check of the communication measures: 4 KiB to 64 MiB, by fours."""
+
+BUCKET_BYTES = 25 * 2**20
+"""What DDP sends at a time where `cluster.comm.bucket_cap_mb` says nothing (torch 2.13, `DistributedDataParallel`)."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One all-reduce of a size: how long its slowest rank took."""
+
+    size_bytes: int
+    latency_s: float
+
+    def algorithm_bytes_per_s(self) -> float:
+        """What a rank gives in, over the time until it has the sum."""
+        return self.size_bytes / self.latency_s
+
+    def bus_bytes_per_s(self, ranks: int) -> float:
+        """What each rank's link carries each way: a ring sends every byte 2 (n - 1) / n times. Source: the notes on
+        performance of NCCL's own tests."""
+        return self.algorithm_bytes_per_s() * 2 * (ranks - 1) / ranks
+
+    def as_dict(self, ranks: int) -> dict[str, float]:
+        rates = {"algorithm_bytes_per_s": self.algorithm_bytes_per_s(), "bus_bytes_per_s": self.bus_bytes_per_s(ranks)}
+        return {**asdict(self), **rates}
+
+
+def nominal_link(machine: Machine, nproc: int, *, nnodes: int) -> tuple[float | None, str]:
+    """Return the slowest link between the first `nproc` GPUs, in bytes a second each way; None and why if not known."""
+    if nnodes > 1:
+        return None, "the network between the nodes: its nominal speed is not known here"
+    if not machine.gpus:
+        return None, "loopback, which is this machine's memory: it has no nominal speed"
+    kinds = {kind for i, row in enumerate(machine.links[:nproc]) for kind in row[i + 1 : nproc]}
+    if not kinds:
+        return None, "the driver does not say how the GPUs are joined"
+    counts = [int(kind[2:]) for kind in kinds if kind.startswith("NV") and kind[2:].isdigit()]
+    capability = machine.gpus[0].capability
+    speed = None if capability == SLOWER_NVLINK else NVLINK_BYTES_PER_S.get(capability[0])
+    if len(counts) < len(kinds) or speed is None:
+        return None, f"{', '.join(sorted(kinds))}: its nominal speed is not known here"
+    return min(counts) * speed, f"NVLink, {min(counts)} links of {speed / 1e9:g} GB/s each way"
+
+
+def turning_bytes(sweep: Sequence[Exchange]) -> int:
+    """Return the size whose exchange takes as long to start as to send: the smallest size's time, at the best speed."""
+    return round(sweep[0].latency_s * max(exchange.algorithm_bytes_per_s() for exchange in sweep))
+
+
+def exchange_s(sweep: Sequence[Exchange], total_bytes: float, *, bucket_bytes: float) -> float:
+    """Return the seconds that `total_bytes` take in buckets, one after the other.
+
+    `sweep` has ascending sizes; between them the time is taken from a straight line.
+    """
+    whole, rest = divmod(total_bytes, bucket_bytes)
+    return whole * _latency_s(sweep, bucket_bytes) + (_latency_s(sweep, rest) if rest else 0.0)
+
+
+def refuse_hook(cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
+    """Check that the communication between the processes supports `cluster.comm.hook`.
+
+    Raises:
+        MachineError: it does not.
+    """
+    key = "cluster.comm.hook"
+    if cfg.cluster.comm.hook == "bf16" and world_size > 1 and not machine.gpus:
+        what = "torch's bf16 hook runs on NCCL only, and without a GPU processes talk through gloo"
+        where, fix = f"{cfg.origins.get(key, 'cluster')} {key}", "write fp16, or none, which is faster on one machine"
+        raise MachineError(what, where=where, fix=fix, nearest=("fp16", "none"))
+
+
+def _latency_s(sweep: Sequence[Exchange], size_bytes: float) -> float:
+    above = bisect_left(sweep, size_bytes, key=lambda exchange: exchange.size_bytes)
+    if above == 0:
+        return sweep[0].latency_s
+    if above == len(sweep):
+        return sweep[-1].latency_s * size_bytes / sweep[-1].size_bytes
+    low, high = sweep[above - 1], sweep[above]
+    part = (size_bytes - low.size_bytes) / (high.size_bytes - low.size_bytes)
+    return low.latency_s + part * (high.latency_s - low.latency_s)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A value that the kit chose for a key, and why."""
+
+    value: Any
+    reason: str
+
+
+Decisions = dict[str, Decision]  # by config key
+
+UNSLOTH_FIX = f"`make train-unsloth` builds and uses an environment that has it; or write {BACKEND}: bnb"
+
+
+def choose_backend(cfg: RunConfig, machine: Machine, *, world_size: int) -> Decision:
+    """Choose `bnb` or `unsloth`.
+
+    Raises:
+        MachineError: unsloth is asked for and cannot be used. It is never replaced in silence.
+    """
+    wanted = cfg.tuning.backend
+    if wanted == "bnb":
+        return Decision("bnb", "as given")
+    obstacle, fix = machine.unsloth_problem, UNSLOTH_FIX
+    if world_size > 1:
+        # Not tried here with several GPUs, and its own source calls that a beta.
+        obstacle = f"it trains in one process, not in {world_size}"
+        fix = f"use one process, or write {BACKEND}: bnb"
+    for conflict in islice(unsloth_conflicts(cfg), 1):
+        obstacle, fix = f"{conflict.keys[0]}: {conflict.what}", conflict.fix
+    if wanted == "unsloth":
+        if obstacle:
+            where = f"{cfg.origins.get(BACKEND, 'default')} {BACKEND}"
+            raise MachineError(f"unsloth cannot be used: {obstacle}", where=where, fix=fix)
+        return Decision("unsloth", "as given")
+    if obstacle:
+        return Decision("bnb", f"unsloth is not taken: {obstacle}")
+    if not machine.gpus:
+        return Decision("bnb", "unsloth is installed, but without a GPU it computes with the same libraries")
+    return Decision("unsloth", "it is installed, there is a GPU, and every library is within the versions it asks for")
+
+
+def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | None = None) -> Decisions:
+    """Decide precision, attention, packing, optimizer, pinned memory, learning rate.
+
+    `shape` is the model's, None where it is not known.
+
+    Raises:
+        MachineError: an explicit precision or attention cannot run here.
+    """
+    train, gpus = cfg.train, machine.gpus
+    precision = _decide_precision(cfg, machine)
+    has_bf16 = bool(gpus) and all(gpu.has_bf16 for gpu in gpus)
+    chosen = precision.value if train.precision == "auto" else train.precision
+    has_flash = has_bf16 and chosen != "fp32" and find_spec("flash_attn") is not None
+    package = "kernels" if "/" in cfg.model.attn else "flash_attn"
+    can_flash = has_bf16 and chosen != "fp32" and find_spec(package) is not None
+    where = f"{cfg.origins.get('model.attn', 'model')} model.attn"
+    if cfg.model.attn in FLASH_KERNELS and not can_flash:
+        needs = f"an Ampere GPU, 16-bit precision and the package {package.replace('_', '-')}"
+        raise MachineError(f"{cfg.model.attn} needs {needs}", where=where, fix="leave model.attn on auto (sdpa here)")
+    attn = Decision("flash_attention_2" if has_flash else "sdpa", "fastest kernel installed for this device")
+    if shape is not None and shape.softcap_attn:
+        if cfg.model.attn == "sdpa":
+            fix = f"leave model.attn on auto ({'flash_attention_2' if has_flash else 'eager'} here)"
+            what = "the model caps the scores of its attention, which sdpa does not do"
+            raise MachineError(what, where=where, fix=fix)
+        attn = attn if has_flash else Decision("eager", "the model caps the scores of its attention; sdpa does not")
+    has_varlen = (attn.value if cfg.model.attn == "auto" else cfg.model.attn) in FLASH_KERNELS
+    by_tokens = train.batching == "tokens"
+    why = "flash attention skips the gaps" if has_varlen else "without a varlen kernel packing costs more than it saves"
+    why = "train.batching tokens forms micro-batches of padded rows" if by_tokens else why
+    why = "the rows are full blocks already" if cfg.learns_documents else why
+    rate = cfg.task.rates[cfg.tuning.mode]
+    return {
+        "train.precision": precision,
+        "model.attn": attn,
+        "train.packing": Decision(has_varlen and not by_tokens and not cfg.learns_documents, why),
+        "train.optim": _decide_optimizer(cfg, chosen),
+        "train.dataloader_pin_memory": Decision(bool(gpus), "page-locked memory speeds copies to a GPU only"),
+        "train.learning_rate": Decision(rate, f"usual peak rate of {cfg.tuning.mode} {cfg.task_mode}"),
+    }
+
+
+def _decide_optimizer(cfg: RunConfig, precision: str) -> Decision:
+    """AdamW; in fp16 not torch's fused one.
+
+    That one unscales the gradients and leaves steps out by itself (torch, `GradScaler.step`,
+    `_step_supports_amp_scaling`). accelerate then sees every step as taken, and steps that overflow use up the warm-up.
+    """
+    if precision != "fp16":
+        return Decision("adamw_torch_fused", "one kernel a step, no copy of the gradients")
+    if cfg.train.optim == "adamw_torch_fused":
+        what = "in fp16 it hides from the schedule which steps overflowed and were left out"
+        where = f"{cfg.origins.get('train.optim', 'train')} train.optim adamw_torch_fused"
+        raise ConfigError(what, where=where, fix="write train.optim: adamw_torch, or leave it on auto")
+    return Decision("adamw_torch", "in fp16 the fused one hides which steps were left out")
+
+
+def _decide_precision(cfg: RunConfig, machine: Machine) -> Decision:
+    if machine.gpus:
+        if all(gpu.has_bf16 for gpu in machine.gpus):
+            return Decision("bf16", "every GPU has bf16 (compute capability 8.0 or later)")
+        if not cfg.task.has_fp16:
+            return Decision("fp32", "a GPU older than Ampere has no bf16, and fp16 would overflow in the loss")
+        return Decision("fp16", "a GPU older than Ampere has no bf16")
+    if cfg.train.precision == "fp16":
+        where = f"{cfg.origins.get('train.precision', 'train')} train.precision"
+        fix = "leave train.precision on auto (fp32 here), or use bf16"
+        raise MachineError("fp16 needs a GPU; on a CPU it would be ignored", where=where, fix=fix)
+    return Decision("fp32", "no GPU: a CPU computes fp32 fastest")
+
+
+def scaled_rate(cfg: RunConfig) -> tuple[str, ...]:
+    """Return a note on the rate that `train.lr_scaling` makes of the one written down; none where nothing is scaled."""
+    train = cfg.train
+    if train.lr_scaling == "none":
+        return ()
+    batches = f"found with {train.lr_batch_size} rows a step, {train.effective_batch_size} here"
+    found = f"train.learning_rate {train.learning_rate:g} {batches}"
+    return (f"{found}: train.lr_scaling {train.lr_scaling} trains with a peak rate of {train.peak_rate:.6g}",)
+
+
+def without_effect(cfg: RunConfig, machine: Machine) -> tuple[str, ...]:
+    """Return a note on each setting that was asked for and has no effect on this machine."""
+    if machine.gpus:
+        return ()
+    asked = {"train.dataloader_pin_memory": cfg.train.dataloader_pin_memory is True}
+    asked["train.probe always"] = cfg.train.probe == "always"
+    # Without a GPU processes talk over gloo, which shares the interface with NCCL and nothing else.
+    nccl = cfg.cluster.nccl.model_dump(exclude={"socket_ifname"}, exclude_none=True)
+    asked |= dict.fromkeys((f"cluster.nccl.{name}" for name in nccl), True)
+    return tuple(f"{key} has no effect without a GPU" for key, is_asked in asked.items() if is_asked)

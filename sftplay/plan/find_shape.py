@@ -1,0 +1,114 @@
+"""Finds a model's shape by name: in a folder, in the hub's cache on this machine, or in the shipped table.
+
+It never asks the hub and loads no weights; `from_config` reads a config.json."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sftplay.errors import ConfigError, nearest_names
+
+if TYPE_CHECKING:
+    from sftplay.plan.shape import ModelShape
+
+
+TABLE = Path(__file__).with_name("shapes.json")
+
+
+def find_shape(
+    name: str, revision: str | None = None, *, builtin: Mapping[str, Mapping[str, Any]] | None = None
+) -> ModelShape | None:
+    """Find the shape of the model `name`, or None when only the hub could tell.
+
+    Looked for in this order: a folder `name` with a config.json; `builtin`, a mapping of names to what their
+    config.json holds; the hub's cache on this machine; the shipped table, by the hub's name or by its last part where
+    all models of that name are alike. With a `revision` the table is the last resort all the same: sizes rarely change.
+
+    Raises:
+        ConfigError: a config.json that was found cannot be read or used.
+    """
+    from sftplay.plan.shape_from_config import shape_from_config
+
+    if _is_folder(Path(name)):
+        return _read(Path(name) / "config.json", name)
+    if builtin and name in builtin:
+        return shape_from_config(builtin[name], name=name)
+    if cached := _find_cached(name, revision):
+        return _read(cached, name)
+    table = read_table()
+    same = [table[name]] if name in table else [table[known] for known in table if known.rpartition("/")[2] == name]
+    return shape_from_config(same[0], name=name) if same and all(entry == same[0] for entry in same) else None
+
+
+def nearest_models(name: str, more: Iterable[str] = ()) -> list[str]:
+    """Return up to three names of the table (and `more`) that `name` may have been meant to be, best first.
+
+    Names that go on where `name` ends come first; without a slash, only last parts are compared.
+    """
+    spelled = {known if "/" in name else known.rpartition("/")[2]: known for known in [*sorted(read_table()), *more]}
+    lowered = {word.lower(): known for word, known in spelled.items()}
+    longer = [word for word in sorted(lowered) if name and word.startswith(name.lower())]
+    best = longer or nearest_names(name.lower(), lowered)
+    return [lowered[word] for word in best[:3]]
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # longer than a file system allows
+        return False
+
+
+def _read(path: Path, name: str) -> ModelShape:
+    from sftplay.plan.shape_from_config import shape_from_config
+
+    where = str(path)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        fix = "name a folder with a model, or the model's name on the hub"
+        raise ConfigError("the folder holds no config.json", where=str(path.parent), fix=fix) from None
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=where, fix="make it a readable file") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"is not JSON: {error}", where=where, fix="copy the model's own config.json again") from None
+    return replace(shape_from_config(config, name=where), name=name)
+
+
+def _find_cached(name: str, revision: str | None) -> Path | None:
+    """The config.json of a model in the hub's cache.
+
+    Folders and variables as huggingface_hub has them: constants.py, and its guide on the cache's layout.
+    """
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or Path(home) / "hub"
+    repository = Path(cache).expanduser() / f"models--{name.replace('/', '--')}"
+    if not _is_folder(repository):
+        return None
+    wanted = revision or "main"
+    try:
+        commit = (repository / "refs" / wanted).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        commit = wanted
+    path = repository / "snapshots" / commit / "config.json"
+    return path if path.is_file() else None
+
+
+def read_table() -> dict[str, dict[str, Any]]:
+    """Read the shipped table: hub name -> the keys of its config.json that a shape needs.
+
+    The file holds groups of models: keys all share, columns, and a row of values for each model with the keys that
+    differ (`but`) and the names that have the same shape (`also`).
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    for group in json.loads(TABLE.read_text(encoding="utf-8"))["groups"]:
+        for model in group["models"]:
+            row = dict(zip(group["columns"], model["values"], strict=True))
+            config = {**group["shared"], **row, **model.get("but", {})}
+            entries |= dict.fromkeys([model["name"], *model.get("also", [])], config)
+    return entries

@@ -1,0 +1,439 @@
+"""A plan for people: tables, advice, comparisons, the cost of a run; a task changes what differs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from sftplay.config.run import RunConfig
+from sftplay.plan.forecast import LOAD, MARGIN, RUNTIME, Forecast, Hardware, Setting
+from sftplay.plan.memory import STRATEGIES, Strategy
+from sftplay.plan.memory_setup import trained_params
+from sftplay.plan.row_lengths import RowLengths
+from sftplay.plan.shape import ModelShape
+from sftplay.plan.task_sizing import SizedRun, find_sizing, forecast_one_row
+from sftplay.units import GIB, format_bytes, format_count, format_seconds
+
+COUNTED_BYTES = 2**28  # files up to this size are counted; larger ones would keep the answer waiting
+
+LINE_FILES = (".jsonl", ".ndjson")
+
+USED_SHARE = 0.35  # of a GPU's peak arithmetic that fine-tuning usually reaches
+
+CPU_FLOPS_PER_CORE = 2e10  # what a core does in fp32 products of a middling size; half or double is usual
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Figures of a whole run."""
+
+    steps: int | None
+    steps_reason: str
+    tokens: int | None
+    checkpoint_bytes: int
+    disk_bytes: int
+    seconds: float | None
+    time_basis: str
+
+
+def estimate_workload(cfg: RunConfig, setting: Setting, *, lengths: RowLengths | None = None) -> Workload:
+    """Estimate the workload of a config in which all is decided; `lengths` is what is known of its rows."""
+    train = cfg.train
+    steps, reason = _steps(cfg, lengths)
+    row_tokens = lengths.mean if lengths else cfg.row_tokens
+    tokens = round(steps * train.effective_batch_size * row_tokens) if steps is not None else None
+    learners = setting.task.learners if setting.task else 1
+    trained = learners * trained_params(setting.shape, setting.execution)
+    checkpoint = int(trained * (setting.execution.trained_bytes + setting.execution.state_bytes))
+    seconds, basis = _seconds(setting, tokens, rows=_described(cfg, lengths))
+    if cfg.task.learns_from_rewards:
+        seconds, basis = None, "it depends on the length of completions, which the model decides"
+    # One more lies there while the newest is written, and the result at the end.
+    disk = checkpoint * (train.save_total_limit + 1) + trained * setting.execution.trained_bytes
+    if cfg.tuning.new_tokens.is_on or (cfg.model.merge_adapter and cfg.tuning.mode != "full"):
+        # The run keeps a base of its own, in 16 bits as most are stored.
+        disk += 2 * (setting.shape.total_params + setting.shape.vision_params)
+    return Workload(steps, reason, tokens, checkpoint, disk, seconds, basis)
+
+
+def _described(cfg: RunConfig, lengths: RowLengths | None) -> str:
+    if lengths and not cfg.learns_documents and not cfg.task.learns_from_rewards:
+        return f"rows of {lengths.mean:.0f} tokens, as they are"
+    return find_sizing(cfg).describe_length(cfg)
+
+
+def _steps(cfg: RunConfig, lengths: RowLengths | None) -> tuple[int | None, str]:
+    train = cfg.train
+    if train.max_steps:
+        return train.max_steps, f"train.max_steps, {_described(cfg, lengths)}"
+    if decided := find_sizing(cfg).steps(cfg):
+        return decided
+    if cfg.learns_documents and cfg.cpt.train_tokens is not None:
+        return cfg.count_steps(cfg.cpt.train_tokens), f"cpt.train_tokens, {_described(cfg, lengths)}"
+    rows = lengths.count if lengths else None
+    path = Path(cfg.rows_path)
+    is_counted = not cfg.learns_documents and path.suffix in LINE_FILES and path.is_file()
+    if rows is None and is_counted and path.stat().st_size <= COUNTED_BYTES:
+        with path.open("rb") as file:
+            rows = sum(1 for line in file if line.strip())
+    if rows is None:
+        return None, "the rows are counted when the data are prepared"
+    completions = rows * find_sizing(cfg).rows_per_record(cfg)
+    steps = max(1, math.ceil(train.epochs * completions / train.effective_batch_size))
+    kind = "blocks an epoch" if cfg.learns_documents else "prompts" if cfg.task.learns_from_rewards else "rows"
+    return steps, f"{rows} {kind}, {_described(cfg, lengths)}"
+
+
+def _seconds(setting: Setting, tokens: int | None, *, rows: str) -> tuple[float | None, str]:
+    device = setting.device
+    if tokens is None:
+        return None, "the number of steps is not known"
+    if device.is_gpu:
+        if device.tflops is None:
+            return None, f"the peak speed of {device.name} is not in the table"
+        speed = device.tflops * 1e12 * USED_SHARE * setting.world_size
+        basis = f"{USED_SHARE:.0%} of {device.tflops:g} TFLOP/s a GPU (data sheet), {rows}"
+    else:
+        speed = CPU_FLOPS_PER_CORE * device.cores
+        basis = f"{CPU_FLOPS_PER_CORE / 1e9:g} GFLOP/s a core assumed, {rows}"
+    return tokens * flops_per_token(setting) / speed, basis
+
+
+def flops_per_token(setting: Setting) -> float:
+    """Operations of one step per token in products with weights; those between queries and keys come to a few percent
+    below some thousand tokens (PaLM, Chowdhery 2022, appendix B) and are left out."""
+    shape, setup = setting.shape, setting.execution
+    # A multiplication and an addition each: forward, once more where it is recomputed, and for the gradients of the
+    # input and of the weight where that trains.
+    passes = 2 + setup.checkpointing + setup.trains_all
+    return float(2 * passes * (shape.linear_params + shape.vocab * shape.hidden))
+
+
+SHORTEST = 128  # tokens below which shorter rows are no advice
+
+ENOUGH = 5
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One change, or several together, and what it leads to."""
+
+    change: str
+    peak_bytes: int
+    fits: bool
+    batch_size: int = 1  # rows of a micro-batch that `peak_bytes` are for
+
+    def as_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A change of config values, or of the strategy the processes share the model by."""
+
+    change: str
+    values: dict[str, Any]
+    strategy: Strategy | None = None
+
+
+def suggest(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> list[Suggestion]:
+    """Suggest changes with which one row a micro-batch fits; where no single one does, all of them added up in order.
+
+    `cfg` has no `auto` besides its sizes, and is not one of two-turn episodes (`episode_advice`).
+    """
+    steps = list(list_steps(cfg, hardware))
+    usual: Strategy = "single" if hardware.world_size == 1 else "ddp"
+
+    def attempt(tried: list[Step]) -> Suggestion:
+        values = {key: value for step in tried for key, value in step.values.items()}
+        changed = cfg.with_values(values, "suggestion") if values else cfg
+        strategy = next((step.strategy for step in reversed(tried) if step.strategy), usual)
+        seen = forecast_one_row(changed, shape, hardware=hardware, strategy=strategy)
+        return Suggestion(", ".join(step.change for step in tried), seen.peak_bytes, seen.verdict == "fits")
+
+    return first_that_fit(steps, attempt, combined=added_up(steps))
+
+
+def first_that_fit(
+    steps: Sequence[Step], attempt: Callable[[list[Step]], Suggestion | None], *, combined: Iterable[list[Step]]
+) -> list[Suggestion]:
+    """Return what fits of the steps alone, else the first that fits of those `combined`, else the last of these.
+
+    An attempt is None where the steps contradict the config or each other.
+    """
+    single = [attempt([step]) for step in steps]
+    if fitting := [found for found in single if found and found.fits]:
+        return fitting[:ENOUGH]
+    found: list[Suggestion] = []
+    for tried in combined:
+        seen = attempt(tried)
+        found += [seen] if seen else []
+        if seen and seen.fits:
+            return [seen]
+    return found[-1:]
+
+
+def added_up(steps: Iterable[Step]) -> Iterator[list[Step]]:
+    """Yield the first step, the first two, and so on; a later value of a key takes the place of an earlier one."""
+    gathered: list[Step] = []
+    for step in steps:
+        gathered = [*(one for one in gathered if not set(one.values) & set(step.values)), step]
+        yield gathered
+
+
+def list_steps(cfg: RunConfig, hardware: Hardware) -> Iterator[Step]:
+    """Yield changes that could make a run smaller, the cheapest first."""
+    train, mode = cfg.train, cfg.tuning.mode
+    if not train.gradient_checkpointing:
+        yield step_to({"train.gradient_checkpointing": True})
+    if train.loss_head == "standard":
+        yield step_to({"train.loss_head": "chunked"})
+    if train.optim == "adamw_torch":
+        yield step_to({"train.optim": "adamw_torch_fused"})
+    if train.optim in ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit") and hardware.device.is_gpu:
+        yield step_to({"train.optim": "adamw_8bit"})
+    if mode == "full":
+        yield step_to({"tuning.mode": "lora"})
+    if mode in ("full", "lora"):
+        yield step_to({"tuning.mode": "qlora"})
+    if hardware.world_size > 1 and find_sizing(cfg).splits_by_strategy:
+        names: tuple[Strategy, ...] = ("zero2", "zero3", "fsdp")
+        for name in names:
+            shared = f"cluster.strategy={name}: the processes share the model out"
+            yield Step(shared, {"cluster.strategy": name}, name)
+        offloaded = "cluster.deepspeed=deepspeed_configs/zero3_offload.json: share it out and keep it on the host"
+        yield Step(offloaded, {}, "zero3_offload")
+    for key, length, room in find_sizing(cfg).lengths(cfg):
+        while (length := length // 2) >= max(SHORTEST, room + 1):
+            yield step_to({key: length})
+
+
+def step_to(values: dict[str, Any]) -> Step:
+    """Build the change to these values by their keys, as it is typed."""
+    shown = {k: json.dumps(value) if value is None or isinstance(value, bool) else value for k, value in values.items()}
+    return Step(", ".join(f"{key}={value}" for key, value in shown.items()), values)
+
+
+MODES = ("full", "lora", "qlora")
+
+WITHOUT_FOUR_BIT = ("zero1", "zero2", "zero2_offload", "zero3_offload", "fsdp_offload")
+"""Strategies not offered for a 4-bit base: the first three share out an optimizer that is tiny for an adapter,
+and bitsandbytes' codes cannot be moved to the host and back."""
+
+RANK: tuple[Strategy, ...] = (
+    "single", "ddp", "zero1", "zero2", "fsdp", "zero3", "zero2_offload", "zero3_offload", "fsdp_offload",
+)  # fmt: skip
+"""From the least communication to the most: the first that fits is the fastest."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mode under one strategy, with one row a micro-batch."""
+
+    mode: str
+    strategy: Strategy
+    forecast: Forecast
+    is_recommended: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        seen = self.forecast
+        return {
+            "mode": self.mode,
+            "strategy": self.strategy,
+            "world_size": seen.setting.world_size,
+            "peak_bytes": seen.peak_bytes,
+            "host_bytes": seen.host_bytes,
+            "budget_bytes": seen.budget_bytes,
+            "verdict": seen.verdict,
+            "recommended": self.is_recommended,
+        }
+
+
+def compare(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> list[Row]:
+    """Return all rows that make sense here. Recommended is the config's own mode where some strategy fits it, else the
+    nearest cheaper mode, under the strategy that communicates least."""
+    rows = []
+    for mode in MODES:
+        tuned = cfg.with_values({"tuning.mode": mode}, "compare")
+        for strategy in STRATEGIES if hardware.world_size > 1 else STRATEGIES[:1]:
+            is_small = strategy in ("single", "ddp")
+            if (mode == "qlora" and strategy in WITHOUT_FOUR_BIT) or not (hardware.device.is_gpu or is_small):
+                continue
+            alone = Hardware(hardware.device, 1) if strategy == "single" else hardware
+            rows.append(Row(mode, strategy, forecast_one_row(tuned, shape, hardware=alone, strategy=strategy)))
+    wanted = MODES[MODES.index(cfg.tuning.mode) :]
+    using_all = [row for row in rows if hardware.world_size == 1 or row.strategy != "single"]
+    best = min(
+        (row for row in using_all if row.mode in wanted and row.forecast.verdict == "fits"),
+        key=lambda row: (wanted.index(row.mode), RANK.index(row.strategy)),
+        default=None,
+    )
+    return [replace(row, is_recommended=row is best) for row in rows]
+
+
+LABELS = {
+    "weights": "weights",
+    "adapters": "adapters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations kept",
+    "layer": "one layer at work",
+    "head": "loss head",
+    "optimizer step": "copy of the gradients",
+    "mask": "attention mask",
+    "buckets and sharding": "buckets and sharding",
+    "workspace": "cuBLAS workspaces",
+    RUNTIME: "process itself",
+    MARGIN: "margin of the estimate",
+}
+
+PHASES = {
+    LOAD: "while the model is opened and split",
+    "head": "in the loss",
+    "layer": "in a layer's backward pass",
+    "step": "in the optimizer step",
+}
+
+
+def label(seen: Forecast, name: str, *, labels: Mapping[str, str] = LABELS) -> str:
+    """Return what `make plan` calls a component, or with PHASES a phase; the task's own words come first."""
+    task = seen.setting.task
+    return task.labels[name] if task and name in task.labels else labels[name]
+
+
+VERDICTS = {
+    "fits": "fits",
+    "tight": "tight: fits by the estimate, but not with its margin",
+    "does_not_fit": "does not fit",
+}
+
+
+def describe_model(seen: Forecast) -> Iterator[str]:
+    """What is tuned, on what."""
+    setting = seen.setting
+    shape, device = setting.shape, setting.device
+    yield f"model       {shape.name}: {format_count(shape.total_params)} parameters, {shape.layers} layers"
+    if shape.vision_params:
+        yield f"            and a vision tower of {format_count(shape.vision_params)}"
+    for what in shape.unmodelled:
+        yield f"            not modelled: {what}; the margin is wider for it"
+    count = f"{device.count} x " if device.count > 1 else ""
+    limit = "of all of it" if device.budget_bytes < device.free_bytes else "what is free now"
+    free = f"{format_bytes(device.budget_bytes)} to plan with ({limit})"
+    yield f"device      {count}{device.name}, {format_bytes(device.total_bytes)} each: {free}"
+    yield f"processes   {setting.world_size} ({setting.strategy})"
+
+
+def describe_memory(seen: Forecast) -> Iterator[str]:
+    """A line for each component on one device, the sum, the budget and the verdict."""
+    for name, size in seen.components.items():
+        if size:
+            yield f"  {label(seen, name):24} {size / GIB:9.3f} GiB"
+    yield f"  {'peak, ' + label(seen, seen.peak_phase, labels=PHASES):34} = {seen.peak_bytes / GIB:.3f} GiB"
+    if seen.host_bytes:
+        yield f"  {'on the host':24} {seen.host_bytes / GIB:9.3f} GiB"
+    yield f"  {'budget':24} {seen.budget_bytes / GIB:9.3f} GiB: {VERDICTS[seen.verdict]}"
+
+
+def describe_phases(seen: Forecast) -> Iterator[str]:
+    """What each phase of a step takes in all, without process and margin."""
+    yield "in each phase"
+    for name, parts in seen.footprint.phases.items():
+        yield f"  {label(seen, name, labels=PHASES):36} {sum(parts.values()) / GIB:9.3f} GiB"
+
+
+def describe_workload(work: Workload) -> Iterator[str]:
+    """Steps, tokens, disk and time."""
+    if work.steps is None:
+        yield f"steps       not known: {work.steps_reason}"
+    else:
+        tokens = f", {format_count(work.tokens)} tokens at most" if work.tokens is not None else ""
+        yield f"steps       {work.steps}{tokens} ({work.steps_reason})"
+    yield f"disk        {format_bytes(work.checkpoint_bytes)} a checkpoint, {format_bytes(work.disk_bytes)} in all"
+    if work.seconds is not None:
+        yield f"time        about {format_seconds(work.seconds)}: {work.time_basis}"
+    else:
+        yield f"time        not estimated: {work.time_basis}"
+
+
+def describe_suggestions(suggestions: Sequence[Suggestion]) -> Iterator[str]:
+    """What to change, the cheapest first."""
+    for suggestion in suggestions:
+        what = "fits" if suggestion.fits else "still too large"
+        rows = "one row" if suggestion.batch_size == 1 else f"{suggestion.batch_size} rows"
+        yield f"  {suggestion.change}: {format_bytes(suggestion.peak_bytes)}, {what} ({rows} at a time)"
+
+
+def describe_rows(rows: Sequence[Row]) -> Iterator[str]:
+    """The comparison as a table; `<-` marks the recommended row."""
+    yield f"{'mode':6} {'strategy':15} {'on each':>10} {'host':>10} {'budget':>10}  verdict"
+    for row in rows:
+        seen = row.forecast
+        host = f"{seen.host_bytes / GIB:.1f} GiB" if seen.host_bytes else "-"
+        sizes = f"{seen.peak_bytes / GIB:6.1f} GiB {host:>10} {seen.budget_bytes / GIB:6.1f} GiB"
+        mark = "  <- recommended" if row.is_recommended else ""
+        yield f"{row.mode:6} {row.strategy:15} {sizes}  {seen.verdict.replace('_', ' ')}{mark}"
+
+
+Sizing = Callable[..., SizedRun]  # sizes a config for the machine in question; `shape` is that of its model
+
+
+class TaskReport:
+    """A task in the plan's text. Its `plan.py` holds one as PLAN, where it differs."""
+
+    unit = "rows"
+    """What a step counts."""
+
+    def where_model(self, cfg: RunConfig) -> str:
+        """Return the place that names the model, for an error about it."""
+        return f"{cfg.origins.get('model.name', 'model')} model.name"
+
+    def size(self, cfg: RunConfig, sizing: Sizing, *, shape: ModelShape, world_size: int, is_free: bool) -> SizedRun:
+        """Size a config; with `is_free` nobody named the number of processes, and the task may take fewer."""
+        return sizing(cfg, shape=shape, world_size=world_size)
+
+    def suggest(self, cfg: RunConfig, sized: SizedRun, *, sizing: Sizing, hardware: Hardware) -> list[Suggestion]:
+        """Suggest what would fit: of `cfg` as the user wrote it, and as it is `sized`."""
+
+        assert sized.forecast is not None
+        return suggest(sized.cfg, sized.forecast.setting.shape, hardware=hardware)
+
+    def workload(self, cfg: RunConfig, seen: Forecast, *, lengths: RowLengths | None = None) -> Workload:
+        """Return steps, disk and time of a run."""
+        return estimate_workload(cfg, seen.setting, lengths=lengths)
+
+    def compare(self, cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> tuple[list[Any], Iterator[str]]:
+        """Compare what could be chosen: rows with `as_dict`, and the lines of their table.
+
+        Raises:
+            ConfigError: the task leaves no choice.
+        """
+
+        rows = compare(cfg, shape, hardware=hardware)
+        return rows, describe_rows(rows)
+
+    def describe_tokens(self, cfg: RunConfig, planned: int) -> str:
+        """Describe the rows that memory is planned for."""
+        if cfg.learns_documents:
+            return f"full blocks of {planned} tokens, every one learned"
+        limit = cfg.row_tokens
+        shorter = f", the longest of these files (model.max_seq_len {limit})" if planned < limit else ""
+        return f"rows of {planned} tokens{shorter}"
+
+    def describe_sampling(self, seen: Forecast, plan: dict[str, Any]) -> Iterator[str]:
+        """Yield lines about what the task alone has, above the decisions."""
+        yield from ()
+
+    def describe_phases(self, seen: Forecast) -> Iterator[str]:
+        """Yield lines about memory by phase, below the memory of a step."""
+        yield from ()
+
+
+def find_report(cfg: RunConfig) -> TaskReport:
+    """Find what the config's task answers, imported only now."""
+    part = cfg.task.part("plan")
+    return cast("TaskReport", part.PLAN) if part else TaskReport()

@@ -1,1 +1,0 @@
-"""A plan for people: tables, advice, comparisons, what a run costs."""

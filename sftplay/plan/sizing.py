@@ -1,0 +1,288 @@
+"""From `auto` to numbers, each with its reason: strategy, micro-batches, accumulation, and what follows from them."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from sftplay.config.cluster import BACKEND
+from sftplay.config.run import RunConfig
+from sftplay.config.section import find_spec
+from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.probe import Machine
+from sftplay.plan.decisions import Decision, Decisions, choose_backend, decide_numerics, scaled_rate, without_effect
+from sftplay.plan.forecast import Forecast, Hardware, find_device, forecast
+from sftplay.plan.memory import Size, Strategy
+from sftplay.plan.row_lengths import RowLengths, planned_tokens
+from sftplay.plan.shape import ModelShape
+from sftplay.plan.task_sizing import SizedRun, build_setting, find_sizing, forecast_one_row
+from sftplay.units import format_bytes
+
+if TYPE_CHECKING:
+    from sftplay.plan.forecast import Fit
+
+
+STRATEGY = "cluster.strategy"
+
+
+def planned_strategy(cfg: RunConfig, world_size: int) -> Strategy:
+    """Return what the memory plan calls the strategy of a config in which it is decided."""
+    if world_size == 1:
+        return "single"
+    # Within a node hsdp splits as fsdp does; over more nodes it copies, so this is the least it takes.
+    kinds: dict[str, Strategy] = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp": "fsdp", "hsdp": "fsdp"}
+    return kinds.get(cfg.cluster.strategy, "ddp")
+
+
+def choose_strategy(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> Decision:
+    """Choose the first of ddp, zero3 and fsdp that holds one row; ddp where none does or nothing can be said."""
+    if hardware.world_size == 1:
+        return Decision("ddp", "one process holds everything")
+    if fixed := find_sizing(cfg).fixed_strategy(cfg):
+        return fixed
+    if shape is None:
+        return Decision("ddp", "the model's shape is not known here, so nothing says that it must be split")
+    if not hardware.device.is_gpu:
+        return Decision("ddp", "processes on CPUs share one memory: a split would save nothing")
+    whole = forecast_one_row(cfg, shape, hardware=hardware, strategy="ddp")
+    need = format_bytes(whole.peak_bytes)
+    if whole.verdict != "does_not_fit":
+        saved = whole.peak_bytes - forecast_one_row(cfg, shape, hardware=hardware, strategy="zero2").peak_bytes
+        saving = f"; zero2 would save {format_bytes(saved)} of {need}" if saved > 0 else ""
+        return Decision("ddp", f"each GPU can hold all of it{saving}")
+    if cfg.tuning.trains_single_rows:
+        return Decision("ddp", "the rows of new tokens train only where each GPU has whole matrices")
+    # Splits of all weights, as far as they are installed; 4-bit weights are split by torch alone.
+    has_zero = cfg.tuning.mode != "qlora" and importlib.util.find_spec("deepspeed") is not None
+    splits: tuple[Strategy, ...] = ("zero3", "fsdp") if has_zero else ("fsdp",)
+    for strategy in splits:
+        split = forecast_one_row(cfg, shape, hardware=hardware, strategy=strategy)
+        if split.verdict != "does_not_fit":
+            room = format_bytes(whole.budget_bytes)
+            reason = f"ddp needs {need} of {room} on each GPU, split it is {format_bytes(split.peak_bytes)}"
+            return Decision(strategy, reason)
+    return Decision("ddp", "no split makes it fit either")
+
+
+TOKENS_PER_MICRO_BATCH = {"gpu": 16_384, "cpu": 1_024}
+"""Tokens of an automatic micro-batch where memory is not planned. A GPU needs them to be busy. A CPU is busy with one
+row, and small micro-batches of rows of like length carry less padding (measured in docs/benchmarks.md)."""
+
+PLATEAU_TOKENS = 65_536
+"""Most tokens of a GPU's micro-batch where memory is planned. Matrices of that many rows keep any card busy (a product
+becomes bound by arithmetic at some hundred rows); more would only fill memory."""
+
+
+class Split(NamedTuple):
+    """Rows of a micro-batch, micro-batches of a step, and why."""
+
+    rows: int
+    accum: int
+    reason: str
+
+
+def foresight(
+    cfg: RunConfig, shape: ModelShape, *, hardware: Hardware, fit: Fit | None = None, sampled: int = 1
+) -> Callable[[int], Forecast]:
+    """Return the function that forecasts a micro-batch of so many rows, for a config in which all else is decided.
+
+    `sampled` completions are sampled at a time.
+    """
+    setting = build_setting(cfg, shape, hardware=hardware, strategy=planned_strategy(cfg, hardware.world_size), fit=fit)
+    share = cfg.train.effective_batch_size // hardware.world_size
+    tokens = planned_tokens(cfg, hardware.lengths)
+    return lambda rows: forecast(setting, Size(rows=rows, seq=tokens, accumulates=rows < share), sampled=sampled)
+
+
+def split_batch(
+    cfg: RunConfig,
+    world_size: int,
+    *,
+    has_gpu: bool,
+    row_tokens: int | None = None,
+    most_tokens: int | None = None,
+    estimate_for: Callable[[int], Forecast] | None = None,
+) -> Split:
+    """Choose micro-batch and accumulation whose product over all processes is exactly the effective batch.
+
+    `row_tokens` is the length of the longest row, None for rows of full length; `most_tokens` the most tokens of an
+    automatic micro-batch, None for what suits rows of text. With `estimate_for`, which forecasts a micro-batch of so
+    many rows, an automatic one is the largest that fits the device and still helps.
+
+    Raises:
+        ConfigError: there is none; the nearest effective batches are named.
+    """
+    spec, train = find_spec(cfg), cfg.train
+    spec.refuse_broken_groups(cfg, world_size)
+    batch, accum, total = train.batch_size, train.grad_accum, train.effective_batch_size
+    given = {name: n for name, n in (("batch_size", batch), ("grad_accum", accum)) if isinstance(n, int)}
+    unit = world_size * math.prod(given.values())
+    if total % unit or (len(given) == 2 and total != unit):
+        sizes = " x ".join([*(f"{name} {n}" for name, n in given.items()), f"{world_size} process(es)"])
+        near = " or ".join(map(str, spec.near_batches(cfg, unit, is_fixed=len(given) == 2)))
+        other = "leave batch_size and grad_accum on auto" if given else "use another number of processes"
+        where = f"{cfg.origins.get('train.effective_batch_size', 'default')} train.effective_batch_size"
+        fix = f"set train.effective_batch_size to {near}, or {other}" if near else other
+        raise ConfigError(f"effective batch {total} cannot be split exactly over {sizes}", where=where, fix=fix)
+    share = total // world_size
+    if not cfg.task.reads_text and estimate_for is None and not given:
+        return Split(share, 1, f"all {share} puzzles of a process at once: each keeps its state between steps anyway")
+    if isinstance(batch, int) and isinstance(accum, int):
+        return Split(batch, accum, "as given")
+    if isinstance(batch, int):
+        return Split(batch, share // batch, f"{share} rows a process in micro-batches of {batch}")
+    if isinstance(accum, int):
+        return Split(share // accum, accum, f"{share} rows a process in {accum} micro-batches")
+    usual = PLATEAU_TOKENS if estimate_for and has_gpu else TOKENS_PER_MICRO_BATCH["gpu" if has_gpu else "cpu"]
+    tokens = most_tokens or usual
+    room = max(1, tokens // (row_tokens or cfg.row_tokens))
+    helpful = [n for n in range(1, share + 1) if share % n == 0 and n <= room]
+    if estimate_for is None:
+        rows = helpful[-1]
+        return Split(rows, share // rows, f"largest divisor of {share} whose rows stay within {tokens} tokens")
+    # A larger micro-batch never takes less. Where none fits, the smallest is taken.
+    n_fitting = bisect_left(helpful, True, key=lambda rows: estimate_for(rows).verdict != "fits")
+    rows = helpful[max(0, n_fitting - 1)]
+    chosen = estimate_for(rows)
+    filled = f"{format_bytes(chosen.peak_bytes)} of {format_bytes(chosen.budget_bytes)} planned with its margin"
+    if chosen.verdict != "fits":
+        reason = f"the smallest there is; {filled}: {chosen.verdict.replace('_', ' ')}"
+    elif rows == share:
+        reason = f"all {share} rows of a process at once: {filled}"
+    elif rows == helpful[-1]:
+        reason = f"largest divisor of {share} within {tokens} tokens, beyond which more is no faster: {filled}"
+    else:
+        reason = f"largest divisor of {share} that fits: {filled}"
+    return Split(rows, share // rows, reason)
+
+
+LOSS_HEAD, BATCH_SIZE, GRAD_ACCUM = "train.loss_head", "train.batch_size", "train.grad_accum"
+
+LARGE_SCORES_BYTES = 2**31
+"""From here on the scores of one micro-batch are computed in chunks: a tenth of the RAM these kits usually run in."""
+
+ASSUMED_VOCAB = 128_000  # taken for a model whose config.json is not on this machine yet; few have more
+
+CHUNKED_WINS_VOCAB = 32_000
+"""Vocabulary above which holding all scores costs a GPU more than recomputing them in chunks."""
+
+
+def size_run(
+    cfg: RunConfig,
+    machine: Machine,
+    *,
+    world_size: int = 1,
+    vocab_size: int | None = None,
+    shape: ModelShape | None = None,
+    local_processes: int | None = None,
+    fit: Fit | None = None,
+    lengths: RowLengths | None = None,
+) -> SizedRun:
+    """Replace every `auto` by a number or a name.
+
+    `shape` is the model's, None when it is not known before the download; `vocab_size` may be known without it.
+    `local_processes` is how many of the `world_size` share this machine, None for all. `fit` is what a probe measured.
+    `lengths` is what is known of the rows; without it every row counts as full.
+
+    Raises:
+        ConfigError: the effective batch cannot be reached exactly; both neighbours are named.
+        MachineError: an explicit backend, precision, attention, loss head or hook cannot run here.
+    """
+    if cfg.cluster.comm.hook == "bf16":
+        from sftplay.plan.decisions import refuse_hook
+
+        refuse_hook(cfg, machine, world_size=world_size)
+    task, processes = find_sizing(cfg), local_processes or world_size
+    task.refuse_machine(cfg, machine, world_size=world_size)
+    hardware = Hardware(find_device(machine, processes), world_size, lengths)
+    if shape is not None and (whole := task.size_whole(cfg, machine, shape=shape, hardware=hardware)):
+        return whole
+    first = {BACKEND: choose_backend(cfg, machine, world_size=world_size)}
+    decided = fill_open(cfg, first)
+    rest = decide_numerics(decided, machine, shape=shape) | task.decide_more(decided, machine)
+    decided = fill_open(decided, rest)
+    rest[LOSS_HEAD] = _decide_head(decided, machine, hardware=hardware, vocab_size=shape.vocab if shape else vocab_size)
+    decided = fill_open(decided, rest)
+    first |= task.choose_placement(decided, shape, hardware=hardware)
+    decided = fill_open(decided, first)
+    first[STRATEGY] = choose_strategy(decided, shape, hardware=hardware)
+    decided = fill_open(decided, first)
+    rest |= task.decide_sampling(decided, shape, hardware=hardware)
+    decided = fill_open(decided, rest)
+    estimate_for = None
+    if shape is not None:
+        if machine.gpus and cfg.train.loss_head == "auto" and task.fixed_head(cfg) is None:
+            decided, rest[LOSS_HEAD] = _compare_heads(decided, shape, hardware=hardware)
+        sampled = task.rows_sampled(decided)
+        estimate_for = foresight(decided, shape, hardware=hardware, fit=fit, sampled=sampled)
+    tokens, has_gpu = planned_tokens(decided, lengths), bool(machine.gpus)
+    split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=tokens, estimate_for=estimate_for)
+    rest |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
+    sized = fill_open(decided, rest)
+    notes = [*scaled_rate(sized), *task.notes(sized, shape), *without_effect(sized, machine)]
+    seen = estimate_for(int(sized.train.batch_size)) if estimate_for else None
+    if seen is None:
+        notes.append(f"memory is not planned: the shape of {cfg.model.name} is not known here")
+    elif seen.opens_on_host and seen.host_bytes * processes > machine.ram_available:
+        need, free = format_bytes(seen.host_bytes * processes), format_bytes(machine.ram_available)
+        where = f"{processes} processes open the model in the host's memory before they split it"
+        notes.append(f"{where}: {need}, and {free} are free")
+    decisions = {key: decision for key, decision in {**first, **rest}.items() if is_open(cfg, key)}
+    return SizedRun(sized, world_size, decisions, tuple(notes), seen)
+
+
+def fill_open(cfg: RunConfig, decisions: Decisions) -> RunConfig:
+    """Return the config with decided values where it says `auto`."""
+    values = {key: decision.value for key, decision in decisions.items() if is_open(cfg, key)}
+    return cfg.with_values(values, "auto") if values else cfg
+
+
+def is_open(cfg: RunConfig, key: str) -> bool:
+    return cfg.get_value(key) in ("auto", None)
+
+
+def _decide_head(cfg: RunConfig, machine: Machine, *, hardware: Hardware, vocab_size: int | None) -> Decision:
+    wanted = cfg.train.loss_head
+    if fixed := find_sizing(cfg).fixed_head(cfg):
+        return fixed
+    if wanted == "liger" and (not machine.gpus or importlib.util.find_spec("liger_kernel") is None):
+        what, where = (
+            "the liger loss head needs a GPU and the package liger-kernel",
+            cfg.origins.get(LOSS_HEAD, "train"),
+        )
+        raise MachineError(what, where=f"{where} {LOSS_HEAD}", fix="leave train.loss_head on auto")
+    if cfg.tuning.backend == "unsloth":
+        return Decision("standard", "unsloth puts a loss of its own into the model")
+    vocab = vocab_size or ASSUMED_VOCAB
+    tokens = planned_tokens(cfg, hardware.lengths)
+    rows = split_batch(cfg, hardware.world_size, has_gpu=bool(machine.gpus), row_tokens=tokens).rows
+    scores_bytes = rows * tokens * vocab * 4
+    size = format_bytes(scores_bytes) + ("" if vocab_size else f" at most, for a vocabulary of {vocab} or less")
+    if machine.gpus and vocab > CHUNKED_WINS_VOCAB:
+        return Decision("chunked", f"a vocabulary of {vocab} on a GPU: whole scores would crowd out the batch")
+    if scores_bytes > LARGE_SCORES_BYTES:
+        return Decision("chunked", f"whole scores of one micro-batch would take {size}")
+    return Decision("standard", f"scores of one micro-batch take {size}; no recomputation needed")
+
+
+def _compare_heads(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> tuple[RunConfig, Decision]:
+    """Take whole scores unless chunks of them make room for a larger micro-batch, or for one at all."""
+    seen, configs, tokens = {}, {}, planned_tokens(cfg, hardware.lengths)
+    for head in ("standard", "chunked"):
+        configs[head] = tried = cfg if cfg.train.loss_head == head else cfg.with_values({LOSS_HEAD: head}, "auto")
+        estimate_for = foresight(tried, shape, hardware=hardware)
+        split = split_batch(cfg, hardware.world_size, has_gpu=True, row_tokens=tokens, estimate_for=estimate_for)
+        seen[head] = estimate_for(split.rows)
+    whole, chunks = seen["standard"], seen["chunked"]
+    if chunks.size.rows > whole.size.rows:
+        sizes = f"{chunks.size.rows} rows a micro-batch instead of {whole.size.rows}"
+        why = f"a vocabulary of {shape.vocab} in chunks leaves room for {sizes}"
+        return configs["chunked"], Decision("chunked", why)
+    if whole.verdict != "fits" and chunks.peak_bytes < whole.peak_bytes:
+        saved = format_bytes(whole.peak_bytes - chunks.peak_bytes)
+        return configs["chunked"], Decision("chunked", f"a vocabulary of {shape.vocab} in chunks takes {saved} less")
+    why = "chunks would make room for no larger micro-batch, and compute scores twice"
+    return configs["standard"], Decision("standard", why)

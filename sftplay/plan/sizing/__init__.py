@@ -1,1 +1,0 @@
-"""From `auto` to numbers: each decision with its reason."""

@@ -1,1 +1,0 @@
-"""What a completion says: its program between other text."""

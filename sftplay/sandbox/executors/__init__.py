@@ -1,1 +1,0 @@
-"""What a box is made of: bubblewrap, landlock, or nothing at all."""
