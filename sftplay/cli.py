@@ -282,7 +282,10 @@ VERBS = {
     "reward-check": ("reward_check.reward_check", "try the rewards of a config on right answers and on junk"),
     "style": ("config.style", "set the system prompt of a config, data.system"),
     "ingest": ("ingest.ingest", "turn a folder of documents into rows of text, with a report"),
-    "puzzle-data": ("ingest.puzzle_data", "turn files of puzzles into the folder that task hrm learns from"),
+    "puzzle-data": (
+        "tasks.hrm.puzzles.command.puzzle_data",
+        "turn files of puzzles into the folder that task hrm learns from",
+    ),
     "init": ("config.init", "write a commented config for a data file"),
     "validate": ("config.validate", "check a config and say what each value is and why"),
     "completion": ("completion.completion", "print a shell's completion: bash, zsh or fish"),
@@ -369,8 +372,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             log.say(text, args.verb)
         args.strays = strays
         limit_spinning()
-        module, _, function = VERBS[args.verb][0].partition(".")
-        exit_code: int = getattr(import_module(f"sftplay.commands.{module}"), function)(args)
+        module, _, function = VERBS[args.verb][0].rpartition(".")
+        folder = "" if module.startswith("tasks.") else "commands."
+        exit_code: int = getattr(import_module(f"sftplay.{folder}{module}"), function)(args)
         sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, if the reader has left
         lost = log.own_screen()
         if lost and lost.failure and not _launches(args.verb):  # a run needs no reader; what only shows has failed

@@ -23,7 +23,7 @@ DOES_NOT_FIT = 3
 
 def plan(args: Namespace) -> int:
     """`plan`: bytes of every component, the sizes, the verdict, and what would fit; exit code 3 when it does not."""
-    cfg = resolve_names(load_checked(args.config, args.overrides, asks_hub=False, needs_puzzles=False))
+    cfg = resolve_names(load_checked(args.config, args.overrides, asks_hub=False, needs_data=False))
     shape = require_shape(cfg)
     machine, world_size = _planned_machine(args)
     task, lengths = find_report(cfg), known_lengths(cfg)

@@ -67,6 +67,13 @@ class TaskSpec:
         """Yield keys without effect: key, the key that takes its effect away, and why."""
         yield from ()
 
+    def list_inputs(self, cfg: RunConfig) -> list[str]:
+        """Return the keys that name files or folders, where the task reads no text."""
+        return []
+
+    def check_input(self, cfg: RunConfig, key: str, *, where: str) -> None:
+        """Raise the error about what a key of `list_inputs` names: it is not there, or not sound."""
+
     def start_from(self, cfg: RunConfig) -> str | None:
         """Return the file of weights that a model without text starts from; None where it starts from its seed."""
         return None

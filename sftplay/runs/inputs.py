@@ -14,6 +14,7 @@ from sftplay import log
 from sftplay.config.data import row_paths
 from sftplay.config.load import examine_config
 from sftplay.config.run import RunConfig
+from sftplay.config.section import find_spec as find_task_spec
 from sftplay.data.files import find_suffix, list_files
 from sftplay.data.layouts import read_layout_options, to_record
 from sftplay.data.read import is_hub_name, read_dialect, read_rows
@@ -88,7 +89,6 @@ def checkpoint_bytes(cfg: RunConfig) -> int | None:
 
 
 TERMS = "tuning.new_tokens.path"
-START = "hrm.start_from"
 
 
 def needs_no_hub(cfg: RunConfig) -> bool:
@@ -115,18 +115,18 @@ def check_inputs(cfg: RunConfig, *, asks_hub: bool = True) -> RunConfig:
 
 
 def load_checked(
-    path: str, overrides: Sequence[str] = (), *, asks_hub: bool = True, needs_puzzles: bool = True
+    path: str, overrides: Sequence[str] = (), *, asks_hub: bool = True, needs_data: bool = True
 ) -> RunConfig:
     """Return the config as `load_config` does, with its inputs checked too; raise all problems of both at once.
 
-    Without `needs_puzzles` a folder of puzzles may be missing.
+    Without `needs_data` the data of a task that reads no text may be missing.
     """
     cfg, found = examine_config(path, overrides)
     problems: list[SftplayError] = list(found)
     if cfg is not None:
         # A key that is missing or was refused has no origin. Its stand-in says nothing about the inputs.
         keys = [key for key in _keys(cfg) if not found or key in cfg.origins]
-        if not cfg.task.reads_text and not needs_puzzles:
+        if not cfg.task.reads_text and not needs_data:
             keys = [key for key in keys if not key.startswith("data.") or Path(cfg.get_value(key)).exists()]
         problems += _problems(cfg, keys, asks_hub=asks_hub and not found)
     if problems:
@@ -137,8 +137,7 @@ def load_checked(
 
 def _keys(cfg: RunConfig) -> list[str]:
     if not cfg.task.reads_text:
-        given = [key for key in ("data.train_path", "data.val_path", START) if cfg.get_value(key)]
-        return [*given, "logging.backend"]
+        return [*find_task_spec(cfg).list_inputs(cfg), "logging.backend"]
     return ["model.name", *(key for key, _ in row_paths(cfg)), "data.template", "logging.backend", TERMS]
 
 
@@ -185,17 +184,10 @@ def _check(key: str, *, cfg: RunConfig, asks_hub: bool) -> None:
             from sftplay.model.terms import read_terms
 
             read_terms(cfg.tuning.new_tokens.path)
-    elif key == START:
-        path = Path(str(cfg.hrm.start_from))
-        if not path.is_file():
-            near = nearest_names(path.name, [file.name for file in path.parent.glob("*")])
-            other = f"did you mean {str(path.with_name(near[0]))!r}?" if near else ""
-            fix = other or "name a file step_N of HRM's or TRM's code"
-            raise ConfigError(f"there is no file {str(path)!r}", where=_where(cfg, key), fix=fix, nearest=near)
     elif cfg.task.reads_text:
         _check_rows(key, cfg=cfg)
     else:
-        _check_puzzles(cfg.get_value(key), key, cfg=cfg)
+        find_task_spec(cfg).check_input(cfg, key, where=_where(cfg, key))
 
 
 def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
@@ -237,17 +229,6 @@ def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
             raise
         what = f"{name!r} is not known here ({error.what})"
         raise ConfigError(what, where=where, fix=f"did you mean {' or '.join(near)}?", nearest=near) from error
-
-
-def _check_puzzles(path: str, key: str, *, cfg: RunConfig) -> None:
-    """Raise the error about puzzles that are not there or not sound. Built-in ones are made when they are needed."""
-    from sftplay.tasks.hrm.puzzles.sampler import NAMES, open_split  # brings numpy
-
-    try:
-        if not path.startswith(BUILTIN) or path.removeprefix(BUILTIN) not in NAMES:
-            open_split(path, "train" if key == "data.train_path" else "test", key=_where(cfg, key))
-    except DataError as error:
-        raise DataError(f"{error.where}: {error.what}", where=_where(cfg, key), fix=error.fix) from None
 
 
 def _check_rows(key: str, *, cfg: RunConfig) -> None:

@@ -1,16 +1,18 @@
 """Rules about the model of puzzles: what it is made of, what has no place in a run of task mode hrm.
 
-Nothing here looks at the puzzles, at the number of processes or at the machine.
+The rules look neither at the puzzles nor at the number of processes or the machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from sftplay.config.keys import keys_in
 from sftplay.config.layers import NO_PRETRAINED
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Problem, TaskSpec
+from sftplay.errors import ConfigError, DataError, nearest_names
 
 
 def broken_hrm_rules(cfg: RunConfig) -> Iterator[Problem]:
@@ -61,6 +63,30 @@ class PuzzleSpec(TaskSpec):
 
     def broken_rules(self, cfg: RunConfig) -> Iterator[Problem]:
         return broken_hrm_rules(cfg)
+
+    def list_inputs(self, cfg: RunConfig) -> list[str]:
+        return [key for key in ("data.train_path", "data.val_path", "hrm.start_from") if cfg.get_value(key)]
+
+    def check_input(self, cfg: RunConfig, key: str, *, where: str) -> None:
+        """Refuse a file of weights that is not there, and puzzles that are not there or not sound.
+
+        Built-in puzzles are made when they are needed.
+        """
+        path = str(cfg.get_value(key))
+        if key == "hrm.start_from":
+            if not Path(path).is_file():
+                near = nearest_names(Path(path).name, [file.name for file in Path(path).parent.glob("*")])
+                other = f"did you mean {str(Path(path).with_name(near[0]))!r}?" if near else ""
+                fix = other or "name a file step_N of HRM's or TRM's code"
+                raise ConfigError(f"there is no file {path!r}", where=where, fix=fix, nearest=near)
+            return
+        from sftplay.tasks.hrm.puzzles.sampler import BUILTIN, NAMES, open_split  # brings numpy
+
+        try:
+            if not path.startswith(BUILTIN) or path.removeprefix(BUILTIN) not in NAMES:
+                open_split(path, "train" if key == "data.train_path" else "test", key=where)
+        except DataError as error:
+            raise DataError(f"{error.where}: {error.what}", where=where, fix=error.fix) from None
 
     def start_from(self, cfg: RunConfig) -> str | None:
         return cfg.hrm.start_from
