@@ -106,10 +106,13 @@ class RewardSet:
     def score(self, completions: Sequence[Completion], columns: Mapping[str, Sequence[Any]]) -> BatchRewards:
         """Ask every reward about the completions; `columns` are those of their rows, aligned with them."""
         assert self._threads is not None
-        futures = {name: self._threads.submit(call, completions, **columns) for name, call in self._processes.items()}
+        futures = {}
+        for name, call in self._processes.items():
+            with suppress(RuntimeError):  # closed by another thread: the ended worker is asked below, and says so
+                futures[name] = self._threads.submit(call, completions, **columns)
         found = {name: call(completions, **columns) for name, call in self.workers.items() if name not in futures}
         verdicts: list[dict[str, Any] | None] = [None] * len(completions)
-        verdicts = next((list(values.verdicts) for values in found.values()), verdicts)
+        verdicts = next((list(values.verdicts) for values in found.values() if values.verdicts), verdicts)
         found |= {name: future.result() for name, future in futures.items()}
         # Verdicts are kept once: other ranks get what is returned here.
         return BatchRewards({name: replace(found[name], verdicts=()) for name in self.names}, verdicts, self._content)
@@ -119,7 +122,7 @@ class RewardSet:
         for worker in self._processes.values():
             worker.stop()
         if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
+            self._threads.shutdown()
         for worker in self._processes.values():
             worker.close()
         if self.sandbox is not None:

@@ -140,6 +140,14 @@ def test_closing_ends_a_call_that_loops_in_another_thread(user, tmp_path):
     assert found[0].by_name["r0"].values == [None]
 
 
+def test_a_set_that_was_closed_before_all_its_rewards_were_asked_knows_nothing(user):
+    """Another thread may close it between two of them; the values were an error before."""
+    rewards = RewardSet(config({"use": f"{user}:loops"}, {"use": "repetition"}))
+    rewards.close()
+    scored = rewards.score(["a"], {"begun": ["nowhere"]})
+    assert [(values.values, values.reasons) for values in scored.by_name.values()] == [([None], ["it was ended"])] * 2
+
+
 def ask_20_times(rewards, counter, n=8, columns=None):
     for number in range(20):
         counter.add(rewards.score([block(f"def f(x): return x + {number}")] * n, columns or {}))
