@@ -17,8 +17,8 @@ from sftplay.config.run import RunConfig
 from sftplay.data.layouts import read_layout_options
 from sftplay.data.read import read_dialect
 from sftplay.errors import ConfigError, DataError, MachineError
-from sftplay.generate.batch import PromptFile
 from sftplay.generate.partial_answers import PartialAnswers, fingerprint_run
+from sftplay.generate.prompts import PromptFile
 from sftplay.launch.run_folder import RunFolder
 from sftplay.runs.finished_run import load_renderer, open_run, prepare_environment
 

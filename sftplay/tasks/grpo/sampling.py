@@ -57,6 +57,8 @@ from sftplay.train.upstream import (
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as Base  # the trainer that comes after the mixin
+else:
+    Base = object
 
 
 CACHED_QUESTIONS = 1024
