@@ -24,7 +24,7 @@ from sftplay.data.records import Text
 from sftplay.data.render.render import Renderer
 from sftplay.errors import ConfigError, RunError
 from sftplay.generate import batch
-from sftplay.generate import batch as questions
+from sftplay.generate import prompts as questions
 from sftplay.generate.generate import Generator, answer_all, answer_batch
 from sftplay.generate.partial_answers import PartialAnswers
 from sftplay.generate.prompts import PromptFile
