@@ -1,6 +1,6 @@
 """Continued pre-training: learn every token of documents, alone or mixed with chats.
 
-The rows are full blocks in training order, which `data.mix` makes. Here they meet the model.
+The rows are full blocks in training order, which `data.mixture` makes. Here they meet the model.
 """
 
 from __future__ import annotations
