@@ -260,7 +260,7 @@ class _Reader:
     def notes(self) -> list[str]:
         """The kit's own log lines that a reader of the report must not miss."""
         path = self.folder.logs / "rank0.log"
-        marks = ("] skipping ", "passed over", "is not continued", "] note: ")
+        marks = ("] skipping ", ": skipped", "passed over", "is not continued", "] note: ")
         lines: dict[str, None] = {}
         try:
             if path.stat().st_size > 2**26:

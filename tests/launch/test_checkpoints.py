@@ -186,7 +186,7 @@ def test_broken_lines_of_metrics_are_named_and_kept_while_the_whole_ones_go_on(t
     broken = path.read_bytes()
     cut_back(path, 2)
     assert path.read_text().splitlines() == lines[:2]
-    assert "metrics.jsonl: line 2, 3, 4, 6, 7 cannot be read: passed over, and kept in" in capsys.readouterr().out
+    assert "metrics.jsonl: line 2, 3, 4, 6, 7 cannot be read: skipped, and kept in" in capsys.readouterr().out
     assert (tmp_path / "metrics.jsonl.broken").read_bytes() == broken
     cut_back(path, 2)
     assert capsys.readouterr().out == ""

@@ -188,7 +188,7 @@ import sys
 from pathlib import Path
 from sftplay.launch.command import Launch
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.follow import follow
+from sftplay.launch import follow
 follow.ECHO_S = float(sys.argv[2])
 launch = Launch(tuple(sys.argv[3:]), {"SFTPLAY_FOLLOWED": "1"})
 sys.exit(follow.follow(launch, RunFolder(Path(sys.argv[1]))))

@@ -150,7 +150,7 @@ def run_segment(
 
     `compute` is the compiled model, where there is one.
     """
-    compute, hrm, puzzles = compute or model, model.hrm, carry.puzzles
+    compute, hrm, puzzles = model if compute is None else compute, model.hrm, carry.puzzles
     rows = model.puzzles(puzzles.identifiers) if model.puzzles is not None else None
     state, answer = compute(carry.state, puzzles.inputs, puzzle_rows=rows)
     steps = carry.steps + 1
