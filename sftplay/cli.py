@@ -355,9 +355,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in split(arguments)[0]
     try:
-        if not _has_folder():
+        try:
+            pathlib.Path.cwd()
+        except OSError:  # the folder was deleted: nothing that is written would be found again
             fix = "go to a folder that exists: cd"
-            raise MachineError("does not exist any more", where="the working folder", fix=fix)
+            raise MachineError("does not exist any more", where="the working folder", fix=fix) from None
         is_make = bool(arguments) and arguments[-1].startswith(MAKE_ARGS)
         if is_make:
             from sftplay.make_arguments import split_args
@@ -404,13 +406,6 @@ def limit_spinning() -> None:
     """Let threads that wait leave their core soon, here and in what this starts. The user's own settings stay."""
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
-
-
-def _has_folder() -> bool:
-    """False where the working folder was deleted: nothing that is written would be found again."""
-    with suppress(OSError):
-        return bool(pathlib.Path.cwd())
-    return False
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -54,24 +54,22 @@ def build_page(report: dict[str, Any]) -> str:
         for pair in report["near_duplicate_pairs"]
     ]
     lines = [(line, f"{count:,}") for line, count in report["boilerplate"].items()]
+    counts = [("kept", "", f"{report['kept']:,}")]
+    for group in ("dropped", "unreadable"):
+        counts += [(group, _name(reason), f"{count:,}") for reason, count in report[group].items()]
+    counts.append(("in all", "", f"{report['documents']:,}"))
+    counts += [("passed over", _name(reason), f"{count:,}") for reason, count in report["skipped"].items()]
     return render(
         "documents.html", report=report, style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
-        tiles=tiles, name=_name, most_rows=300, counts=_count_documents(report), steps=_list_steps(report),
-        files=_list_files(report),
+        tiles=tiles, name=_name, most_rows=300, steps=_list_steps(report), files=_list_files(report),
+        counts=Table(
+            caption="What became of the documents", head=("", "reason", "documents"), rows=counts, kinds="  n"
+        ),
         pairs=Table(caption="Near-duplicates", head=("similarity", "kept", "dropped"), rows=pairs),
         lines=Table(
             caption="Lines of many documents that were taken out", head=("line", "times"), rows=lines, kinds=" n"
         ),
     )  # fmt: skip
-
-
-def _count_documents(report: dict[str, Any]) -> Table:
-    rows = [("kept", "", f"{report['kept']:,}")]
-    for group in ("dropped", "unreadable"):
-        rows += [(group, _name(reason), f"{count:,}") for reason, count in report[group].items()]
-    rows.append(("in all", "", f"{report['documents']:,}"))
-    rows += [("passed over", _name(reason), f"{count:,}") for reason, count in report["skipped"].items()]
-    return Table(caption="What became of the documents", head=("", "reason", "documents"), rows=rows, kinds="  n")
 
 
 def _list_steps(report: dict[str, Any]) -> Table:

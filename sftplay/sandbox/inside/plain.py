@@ -37,9 +37,7 @@ class NotPlain(Exception):
 
 def encode(value: Any, keep: Callable[[Any], int] = lambda value: 0, *, depth: int = 0) -> str:
     """Return the JSON text of a value. `keep` gets each object and iterator in it, and numbers it to be handed back.
-
-    Raises:
-        NotPlain: it is nested deeper than MOST_DEPTH, or an iterator does not end.
+    Raise NotPlain where it is nested deeper than MOST_DEPTH, or an iterator does not end.
     """
     if depth > MOST_DEPTH:
         raise NotPlain(f"nested deeper than {MOST_DEPTH}")
@@ -155,9 +153,7 @@ class Yielded:
 
 def decode(structure: Any, kept: Mapping[int, Any] = {}) -> Any:
     """Return the value of a structure; the reverse of `encode` for plain data. `kept` has objects that are handed back.
-
-    Raises:
-        TypeError, ValueError, KeyError: no `encode` wrote it.
+    Raise TypeError, ValueError or KeyError where no `encode` wrote it.
     """
     if not isinstance(structure, list):
         return structure
