@@ -82,8 +82,20 @@ def _compound(value: Any, keep: Callable[[Any], int], *, depth: int) -> str:
         return f'["h",{value.number}]'
     if type(value) is Yielded:
         return _tagged("i", [encode(item, keep, depth=depth) for item in value.rest[::-1]])
-    if text := _exact(value, keep, depth=depth):
-        return text
+    # A few classes of Python's own, which need no import.
+    if type(value) in VIEWS:
+        return _tagged(VIEWS[type(value)], [encode(item, keep, depth=depth) for item in value])
+    module, name = type(value).__module__, type(value).__name__
+    if (module, name) == ("fractions", "Fraction"):
+        return f'["q","{int(value.numerator):x}","{int(value.denominator):x}"]'
+    if (module, name) == ("decimal", "Decimal"):
+        return f'["n",{quoted(str(value))}]'
+    if (module, name) == ("datetime", "timedelta"):
+        return f'["D","timedelta",{int(value.days)},{int(value.seconds)},{int(value.microseconds)}]'
+    if module == "datetime" and name in DATES:
+        return f'["D","{name}",{quoted(value.isoformat())}]'
+    if (module, name) == ("collections", "deque"):
+        return _tagged("e", [encode(item, keep, depth=depth) for item in value])
     number = keep(value)
     if hasattr(value, "__next__"):
         items = []
@@ -93,22 +105,6 @@ def _compound(value: Any, keep: Callable[[Any], int], *, depth: int) -> str:
                 raise NotPlain(f"an iterator yields more than {MOST_ITEMS:,} items")
         return _tagged("i", items)
     return f'["?",{"true" if value else "false"},{quoted(type(value).__name__)},{number}]'
-
-
-def _exact(value: Any, keep: Callable[[Any], int], *, depth: int) -> str:
-    """Return the text of a value of a few classes of Python's own, which need no import; empty for all others."""
-    if type(value) in VIEWS:
-        return _tagged(VIEWS[type(value)], [encode(item, keep, depth=depth) for item in value])
-    kind = (type(value).__module__, type(value).__name__)
-    if kind == ("fractions", "Fraction"):
-        return f'["q","{int(value.numerator):x}","{int(value.denominator):x}"]'
-    if kind == ("decimal", "Decimal"):
-        return f'["n",{quoted(str(value))}]'
-    if kind == ("datetime", "timedelta"):
-        return f'["D","timedelta",{int(value.days)},{int(value.seconds)},{int(value.microseconds)}]'
-    if kind[0] == "datetime" and kind[1] in DATES:
-        return f'["D","{kind[1]}",{quoted(value.isoformat())}]'
-    return _tagged("e", [encode(item, keep, depth=depth) for item in value]) if kind == ("collections", "deque") else ""
 
 
 def _tagged(tag: str, items: list[str]) -> str:
