@@ -93,7 +93,7 @@ def check_config(args: Namespace, request: JobRequest) -> RunConfig:
 
 def submit(job: Submission) -> int:
     """Queue the job and record it in the run's folder; return its number. Raise ConfigError where the run has a job
-    already, and MachineError where SLURM refuses the job, of which nothing is left then.
+    already, and MachineError where SLURM refuses the job; nothing is left of it then.
     """
     folder = job.folder.path
     folder.mkdir(parents=True, exist_ok=True)
