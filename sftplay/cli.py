@@ -355,9 +355,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in split(arguments)[0]
     try:
-        if not _has_folder():
+        try:
+            pathlib.Path.cwd()
+        except OSError:  # the folder was deleted: nothing that is written would be found again
             fix = "go to a folder that exists: cd"
-            raise MachineError("does not exist any more", where="the working folder", fix=fix)
+            raise MachineError("does not exist any more", where="the working folder", fix=fix) from None
         is_make = bool(arguments) and arguments[-1].startswith(MAKE_ARGS)
         if is_make:
             from sftplay.make_arguments import split_args
@@ -406,13 +408,6 @@ def limit_spinning() -> None:
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
-def _has_folder() -> bool:
-    """False where the working folder was deleted: nothing that is written would be found again."""
-    with suppress(OSError):
-        return bool(pathlib.Path.cwd())
-    return False
-
-
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments of the kit, and those after the first `--`, which are the launcher's."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
@@ -445,7 +440,18 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         fix = f"did you mean {near[0]!r}?" if near else "see `make help`"
         raise ConfigError(f"no verb called {verb!r}", where="command line", fix=fix, nearest=near)
     # Overrides stay outside argparse, which would lose their order: the later of two values for one key counts.
-    args, rest = _build_parser().parse_known_args(words)
+    parser = _Parser(prog="sftplay", description="Fine-tune language models from one YAML file.", allow_abbrev=False)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, (_, text) in VERBS.items():
+        added = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        launcher = " [-- arguments of its launcher]" if _launches(name) else ""
+        added.usage = f"sftplay {name} [flags] [a.b=c ...]{launcher}"
+        added.epilog = "a.b=c sets a config value and goes before the file's"
+        added.add_argument("--config", type=PATH, default="", help="the run's YAML")
+        added.add_argument("--json", action="store_true", help="one JSON document on standard output")
+        for flag, options in FLAGS.get(name, {}).items():
+            added.add_argument(flag, **options)
+    args, rest = parser.parse_known_args(words)
     known = list_flags(args.verb)
     for argument in rest:
         key = argument.partition("=")[0]
@@ -485,20 +491,6 @@ def with_flags(words: Sequence[str]) -> list[str]:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where="command line", fix=f"see `python -m {self.prog} --help`")
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="sftplay", description="Fine-tune language models from one YAML file.", allow_abbrev=False)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, (_, text) in VERBS.items():
-        verb = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
-        verb.usage = f"sftplay {name} [flags] [a.b=c ...]{' [-- arguments of its launcher]' if _launches(name) else ''}"
-        verb.epilog = "a.b=c sets a config value and goes before the file's"
-        verb.add_argument("--config", type=PATH, default="", help="the run's YAML")
-        verb.add_argument("--json", action="store_true", help="one JSON document on standard output")
-        for flag, options in FLAGS.get(name, {}).items():
-            verb.add_argument(flag, **options)
-    return parser
 
 
 def list_flags(verb: str) -> list[str]:

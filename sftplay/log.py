@@ -166,26 +166,24 @@ class Console:
             return
         now = time.monotonic()
         quiet_s = now - self._since
-        text = self._as_bar(self._progress, now) if self._progress else self._status or "[train] working"
-        if not self._progress and quiet_s >= 1:
+        text = self._status or "[train] working"
+        if progress := self._progress:
+            from tqdm import tqdm
+
+            _, began, first = self._began
+            figures = f"  {progress.text}" if progress.text else ""
+            clock = "{elapsed}<{remaining}" if progress.total else "{elapsed}"
+            count = "{n_fmt}/{total_fmt} {bar:24}" if progress.total else "{n_fmt}"
+            width = min(WIDEST, max(NARROWEST, shutil.get_terminal_size().columns - 1))
+            bar = f"{{desc}} {count}{figures.replace('{', '(').replace('}', ')')}  {clock}"
+            text = tqdm.format_meter(
+                progress.done, progress.total, now - began, initial=first, ncols=width, bar_format=bar,
+                prefix=f"[{progress.tag}] {progress.what}",
+            ).rstrip()  # fmt: skip
+        elif quiet_s >= 1:
             text += f" ({quiet_s:.0f} s)"
         self.write(CLEAR + text)
         self._on_line = True
-
-    def _as_bar(self, progress: Progress, now: float) -> str:
-        from tqdm import tqdm
-
-        _, began, first = self._began
-        figures = f"  {progress.text}" if progress.text else ""
-        clock = "{elapsed}<{remaining}" if progress.total else "{elapsed}"
-        count = "{n_fmt}/{total_fmt} {bar:24}" if progress.total else "{n_fmt}"
-        width = min(WIDEST, max(NARROWEST, shutil.get_terminal_size().columns - 1))
-        bar = f"{{desc}} {count}{figures.replace('{', '(').replace('}', ')')}  {clock}"
-        meter = tqdm.format_meter(
-            progress.done, progress.total, now - began, initial=first, ncols=width, bar_format=bar,
-            prefix=f"[{progress.tag}] {progress.what}",
-        )  # fmt: skip
-        return str(meter).rstrip()
 
     def _as_text(self, progress: Progress, now: float) -> str:
         _, began, first = self._began
@@ -204,11 +202,9 @@ LINE, STATUS, PROGRESS = "\x1e", "\x1d", "\x1c"
 """Marks of a line that the user should see, of one that replaces the line before it on a terminal (elsewhere only some
 of them are printed), and of the figures of a live line, as JSON."""
 
-
 FOLLOWED, REDIRECTED = "SFTPLAY_FOLLOWED", "2"
 """The parent sets the variable for its workers, because it reads their lines: they must mark them. The other is its
 value in a process whose other output goes to a log file."""
-
 
 JSON = "SFTPLAY_JSON"
 """The command line sets it for --json: standard output carries one document only, lines go to standard error."""

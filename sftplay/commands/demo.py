@@ -34,7 +34,15 @@ def demo(args: Namespace) -> int:
     if not args.dry_run:
         _move_aside(folder)
         if args.control:
-            cfg = cfg.with_values({"data.train_path": _shuffle_answers(cfg)}, "demo --control")
+            lines = Path(cfg.rows_path).read_text(encoding="utf-8").splitlines()
+            rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+            answers = [row["messages"][-1] for row in rows]
+            random.Random(cfg.seed).shuffle(answers)
+            for row, answer in zip(rows, answers, strict=True):
+                row["messages"][-1] = answer
+            shuffled = Path(cfg.data.processed_dir) / "demo-control.jsonl"
+            write_text(shuffled, "\n".join(map(json.dumps, rows)) + "\n")
+            cfg = cfg.with_values({"data.train_path": str(shuffled)}, "demo --control")
             log.say("control: the training answers are shuffled, so there is nothing to learn but their form", "demo")
     exit_code = launch(args, cfg, folder=folder)
     if exit_code or args.dry_run:
@@ -81,19 +89,6 @@ def _move_aside(folder: RunFolder) -> None:
             target, n = folder.path.with_name(f"{NAME}-{stamp}-{n}"), n + 1
         folder.path.rename(target)
     log.say(f"the earlier demo is now {target}", "demo")
-
-
-def _shuffle_answers(cfg: RunConfig) -> str:
-    """Write a copy of the training rows with the answers shuffled among the prompts; its path."""
-    lines = Path(cfg.rows_path).read_text(encoding="utf-8").splitlines()
-    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    answers = [row["messages"][-1] for row in rows]
-    random.Random(cfg.seed).shuffle(answers)
-    for row, answer in zip(rows, answers, strict=True):
-        row["messages"][-1] = answer
-    target = Path(cfg.data.processed_dir) / "demo-control.jsonl"
-    write_text(target, "\n".join(map(json.dumps, rows)) + "\n")
-    return str(target)
 
 
 def _show_samples(folder: RunFolder, count: int) -> None:

@@ -19,13 +19,8 @@ from sftplay.machine.probe import probe
 from sftplay.runs.code_eval import Subject, answer_by_ranks, build_ranks, find_subject, make_questions
 from sftplay.runs.start import print_command, read_scale
 
-SHOWN_STATUSES = 6
-
-USUAL_KS = (1, 10)  # the k of pass@k where the command line names none and there are so many answers
 ROOMY_TOKENS = 512
 """The longest solution of MBPP has 906 characters; that of HumanEval 1,993, with the docstring of its question."""
-
-FEW_PROBLEMS = 100  # with fewer the standard error is up to five points and more
 
 
 def eval_code(args: Namespace) -> int:
@@ -55,7 +50,7 @@ def eval_code(args: Namespace) -> int:
         for k in figures["k"]:
             error = figures["stderr" if k == figures["k"][0] else f"stderr@{k}"]
             log.show(f"{f'pass@{k}':<10} {figures[f'pass@{k}']:.3f} +- {error:.3f}")
-        most = sorted(figures["statuses"].items(), key=lambda pair: -pair[1])[:SHOWN_STATUSES]
+        most = sorted(figures["statuses"].items(), key=lambda pair: -pair[1])[:6]
         log.show("answers    " + ", ".join(f"{name} {n:,}" for name, n in most))
         log.say(f"every answer with its verdict: {path.with_suffix('.jsonl')}", "eval")
     return 0
@@ -69,7 +64,7 @@ def _checked_ks(args: Namespace) -> tuple[int, ...]:
     if args.temperature == 0 and args.top_p is not None:
         what = "has no effect: at temperature 0 nothing is drawn"
         raise ConfigError(what, where="--top-p", fix="leave it out, or set --temperature (TEMPERATURE=0.8)")
-    ks = args.k or tuple(k for k in USUAL_KS if k <= args.n)
+    ks = args.k or tuple(k for k in (1, 10) if k <= args.n)
     if max(ks) > args.n:
         what = f"pass@{max(ks)} cannot be estimated from {args.n} answers a problem"
         raise ConfigError(what, where="--k", fix=f"ask for more: N={max(ks)} TEMPERATURE=0.8; or for a smaller k")
@@ -94,7 +89,7 @@ def _measure(
         problems = sample_subset(sound, args.limit, seed=seed)
         if len(problems) < len(sound):
             log.say(f"{len(problems):,} of {len(sound):,} problems, drawn by seed {seed}", "eval")
-        if len(problems) < FEW_PROBLEMS:
+        if len(problems) < 100:  # the standard error is up to five points and more
             log.say(f"note: {len(problems)} problems say little; look at the standard error", "eval")
         questions = make_questions([format_question(item) for item in problems], cfg=subject.cfg, args=args)
         log.say(f"{len(problems):,} problems, {args.n} answers each; programs run in {sandbox.executor}", "eval")

@@ -211,9 +211,6 @@ def _drawing(args: Namespace, cfg: RunConfig) -> dict[str, Any]:
     return {"temperature": args.temperature, "top_p": top_p, "seed": seed}
 
 
-LONGEST_BYTES = 1 << 16  # a larger file holds no puzzle
-
-
 def _solve_puzzle(args: Namespace, cfg: RunConfig, *, folder: RunFolder) -> int:
     """Print the grid of the solution, and what is to be said of it."""
     name = args.input
@@ -222,7 +219,7 @@ def _solve_puzzle(args: Namespace, cfg: RunConfig, *, folder: RunFolder) -> int:
         raise ConfigError("this run solves puzzles, and none is named", where="--in (IN=)", fix=fix)
     fix = "name a file with one grid"
     try:
-        if Path(name).stat().st_size > LONGEST_BYTES:
+        if Path(name).stat().st_size > 1 << 16:
             raise DataError("is larger than any puzzle", where=name, fix=fix)
         text = Path(name).read_text(encoding="utf-8-sig")
     except OSError as error:

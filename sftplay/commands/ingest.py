@@ -19,7 +19,19 @@ def ingest(args: Namespace) -> int:
     if args.overrides:
         what = f"{args.overrides[0]!r} is no setting of ingest, which has no config"
         raise ConfigError(what, where="command line", fix="see `python -m sftplay ingest --help`")
-    settings = _settings(args)
+    if unknown := next((step for step in args.without if step not in STEPS), None):
+        near = nearest_names(unknown, STEPS)
+        fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(STEPS)}"
+        raise ConfigError(f"no step called {unknown!r}", where="--without", fix=fix, nearest=near)
+    if args.max_chars is not None and args.max_chars < args.min_chars:
+        what = f"is {args.max_chars:,}, below --min-chars {args.min_chars:,}: nothing would be kept"
+        raise ConfigError(what, where="--max-chars", fix="raise it, or lower --min-chars")
+    settings = Settings(
+        source=Path(args.input), out=Path(args.out), by=args.by, without=tuple(args.without), near=args.near,
+        min_chars=args.min_chars, max_chars=args.max_chars, languages=tuple(args.language), encoding=args.encoding,
+        limit_s=args.timeout, memory_bytes=args.memory, workers=args.workers or usable_cores(),
+        bad_files=args.on_bad_file, tokenizer=args.tokenizer,
+    )  # fmt: skip
     from sftplay.data.ingest.ingest import check_outcome, report_paths
     from sftplay.data.ingest.ingest import ingest as run
     from sftplay.report.documents import build_page
@@ -62,20 +74,3 @@ def ingest(args: Namespace) -> int:
         log.say(f"{settings.out} in {seconds}; report: {page}", "ingest")
     check_outcome(report, settings)
     return 0
-
-
-def _settings(args: Namespace) -> Settings:
-    unknown = [step for step in args.without if step not in STEPS]
-    if unknown:
-        near = nearest_names(unknown[0], STEPS)
-        fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(STEPS)}"
-        raise ConfigError(f"no step called {unknown[0]!r}", where="--without", fix=fix, nearest=near)
-    if args.max_chars is not None and args.max_chars < args.min_chars:
-        what = f"is {args.max_chars:,}, below --min-chars {args.min_chars:,}: nothing would be kept"
-        raise ConfigError(what, where="--max-chars", fix="raise it, or lower --min-chars")
-    return Settings(
-        source=Path(args.input), out=Path(args.out), by=args.by, without=tuple(args.without), near=args.near,
-        min_chars=args.min_chars, max_chars=args.max_chars, languages=tuple(args.language), encoding=args.encoding,
-        limit_s=args.timeout, memory_bytes=args.memory, workers=args.workers or usable_cores(),
-        bad_files=args.on_bad_file, tokenizer=args.tokenizer,
-    )  # fmt: skip

@@ -19,10 +19,6 @@ from sftplay.units import format_bytes
 
 CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 
-REFRESH_S = 2.0
-
-CLEAR = "\x1b[H\x1b[J"  # moves the cursor to the top left corner and clears the terminal
-
 
 def gpu_info(args: Namespace) -> int:
     """`gpu-info`: GPUs with the driver's facts, or why there are none; processor, memory, disk, library versions."""
@@ -55,9 +51,9 @@ def memory_check(args: Namespace) -> int:
     try:
         while (screen := log.own_screen()) is None or screen.is_read:
             if sys.stdout.isatty():
-                sys.stdout.write(CLEAR)
+                sys.stdout.write("\x1b[H\x1b[J")  # the cursor goes to the top left corner, the terminal is cleared
             _show_memory(output, as_json=False)
-            time.sleep(REFRESH_S)
+            time.sleep(2.0)
     except KeyboardInterrupt:
         pass
     return 0

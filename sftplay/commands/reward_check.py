@@ -29,7 +29,17 @@ def reward_check(args: Namespace) -> int:
     if args.input:
         if args.run or args.n:
             raise ConfigError("--in goes with neither --run nor --n", where="reward-check", fix="leave those out")
-        return _score_given(_expect_rewards(load_config(args.config, args.overrides), args), args)
+        from sftplay.runs.reward_check import score_given
+
+        rows = score_given(_expect_rewards(load_config(args.config, args.overrides), args), args.input)
+        if args.json:
+            print(json.dumps({"rows": rows}))
+        for number, row in enumerate([] if args.json else rows, 1):
+            values = {**row["rewards"], "total": row["total"]}
+            said = "  ".join(f"{name} {'unknown' if x is None else format(x, 'g')}" for name, x in values.items())
+            status = f"  ({row['verdict']['status']})" if row["verdict"] else ""
+            log.say(f"{number:>5}  {said}{status}", "reward")
+        return 0
     if args.run:
         return _recheck(args)
     cfg = _expect_rewards(load_checked(args.config, args.overrides, asks_hub=False), args)  # no model answers here
@@ -63,20 +73,6 @@ def _expect_rewards(cfg: RunConfig, args: Namespace) -> RunConfig:
         fix = "write rewards: [{name: answer, use: exact_match}]"
         raise ConfigError("the config has no rewards", where=args.config, fix=fix)
     return cfg
-
-
-def _score_given(cfg: RunConfig, args: Namespace) -> int:
-    from sftplay.runs.reward_check import score_given
-
-    rows = score_given(cfg, args.input)
-    if args.json:
-        print(json.dumps({"rows": rows}))
-    for number, row in enumerate([] if args.json else rows, 1):
-        values = {**row["rewards"], "total": row["total"]}
-        said = "  ".join(f"{name} {'unknown' if x is None else format(x, 'g')}" for name, x in values.items())
-        status = f"  ({row['verdict']['status']})" if row["verdict"] else ""
-        log.say(f"{number:>5}  {said}{status}", "reward")
-    return 0
 
 
 def _recheck(args: Namespace) -> int:

@@ -42,10 +42,15 @@ def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, Any]:
     skipped = ("run_name", "output_dir", "train.resume")
     values = [{key: s.value for key, s in run.settings.items() if key not in skipped} for run in runs]
     facts = [_data_facts(run) for run in runs]
+    tags = [tag for tag in _union(one.evals, two.evals) if not tag.startswith(("step-", "perplexity"))]
+    figures = []
+    for tag in sorted(tags, key=lambda tag: (tag not in ("after", "before"), tag)):
+        figures += _list_figures(*({f"{tag} {key}": v for key, v in run.evals.get(tag, {}).items()} for run in runs))
+    figures += _list_figures(*(dict(source_figures(run)) for run in runs))
     return {
         "runs": {"a": about[0], "b": about[1]},
         "config": _list_differences(*values),
-        "figures": _figures(one, two),
+        "figures": figures,
         "training": _list_figures(*(dict(_training_figures(run)) for run in runs)),
         "data": [{"key": key, "a": facts[0][key], "b": facts[1][key]} for key in facts[0]],
         "same_held_out": same,
@@ -79,17 +84,6 @@ def comparison_table(comparison: dict[str, Any]) -> str:
 def _list_differences(one: dict[str, Any], two: dict[str, Any]) -> list[Row]:
     rows = [{"key": key, "a": one.get(key), "b": two.get(key)} for key in _union(one, two)]
     return [row for row in rows if type(row["a"]) is not type(row["b"]) or row["a"] != row["b"]]
-
-
-def _figures(one: RunFiles, two: RunFiles) -> list[Row]:
-    tags = [tag for tag in _union(one.evals, two.evals) if not tag.startswith(("step-", "perplexity"))]
-    tags.sort(key=lambda tag: (tag not in ("after", "before"), tag))
-    rows = []
-    for tag in tags:
-        rows += _list_figures(
-            *({f"{tag} {name}": v for name, v in run.evals.get(tag, {}).items()} for run in (one, two))
-        )
-    return rows + _list_figures(*(dict(source_figures(run)) for run in (one, two)))
 
 
 def _union(one: dict[str, Any], two: dict[str, Any]) -> list[str]:

@@ -54,24 +54,29 @@ def build_page(report: dict[str, Any]) -> str:
         for pair in report["near_duplicate_pairs"]
     ]
     lines = [(line, f"{count:,}") for line, count in report["boilerplate"].items()]
+    files = []
+    for file in sorted(report["files"], key=lambda file: ("unreadable", "skipped", "read").index(file["status"])):
+        dropped = ", ".join(f"{count:,} {_name(reason)}" for reason, count in file.get("dropped", {}).items())
+        about = [_name(file.get("reason", "")), file.get("detail"), *file.get("notes", ()), dropped]
+        figures = (f"{file['kept']:,}", f"{file['characters']:,}") if "kept" in file else ("", "")
+        files.append((file["path"], file["status"], *figures, "; ".join(filter(None, about))))
+    counts = [("kept", "", f"{report['kept']:,}")]
+    for group in ("dropped", "unreadable"):
+        counts += [(group, _name(reason), f"{count:,}") for reason, count in report[group].items()]
+    counts.append(("in all", "", f"{report['documents']:,}"))
+    counts += [("passed over", _name(reason), f"{count:,}") for reason, count in report["skipped"].items()]
     return render(
         "documents.html", report=report, style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
-        tiles=tiles, name=_name, most_rows=300, counts=_count_documents(report), steps=_list_steps(report),
-        files=_list_files(report),
+        tiles=tiles, name=_name, most_rows=300, steps=_list_steps(report),
+        files=Table(caption="Files", head=("file", "status", "kept", "characters", ""), rows=files, kinds="  nn"),
+        counts=Table(
+            caption="What became of the documents", head=("", "reason", "documents"), rows=counts, kinds="  n"
+        ),
         pairs=Table(caption="Near-duplicates", head=("similarity", "kept", "dropped"), rows=pairs),
         lines=Table(
             caption="Lines of many documents that were taken out", head=("line", "times"), rows=lines, kinds=" n"
         ),
     )  # fmt: skip
-
-
-def _count_documents(report: dict[str, Any]) -> Table:
-    rows = [("kept", "", f"{report['kept']:,}")]
-    for group in ("dropped", "unreadable"):
-        rows += [(group, _name(reason), f"{count:,}") for reason, count in report[group].items()]
-    rows.append(("in all", "", f"{report['documents']:,}"))
-    rows += [("passed over", _name(reason), f"{count:,}") for reason, count in report["skipped"].items()]
-    return Table(caption="What became of the documents", head=("", "reason", "documents"), rows=rows, kinds="  n")
 
 
 def _list_steps(report: dict[str, Any]) -> Table:
@@ -85,16 +90,6 @@ def _list_steps(report: dict[str, Any]) -> Table:
         rows.append((step, state, f"{changed:,}"))
     caption = "Steps, and the blocks, lines or documents that each changed"
     return Table(caption=caption, head=("step", "", "changed"), rows=rows, kinds="  n")
-
-
-def _list_files(report: dict[str, Any]) -> Table:
-    rows = []
-    for file in sorted(report["files"], key=lambda file: ("unreadable", "skipped", "read").index(file["status"])):
-        dropped = ", ".join(f"{count:,} {_name(reason)}" for reason, count in file.get("dropped", {}).items())
-        about = [_name(file.get("reason", "")), file.get("detail"), *file.get("notes", ()), dropped]
-        figures = (f"{file['kept']:,}", f"{file['characters']:,}") if "kept" in file else ("", "")
-        rows.append((file["path"], file["status"], *figures, "; ".join(filter(None, about))))
-    return Table(caption="Files", head=("file", "status", "kept", "characters", ""), rows=rows, kinds="  nn")
 
 
 def _describe_place(record: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ class Remark(NamedTuple):
 
 def find_remarks(run: RunFiles) -> list[Remark]:
     """Return all remarks, the most severe first."""
-    parts = (_state, _attempts, _steps, _figures, _sources, _data, _settings)
+    parts = (_state, _attempts, _steps, _course, _figures, _data, _settings)
     order = ("stop", "warn", "note")
     return sorted((found for part in parts for found in part(run)), key=lambda remark: order.index(remark.severity))
 
@@ -87,21 +87,10 @@ def _steps(run: RunFiles) -> Iterator[Remark]:
         yield Remark("warn", f"{history.n_broken:,} lines of metrics.jsonl cannot be read and are left out.")
     if history.n_backwards:
         yield Remark("warn", f"{history.n_backwards:,} lines of metrics.jsonl repeat a step or go back.")
-    yield from _progress(run)
-    yield from _course(run)
-    losses = [(loss, step) for step, loss in run.held_out if math.isfinite(loss)]
-    # A held-out loss 2 % above its lowest has turned; less is noise.
-    if losses and losses[-1][0] > 1.02 * min(losses)[0] and losses[-1] != min(losses):
-        (low, lowest_at), (end, _) = min(losses), losses[-1]
-        text = f"Held-out loss was lowest at step {lowest_at:,.0f} ({format_figure('loss', low)}), then rose to"
-        yield Remark("warn", f"{text} {format_figure('loss', end)}: fewer steps, or train.best_metric: loss.")
-
-
-def _progress(run: RunFiles) -> Iterator[Remark]:
-    """What did not move in the right direction from the beginning of a finished run to its end."""
     if run.state != "done":
         return
-    history, from_rewards = run.history, learns_from_rewards(run)
+    # What did not move in the right direction from the beginning of a finished run to its end.
+    from_rewards = learns_from_rewards(run)
     for key, name, first, last, count in headlines(run)[:1]:
         if last <= first < 1:
             on = f" on {count:,} prompts" if count is not None else ""
@@ -127,11 +116,19 @@ def _course(run: RunFiles) -> Iterator[Remark]:
     if losses and 0 <= losses[0] - losses[2] < 0.01 * abs(losses[0]):  # it has learned next to nothing
         figures = f"{format_figure('loss', losses[0])} → {format_figure('loss', losses[2])}"
         yield Remark("warn", f"The training loss hardly moved: {figures} (medians); a higher rate, or more steps.")
+    held_out = [(loss, step) for step, loss in run.held_out if math.isfinite(loss)]
+    # A held-out loss 2 % above its lowest has turned; less is noise.
+    if held_out and held_out[-1][0] > 1.02 * min(held_out)[0] and held_out[-1] != min(held_out):
+        (low, lowest_at), (end, _) = min(held_out), held_out[-1]
+        text = f"Held-out loss was lowest at step {lowest_at:,.0f} ({format_figure('loss', low)}), then rose to"
+        yield Remark("warn", f"{text} {format_figure('loss', end)}: fewer steps, or train.best_metric: loss.")
 
 
 def _figures(run: RunFiles) -> Iterator[Remark]:
     before, after = run.evals.get("before", {}), run.evals.get("after", {})
-    per_token = () if _perplexity_compares(run) else ("loss", "perplexity")
+    perplexity = mapping(run.evals.get("perplexity"))
+    compares = perplexity.get("perplexity_compares") is not False
+    per_token = () if compares else ("loss", "perplexity")
     for key in after:
         if key in before and key not in per_token and is_better(key, before[key], after=after[key]) is False:
             values = f"{format_figure(key, before[key])} → {format_figure(key, after[key])}"
@@ -146,17 +143,10 @@ def _figures(run: RunFiles) -> Iterator[Remark]:
     if memory and memory.held > memory.planned:
         sizes = f"{format_bytes(memory.planned)} planned at most, {format_bytes(memory.held)} held"
         yield Remark("warn", f"Peak memory was above the plan: {sizes}.")
-
-
-def _perplexity_compares(run: RunFiles) -> bool:
-    return mapping(run.evals.get("perplexity")).get("perplexity_compares") is not False
-
-
-def _sources(run: RunFiles) -> Iterator[Remark]:
-    if not _perplexity_compares(run):
+    if not compares:
         text = "The tokenizer is another one after training: loss and perplexity per token do not compare"
         yield Remark("note", f"{text}; bits per byte does.")
-    for name, row in mapping(mapping(run.evals.get("perplexity")).get("anchor")).items():
+    for name, row in mapping(perplexity.get("anchor")).items():
         rise, rows = (as_number(mapping(row).get(key)) for key in ("forgetting_percent", "rows"))
         if rise is not None and 5.0 < rise < math.inf and (rows is None or rows >= ENOUGH_ROWS):
             text = f"Training has cost chat skills: the loss on {name} rose by {rise:.1f} %"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,6 @@ from sftplay.report.figures import (
     is_share,
 )
 from sftplay.report.learned import (
-    Answers,
     Headline,
     build_charts,
     compare_memory,
@@ -50,9 +48,6 @@ from sftplay.units import format_bytes, format_count, format_seconds
 
 MOST_SOURCES, MOST_TABLES, MOST_TOKENS = 40, 20, 700
 
-
-ELSEWHERE = ("hints", "diagnosis", "segments", "halting_q", "pass_at", "pass_at_partial")
-"""What has a table of its own."""
 
 Fact = tuple[str, Any]
 """A name with its value."""
@@ -77,7 +72,13 @@ class Sample(NamedTuple):
 def evaluation_tables(run: RunFiles) -> list[Table]:
     """Return figures before and after in one table, then those of other evaluations."""
     pairs, others = _split_evaluations(run)
-    tables = [_pairs_table(run, pairs[:MOST_TABLES])] if pairs else []
+    groups = {_name_rows(prefix): _pair_rows(run, prefix) for prefix in pairs[:MOST_TABLES]}
+    listed = [[name if n == 0 else "", *row] for name, rows in groups.items() for n, row in enumerate(rows)]
+    first = int(len(groups) == 1)  # a first column says which rows were measured where more than one kind was
+    note = "below a share its 95 % interval" if "<small>" in str(listed) else ""
+    caption = "; ".join(filter(None, [*list(groups)[:first], note]))
+    head = ["Rows", "Figure", "Before", "After", "Change"][first:]
+    tables = [Table(head=head, rows=[row[first:] for row in listed], caption=caption, kinds="  nnn"[first:])]
     for name in others[:MOST_TABLES]:
         figures = list(_flat(run.evals[name]).items())[:60]
         cells = [
@@ -123,17 +124,6 @@ def _flat(figures: dict[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _pairs_table(run: RunFiles, prefixes: Sequence[str]) -> Table:
-    """With a first column for the rows that were measured, where more than one kind was."""
-    groups = {_name_rows(prefix): _pair_rows(run, prefix) for prefix in prefixes}
-    listed = [[name if n == 0 else "", *row] for name, rows in groups.items() for n, row in enumerate(rows)]
-    first = int(len(groups) == 1)
-    note = "below a share its 95 % interval" if "<small>" in str(listed) else ""
-    caption = "; ".join(filter(None, [*list(groups)[:first], note]))
-    head = ["Rows", "Figure", "Before", "After", "Change"][first:]
-    return Table(head=head, rows=[row[first:] for row in listed], caption=caption, kinds="  nnn"[first:])
-
-
 def _name_rows(prefix: str) -> str:
     return {"": "Held-out rows", "test-": "Test rows"}.get(prefix, prefix.rstrip("-").replace("anchor-", "chats of "))
 
@@ -141,7 +131,8 @@ def _name_rows(prefix: str) -> str:
 def _pair_rows(run: RunFiles, prefix: str) -> list[list[str]]:
     sides = before, after = [run.evals.get(f"{prefix}{name}", {}) for name in ("before", "after")]
     rows = []
-    for key in [key for key in (after | before) if key not in ELSEWHERE][:60]:
+    elsewhere = ("hints", "diagnosis", "segments", "halting_q", "pass_at", "pass_at_partial")  # each has a table
+    for key in [key for key in (after | before) if key not in elsewhere][:60]:
         cells = []
         for figures in sides:
             share, count, note = as_number(figures.get(key)), as_number(figures.get("n")), Markup()
@@ -226,14 +217,11 @@ def build_sample(run: RunFiles) -> Sample | None:
 
 def choice_tables(run: RunFiles) -> list[Table]:
     """Return what was chosen automatically, and why; the memory plan where there is one."""
-
-    def as_yaml(value: object) -> str:
-        return flow(value) if isinstance(value, str | int | float | bool | None) else str(value)
-
-    chosen = [
-        [cut(d.get("key", ""), 100), cut(as_yaml(d.get("value")), 200), cut(d.get("reason", ""), 400)]
-        for d in mappings(run.plan.get("decisions"))[:100]
-    ]
+    chosen = []
+    for decision in mappings(run.plan.get("decisions"))[:100]:
+        value = decision.get("value")
+        text = flow(value) if isinstance(value, str | int | float | bool | None) else str(value)
+        chosen.append([cut(decision.get("key", ""), 100), cut(text, 200), cut(decision.get("reason", ""), 400)])
     held = []
     if memory := compare_memory(run):
         share = f"{memory.held / memory.planned:.0%}"
@@ -299,10 +287,8 @@ Tile = tuple[str, str, str]
 
 
 def write_report(folder: RunFolder) -> Path:
-    """Write `report.html` into the run folder, over an older one; return its path.
-
-    Raises:
-        OSError: the page cannot be written. Nothing in the folder's files raises.
+    """Write `report.html` into the run folder, over an older one; return its path. Raise OSError where the page cannot
+    be written. Nothing in the folder's files raises.
     """
     path = folder.path / NAME
     write_text(path, render(read_run_files(folder)))
@@ -316,6 +302,12 @@ def render(run: RunFiles) -> str:
     n_first = 0 if learns_from_rewards(run) else 1  # rewards stand before the loss, sources behind it
     sources = [] if learns_from_rewards(run) else source_charts(run, resumed)
     task = {"puzzles": None, "turns": None, **(part.build_sections(run, resumed) if part else {})}
+    sets = [("answers", "Answers before and after", "")]
+    sets += [(f"answers-{n}", f"Answers to {name}", f"anchor-{name}-") for n, name in enumerate(find_anchors(run), 1)]
+    sets += [("test-answers", "Answers to the test rows", "test-")]
+    if run.task and run.task.turns == 2:  # episodes have a table of their own
+        sets = []
+    answers = [(anchor, title, found) for anchor, title, prefix in sets if (found := pick_answers(run, prefix))]
     return render_page(
         title=f"{run.folder.name}: {run.state}",
         run=run,
@@ -332,7 +324,7 @@ def render(run: RunFiles) -> str:
         **task,
         sources=mixture_tables(run),
         forgetting=forgetting(run),
-        answers=_list_answers(run),
+        answers=answers,
         tries=pick_tries(run),
         data=data_tables(run),
         data_facts=data_facts(run),
@@ -344,16 +336,6 @@ def render(run: RunFiles) -> str:
         written=time.strftime("%Y-%m-%d %H:%M"),
         kit_version=__version__,
     )
-
-
-def _list_answers(run: RunFiles) -> list[tuple[str, str, Answers]]:
-    """Sets of answers, each with its anchor on the page and its title. Episodes have a table of their own."""
-    if run.task and run.task.turns == 2:
-        return []
-    sets = [("answers", "Answers before and after", "")]
-    sets += [(f"answers-{n}", f"Answers to {name}", f"anchor-{name}-") for n, name in enumerate(find_anchors(run), 1)]
-    sets += [("test-answers", "Answers to the test rows", "test-")]
-    return [(anchor, title, found) for anchor, title, prefix in sets if (found := pick_answers(run, prefix))]
 
 
 def _describe_method(run: RunFiles) -> str:
@@ -390,7 +372,16 @@ def _tiles(run: RunFiles) -> list[Tile]:
         plan = compare_memory(run)
         note = f"of {format_figure('peak_bytes', plan.planned)} planned" if plan else "main process"
         tiles.append(("Peak memory", format_figure("peak_bytes", memory), note))
-    return tiles + _size_tiles(run)
+    model: dict[str, Any] = mapping(run.manifest.get("model"))
+    whole, trained = (as_number(model.get(key)) for key in ("parameters", "trainable_parameters"))
+    if whole and trained is not None and 0 < whole < 1e18 and 0 <= trained < 1e18:
+        share = f"{100 * trained / whole:.2g} % of {format_count(whole)}"
+        tiles.append(("Weights that train", format_count(trained), share))
+    if machine := mapping(run.manifest.get("machine")):
+        gpus = [str(gpu.get("name")) for gpu in mappings(machine.get("gpus"))]
+        name = f"{len(gpus)} × {gpus[0]}" if gpus else f"CPU, {machine.get('cores', '?')} cores"
+        tiles.append(("Hardware", name[:60], f"{run.plan.get('world_size', 1)} process(es)"[:60]))
+    return tiles
 
 
 def _headline_tile(headline: Headline) -> Tile:
@@ -402,17 +393,3 @@ def _headline_tile(headline: Headline) -> Tile:
 def even_columns(count: int) -> int:
     """Return in how many columns so many tiles leave the fewest gaps in the last row; the most of equal ones."""
     return min(range(3, 7), key=lambda columns: (-count % columns, -columns))
-
-
-def _size_tiles(run: RunFiles) -> list[Tile]:
-    tiles = []
-    model: dict[str, Any] = mapping(run.manifest.get("model"))
-    whole, trained = (as_number(model.get(key)) for key in ("parameters", "trainable_parameters"))
-    if whole and trained is not None and 0 < whole < 1e18 and 0 <= trained < 1e18:
-        share = f"{100 * trained / whole:.2g} % of {format_count(whole)}"
-        tiles.append(("Weights that train", format_count(trained), share))
-    if machine := mapping(run.manifest.get("machine")):
-        gpus = [str(gpu.get("name")) for gpu in mappings(machine.get("gpus"))]
-        name = f"{len(gpus)} × {gpus[0]}" if gpus else f"CPU, {machine.get('cores', '?')} cores"
-        tiles.append(("Hardware", name[:60], f"{run.plan.get('world_size', 1)} process(es)"[:60]))
-    return tiles

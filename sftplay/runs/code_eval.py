@@ -55,10 +55,8 @@ class Subject:
         return {**names, "weights": "start" if self.base else "result", "step": step}
 
     def open(self) -> tuple[Any, Any, Any]:
-        """Model, in evaluation mode, tokenizer and renderer. It imports the heavy libraries.
-
-        Raises:
-            SftplayError: what `load_tokenizer`, `Renderer.prove` and `load_result` or `load_untrained` raise.
+        """Model, in evaluation mode, tokenizer and renderer. It imports the heavy libraries. Raise what
+        `load_tokenizer`, `Renderer.prove` and `load_result` or `load_untrained` raise.
         """
         from sftplay.model.load import load_base, load_result, load_untrained
 
@@ -76,10 +74,8 @@ class Subject:
 
 
 def find_subject(args: Namespace) -> Subject:
-    """Return what the command line means: a run of the config where there is one, else the config's model.
-
-    Raises:
-        ConfigError: the run that is named is not there or has no result; the model or adapter is not there.
+    """Return what the command line means: a run of the config where there is one, else the config's model. Raise
+    ConfigError where the run that is named is not there or has no result, or the model or adapter is not there.
     """
     given = load_config(args.config, args.overrides)
     try:
@@ -179,11 +175,8 @@ def main(folder: str) -> int:
 
 
 def answer_by_ranks(subject: Subject, questions: Questions, *, scale: Scale, has_gpu: bool) -> list[str]:
-    """Return the answers in order; `scale` says how many processes of this node share the questions.
-
-    Raises:
-        SftplayError: what a rank has raised.
-        RunError: a rank has died.
+    """Return the answers in order; `scale` says how many processes of this node share the questions. Raise what a rank
+    has raised, and RunError where one has died.
     """
     if scale.world_size == 1:
         answers = answer_share(subject, questions)
@@ -234,11 +227,8 @@ def _run(launch: Launch) -> list[str]:
 
 
 def gather(folder: Path, world_size: int, *, last_lines: list[str]) -> dict[int, str]:
-    """Return the answers of all ranks by their number; `last_lines` are the launcher's.
-
-    Raises:
-        SftplayError: what a rank has raised.
-        RunError: a rank has died.
+    """Return the answers of all ranks by their number; `last_lines` are the launcher's. Raise what a rank has raised,
+    and RunError where one has died.
     """
     notes = [read_object(folder / f"rank{rank}.json") for rank in range(world_size)]
     for note in notes:

@@ -30,11 +30,8 @@ def open_run(
 
     The config is the run's own, except for the keys that do not shape the weights: these come from the command line.
     `values` are the verb's own values of some keys; the command line overrides them. `takes_puzzles` says that the verb
-    has a use for a run of task mode hrm, which has neither a tokenizer nor a chat template.
-
-    Raises:
-        ConfigError: there is no such run; it has no result yet and `needs_result`; it learns puzzles and the verb
-            takes texts.
+    has a use for a run of task mode hrm, which has neither a tokenizer nor a chat template. Raise ConfigError where
+    there is no such run; it has no result yet and `needs_result`; or it learns puzzles and the verb takes texts.
     """
     given = load_config(args.config, args.overrides)
     folder = find_run(given, args.config, run=args.run)

@@ -60,17 +60,12 @@ def require_shape(cfg: RunConfig) -> ModelShape:
     """
     if shape := known_shape(cfg):
         return shape
-    near = near_names(cfg.model.name)
+    near = nearest_models(cfg.model.name, BUILTIN_CONFIGS)
     guess = f"did you mean {' or '.join(near)}? else " if near else ""
     fetch = "" if near else f", or `make download-model MODEL={cfg.model.name}`"
     what, where = f"the shape of {cfg.model.name!r} is not known here", cfg.origins.get("model.name", "model")
     fix = f"{guess}put its config.json into a folder and name that{fetch}"
     raise ConfigError(what, where=f"{where} model.name", fix=fix, nearest=near)
-
-
-def near_names(name: str) -> list[str]:
-    """Return up to three models that the kit knows and that `name` may have been meant to be, best first."""
-    return nearest_models(name, BUILTIN_CONFIGS)
 
 
 def checkpoint_bytes(cfg: RunConfig) -> int | None:
@@ -184,10 +179,21 @@ def _check(key: str, *, cfg: RunConfig, asks_hub: bool) -> None:
             from sftplay.model.terms import read_terms
 
             read_terms(cfg.tuning.new_tokens.path)
-    elif cfg.task.reads_text:
-        _check_rows(key, cfg=cfg)
-    else:
+    elif not cfg.task.reads_text:
         find_task_spec(cfg).check_input(cfg, key, where=_where(cfg, key))
+    elif (path := cfg.get_value(key)) is not None and not is_hub_name(path):
+        try:
+            list_files(path)
+        except DataError as error:
+            fix = error.fix if Path(path).exists() else f"correct {key}; it starts at the current folder"
+            names: list[str] = []
+            with suppress(OSError):
+                names = [file.name for file in Path(path).parent.iterdir() if find_suffix(file)]
+            if near := nearest_names(Path(path).name, names):
+                fix = f"did you mean {str(Path(path).with_name(near[0]))!r}?"
+            raise DataError(f"{path}: {error.what}", where=_where(cfg, key), fix=fix, nearest=near) from None
+        if key != "data.test_path":  # training only looks at its readable rows
+            _check_first_rows(path, key, cfg=cfg)
 
 
 def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
@@ -202,7 +208,7 @@ def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
     known = is_known(cfg)
     if known and name.startswith(BUILTIN):
         return
-    near = [] if known else near_names(name)
+    near = [] if known else nearest_models(name, BUILTIN_CONFIGS)
     if name.startswith(BUILTIN):
         fix = f"did you mean {' or '.join(near or BUILTIN_CONFIGS)}?"
         raise ConfigError(f"there is no builtin model {name!r}", where=where, fix=fix, nearest=near)
@@ -213,40 +219,19 @@ def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
 
 
 def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
-    """Return what `hub.check_reachable` does.
-
-    Raises:
-        ConfigError: the hub does not answer, and its name is like that of a model that the kit knows, which is named.
-        MachineError: the hub does not answer.
+    """Return what `hub.check_reachable` does. Where the hub does not answer, raise ConfigError if the name is like that
+    of a model that the kit knows, which is named, else MachineError.
     """
     from sftplay.model import source as hub
 
     try:
         return hub.check_reachable(name, revision, where=where)
     except MachineError as error:
-        near = near_names(name)
+        near = nearest_models(name, BUILTIN_CONFIGS)
         if not near or near[0] == name:
             raise
         what = f"{name!r} is not known here ({error.what})"
         raise ConfigError(what, where=where, fix=f"did you mean {' or '.join(near)}?", nearest=near) from error
-
-
-def _check_rows(key: str, *, cfg: RunConfig) -> None:
-    path = cfg.get_value(key)
-    if path is None or is_hub_name(path):
-        return
-    try:
-        list_files(path)
-    except DataError as error:
-        fix = error.fix if Path(path).exists() else f"correct {key}; it starts at the current folder"
-        names: list[str] = []
-        with suppress(OSError):
-            names = [file.name for file in Path(path).parent.iterdir() if find_suffix(file)]
-        if near := nearest_names(Path(path).name, names):
-            fix = f"did you mean {str(Path(path).with_name(near[0]))!r}?"
-        raise DataError(f"{path}: {error.what}", where=_where(cfg, key), fix=fix, nearest=near) from None
-    if key != "data.test_path":  # training only looks at its readable rows
-        _check_first_rows(path, key, cfg=cfg)
 
 
 def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:

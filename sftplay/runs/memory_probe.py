@@ -111,7 +111,17 @@ def size_by_probe(
         assert planned is not None
         sizes = {"batch_size": train.batch_size, "grad_accum": train.grad_accum, "peak_bytes": planned.peak_bytes}
         record[name] = {**sizes, "allocated_bytes": planned.allocated_bytes, "verdict": planned.verdict}
-    _print_measurement(record, fitted, predicted=predicted)
+    last, line = fitted.points[-1], fitted.lines[fitted.peak_phase]
+    error_share = _estimate(predicted, last.rows, accumulates=fitted.accumulates).allocated_bytes / last.peak_bytes - 1
+    source = f"measured in {format_seconds(record['seconds'])}" if is_new else "measured before"
+    log.say(
+        f"{source}: {format_bytes(line.fixed_bytes)} and {format_bytes(line.bytes_per_token)} a token; "
+        f"{last.rows} rows took {format_bytes(last.peak_bytes)} (the estimate was {error_share:+.1%} off)",
+        "probe",
+    )
+    before, after = record["before"]["batch_size"], record["after"]["batch_size"]
+    if before != after:
+        log.say(f"batch size {before} by the estimate, {after} by the probe", "probe")
     return resized, record
 
 
@@ -192,10 +202,8 @@ def _measure(
 
 
 def run_probe(sized: SizedRun, request: dict[str, Any], *, target: ProbeTarget) -> dict[str, Any]:
-    """Measure in a separate process on the target's GPU; return the content of measured.json.
-
-    Raises:
-        RunError: it failed or took too long; its output is in the run's logs.
+    """Measure in a separate process on the target's GPU; return the content of measured.json. Raise RunError where it
+    failed or took too long; its output is in the run's logs.
     """
     log_path = target.log_folder / "probe.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,19 +256,3 @@ def _estimate(predicted: Forecast, rows: int, *, accumulates: bool) -> Forecast:
     """Return the estimate, without measurement, for micro-batches of `rows` rows on one process."""
     alone = replace(predicted.setting, fit=None, strategy="single", world_size=1)
     return forecast(alone, replace(predicted.size, rows=rows, accumulates=accumulates))
-
-
-def _print_measurement(record: dict[str, Any], fitted: Fit, *, predicted: Forecast) -> None:
-    last, line = fitted.points[-1], fitted.lines[fitted.peak_phase]
-    estimated = _estimate(predicted, last.rows, accumulates=fitted.accumulates)
-    error = estimated.allocated_bytes / last.peak_bytes - 1
-    is_new = record["decision"] == "measured"
-    source = f"measured in {format_seconds(record['seconds'])}" if is_new else "measured before"
-    log.say(
-        f"{source}: {format_bytes(line.fixed_bytes)} and {format_bytes(line.bytes_per_token)} a token; "
-        f"{last.rows} rows took {format_bytes(last.peak_bytes)} (the estimate was {error:+.1%} off)",
-        "probe",
-    )
-    before, after = record["before"]["batch_size"], record["after"]["batch_size"]
-    if before != after:
-        log.say(f"batch size {before} by the estimate, {after} by the probe", "probe")

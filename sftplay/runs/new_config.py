@@ -52,10 +52,8 @@ class Draft:
 
 def draft_config(data: str, overrides: Sequence[str], *, machine: Machine, out: str) -> Draft:
     """Return a config that trains on `data` here. Values of `overrides` are taken as they are, whatever was found.
-
-    Raises:
-        ConfigErrors: an override is wrong.
-        DataError: the rows cannot be read, or nothing tells what is asked in them and what answered.
+    Raise ConfigErrors where an override is wrong, and DataError where the rows cannot be read, or nothing tells what is
+    asked in them and what answered.
     """
     values = _Values(_load(json.dumps({"model": {"name": TOY}, "data": {"train_path": data}}), overrides))
     if "model.name" in values.given:
@@ -74,7 +72,16 @@ def draft_config(data: str, overrides: Sequence[str], *, machine: Machine, out: 
     batch = next((size for size in (32, 16) if values.cfg.train.epochs * n_rows / size >= 100), 8)
     values.set("train.effective_batch_size", batch, why=f"rows a step; {n_rows:,} rows were found")
     values.set("train.learning_rate", "auto", why="auto takes the usual peak rate of the mode")
-    _set_model(values, survey, machine=machine)
+    mode: str = values.cfg.tuning.mode
+    name, reason = values.cfg.model.name, ""
+    if "model.name" not in values.given:
+        guess = estimate(survey.records)
+        lengths = guess.within(min(limit_for(guess.at(USUAL_SHARE)), MOST_TOKENS))
+        wanted = values.cfg.with_values({"model.max_seq_len": limit_for(lengths.longest)}, "init")
+        choice = choose_model(wanted, machine, lengths=lengths)
+        name, mode, reason = choice.name, choice.mode, choice.reason
+    values.set("model.name", name, why=reason)
+    values.set("tuning.mode", mode, why="lora: an adapter next to a frozen base; full: all weights")
     limit, why = _find_limit(values.cfg, measure(values.cfg, survey.records), machine=machine)
     values.set("model.max_seq_len", limit, why=why)
     for key in sorted(values.given - set(values.lines)):
@@ -111,19 +118,6 @@ def _load(text: str, overrides: Sequence[str]) -> RunConfig:
             for error in (errors, *errors.problems):
                 error.where = error.where.replace(f"{path}:1", "init")  # the user has not written this file
             raise
-
-
-def _set_model(values: _Values, survey: Survey, *, machine: Machine) -> None:
-    mode: str = values.cfg.tuning.mode
-    name, reason = values.cfg.model.name, ""
-    if "model.name" not in values.given:
-        guess = estimate(survey.records)
-        lengths = guess.within(min(limit_for(guess.at(USUAL_SHARE)), MOST_TOKENS))
-        wanted = values.cfg.with_values({"model.max_seq_len": limit_for(lengths.longest)}, "init")
-        choice = choose_model(wanted, machine, lengths=lengths)
-        name, mode, reason = choice.name, choice.mode, choice.reason
-    values.set("model.name", name, why=reason)
-    values.set("tuning.mode", mode, why="lora: an adapter next to a frozen base; full: all weights")
 
 
 def _find_limit(cfg: RunConfig, measured: Measured, *, machine: Machine) -> tuple[int, str]:

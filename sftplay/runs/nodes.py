@@ -47,10 +47,8 @@ ENDING_S = 10.0
 
 
 def among_nodes(args: Namespace, work: Callable[[Rendezvous | None], int]) -> int:
-    """Do `work` on node 0. The other nodes must match it, and join the run that it starts.
-
-    Raises:
-        SftplayError: a node is missing, differs, or has met an error. Every node raises the same error.
+    """Do `work` on node 0. The other nodes must match it, and join the run that it starts. Where a node is missing,
+    differs, or has met an error, every node raises the same SftplayError.
     """
     machine = probe()
     scale = read_scale(args, machine)

@@ -37,7 +37,13 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
     folder = find_run(cfg, args.config, run=run)
     stored = load_config(folder.resolved)
     if folder.read_json("status.json").get("state") == "done":
-        return _leave_finished(args, folder, stored=stored, cfg=cfg)
+        left_open = [key for key, value in values_that_decide_weights(cfg).items() if value in (None, "auto")]
+        filled = cfg.with_values({key: stored.get_value(key) for key in left_open}, "resume")
+        _refuse_changes(stored, resolve_names(filled), folder=folder)
+        log.say(f"{folder.path} is finished: nothing to do", "resume")
+        if args.json:
+            print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
+        return 0
     machine = probe()
     scale = read_scale(args, machine)
     cfg = check_inputs(cfg)
@@ -123,16 +129,6 @@ def _move(before: int | None, sized: SizedRun, *, scale: Scale) -> None:
         f"here on sums round differently{draws}",
         "resume",
     )
-
-
-def _leave_finished(args: Namespace, folder: RunFolder, *, stored: RunConfig, cfg: RunConfig) -> int:
-    left_open = [key for key, value in values_that_decide_weights(cfg).items() if value in (None, "auto")]
-    filled = cfg.with_values({key: stored.get_value(key) for key in left_open}, "resume")
-    _refuse_changes(stored, resolve_names(filled), folder=folder)
-    log.say(f"{folder.path} is finished: nothing to do", "resume")
-    if args.json:
-        print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
-    return 0
 
 
 def find_changes(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, Any]]:

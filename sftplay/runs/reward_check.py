@@ -41,10 +41,8 @@ def try_rewards(cfg: RunConfig) -> None:
 
 def check_solutions(cfg: RunConfig, rewards: RewardSet) -> None:
     """Say which rows' own solutions do not pass their tests: no answer to them can. Nothing is run without code_tests.
-
-    Raises:
-        DataError: a row's test or setup is no Python; or no solution passes.
-        RunError: the sandbox failed.
+    Raise DataError where a row's test or setup is no Python, or no solution passes, and RunError where the sandbox
+    failed.
     """
     if rewards.sandbox is None:
         return
@@ -94,11 +92,9 @@ def score_given(cfg: RunConfig, path: str) -> list[dict[str, Any]]:
     """Return a line for each row of the file, in its order: `rewards` by name, `total`, `verdict` on its program.
 
     A row has a `completion` and the columns that the rewards read. A value is None where the reward knows none; so is
-    the total where that reward judges the content, or where none is known.
-
-    Raises:
-        ConfigError: a name or an option of a reward is wrong.
-        DataError: a row cannot be read, has no completion, or lacks a column that a reward reads.
+    the total where that reward judges the content, or where none is known. Raise ConfigError where a name or an option
+    of a reward is wrong, and DataError where a row cannot be read, has no completion, or lacks a column that a reward
+    reads.
     """
     for problem in reward_problems(cfg):
         raise problem

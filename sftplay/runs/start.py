@@ -120,11 +120,8 @@ def split_rows(cfg: RunConfig, rows: int, *, world_size: int) -> dict[str, Any]:
 
 
 def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = None) -> SizedRun:
-    """Return the config with every `auto` decided for this machine.
-
-    Raises:
-        ConfigError: the effective batch cannot be split exactly.
-        MachineError: not even one row at a time fits, or what is asked for cannot run here.
+    """Return the config with every `auto` decided for this machine. Raise ConfigError where the effective batch cannot
+    be split exactly, and MachineError where not even one row at a time fits, or what is asked for cannot run here.
     """
     shape, lengths, world_size = known_shape(cfg), known_lengths(cfg), scale.world_size
     sizing = partial(size_run, machine=machine, world_size=world_size, local_processes=scale.nproc)
@@ -144,11 +141,8 @@ def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = No
 
 
 def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: Machine) -> Launch:
-    """Return what starts the run's workers.
-
-    Raises:
-        ConfigError: as `refuse_restarts`; or the launcher cannot start this run.
-        MachineError: its kernels cannot be built here.
+    """Return what starts the run's workers. Raise ConfigError as `refuse_restarts`, or where the launcher cannot start
+    this run, and MachineError where its kernels cannot be built here.
     """
     refuse_restarts(cfg, nnodes=scale.nnodes)
     refuse_missing_compiler(cfg, machine)
@@ -177,11 +171,8 @@ def refuse_restarts(cfg: RunConfig, *, nnodes: int) -> None:
 
 
 def read_scale(args: Namespace, machine: Machine) -> Scale:
-    """Return processes and nodes as the command line gives them.
-
-    Raises:
-        ConfigError: not a number of processes.
-        MachineError: there are fewer GPUs than processes, or torch cannot use them.
+    """Return processes and nodes as the command line gives them. Raise ConfigError where they give no number of
+    processes, and MachineError where there are fewer GPUs than processes, or torch cannot use them.
     """
     is_here = not getattr(args, "is_elsewhere", False)
     if is_here:
@@ -267,11 +258,9 @@ def print_command(command: Launch, args: Namespace) -> int:
 
 
 def archive_earlier_start(folder: RunFolder) -> None:
-    """Move what an earlier start without a step has left in `folder` to the archive.
-
-    Raises:
-        ConfigError: the run has made a step, or runs; or the folder holds files that no run of the kit has made.
-        MachineError: its folder cannot be moved.
+    """Move what an earlier start without a step has left in `folder` to the archive. Raise ConfigError where the run
+    has made a step, or runs, or the folder holds files that no run of the kit has made, and MachineError where its
+    folder cannot be moved.
     """
     # Every run of the kit has one of these soon after its start.
     if not any((folder.path / name).exists() for name in (RESOLVED, "status.json", "manifest.json")):

@@ -92,11 +92,8 @@ def check_config(args: Namespace, request: JobRequest) -> RunConfig:
 
 
 def submit(job: Submission) -> int:
-    """Queue the job and record it in the run's folder; return its number.
-
-    Raises:
-        ConfigError: the run has a job already.
-        MachineError: SLURM refuses the job. Nothing is left of it then.
+    """Queue the job and record it in the run's folder; return its number. Raise ConfigError where the run has a job
+    already, and MachineError where SLURM refuses the job; nothing is left of it then.
     """
     folder = job.folder.path
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,10 +126,8 @@ def submit(job: Submission) -> int:
 def run_here(args: Namespace, environment: Mapping[str, str]) -> int:
     """Train in the job that this process runs in, which `sbatch` of a file has started; return the trainer's exit code.
 
-    Without `run_name` the run is named by the config and the job, so that it is the same after a requeue.
-
-    Raises:
-        SftplayError: this is no job; or as `prepare`.
+    Without `run_name` the run is named by the config and the job, so that it is the same after a requeue. Raise
+    SftplayError where this is no job, or as `prepare`.
     """
     if not environment.get("SLURM_JOB_ID", "").isdecimal():
         fix = "leave out --here, and the job is queued; or start it by sbatch workflows/slurm/train.sbatch"
@@ -182,11 +177,8 @@ def all_jobs(output: Path) -> list[JobFolder]:
 
 
 def plan_job(args: Namespace) -> ClusterJob:
-    """Return the job, for the GPUs that were named, else for those of this machine.
-
-    Raises:
-        ConfigError: no GPU is known to plan for; the effective batch cannot be split.
-        MachineError: the run does not fit those GPUs.
+    """Return the job, for the GPUs that were named, else for those of this machine. Raise ConfigError where no GPU is
+    known to plan for or the effective batch cannot be split, and MachineError where the run does not fit those GPUs.
     """
     cfg = load_checked(args.config, args.overrides, asks_hub=False)
     refuse_restarts(cfg, nnodes=args.nodes)

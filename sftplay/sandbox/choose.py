@@ -28,11 +28,8 @@ WARM: dict[str, Callable[..., Executor]] = {"bwrap": WarmBwrap}
 def choose_executor(name: str, *, is_warm: bool) -> Callable[..., Executor]:
     """Choose what makes executors of that name, from the packages that programs may import.
 
-    `auto` takes the best one that holds on this machine.
-
-    Raises:
-        ConfigError: no executor is called so.
-        MachineError: it is not installed here, or a program gets out of its boxes.
+    `auto` takes the best one that holds on this machine. Raise ConfigError where no executor is called so, and
+    MachineError where it is not installed here, or a program gets out of its boxes.
     """
     if name not in NAMES:
         near = nearest_names(name, NAMES)

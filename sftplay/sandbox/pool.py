@@ -36,11 +36,8 @@ class Sandbox:
     def __init__(
         self, executor: str = "auto", *, workers: int | None = None, is_warm: bool = True, packages: Sequence[str] = ()
     ) -> None:
-        """Programs may import `packages`, such as numpy, besides Python's own.
-
-        Raises:
-            ConfigError: there is no such executor or package.
-            MachineError: nothing here can box a program.
+        """Programs may import `packages`, such as numpy, besides Python's own. Raise ConfigError where there is no such
+        executor or package, and MachineError where nothing here can box a program.
         """
         make = choose_executor(executor, is_warm=is_warm)
         self._packages = packages

@@ -106,10 +106,6 @@ class Run:
     def status(self) -> dict[str, Any]:
         return read_object(self.folder.path / "status.json")
 
-    @property
-    def plan(self) -> dict[str, Any]:
-        return read_object(self.folder.path / "plan.json")
-
 
 def write_run(folder: Path, name: str, *, values: Values | None = None) -> Run:
     """Write the config of a short run of this name below `folder`; `values` replace or add keys."""

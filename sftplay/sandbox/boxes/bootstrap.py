@@ -48,10 +48,8 @@ OWNER = "SFTPLAY_BOX"
 
 
 def package_folders(packages: Sequence[str]) -> tuple[Path, ...]:
-    """Find the folders of packages that programs may import, and of the shared libraries that came with them.
-
-    Raises:
-        ConfigError: one is not installed here, or is a single file.
+    """Find the folders of packages that programs may import, and of the shared libraries that came with them. Raise
+    ConfigError where one is not installed here, or is a single file.
     """
     folders = []
     for name in packages:
@@ -186,10 +184,8 @@ class Executor:
 def new_pipes() -> Iterator[tuple[Pipes, socket.socket, int]]:
     """Make pipes to a new box: our ends, then the box's socket and where its output goes.
 
-    The box's ends are closed here at the end, and ours too where nothing could be started.
-
-    Raises:
-        Lost: `infra`, the machine refused: no such program, no more processes, no more open files.
+    The box's ends are closed here at the end, and ours too where nothing could be started. Raise Lost with `infra`
+    where the machine refused: no such program, no more processes, no more open files.
     """
     with ExitStack() as ours, ExitStack() as the_box:
         try:
@@ -207,10 +203,8 @@ def new_pipes() -> Iterator[tuple[Pipes, socket.socket, int]]:
 
 
 def start_box(box: Box, first_message: bytes = b"") -> Box:
-    """Send the box what it waits for, if that is not there yet; return it as soon as it stands.
-
-    Raises:
-        Lost: `infra`, it did not start.
+    """Send the box what it waits for, if that is not there yet; return it as soon as it stands. Raise Lost with `infra`
+    where it did not start.
     """
     try:
         if first_message:

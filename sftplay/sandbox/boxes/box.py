@@ -67,11 +67,7 @@ class Box:
         self._poll.register(self._output, select.POLLIN)
 
     def wait_ready(self) -> None:
-        """Wait until the box stands.
-
-        Raises:
-            Lost: `infra`, with what it said.
-        """
+        """Wait until the box stands. Raise Lost with `infra` and what it said where it does not."""
         try:
             answer = self._read_answer(time.monotonic() + START_S)
         except Lost as error:
@@ -80,10 +76,8 @@ class Box:
             raise Lost("infra", f"the box said {str(answer)[:200]}")
 
     def ask(self, order: str, *, within_s: float, **parts: Any) -> dict[str, Any]:
-        """Give an order and return its answer.
-
-        Raises:
-            Lost: there was none in time, none at all, too large a one, or something that is no answer to it.
+        """Give an order and return its answer. Raise Lost where there was none in time, none at all, too large a one,
+        or something that is no answer to it.
         """
         until = time.monotonic() + within_s
         nonce = secrets.token_hex(16)
@@ -96,10 +90,8 @@ class Box:
         self._send(len(content).to_bytes(4, "little") + content, until)
 
     def send_first(self, content: bytes) -> None:
-        """Send what the box waits for before it stands.
-
-        Raises:
-            Lost: `infra`, it ended before it had read that: no program has run.
+        """Send what the box waits for before it stands. Raise Lost with `infra` where it ended before it had read that:
+        no program has run.
         """
         try:
             self._send(content, time.monotonic() + START_S)

@@ -69,10 +69,8 @@ ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56, 302, 72), "aarch64": (1, 0xC00000
 def build_filter(*, keeps_marks: bool = False) -> bytes:
     """Build the filter for this machine's architecture: a `struct sock_filter` array, for kernel and bubblewrap.
 
-    With `keeps_marks` it refuses MARKS too.
-
-    Raises:
-        MachineError: the numbers of this architecture are not known here.
+    With `keeps_marks` it refuses MARKS too. Raise MachineError where the numbers of this architecture are not known
+    here.
     """
     machine = platform.machine()
     if machine not in ARCHITECTURES:
@@ -134,11 +132,7 @@ class Landlock(Executor):
         self._packages = bootstrap.package_folders(packages)
 
     def open(self, limits: Limits) -> Box:
-        """Open a box that stands.
-
-        Raises:
-            Lost: `infra`, the box did not start.
-        """
+        """Open a box that stands. Raise Lost with `infra` where it did not start."""
         import sandlock
 
         top = self._folders()
@@ -201,10 +195,8 @@ class PlainProcess(Executor):
         self._site = os.pathsep.join({str(folder.parent): "" for folder in bootstrap.package_folders(packages)})
 
     def open(self, limits: Limits) -> Box:
-        """Start a process and wait until it is ready. It is ended with its session, and its folder is removed.
-
-        Raises:
-            Lost: `infra`, it did not start.
+        """Start a process and wait until it is ready. It is ended with its session, and its folder is removed. Raise
+        Lost with `infra` where it did not start.
         """
         with new_pipes() as (pipes, far, writing):
             folder = tempfile.mkdtemp(prefix="sftplay-unboxed-")
@@ -253,11 +245,7 @@ class Bwrap(Executor):
             self._environment["LD_LIBRARY_PATH"] = PREFIX + libraries.removeprefix(prefix)
 
     def open(self, limits: Limits) -> Box:
-        """Open a box that stands.
-
-        Raises:
-            Lost: `infra`, the box did not start.
-        """
+        """Open a box that stands. Raise Lost with `infra` where it did not start."""
         user = bootstrap.unused_user()
         with new_pipes() as (pipes, far, writing), open(os.memfd_create("filter"), "w+b") as code:
             code.write(self._filter)
@@ -342,11 +330,7 @@ class WarmBwrap(Bwrap):
         self._has_died = self._is_fresh = False
 
     def open(self, limits: Limits) -> Box:
-        """Open a box that stands.
-
-        Raises:
-            Lost: `infra`, the server or the box did not start, twice.
-        """
+        """Open a box that stands. Raise Lost with `infra` where the server or the box did not start, twice."""
         if self._is_fresh:
             return super().open(limits)
         try:

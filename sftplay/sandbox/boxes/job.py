@@ -127,10 +127,8 @@ JOB_KEYS = ("code", "tests", "setup", "entry_point", "limits")
 
 
 def job_from_dict(content: object, *, limits: Limits) -> Job:
-    """Make the job of one JSON object; `limits` hold where it names none.
-
-    Raises:
-        DataError: a key is missing, unknown or of the wrong type, or a test is no Python.
+    """Make the job of one JSON object; `limits` hold where it names none. Raise DataError where a key is missing,
+    unknown or of the wrong type, or a test is no Python.
     """
     if not isinstance(content, dict):
         raise DataError("is no JSON object", fix='write {"code": "...", "tests": ["assert ..."]}')
@@ -138,9 +136,10 @@ def job_from_dict(content: object, *, limits: Limits) -> Job:
         if key not in JOB_KEYS:
             near = nearest_names(key, JOB_KEYS)
             raise DataError("is no key of a job", where=key, fix=f"there are {', '.join(JOB_KEYS)}", nearest=near)
+    tests = content.get("tests", [])
     for key, is_right, kind in (
         ("code", isinstance(content.get("code"), str), "a text"),
-        ("tests", _are_texts(content.get("tests", [])), "a list of texts"),
+        ("tests", isinstance(tests, list) and all(isinstance(text, str) for text in tests), "a list of texts"),
         ("setup", isinstance(content.get("setup", ""), str), "a text"),
         ("entry_point", isinstance(content.get("entry_point", ""), str | None), "a text"),
         ("limits", isinstance(content.get("limits", {}), dict), "an object"),
@@ -153,10 +152,6 @@ def job_from_dict(content: object, *, limits: Limits) -> Job:
         fix = f"there are {', '.join(LIMIT_NAMES)}"
         raise DataError("is no limit", where=f"limits.{unknown}", fix=fix, nearest=near)
     return Job(
-        code=content["code"], tests=tuple(content.get("tests", [])), setup=content.get("setup", ""),
+        code=content["code"], tests=tuple(tests), setup=content.get("setup", ""),
         entry_point=content.get("entry_point"), limits=replace(limits, **named),
     )  # fmt: skip
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)

@@ -37,9 +37,7 @@ class NotPlain(Exception):
 
 def encode(value: Any, keep: Callable[[Any], int] = lambda value: 0, *, depth: int = 0) -> str:
     """Return the JSON text of a value. `keep` gets each object and iterator in it, and numbers it to be handed back.
-
-    Raises:
-        NotPlain: it is nested deeper than MOST_DEPTH, or an iterator does not end.
+    Raise NotPlain where it is nested deeper than MOST_DEPTH, or an iterator does not end.
     """
     if depth > MOST_DEPTH:
         raise NotPlain(f"nested deeper than {MOST_DEPTH}")
@@ -84,8 +82,20 @@ def _compound(value: Any, keep: Callable[[Any], int], *, depth: int) -> str:
         return f'["h",{value.number}]'
     if type(value) is Yielded:
         return _tagged("i", [encode(item, keep, depth=depth) for item in value.rest[::-1]])
-    if text := _exact(value, keep, depth=depth):
-        return text
+    # A few classes of Python's own, which need no import.
+    if type(value) in VIEWS:
+        return _tagged(VIEWS[type(value)], [encode(item, keep, depth=depth) for item in value])
+    module, name = type(value).__module__, type(value).__name__
+    if (module, name) == ("fractions", "Fraction"):
+        return f'["q","{int(value.numerator):x}","{int(value.denominator):x}"]'
+    if (module, name) == ("decimal", "Decimal"):
+        return f'["n",{quoted(str(value))}]'
+    if (module, name) == ("datetime", "timedelta"):
+        return f'["D","timedelta",{int(value.days)},{int(value.seconds)},{int(value.microseconds)}]'
+    if module == "datetime" and name in DATES:
+        return f'["D","{name}",{quoted(value.isoformat())}]'
+    if (module, name) == ("collections", "deque"):
+        return _tagged("e", [encode(item, keep, depth=depth) for item in value])
     number = keep(value)
     if hasattr(value, "__next__"):
         items = []
@@ -95,22 +105,6 @@ def _compound(value: Any, keep: Callable[[Any], int], *, depth: int) -> str:
                 raise NotPlain(f"an iterator yields more than {MOST_ITEMS:,} items")
         return _tagged("i", items)
     return f'["?",{"true" if value else "false"},{quoted(type(value).__name__)},{number}]'
-
-
-def _exact(value: Any, keep: Callable[[Any], int], *, depth: int) -> str:
-    """Return the text of a value of a few classes of Python's own, which need no import; empty for all others."""
-    if type(value) in VIEWS:
-        return _tagged(VIEWS[type(value)], [encode(item, keep, depth=depth) for item in value])
-    kind = (type(value).__module__, type(value).__name__)
-    if kind == ("fractions", "Fraction"):
-        return f'["q","{int(value.numerator):x}","{int(value.denominator):x}"]'
-    if kind == ("decimal", "Decimal"):
-        return f'["n",{quoted(str(value))}]'
-    if kind == ("datetime", "timedelta"):
-        return f'["D","timedelta",{int(value.days)},{int(value.seconds)},{int(value.microseconds)}]'
-    if kind[0] == "datetime" and kind[1] in DATES:
-        return f'["D","{kind[1]}",{quoted(value.isoformat())}]'
-    return _tagged("e", [encode(item, keep, depth=depth) for item in value]) if kind == ("collections", "deque") else ""
 
 
 def _tagged(tag: str, items: list[str]) -> str:
@@ -155,9 +149,7 @@ class Yielded:
 
 def decode(structure: Any, kept: Mapping[int, Any] = {}) -> Any:
     """Return the value of a structure; the reverse of `encode` for plain data. `kept` has objects that are handed back.
-
-    Raises:
-        TypeError, ValueError, KeyError: no `encode` wrote it.
+    Raise TypeError, ValueError or KeyError where no `encode` wrote it.
     """
     if not isinstance(structure, list):
         return structure
