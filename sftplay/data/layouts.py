@@ -175,10 +175,6 @@ def _from_problem(row: RowFields) -> Body:
     return Body(turns, columns=reward_columns(problem))
 
 
-def _ask_problem(row: RowFields) -> tuple[Message, ...]:
-    return _from_problem(row).turns[:1]
-
-
 _MBPP = [(name,) for name in ("task_id", "test_imports", "test_setup_code", "challenge_test_list", "source_file")]
 
 SHAPES: Mapping[Layout, Shape] = {
@@ -192,14 +188,14 @@ SHAPES: Mapping[Layout, Shape] = {
         (("test_list",), ("code",)),
         (("prompt", "text"), *_MBPP, SYSTEM),
         _from_problem,
-        _ask_problem,
+        lambda row: _from_problem(row).turns[:1],
         is_published=True,
     ),
     "humaneval": Shape(
         (("canonical_solution",), ("test",), ("entry_point",), PROMPT),
         (("task_id",), SYSTEM),
         _from_problem,
-        _ask_problem,
+        lambda row: _from_problem(row).turns[:1],
         is_published=True,
     ),
     "text": Shape((("text",),)),

@@ -23,8 +23,6 @@ from sftplay.data.render.render import Renderer
 from sftplay.data.turns import FIX_ROW
 from sftplay.errors import DataError
 
-TooLong = Literal["truncate", "drop", "error"]
-
 CUT_AWAY = "no_trainable_token_after_cut"  # why a row is dropped if only its prompt is left after the cut
 
 
@@ -77,7 +75,7 @@ class RowOptions:
 
     reading: LayoutOptions
     max_tokens: int | None  # longest example; None where nothing is too long
-    too_long: TooLong
+    too_long: Literal["truncate", "drop", "error"]
     only_held_out: bool = False  # rows to train on are read, to find their side, but not rendered
     only_chats: bool = False  # plain texts are refused
 
@@ -276,10 +274,7 @@ class RowCounts:
             "cut": self.cut,
             "dropped": dict(sorted(self.dropped.items())),
             "dropped_tokens": dict(sorted(self.dropped_tokens.items())),
-            "cut_tokens": self.cut_tokens,
-            "refused": self.refused,
-            "duplicates": self.duplicates,
-            "near_duplicates": self.near_duplicates,
+            **{name: getattr(self, name) for name in ("cut_tokens", "refused", "duplicates", "near_duplicates")},
             "prompts_with_several_answers": self.prompts_with_several_answers,
             "split_records": self.split,
             "typed_specials": self.with_special_tokens,

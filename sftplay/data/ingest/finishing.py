@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sftplay.data.ingest.cleaning import TextBlock, without_lines
 from sftplay.data.ingest.duplicates import band_keys, classify_characters, shingles, signature
@@ -94,11 +93,6 @@ def finish(
         band_keys(np.fromfile(f"{stem}.signatures", np.uint32), near).tofile(f"{stem}.bands")
     most_taken = dict(taken.most_common(100))
     return {"records": len(rows), "dropped": dropped, "taken": most_taken, "examples": examples}
-
-
-def read_table(stem: str) -> NDArray[np.uint64]:
-    """Return a chunk's table: uint64 [records, COLUMNS]."""
-    return np.fromfile(f"{stem}.table", np.uint64).reshape(-1, len(COLUMNS))
 
 
 def _refuse(text: str, *, min_chars: int, max_chars: int | None, languages: list[str]) -> tuple[str, str]:

@@ -108,15 +108,6 @@ class BlockTokens(NamedTuple):
     position_ids: Ints  # from 0 in each piece; attention stays inside a piece
 
 
-@dataclass(frozen=True)
-class DocumentSpans:
-    """Parts of documents, in the order in which they stand in a block: int64 [pieces] each."""
-
-    documents: Ints
-    begins: Ints
-    ends: Ints  # tokens `begins` to `ends` of each document
-
-
 class Blocks(Protocol):
     """The blocks of one source, numbered from 0."""
 
@@ -132,15 +123,17 @@ class Blocks(Protocol):
     def epochs_in(self, n_blocks: int) -> float:
         """Return how many times the source is read in its first blocks."""
 
-    def pieces(self, block: int) -> DocumentSpans:
-        """Return the parts of documents in a block that `grow` has reached."""
+    def pieces(self, block: int) -> tuple[Ints, Ints, Ints]:
+        """Return the parts of documents in a block that `grow` has reached, in their order: the documents, and where
+        in each of them its tokens begin and end: int64 [pieces] each.
+        """
 
     def row(self, block: int) -> BlockTokens:
         """Return a block's tokens."""
-        documents, pieces = self._order.documents, self.pieces(block)
-        lengths = pieces.ends - pieces.begins
+        documents, (numbers, begins, ends) = self._order.documents, self.pieces(block)
+        lengths = ends - begins
         within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        places = np.repeat(documents.starts(pieces.documents) + pieces.begins, lengths) + within
+        places = np.repeat(documents.starts(numbers) + begins, lengths) + within
         ids = documents.tokens[places].astype(np.int64)
         positions = np.arange(len(ids)) if self._crosses else within
         # Where a piece begins stands the first token of a document, or context.
@@ -195,7 +188,7 @@ class TextBlocks(Blocks):
     def epochs_in(self, n_blocks: int) -> float:
         return n_blocks * self._new / max(self._order.documents.n_tokens, 1)
 
-    def pieces(self, block: int) -> DocumentSpans:
+    def pieces(self, block: int) -> tuple[Ints, Ints, Ints]:
         first, end = block * self._new, (block + 1) * self._new
         if self._crosses and block:
             first -= 1
@@ -213,7 +206,7 @@ class TextBlocks(Blocks):
         documents, begins, ends = map(np.concatenate, zip(*parts, strict=True))
         if not self._crosses:
             begins[0] -= begins[0] > 0
-        return DocumentSpans(documents, begins, ends)
+        return documents, begins, ends
 
 
 class ChatBlocks(Blocks):
@@ -263,7 +256,7 @@ class ChatBlocks(Blocks):
     def epochs_in(self, n_blocks: int) -> float:
         return self._firsts[n_blocks] / max(len(self._order.documents.table), 1)
 
-    def pieces(self, block: int) -> DocumentSpans:
+    def pieces(self, block: int) -> tuple[Ints, Ints, Ints]:
         first, end = self._firsts[block], self._firsts[block + 1]
         parts: list[Ints] = []
         number = bisect_right(self._chunk_firsts, first) - 1
@@ -274,7 +267,7 @@ class ChatBlocks(Blocks):
             first, number = first + len(found), number + 1
         documents, source = np.concatenate(parts), self._order.documents
         lengths = source.table["end"][documents] - source.starts(documents)
-        return DocumentSpans(documents, np.zeros_like(documents), lengths)
+        return documents, np.zeros_like(documents), lengths
 
 
 class Schedule:
@@ -486,9 +479,9 @@ class Mixture:
     def pieces(self, row: int) -> list[tuple[Source, int, int]]:
         """Return the parts of documents in a row, in its order: the document's place, and which of its tokens."""
         at, block = self.schedule.at(row)
-        found = self._blocks[at].pieces(block)
-        places = [self.sources[at].store.place("train", int(number)) for number in found.documents]
-        return list(zip(places, found.begins.tolist(), found.ends.tolist(), strict=True))
+        numbers, begins, ends = self._blocks[at].pieces(block)
+        places = [self.sources[at].store.place("train", int(number)) for number in numbers]
+        return list(zip(places, begins.tolist(), ends.tolist(), strict=True))
 
 
 def source_and_block(row_id: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from sftplay.data.cache import SEAL, get_lock_path
 from sftplay.data.records import IGNORE_INDEX, Source
 from sftplay.data.row_outcomes import SIDES, Example, RowCounts, RowOutcome, RowPolicies, Side, where_rows_went
 from sftplay.data.tokenize import CHATS, REFUSED, REPORT, Output, refused_line
-from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
+from sftplay.errors import DataError, RunError, error_from_json
 
 Ints = NDArray[np.int64]
 
@@ -284,7 +284,8 @@ class StoreWriter(Output):
         self._has_news = False
 
     def _end_side(self, side: Side) -> None:
-        self._add_groups(side, self._sides[side].rest())
+        filled = self._sides[side]  # its last group may not be full
+        self._add_groups(side, [filled.n_documents] if filled.n_documents > filled.group_documents else [])
         self.index.whole.append(side)
         self._has_news = True
 
@@ -317,10 +318,6 @@ class _Side:
             found.append(end)
             self.group_documents, self.group_tokens = end, int(ends[end - 1 - before])
 
-    def rest(self) -> list[int]:
-        """Return the end of the last group, if it is not full."""
-        return [self.n_documents] if self.n_documents > self.group_documents else []
-
 
 T = TypeVar("T")
 
@@ -328,10 +325,6 @@ POLL_S = 0.05
 ABANDONED_S, STARTS_S = 5.0, 300.0
 """An unfinished store without a lock for this long has lost its writer, or at the start never had one.
 Before the writer of this run starts there may be rows of an earlier run."""
-
-KINDS: dict[str, type[SftplayError]] = {
-    kind.__name__: kind for kind in (ConfigError, DataError, MachineError, RunError)
-}
 
 
 def get_failure_path(folder: Path) -> Path:
@@ -396,17 +389,14 @@ class StreamedStore(Store):
                 return seen
             failure, _ = examine_object(get_failure_path(self._final))
             if failure:
-                kind = KINDS.get(str(failure["kind"]), RunError)
-                raise kind(str(failure["what"]), where=str(failure["where"]), fix=str(failure["fix"]))
+                raise error_from_json(failure)
             now, has_ended = time.monotonic(), self._process is not None and self._process.poll() is not None
             if is_locked(get_lock_path(self._final)):
                 held_at, self._was_held = now, True
             elif now - held_at > (ABANDONED_S if self._was_held or has_ended else STARTS_S):
-                raise RunError(
-                    "the process that tokenises the rows has ended before it was done",
-                    where=self._path,
-                    fix="look for its cause in the rank's log, then resume the run: what is tokenised is kept",
-                )
+                fix = "look for its cause in the rank's log, then resume the run: what is tokenised is kept"
+                what = "the process that tokenises the rows has ended before it was done"
+                raise RunError(what, where=self._path, fix=fix)
             time.sleep(POLL_S)
 
     def _open(self, known: Index | None) -> Store | None:
@@ -424,8 +414,5 @@ class StreamedStore(Store):
 def nothing_to_learn(store: Store, *, path: str) -> DataError:
     """Return the error about a source with a weight that teaches nothing: its share could never be reached."""
     went = where_rows_went(store.report()["sources"].get("train", {}))
-    return DataError(
-        f"nothing is left to learn: {went}",
-        where=path,
-        fix="give the source rows, hold out less of it, or weight: 0",
-    )
+    fix = "give the source rows, hold out less of it, or weight: 0"
+    return DataError(f"nothing is left to learn: {went}", where=path, fix=fix)
