@@ -191,15 +191,20 @@ def show_rendered(row: dict[str, Any], tokenizer: Any) -> None:
 
 def write_rendered(examples: Examples, path: Path) -> int:
     """Write every row of both sides to a new jsonl file that appears only when it is whole; return their number.
-
-    Raises ConfigError: the file exists, or cannot be written.
+    Raise ConfigError where the file exists, or cannot be written.
     """
     check_new_file(path)
     count = 0
+    sides: dict[Side, Any] = {"train": examples.train, "held_out": examples.held_out or []}
+    rows = (
+        {**row, "source": examples.find_source(side, index), "split": side}
+        for side, found in sides.items()
+        for index, row in enumerate(found)
+    )
     try:
         with whole_file(path) as scratch:
             with scratch.open("w", encoding="utf-8") as file:
-                for row in _every_row(examples):
+                for row in rows:
                     file.write(json.dumps(rendered(row, examples.renderer.tokenizer), ensure_ascii=False) + "\n")
                     count += 1
             check_new_file(path)
@@ -207,10 +212,3 @@ def write_rendered(examples: Examples, path: Path) -> int:
         what = f"cannot be written ({error.strerror})"
         raise ConfigError(what, where=str(path), fix="choose another file with OUT=") from error
     return count
-
-
-def _every_row(examples: Examples) -> Iterator[dict[str, Any]]:
-    sides: dict[Side, Any] = {"train": examples.train, "held_out": examples.held_out or []}
-    for side, rows in sides.items():
-        for index, row in enumerate(rows):
-            yield {**row, "source": examples.find_source(side, index), "split": side}

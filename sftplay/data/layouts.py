@@ -235,8 +235,7 @@ def read_layout_options(data: DataConfig) -> LayoutOptions:
 
 def to_record(row: RowFields, source: Source, *, reading: LayoutOptions = LayoutOptions()) -> Record:
     """Convert the row to a record that obeys every rule of its kind; texts are kept to the character.
-
-    Raises DataError: the row has no known layout or breaks a rule; `where` is file:line, `what` the reason.
+    Raise DataError where the row has no known layout or breaks a rule; `where` is file:line, `what` the reason.
     """
     try:
         row = _rename_columns(row, reading)
@@ -269,8 +268,7 @@ def read_prompt(
     """Return the messages of a row that the assistant shall answer, and its tools as JSON text.
 
     It is read from every layout of a chat. An answer in the row is left out: the model shall give a new one.
-
-    Raises DataError: it has no question, or breaks a rule.
+    Raise DataError where it has no question, or breaks a rule.
     """
     first = (reading.format,) if reading.format in QUESTIONS else ()
     # A file with mapped columns has no published layout.

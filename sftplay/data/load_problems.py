@@ -157,7 +157,7 @@ def load_problems(path: str, split: Split = "all") -> list[Problem]:
         except DataError as error:
             raise DataError(error.what, where=str(source), fix=error.fix) from error
         words = " ".join(problem.text.lower().split())
-        if words not in seen and (split == "all" or find_split(problem) == split):
+        if words not in seen and (split == "all" or find_split(problem.task_id) == split):
             problems.append(problem)
         seen.add(words)
     if not problems:

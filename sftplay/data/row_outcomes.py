@@ -424,11 +424,8 @@ class RowPolicies:
             return
         n_more = self.n_bad - len(self._bad)
         shown = "\n  ".join(self._bad) + (f"\n  and {n_more:,} more" if n_more else "")
-        raise DataError(
-            f"{self.n_bad:,} {'row' if self.n_bad == 1 else 'rows'} cannot be trained on\n  {shown}",
-            where="data",
-            fix="; ".join(self._remedies),
-        )
+        what = f"{self.n_bad:,} {'row' if self.n_bad == 1 else 'rows'} cannot be trained on\n  {shown}"
+        raise DataError(what, where="data", fix="; ".join(self._remedies))
 
     def _count_content(self, outcome: RowOutcome, side: Side, *, counts: RowCounts) -> bool:
         """Count the content. True when an earlier record of this side has the same content, at least in normal form."""

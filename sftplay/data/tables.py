@@ -19,8 +19,7 @@ ReadRow = tuple[Source, JsonRow | Refused]
 
 def csv_rows(charset: Charset, delimiter: str = "auto") -> Iterator[ReadRow]:
     """Yield every row below the header; a row is placed at its first line.
-
-    Raises DataError: the header cannot be used, or no table can have this delimiter.
+    Raise DataError where the header cannot be used, or no table can have this delimiter.
     """
     csv.field_size_limit(min(LONGEST, sys.maxsize))  # the default refuses a cell longer than 131,072 characters
     path = str(charset.file)
@@ -57,8 +56,7 @@ def csv_rows(charset: Charset, delimiter: str = "auto") -> Iterator[ReadRow]:
 
 def parquet_rows(file: Path, columns: Collection[str] | None = None) -> Iterator[ReadRow]:
     """Yield every row, numbered from 1, a part of the file in memory at a time; only `columns`, where they are named.
-
-    Raises DataError: it is no parquet file, or a damaged one.
+    Raise DataError where it is no parquet file, or a damaged one.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -180,8 +178,7 @@ def read_hub_rows(
 ) -> Iterator[tuple[Source, dict[str, Any]]]:
     """Yield the rows of these splits of a data set, one split after the other; without any named, those of `train`.
     `subset` is one of its parts by name.
-
-    Raises DataError: it cannot be loaded; the hub's own reason is quoted.
+    Raise DataError where it cannot be loaded; the hub's own reason is quoted.
     """
     for split in splits or ("train",):
         path = f"{name} {split}" if splits else name
@@ -203,8 +200,6 @@ def _load(name: str, subset: str | None = None, *, split: str = "train") -> Any:
         return load_dataset(name, subset, split=split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(
-            f"no local file of that name, and the hub's data set cannot be loaded: {reason}",
-            where=name,
-            fix="check the name and the connection, or give the path of a local file",
-        ) from error
+        what = f"no local file of that name, and the hub's data set cannot be loaded: {reason}"
+        fix = "check the name and the connection, or give the path of a local file"
+        raise DataError(what, where=name, fix=fix) from error

@@ -89,8 +89,7 @@ def process_all(
     batches: Iterable[Work], renderer: Renderer, *, options: RowOptions, processes: int
 ) -> Generator[list[RowOutcome]]:
     """Yield the outcomes of each batch, in order; batches are read only a little ahead. Close it to end its processes.
-
-    Raises MachineError: one of the processes was killed.
+    Raise MachineError where one of the processes was killed.
     """
     if processes == 1:
         processor = RowProcessor(renderer, options)

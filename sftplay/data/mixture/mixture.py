@@ -59,8 +59,17 @@ class ReadingOrder:
     def chunk(self, number: int) -> Chunk | None:
         """Return the chunk of that number; None behind the last one of an order that is read once."""
         while len(self._chunks) <= number:
-            if not self._plan():
-                return None
+            # Note the next chunk: a group in one epoch; or in many, where one small group is all there is.
+            first, group, epoch = self._next
+            if not self.documents.has_group(group):
+                if self._seed is None or group == 0:
+                    return None
+                group, epoch = 0, epoch + 1
+            start, end = self.documents.group(group)
+            is_all = self.documents.is_whole and len(self.documents.group_ends) == 1 and self._seed is not None
+            n_epochs = max(1, GROUP_DOCUMENTS // (end - start)) if is_all else 1
+            self._chunks.append((first, group, range(epoch, epoch + n_epochs)))
+            self._next = first + n_epochs * (end - start), group + 1, epoch + n_epochs - 1
         if number not in self._kept:
             first, group, epochs = self._chunks[number]
             start, end = self.documents.group(group)
@@ -74,26 +83,6 @@ class ReadingOrder:
             if len(self._kept) > 4:  # rows are read one after the other
                 self._kept.popitem(last=False)
         return self._kept[number]
-
-    def expect_chunk(self, number: int) -> Chunk:
-        """Return a chunk that has been measured."""
-        chunk = self.chunk(number)
-        assert chunk is not None
-        return chunk
-
-    def _plan(self) -> bool:
-        """Note the next chunk: a group in one epoch; or in many, where one small group is all there is."""
-        first, group, epoch = self._next
-        if not self.documents.has_group(group):
-            if self._seed is None or group == 0:
-                return False
-            group, epoch = 0, epoch + 1
-        start, end = self.documents.group(group)
-        is_all = self.documents.is_whole and len(self.documents.group_ends) == 1 and self._seed is not None
-        n_epochs = max(1, GROUP_DOCUMENTS // (end - start)) if is_all else 1
-        self._chunks.append((first, group, range(epoch, epoch + n_epochs)))
-        self._next = first + n_epochs * (end - start), group + 1, epoch + n_epochs - 1
-        return True
 
 
 Unit = Literal["trainable_tokens", "examples"]
@@ -197,7 +186,8 @@ class TextBlocks(Blocks):
         for number, chunk_start in enumerate(self._chunk_starts[low:-1], low):
             if number > low and chunk_start >= end:
                 break
-            chunk = self._order.expect_chunk(number)
+            chunk = self._order.chunk(number)
+            assert chunk is not None  # it has been measured
             begin, stop = first - chunk_start, end - chunk_start
             start = max(int(np.searchsorted(chunk.starts, begin, side="right")) - 1, 0)
             behind = min(int(np.searchsorted(chunk.starts, stop)), len(chunk.documents))
@@ -261,7 +251,8 @@ class ChatBlocks(Blocks):
         parts: list[Ints] = []
         number = bisect_right(self._chunk_firsts, first) - 1
         while first < end:
-            chunk = self._order.expect_chunk(number)
+            chunk = self._order.chunk(number)
+            assert chunk is not None  # it has been measured
             found = chunk.documents[first - chunk.first : end - chunk.first]
             parts.append(found)
             first, number = first + len(found), number + 1

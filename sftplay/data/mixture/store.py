@@ -339,8 +339,7 @@ class StreamedStore(Store):
         """Wait until the store shows something. `path` is that of the source's rows, for messages.
 
         `process` is the one that fills it, if this process started it.
-
-        Raises SftplayError: the error of the writer.
+        Raise the SftplayError of the writer.
         """
         self._final, self._path, self._process = folder, path, process
         self._was_held = False

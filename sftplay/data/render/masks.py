@@ -91,8 +91,7 @@ def uses_tools(chat: Chat) -> bool:
 
 def find_calls_end(text: str, calls: Sequence[Call], *, at: int) -> int:
     """Find where the last name or value of `calls` ends in `text`, searching from `at`.
-
-    Raises Unproven: a name, a key or a value is not there.
+    Raise Unproven where a name, a key or a value is not there.
     """
     for call in calls:
         begin = text.find(call.name, at)

@@ -40,8 +40,7 @@ _clock = _Clock()
 @contextmanager
 def limited(seconds: float | None = None) -> Iterator[None]:
     """Make `tick` raise inside the block once this much time is used, ROW_S by default. An outer limit stays in force.
-
-    Raises DataError: the time is used.
+    Raise DataError where the time is used.
     """
     if _clock.deadline:
         check()
@@ -139,8 +138,7 @@ PLAIN = TemplateTraits()
 
 def resolve_template(setting: str, tokenizer: Any) -> str:
     """Return the text of the template that `data.template` names: auto, chatml, or the path of a Jinja file.
-
-    Raises DataError: the tokenizer has no template, lacks ChatML's tokens, or there is no such file.
+    Raise DataError where the tokenizer has no template, lacks ChatML's tokens, or there is no such file.
     """
     if setting == "auto":
         template = tokenizer.chat_template
@@ -203,8 +201,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, tools: str = "", prompts: bool = False) -> tuple[str, list[Span]]:
         """Return the chat as text, with the header of an answer if `prompts`, and where generation blocks lie in it.
-
-        Raises DataError: the template refuses this chat; `what` is its own reason.
+        Raise DataError where the template refuses this chat; `what` is its own reason.
         """
         try:
             given = {
