@@ -207,7 +207,6 @@ def detect_encoding(data: bytes) -> str:
 
 
 def is_utf8(line: bytes) -> bool:
-    """Return whether the bytes are UTF-8."""
     try:
         line.decode("utf-8")
     except UnicodeDecodeError:
@@ -336,7 +335,6 @@ class _Text:
                 return ""
 
     def skip(self, character: str) -> None:
-        """Go on by one character, if it is this one."""
         if self.next_character() == character:
             self._at += 1
 

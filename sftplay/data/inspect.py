@@ -63,7 +63,6 @@ def stretches(tokenizer: Any, ids: Sequence[int], *, kinds: Sequence[Any]) -> It
 
 
 def learned_texts(tokenizer: Any, ids: Sequence[int], *, labels: Sequence[int]) -> list[str]:
-    """Return the text of each learned stretch."""
     kinds = [label != IGNORE_INDEX for label in labels]
     return [text for is_learned, text in stretches(tokenizer, ids, kinds=kinds) if is_learned]
 
@@ -113,7 +112,6 @@ def evenly_spaced_blocks(mixture: MixtureRows, count: int) -> Iterator[dict[str,
 
 
 def show_block(block: dict[str, Any], tokenizer: Any, *, colours: bool) -> None:
-    """Print a block, one document after the other."""
     ids, labels = block["input_ids"], block["labels"]
     log.show(f"\nrow {block['row']}  {block['dataset']}  {len(ids):,} tokens, {n_learned(block):,} learned")
     for document in block["documents"]:
@@ -124,7 +122,6 @@ def show_block(block: dict[str, Any], tokenizer: Any, *, colours: bool) -> None:
 
 
 def as_json(block: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Return the block with its text."""
     return {**block, "text": decoded(tokenizer, block["input_ids"])}
 
 

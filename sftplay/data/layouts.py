@@ -79,7 +79,6 @@ class Shape:
 
     @property
     def asked(self) -> Names:
-        """The column of the question."""
         return self.needs[0]
 
     @property
@@ -114,7 +113,6 @@ def needed(row: RowFields, names: Names) -> tuple[str, object]:
 
 
 def needed_text(row: RowFields, names: Names) -> str:
-    """Return the text in a column that must be there."""
     name, value = needed(row, names)
     return expect_text(value, name)
 
@@ -229,7 +227,6 @@ class LayoutOptions:
 
 
 def read_layout_options(data: DataConfig) -> LayoutOptions:
-    """Read from the config how rows are to be understood."""
     return LayoutOptions(format=data.format, columns=tuple(data.columns.items()), system=data.system)
 
 

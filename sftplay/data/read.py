@@ -47,7 +47,6 @@ class Dialect:
 
 
 def read_dialect(data: DataConfig) -> Dialect:
-    """Read from the config how files are to be read."""
     return Dialect(encoding=data.encoding, delimiter=data.delimiter)
 
 

@@ -301,7 +301,6 @@ def where_rows_went(source: Mapping[str, Any], *, refused_rows: str = "") -> str
 
 
 def total(sources: Iterable[RowCounts]) -> RowCounts:
-    """Add up the counts of several sources."""
     whole = RowCounts()
     for source in sources:
         for name, value in vars(source).items():
@@ -398,7 +397,6 @@ class RowPolicies:
         self._several = {prompt for prompt, normal in pairs if self.answers[prompt] != normal}
 
     def guard(self, normal_key: int, source: Source) -> None:
-        """Remember a row that must not be trained on."""
         self._guarded.setdefault(normal_key, str(source))
 
     def keep(self, outcome: RowOutcome, side: Side) -> Sequence[Example]:

@@ -47,7 +47,6 @@ COLUMNS = ("end", "file", "chars", "key", "key2")
 
 
 def format_example(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record as the report shows it."""
     place = {key: record[key] for key in ("source", "section", "row", "n_chars")}
     return {**place, "text": record["text"][:EXAMPLE_CHARS]}
 
@@ -110,7 +109,6 @@ def _refuse(text: str, *, min_chars: int, max_chars: int | None, languages: list
 
 
 def _read_records(shard: dict[str, Any], *, keys: set[int], by: str, taken: Counter[str]) -> Iterator[dict[str, Any]]:
-    """Yield the records of a shard's documents, in order."""
     with Path(shard["path"]).open(encoding="utf-8", newline="\n") as stream:
         for document in map(json.loads, stream):
             parts: list[tuple[str, str, list[list[int]]]] = [("", document["text"], [])] if "text" in document else []

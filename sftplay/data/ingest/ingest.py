@@ -212,17 +212,14 @@ class Records:
         return len(self.table)
 
     def column(self, name: str) -> NDArray[np.uint64]:
-        """Return one column of the table of all records."""
         return self.table[:, COLUMNS.index(name)]
 
     def lines(self) -> Iterator[bytes]:
-        """Yield every record as its line, in order."""
         for chunk in self._chunks:
             with Path(f"{chunk.stem}.jsonl").open("rb") as stream:
                 yield from stream
 
     def record(self, number: int) -> dict[str, Any]:
-        """Return one record."""
         chunk, place = self._find(number)
         with Path(f"{chunk.stem}.jsonl").open("rb") as stream:
             stream.seek(int(self.column("end")[number - 1]) if place else 0)

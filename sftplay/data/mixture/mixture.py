@@ -118,7 +118,6 @@ class Blocks(Protocol):
         """
 
     def row(self, block: int) -> BlockTokens:
-        """Return a block's tokens."""
         documents, (numbers, begins, ends) = self._order.documents, self.pieces(block)
         lengths = ends - begins
         within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -303,7 +302,6 @@ class Schedule:
         return [int(count) for count in counts]
 
     def find_row(self, source: int, block: int) -> int:
-        """Find the row of this block."""
         part = 0
         while True:
             while part == len(self._parts):
@@ -344,7 +342,6 @@ class _Waiting:
         self.known = 0.0  # no block that is not measured yet can stand before this place
 
     def measure_more(self) -> None:
-        """Measure the next blocks."""
         sizes = self._blocks.grow()
         if sizes is None:
             self.known = np.inf

@@ -144,7 +144,6 @@ class Store:
         return cls(folder, index, sides)
 
     def place(self, side: Side, document: int) -> Source:
-        """Return the place of a document."""
         entry = self.sides[side].table[document]
         return Source(self.index.paths[int(entry["path"])], int(entry["line"]), int(entry["record"]))
 
@@ -156,7 +155,6 @@ class Store:
         return json.loads((self.folder / REPORT).read_text(encoding="utf-8")) if self.index.is_whole else {}
 
     def chats(self) -> list[str]:
-        """Read its held-out chats, as JSON."""
         return (self.folder / CHATS).read_text(encoding="utf-8").splitlines()
 
 

@@ -168,7 +168,6 @@ def resolve_template(setting: str, tokenizer: Any) -> str:
 
 
 def template_hash(template: str) -> str:
-    """Return the hex sha256 of the template's text."""
     return hashlib.sha256(template.encode()).hexdigest()
 
 

@@ -96,7 +96,6 @@ class SpecialTokenEscaper:
 
 
 def without_guards(text: str) -> str:
-    """Return the text without its guards."""
     return text.replace(GUARD, "")
 
 

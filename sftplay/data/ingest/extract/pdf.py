@@ -62,7 +62,6 @@ PAGE_NUMBER = re.compile(
 
 
 def find_headers_footers(pages: list[Page]) -> set[int]:
-    """Return the ids of the Word objects in headers and footers."""
     edges: list[tuple[PdfRow, bool, set[tuple[str, str, int]], set[tuple[str, int, int]]]] = []
     for page in pages:
         top = [word for word in page.words if word.middle < MARGIN * page.height]
@@ -110,7 +109,6 @@ class Vocabulary:
             (self.compounds if "-" in lowered else self.words).add(lowered)
 
     def join(self, lines: list[str]) -> str:
-        """Return the lines as one text."""
         text = ""
         for line in lines:
             line = line.strip()
@@ -188,7 +186,6 @@ def find_fonts(pages: Iterable[Page]) -> Fonts:
 
 
 def to_pieces(rows: list[PdfRow], fonts: Fonts, *, page: int) -> list[PdfPiece]:
-    """Return the pieces of one column."""
     rows = [row for row in rows if not LEADERS.search(row.text)]
     pieces: list[PdfPiece] = []
     for is_ruled, part in groupby(rows, key=lambda row: any(word.table for word in row.words)):
