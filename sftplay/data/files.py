@@ -46,8 +46,7 @@ def find_suffix(path: str | Path) -> str:
 
 def list_files(path: str) -> list[Path]:
     """List the file itself, or every known file below the folder, sorted; hidden ones are skipped.
-
-    Raises DataError: there is nothing of that name, its kind is unknown, or the folder holds no known file.
+    Raise DataError where there is nothing of that name, its kind is unknown, or the folder holds no known file.
     """
     given, known = Path(path), ", ".join(SUFFIXES)
     mode = _read_mode(given) if path else 0
@@ -128,8 +127,7 @@ class Charset:
 
     def __init__(self, file: Path, named: str = "auto") -> None:
         """Find the encoding: a byte order mark proves it; else the one named; else UTF-16 shows by its NULs, or UTF-8.
-
-        Raises DataError: there is no encoding of that name, or the file is no text at all.
+        Raise DataError where there is no encoding of that name, or the file is no text at all.
         """
         self.file, self._is_named, self._reason = file, named != "auto", ""
         known = _find_encoding(named) if self._is_named else ""
@@ -209,7 +207,6 @@ def detect_encoding(data: bytes) -> str:
 
 
 def is_utf8(line: bytes) -> bool:
-    """Return whether the bytes are UTF-8."""
     try:
         line.decode("utf-8")
     except UnicodeDecodeError:
@@ -304,8 +301,7 @@ FIX = "correct the file there; jsonl, one row a line, survives a broken row"
 
 def document_rows(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
     """Yield every row of the document: the line at which it begins, and in an array its number from 1.
-
-    Raises DataError: it is not JSON as a whole.
+    Raise DataError where it is not JSON as a whole.
     """
     with charset.open(newline="") as stream:
         text = _Text(charset, stream)
@@ -339,7 +335,6 @@ class _Text:
                 return ""
 
     def skip(self, character: str) -> None:
-        """Go on by one character, if it is this one."""
         if self.next_character() == character:
             self._at += 1
 

@@ -63,7 +63,6 @@ def stretches(tokenizer: Any, ids: Sequence[int], *, kinds: Sequence[Any]) -> It
 
 
 def learned_texts(tokenizer: Any, ids: Sequence[int], *, labels: Sequence[int]) -> list[str]:
-    """Return the text of each learned stretch."""
     kinds = [label != IGNORE_INDEX for label in labels]
     return [text for is_learned, text in stretches(tokenizer, ids, kinds=kinds) if is_learned]
 
@@ -113,7 +112,6 @@ def evenly_spaced_blocks(mixture: MixtureRows, count: int) -> Iterator[dict[str,
 
 
 def show_block(block: dict[str, Any], tokenizer: Any, *, colours: bool) -> None:
-    """Print a block, one document after the other."""
     ids, labels = block["input_ids"], block["labels"]
     log.show(f"\nrow {block['row']}  {block['dataset']}  {len(ids):,} tokens, {n_learned(block):,} learned")
     for document in block["documents"]:
@@ -124,7 +122,6 @@ def show_block(block: dict[str, Any], tokenizer: Any, *, colours: bool) -> None:
 
 
 def as_json(block: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Return the block with its text."""
     return {**block, "text": decoded(tokenizer, block["input_ids"])}
 
 
@@ -191,15 +188,20 @@ def show_rendered(row: dict[str, Any], tokenizer: Any) -> None:
 
 def write_rendered(examples: Examples, path: Path) -> int:
     """Write every row of both sides to a new jsonl file that appears only when it is whole; return their number.
-
-    Raises ConfigError: the file exists, or cannot be written.
+    Raise ConfigError where the file exists, or cannot be written.
     """
     check_new_file(path)
     count = 0
+    sides: dict[Side, Any] = {"train": examples.train, "held_out": examples.held_out or []}
+    rows = (
+        {**row, "source": examples.find_source(side, index), "split": side}
+        for side, found in sides.items()
+        for index, row in enumerate(found)
+    )
     try:
         with whole_file(path) as scratch:
             with scratch.open("w", encoding="utf-8") as file:
-                for row in _every_row(examples):
+                for row in rows:
                     file.write(json.dumps(rendered(row, examples.renderer.tokenizer), ensure_ascii=False) + "\n")
                     count += 1
             check_new_file(path)
@@ -207,10 +209,3 @@ def write_rendered(examples: Examples, path: Path) -> int:
         what = f"cannot be written ({error.strerror})"
         raise ConfigError(what, where=str(path), fix="choose another file with OUT=") from error
     return count
-
-
-def _every_row(examples: Examples) -> Iterator[dict[str, Any]]:
-    sides: dict[Side, Any] = {"train": examples.train, "held_out": examples.held_out or []}
-    for side, rows in sides.items():
-        for index, row in enumerate(rows):
-            yield {**row, "source": examples.find_source(side, index), "split": side}

@@ -79,7 +79,6 @@ class Shape:
 
     @property
     def asked(self) -> Names:
-        """The column of the question."""
         return self.needs[0]
 
     @property
@@ -114,7 +113,6 @@ def needed(row: RowFields, names: Names) -> tuple[str, object]:
 
 
 def needed_text(row: RowFields, names: Names) -> str:
-    """Return the text in a column that must be there."""
     name, value = needed(row, names)
     return expect_text(value, name)
 
@@ -175,10 +173,6 @@ def _from_problem(row: RowFields) -> Body:
     return Body(turns, columns=reward_columns(problem))
 
 
-def _ask_problem(row: RowFields) -> tuple[Message, ...]:
-    return _from_problem(row).turns[:1]
-
-
 _MBPP = [(name,) for name in ("task_id", "test_imports", "test_setup_code", "challenge_test_list", "source_file")]
 
 SHAPES: Mapping[Layout, Shape] = {
@@ -192,14 +186,14 @@ SHAPES: Mapping[Layout, Shape] = {
         (("test_list",), ("code",)),
         (("prompt", "text"), *_MBPP, SYSTEM),
         _from_problem,
-        _ask_problem,
+        lambda row: _from_problem(row).turns[:1],
         is_published=True,
     ),
     "humaneval": Shape(
         (("canonical_solution",), ("test",), ("entry_point",), PROMPT),
         (("task_id",), SYSTEM),
         _from_problem,
-        _ask_problem,
+        lambda row: _from_problem(row).turns[:1],
         is_published=True,
     ),
     "text": Shape((("text",),)),
@@ -233,14 +227,12 @@ class LayoutOptions:
 
 
 def read_layout_options(data: DataConfig) -> LayoutOptions:
-    """Read from the config how rows are to be understood."""
     return LayoutOptions(format=data.format, columns=tuple(data.columns.items()), system=data.system)
 
 
 def to_record(row: RowFields, source: Source, *, reading: LayoutOptions = LayoutOptions()) -> Record:
     """Convert the row to a record that obeys every rule of its kind; texts are kept to the character.
-
-    Raises DataError: the row has no known layout or breaks a rule; `where` is file:line, `what` the reason.
+    Raise DataError where the row has no known layout or breaks a rule; `where` is file:line, `what` the reason.
     """
     try:
         row = _rename_columns(row, reading)
@@ -273,8 +265,7 @@ def read_prompt(
     """Return the messages of a row that the assistant shall answer, and its tools as JSON text.
 
     It is read from every layout of a chat. An answer in the row is left out: the model shall give a new one.
-
-    Raises DataError: it has no question, or breaks a rule.
+    Raise DataError where it has no question, or breaks a rule.
     """
     first = (reading.format,) if reading.format in QUESTIONS else ()
     # A file with mapped columns has no published layout.

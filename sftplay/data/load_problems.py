@@ -122,10 +122,10 @@ def _read_rows(named: str) -> Iterator[tuple[Source, dict[str, Any] | Refused]]:
             raise DataError("there is no such file or data set", where=f"DATA {path}", fix=fix, nearest=near)
         yield from read_rows(path)
         return
-    from sftplay.data.tables import read_hub_splits
+    from sftplay.data.tables import read_hub_rows
 
     try:
-        yield from read_hub_splits(known.hub, known.subset, splits=known.splits)
+        yield from read_hub_rows(known.hub, known.subset, splits=known.splits)
     except DataError as error:
         fix = f"put {known.files[0]} into data/, or name a file: DATA=path/{known.files[0]}"
         for other in (name for name in PUBLISHED if name.startswith(f"{named}-") and _find_local_file(name)):
@@ -157,7 +157,7 @@ def load_problems(path: str, split: Split = "all") -> list[Problem]:
         except DataError as error:
             raise DataError(error.what, where=str(source), fix=error.fix) from error
         words = " ".join(problem.text.lower().split())
-        if words not in seen and (split == "all" or find_split(problem) == split):
+        if words not in seen and (split == "all" or find_split(problem.task_id) == split):
             problems.append(problem)
         seen.add(words)
     if not problems:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.data.layouts import read_beginning, read_layout_options
 from sftplay.data.order import is_held_out
-from sftplay.data.pipeline import CODE_VERSION, DEFAULT_SPLIT, READERS, expect_unchanged, sample_records
+from sftplay.data.pipeline import DEFAULT_SPLIT, describe_rows, expect_unchanged, sample_records
 from sftplay.data.problem import published_test_id
 from sftplay.data.prompts import Prompt, read_reward_columns, to_prompt
 from sftplay.data.questions import Questions, open_writer
@@ -112,16 +110,8 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
     if template is None and not (is_plain and not tokenizer.chat_template):
         template = resolve_template(data.template, tokenizer)
     renderer = Renderer.prove(tokenizer, template, samples=sample_records(data, path))
-    parts = {
-        "kind": "prompts",
-        "code": [CODE_VERSION, platform.python_version(), *map(version, READERS)],
-        "files": [[given.path, digests[given.path], given.share] for given in inputs],
-        "guarded": [[path, digests[path]] for path in guarded],
-        "renderer": asdict(renderer.recipe()),
-        "max_tokens": max_tokens,
-        "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
-        "policies": [data.on_bad_row, data.too_long, data.duplicates, data.contamination],
-    }
+    parts = describe_rows(data, inputs, guarded=guarded, digests=digests, recipe=renderer.recipe())
+    parts |= {"kind": "prompts", "max_tokens": max_tokens}
     if cfg.task.turns == 2:
         parts["asked"] = "the last turn"
     folder = Path(data.processed_dir) / fingerprint(parts)

@@ -87,11 +87,9 @@ def load_examples(
     if len(examples.train):
         note_lengths(cfg, report)
     elif report["files"] != checked:
-        raise DataError(
-            f"no row is left to train on: {where_rows_went(train or report, refused_rows=report['refused_rows'])}",
-            where=cfg.rows_path,
-            fix="raise model.max_seq_len if rows were cut, lower data.split, or correct the refused rows",
-        )
+        what = f"no row is left to train on: {where_rows_went(train or report, refused_rows=report['refused_rows'])}"
+        fix = "raise model.max_seq_len if rows were cut, lower data.split, or correct the refused rows"
+        raise DataError(what, where=cfg.rows_path, fix=fix)
     if train and train["lost_to_cut_share"] > 0.5 and "data.too_long" not in cfg.origins:
         raise DataError(
             f"{train['lost_to_cut_share']:.0%} of the tokens to learn lie behind the cut at {cfg.model.max_seq_len:,}"
@@ -105,8 +103,7 @@ def load_examples(
 
 def load_held_out(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_template: str | None = None) -> Examples:
     """Return all rows of one file as the held-out side, as for `data.test_path`; `train` is empty.
-
-    Raises DataError: as `load_examples`.
+    Raise DataError for the same reasons as `load_examples`.
     """
     return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)])
 

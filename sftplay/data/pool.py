@@ -35,8 +35,7 @@ def work_through(
     """Yield `function` of each piece, in order; pieces are read only a little ahead. Close it to end its processes.
 
     Each process calls `initializer(*initargs)` first.
-
-    Raises MachineError: `killed`, when one of the processes was.
+    Raise the MachineError `killed` where one of the processes was killed.
     """
     waiting: deque[Future[T]] = deque()
     pool = ProcessPoolExecutor(

@@ -96,19 +96,15 @@ def to_problem(row: Mapping[str, Any]) -> Problem:
     raise DataError(f"is no problem: it has {', '.join(sorted(row))}", fix=fix)
 
 
-def find_split(problem: Problem) -> str:
-    """Find the published split of a problem; HumanEval is test only. Empty for an unpublished problem."""
-    return _find_split(problem.task_id)
-
-
 def published_test_id(row: Mapping[str, Any]) -> str:
     """Return the id of a row of a published test split, which must not be learned; empty for other rows."""
     is_known = row.get("test_list") is not None or row.get("canonical_solution") is not None
     task_id = str(row.get("task_id", ""))
-    return task_id if is_known and _find_split(task_id) == "test" else ""
+    return task_id if is_known and find_split(task_id) == "test" else ""
 
 
-def _find_split(task_id: str) -> str:
+def find_split(task_id: str) -> str:
+    """Find the published split of a problem; HumanEval is test only. Empty for an unpublished problem."""
     if task_id.startswith("HumanEval"):
         return "test"
     number = int(task_id) if task_id.isdecimal() else 0

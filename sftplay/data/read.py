@@ -47,7 +47,6 @@ class Dialect:
 
 
 def read_dialect(data: DataConfig) -> Dialect:
-    """Read from the config how files are to be read."""
     return Dialect(encoding=data.encoding, delimiter=data.delimiter)
 
 
@@ -61,8 +60,7 @@ def read_raw(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, 
     """Yield every row of a file, of all files below a folder or, if `path` can only be a hub name, of that data set.
 
     Rows of JSON come unparsed, for `parsed`, which may run in another process. Blank lines are not rows.
-
-    Raises DataError: there is no such file, or it cannot be read as what it claims to be.
+    Raise DataError where there is no such file, or it cannot be read as what it claims to be.
     """
     if is_hub_name(path):
         from sftplay.data.tables import read_hub_rows

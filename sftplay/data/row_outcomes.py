@@ -23,8 +23,6 @@ from sftplay.data.render.render import Renderer
 from sftplay.data.turns import FIX_ROW
 from sftplay.errors import DataError
 
-TooLong = Literal["truncate", "drop", "error"]
-
 CUT_AWAY = "no_trainable_token_after_cut"  # why a row is dropped if only its prompt is left after the cut
 
 
@@ -77,7 +75,7 @@ class RowOptions:
 
     reading: LayoutOptions
     max_tokens: int | None  # longest example; None where nothing is too long
-    too_long: TooLong
+    too_long: Literal["truncate", "drop", "error"]
     only_held_out: bool = False  # rows to train on are read, to find their side, but not rendered
     only_chats: bool = False  # plain texts are refused
 
@@ -276,10 +274,7 @@ class RowCounts:
             "cut": self.cut,
             "dropped": dict(sorted(self.dropped.items())),
             "dropped_tokens": dict(sorted(self.dropped_tokens.items())),
-            "cut_tokens": self.cut_tokens,
-            "refused": self.refused,
-            "duplicates": self.duplicates,
-            "near_duplicates": self.near_duplicates,
+            **{name: getattr(self, name) for name in ("cut_tokens", "refused", "duplicates", "near_duplicates")},
             "prompts_with_several_answers": self.prompts_with_several_answers,
             "split_records": self.split,
             "typed_specials": self.with_special_tokens,
@@ -306,7 +301,6 @@ def where_rows_went(source: Mapping[str, Any], *, refused_rows: str = "") -> str
 
 
 def total(sources: Iterable[RowCounts]) -> RowCounts:
-    """Add up the counts of several sources."""
     whole = RowCounts()
     for source in sources:
         for name, value in vars(source).items():
@@ -403,7 +397,6 @@ class RowPolicies:
         self._several = {prompt for prompt, normal in pairs if self.answers[prompt] != normal}
 
     def guard(self, normal_key: int, source: Source) -> None:
-        """Remember a row that must not be trained on."""
         self._guarded.setdefault(normal_key, str(source))
 
     def keep(self, outcome: RowOutcome, side: Side) -> Sequence[Example]:
@@ -429,11 +422,8 @@ class RowPolicies:
             return
         n_more = self.n_bad - len(self._bad)
         shown = "\n  ".join(self._bad) + (f"\n  and {n_more:,} more" if n_more else "")
-        raise DataError(
-            f"{self.n_bad:,} {'row' if self.n_bad == 1 else 'rows'} cannot be trained on\n  {shown}",
-            where="data",
-            fix="; ".join(self._remedies),
-        )
+        what = f"{self.n_bad:,} {'row' if self.n_bad == 1 else 'rows'} cannot be trained on\n  {shown}"
+        raise DataError(what, where="data", fix="; ".join(self._remedies))
 
     def _count_content(self, outcome: RowOutcome, side: Side, *, counts: RowCounts) -> bool:
         """Count the content. True when an earlier record of this side has the same content, at least in normal form."""

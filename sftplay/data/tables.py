@@ -19,8 +19,7 @@ ReadRow = tuple[Source, JsonRow | Refused]
 
 def csv_rows(charset: Charset, delimiter: str = "auto") -> Iterator[ReadRow]:
     """Yield every row below the header; a row is placed at its first line.
-
-    Raises DataError: the header cannot be used, or no table can have this delimiter.
+    Raise DataError where the header cannot be used, or no table can have this delimiter.
     """
     csv.field_size_limit(min(LONGEST, sys.maxsize))  # the default refuses a cell longer than 131,072 characters
     path = str(charset.file)
@@ -57,8 +56,7 @@ def csv_rows(charset: Charset, delimiter: str = "auto") -> Iterator[ReadRow]:
 
 def parquet_rows(file: Path, columns: Collection[str] | None = None) -> Iterator[ReadRow]:
     """Yield every row, numbered from 1, a part of the file in memory at a time; only `columns`, where they are named.
-
-    Raises DataError: it is no parquet file, or a damaged one.
+    Raise DataError where it is no parquet file, or a damaged one.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -98,42 +96,37 @@ class _Lines:
 
     def __init__(self, stream: TextIO, path: str) -> None:
         self._stream, self._path = stream, path
-        self._waiting: deque[str] = deque()
-        self._taken: list[str] = []
+        self.waiting: deque[str] = deque()
+        self.taken: list[str] = []
         self.start = 1  # line at which the record begins that is being read
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
-        line = self._waiting.popleft() if self._waiting else self._stream.readline(LONGEST)
+        line = self.waiting.popleft() if self.waiting else self._stream.readline(LONGEST)
         if not line:
             raise StopIteration
         if len(line) == LONGEST and not line.endswith(("\n", "\r")):
-            where = f"{self._path}:{self.start + len(self._taken)}"
+            where = f"{self._path}:{self.start + len(self.taken)}"
             raise DataError(f"a line is longer than {LONGEST:,} characters", where=where, fix="correct the file there")
-        self._taken.append(line)
+        self.taken.append(line)
         return line
 
     def first(self) -> str:
         """Return the first line that is not blank, without a byte order mark; empty if there is none."""
         for line in self:
             if text := line.removeprefix(BOM).strip("\r\n "):
-                self._waiting.append(line.removeprefix(BOM))
-                self._taken.clear()
+                self.waiting.append(line.removeprefix(BOM))
+                self.taken.clear()
                 return text
             self.next_record()
         return ""
 
     def next_record(self) -> None:
         """Forget the lines of the record that was read."""
-        self.start += len(self._taken)
-        self._taken.clear()
-
-    def give_back(self) -> None:
-        """Keep only the first line of the record as read; those after it come again."""
-        self._waiting.extendleft(reversed(self._taken[1:]))
-        del self._taken[1:]
+        self.start += len(self.taken)
+        self.taken.clear()
 
 
 def _records(reader: Any, lines: _Lines) -> Iterator[tuple[int, list[str] | Refused]]:
@@ -144,7 +137,9 @@ def _records(reader: Any, lines: _Lines) -> Iterator[tuple[int, list[str] | Refu
         except StopIteration:
             return
         except csv.Error as error:
-            lines.give_back()
+            # Only the first line of the record is read; those after it come again.
+            lines.waiting.extendleft(reversed(lines.taken[1:]))
+            del lines.taken[1:]
             yield lines.start, Refused(f"is not CSV: {error}")
         else:
             if cells:
@@ -178,23 +173,17 @@ def _batch_rows(batch: Any) -> list[JsonRow | Refused]:
     return [{name: without_nulls(value) for name, value in row.items()} for row in rows]
 
 
-def read_hub_rows(name: str) -> Iterator[tuple[Source, dict[str, Any]]]:
-    """Yield the rows of the split `train` of the data set `name`.
-
-    Raises DataError: it cannot be loaded; the hub's own reason is quoted.
+def read_hub_rows(
+    name: str, subset: str | None = None, *, splits: Sequence[str] = ()
+) -> Iterator[tuple[Source, dict[str, Any]]]:
+    """Yield the rows of these splits of a data set, one split after the other; without any named, those of `train`.
+    `subset` is one of its parts by name.
+    Raise DataError where it cannot be loaded; the hub's own reason is quoted.
     """
-    for number, row in enumerate(_load(name), 1):
-        yield Source(name, number), {column: without_nulls(value) for column, value in row.items()}
-
-
-def read_hub_splits(name: str, subset: str | None, *, splits: Sequence[str]) -> Iterator[tuple[Source, dict[str, Any]]]:
-    """Yield the rows of these splits of a data set, one split after the other. `subset` is one of its parts by name.
-
-    Raises DataError: as `read_hub_rows`.
-    """
-    for split in splits:
+    for split in splits or ("train",):
+        path = f"{name} {split}" if splits else name
         for number, row in enumerate(_load(name, subset, split=split), 1):
-            yield Source(f"{name} {split}", number), {column: without_nulls(value) for column, value in row.items()}
+            yield Source(path, number), {column: without_nulls(value) for column, value in row.items()}
 
 
 def hub_digest(name: str) -> str:
@@ -211,8 +200,6 @@ def _load(name: str, subset: str | None = None, *, split: str = "train") -> Any:
         return load_dataset(name, subset, split=split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(
-            f"no local file of that name, and the hub's data set cannot be loaded: {reason}",
-            where=name,
-            fix="check the name and the connection, or give the path of a local file",
-        ) from error
+        what = f"no local file of that name, and the hub's data set cannot be loaded: {reason}"
+        fix = "check the name and the connection, or give the path of a local file"
+        raise DataError(what, where=name, fix=fix) from error

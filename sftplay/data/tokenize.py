@@ -75,12 +75,11 @@ Work = tuple[list[RawRow], float]  # a batch and the share of its prompts that i
 _processor: list[RowProcessor] = []  # the processor of a started process; empty in every other process
 
 
-def n_workers(paths: Iterable[str]) -> int:
+def n_workers(paths: Sequence[str]) -> int:
     """Return how many processes are worth starting for these inputs; 1 means only the caller."""
-    named = list(paths)
-    if any(is_hub_name(path) for path in named):
+    if any(is_hub_name(path) for path in paths):
         return min(usable_cores(), MOST_WORKERS)
-    files = [file for path in named for file in list_files(path)]
+    files = [file for path in paths for file in list_files(path)]
     n_bytes = sum(file.stat().st_size * UNPACKED.get(file.suffix.lower(), 1) for file in files)
     return 1 if n_bytes < WORTH_WORKERS_BYTES else min(usable_cores(), MOST_WORKERS)
 
@@ -89,8 +88,7 @@ def process_all(
     batches: Iterable[Work], renderer: Renderer, *, options: RowOptions, processes: int
 ) -> Generator[list[RowOutcome]]:
     """Yield the outcomes of each batch, in order; batches are read only a little ahead. Close it to end its processes.
-
-    Raises MachineError: one of the processes was killed.
+    Raise MachineError where one of the processes was killed.
     """
     if processes == 1:
         processor = RowProcessor(renderer, options)

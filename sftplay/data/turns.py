@@ -25,8 +25,7 @@ def decode_json(text: str) -> Any:
 
 def encode_json(value: Any) -> str:
     """Return the value as text, letters kept as they are.
-
-    Raises ValueError: JSON has no form for it: a number out of range, a character that is none, or too many levels.
+    Raise ValueError where JSON has no form for it: a number out of range, a character that is none, or too many levels.
     """
     level: Sequence[Any] = [value]
     for depth in range(DEEPEST + 2):  # level by level, because recursion is what this guards against

@@ -77,7 +77,7 @@ def test_the_question_shows_the_shown_tests_and_no_hidden_one(tmp_path):
 )
 def test_splits_are_those_of_the_paper(tmp_path, task_id, split):
     (problem,) = load_problems(written(tmp_path, {**WHOLE, "task_id": task_id}))
-    assert find_split(problem) == split
+    assert find_split(problem.task_id) == split
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ class ChildPool:
         self._size, self._errors = size, errors
         with errors.open("ab") as stream:
             self._server = TiedPopen(
-                [sys.executable, "-m", f"{__package__}.fork_server", *warmed], stdin=subprocess.PIPE,
+                [sys.executable, "-m", __name__, *warmed], stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, stderr=stream, env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
                 start_new_session=True,
             )  # fmt: skip

@@ -45,16 +45,10 @@ def repeated(documents: Sequence[Path]) -> list[int]:
     if len(documents) < least:
         return []
     sample = documents[:: max(1, len(documents) // 256)]  # a line of half of all documents is not missed in 256 of them
-    found = Counter(key for path in sample for key in _read_keys(path))
+    found = Counter(key for path in sample for key in array("q", path.read_bytes()))
     candidates = {key for key, count in found.items() if count >= 0.7 * least * len(sample) / len(documents)}
-    counts = Counter(key for path in documents for key in _read_keys(path) if key in candidates)
+    counts = Counter(key for path in documents for key in array("q", path.read_bytes()) if key in candidates)
     return sorted(key for key, count in counts.items() if count >= least)
-
-
-def _read_keys(path: Path) -> array[int]:
-    keys = array("q")
-    keys.frombytes(path.read_bytes())
-    return keys
 
 
 def without_lines(blocks: Sequence[TextBlock], keys: set[int], *, taken: Counter[str]) -> list[TextBlock]:

@@ -61,11 +61,10 @@ def signature(hashes: Hashes) -> Signature:
     Two signatures agree at a share of places that is, on average, the similarity of the two sets.
     """
     low = (hashes >> np.uint64(32)).astype(np.uint32)
-    factors, summands = _permutations()
     least = np.full(PERMUTATIONS, np.iinfo(np.uint32).max, np.uint32)
     for begin in range(0, len(low), CHUNK):
-        moved = np.multiply.outer(factors, low[begin : begin + CHUNK])
-        moved += summands[:, None]
+        moved = np.multiply.outer(FACTORS, low[begin : begin + CHUNK])
+        moved += SUMMANDS[:, None]
         np.minimum(least, moved.min(axis=1), out=least)
     return least
 
@@ -83,7 +82,7 @@ def _hash_words(text: str) -> Hashes:
     starts = np.flatnonzero(begins)
     word = np.cumsum(begins) - 1
     inside = (np.arange(len(places)) - starts[word]) % LONGEST_WORD
-    values = _finish(codes[places].astype(np.uint64) + np.uint64(1)) * _powers()[inside]
+    values = _finish(codes[places].astype(np.uint64) + np.uint64(1)) * POWERS[inside]
     return _finish(np.add.reduceat(values, starts))
 
 
@@ -92,6 +91,12 @@ def _finish(values: Hashes) -> Hashes:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+POWERS: Hashes = np.cumprod(np.full(LONGEST_WORD, 0x100000001B3, np.uint64), dtype=np.uint64)
+MIXED = _finish(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+FACTORS, SUMMANDS = MIXED[:PERMUTATIONS].astype(np.uint32) | np.uint32(1), MIXED[PERMUTATIONS:].astype(np.uint32)
+"""Of the permutations; factors are odd. They are made of fixed hashes, so that they are the same on every machine."""
 
 
 @cache
@@ -103,19 +108,6 @@ def classify_characters() -> NDArray[np.uint8]:
     kinds[0xAC00:0xD7B0] = 1  # Korean has spaces
     kinds[0x20000:] *= 2
     return kinds
-
-
-@cache
-def _powers() -> Hashes:
-    return np.cumprod(np.full(LONGEST_WORD, 0x100000001B3, np.uint64), dtype=np.uint64)
-
-
-@cache
-def _permutations() -> tuple[Signature, Signature]:
-    """Return factors (odd) and summands, made of fixed hashes, so that they are the same on every machine."""
-    mixed = _finish(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    values: Signature = (mixed >> np.uint64(32)).astype(np.uint32)
-    return np.bitwise_or(values[:PERMUTATIONS], np.uint32(1)), values[PERMUTATIONS:]
 
 
 EARLIEST, LATEST = 2, 6

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sftplay.data.ingest.cleaning import TextBlock, without_lines
 from sftplay.data.ingest.duplicates import band_keys, classify_characters, shingles, signature
@@ -48,7 +47,6 @@ COLUMNS = ("end", "file", "chars", "key", "key2")
 
 
 def format_example(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record as the report shows it."""
     place = {key: record[key] for key in ("source", "section", "row", "n_chars")}
     return {**place, "text": record["text"][:EXAMPLE_CHARS]}
 
@@ -96,11 +94,6 @@ def finish(
     return {"records": len(rows), "dropped": dropped, "taken": most_taken, "examples": examples}
 
 
-def read_table(stem: str) -> NDArray[np.uint64]:
-    """Return a chunk's table: uint64 [records, COLUMNS]."""
-    return np.fromfile(f"{stem}.table", np.uint64).reshape(-1, len(COLUMNS))
-
-
 def _refuse(text: str, *, min_chars: int, max_chars: int | None, languages: list[str]) -> tuple[str, str]:
     """Return the reason why a filter drops the text, and the detail; both empty if it is kept."""
     if not text.strip():
@@ -116,7 +109,6 @@ def _refuse(text: str, *, min_chars: int, max_chars: int | None, languages: list
 
 
 def _read_records(shard: dict[str, Any], *, keys: set[int], by: str, taken: Counter[str]) -> Iterator[dict[str, Any]]:
-    """Yield the records of a shard's documents, in order."""
     with Path(shard["path"]).open(encoding="utf-8", newline="\n") as stream:
         for document in map(json.loads, stream):
             parts: list[tuple[str, str, list[list[int]]]] = [("", document["text"], [])] if "text" in document else []

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import accumulate, islice
@@ -33,7 +33,7 @@ from sftplay.data.ingest.duplicates import (
     find_first_equal,
     find_near,
 )
-from sftplay.data.ingest.finishing import COLUMNS, EXAMPLES, format_example, read_table
+from sftplay.data.ingest.finishing import COLUMNS, EXAMPLES, format_example
 from sftplay.data.ingest.reading import is_streamed, shard_path
 from sftplay.data.ingest.walk import (
     ERRORS,
@@ -99,14 +99,6 @@ def read_all(
         done, bad = done + 1, bad + (answer["status"] != "read")
         log.progress(done, len(files), what="files", text=f"{bad:,} unreadable" if bad else "", tag="ingest")
     return [IngestedFile(found, stem, answer or {}) for found, stem, answer in zip(files, stems, answers, strict=True)]
-
-
-def repeated_lines(documents: Sequence[IngestedFile], settings: Settings) -> list[int]:
-    """Return the keys of lines that occur in too many documents. Files of rows do not count: they stay unchanged."""
-    if not settings.does("boilerplate"):
-        return []
-    read = [document for document in documents if document.answer["status"] == "read"]
-    return repeated([Path(f"{document.stem}.lines") for document in read if not document.answer["is_table"]])
 
 
 def finish_all(
@@ -212,25 +204,22 @@ class Records:
     def __init__(self, chunks: Sequence[RecordChunk]) -> None:
         self._chunks = chunks
         self._starts = [0, *accumulate(chunk.answer["records"] for chunk in chunks)]
-        tables = [read_table(chunk.stem) for chunk in chunks]
-        self.table = np.concatenate(tables) if tables else np.zeros((0, len(COLUMNS)), np.uint64)
+        tables = [np.fromfile(f"{chunk.stem}.table", np.uint64) for chunk in chunks]
+        self.table = np.concatenate([np.zeros(0, np.uint64), *tables]).reshape(-1, len(COLUMNS))
         self.signature = lru_cache(maxsize=1 << 16)(self._read_signature)  # 40 MB
 
     def __len__(self) -> int:
         return len(self.table)
 
     def column(self, name: str) -> NDArray[np.uint64]:
-        """Return one column of the table of all records."""
         return self.table[:, COLUMNS.index(name)]
 
     def lines(self) -> Iterator[bytes]:
-        """Yield every record as its line, in order."""
         for chunk in self._chunks:
             with Path(f"{chunk.stem}.jsonl").open("rb") as stream:
                 yield from stream
 
     def record(self, number: int) -> dict[str, Any]:
-        """Return one record."""
         chunk, place = self._find(number)
         with Path(f"{chunk.stem}.jsonl").open("rb") as stream:
             stream.seek(int(self.column("end")[number - 1]) if place else 0)
@@ -253,35 +242,21 @@ class Records:
         return self._chunks[at], number - self._starts[at]
 
 
-@dataclass(frozen=True)
-class Duplicates:
-    """The records that are dropped because they repeat others."""
-
-    repeats: NDArray[np.int64]
-    """For each record the one that it repeats exactly, or itself."""
-
-    pairs: list[DuplicatePair] = field(default_factory=list)
-
-    def reasons(self) -> NDArray[np.uint8]:
-        """Return for each record the index in REASONS of the reason why it is dropped."""
-        reasons = (self.repeats != np.arange(len(self.repeats))).astype(np.uint8) * np.uint8(DUPLICATE)
-        reasons[[pair.dropped for pair in self.pairs]] = NEAR_DUPLICATE
-        return reasons
-
-
-def compare(records: Records, settings: Settings) -> Duplicates:
-    """Find the records that repeat an earlier one, as far as the settings ask for it."""
+def compare(records: Records, settings: Settings) -> tuple[NDArray[np.int64], list[DuplicatePair]]:
+    """Find the records that repeat an earlier one, as far as the settings ask for it: for each record the one that it
+    repeats exactly, or itself; and the pairs that are nearly the same.
+    """
     repeats = np.arange(len(records))
     if settings.does("duplicates"):
         repeats = find_first_equal([records.column("key"), records.column("key2")])
     if not settings.does("near_duplicates"):
-        return Duplicates(repeats)
+        return repeats, []
     candidates = find_candidates(records.bands(settings.near), repeats == np.arange(len(records)))
     found = find_near(
         candidates, near=settings.near, read_text=lambda number: records.record(number)["text"],
         read_signature=records.signature,
     )  # fmt: skip
-    return Duplicates(repeats, list(found))
+    return repeats, list(found)
 
 
 KEPT_EXAMPLES = 5
@@ -289,10 +264,10 @@ KEPT_EXAMPLES = 5
 
 def build_report(
     documents: Sequence[IngestedFile], chunks: Sequence[RecordChunk], *, skipped: Sequence[WalkEntry],
-    records: Records, duplicates: Duplicates, settings: Settings,
+    records: Records, reasons: NDArray[np.uint8], repeats: NDArray[np.int64], pairs: Sequence[DuplicatePair],
+    settings: Settings,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the report, without tokens."""
-    reasons = duplicates.reasons()
+    """Return the report, without tokens. `reasons` are those of each record, as indices in REASONS."""
     answers = [document.answer for document in documents]
     files = _list_files(documents, chunks, records=records, reasons=reasons)
     rest = [
@@ -326,12 +301,12 @@ def build_report(
         "boilerplate": dict(sum((Counter(chunk.answer["taken"]) for chunk in chunks), Counter()).most_common(100)),
         "near_duplicate_pairs": [
             {"similarity": round(pair.similarity, 4), "kept": locate(pair.kept), "dropped": locate(pair.dropped)}
-            for pair in duplicates.pairs[:1000]  # all are counted below
+            for pair in pairs[:1000]  # all are counted below
         ],
-        "near_duplicate_pairs_in_all": len(duplicates.pairs),
+        "near_duplicate_pairs_in_all": len(pairs),
         "examples": {
             "kept": [format_example(records.record(int(number))) for number in evenly_spaced],
-            "dropped": _find_dropped_examples(documents, chunks, records=records, duplicates=duplicates),
+            "dropped": _find_dropped_examples(documents, chunks, records=records, repeats=repeats, pairs=pairs),
         },
         "files": sorted([*files, *rest], key=lambda file: file["path"].split("/")),
     }
@@ -364,8 +339,9 @@ def _list_files(
 
 
 def _find_dropped_examples(
-    documents: Sequence[IngestedFile], chunks: Sequence[RecordChunk], *, records: Records, duplicates: Duplicates
-) -> list[Any]:
+    documents: Sequence[IngestedFile], chunks: Sequence[RecordChunk], *, records: Records,
+    repeats: NDArray[np.int64], pairs: Sequence[DuplicatePair],
+) -> list[Any]:  # fmt: skip
     """Return a few examples of each reason."""
     found = [
         {"source": shown(document.found.name), **example}
@@ -373,9 +349,9 @@ def _find_dropped_examples(
         for example in document.answer.get("examples", ())
     ]
     found += [example for chunk in chunks for example in chunk.answer["examples"]]
-    equal = np.flatnonzero(duplicates.repeats != np.arange(len(records)))[:EXAMPLES].tolist()
-    twins = [(number, int(duplicates.repeats[number]), "duplicate", "the same text as") for number in equal]
-    near = sorted(duplicates.pairs[:EXAMPLES], key=lambda pair: pair.dropped)
+    equal = np.flatnonzero(repeats != np.arange(len(records)))[:EXAMPLES].tolist()
+    twins = [(number, int(repeats[number]), "duplicate", "the same text as") for number in equal]
+    near = sorted(pairs[:EXAMPLES], key=lambda pair: pair.dropped)
     twins += [(p.dropped, p.kept, "near_duplicate", f"{p.similarity:.1%} the same as") for p in near]
     for number, kept, reason, what in twins:
         detail = f"{what} {records.record(kept)['source']}"
@@ -490,13 +466,20 @@ def _make_records(settings: Settings, found: Sequence[WalkEntry], *, work: WorkF
     warmed = [":".join([READ, *kinds]), ":".join([FINISH, *settings.languages])]
     with ChildPool(settings.workers, warmed=warmed, errors=errors) as pool:
         documents = read_all(files, settings, work=work, pool=pool)
-        lines = repeated_lines(documents, settings)
+        # The lines of files of rows do not count: such files stay unchanged.
+        read = [d for d in documents if d.answer["status"] == "read" and not d.answer["is_table"]]
+        lines = repeated([Path(f"{d.stem}.lines") for d in read]) if settings.does("boilerplate") else []
         chunks = finish_all(documents, settings, lines=lines, work=work, pool=pool)
     log.status("comparing texts", "ingest")
     records = Records(chunks)
-    duplicates = compare(records, settings)
+    repeats, pairs = compare(records, settings)
+    reasons = (repeats != np.arange(len(repeats))).astype(np.uint8) * np.uint8(DUPLICATE)
+    reasons[[pair.dropped for pair in pairs]] = NEAR_DUPLICATE
     skipped = [entry for entry in found if entry.reason]
-    report = build_report(documents, chunks, skipped=skipped, records=records, duplicates=duplicates, settings=settings)
+    report = build_report(
+        documents, chunks, skipped=skipped, records=records, reasons=reasons, repeats=repeats, pairs=pairs,
+        settings=settings,
+    )  # fmt: skip
     report |= {"tokens": None, "tokenizer": settings.tokenizer or None, "out_bytes": 0, "tracebacks": None}
     traces = ((document.found.name, document.answer.get("traceback")) for document in documents)
     parts = [f"{shown(name)}\n{trace}" for name, trace in traces if trace]
@@ -507,7 +490,7 @@ def _make_records(settings: Settings, found: Sequence[WalkEntry], *, work: WorkF
         report["tracebacks"] = str(log_file)
     else:
         log_file.unlink(missing_ok=True)  # of an earlier command
-    return report, records, duplicates.reasons() == KEPT
+    return report, records, reasons == KEPT
 
 
 def _write(

@@ -41,20 +41,16 @@ def _read_long_text(charset: Charset) -> Iterator[tuple[int, str]]:
             check_characters(piece, charset)
             buffer += piece if begin or buffer else piece.removeprefix(BOM)
             while len(buffer) > PART_CHARS:
-                end = _find_cut(buffer)
+                places = (
+                    place + len(mark)
+                    for mark in ("\n\n", "\n", " ")
+                    if (place := buffer.rfind(mark, PART_CHARS // 2, PART_CHARS - len(mark))) >= 0
+                )
+                end = next(places, PART_CHARS)
                 yield begin, buffer[:end]
                 buffer, begin = buffer[end:], begin + end
     if buffer:
         yield begin, buffer
-
-
-def _find_cut(text: str) -> int:
-    """Return the end of the last paragraph, line or word in the second half of the allowed length."""
-    for mark in ("\n\n", "\n", " "):
-        place = text.rfind(mark, PART_CHARS // 2, PART_CHARS - len(mark))
-        if place >= 0:
-            return place + len(mark)
-    return PART_CHARS
 
 
 def _refuse_row(row: dict[str, object] | Refused) -> tuple[str, str]:

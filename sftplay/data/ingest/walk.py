@@ -60,7 +60,6 @@ class Settings:
     tokenizer: str = ""
 
     def does(self, step: str) -> bool:
-        """Whether a step is on."""
         return step not in self.without
 
     def reading_options(self) -> dict[str, Any]:
@@ -126,7 +125,6 @@ def read_answer(stem: str) -> dict[str, Any] | None:
 
 
 def forget(stem: str) -> None:
-    """Remove the files of a stage."""
     for path in Path(stem).parent.glob(f"{Path(stem).name}.*"):
         path.unlink(missing_ok=True)
 

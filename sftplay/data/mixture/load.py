@@ -157,7 +157,6 @@ class MixtureRows:
     report_now: Callable[[], dict[str, Any]]  # compute the report again: at the end of a run there is more to count
 
     def source(self, name: str) -> MixSource:
-        """Return the source of that name."""
         return next(source for source in self.sources if source.name == name)
 
     def documents(self, name: str, side: Side = "held_out") -> Iterator[Document]:
@@ -165,7 +164,6 @@ class MixtureRows:
         return self.source(name).documents(side)
 
     def held_out_chats(self, name: str) -> list[Chat]:
-        """Return the held-out chats of a source."""
         return [chat_from_json(json.loads(line)) for line in self.source(name).store.chats()]
 
 

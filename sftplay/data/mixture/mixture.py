@@ -59,8 +59,17 @@ class ReadingOrder:
     def chunk(self, number: int) -> Chunk | None:
         """Return the chunk of that number; None behind the last one of an order that is read once."""
         while len(self._chunks) <= number:
-            if not self._plan():
-                return None
+            # Note the next chunk: a group in one epoch; or in many, where one small group is all there is.
+            first, group, epoch = self._next
+            if not self.documents.has_group(group):
+                if self._seed is None or group == 0:
+                    return None
+                group, epoch = 0, epoch + 1
+            start, end = self.documents.group(group)
+            is_all = self.documents.is_whole and len(self.documents.group_ends) == 1 and self._seed is not None
+            n_epochs = max(1, GROUP_DOCUMENTS // (end - start)) if is_all else 1
+            self._chunks.append((first, group, range(epoch, epoch + n_epochs)))
+            self._next = first + n_epochs * (end - start), group + 1, epoch + n_epochs - 1
         if number not in self._kept:
             first, group, epochs = self._chunks[number]
             start, end = self.documents.group(group)
@@ -75,26 +84,6 @@ class ReadingOrder:
                 self._kept.popitem(last=False)
         return self._kept[number]
 
-    def expect_chunk(self, number: int) -> Chunk:
-        """Return a chunk that has been measured."""
-        chunk = self.chunk(number)
-        assert chunk is not None
-        return chunk
-
-    def _plan(self) -> bool:
-        """Note the next chunk: a group in one epoch; or in many, where one small group is all there is."""
-        first, group, epoch = self._next
-        if not self.documents.has_group(group):
-            if self._seed is None or group == 0:
-                return False
-            group, epoch = 0, epoch + 1
-        start, end = self.documents.group(group)
-        is_all = self.documents.is_whole and len(self.documents.group_ends) == 1 and self._seed is not None
-        n_epochs = max(1, GROUP_DOCUMENTS // (end - start)) if is_all else 1
-        self._chunks.append((first, group, range(epoch, epoch + n_epochs)))
-        self._next = first + n_epochs * (end - start), group + 1, epoch + n_epochs - 1
-        return True
-
 
 Unit = Literal["trainable_tokens", "examples"]
 """The unit of shares: labels, or documents and chats that begin in a block."""
@@ -106,15 +95,6 @@ class BlockTokens(NamedTuple):
     input_ids: Ints
     labels: Ints  # the id where it is learned, -100 elsewhere; each is predicted from the tokens before it
     position_ids: Ints  # from 0 in each piece; attention stays inside a piece
-
-
-@dataclass(frozen=True)
-class DocumentSpans:
-    """Parts of documents, in the order in which they stand in a block: int64 [pieces] each."""
-
-    documents: Ints
-    begins: Ints
-    ends: Ints  # tokens `begins` to `ends` of each document
 
 
 class Blocks(Protocol):
@@ -132,15 +112,16 @@ class Blocks(Protocol):
     def epochs_in(self, n_blocks: int) -> float:
         """Return how many times the source is read in its first blocks."""
 
-    def pieces(self, block: int) -> DocumentSpans:
-        """Return the parts of documents in a block that `grow` has reached."""
+    def pieces(self, block: int) -> tuple[Ints, Ints, Ints]:
+        """Return the parts of documents in a block that `grow` has reached, in their order: the documents, and where
+        in each of them its tokens begin and end: int64 [pieces] each.
+        """
 
     def row(self, block: int) -> BlockTokens:
-        """Return a block's tokens."""
-        documents, pieces = self._order.documents, self.pieces(block)
-        lengths = pieces.ends - pieces.begins
+        documents, (numbers, begins, ends) = self._order.documents, self.pieces(block)
+        lengths = ends - begins
         within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        places = np.repeat(documents.starts(pieces.documents) + pieces.begins, lengths) + within
+        places = np.repeat(documents.starts(numbers) + begins, lengths) + within
         ids = documents.tokens[places].astype(np.int64)
         positions = np.arange(len(ids)) if self._crosses else within
         # Where a piece begins stands the first token of a document, or context.
@@ -195,7 +176,7 @@ class TextBlocks(Blocks):
     def epochs_in(self, n_blocks: int) -> float:
         return n_blocks * self._new / max(self._order.documents.n_tokens, 1)
 
-    def pieces(self, block: int) -> DocumentSpans:
+    def pieces(self, block: int) -> tuple[Ints, Ints, Ints]:
         first, end = block * self._new, (block + 1) * self._new
         if self._crosses and block:
             first -= 1
@@ -204,7 +185,8 @@ class TextBlocks(Blocks):
         for number, chunk_start in enumerate(self._chunk_starts[low:-1], low):
             if number > low and chunk_start >= end:
                 break
-            chunk = self._order.expect_chunk(number)
+            chunk = self._order.chunk(number)
+            assert chunk is not None  # it has been measured
             begin, stop = first - chunk_start, end - chunk_start
             start = max(int(np.searchsorted(chunk.starts, begin, side="right")) - 1, 0)
             behind = min(int(np.searchsorted(chunk.starts, stop)), len(chunk.documents))
@@ -213,7 +195,7 @@ class TextBlocks(Blocks):
         documents, begins, ends = map(np.concatenate, zip(*parts, strict=True))
         if not self._crosses:
             begins[0] -= begins[0] > 0
-        return DocumentSpans(documents, begins, ends)
+        return documents, begins, ends
 
 
 class ChatBlocks(Blocks):
@@ -263,18 +245,19 @@ class ChatBlocks(Blocks):
     def epochs_in(self, n_blocks: int) -> float:
         return self._firsts[n_blocks] / max(len(self._order.documents.table), 1)
 
-    def pieces(self, block: int) -> DocumentSpans:
+    def pieces(self, block: int) -> tuple[Ints, Ints, Ints]:
         first, end = self._firsts[block], self._firsts[block + 1]
         parts: list[Ints] = []
         number = bisect_right(self._chunk_firsts, first) - 1
         while first < end:
-            chunk = self._order.expect_chunk(number)
+            chunk = self._order.chunk(number)
+            assert chunk is not None  # it has been measured
             found = chunk.documents[first - chunk.first : end - chunk.first]
             parts.append(found)
             first, number = first + len(found), number + 1
         documents, source = np.concatenate(parts), self._order.documents
         lengths = source.table["end"][documents] - source.starts(documents)
-        return DocumentSpans(documents, np.zeros_like(documents), lengths)
+        return documents, np.zeros_like(documents), lengths
 
 
 class Schedule:
@@ -319,7 +302,6 @@ class Schedule:
         return [int(count) for count in counts]
 
     def find_row(self, source: int, block: int) -> int:
-        """Find the row of this block."""
         part = 0
         while True:
             while part == len(self._parts):
@@ -360,7 +342,6 @@ class _Waiting:
         self.known = 0.0  # no block that is not measured yet can stand before this place
 
     def measure_more(self) -> None:
-        """Measure the next blocks."""
         sizes = self._blocks.grow()
         if sizes is None:
             self.known = np.inf
@@ -486,9 +467,9 @@ class Mixture:
     def pieces(self, row: int) -> list[tuple[Source, int, int]]:
         """Return the parts of documents in a row, in its order: the document's place, and which of its tokens."""
         at, block = self.schedule.at(row)
-        found = self._blocks[at].pieces(block)
-        places = [self.sources[at].store.place("train", int(number)) for number in found.documents]
-        return list(zip(places, found.begins.tolist(), found.ends.tolist(), strict=True))
+        numbers, begins, ends = self._blocks[at].pieces(block)
+        places = [self.sources[at].store.place("train", int(number)) for number in numbers]
+        return list(zip(places, begins.tolist(), ends.tolist(), strict=True))
 
 
 def source_and_block(row_id: int) -> tuple[int, int]:

@@ -32,8 +32,7 @@ GRAIN_NS = 2_000_000_000
 
 def kept_digest(path: str, folder: Path) -> str:
     """As `content_digest`; the digest of a large file or folder is kept below `folder` while no file's stamp changes.
-
-    Raises DataError: a file cannot be read.
+    Raise DataError where a file cannot be read.
     """
     if is_hub_name(path):
         return content_digest(path)
@@ -86,8 +85,7 @@ class SourceJob:
         """Return the folder of the store, whole; a store that a killed process has left is completed.
 
         With `is_streamed` a bad row ends the pass at once, because others read the store already.
-
-        Raises DataError: as `Preparation.run`; or a file has changed meanwhile.
+        Raise DataError for the same reasons as `Preparation.run`, or where a file has changed meanwhile.
         """
         held_out_first = all(given.share in (0.0, 1.0) for given in self.inputs)
         has_chats, max_tokens = self.max_tokens is not None, self.max_tokens
@@ -107,8 +105,7 @@ class SourceJob:
 
 def prove_renderers(cfg: RunConfig, tokenizer: Any, *, template: str | None) -> dict[SourceType, Renderer]:
     """Return the renderer of documents, and that of chats if there are any. `template` goes before `data.template`.
-
-    Raises DataError: the template cannot be proven for the chats.
+    Raise DataError where the template cannot be proven for the chats.
     """
     renderers: dict[SourceType, Renderer] = {"cpt": Renderer.prove(tokenizer, None, samples=[])}
     paths = [source.path for source in cfg.sources if source.type == "chat"]

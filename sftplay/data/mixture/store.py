@@ -20,7 +20,7 @@ from sftplay.data.cache import SEAL, get_lock_path
 from sftplay.data.records import IGNORE_INDEX, Source
 from sftplay.data.row_outcomes import SIDES, Example, RowCounts, RowOutcome, RowPolicies, Side, where_rows_went
 from sftplay.data.tokenize import CHATS, REFUSED, REPORT, Output, refused_line
-from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
+from sftplay.errors import DataError, RunError, error_from_json
 
 Ints = NDArray[np.int64]
 
@@ -144,7 +144,6 @@ class Store:
         return cls(folder, index, sides)
 
     def place(self, side: Side, document: int) -> Source:
-        """Return the place of a document."""
         entry = self.sides[side].table[document]
         return Source(self.index.paths[int(entry["path"])], int(entry["line"]), int(entry["record"]))
 
@@ -156,7 +155,6 @@ class Store:
         return json.loads((self.folder / REPORT).read_text(encoding="utf-8")) if self.index.is_whole else {}
 
     def chats(self) -> list[str]:
-        """Read its held-out chats, as JSON."""
         return (self.folder / CHATS).read_text(encoding="utf-8").splitlines()
 
 
@@ -284,7 +282,8 @@ class StoreWriter(Output):
         self._has_news = False
 
     def _end_side(self, side: Side) -> None:
-        self._add_groups(side, self._sides[side].rest())
+        filled = self._sides[side]  # its last group may not be full
+        self._add_groups(side, [filled.n_documents] if filled.n_documents > filled.group_documents else [])
         self.index.whole.append(side)
         self._has_news = True
 
@@ -317,10 +316,6 @@ class _Side:
             found.append(end)
             self.group_documents, self.group_tokens = end, int(ends[end - 1 - before])
 
-    def rest(self) -> list[int]:
-        """Return the end of the last group, if it is not full."""
-        return [self.n_documents] if self.n_documents > self.group_documents else []
-
 
 T = TypeVar("T")
 
@@ -328,10 +323,6 @@ POLL_S = 0.05
 ABANDONED_S, STARTS_S = 5.0, 300.0
 """An unfinished store without a lock for this long has lost its writer, or at the start never had one.
 Before the writer of this run starts there may be rows of an earlier run."""
-
-KINDS: dict[str, type[SftplayError]] = {
-    kind.__name__: kind for kind in (ConfigError, DataError, MachineError, RunError)
-}
 
 
 def get_failure_path(folder: Path) -> Path:
@@ -346,8 +337,7 @@ class StreamedStore(Store):
         """Wait until the store shows something. `path` is that of the source's rows, for messages.
 
         `process` is the one that fills it, if this process started it.
-
-        Raises SftplayError: the error of the writer.
+        Raise the SftplayError of the writer.
         """
         self._final, self._path, self._process = folder, path, process
         self._was_held = False
@@ -396,17 +386,14 @@ class StreamedStore(Store):
                 return seen
             failure, _ = examine_object(get_failure_path(self._final))
             if failure:
-                kind = KINDS.get(str(failure["kind"]), RunError)
-                raise kind(str(failure["what"]), where=str(failure["where"]), fix=str(failure["fix"]))
+                raise error_from_json(failure)
             now, has_ended = time.monotonic(), self._process is not None and self._process.poll() is not None
             if is_locked(get_lock_path(self._final)):
                 held_at, self._was_held = now, True
             elif now - held_at > (ABANDONED_S if self._was_held or has_ended else STARTS_S):
-                raise RunError(
-                    "the process that tokenises the rows has ended before it was done",
-                    where=self._path,
-                    fix="look for its cause in the rank's log, then resume the run: what is tokenised is kept",
-                )
+                fix = "look for its cause in the rank's log, then resume the run: what is tokenised is kept"
+                what = "the process that tokenises the rows has ended before it was done"
+                raise RunError(what, where=self._path, fix=fix)
             time.sleep(POLL_S)
 
     def _open(self, known: Index | None) -> Store | None:
@@ -424,8 +411,5 @@ class StreamedStore(Store):
 def nothing_to_learn(store: Store, *, path: str) -> DataError:
     """Return the error about a source with a weight that teaches nothing: its share could never be reached."""
     went = where_rows_went(store.report()["sources"].get("train", {}))
-    return DataError(
-        f"nothing is left to learn: {went}",
-        where=path,
-        fix="give the source rows, hold out less of it, or weight: 0",
-    )
+    fix = "give the source rows, hold out less of it, or weight: 0"
+    return DataError(f"nothing is left to learn: {went}", where=path, fix=fix)

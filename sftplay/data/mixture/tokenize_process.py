@@ -41,8 +41,7 @@ def fill(path: Path) -> int:
     try:
         job.ensure(is_streamed=True)
     except SftplayError as error:
-        failure = {"kind": type(error).__name__, "what": error.what, "where": error.where, "fix": error.fix}
-        write_text(get_failure_path(job.folder), json.dumps(failure))
+        write_text(get_failure_path(job.folder), json.dumps(error.as_json()))
         return error.exit_code
     return 0
 

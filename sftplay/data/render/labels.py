@@ -124,8 +124,7 @@ def _n_sure(encoding: Any, text: str) -> int:
 
 def _find_tokens(encoding: Any, text: str, *, span: Span) -> tuple[int, int]:
     """Find the tokens that spell the span; one that begins in the prompt counts if it spells more than white space.
-
-    Raises Unproven: a token begins in the prompt, and the answer does not begin with white space.
+    Raise Unproven where a token begins in the prompt, and the answer does not begin with white space.
     """
     start, end = span
     first = encoding.char_to_token(start)
@@ -175,8 +174,7 @@ class Writer:
 
     def spell(self, finder: TurnFinder, part: Chat, *, marked: Marked, n_escaped: int = 0) -> Marked:
         """Return the marked text of a guarded chat, ready to be encoded.
-
-        Raises Unproven: the template writes the chat otherwise when what it types is guarded.
+        Raise Unproven where the template writes the chat otherwise when what it types is guarded.
         """
         if finder.render_chat(unguarded(part)) != without_guards(marked.text):
             raise Unproven("types a special token at a place where the template looks at the text itself")

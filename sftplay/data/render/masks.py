@@ -91,8 +91,7 @@ def uses_tools(chat: Chat) -> bool:
 
 def find_calls_end(text: str, calls: Sequence[Call], *, at: int) -> int:
     """Find where the last name or value of `calls` ends in `text`, searching from `at`.
-
-    Raises Unproven: a name, a key or a value is not there.
+    Raise Unproven where a name, a key or a value is not there.
     """
     for call in calls:
         begin = text.find(call.name, at)
@@ -260,7 +259,6 @@ class TurnFinder:
         return [(part, find_or_prefixes(part)) for part in chat.turns_apart()]
 
     def render_chat(self, chat: Chat) -> str:
-        """Render the chat."""
         return self.template.render(chat.messages, tools=chat.tools)[0]
 
     def render_prompt(self, chat: Chat, turn: int) -> str:
@@ -273,9 +271,8 @@ class TurnFinder:
             prompt = self.render_prompt(chat, turn)
             before = marked.text[:start]
             if before != prompt:
-                raise Unproven(
-                    f"in training an answer follows {before[-40:]!r}, at inference it would follow {prompt[-40:]!r}"
-                )
+                at_inference = f"at inference it would follow {prompt[-40:]!r}"
+                raise Unproven(f"in training an answer follows {before[-40:]!r}, {at_inference}")
             bare, _ = self.template.render(chat.messages[:turn], tools=chat.tools)
             opens_itself = squeezed(marked.text[start:end]).startswith(squeezed(chat.messages[turn].content))
             if bare == prompt and not opens_itself:
@@ -397,5 +394,4 @@ def _pattern(tokens: Iterable[str], repeat: str = "") -> re.Pattern[str]:
 
 
 def squeezed(text: str) -> str:
-    """The text without any white space."""
     return "".join(text.split())

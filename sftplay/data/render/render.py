@@ -45,8 +45,7 @@ def verify_masks(writer: Writer, template: ChatTemplate, *, samples: Sequence[Ch
     """Return the first of markers, sentinels and prefixes that holds on every probe chat and on one sample at least.
 
     One sample that holds is enough. Samples that fail are refused one by one when they are rendered.
-
-    Raises DataError: none holds.
+    Raise DataError where none holds.
     """
     faults: list[str] = []
     trials = [_Trial(writer, form) for form in content_forms(template)]
@@ -225,8 +224,7 @@ class Renderer:
         """Return a renderer with the first of three mask methods that holds on the probe chats and on `samples`.
 
         Without a template only texts can be rendered; a chat then has a problem.
-
-        Raises DataError: no method holds, or the tokenizer does not give the places of its tokens in a text.
+        Raise DataError where no method holds, or the tokenizer does not give the places of its tokens in a text.
         """
         if not getattr(tokenizer, "is_fast", False):
             what = "this tokenizer does not give the places of its tokens in the text"
@@ -281,8 +279,7 @@ class Renderer:
 
     def prompt_text(self, messages: Sequence[Message], tools: str = "") -> str:
         """Return the text that asks the model to answer `messages`.
-
-        Raises DataError: the template refuses them, or there is none.
+        Raise DataError where the template refuses them, or there is none.
         """
         return self._expect_finder().template.render(messages, tools=tools, prompts=True)[0]
 
@@ -299,8 +296,7 @@ class Renderer:
 
     def beginning_ids(self, text: str) -> list[int]:
         """Return the tokens of a plain text that the model shall go on writing: as in training, but without an end.
-
-        Raises DataError: the text types what cannot be kept apart from control.
+        Raise DataError where the text types what cannot be kept apart from control.
         """
         (found,) = self.render([Text(text, NOWHERE)])
         if found.problem:
@@ -309,8 +305,7 @@ class Renderer:
 
     def answer_text(self, chat: Chat) -> str:
         """Return what the template writes for the last assistant turn, calls included, without its end token.
-
-        Raises DataError: the chat cannot be trained on.
+        Raise DataError where the chat cannot be trained on.
         """
         finder = self._expect_finder()
         last = chat.turns_apart()[-1]

@@ -40,8 +40,7 @@ _clock = _Clock()
 @contextmanager
 def limited(seconds: float | None = None) -> Iterator[None]:
     """Make `tick` raise inside the block once this much time is used, ROW_S by default. An outer limit stays in force.
-
-    Raises DataError: the time is used.
+    Raise DataError where the time is used.
     """
     if _clock.deadline:
         check()
@@ -139,8 +138,7 @@ PLAIN = TemplateTraits()
 
 def resolve_template(setting: str, tokenizer: Any) -> str:
     """Return the text of the template that `data.template` names: auto, chatml, or the path of a Jinja file.
-
-    Raises DataError: the tokenizer has no template, lacks ChatML's tokens, or there is no such file.
+    Raise DataError where the tokenizer has no template, lacks ChatML's tokens, or there is no such file.
     """
     if setting == "auto":
         template = tokenizer.chat_template
@@ -170,7 +168,6 @@ def resolve_template(setting: str, tokenizer: Any) -> str:
 
 
 def template_hash(template: str) -> str:
-    """Return the hex sha256 of the template's text."""
     return hashlib.sha256(template.encode()).hexdigest()
 
 
@@ -195,7 +192,7 @@ class ChatTemplate:
     def __init__(self, text: str, tokens: Mapping[str, Any], *, traits: TemplateTraits = PLAIN) -> None:
         self.text, self.traits, self._tokens = text, traits, dict(tokens)
         try:
-            self._template = _build_environment().from_string(text)
+            self._template = _Environment().from_string(text)
         except TemplateSyntaxError as error:
             where = f"data.template, line {error.lineno}"
             raise DataError(f"is not a Jinja template: {error.message}", where=where, fix="correct it there") from error
@@ -203,8 +200,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, tools: str = "", prompts: bool = False) -> tuple[str, list[Span]]:
         """Return the chat as text, with the header of an answer if `prompts`, and where generation blocks lie in it.
-
-        Raises DataError: the template refuses this chat; `what` is its own reason.
+        Raise DataError where the template refuses this chat; `what` is its own reason.
         """
         try:
             given = {
@@ -247,9 +243,22 @@ class ChatTemplate:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox in which loops and macros end when their time is used."""
+    """The environment of transformers/utils/chat_template_utils.py, so that every template means the same here; but a
+    sandbox in which loops and macros end when their time is used.
+    """
 
     tick = staticmethod(tick)
+
+    def __init__(self) -> None:
+        def refuse(message: str) -> NoReturn:
+            raise TemplateError(message)
+
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, jinja2.ext.loopcontrols])
+        self.filters["tojson"] = lambda value, ensure_ascii=False, **form: json.dumps(
+            value, ensure_ascii=ensure_ascii, **form
+        )
+        self.globals["raise_exception"] = refuse
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
     def _parse(self, source: str, *place: Any) -> nodes.Template:
         tree = super()._parse(source, *place)
@@ -258,24 +267,6 @@ class _Environment(ImmutableSandboxedEnvironment):
             call = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
             node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
         return tree.set_environment(self)  # type: ignore[return-value]
-
-
-def _build_environment() -> ImmutableSandboxedEnvironment:
-    """The environment of transformers/utils/chat_template_utils.py, so that every template means the same here."""
-
-    def to_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **form)
-
-    def refuse(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
 
 
 OPENINGS = ("", "<think>\nWell.\n</think>\n\n")

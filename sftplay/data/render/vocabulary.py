@@ -31,8 +31,7 @@ class SpecialTokenEscaper:
 
     def guarded(self, record: Record) -> tuple[Record, int]:
         """Return the record with a guard in each special token that it types, and how many there are.
-
-        Raises DataError: the record holds one of the three noncharacters itself.
+        Raise DataError where the record holds one of the three noncharacters itself.
         """
         if self._is_plain(record):
             return record, 0
@@ -97,7 +96,6 @@ class SpecialTokenEscaper:
 
 
 def without_guards(text: str) -> str:
-    """Return the text without its guards."""
     return text.replace(GUARD, "")
 
 

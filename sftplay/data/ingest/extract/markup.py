@@ -409,7 +409,6 @@ def parse_page(text: str, is_whole: bool = False) -> tuple[str, list[Block]]:
 
 
 def _is_navigation(element: Any) -> bool:
-    """Whether the page marks an element as navigation."""
     tag = element.tag
     if tag in NAVIGATION_TAGS or element.get("role") in NAVIGATION_ROLES or element.get("hidden") is not None:
         return True

@@ -62,7 +62,6 @@ PAGE_NUMBER = re.compile(
 
 
 def find_headers_footers(pages: list[Page]) -> set[int]:
-    """Return the ids of the Word objects in headers and footers."""
     edges: list[tuple[PdfRow, bool, set[tuple[str, str, int]], set[tuple[str, int, int]]]] = []
     for page in pages:
         top = [word for word in page.words if word.middle < MARGIN * page.height]
@@ -110,7 +109,6 @@ class Vocabulary:
             (self.compounds if "-" in lowered else self.words).add(lowered)
 
     def join(self, lines: list[str]) -> str:
-        """Return the lines as one text."""
         text = ""
         for line in lines:
             line = line.strip()
@@ -188,7 +186,6 @@ def find_fonts(pages: Iterable[Page]) -> Fonts:
 
 
 def to_pieces(rows: list[PdfRow], fonts: Fonts, *, page: int) -> list[PdfPiece]:
-    """Return the pieces of one column."""
     rows = [row for row in rows if not LEADERS.search(row.text)]
     pieces: list[PdfPiece] = []
     for is_ruled, part in groupby(rows, key=lambda row: any(word.table for word in row.words)):
@@ -209,7 +206,15 @@ def to_pieces(rows: list[PdfRow], fonts: Fonts, *, page: int) -> list[PdfPiece]:
 
 def _text_pieces(rows: list[PdfRow], fonts: Fonts, *, page: int) -> list[PdfPiece]:
     """Return the pieces of rows without tables; one ends where something new begins."""
-    rows = [part for row in rows for part in _labels(row)]
+    apart: list[PdfRow] = []
+    for row in rows:  # one is divided if its parts are far apart and the first is no heading number or list marker
+        places = segments(((word.x0, word.x1) for word in row.words), 2.0 * row.size)
+        if len(places) == 1 or row.is_code or len(row.words[0].text) <= 4:
+            apart.append(row)
+        else:
+            parts = [[word for word in row.words if x0 <= word.x0 <= x1] for x0, x1 in places]
+            apart += [inner for part in parts if part for inner in to_rows(part)]
+    rows = apart
     if not rows:
         return []
     steps = [after.middle - row.middle for row, after in pairwise(rows)]
@@ -223,15 +228,6 @@ def _text_pieces(rows: list[PdfRow], fonts: Fonts, *, page: int) -> list[PdfPiec
         else:
             groups[-1].append(row)
     return [_to_piece(group, after, fonts=fonts, page=page) for group, after in zip(groups, [*groups[1:], None])]
-
-
-def _labels(row: PdfRow) -> list[PdfRow]:
-    """Return the row, or its parts if they are far apart and the first is no heading number or list marker."""
-    places = segments(row.words, 2.0 * row.size)
-    if len(places) == 1 or row.is_code or len(row.words[0].text) <= 4:
-        return [row]
-    parts = [[word for word in row.words if x0 <= word.x0 <= x1] for x0, x1 in places]
-    return [row for part in parts if part for row in to_rows(part)]
 
 
 def _begins(row: PdfRow, group: list[PdfRow], *, pitch: float, edges: tuple[float, float]) -> bool:

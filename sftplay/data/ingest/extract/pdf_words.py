@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import hypot, pi, tau
@@ -94,7 +94,6 @@ class Page:
     """One page's words, in the order of the file."""
 
     number: int
-    width: float
     height: float
     words: list[Word]
     n_unknown: int
@@ -108,7 +107,7 @@ def read_words(page: Any, number: int, *, rules: Rules) -> Page:
     """Return the upright words of one page; watermarks and labels along the margin are left out."""
     import pypdfium2.raw as raw
 
-    width, height = page.get_size()
+    _, height = page.get_size()
     turned = page.get_rotation() // 90
     box, matrix, x, y = raw.FS_RECTF(), raw.FS_MATRIX(), ctypes.c_double(), ctypes.c_double()
     name, flags = ctypes.create_string_buffer(128), ctypes.c_int()
@@ -139,7 +138,7 @@ def read_words(page: Any, number: int, *, rules: Rules) -> Page:
     n_unknown = sum(code in (0, 0xFFFD) or 0xE000 <= code < 0xF900 for code in codes)
     pictures = page.get_objects(filter=(raw.FPDF_PAGEOBJ_IMAGE,), max_depth=2)
     has_pictures = not words and next(iter(pictures), None) is not None
-    return Page(number, width, height, words, n_unknown, has_pictures, rules)
+    return Page(number, height, words, n_unknown, has_pictures, rules)
 
 
 @lru_cache(maxsize=1024)
@@ -283,7 +282,7 @@ def find_gutter(rows: list[PdfRow]) -> float | None:
     first, n_steps = left + EDGE * (right - left), int((1 - 2 * EDGE) * (right - left) / step_points)
     crossed = [0] * (n_steps + 1)
     for row in rows:
-        for x0, x1 in segments(row.words, 2 * half):
+        for x0, x1 in segments(((word.x0, word.x1) for word in row.words), 2 * half):
             begin, end = int((x0 - half - first) / step_points), int((x1 + half - first) / step_points)
             for step in range(max(begin, 0), min(end, n_steps)):
                 crossed[step] += 1
@@ -299,14 +298,14 @@ def half_gutter(rows: list[PdfRow]) -> float:
     return GUTTER * median(row.size for row in rows) / 2
 
 
-def segments(words: list[Word], gap: float) -> list[tuple[float, float]]:
-    """Return the begin and end of each group of a row's words, divided by at least the gap."""
+def segments(spans: Iterable[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+    """Return the begin and end of each group of a row's words or cells, divided by at least the gap."""
     found: list[tuple[float, float]] = []
-    for word in sorted(words, key=lambda word: word.x0):
-        if found and word.x0 - found[-1][1] < gap:
-            found[-1] = found[-1][0], max(word.x1, found[-1][1])
+    for x0, x1 in sorted(spans):
+        if found and x0 - found[-1][1] < gap:
+            found[-1] = found[-1][0], max(x1, found[-1][1])
         else:
-            found.append((word.x0, word.x1))
+            found.append((x0, x1))
     return found
 
 
@@ -360,7 +359,8 @@ def find_tables(rows: list[PdfRow]) -> list[tuple[int, int, str]]:
 
 def find_cells(row: PdfRow) -> list[tuple[float, float]]:
     """Return the begin and end of each cell of a row; a list's sign belongs to its item."""
-    found = segments(row.words, 1.15 * row.size)  # the least space between cells in sizes of the font
+    # The least space between cells is given in sizes of the font.
+    found = segments(((word.x0, word.x1) for word in row.words), 1.15 * row.size)
     if len(found) > 1 and MARKER.fullmatch(f"{row.words[0].text} ") and found[0][1] <= row.words[0].x1 + 0.1:
         found[:2] = [(found[0][0], found[1][1])]
     return found
@@ -388,12 +388,8 @@ def _format_rows(rows: list[PdfRow]) -> str | None:
     """Return the table of some rows as Markdown; None where their cells are not aligned."""
     cells = [found for row in rows if len(found := find_cells(row)) >= 2]
     most = max(map(len, cells), default=0)
-    columns: list[tuple[float, float]] = []  # cells that overlap share a column; wider cells are left out
-    for x0, x1 in sorted(cell for line in cells if len(line) >= max(2, most - 1) for cell in line):
-        if columns and x0 < columns[-1][1]:
-            columns[-1] = columns[-1][0], max(columns[-1][1], x1)
-        else:
-            columns.append((x0, x1))
+    # Cells that overlap share a column; wider cells are left out.
+    columns = segments((cell for line in cells if len(line) >= max(2, most - 1) for cell in line), 0)
     if not 2 <= len(columns) <= MOST_COLUMNS or len(cells) < LEAST_ROWS:
         return None
     if sum(map(len, cells)) < 0.6 * len(columns) * len(cells):

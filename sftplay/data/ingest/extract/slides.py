@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import warnings
-from collections.abc import Iterable
+from contextlib import closing
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from sftplay.data.ingest.extract.word import (
 MOST_CELLS, MOST_EMPTY_ROWS = 20_000_000, 10_000
 """Of one document, empty ones too; rows without text that end a sheet."""
 
+READING = {"read_only": True, "data_only": True, "keep_links": False}
+
 
 def read_sheets(path: Path, encoding: str) -> Extracted:
     """Return title and blocks; a sheet is a page."""
@@ -41,40 +43,26 @@ def read_sheets(path: Path, encoding: str) -> Extracted:
         named = core_title(archive)
     blocks: list[Block] = []
     notes: list[str] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they concern what openpyxl loses in writing; nothing is written here
-        book = openpyxl.load_workbook(path, read_only=True, data_only=True, keep_links=False)
-        try:
-            left = MOST_CELLS
-            for number, sheet in enumerate(book.worksheets, 1):
-                if sheet.sheet_state != "visible":
-                    notes.append(f"the hidden sheet {sheet.title!r} is left out")
-                    continue
-                sheet.reset_dimensions()  # the stored size of a sheet may be wrong, in both directions
-                rows, n_cells = _read_rows(sheet.iter_rows(values_only=True))
-                left -= n_cells
-                if left < 0:
+    n_cells = 0
+    # Warnings concern what openpyxl loses in writing; nothing is written here.
+    with warnings.catch_warnings(action="ignore"), closing(openpyxl.load_workbook(path, **READING)) as book:
+        for number, sheet in enumerate(book.worksheets, 1):
+            if sheet.sheet_state != "visible":
+                notes.append(f"the hidden sheet {sheet.title!r} is left out")
+                continue
+            sheet.reset_dimensions()  # the stored size of a sheet may be wrong, in both directions
+            rows, n_empty = [], 0
+            for row in sheet.iter_rows(values_only=True):
+                cells = ["" if value is None else cell_text(value) for value in row]
+                n_cells, n_empty = n_cells + len(row), 0 if any(cells) else n_empty + 1
+                rows += [cells] if any(cells) else []
+                if n_cells > MOST_CELLS:
                     raise Unreadable("too_large", f"more than {MOST_CELLS:,} cells: split the workbook")
-                text = as_markdown(rows)
-                if text:
-                    blocks += [heading(sheet.title, 2, page=number), Block(text, "table", page=number)]
-        finally:
-            book.close()
+                if n_empty > MOST_EMPTY_ROWS:
+                    break
+            if text := as_markdown(rows):
+                blocks += [heading(sheet.title, 2, page=number), Block(text, "table", page=number)]
     return Extracted(named or path.stem, tuple(blocks), tuple(notes))
-
-
-def _read_rows(rows: Iterable[tuple[Any, ...]]) -> tuple[list[list[str]], int]:
-    """Return the rows with text, and the number of cells that were read."""
-    found: list[list[str]] = []
-    n_cells = n_empty = 0
-    for row in rows:
-        n_cells += len(row)
-        cells = ["" if value is None else cell_text(value) for value in row]
-        n_empty = 0 if any(cells) else n_empty + 1
-        found += [cells] if any(cells) else []
-        if n_cells > MOST_CELLS or n_empty > MOST_EMPTY_ROWS:
-            break
-    return found, n_cells
 
 
 def cell_text(value: Any) -> str:
