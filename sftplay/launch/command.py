@@ -146,32 +146,30 @@ def launcher_command(
         argv += ["--main_process_port", str(scale.master_port)]
         argv += ["--mixed_precision", strategy.get(PRECISION, "no"), "--dynamo_backend", "no"]
     elif launcher == "deepspeed":
-        argv = _deepspeed_command(scale, strategy, gpus=gpus)
+        if "ACCELERATE_USE_DEEPSPEED" not in strategy:
+            fix = f"write cluster.strategy: zero1, zero2 or zero3; or {KEY}: auto"
+            raise ConfigError("deepspeed starts runs of zero1, zero2 and zero3 only", where=KEY, fix=fix)
+        if scale.nnodes > 1:
+            what = (
+                f"deepspeed reaches {scale.nnodes} nodes by ssh, and stop signals to this command would not reach them"
+            )
+            raise ConfigError(what, where=KEY, fix=f"write {KEY}: torchrun, and start it on every node")
+        devices = ["--num_gpus", str(scale.nproc)]
+        if gpus:  # with only a number DeepSpeed takes the machine's first devices
+            chosen = [gpu.strip() for gpu in gpus.split(",")][: scale.nproc]
+            if not all(gpu.isdecimal() for gpu in chosen):
+                fix = f"give their numbers (nvidia-smi -L), or write {KEY}: torchrun"
+                raise ConfigError(f"deepspeed takes GPUs by number, not {gpus}", where="CUDA_VISIBLE_DEVICES", fix=fix)
+            devices = ["--include", f"localhost:{','.join(chosen)}"]
+        # A list of hosts on this machine (/job/hostfile) would start the run on other machines.
+        argv = [sys.executable, "-m", DEEPSPEED, "--hostfile", os.devnull, *devices]
+        argv += ["--master_addr", scale.master_addr, "--master_port", str(scale.master_port), "--no_local_rank"]
     else:
         argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(scale.nproc)]
         argv += ["--nnodes", str(scale.nnodes), "--node-rank", str(scale.node_rank)]
         argv += ["--master-addr", scale.master_addr, "--master-port", str(scale.master_port)]
     module = "--module" if launcher in ("accelerate", "deepspeed") else "-m"
     return [*argv, *scale.launcher_args, module]
-
-
-def _deepspeed_command(scale: Scale, strategy: Mapping[str, str], *, gpus: str | None) -> list[str]:
-    if "ACCELERATE_USE_DEEPSPEED" not in strategy:
-        fix = f"write cluster.strategy: zero1, zero2 or zero3; or {KEY}: auto"
-        raise ConfigError("deepspeed starts runs of zero1, zero2 and zero3 only", where=KEY, fix=fix)
-    if scale.nnodes > 1:
-        what = f"deepspeed reaches {scale.nnodes} nodes by ssh, and stop signals to this command would not reach them"
-        raise ConfigError(what, where=KEY, fix=f"write {KEY}: torchrun, and start it on every node")
-    devices = ["--num_gpus", str(scale.nproc)]
-    if gpus:  # with only a number DeepSpeed takes the machine's first devices
-        chosen = [gpu.strip() for gpu in gpus.split(",")][: scale.nproc]
-        if not all(gpu.isdecimal() for gpu in chosen):
-            fix = f"give their numbers (nvidia-smi -L), or write {KEY}: torchrun"
-            raise ConfigError(f"deepspeed takes GPUs by number, not {gpus}", where="CUDA_VISIBLE_DEVICES", fix=fix)
-        devices = ["--include", f"localhost:{','.join(chosen)}"]
-    # A list of hosts on this machine (/job/hostfile) would start the run on other machines.
-    argv = [sys.executable, "-m", DEEPSPEED, "--hostfile", os.devnull, *devices]
-    return [*argv, "--master_addr", scale.master_addr, "--master_port", str(scale.master_port), "--no_local_rank"]
 
 
 def accelerate_config(scale: Scale, strategy: Mapping[str, str]) -> str:

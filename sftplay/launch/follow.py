@@ -232,7 +232,16 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
             checks = [watchdog.check, check_folder, *([check_nodes] if check_nodes else [])]
             unmarked = _show_lines(process, console, log=log, checks=checks)
         except (Stall, NodeLost) as error:
-            return _end_launch(error, watchdog, process=process, console=console)
+            # Killed before anything is recorded: a rank still alive might record another error.
+            alive = _kill_launch(watchdog, process)
+            recorded = folder.read_json("status.json").get("exit_code")
+            if recorded is None:  # otherwise one rank had recorded why it ended, and another rank was stuck
+                _record_end(folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
+            console.line("\n".join([str(error), *(error.stack if isinstance(error, Stall) else [])]))
+            if alive:
+                pids = ", ".join(map(str, alive))
+                console.line(f"these processes wait inside the kernel and cannot be killed: {pids}")
+            return error.exit_code if recorded is None else int(recorded)
         except FolderGone:
             _kill_launch(watchdog, process)
             raise
@@ -309,20 +318,6 @@ def watch_folder(folder: RunFolder) -> Callable[[], None]:
 def log_name(node: int) -> str:
     """The name of the file in a run's logs/ with the lines of a node's launcher."""
     return f"launch-node{node}.log" if node else "launch.log"
-
-
-def _end_launch(
-    error: Stall | NodeLost, watchdog: Watchdog, *, process: subprocess.Popen[bytes], console: Console
-) -> int:
-    """Kill all processes of the launch, then record and show the error. A rank still alive might record another one."""
-    alive = _kill_launch(watchdog, process)
-    recorded = watchdog.folder.read_json("status.json").get("exit_code")
-    if recorded is None:  # otherwise one rank had recorded why it ended, and another rank was stuck
-        _record_end(watchdog.folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
-    console.line("\n".join([str(error), *(error.stack if isinstance(error, Stall) else [])]))
-    if alive:
-        console.line(f"these processes wait inside the kernel and cannot be killed: {', '.join(map(str, alive))}")
-    return error.exit_code if recorded is None else int(recorded)
 
 
 def _kill_launch(watchdog: Watchdog, process: subprocess.Popen[bytes]) -> list[int]:

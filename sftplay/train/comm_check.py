@@ -42,7 +42,13 @@ def main(folder: str, limit_s: str) -> int:
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=float(limit_s)))
         write_note(note, state="met")
-        write_note(note, state="done", **_find_slowest(sweep(device, dist.all_reduce)))
+        measured, everyone = sweep(device, dist.all_reduce), list[Any]([None] * log.world_size())
+        dist.all_gather_object(everyone, measured)
+        # Every figure is that of the slowest rank, the same on all ranks.
+        latencies = [max(ranks) for ranks in zip(*(rank["latencies_s"] for rank in everyone), strict=True)]
+        slowest = {key: max(rank[key] for rank in everyone) for key in ("plain_s", "fp16_s")}
+        slowest |= {"device": measured["device"], "backend": dist.get_backend()}
+        write_note(note, state="done", latencies_s=latencies, **slowest)
     except SftplayError as error:
         write_note(note, state="failed", error=error.what)
         return error.exit_code
@@ -107,15 +113,6 @@ def median_s(exchange: Callable[[], Any], device: torch.device, *, size_bytes: i
         if n >= WARM_UP:
             taken.append(time.perf_counter() - start)
     return statistics.median(taken)
-
-
-def _find_slowest(measured: dict[str, Any]) -> dict[str, Any]:
-    """Return every figure of the slowest rank, the same on all ranks."""
-    everyone: list[Any] = [None] * log.world_size()
-    dist.all_gather_object(everyone, measured)
-    latencies = [max(ranks) for ranks in zip(*(rank["latencies_s"] for rank in everyone), strict=True)]
-    slowest = {key: max(rank[key] for rank in everyone) for key in ("plain_s", "fp16_s")}
-    return {"latencies_s": latencies, **slowest, "device": measured["device"], "backend": dist.get_backend()}
 
 
 def _device() -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial, wraps
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -163,23 +163,22 @@ def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> T
     chunks = max(1, -(-int(is_label.sum()) // size))
     if hidden.device.type == "cuda":  # once, not in each chunk
         weight = weight.to(hidden.dtype)
-    compute = partial(_compute_chunk_loss, weight=weight, bias=bias, config=config)
+
+    def compute_chunk_loss(hidden: Tensor, targets: Tensor) -> Tensor:
+        with maybe_gather_lm_head_ctx(weight, bias):
+            scores = compute_scores(hidden, weight=weight, bias=bias, config=config)
+        return nn.functional.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+
     total = hidden.new_zeros((), dtype=torch.float32)
     for start in range(0, chunks * size, size):
         part = slice(start, start + size)
-        total = total + checkpoint(compute, hidden[part], targets[part], use_reentrant=False)
+        total = total + checkpoint(compute_chunk_loss, hidden[part], targets[part], use_reentrant=False)
     return total
 
 
 def chunk_tokens(device: torch.device, vocab: int) -> int:
     """Return the tokens of a chunk on that device."""
     return gpu_chunk_tokens(vocab) if device.type == "cuda" else CHUNK_TOKENS
-
-
-def _compute_chunk_loss(hidden: Tensor, targets: Tensor, *, weight: Tensor, bias: Tensor | None, config: Any) -> Tensor:
-    with maybe_gather_lm_head_ctx(weight, bias):
-        scores = compute_scores(hidden, weight=weight, bias=bias, config=config)
-    return nn.functional.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def compute_scores(hidden: Tensor, *, weight: Tensor, bias: Tensor | None, config: Any) -> Tensor:
