@@ -179,11 +179,7 @@ class ChatRequest(Strict):
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Return the request in a body.
-
-    Raises:
-        RefusedRequest: with 400 and the name of the first wrong parameter.
-    """
+    """Return the request in a body. Raise RefusedRequest with 400 and the name of the first wrong parameter."""
     try:
         return ChatRequest.model_validate_json(body)
     except ValidationError as error:

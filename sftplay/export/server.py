@@ -97,10 +97,7 @@ def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Pat
     """Start the server, report when it answers, and wait until it is stopped; return 128 + the signal's number.
 
     The first SIGTERM or SIGINT lets answers finish for `STOP_S` seconds, the second ends at once; the server does not
-    outlive this process.
-
-    Raises:
-        RunError: it ended by itself; the error holds its last lines.
+    outlive this process. Raise RunError where it ended by itself; the error holds its last lines.
     """
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("wb") as handle, _StopSignals().installed() as stopper:

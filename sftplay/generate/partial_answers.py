@@ -48,9 +48,8 @@ class PartialAnswers:
     def held(self) -> Iterator[PartialAnswers]:
         """Lock the file for this process and read the answers of an earlier one; a torn last line is cut off.
 
-        Raises:
-            ConfigError: another process holds it, it is another kind of file, or its answers belong to something else.
-            MachineError: it cannot be made.
+        Raise ConfigError where another process holds it, it is another kind of file, or its answers belong to something
+        else; MachineError where it cannot be made.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

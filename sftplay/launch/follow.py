@@ -45,9 +45,6 @@ GAP_S = 10.0
 """After a longer pause of the parent (Ctrl-Z, a suspended machine, a blocked terminal) all ages start anew: a rank may
 have waited for the parent."""
 
-EVERYBODY_WAITS = 1.1
-"""Factor on the timeout when all ranks of this node wait. The node with the culprit then reports first."""
-
 SHOWN_LINES = 5
 
 NO_STACK_REASONS = {
@@ -129,7 +126,8 @@ class Watchdog:
         if not all(read_state(beat.pid) for beat in fresh):
             return  # a rank has died: the launcher notices that and ends the others
         culprits = find_culprits(fresh, stacks)
-        limit_s = self.timeout_s * (1 if culprits else EVERYBODY_WAITS)
+        # Where all ranks of this node wait, the node with the culprit reports first.
+        limit_s = self.timeout_s * (1 if culprits else 1.1)
         # A rank that entered its phase a short time ago is no culprit, and the others wait for it rightly. The same
         # holds for a rank that made progress while the stacks were written.
         suspects = culprits or fresh
@@ -188,9 +186,6 @@ def _rank_names(beats: Sequence[Beat]) -> str:
 
 LAST_LINES = 20
 """How many of the launcher's last lines are shown when it ends without a message. logs/launch.log has all of them."""
-
-KEPT_LINES = 1000
-"""How many of the launcher's lines are searched for a death. torchrun writes six for each rank that failed."""
 
 WORKER_CODES = (2, 3, 4, 5)  # exit codes that only a worker of ours has
 ECHO_S = 20.0
@@ -393,7 +388,8 @@ def _show_lines(
     process: subprocess.Popen[bytes], console: Console, *, log: BinaryIO, checks: Sequence[Callable[[], None]]
 ) -> deque[str]:
     """Show the run's own lines and write all others to `log`, until there are no more; the last of these others."""
-    unmarked: deque[str] = deque(maxlen=KEPT_LINES)
+    # Enough to find a death in: torchrun writes six lines for each rank that failed.
+    unmarked: deque[str] = deque(maxlen=1000)
     lines: queue.Queue[bytes | None] = queue.Queue()
 
     def read_lines() -> None:

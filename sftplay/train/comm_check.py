@@ -38,7 +38,10 @@ def main(folder: str, limit_s: str) -> int:
     die_with_parent()
     note = Path(folder) / f"rank{log.rank()}.json"
     write_note(note, state="started")
-    device = _device()
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU") != "true":
+        device = torch.device("cuda", log.local_rank())
+        torch.cuda.set_device(device)
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=float(limit_s)))
         write_note(note, state="met")
@@ -66,9 +69,7 @@ def write_note(path: Path, **known: Any) -> None:
 
 def sweep(device: torch.device, reduce: Reduce) -> dict[str, Any]:
     """Return this rank's median seconds of an all-reduce of each size, and of one bucket with and without fp16's hook.
-
-    Raises:
-        RunError: a sum is wrong.
+    Raise RunError where a sum is wrong.
     """
     latencies = []
     for size_bytes in SIZES_BYTES:
@@ -88,11 +89,7 @@ def sweep(device: torch.device, reduce: Reduce) -> dict[str, Any]:
 
 
 def check_sum(size_bytes: int, device: torch.device, *, reduce: Reduce) -> None:
-    """Exchange fp32 numbers whose sum every rank knows.
-
-    Raises:
-        RunError: it is not exactly that.
-    """
+    """Exchange fp32 numbers whose sum every rank knows. Raise RunError where it is not exactly that."""
     numbers = torch.arange(size_bytes // 4, device=device, dtype=torch.float32) % CYCLE
     buffer = numbers * (log.rank() + 1)
     reduce(buffer)
@@ -113,13 +110,6 @@ def median_s(exchange: Callable[[], Any], device: torch.device, *, size_bytes: i
         if n >= WARM_UP:
             taken.append(time.perf_counter() - start)
     return statistics.median(taken)
-
-
-def _device() -> torch.device:
-    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU") != "true":
-        torch.cuda.set_device(log.local_rank())
-        return torch.device("cuda", log.local_rank())
-    return torch.device("cpu")
 
 
 def _wait(device: torch.device) -> None:

@@ -53,10 +53,8 @@ def trained_bytes(model: Any) -> int:
 
 
 def check_room(checkpoints: Path, size_bytes: int) -> None:
-    """Check the room on the disk before a checkpoint begins. Otherwise it could be left half written.
-
-    Raises:
-        RunError: there is no room for a checkpoint of this size and the small files next to it.
+    """Check the room on the disk before a checkpoint begins. Otherwise it could be left half written. Raise RunError
+    where there is no room for one of this size and the small files next to it.
     """
     checkpoints.mkdir(parents=True, exist_ok=True)
     free, needed = shutil.disk_usage(checkpoints).free, size_bytes + SMALL_FILES_BYTES
@@ -72,10 +70,8 @@ def check_room(checkpoints: Path, size_bytes: int) -> None:
 def report_full_disk(folder: Path) -> Iterator[None]:
     """Turn a failed write into a RunError with its remedy, and remove half-written files in the run's `folder`.
 
-    A full disk raises one of three errors: OSError, safetensors' own error, and a RuntimeError of torch.save.
-
-    Raises:
-        RunError: something could not be written.
+    A full disk raises one of three errors: OSError, safetensors' own error, and a RuntimeError of torch.save. Raise
+    RunError where something could not be written.
     """
     try:
         yield

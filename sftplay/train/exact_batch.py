@@ -68,10 +68,8 @@ class Replay:
     def step_down(
         self, micro_batcher: MicroBatcher, shortages: list[Shortage | None], *, step: int, window_rows: int
     ) -> MicroBatcher:
-        """Return the micro-batcher for the second run of the same rows; it is the same on every rank.
-
-        Raises:
-            OutOfMemory: every micro-batch was a single row already.
+        """Return the micro-batcher for the second run of the same rows; it is the same on every rank. Raise OutOfMemory
+        where every micro-batch was a single row already.
         """
         free_memory()
         planned_bytes = self._folder.read_json("plan.json").get("peak_bytes")
@@ -159,10 +157,8 @@ class ExactBatchMixin(Base):
         """Run forward and backward over all micro-batches of the window; return the sum of their losses.
 
         A micro-batch that sends gradients to other ranks while it computes is not run again: a rank that fails inside
-        it would leave the others waiting. With a replay that sends gradients afterwards there is none of these.
-
-        Raises:
-            OutOfMemory: memory does not suffice for a single row of the window.
+        it would leave the others waiting. With a replay that sends gradients afterwards there is none of these. Raise
+        OutOfMemory where memory does not suffice for a single row of the window.
         """
         count_rows(self.counts, inputs)
         if self.micro_batcher is None:

@@ -182,9 +182,7 @@ def find_deadline(
     limit: str | int | None, environment: Mapping[str, str], *, started_s: float, now_s: float
 ) -> Deadline | None:
     """Return the earlier of `train.time_limit`, counted from `started_s`, and the SLURM job's end; None without both.
-
-    Raises:
-        ConfigError: the deadline has passed.
+    Raise ConfigError where the deadline has passed.
     """
     deadlines = []
     if limit is not None:

@@ -61,10 +61,8 @@ class LabelHead:
 def prove_label_head(model: Any) -> tuple[LabelHead | None, str]:
     """Return a label head for `model`; or None, and why: its scores are computed where the hook does not reach.
 
-    The proof: the loss of a few tokens is the same with it and without it.
-
-    Raises:
-        RuntimeError: memory ran out in it, which says nothing about the model.
+    The proof: the loss of a few tokens is the same with it and without it. Raise RuntimeError where memory ran out in
+    it, which says nothing about the model.
     """
     if model.get_output_embeddings() is None:
         return None, "the model has no output embeddings"
@@ -112,10 +110,8 @@ SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 def put_chunked_head(model: Any, *, proves: bool) -> None:
     """Let the causal `model`, given labels, compute its loss in chunks from now on; without labels it is as before.
 
-    With `proves` a few tokens show that the loss is the model's own. They cannot where weights are sharded.
-
-    Raises:
-        ConfigError: the loss of this model cannot be computed so.
+    With `proves` a few tokens show that the loss is the model's own. They cannot where weights are sharded. Raise
+    ConfigError where the loss of this model cannot be computed so.
     """
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
         raise _refusal("the adapter has a pair on the output head, which a loss in chunks passes over")

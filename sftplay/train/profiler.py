@@ -146,10 +146,8 @@ class ProfileSteps(TrainerCallback):
 
 
 def write_trace(profile: Any, target: Path) -> None:
-    """Write the gzipped Chrome trace of a stopped `torch.profiler.profile`, whole or not at all.
-
-    Raises:
-        OSError: not all of it could be written.
+    """Write the gzipped Chrome trace of a stopped `torch.profiler.profile`, whole or not at all. Raise OSError where
+    not all of it could be written.
     """
     plain, packed = target.with_name(f".{target.stem}"), target.with_name(f".{target.name}")
     unfinished = plain.with_name(f"{plain.name}.tmp")

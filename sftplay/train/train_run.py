@@ -63,10 +63,7 @@ class TrainRun:
     """Chooses the checkpoint, builds the callbacks, and trains.
 
     `model` is the one that trains. With `fingerprint`, the result of `compute_fingerprint`, a resume can name what has
-    changed.
-
-    Raises:
-        ConfigError, DataError, RunError: the checkpoint to resume from belongs to another run.
+    changed. Raise ConfigError, DataError or RunError where the checkpoint to resume from belongs to another run.
     """
 
     def __init__(
@@ -169,9 +166,8 @@ class TrainRun:
     def train(self, trainer: Any) -> TrainResult:
         """Train from the chosen checkpoint or from the start.
 
-        Raises:
-            OutOfMemory: memory does not suffice for a single row, or ran out where no step is run again.
-            RunError: a step is not finite, the preflight found a wrong launch, or the best checkpoint is missing.
+        Raise OutOfMemory where memory does not suffice for a single row, or ran out where no step is run again;
+        RunError where a step is not finite, the preflight found a wrong launch, or the best checkpoint is missing.
         """
         self.attach(trainer)
         for callback in trainer.callback_handler.callbacks:

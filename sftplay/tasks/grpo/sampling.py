@@ -31,8 +31,8 @@ from sftplay.tasks.grpo.rollouts import (
     gathered_root,
     keep_reference,
     load_window,
-    no_copy_by_trl,
     read_loss_scale,
+    replaced_attributes,
     save_window,
 )
 from sftplay.tasks.grpo.scoring import RewardScorer, ScoredBatch, cut_samples, write_samples
@@ -214,10 +214,8 @@ def _used_width(mask: Tensor) -> int:
 
 
 def send_copies(generation: Any) -> None:
-    """Make TRL's `VLLMGeneration` send merged copies of the weights.
-
-    Raises:
-        ConfigError: the base is in 4 bits or sharded; copies of such layers cannot be merged one by one.
+    """Make TRL's `VLLMGeneration` send merged copies of the weights. Raise ConfigError where the base is in 4 bits or
+    sharded: copies of such layers cannot be merged one by one.
     """
     weights, problem = list(generation.model.parameters()), None
     if is_engine_fsdp(generation) or any(hasattr(weight, "ds_id") for weight in weights):
@@ -363,8 +361,9 @@ class SamplingMixin(Base):
         model: Any, args: Any, **named: Any,
     ) -> None:  # fmt: skip
         has_adapter, grpo = hasattr(model, "get_base_model"), cfg.grpo
-        # TRL converts the adapter of a 4-bit base to bf16.
-        with trained_weights_kept(model) if has_adapter else nullcontext(), no_copy_by_trl(model, args):
+        # TRL converts the adapter of a 4-bit base to bf16. With a beta above 0 it copies every adapter, also a new one.
+        beta = {"beta": 0.0} if has_adapter else {}
+        with trained_weights_kept(model) if has_adapter else nullcontext(), replaced_attributes(args, **beta):
             named["reward_funcs"] = [_make_reward_stub(name) for name in scorer.training_weights]
             super().__init__(model=model, args=args, **named)
         self.beta = args.beta

@@ -32,6 +32,7 @@ from sftplay.evaluate.rewarded import (
 )
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.out_of_memory import gather_objects
+from sftplay.tasks.grpo.rollouts import replaced_attributes
 from sftplay.tasks.grpo.scoring import RewardScorer
 from sftplay.train.eval_mode import eval_mode, random_numbers_kept
 from sftplay.train.observer import Observer
@@ -117,17 +118,6 @@ def greedy_generation(trainer: Any) -> Iterator[None]:
     config.update(do_sample=False, **GREEDY)
     with replaced_attributes(trainer, generation_config=config):
         yield
-
-
-@contextmanager
-def replaced_attributes(target: Any, **values: Any) -> Iterator[None]:
-    """Inside, the attributes have these values; afterwards they have their former ones."""
-    before = {name: getattr(target, name) for name in values}
-    vars(target).update(values)
-    try:
-        yield
-    finally:
-        vars(target).update(before)
 
 
 CHUNK_WORDS = 2**21  # words of 8 bytes per chunk of a digest: a copy of a chunk takes 16 MiB
