@@ -14,7 +14,6 @@ SIDES: tuple[Side, Side] = ("before", "after")
 ENOUGH_ROWS = 20
 """Held-out chats from which on a change of their loss is put into words."""
 
-
 Figures = Mapping[str, Any]
 BySource = Mapping[str, Figures]
 

@@ -35,8 +35,6 @@ from sftplay.model.source import BUILTIN, first_line, is_local
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 from sftplay.model.weights import DTYPES
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-
 REMOVED = "(removed)"
 
 _PATH = re.compile(r"(?<![\w./:~-])~?/(?:[^\s/:\"'`<>|,;()]+/)+([^\s/:\"'`<>|,;()]*)")
@@ -77,7 +75,8 @@ def export(
     else:
         model, tokenizer = merged_model(cfg, folder, dtype=dtype)
     run = public_run(cfg, folder)
-    adapter_files = [folder.path / "adapter" / name for name in ADAPTER_FILES if run.has_adapter]
+    names = ("adapter_config.json", "adapter_model.safetensors") if run.has_adapter else ()
+    adapter_files = [folder.path / "adapter" / name for name in names]
 
     def fill(scratch: Path) -> None:
         log.status("writing", "export")

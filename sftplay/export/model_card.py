@@ -20,8 +20,6 @@ from sftplay.data.read import is_hub_name
 
 TEMPLATES = Path(__file__).with_name("templates")
 
-_MARKDOWN = re.compile(r"([\\`*\[\]|~$])")
-
 
 @dataclass(frozen=True)
 class PublicRun:
@@ -99,7 +97,7 @@ def _template(name: str) -> Template:
 
 def as_text(value: Any) -> str:
     """Return a value as one line of plain Markdown text, without any tag, link, table cell or heading."""
-    return html.escape(_MARKDOWN.sub(r"\\\1", _one_line(value)), quote=False)
+    return html.escape(re.sub(r"([\\`*\[\]|~$])", r"\\\1", _one_line(value)), quote=False)
 
 
 def as_code(value: Any) -> str:

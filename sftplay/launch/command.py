@@ -180,7 +180,6 @@ def accelerate_config(scale: Scale, strategy: Mapping[str, str]) -> str:
 
 WORKER = "sftplay.tasks.worker"
 
-ACCELERATE_CONFIG = "accelerate.yaml"  # name of accelerate's config file in the run folder
 LARGE_BYTES = 4 * 2**20
 """Tensors of at least this size get pages of their own on a CPU. The size is two huge pages: with one huge page, runs
 took up to a tenth longer."""
@@ -235,7 +234,7 @@ def build_launch(
     env |= strategy or {}
     # Otherwise the agent's store keeps dead addresses after a restart (torch 2.13, gloo).
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    config = str(run_folder / ACCELERATE_CONFIG)
+    config = str(run_folder / "accelerate.yaml")
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu else None
     argv = launcher_command(launcher, scale, strategy=strategy or {}, config=config, has_gpu=has_gpu, gpus=gpus)
     files = {config: accelerate_config(scale, strategy or {})} if launcher == "accelerate" else {}

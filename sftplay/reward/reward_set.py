@@ -58,7 +58,7 @@ class RewardSet:
     def __init__(self, cfg: RunConfig, *, rank_processes: int | None = None) -> None:
         """`rank_processes`: how many processes of the run share this machine's cores; None: what the launcher says.
 
-        Raise ConfigError where a reward cannot be loaded, MachineError where one runs programs and nothing can box them.
+        Raise ConfigError where a reward cannot be loaded, MachineError where nothing can box one that runs programs.
         """
         self.names = tuple(reward.name for reward in cfg.rewards)
         self.weights = tuple(reward.weight for reward in cfg.rewards)

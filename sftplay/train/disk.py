@@ -29,8 +29,6 @@ torch.save's (caffe2/serialize/inline_container.cc)."""
 
 SMALL_FILES_BYTES = 1 << 16  # room for status.json, metrics.jsonl and logs next to a checkpoint
 
-RESULT_SCRATCH = (".adapter.part", ".model.part")  # scratch folders of a result that is being written
-
 FIX = "make room, then continue with `make resume`; the last complete checkpoint is untouched"
 
 
@@ -86,7 +84,7 @@ def report_full_disk(folder: Path) -> Iterator[None]:
             if complete := list_marked(checkpoints):
                 room = f"a checkpoint needs {folder_bytes(complete[-1]):,} bytes, {room}"
             unmarked = [checkpoint for checkpoint in list_checkpoints(checkpoints) if not is_marked(checkpoint)]
-            for unfinished in (*unmarked, *(folder / name for name in RESULT_SCRATCH)):
+            for unfinished in (*unmarked, folder / ".adapter.part", folder / ".model.part"):
                 shutil.rmtree(unfinished, ignore_errors=True)
         where = getattr(error, "filename", None) or folder
         what = f"writing failed ({str(error).splitlines()[0]}){f': {room}' if room else ''}"

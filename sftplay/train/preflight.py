@@ -118,7 +118,6 @@ MUST_AGREE = {
 }
 """Facts that must be equal on all ranks, and the message where they are not."""
 
-
 CHUNK_NUMBERS = 2**22
 """Weights that are summed at a time: a copy in 8 bytes takes 32 MiB, and one of 152,000 x 8192 weights 10 GB."""
 

@@ -36,8 +36,6 @@ from sftplay.plan.task_sizing import TaskSizing, build_setting
 from sftplay.tasks.grpo.spec import EFFECTIVE, count_batch_completions
 from sftplay.units import GIB, format_bytes
 
-Engine = Literal["transformers", "continuous", "vllm_colocate", "vllm_server"]
-
 DRAW, SCORE = "drawing", "scoring"
 
 CACHE, REFERENCE, ENGINE = "key-value cache", "reference", "vLLM"
@@ -83,7 +81,7 @@ class Rollout:
 
     scores_first: bool = False  # True where probabilities under older or frozen weights are computed before the update
     limits_probability: bool = False  # True where the likeliest tokens are sorted out (top_p below 1)
-    engine: Engine = "transformers"
+    engine: Literal["transformers", "continuous", "vllm_colocate", "vllm_server"] = "transformers"
     engine_bytes: int = 0  # the part of the card that vLLM takes (vllm_colocate)
     engine_sleeps: bool = False  # True where vLLM gives most of it back while the model is updated
     labels: ClassVar[Mapping[str, str]] = {
