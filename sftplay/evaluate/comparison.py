@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Side = Literal["before", "after"]
@@ -15,28 +14,16 @@ SIDES: tuple[Side, Side] = ("before", "after")
 ENOUGH_ROWS = 20
 """Held-out chats from which on a change of their loss is put into words."""
 
-
 Figures = Mapping[str, Any]
+BySource = Mapping[str, Figures]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One side of a run."""
-
-    window: int
-    stride: int
-    vocabulary: int
-    """Words of the tokenizer."""
-
-    texts: Mapping[str, Figures] = field(default_factory=dict)
-    """Source of documents -> its figures."""
-
-    anchors: Mapping[str, Figures] = field(default_factory=dict)
-    """Source of chats -> its figures."""
-
-
-def with_side(content: Figures, side: Side, *, measured: Measured) -> dict[str, Any]:
+def with_side(
+    content: Figures, side: Side, *, window: int, stride: int, vocabulary: int, texts: BySource, anchors: BySource
+) -> dict[str, Any]:
     """Return `content`, what perplexity.json holds so far, with the figures of one side in it.
+
+    `vocabulary` is the words of the tokenizer; `texts` and `anchors` map sources of documents and of chats to figures.
 
     `sources`: for each source of documents `perplexity_before`, `perplexity_after`, the same of `loss` and
     `bits_per_byte`, then `tokens`, `documents` and `bytes`. `anchor`: for each source of chats `loss_before`,
@@ -44,17 +31,17 @@ def with_side(content: Figures, side: Side, *, measured: Measured) -> dict[str, 
     false where the two models have other tokenizers; then only bits per byte compares. Figures of the other side stay
     where they were taken with the same window and stride.
     """
-    how = {"window": measured.window, "stride": measured.stride}
+    how = {"window": window, "stride": stride}
     old = content if {key: content.get(key) for key in how} == how else {}
     sizes = {f"vocabulary_{name}": old.get(f"vocabulary_{name}") for name in SIDES}
-    sizes[f"vocabulary_{side}"] = measured.vocabulary
-    anchors = _join_sides(old.get("anchor"), side, figures=measured.anchors)
+    sizes[f"vocabulary_{side}"] = vocabulary
+    chats = _join_sides(old.get("anchor"), side, figures=anchors)
     return {
         **how,
         **sizes,
         "perplexity_compares": len({size for size in sizes.values() if size is not None}) == 1,
-        "sources": _join_sides(old.get("sources"), side, figures=measured.texts),
-        "anchor": {name: {**row, **_describe_forgetting(name, row)} for name, row in anchors.items()},
+        "sources": _join_sides(old.get("sources"), side, figures=texts),
+        "anchor": {name: {**row, **_describe_forgetting(name, row)} for name, row in chats.items()},
     }
 
 
@@ -68,7 +55,7 @@ def comparison_table(content: Figures) -> str:
     return "\n".join([*lines, f"window {content['window']:,} tokens, stride {content['stride']:,}"])
 
 
-def _join_sides(old: Any, side: Side, *, figures: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
+def _join_sides(old: Any, side: Side, *, figures: BySource) -> dict[str, dict[str, Any]]:
     """The rows of the sources in `figures`, each with the figures of both sides."""
     known = old if isinstance(old, dict) else {}
     joined = {}
@@ -101,7 +88,7 @@ def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _block(title: str, keys: list[str], *, rows: Mapping[str, Figures]) -> list[str]:
+def _block(title: str, keys: list[str], *, rows: BySource) -> list[str]:
     """A line for each row: how many, then two figures before and after."""
     if not rows:
         return []

@@ -80,13 +80,6 @@ def score_by_rewards(
     return {name: scores.values for name, scores in scored.by_name.items()}
 
 
-def collect_columns(chats: Sequence[Chat], references: Sequence[str]) -> dict[str, list[Any]]:
-    """Return what rewards read of held-out chats: `answer`, their reference, and the columns that all of them have."""
-    rows = [json.loads(chat.columns) if chat.columns else {} for chat in chats]
-    shared = set.intersection(*map(set, rows)) if rows else set()
-    return {name: [row[name] for row in rows] for name in sorted(shared)} | {"answer": list(references)}
-
-
 def mean_rewards(scores: dict[str, list[float | None]]) -> dict[str, float]:
     """Return `reward/NAME` -> mean of the values that are known; a reward without any is left out."""
     known = {name: [value for value in values if value is not None] for name, values in scores.items()}
@@ -131,7 +124,10 @@ def evaluate(model: Any, examples: Examples | HeldOutChats, *, cfg: RunConfig, p
     means, correct = score_answers(answers, references, metrics=cfg.eval.metrics) if chats else ({}, [])
     rewards = dict[str, list[float | None]]()
     if chats and cfg.rewards:
-        rewards = score_by_rewards(cfg, answers, columns=collect_columns(chats, references))
+        # What rewards read: `answer`, the reference, and the columns that all of these chats have.
+        read = [json.loads(chat.columns) if chat.columns else {} for chat in chats]
+        columns = {name: [row[name] for row in read] for name in sorted(set.intersection(*map(set, read)))}
+        rewards = score_by_rewards(cfg, answers, columns=columns | {"answer": references})
         means |= mean_rewards(rewards)
     figures = {"n": len(chats), "loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, **means}
     rows = (

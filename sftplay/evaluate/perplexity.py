@@ -23,7 +23,7 @@ from sftplay.config.run import RunConfig
 from sftplay.data.mixture.load import MixtureRows
 from sftplay.data.pipeline import Examples
 from sftplay.data.records import IGNORE_INDEX
-from sftplay.evaluate.comparison import Measured, Side, with_side
+from sftplay.evaluate.comparison import Side, with_side
 from sftplay.evaluate.evaluate import LOSS_TOKENS, SCORES_BYTES, HeldOutChats, evaluate, ready_to_answer
 from sftplay.model.out_of_memory import AdaptiveBatches
 
@@ -256,15 +256,10 @@ def measure_sources(model: Any, held_out: HeldOut, *, tokenizer: Any, cfg: RunCo
     for name, chats in held_out.chats.items():
         figures = evaluate(model, chats, cfg=cfg, path=path.with_name(f"{prefix}anchor-{name}-{side}.json"))
         anchors[name] = {**figures, "rows": len(chats.held_out or ())}
-    measured = Measured(
-        window=window,
-        stride=stride,
-        vocabulary=len(tokenizer),
-        texts={name: figures.as_json() for name, figures in texts.items()},
-        anchors=anchors,
-    )
     table = path.with_name(f"{prefix}{TABLE}")
-    content = with_side(read_object(table), side, measured=measured)
+    known = {name: figures.as_json() for name, figures in texts.items()}
+    size = {"window": window, "stride": stride, "vocabulary": len(tokenizer)}
+    content = with_side(read_object(table), side, texts=known, anchors=anchors, **size)
     write_text(table, json.dumps(content, indent=1) + "\n")
     write_text(path, json.dumps(pooled(list(texts.values())).as_json(), indent=1) + "\n")
     return content

@@ -179,11 +179,7 @@ class ChatRequest(Strict):
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Return the request in a body.
-
-    Raises:
-        RefusedRequest: with 400 and the name of the first wrong parameter.
-    """
+    """Return the request in a body. Raise RefusedRequest with 400 and the name of the first wrong parameter."""
     try:
         return ChatRequest.model_validate_json(body)
     except ValidationError as error:
@@ -230,21 +226,6 @@ class ChatApp:
         request = read_request(body)
         if request.model != self.name:
             raise RefusedRequest(400, f"model: this server has {self.name!r} only", param="model")
-        n_prompt = self._count(request)
-        answer = request.answer_tokens
-        if self.context_tokens is not None:
-            room = self.context_tokens - n_prompt
-            if room < (answer or 1):
-                wish = f" and an answer of {answer}" if answer else ""
-                what = (
-                    f"a prompt of {n_prompt} tokens{wish} is more than the {self.context_tokens} that the model reads"
-                )
-                raise RefusedRequest(400, what, param="messages" if room < 1 else "max_tokens")
-            answer = answer or min(ANSWER_TOKENS, room)
-        forwarded = request.forwarded() | {"max_tokens": answer or ANSWER_TOKENS}
-        return request, json.dumps(forwarded).encode()
-
-    def _count(self, request: ChatRequest) -> int:
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
         for message in messages:  # as transformers' server passes it to the template
             content = message.setdefault("content", "")
@@ -261,7 +242,19 @@ class ChatApp:
             first = next(iter(str(error).splitlines()), type(error).__name__)
             what = f"messages: the chat template refuses them ({first})"
             raise RefusedRequest(400, what, param="messages") from error
-        return len(ids)
+        n_prompt = len(ids)
+        answer = request.answer_tokens
+        if self.context_tokens is not None:
+            room = self.context_tokens - n_prompt
+            if room < (answer or 1):
+                wish = f" and an answer of {answer}" if answer else ""
+                what = (
+                    f"a prompt of {n_prompt} tokens{wish} is more than the {self.context_tokens} that the model reads"
+                )
+                raise RefusedRequest(400, what, param="messages" if room < 1 else "max_tokens")
+            answer = answer or min(ANSWER_TOKENS, room)
+        forwarded = request.forwarded() | {"max_tokens": answer or ANSWER_TOKENS}
+        return request, json.dumps(forwarded).encode()
 
 
 class StopTextSend:

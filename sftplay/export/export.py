@@ -35,8 +35,6 @@ from sftplay.model.source import BUILTIN, first_line, is_local
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 from sftplay.model.weights import DTYPES
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-
 REMOVED = "(removed)"
 
 _PATH = re.compile(r"(?<![\w./:~-])~?/(?:[^\s/:\"'`<>|,;()]+/)+([^\s/:\"'`<>|,;()]*)")
@@ -64,11 +62,21 @@ def export(
     """
     check_target(out)
     result = folder.path / "model"
-    model, tokenizer = (
-        _open_result(cfg, result, dtype=dtype) if result.is_dir() else merged_model(cfg, folder, dtype=dtype)
-    )
+    if result.is_dir():
+        tokenizer = load_tokenizer(cfg.model, str(result))
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                result, dtype=DTYPES[dtype] if dtype else "auto", trust_remote_code=cfg.model.trust_remote_code
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            what = f"the result cannot be loaded ({first_line(error)})"
+            raise MachineError(what, where=str(result), fix="check its files") from error
+        set_end_tokens(model.generation_config, tokenizer)
+    else:
+        model, tokenizer = merged_model(cfg, folder, dtype=dtype)
     run = public_run(cfg, folder)
-    adapter_files = [folder.path / "adapter" / name for name in ADAPTER_FILES if run.has_adapter]
+    names = ("adapter_config.json", "adapter_model.safetensors") if run.has_adapter else ()
+    adapter_files = [folder.path / "adapter" / name for name in names]
 
     def fill(scratch: Path) -> None:
         log.status("writing", "export")
@@ -90,19 +98,6 @@ def export(
     write_folder(out, size_bytes(model) + sum(path.stat().st_size for path in adapter_files), fill=fill)
     log.say(f"{out}: read README.md in it before you publish", "export")
     return out
-
-
-def _open_result(cfg: RunConfig, result: Path, *, dtype: Dtype | None) -> tuple[Any, Any]:
-    tokenizer = load_tokenizer(cfg.model, str(result))
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            result, dtype=DTYPES[dtype] if dtype else "auto", trust_remote_code=cfg.model.trust_remote_code
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        what = f"the result cannot be loaded ({first_line(error)})"
-        raise MachineError(what, where=str(result), fix="check its files") from error
-    set_end_tokens(model.generation_config, tokenizer)
-    return model, tokenizer
 
 
 def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:

@@ -84,11 +84,7 @@ def merged_model(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None) -> t
 
 
 def find_adapter(cfg: RunConfig, folder: RunFolder) -> Path:
-    """Return the run's adapter folder.
-
-    Raises:
-        ConfigError: the run has none; the message says what to do.
-    """
+    """Return the run's adapter folder. Raise ConfigError where the run has none; the message says what to do."""
     adapter = folder.path / "adapter"
     if adapter.is_dir():
         return adapter
@@ -188,9 +184,8 @@ def check_target(out: Path) -> None:
 def write_folder(out: Path, weight_bytes: int, *, fill: Callable[[Path], None]) -> Path:
     """Make the folder `out` by `fill(scratch)` under a scratch name, then rename it into place.
 
-    Raises:
-        ConfigError: `out` exists, or another process is making it.
-        MachineError: the disk has no room for `weight_bytes`, or a file cannot be written.
+    Raise ConfigError where `out` exists, or another process is making it; MachineError where the disk has no room for
+    `weight_bytes`, or a file cannot be written.
     """
     scratch = out.with_name(f".{out.name}.part")
     try:

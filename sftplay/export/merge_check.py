@@ -34,7 +34,6 @@ from sftplay.model.tokenizer import end_token_ids, load_tokenizer
 
 PROMPTS, ANSWER_TOKENS = 8, 32
 
-
 QUESTIONS = (
     "What is the capital of France?",
     "Write one sentence about the sea.",

@@ -20,8 +20,6 @@ from sftplay.data.read import is_hub_name
 
 TEMPLATES = Path(__file__).with_name("templates")
 
-_MARKDOWN = re.compile(r"([\\`*\[\]|~$])")
-
 
 @dataclass(frozen=True)
 class PublicRun:
@@ -63,7 +61,19 @@ def write_card(run: PublicRun, path: Path) -> None:
         settings=list(_settings(run)),
         versions=[(name, version) for name, version in known.items() if version],
     )
-    path.write_text(f"---\n{_front_matter(run).to_yaml()}\n---\n\n{text}", encoding="utf-8")
+    # The metadata for the hub: https://huggingface.co/docs/hub/model-cards; `unknown` is a valid licence.
+    cfg = run.cfg
+    paths = [source.path for source in cfg.datasets] or [cfg.rows_path]
+    relation: dict[str, Any] = {"base_model": run.hub_base, "base_model_relation": "finetune"} if run.hub_base else {}
+    front = ModelCardData(
+        license=run.licence or "unknown",
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["sft-play", cfg.task_mode, cfg.tuning.mode],
+        datasets=[path for path in paths if is_hub_name(path) and "/" in path] or None,
+        **relation,
+    )
+    path.write_text(f"---\n{front.to_yaml()}\n---\n\n{text}", encoding="utf-8")
 
 
 def write_adapter_card(path: Path, *, name: str, base: str | None) -> None:
@@ -87,7 +97,7 @@ def _template(name: str) -> Template:
 
 def as_text(value: Any) -> str:
     """Return a value as one line of plain Markdown text, without any tag, link, table cell or heading."""
-    return html.escape(_MARKDOWN.sub(r"\\\1", _one_line(value)), quote=False)
+    return html.escape(re.sub(r"([\\`*\[\]|~$])", r"\\\1", _one_line(value)), quote=False)
 
 
 def as_code(value: Any) -> str:
@@ -99,21 +109,6 @@ def as_code(value: Any) -> str:
 
 def _one_line(value: Any) -> str:
     return " ".join("".join(letter if letter.isprintable() else " " for letter in str(value)).split())
-
-
-def _front_matter(run: PublicRun) -> ModelCardData:
-    """Return the metadata for the hub (https://huggingface.co/docs/hub/model-cards); `unknown` is a valid licence."""
-    cfg = run.cfg
-    paths = [source.path for source in cfg.datasets] or [cfg.rows_path]
-    relation: dict[str, Any] = {"base_model": run.hub_base, "base_model_relation": "finetune"} if run.hub_base else {}
-    return ModelCardData(
-        license=run.licence or "unknown",
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["sft-play", cfg.task_mode, cfg.tuning.mode],
-        datasets=[path for path in paths if is_hub_name(path) and "/" in path] or None,
-        **relation,
-    )
 
 
 def _describe_method(cfg: RunConfig) -> str:

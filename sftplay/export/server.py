@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +21,7 @@ from sftplay import log
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.export import gate
 from sftplay.launch.command import Launch, offline_environment, quiet_environment
+from sftplay.launch.generation_server import answers
 from sftplay.machine.ports import HOST, free_port
 from sftplay.places import ROOT
 from sftplay.signals import popen_tied
@@ -97,17 +97,14 @@ def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Pat
     """Start the server, report when it answers, and wait until it is stopped; return 128 + the signal's number.
 
     The first SIGTERM or SIGINT lets answers finish for `STOP_S` seconds, the second ends at once; the server does not
-    outlive this process.
-
-    Raises:
-        RunError: it ended by itself; the error holds its last lines.
+    outlive this process. Raise RunError where it ended by itself; the error holds its last lines.
     """
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("wb") as handle, _StopSignals().installed() as stopper:
         process = popen_tied(launch.argv, output=handle, env=launch.env, cwd=cwd)
         try:
             deadline = time.monotonic() + START_S
-            while process.poll() is None and not stopper.received and not _is_healthy(port):
+            while process.poll() is None and not stopper.received and not answers(port, within_s=1.0):
                 if time.monotonic() > deadline:
                     process.kill()
                 time.sleep(0.1)
@@ -119,7 +116,7 @@ def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Pat
                 if stopper.received and not is_terminated:
                     process.terminate()
                     is_terminated = True
-                elif is_terminated and not stopper.is_patient:
+                elif is_terminated and (stopper.again or time.monotonic() - stopper.at >= STOP_S):
                     process.kill()
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(0.1)
@@ -155,18 +152,3 @@ class _StopSignals:
             self.again = True
         else:
             self.received, self.at = number, time.monotonic()
-
-    @property
-    def is_patient(self) -> bool:
-        return not self.again and time.monotonic() - self.at < STOP_S
-
-
-def _is_healthy(port: int) -> bool:
-    connection = HTTPConnection(HOST, port, timeout=1)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, HTTPException):
-        return False
-    finally:
-        connection.close()

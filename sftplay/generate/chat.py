@@ -41,9 +41,7 @@ class Conversation:
         """Yield parts of the answer to `text`, until `stop` is set; both are kept, unless nothing was answered.
 
         When the conversation no longer fits the context, its oldest turns are forgotten and `notify` gets a message.
-
-        Raises:
-            DataError: the template refuses the conversation, or `text` alone does not fit; it is not kept.
+        Raise DataError where the template refuses the conversation, or `text` alone does not fit; it is not kept.
         """
         before = list(self.turns)
         self.turns.append(Message("user", text))

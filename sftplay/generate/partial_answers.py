@@ -48,9 +48,8 @@ class PartialAnswers:
     def held(self) -> Iterator[PartialAnswers]:
         """Lock the file for this process and read the answers of an earlier one; a torn last line is cut off.
 
-        Raises:
-            ConfigError: another process holds it, it is another kind of file, or its answers belong to something else.
-            MachineError: it cannot be made.
+        Raise ConfigError where another process holds it, it is another kind of file, or its answers belong to something
+        else; MachineError where it cannot be made.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +111,22 @@ class PartialAnswers:
         handle.seek(0)
         head = handle.readline()
         if head and head.endswith(b"\n"):
-            self._check_header(head)
+            try:
+                stored = json.loads(head)["answers of"] if head.startswith(HEADER.encode()) else None
+            except (ValueError, KeyError):
+                stored = None
+            if not isinstance(stored, dict):
+                raise self._refuse_other_file()
+            current = self._fingerprint
+            different = [
+                f"{name} was {stored.get(name)!r} and is {current.get(name)!r} now"
+                for name in [*current, *(name for name in stored if name not in current)]
+                if stored.get(name) != current.get(name)
+            ]
+            if different:
+                what = f"its answers belong to something else: {'; '.join(different)}"
+                fix = "ask as before, or remove that file to start again"
+                raise ConfigError(what, where=str(self.path), fix=fix)
         elif not HEADER.encode().startswith(head[: len(HEADER)]):
             raise self._refuse_other_file()
         good = handle.tell() if head.endswith(b"\n") else 0
@@ -127,24 +141,6 @@ class PartialAnswers:
             self.n_batches, self.n_answers = self.n_batches + 1, self.n_answers + n
         # Without a batch the header is written again, together with the first one.
         handle.truncate(good if self.n_batches else 0)
-
-    def _check_header(self, head: bytes) -> None:
-        try:
-            stored = json.loads(head)["answers of"] if head.startswith(HEADER.encode()) else None
-        except (ValueError, KeyError):
-            stored = None
-        if not isinstance(stored, dict):
-            raise self._refuse_other_file()
-        current = self._fingerprint
-        different = [
-            f"{name} was {stored.get(name)!r} and is {current.get(name)!r} now"
-            for name in [*current, *(name for name in stored if name not in current)]
-            if stored.get(name) != current.get(name)
-        ]
-        if different:
-            what = f"its answers belong to something else: {'; '.join(different)}"
-            fix = "ask as before, or remove that file to start again"
-            raise ConfigError(what, where=str(self.path), fix=fix)
 
     def _refuse_other_file(self) -> ConfigError:
         what = "is in the way: it is not a file of partial answers"

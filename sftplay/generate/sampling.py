@@ -58,23 +58,17 @@ class SampleByRow(LogitsProcessor):
         """Return the next token of each row, int64 [rows, 1]."""
         sums = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
         if not self._ahead:
-            self._generate_ahead(sums.device)
+            # Twice as many numbers as before. All rows share one source, which is seeded again for each of them. This
+            # is faster than a source for each row, although the earlier numbers are generated once more.
+            source, done = torch.Generator(), self._n_generated
+            self._n_generated = 2 * done or AHEAD
+            numbers = torch.empty(len(self._seeds), self._n_generated, dtype=torch.float64)
+            for row, seed in zip(numbers.unbind(), self._seeds, strict=True):
+                row.uniform_(generator=source.manual_seed(seed))
+            self._ahead = list(numbers[:, done:, None].to(sums.device).unbind(1))[::-1]
         # Each number is below the last sum, however that is rounded. The first sum above it is never a cut-off token's.
         places = self._ahead.pop() * sums[:, -1:]
         return torch.searchsorted(sums, places, right=True).clamp(max=scores.shape[-1] - 1)
-
-    def _generate_ahead(self, device: torch.device) -> None:
-        """Generate twice as many numbers as before.
-
-        All rows share one source, which is seeded again for each of them. That is faster than a source for each row,
-        although the earlier numbers are generated once more.
-        """
-        source, done = torch.Generator(), self._n_generated
-        self._n_generated = 2 * done or AHEAD
-        numbers = torch.empty(len(self._seeds), self._n_generated, dtype=torch.float64)
-        for row, seed in zip(numbers.unbind(), self._seeds, strict=True):
-            row.uniform_(generator=source.manual_seed(seed))
-        self._ahead = list(numbers[:, done:, None].to(device).unbind(1))[::-1]
 
 
 def only(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

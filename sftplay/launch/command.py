@@ -146,32 +146,30 @@ def launcher_command(
         argv += ["--main_process_port", str(scale.master_port)]
         argv += ["--mixed_precision", strategy.get(PRECISION, "no"), "--dynamo_backend", "no"]
     elif launcher == "deepspeed":
-        argv = _deepspeed_command(scale, strategy, gpus=gpus)
+        if "ACCELERATE_USE_DEEPSPEED" not in strategy:
+            fix = f"write cluster.strategy: zero1, zero2 or zero3; or {KEY}: auto"
+            raise ConfigError("deepspeed starts runs of zero1, zero2 and zero3 only", where=KEY, fix=fix)
+        if scale.nnodes > 1:
+            what = (
+                f"deepspeed reaches {scale.nnodes} nodes by ssh, and stop signals to this command would not reach them"
+            )
+            raise ConfigError(what, where=KEY, fix=f"write {KEY}: torchrun, and start it on every node")
+        devices = ["--num_gpus", str(scale.nproc)]
+        if gpus:  # with only a number DeepSpeed takes the machine's first devices
+            chosen = [gpu.strip() for gpu in gpus.split(",")][: scale.nproc]
+            if not all(gpu.isdecimal() for gpu in chosen):
+                fix = f"give their numbers (nvidia-smi -L), or write {KEY}: torchrun"
+                raise ConfigError(f"deepspeed takes GPUs by number, not {gpus}", where="CUDA_VISIBLE_DEVICES", fix=fix)
+            devices = ["--include", f"localhost:{','.join(chosen)}"]
+        # A list of hosts on this machine (/job/hostfile) would start the run on other machines.
+        argv = [sys.executable, "-m", DEEPSPEED, "--hostfile", os.devnull, *devices]
+        argv += ["--master_addr", scale.master_addr, "--master_port", str(scale.master_port), "--no_local_rank"]
     else:
         argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(scale.nproc)]
         argv += ["--nnodes", str(scale.nnodes), "--node-rank", str(scale.node_rank)]
         argv += ["--master-addr", scale.master_addr, "--master-port", str(scale.master_port)]
     module = "--module" if launcher in ("accelerate", "deepspeed") else "-m"
     return [*argv, *scale.launcher_args, module]
-
-
-def _deepspeed_command(scale: Scale, strategy: Mapping[str, str], *, gpus: str | None) -> list[str]:
-    if "ACCELERATE_USE_DEEPSPEED" not in strategy:
-        fix = f"write cluster.strategy: zero1, zero2 or zero3; or {KEY}: auto"
-        raise ConfigError("deepspeed starts runs of zero1, zero2 and zero3 only", where=KEY, fix=fix)
-    if scale.nnodes > 1:
-        what = f"deepspeed reaches {scale.nnodes} nodes by ssh, and stop signals to this command would not reach them"
-        raise ConfigError(what, where=KEY, fix=f"write {KEY}: torchrun, and start it on every node")
-    devices = ["--num_gpus", str(scale.nproc)]
-    if gpus:  # with only a number DeepSpeed takes the machine's first devices
-        chosen = [gpu.strip() for gpu in gpus.split(",")][: scale.nproc]
-        if not all(gpu.isdecimal() for gpu in chosen):
-            fix = f"give their numbers (nvidia-smi -L), or write {KEY}: torchrun"
-            raise ConfigError(f"deepspeed takes GPUs by number, not {gpus}", where="CUDA_VISIBLE_DEVICES", fix=fix)
-        devices = ["--include", f"localhost:{','.join(chosen)}"]
-    # A list of hosts on this machine (/job/hostfile) would start the run on other machines.
-    argv = [sys.executable, "-m", DEEPSPEED, "--hostfile", os.devnull, *devices]
-    return [*argv, "--master_addr", scale.master_addr, "--master_port", str(scale.master_port), "--no_local_rank"]
 
 
 def accelerate_config(scale: Scale, strategy: Mapping[str, str]) -> str:
@@ -182,7 +180,6 @@ def accelerate_config(scale: Scale, strategy: Mapping[str, str]) -> str:
 
 WORKER = "sftplay.tasks.worker"
 
-ACCELERATE_CONFIG = "accelerate.yaml"  # name of accelerate's config file in the run folder
 LARGE_BYTES = 4 * 2**20
 """Tensors of at least this size get pages of their own on a CPU. The size is two huge pages: with one huge page, runs
 took up to a tenth longer."""
@@ -237,7 +234,7 @@ def build_launch(
     env |= strategy or {}
     # Otherwise the agent's store keeps dead addresses after a restart (torch 2.13, gloo).
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    config = str(run_folder / ACCELERATE_CONFIG)
+    config = str(run_folder / "accelerate.yaml")
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu else None
     argv = launcher_command(launcher, scale, strategy=strategy or {}, config=config, has_gpu=has_gpu, gpus=gpus)
     files = {config: accelerate_config(scale, strategy or {})} if launcher == "accelerate" else {}

@@ -92,9 +92,6 @@ REMOVED = (
 )  # fmt: skip
 """Names that DeepSpeed 0.19 no longer has and refuses."""
 
-DECOUPLED = "checkpoint.writer.decoupled"
-"""With it DeepSpeed reports a checkpoint as saved while it still writes it (`runtime/checkpoint_engine/`)."""
-
 AUTO_NAMES = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16.enabled "
     "fp16.enabled optimizer.params.lr optimizer.params.betas optimizer.params.eps optimizer.params.weight_decay "
@@ -218,7 +215,8 @@ def _unknown(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         name = dotted.rpartition(".")[2]
         if dotted in OUTDATED:
             yield dotted, "is an outdated name", f"write {OUTDATED[dotted]}"
-        elif dotted == DECOUPLED and value:
+        elif dotted == "checkpoint.writer.decoupled" and value:
+            # DeepSpeed reports it as saved while it still writes it (`runtime/checkpoint_engine/`).
             yield dotted, "a checkpoint would count as complete while it is still written", "remove it"
         elif dotted in REMOVED:
             yield dotted, "is no longer part of DeepSpeed", "remove it"

@@ -45,9 +45,6 @@ GAP_S = 10.0
 """After a longer pause of the parent (Ctrl-Z, a suspended machine, a blocked terminal) all ages start anew: a rank may
 have waited for the parent."""
 
-EVERYBODY_WAITS = 1.1
-"""Factor on the timeout when all ranks of this node wait. The node with the culprit then reports first."""
-
 SHOWN_LINES = 5
 
 NO_STACK_REASONS = {
@@ -129,7 +126,8 @@ class Watchdog:
         if not all(read_state(beat.pid) for beat in fresh):
             return  # a rank has died: the launcher notices that and ends the others
         culprits = find_culprits(fresh, stacks)
-        limit_s = self.timeout_s * (1 if culprits else EVERYBODY_WAITS)
+        # Where all ranks of this node wait, the node with the culprit reports first.
+        limit_s = self.timeout_s * (1 if culprits else 1.1)
         # A rank that entered its phase a short time ago is no culprit, and the others wait for it rightly. The same
         # holds for a rank that made progress while the stacks were written.
         suspects = culprits or fresh
@@ -189,9 +187,6 @@ def _rank_names(beats: Sequence[Beat]) -> str:
 LAST_LINES = 20
 """How many of the launcher's last lines are shown when it ends without a message. logs/launch.log has all of them."""
 
-KEPT_LINES = 1000
-"""How many of the launcher's lines are searched for a death. torchrun writes six for each rank that failed."""
-
 WORKER_CODES = (2, 3, 4, 5)  # exit codes that only a worker of ours has
 ECHO_S = 20.0
 """make forwards a SIGTERM to its recipe (commands.c, fatal_error_signal). The second one arrives within this time, on a
@@ -232,7 +227,16 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
             checks = [watchdog.check, check_folder, *([check_nodes] if check_nodes else [])]
             unmarked = _show_lines(process, console, log=log, checks=checks)
         except (Stall, NodeLost) as error:
-            return _end_launch(error, watchdog, process=process, console=console)
+            # Killed before anything is recorded: a rank still alive might record another error.
+            alive = _kill_launch(watchdog, process)
+            recorded = folder.read_json("status.json").get("exit_code")
+            if recorded is None:  # otherwise one rank had recorded why it ended, and another rank was stuck
+                _record_end(folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
+            console.line("\n".join([str(error), *(error.stack if isinstance(error, Stall) else [])]))
+            if alive:
+                pids = ", ".join(map(str, alive))
+                console.line(f"these processes wait inside the kernel and cannot be killed: {pids}")
+            return error.exit_code if recorded is None else int(recorded)
         except FolderGone:
             _kill_launch(watchdog, process)
             raise
@@ -311,20 +315,6 @@ def log_name(node: int) -> str:
     return f"launch-node{node}.log" if node else "launch.log"
 
 
-def _end_launch(
-    error: Stall | NodeLost, watchdog: Watchdog, *, process: subprocess.Popen[bytes], console: Console
-) -> int:
-    """Kill all processes of the launch, then record and show the error. A rank still alive might record another one."""
-    alive = _kill_launch(watchdog, process)
-    recorded = watchdog.folder.read_json("status.json").get("exit_code")
-    if recorded is None:  # otherwise one rank had recorded why it ended, and another rank was stuck
-        _record_end(watchdog.folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
-    console.line("\n".join([str(error), *(error.stack if isinstance(error, Stall) else [])]))
-    if alive:
-        console.line(f"these processes wait inside the kernel and cannot be killed: {', '.join(map(str, alive))}")
-    return error.exit_code if recorded is None else int(recorded)
-
-
 def _kill_launch(watchdog: Watchdog, process: subprocess.Popen[bytes]) -> list[int]:
     """Kill all processes of the launch; the pids of those that cannot be killed."""
     alive = watchdog.end()
@@ -398,7 +388,8 @@ def _show_lines(
     process: subprocess.Popen[bytes], console: Console, *, log: BinaryIO, checks: Sequence[Callable[[], None]]
 ) -> deque[str]:
     """Show the run's own lines and write all others to `log`, until there are no more; the last of these others."""
-    unmarked: deque[str] = deque(maxlen=KEPT_LINES)
+    # Enough to find a death in: torchrun writes six lines for each rank that failed.
+    unmarked: deque[str] = deque(maxlen=1000)
     lines: queue.Queue[bytes | None] = queue.Queue()
 
     def read_lines() -> None:

@@ -187,7 +187,7 @@ def _hold(cfg: RunConfig, address: Path, *, node: str, stopped: Sequence[int]) -
     deadline, is_ready = time.monotonic() + timeout_s, False
     try:
         while process.poll() is None and not stopped:
-            if not is_ready and (is_ready := _answers(port)):
+            if not is_ready and (is_ready := answers(port, within_s=ANSWER_S)):
                 write_text(address, f"http://{node}:{port}")
                 print(f"[server] ready at http://{node}:{port}", flush=True)
             if not is_ready and time.monotonic() > deadline:
@@ -206,8 +206,9 @@ def _hold(cfg: RunConfig, address: Path, *, node: str, stopped: Sequence[int]) -
         raise RunError(what, where=KEY, fix="look at its lines above")
 
 
-def _answers(port: int) -> bool:
-    connection = http.client.HTTPConnection(HOST, port, timeout=ANSWER_S)
+def answers(port: int, *, within_s: float) -> bool:
+    """Return whether a server on this machine says that it is ready."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=within_s)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == http.client.OK

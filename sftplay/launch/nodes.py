@@ -365,17 +365,13 @@ def find_differences(reports: Sequence[Mapping[str, Any]]) -> list[tuple[int, st
             others = f"node {usual_nodes[0]}" if len(usual_nodes) == 1 else f"nodes {', '.join(map(str, usual_nodes))}"
             for node, value in values.items():
                 what = f"{name} is {value}, on {others} it is {usual}"
-                if section == "files":
-                    what = f"the path in {name} {_compare_files(value, usual, others=others)}"
+                if section == "files" and MISSING in (value, usual):
+                    here, there = ("is missing", "exists") if value == MISSING else ("exists", "is missing")
+                    what = f"the path in {name} {here}, on {others} it {there}"
+                elif section == "files":
+                    what = f"the path in {name} has other content than on {others}"
                 differences += [(node, kind, what)] if value != usual else []
     return differences
-
-
-def _compare_files(value: str, usual: str, *, others: str) -> str:
-    if MISSING not in (value, usual):
-        return f"has other content than on {others}"
-    here, there = ("is missing", "exists") if value == MISSING else ("exists", "is missing")
-    return f"{here}, on {others} it {there}"
 
 
 def check_nodes_match(reports: Sequence[Mapping[str, Any]]) -> None:
@@ -398,8 +394,6 @@ def check_nodes_match(reports: Sequence[Mapping[str, Any]]) -> None:
 
 SHARED_S = 10.0
 """How long a shared file system may take until a node sees what another has written (NFS caches attributes for 3 s)."""
-
-JOIN_POLL_S = 0.2
 
 HOST_GRACE_S = 5.0
 """How long node 0's ranks may take to end after a rank on another node has written its error to status.json."""
@@ -452,7 +446,7 @@ def check_folder(folder: RunFolder, digest: str) -> None:
         with suppress(OSError):
             if _hash_config(folder) == digest:
                 return
-        time.sleep(JOIN_POLL_S)
+        time.sleep(0.2)
     what = f"{folder.path.absolute()} is not the folder that node 0 has created"
     fix = "give output_dir a folder that all nodes share, as an absolute path"
     raise MachineError(what, where="output_dir", fix=fix)

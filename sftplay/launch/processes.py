@@ -90,8 +90,6 @@ def end_launch(launcher: int) -> list[int]:
 STACKS_SIGNAL = signal.SIGUSR2
 
 ANSWER_S = 2.0  # How long an answer may take. A process that is stopped or waits inside the kernel does not answer.
-SETTLED_S = 0.1
-"""A stack file that has grown and then stays the same for this long is complete. Writing one takes a millisecond."""
 
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
 """Every collective that Python code starts goes through this file of torch."""
@@ -146,7 +144,8 @@ def ask_for_stacks(logs: Path, pids: Mapping[int, int]) -> dict[int, Stack]:
         if sizes == previous and all(sizes[rank] > size for rank, size in old_sizes.items()):
             break
         previous = sizes
-        time.sleep(SETTLED_S)
+        # A file that has grown and then stays the same for this long is complete: writing it takes a millisecond.
+        time.sleep(0.1)
     stacks = dict.fromkeys(pids, Stack())
     for rank, size in old_sizes.items():
         stacks[rank] = main_stack(files[rank].read_bytes()[size:].decode("utf-8", "replace"))

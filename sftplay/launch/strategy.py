@@ -46,7 +46,23 @@ def strategy_environment(
         env = _zero(ZERO_STAGES[strategy], deepspeed_json, gradient_accumulation=gradient_accumulation)
         env |= build_environment(has_gpu=has_gpu)
     elif strategy in SHARDED:
-        env = _fsdp(layer_class, has_gpu=has_gpu)
+        env = {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+            "FSDP_RESHARD_AFTER_FORWARD": "true",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+            # The Trainer saves a result only from a full state dict. A sharded one must be merged by hand.
+            "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+            "FSDP_OFFLOAD_PARAMS": "false",
+            # Otherwise ranks but the first would hold empty weights, which fails with adapters and 4-bit weights.
+            "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+            # The Trainer's own checkpointing is used. Accelerate refuses both at once.
+            "FSDP_ACTIVATION_CHECKPOINTING": "false",
+        }
+        if layer_class is not None:
+            env["FSDP_TRANSFORMER_CLS_TO_WRAP"] = layer_class
+        if not has_gpu:
+            env["ACCELERATE_TORCH_DEVICE"] = "cpu"
         if strategy == "hsdp":  # one copy of the model per node, split over its processes; on a single node two copies
             copies = nnodes if nnodes > 1 else 2
             if world_size < LEAST_HSDP or world_size % copies or world_size // copies < 2:
@@ -94,27 +110,6 @@ def _zero(stage: int, deepspeed_json: Path | None, *, gradient_accumulation: int
         # Without it stage 3 cannot write complete weights at the end.
         "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": str(stage == 3).lower(),
     }
-
-
-def _fsdp(layer_class: str | None, *, has_gpu: bool) -> dict[str, str]:
-    env = {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_RESHARD_AFTER_FORWARD": "true",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        # The Trainer saves a result only from a full state dict. A sharded one must be merged by hand.
-        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-        "FSDP_OFFLOAD_PARAMS": "false",
-        # Otherwise ranks other than the first would hold empty weights, which fails with adapters and 4-bit weights.
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-        # The Trainer's own checkpointing is used. Accelerate refuses both at once.
-        "FSDP_ACTIVATION_CHECKPOINTING": "false",
-    }
-    if layer_class is not None:
-        env["FSDP_TRANSFORMER_CLS_TO_WRAP"] = layer_class
-    if not has_gpu:
-        env["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    return env
 
 
 CHECKSUM_LINE = "# Written by make setup-accelerate for this machine. Sum of what follows: "

@@ -111,11 +111,8 @@ class RewardWorker:
         self._process = self._pipe = self._at_exit = None
 
     def wait_ready(self) -> Connection:
-        """Return the pipe to a process that is ready.
-
-        Raises:
-            SftplayError: the reward cannot be loaded: a name is wrong, or a library is missing.
-            TimeoutError: it did not start in time.
+        """Return the pipe to a process that is ready. Raise SftplayError where the reward cannot be loaded (a name is
+        wrong, or a library is missing), TimeoutError where it did not start in time.
         """
         self.start()
         assert self._pipe is not None

@@ -174,10 +174,8 @@ def _marked(call: RewardWorker | CodeTests, gold: str) -> str:
 
 
 def check_rewards(rewards: RewardSet, cases: Sequence[Case], *, cfg: RunConfig) -> list[RewardCheck]:
-    """Try each reward of the config on the columns that all cases have.
-
-    Raises:
-        DataError: a reward reads a column that the cases do not have.
+    """Try each reward of the config on the columns that all cases have. Raise DataError where a reward reads a column
+    that the cases do not have.
     """
     shared = set.intersection(*(set(case.columns) for case in cases))
     for number, reward in enumerate(cfg.rewards):
@@ -197,9 +195,8 @@ def check_before_training(
     Nothing is tried where there are not two different answers, and that is said. A reward of weight 0 may be what it
     likes. Of a reward for form that is constant it is only said: the rows' own answers need not have that form.
 
-    Raises:
-        RunError: a reward cannot tell right answers from junk.
-        DataError: a reward reads a column that the rows do not have.
+    Raise RunError where a reward cannot tell right answers from junk; DataError where one reads a column that the rows
+    do not have.
     """
     placed = islice(zip(rows, chain(places, repeat(""))), TRIED_ROWS)
     answered = [(row, where) for row, where in placed if isinstance(row.get("answer"), str) and row["answer"].strip()]

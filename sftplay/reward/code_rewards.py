@@ -61,10 +61,7 @@ def try_programs(
 
     Training and evaluation both call it, so that they read and judge answers alike. The columns are those of
     `data.problems.load.collect_reward_columns`. An answer without a program is not run. With `within_s` what has no
-    verdict by then is `infra`.
-
-    Raises:
-        DataError: a test or a setup is no Python.
+    verdict by then is `infra`. Raise DataError where a test or a setup is no Python.
     """
     n = len(completions)
     points, before = entry_point or [None] * n, setup or [None] * n

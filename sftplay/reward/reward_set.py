@@ -58,9 +58,7 @@ class RewardSet:
     def __init__(self, cfg: RunConfig, *, rank_processes: int | None = None) -> None:
         """`rank_processes`: how many processes of the run share this machine's cores; None: what the launcher says.
 
-        Raises:
-            ConfigError: a reward cannot be loaded.
-            MachineError: a reward runs programs, and nothing on this machine can box them.
+        Raise ConfigError where a reward cannot be loaded, MachineError where nothing can box one that runs programs.
         """
         self.names = tuple(reward.name for reward in cfg.rewards)
         self.weights = tuple(reward.weight for reward in cfg.rewards)
@@ -72,7 +70,27 @@ class RewardSet:
         self._processes: dict[str, RewardWorker] = {}
         self._threads: ThreadPoolExecutor | None = None
         try:
-            self._open(cfg, n_boxes=count_workers(rank_processes))
+            box = cfg.sandbox
+            for reward in cfg.rewards:
+                if reward.use == CODE_TESTS:
+                    with _naming(cfg, "sandbox.packages"):
+                        self.sandbox = self.sandbox or Sandbox(
+                            box.executor, workers=count_workers(rank_processes), packages=box.packages
+                        )
+                    self.workers[reward.name] = CodeTests(
+                        reward.options, sandbox=self.sandbox, limits=read_limits(box), deadline_s=reward.deadline
+                    )
+                else:
+                    worker = RewardWorker(reward.use, reward.options, deadline_s=reward.deadline)
+                    self.workers[reward.name] = self._processes[reward.name] = worker
+            # Linux ends a process with the thread that started it. The main thread starts them; these stay, too.
+            self._threads = ThreadPoolExecutor(max(1, len(self._processes)), thread_name_prefix="reward")
+            for worker in self._processes.values():
+                worker.start()
+            for number, name in enumerate(self.names):
+                if name in self._processes:
+                    with suppress(TimeoutError), _naming(cfg, f"rewards.{number}.use"):  # the first batch asks again
+                        self._processes[name].wait_ready()
         except BaseException:
             self.close()
             raise
@@ -81,27 +99,6 @@ class RewardSet:
     def executor(self) -> str:
         """What the boxes are made of, to be recorded with results; empty where no programs run."""
         return self.sandbox.executor if self.sandbox else ""
-
-    def _open(self, cfg: RunConfig, *, n_boxes: int) -> None:
-        box = cfg.sandbox
-        for reward in cfg.rewards:
-            if reward.use == CODE_TESTS:
-                with _naming(cfg, "sandbox.packages"):
-                    self.sandbox = self.sandbox or Sandbox(box.executor, workers=n_boxes, packages=box.packages)
-                self.workers[reward.name] = CodeTests(
-                    reward.options, sandbox=self.sandbox, limits=read_limits(box), deadline_s=reward.deadline
-                )
-            else:
-                worker = RewardWorker(reward.use, reward.options, deadline_s=reward.deadline)
-                self.workers[reward.name] = self._processes[reward.name] = worker
-        # Linux ends a process with the thread that started it. The main thread starts them; these threads stay, too.
-        self._threads = ThreadPoolExecutor(max(1, len(self._processes)), thread_name_prefix="reward")
-        for worker in self._processes.values():
-            worker.start()
-        for number, name in enumerate(self.names):
-            if name in self._processes:
-                with suppress(TimeoutError), _naming(cfg, f"rewards.{number}.use"):  # the first batch asks again
-                    self._processes[name].wait_ready()
 
     def score(self, completions: Sequence[Completion], columns: Mapping[str, Sequence[Any]]) -> BatchRewards:
         """Ask every reward about the completions; `columns` are those of their rows, aligned with them."""
@@ -178,11 +175,8 @@ class MissingRewardMonitor:
         self._calls: deque[dict[str, RewardValues]] = deque(maxlen=WINDOW)
 
     def add(self, scored: BatchRewards) -> dict[str, int]:
-        """Count a call: the name of each reward -> how many of its values are None.
-
-        Raises:
-            RunError: more than MOST_UNKNOWN of the answers of the last WINDOW calls, or of as many to come, have no
-                value of a reward.
+        """Count a call: the name of each reward -> how many of its values are None. Raise RunError where more than
+        MOST_UNKNOWN of the answers of the last WINDOW calls, or of as many to come, have no value of a reward.
         """
         self._calls.append(scored.by_name)
         for name in scored.by_name:

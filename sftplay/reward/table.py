@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Literal, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -27,14 +26,24 @@ def is_user_function(name: str) -> bool:
 
 
 def load_function(name: str, *, where: str = "rewards") -> RewardFunction:
-    """Import the function behind `module:function` or `path.py:function`, and with it the user's module.
-
-    Raises:
-        ConfigError: there is no such file, module or function, or importing it fails.
+    """Import the function behind `module:function` or `path.py:function`, and with it the user's module. Raise
+    ConfigError where there is no such file, module or function, or importing it fails.
     """
     place, _, function_name = name.rpartition(":")
     try:
-        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        if place.endswith(".py"):
+            path = Path(place)
+            if not path.is_file():
+                raise FileNotFoundError(f"no file {str(path)!r}")
+            module_name = f"sftplay_user_reward_{path.stem}"
+            spec = importlib.util.spec_from_file_location(module_name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[module_name] = module  # dataclasses and pickle look modules up there
+            spec.loader.exec_module(module)
+        else:
+            module = import_module(place)
     except Exception as error:
         what = f"{place!r} cannot be imported: {type(error).__name__}: {error}"
         fix = "name a Python file (path.py:function) or an installed module"
@@ -45,19 +54,6 @@ def load_function(name: str, *, where: str = "rewards") -> RewardFunction:
         fix = f"it has {', '.join(known) or 'no function at all'}"
         raise ConfigError(f"{place!r} has no function {function_name!r}", where=where, fix=fix)
     return found
-
-
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {str(path)!r}")
-    name = f"sftplay_user_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look modules up there
-    spec.loader.exec_module(module)
-    return module
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,14 @@ def fits_schema(completions: Sequence[Completion], *, schema: Schema, **_: Any) 
     """
     from jsonschema import validators
 
+    def single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({name for name, _ in pairs}) < len(pairs):
+            raise ValueError("a name comes twice")
+        return dict(pairs)
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no JSON")
+
     schemas = [schema] * len(completions) if isinstance(schema, Mapping | str) else list(schema)
     scores = []
     for completion, written in zip(completions, schemas, strict=True):
@@ -100,30 +108,12 @@ def fits_schema(completions: Sequence[Completion], *, schema: Schema, **_: Any) 
         if is_block and text.startswith(("```", "~~~")) and blocks[0].label.lower() in ("", "json"):
             text = blocks[0].code
         try:
-            value = strict_json(text)
+            value = json.loads(text, object_pairs_hook=single, parse_constant=refuse)
         except (ValueError, RecursionError):
             scores.append(0.0)
         else:
             scores.append(float(kind(wanted).is_valid(value)))
     return scores
-
-
-def strict_json(text: str) -> Any:
-    """Read the value of a JSON text.
-
-    Raises:
-        ValueError: it is no JSON, or only for readers that overlook something.
-    """
-
-    def single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len({name for name, _ in pairs}) < len(pairs):
-            raise ValueError("a name comes twice")
-        return dict(pairs)
-
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is no JSON")
-
-    return json.loads(text, object_pairs_hook=single, parse_constant=refuse)
 
 
 Count = Annotated[int, Field(ge=0)]

@@ -35,8 +35,6 @@ from sftplay.train.run_task import make_trainable
 from sftplay.train.setup import make_setup
 from sftplay.train.task import Rows, TrainerParts
 
-CUDA_GAUGE = f"{__name__}:CudaGauge"
-
 
 class MemoryGauge(ABC):
     """Keeps the largest peak of each phase inside a `with`; a subclass says what a peak is."""
@@ -139,7 +137,7 @@ class Request:
     repeats: int = 1
     """Measured steps of each size. One step before them is not measured: the optimizer's state appears in it."""
 
-    gauge: str = CUDA_GAUGE  # `module:class` of the gauge
+    gauge: str = f"{__name__}:CudaGauge"  # `module:class` of the gauge
 
     @property
     def most_rows(self) -> int:

@@ -48,7 +48,10 @@ def main(run_folder: str) -> int:
     outside = StopAtOnce()
     outside.install()
     die_with_parent()
-    if is_orphan():
+    parent, above = int(os.environ.get(PARENT, "0")), os.getppid()
+    while parent and above > 1 and above != parent:
+        above = find_parent(above)
+    if parent not in (0, above):  # parent or launcher died before this process could ask to die with them
         return Death.exit_code
     folder = RunFolder(Path(run_folder))
     log.redirect(folder.logs / f"rank{log.rank()}.log")
@@ -114,14 +117,6 @@ def _stop(folder: RunFolder, number: int, **more: object) -> int:
     log.say(f"stopped by {name}{after}; `make resume` continues from the last complete checkpoint")
     # torchrun ends the others when one rank fails, and the main rank may still be writing.
     return code if log.is_main() else 0
-
-
-def is_orphan() -> bool:
-    """Return whether parent or launcher died before this process could ask to die with them."""
-    parent, above = int(os.environ.get(PARENT, "0")), os.getppid()
-    while parent and above > 1 and above != parent:
-        above = find_parent(above)
-    return parent not in (0, above)
 
 
 def find_lost_rank(folder: RunFolder) -> str:

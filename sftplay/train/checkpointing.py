@@ -227,16 +227,10 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any
                 where=f"{cfg.origins.get('train.resume', '')} train.resume".strip(),
                 fix="use train.resume=auto, which finds the newest complete checkpoint",
             )
-    _check_same_run(checkpoint, facts, resized=folder.is_resized)
-    log.say(f"continuing from {checkpoint}", "resume")
-    _set_others_aside(folder, after_step=read_step(checkpoint))
-    return checkpoint
-
-
-def _check_same_run(checkpoint: Path, facts: dict[str, Any], *, resized: bool) -> None:
     marked, new_name = read_marker(checkpoint), "or train under a new run_name"
+    changed_keys = config_changes(marked, facts, resized=folder.is_resized)
     changes: list[tuple[type[SftplayError], str, list[str], str]] = [
-        (ConfigError, "config", config_changes(marked, facts, resized=resized), "restore it (processes: NPROC=)"),
+        (ConfigError, "config", changed_keys, "restore it (processes: NPROC=)"),
         (ConfigError, "model that the run starts from", weights_changes(marked, facts), "restore its files"),
         (DataError, "rows", data_changes(marked, facts), "restore the data of the first start"),
     ]
@@ -254,6 +248,9 @@ def _check_same_run(checkpoint: Path, facts: dict[str, Any], *, resized: bool) -
             where=str(checkpoint),
             fix=f"continue with the kit and the data it was made with, {new_name}",
         )
+    log.say(f"continuing from {checkpoint}", "resume")
+    _set_others_aside(folder, after_step=read_step(checkpoint))
+    return checkpoint
 
 
 def accept_numbered_cpus() -> None:

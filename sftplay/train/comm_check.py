@@ -38,11 +38,20 @@ def main(folder: str, limit_s: str) -> int:
     die_with_parent()
     note = Path(folder) / f"rank{log.rank()}.json"
     write_note(note, state="started")
-    device = _device()
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU") != "true":
+        device = torch.device("cuda", log.local_rank())
+        torch.cuda.set_device(device)
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=float(limit_s)))
         write_note(note, state="met")
-        write_note(note, state="done", **_find_slowest(sweep(device, dist.all_reduce)))
+        measured, everyone = sweep(device, dist.all_reduce), list[Any]([None] * log.world_size())
+        dist.all_gather_object(everyone, measured)
+        # Every figure is that of the slowest rank, the same on all ranks.
+        latencies = [max(ranks) for ranks in zip(*(rank["latencies_s"] for rank in everyone), strict=True)]
+        slowest = {key: max(rank[key] for rank in everyone) for key in ("plain_s", "fp16_s")}
+        slowest |= {"device": measured["device"], "backend": dist.get_backend()}
+        write_note(note, state="done", latencies_s=latencies, **slowest)
     except SftplayError as error:
         write_note(note, state="failed", error=error.what)
         return error.exit_code
@@ -60,9 +69,7 @@ def write_note(path: Path, **known: Any) -> None:
 
 def sweep(device: torch.device, reduce: Reduce) -> dict[str, Any]:
     """Return this rank's median seconds of an all-reduce of each size, and of one bucket with and without fp16's hook.
-
-    Raises:
-        RunError: a sum is wrong.
+    Raise RunError where a sum is wrong.
     """
     latencies = []
     for size_bytes in SIZES_BYTES:
@@ -82,11 +89,7 @@ def sweep(device: torch.device, reduce: Reduce) -> dict[str, Any]:
 
 
 def check_sum(size_bytes: int, device: torch.device, *, reduce: Reduce) -> None:
-    """Exchange fp32 numbers whose sum every rank knows.
-
-    Raises:
-        RunError: it is not exactly that.
-    """
+    """Exchange fp32 numbers whose sum every rank knows. Raise RunError where it is not exactly that."""
     numbers = torch.arange(size_bytes // 4, device=device, dtype=torch.float32) % CYCLE
     buffer = numbers * (log.rank() + 1)
     reduce(buffer)
@@ -107,22 +110,6 @@ def median_s(exchange: Callable[[], Any], device: torch.device, *, size_bytes: i
         if n >= WARM_UP:
             taken.append(time.perf_counter() - start)
     return statistics.median(taken)
-
-
-def _find_slowest(measured: dict[str, Any]) -> dict[str, Any]:
-    """Return every figure of the slowest rank, the same on all ranks."""
-    everyone: list[Any] = [None] * log.world_size()
-    dist.all_gather_object(everyone, measured)
-    latencies = [max(ranks) for ranks in zip(*(rank["latencies_s"] for rank in everyone), strict=True)]
-    slowest = {key: max(rank[key] for rank in everyone) for key in ("plain_s", "fp16_s")}
-    return {"latencies_s": latencies, **slowest, "device": measured["device"], "backend": dist.get_backend()}
-
-
-def _device() -> torch.device:
-    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU") != "true":
-        torch.cuda.set_device(log.local_rank())
-        return torch.device("cuda", log.local_rank())
-    return torch.device("cpu")
 
 
 def _wait(device: torch.device) -> None:

@@ -29,8 +29,6 @@ torch.save's (caffe2/serialize/inline_container.cc)."""
 
 SMALL_FILES_BYTES = 1 << 16  # room for status.json, metrics.jsonl and logs next to a checkpoint
 
-RESULT_SCRATCH = (".adapter.part", ".model.part")  # scratch folders of a result that is being written
-
 FIX = "make room, then continue with `make resume`; the last complete checkpoint is untouched"
 
 
@@ -53,10 +51,8 @@ def trained_bytes(model: Any) -> int:
 
 
 def check_room(checkpoints: Path, size_bytes: int) -> None:
-    """Check the room on the disk before a checkpoint begins. Otherwise it could be left half written.
-
-    Raises:
-        RunError: there is no room for a checkpoint of this size and the small files next to it.
+    """Check the room on the disk before a checkpoint begins. Otherwise it could be left half written. Raise RunError
+    where there is no room for one of this size and the small files next to it.
     """
     checkpoints.mkdir(parents=True, exist_ok=True)
     free, needed = shutil.disk_usage(checkpoints).free, size_bytes + SMALL_FILES_BYTES
@@ -72,10 +68,8 @@ def check_room(checkpoints: Path, size_bytes: int) -> None:
 def report_full_disk(folder: Path) -> Iterator[None]:
     """Turn a failed write into a RunError with its remedy, and remove half-written files in the run's `folder`.
 
-    A full disk raises one of three errors: OSError, safetensors' own error, and a RuntimeError of torch.save.
-
-    Raises:
-        RunError: something could not be written.
+    A full disk raises one of three errors: OSError, safetensors' own error, and a RuntimeError of torch.save. Raise
+    RunError where something could not be written.
     """
     try:
         yield
@@ -90,7 +84,7 @@ def report_full_disk(folder: Path) -> Iterator[None]:
             if complete := list_marked(checkpoints):
                 room = f"a checkpoint needs {folder_bytes(complete[-1]):,} bytes, {room}"
             unmarked = [checkpoint for checkpoint in list_checkpoints(checkpoints) if not is_marked(checkpoint)]
-            for unfinished in (*unmarked, *(folder / name for name in RESULT_SCRATCH)):
+            for unfinished in (*unmarked, folder / ".adapter.part", folder / ".model.part"):
                 shutil.rmtree(unfinished, ignore_errors=True)
         where = getattr(error, "filename", None) or folder
         what = f"writing failed ({str(error).splitlines()[0]}){f': {room}' if room else ''}"

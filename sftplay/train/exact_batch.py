@@ -68,10 +68,8 @@ class Replay:
     def step_down(
         self, micro_batcher: MicroBatcher, shortages: list[Shortage | None], *, step: int, window_rows: int
     ) -> MicroBatcher:
-        """Return the micro-batcher for the second run of the same rows; it is the same on every rank.
-
-        Raises:
-            OutOfMemory: every micro-batch was a single row already.
+        """Return the micro-batcher for the second run of the same rows; it is the same on every rank. Raise OutOfMemory
+        where every micro-batch was a single row already.
         """
         free_memory()
         planned_bytes = self._folder.read_json("plan.json").get("peak_bytes")
@@ -159,10 +157,8 @@ class ExactBatchMixin(Base):
         """Run forward and backward over all micro-batches of the window; return the sum of their losses.
 
         A micro-batch that sends gradients to other ranks while it computes is not run again: a rank that fails inside
-        it would leave the others waiting. With a replay that sends gradients afterwards there is none of these.
-
-        Raises:
-            OutOfMemory: memory does not suffice for a single row of the window.
+        it would leave the others waiting. With a replay that sends gradients afterwards there is none of these. Raise
+        OutOfMemory where memory does not suffice for a single row of the window.
         """
         count_rows(self.counts, inputs)
         if self.micro_batcher is None:
@@ -263,7 +259,31 @@ class ExactBatchMixin(Base):
         if model.training:
             inputs = self._select_inputs(inputs)
             return self._model_loss(model, inputs, return_outputs=return_outputs, n_items=num_items_in_batch)
-        return self._held_out_loss(model, inputs, return_outputs=return_outputs, n_items=num_items_in_batch)
+        # Held out. When memory runs out, in ever smaller batches without communication.
+        rows = len(inputs["input_ids"])
+        if self.held_out_labels_per_row:
+            # The Trainer multiplies by the processes for DDP's mean over gradients; there is none here.
+            count = rows * self.held_out_labels_per_row * self.accelerator.num_processes
+            num_items_in_batch = torch.tensor(count, device=inputs["input_ids"].device)
+
+        def measure(batch: Batch, part: slice) -> Any:
+            self.heartbeat.enter("evaluation")  # a beat for each batch: only a single one can take too long
+            selected = {key: value[part] for key, value in self._select_inputs(batch).items()}
+            return self._model_loss(model, selected, return_outputs=True, n_items=num_items_in_batch)
+
+        # A mean over rows is no sum over batches, and sharded weights need all ranks at once.
+        if num_items_in_batch is None or self.micro_batcher is None:
+            measured = measure(inputs, slice(rows))
+            return measured if return_outputs else measured[0]
+        total = outputs = None
+        for source, batch in split_by_source(inputs):
+            for loss, found in self.eval_batches.map(len(batch["input_ids"]), partial(measure, batch)):
+                total, outputs = loss if total is None else total + loss, found
+                if source is not None:
+                    self._source_sums[source, 0] += float(loss * num_items_in_batch / self.accelerator.num_processes)
+            if source is not None:
+                self._source_sums[source, 1] += int(count_labels(batch).sum())
+        return (total, outputs) if return_outputs else total
 
     def _attempt(
         self, model: nn.Module, micro_batches: Iterable[Batch], *, n_items: Any
@@ -326,33 +346,6 @@ class ExactBatchMixin(Base):
                 self._check_loss(loss.detach())
             self.heartbeat.enter("backward")
         return loss
-
-    def _held_out_loss(self, model: nn.Module, inputs: Batch, *, return_outputs: bool, n_items: Any) -> Any:
-        """Compute the loss as `compute_loss`; when memory runs out, in ever smaller batches without communication."""
-        rows = len(inputs["input_ids"])
-        if self.held_out_labels_per_row:
-            # The Trainer multiplies by the processes for DDP's mean over gradients; there is none here.
-            count = rows * self.held_out_labels_per_row * self.accelerator.num_processes
-            n_items = torch.tensor(count, device=inputs["input_ids"].device)
-
-        def measure(batch: Batch, part: slice) -> Any:
-            self.heartbeat.enter("evaluation")  # a beat for each batch: only a single one can take too long
-            selected = {key: value[part] for key, value in self._select_inputs(batch).items()}
-            return self._model_loss(model, selected, return_outputs=True, n_items=n_items)
-
-        # A mean over rows is no sum over batches, and sharded weights need all ranks at once.
-        if n_items is None or self.micro_batcher is None:
-            measured = measure(inputs, slice(rows))
-            return measured if return_outputs else measured[0]
-        total = outputs = None
-        for source, batch in split_by_source(inputs):
-            for loss, found in self.eval_batches.map(len(batch["input_ids"]), partial(measure, batch)):
-                total, outputs = loss if total is None else total + loss, found
-                if source is not None:
-                    self._source_sums[source, 0] += float(loss * n_items / self.accelerator.num_processes)
-            if source is not None:
-                self._source_sums[source, 1] += int(count_labels(batch).sum())
-        return (total, outputs) if return_outputs else total
 
     def _count_losses(self, losses: list[SourceLoss], label_tokens: Any) -> None:
         # The Trainer has divided by the label tokens of all ranks, and multiplied by the processes for DDP's mean.

@@ -166,9 +166,6 @@ MARGIN = 2.0
 LEAST_S, LEAST_SHARE = 60.0, 0.1
 """The time that is always kept free: a minute, or a tenth of the whole time when that is less."""
 
-SLOW_DISK_BYTES_PER_S = 100e6
-"""Assumed for the first checkpoint: the speed of a shared disk that others write to as well."""
-
 
 @dataclass(frozen=True)
 class Deadline:
@@ -182,9 +179,7 @@ def find_deadline(
     limit: str | int | None, environment: Mapping[str, str], *, started_s: float, now_s: float
 ) -> Deadline | None:
     """Return the earlier of `train.time_limit`, counted from `started_s`, and the SLURM job's end; None without both.
-
-    Raises:
-        ConfigError: the deadline has passed.
+    Raise ConfigError where the deadline has passed.
     """
     deadlines = []
     if limit is not None:
@@ -255,7 +250,8 @@ class StopInTime(Observer):
             return
         if not self._estimated_save_s:
             size = checkpoint_bytes(Path(args.output_dir), more["model"], optimizer=more["optimizer"])
-            self._estimated_save_s = size / SLOW_DISK_BYTES_PER_S
+            # Assumed for the first checkpoint: the speed of a shared disk that others write to as well.
+            self._estimated_save_s = size / 100e6
         # One more step and its checkpoint, with everything that is due before.
         save_s = (self.longest_s["save"] or self._estimated_save_s) * (2 if step % state.save_steps == 0 else 1)
         evaluations = 0

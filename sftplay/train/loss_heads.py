@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial, wraps
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -61,10 +61,8 @@ class LabelHead:
 def prove_label_head(model: Any) -> tuple[LabelHead | None, str]:
     """Return a label head for `model`; or None, and why: its scores are computed where the hook does not reach.
 
-    The proof: the loss of a few tokens is the same with it and without it.
-
-    Raises:
-        RuntimeError: memory ran out in it, which says nothing about the model.
+    The proof: the loss of a few tokens is the same with it and without it. Raise RuntimeError where memory ran out in
+    it, which says nothing about the model.
     """
     if model.get_output_embeddings() is None:
         return None, "the model has no output embeddings"
@@ -112,10 +110,8 @@ SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 def put_chunked_head(model: Any, *, proves: bool) -> None:
     """Let the causal `model`, given labels, compute its loss in chunks from now on; without labels it is as before.
 
-    With `proves` a few tokens show that the loss is the model's own. They cannot where weights are sharded.
-
-    Raises:
-        ConfigError: the loss of this model cannot be computed so.
+    With `proves` a few tokens show that the loss is the model's own. They cannot where weights are sharded. Raise
+    ConfigError where the loss of this model cannot be computed so.
     """
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
         raise _refusal("the adapter has a pair on the output head, which a loss in chunks passes over")
@@ -163,23 +159,22 @@ def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> T
     chunks = max(1, -(-int(is_label.sum()) // size))
     if hidden.device.type == "cuda":  # once, not in each chunk
         weight = weight.to(hidden.dtype)
-    compute = partial(_compute_chunk_loss, weight=weight, bias=bias, config=config)
+
+    def compute_chunk_loss(hidden: Tensor, targets: Tensor) -> Tensor:
+        with maybe_gather_lm_head_ctx(weight, bias):
+            scores = compute_scores(hidden, weight=weight, bias=bias, config=config)
+        return nn.functional.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+
     total = hidden.new_zeros((), dtype=torch.float32)
     for start in range(0, chunks * size, size):
         part = slice(start, start + size)
-        total = total + checkpoint(compute, hidden[part], targets[part], use_reentrant=False)
+        total = total + checkpoint(compute_chunk_loss, hidden[part], targets[part], use_reentrant=False)
     return total
 
 
 def chunk_tokens(device: torch.device, vocab: int) -> int:
     """Return the tokens of a chunk on that device."""
     return gpu_chunk_tokens(vocab) if device.type == "cuda" else CHUNK_TOKENS
-
-
-def _compute_chunk_loss(hidden: Tensor, targets: Tensor, *, weight: Tensor, bias: Tensor | None, config: Any) -> Tensor:
-    with maybe_gather_lm_head_ctx(weight, bias):
-        scores = compute_scores(hidden, weight=weight, bias=bias, config=config)
-    return nn.functional.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def compute_scores(hidden: Tensor, *, weight: Tensor, bias: Tensor | None, config: Any) -> Tensor:

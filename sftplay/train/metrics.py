@@ -31,8 +31,6 @@ from sftplay.train.observer import (
 )
 from sftplay.units import format_bytes, format_count, format_seconds
 
-PROGRESS_EVERY_S = 1.0
-
 SHOWN_LINES = 20  # lines of one kind that a run prints on the screen; all of them are in metrics.jsonl and logs/
 
 
@@ -67,7 +65,7 @@ class MetricsWriter(Observer):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         now = time.monotonic()
-        if control.should_log or now - self._shown_at < PROGRESS_EVERY_S:
+        if control.should_log or now - self._shown_at < 1.0:
             return  # a step whose line of metrics follows is shown with the loss of that line
         tokens = self.trainer.counts.tokens
         speed = max(0, tokens - self._shown_tokens) * log.world_size() / (now - self._shown_at)

@@ -265,11 +265,7 @@ PROOF_TOKENS = 8  # tokens of each of the two documents
 
 
 def check_isolation(model: Any) -> None:
-    """Refuse a causal `model` that lets a document of a block see another; what it says of itself plays no part.
-
-    Raises:
-        ConfigError: the model does.
-    """
+    """Raise ConfigError where a causal `model` lets a document of a block see another, whatever it says of itself."""
     ids = proof_ids(model)
     positions = torch.arange(PROOF_TOKENS, device=ids.device).repeat(2)[None]
     first, second = slice(0, PROOF_TOKENS), slice(PROOF_TOKENS, None)

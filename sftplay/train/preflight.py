@@ -59,9 +59,7 @@ def marker_path(logs: Path) -> Path:
 
 def wait_for_nodes(folder: RunFolder) -> None:
     """Wait without a limit until the ranks of every node have come here. What follows, the rendezvous, has a limit.
-
-    Raises:
-        SystemExit: with the run's exit code, when a rank has ended before; that rank has said why.
+    Raise SystemExit with the run's exit code where a rank has ended before; that rank has said why.
     """
     here = log.local_ranks()
     if len(here) == log.world_size():
@@ -74,10 +72,8 @@ def wait_for_nodes(folder: RunFolder) -> None:
 
 
 def wait_for_main(path: Path, folder: RunFolder) -> None:
-    """Wait until the main rank, or another one, has written `path`.
-
-    Raises:
-        SystemExit: with the run's exit code, when a rank has ended before; that rank has said why.
+    """Wait until the main rank, or another one, has written `path`. Raise SystemExit with the run's exit code where a
+    rank has ended before; that rank has said why.
     """
     while not path.exists():
         time.sleep(POLL_S)
@@ -121,7 +117,6 @@ MUST_AGREE = {
     "rows": "train on different rows",
 }
 """Facts that must be equal on all ranks, and the message where they are not."""
-
 
 CHUNK_NUMBERS = 2**22
 """Weights that are summed at a time: a copy in 8 bytes takes 32 MiB, and one of 152,000 x 8192 weights 10 GB."""

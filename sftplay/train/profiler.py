@@ -146,10 +146,8 @@ class ProfileSteps(TrainerCallback):
 
 
 def write_trace(profile: Any, target: Path) -> None:
-    """Write the gzipped Chrome trace of a stopped `torch.profiler.profile`, whole or not at all.
-
-    Raises:
-        OSError: not all of it could be written.
+    """Write the gzipped Chrome trace of a stopped `torch.profiler.profile`, whole or not at all. Raise OSError where
+    not all of it could be written.
     """
     plain, packed = target.with_name(f".{target.stem}"), target.with_name(f".{target.name}")
     unfinished = plain.with_name(f"{plain.name}.tmp")
@@ -199,7 +197,16 @@ def summarise(profile: Any, persistent: PersistentBytes, *, memory: bool) -> lis
         ]
         allocated = Counter({row.key: getattr(row, f"self_{kind}_memory_usage") for row in operators})
         top = [f"{name} {format_bytes(n_bytes)}" for name, n_bytes in allocated.most_common(TOP) if n_bytes > 0]
-        lines.append(_describe_peak(changes, spans, persistent=persistent))
+        time_ns, above = highest_point(changes)
+        lasting = persistent.weights_bytes + persistent.optimizer_bytes
+        peak = above + (persistent.allocated_bytes or lasting)
+        phase = next((name for begin, end, name in spans if begin <= time_ns <= end), "between phases")
+        lines.append(
+            f"memory of tensors at most {format_bytes(peak)}, in {phase}:"
+            f" weights {format_bytes(persistent.weights_bytes)}, optimizer {format_bytes(persistent.optimizer_bytes)},"
+            f" activations and the rest {format_bytes(max(0, peak - lasting))}"
+            f" (gradients reach {format_bytes(persistent.gradients_bytes)})"
+        )
         lines.append(f"allocated in all, by operator: {', '.join(top)}")
     return lines
 
@@ -226,17 +233,3 @@ def highest_point(changes: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 def _list_shares(spent: Counter[str], wall_ns: int) -> str:
     return ", ".join(f"{name} {time_ns / wall_ns:.0%}" for name, time_ns in spent.most_common(TOP) if time_ns > 0)
-
-
-def _describe_peak(
-    changes: list[tuple[int, int]], spans: list[tuple[int, int, str]], *, persistent: PersistentBytes
-) -> str:
-    time_ns, above = highest_point(changes)
-    lasting = persistent.weights_bytes + persistent.optimizer_bytes
-    peak = above + (persistent.allocated_bytes or lasting)
-    phase = next((name for begin, end, name in spans if begin <= time_ns <= end), "between phases")
-    return (
-        f"memory of tensors at most {format_bytes(peak)}, in {phase}: weights {format_bytes(persistent.weights_bytes)},"
-        f" optimizer {format_bytes(persistent.optimizer_bytes)}, activations and the rest"
-        f" {format_bytes(max(0, peak - lasting))} (gradients reach {format_bytes(persistent.gradients_bytes)})"
-    )

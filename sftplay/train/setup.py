@@ -171,20 +171,15 @@ def make_setup(cfg: RunConfig, folder: RunFolder, *, n_rows: int, known: RowOrde
     )
 
 
-BITS_A_PARAMETER = 2
-"""Facts that a weight holds at most (Allen-Zhu and Li, "Physics of Language Models: Part 3.3", 2024)."""
-
-BITS_A_TOKEN = 1
-"""About what a pretrained model has yet to learn of a token (Schulman et al., "LoRA Without Regret", 2025)."""
-
-
 def describe_capacity(trainable: int, learned_tokens: int) -> str:
     """Compare the parameters of the adapter with the tokens it shall learn, and say what follows."""
     if not learned_tokens:
         return ""
     share = f"{format_count(trainable)} parameters for {format_count(learned_tokens)} learned tokens"
     share += f", {trainable / learned_tokens:.3g} a token"
-    if BITS_A_PARAMETER * trainable >= BITS_A_TOKEN * learned_tokens:
+    # A weight holds at most 2 bits of facts (Allen-Zhu and Li, "Physics of Language Models: Part 3.3", 2024); about
+    # 1 bit of a token is what a pretrained model has yet to learn (Schulman et al., "LoRA Without Regret", 2025).
+    if 2 * trainable >= learned_tokens:
         return f"adapter: {share}: it can hold them"
     return f"warning: the adapter has {share}: too few to hold them all; a larger tuning.lora.r holds more"
 

@@ -63,10 +63,7 @@ class TrainRun:
     """Chooses the checkpoint, builds the callbacks, and trains.
 
     `model` is the one that trains. With `fingerprint`, the result of `compute_fingerprint`, a resume can name what has
-    changed.
-
-    Raises:
-        ConfigError, DataError, RunError: the checkpoint to resume from belongs to another run.
+    changed. Raise ConfigError, DataError or RunError where the checkpoint to resume from belongs to another run.
     """
 
     def __init__(
@@ -169,9 +166,8 @@ class TrainRun:
     def train(self, trainer: Any) -> TrainResult:
         """Train from the chosen checkpoint or from the start.
 
-        Raises:
-            OutOfMemory: memory does not suffice for a single row, or ran out where no step is run again.
-            RunError: a step is not finite, the preflight found a wrong launch, or the best checkpoint is missing.
+        Raise OutOfMemory where memory does not suffice for a single row, or ran out where no step is run again;
+        RunError where a step is not finite, the preflight found a wrong launch, or the best checkpoint is missing.
         """
         self.attach(trainer)
         for callback in trainer.callback_handler.callbacks:
@@ -188,7 +184,21 @@ class TrainRun:
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
-            raise self._out_of_memory(trainer, error) from error
+            # Say with how many rows of a micro-batch another start may succeed.
+            batch_size = None
+            if self.cfg.train.oom_recovery:
+                now = trainer.micro_batcher or MicroBatcher(int(self.cfg.train.batch_size))
+                window_rows = self.cfg.train.effective_batch_size // self.setup.world_size
+                smaller = now.smaller(window_rows) if now.micro_batch > 1 else None
+                batch_size = smaller.micro_batch if smaller else None
+            failure = OutOfMemory(
+                f"out of memory in {self.heartbeat.phase} of step {trainer.state.global_step + 1}: "
+                f"{format_bytes(held_bytes())} held ({said_of_memory(error)})",
+                where="training",
+                fix=ADVICE,
+                batch_size=batch_size,
+            )
+            raise failure from error
         finally:
             self.mark_complete.close()
         best = trainer.state.best_model_checkpoint
@@ -206,22 +216,6 @@ class TrainRun:
             train_seconds=self.metrics.train_seconds,
             train_cpu_seconds=self.metrics.train_cpu_seconds,
             stop_signal=self.stop.received,
-        )
-
-    def _out_of_memory(self, trainer: Any, error: RuntimeError) -> OutOfMemory:
-        """Say why the run cannot continue, and with how many rows of a micro-batch another start may succeed."""
-        batch_size = None
-        if self.cfg.train.oom_recovery:
-            now = trainer.micro_batcher or MicroBatcher(int(self.cfg.train.batch_size))
-            window_rows = self.cfg.train.effective_batch_size // self.setup.world_size
-            smaller = now.smaller(window_rows) if now.micro_batch > 1 else None
-            batch_size = smaller.micro_batch if smaller else None
-        return OutOfMemory(
-            f"out of memory in {self.heartbeat.phase} of step {trainer.state.global_step + 1}: "
-            f"{format_bytes(held_bytes())} held ({said_of_memory(error)})",
-            where="training",
-            fix=ADVICE,
-            batch_size=batch_size,
         )
 
 

@@ -14,24 +14,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.data.mixture.load import load_mixture
 from sftplay.data.pipeline import load_examples
-from sftplay.evaluate.comparison import Measured, comparison_table, with_side
+from sftplay.evaluate.comparison import comparison_table, with_side
 from sftplay.evaluate.evaluate import evaluate
 from sftplay.evaluate.perplexity import Document, HeldOut, find_held_out, measure_perplexity, measure_sources, pooled
 
 
 def side(
     loss: float, chat: float | None = None, *, exact: float = 0.5, stride: int = 4, words: int = 400, rows: int = 20
-) -> Measured:
+) -> dict[str, Any]:
     text = {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / 2, "tokens": 90, "documents": 3}
     anchor = (
         {} if chat is None else {"chat": {"n": 8, "rows": rows, "loss": chat, "perplexity": 1.0, "exact_match": exact}}
     )
     texts = {"domain": {**text, "bytes": 300}}
-    return Measured(window=8, stride=stride, vocabulary=words, texts=texts, anchors=anchor)
+    return {"window": 8, "stride": stride, "vocabulary": words, "texts": texts, "anchors": anchor}
 
 
-def both(before: Measured, after: Measured) -> dict[str, Any]:
-    return with_side(with_side({}, "before", measured=before), "after", measured=after)
+def both(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    return with_side(with_side({}, "before", **before), "after", **after)
 
 
 def test_each_source_has_its_figures_of_both_sides():
@@ -69,7 +69,7 @@ def test_few_held_out_chats_give_no_verdict_in_words(rows: int):
 
 
 def test_one_side_alone_says_nothing_about_forgetting():
-    content = with_side({}, "after", measured=side(2.0, 1.0))
+    content = with_side({}, "after", **side(2.0, 1.0))
     assert content["anchor"]["chat"]["forgetting_percent"] is None
     assert content["sources"]["domain"]["perplexity_before"] is None
     assert content["perplexity_compares"]
@@ -90,7 +90,7 @@ def test_a_side_that_was_measured_with_another_stride_does_not_stand_beside_it()
 
 
 def test_measuring_again_replaces_one_side_only():
-    content = with_side(both(side(3.0), side(2.0)), "before", measured=side(3.5))
+    content = with_side(both(side(3.0), side(2.0)), "before", **side(3.5))
     assert (content["sources"]["domain"]["loss_before"], content["sources"]["domain"]["loss_after"]) == (3.5, 2.0)
 
 

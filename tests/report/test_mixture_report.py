@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sftplay.atomic import write_text
-from sftplay.evaluate.comparison import Measured, with_side
+from sftplay.evaluate.comparison import with_side
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.compare import compare_runs, comparison_table
 from sftplay.report.mixture import mixture_tables, source_charts
@@ -29,14 +29,16 @@ datasets:
 """
 
 
-def side(loss: float, chat: float, *, words: int = 400, documents: int = 3) -> Measured:
+def side(loss: float, chat: float, *, words: int = 400, documents: int = 3) -> dict[str, Any]:
     text = {"loss": loss, "perplexity": 2**loss, "bits_per_byte": loss / 2, "tokens": 9000, "documents": documents}
     texts = {"domain": {**text, "bytes": 30_000}}
     anchors = {"chat": {"n": 8, "rows": 40, "loss": chat, "perplexity": 2.0, "exact_match": 0.5}}
-    return Measured(window=64, stride=32, vocabulary=words, texts=texts, anchors=anchors)
+    return {"window": 64, "stride": 32, "vocabulary": words, "texts": texts, "anchors": anchors}
 
 
-def write_run(path: Path, *, after: Measured, before: Measured | None = None, share: float = 0.9) -> RunFolder:
+def write_run(
+    path: Path, *, after: dict[str, Any], before: dict[str, Any] | None = None, share: float = 0.9
+) -> RunFolder:
     """A finished run of three lines of metrics."""
     before = before or side(3.0, 1.0)
     lines: list[dict[str, Any]] = [
@@ -56,12 +58,12 @@ def write_run(path: Path, *, after: Measured, before: Measured | None = None, sh
     write_text(path / "config.resolved.yaml", CONFIG)
     folder = RunFolder(path)
     folder.write_json("status.json", {"state": "done", "step": 30, "attempts": []})
-    table = with_side(with_side({}, "before", measured=before), "after", measured=after)
+    table = with_side(with_side({}, "before", **before), "after", **after)
     for name, content in {"perplexity": table, "step-30": {"loss": 2.0, "sources": {"domain": {"loss": 2.25}}}}.items():
         write_text(folder.eval / f"{name}.json", json.dumps(content))
     for name, measured in (("before", before), ("after", after)):
-        write_text(folder.eval / f"{name}.json", json.dumps(dict(measured.texts["domain"])))
-        write_text(folder.eval / f"anchor-chat-{name}.json", json.dumps(dict(measured.anchors["chat"])))
+        write_text(folder.eval / f"{name}.json", json.dumps(dict(measured["texts"]["domain"])))
+        write_text(folder.eval / f"anchor-chat-{name}.json", json.dumps(dict(measured["anchors"]["chat"])))
         row = {"row": 0, "prompt": "How many boats?", "reference": "seven", "prediction": name, "correct": False}
         write_text(folder.eval / f"anchor-chat-{name}.jsonl", json.dumps(row) + "\n")
     return folder

@@ -36,8 +36,6 @@ from sftplay.plan.task_sizing import TaskSizing, build_setting
 from sftplay.tasks.grpo.spec import EFFECTIVE, count_batch_completions
 from sftplay.units import GIB, format_bytes
 
-Engine = Literal["transformers", "continuous", "vllm_colocate", "vllm_server"]
-
 DRAW, SCORE = "drawing", "scoring"
 
 CACHE, REFERENCE, ENGINE = "key-value cache", "reference", "vLLM"
@@ -66,8 +64,6 @@ LIVE_STREAMS = 4
 """Residual streams that exist at a time in a forward pass without gradients: the embeddings, the input of a layer, the
 output of its attention, and that after its norm."""
 
-NORM_COPIES = 3  # fp32 copies of the stream in a norm
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
@@ -85,7 +81,7 @@ class Rollout:
 
     scores_first: bool = False  # True where probabilities under older or frozen weights are computed before the update
     limits_probability: bool = False  # True where the likeliest tokens are sorted out (top_p below 1)
-    engine: Engine = "transformers"
+    engine: Literal["transformers", "continuous", "vllm_colocate", "vllm_server"] = "transformers"
     engine_bytes: int = 0  # the part of the card that vLLM takes (vllm_colocate)
     engine_sleeps: bool = False  # True where vLLM gives most of it back while the model is updated
     labels: ClassVar[Mapping[str, str]] = {
@@ -191,7 +187,7 @@ def forward_layer(shape: ModelShape, execution: MemorySetup, *, rows: int, seq: 
     scores = shape.heads * seq * (FP32 + inner) if execution.attention == "eager" else 0
     attention = inner * (2 * query + 2 * keys + repeated) + scores
     mlp = inner * shape.mlp * (3 if shape.gated_mlp else 2)
-    norm = NORM_COPIES * FP32 * shape.hidden
+    norm = 3 * FP32 * shape.hidden  # fp32 copies of the stream
     token = max(mlp, attention, norm) + LIVE_STREAMS * shape.hidden * stream_bytes(shape, execution)
     mask = rows * seq**2 * (MASK_BYTES + bias_bytes(execution)) if execution.is_masked else 0
     return float(rows * seq * token + mask)
@@ -250,11 +246,8 @@ def _find_key(cfg: RunConfig, key: str) -> str:
 
 
 def refuse_parts(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> None:
-    """Check that a rollout batch goes together with what each process holds and samples.
-
-    Raises:
-        ConfigError: it does not.
-        MachineError: vLLM's share of a GPU does not hold the model and one completion.
+    """Check that a rollout batch goes together with what each process holds and samples. Raise ConfigError where it
+    does not, MachineError where vLLM's share of a GPU does not hold the model and one completion.
     """
     grpo, kind, precision = cfg.grpo, cfg.grpo.generation, cfg.train.precision
     world_size, strategy = hardware.world_size, planned_strategy(cfg, hardware.world_size)

@@ -46,10 +46,8 @@ def save_window(trainer: Any, checkpoint: Path) -> None:
 
 def load_window(trainer: Any, checkpoint: Path) -> None:
     """Restore the trainer's rollout batch from the checkpoint. Smaller micro-batches are split from the saved ones.
-
-    Raises:
-        RunError: another number of processes sampled the rollout batch, its micro-batches cannot be split evenly, or
-            it is missing.
+    Raise RunError where another number of processes sampled the rollout batch, its micro-batches cannot be split
+    evenly, or it is missing.
     """
     step = int(checkpoint.name.rpartition("-")[2])
     restore_micro_steps(trainer, step * trainer.args.gradient_accumulation_steps)
@@ -88,19 +86,25 @@ REFERENCE = "ref"  # TRL's name of the reference adapter (`_generate_and_score_c
 
 
 @contextmanager
+def replaced_attributes(target: Any, **values: Any) -> Iterator[None]:
+    """Inside, the attributes have these values; afterwards they have their former ones."""
+    before = {name: getattr(target, name) for name in values}
+    vars(target).update(values)
+    try:
+        yield
+    finally:
+        vars(target).update(before)
+
+
+@contextmanager
 def dtypes_kept(args: Any, device: torch.device) -> Iterator[None]:
     """Inside, TRL does not convert the model to 16 bits before it generates; the model computes in its weights' dtypes.
 
     TRL would convert the whole model for good, with fp32 trainable weights and rotary frequencies (trl 1.16,
     `_generate_single_turn`).
     """
-    before = args.bf16, args.fp16
-    args.bf16 = args.fp16 = False
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        args.bf16, args.fp16 = before
+    with replaced_attributes(args, bf16=False, fp16=False), torch.autocast(device.type, enabled=False):
+        yield
 
 
 @contextmanager
@@ -115,18 +119,6 @@ def gathered_root(model: Any) -> Iterator[None]:
         yield
     finally:
         model.reshard()
-
-
-@contextmanager
-def no_copy_by_trl(model: Any, args: Any) -> Iterator[None]:
-    """Inside, TRL's constructor sees beta 0 where an adapter trains; TRL would copy every adapter, also a new one."""
-    beta = args.beta
-    if hasattr(model, "get_base_model"):
-        args.beta = 0.0
-    try:
-        yield
-    finally:
-        args.beta = beta
 
 
 def keep_reference(model: Any) -> None:

@@ -31,8 +31,8 @@ from sftplay.tasks.grpo.rollouts import (
     gathered_root,
     keep_reference,
     load_window,
-    no_copy_by_trl,
     read_loss_scale,
+    replaced_attributes,
     save_window,
 )
 from sftplay.tasks.grpo.scoring import RewardScorer, ScoredBatch, cut_samples, write_samples
@@ -214,10 +214,8 @@ def _used_width(mask: Tensor) -> int:
 
 
 def send_copies(generation: Any) -> None:
-    """Make TRL's `VLLMGeneration` send merged copies of the weights.
-
-    Raises:
-        ConfigError: the base is in 4 bits or sharded; copies of such layers cannot be merged one by one.
+    """Make TRL's `VLLMGeneration` send merged copies of the weights. Raise ConfigError where the base is in 4 bits or
+    sharded: copies of such layers cannot be merged one by one.
     """
     weights, problem = list(generation.model.parameters()), None
     if is_engine_fsdp(generation) or any(hasattr(weight, "ds_id") for weight in weights):
@@ -363,8 +361,9 @@ class SamplingMixin(Base):
         model: Any, args: Any, **named: Any,
     ) -> None:  # fmt: skip
         has_adapter, grpo = hasattr(model, "get_base_model"), cfg.grpo
-        # TRL converts the adapter of a 4-bit base to bf16.
-        with trained_weights_kept(model) if has_adapter else nullcontext(), no_copy_by_trl(model, args):
+        # TRL converts the adapter of a 4-bit base to bf16. With a beta above 0 it copies every adapter, also a new one.
+        beta = {"beta": 0.0} if has_adapter else {}
+        with trained_weights_kept(model) if has_adapter else nullcontext(), replaced_attributes(args, **beta):
             named["reward_funcs"] = [_make_reward_stub(name) for name in scorer.training_weights]
             super().__init__(model=model, args=args, **named)
         self.beta = args.beta
@@ -465,21 +464,18 @@ class SamplingMixin(Base):
         write_samples(self.run_folder, lines[: grpo.samples], step=self.state.global_step + 1)
         totals["generated_tokens"] += sum(gather_objects(self._generated_tokens, self.heartbeat))
         if sampler.skipped:
-            self._mask_skipped(batch)
+            # Their rows are masked, and their single token leaves the figures.
+            n_local, figures = len(batch["completion_mask"]), self.rollout_figures
+            is_sampled = torch.zeros(n_local, 1, dtype=torch.bool, device=batch["completion_mask"].device)
+            is_sampled[sampler.find_sampled_places(log.rank() * n_local, n_local)] = True
+            batch["completion_mask"] = batch["completion_mask"] * is_sampled
+            n_sampled, n_rows = len(self.scored_batch.rows), n_local * log.world_size()
+            # Losses that divide by tokens divide as if all groups were sampled: skipping groups makes no step larger.
+            batch["num_items_in_batch"] = batch["num_items_in_batch"] - (n_rows - n_sampled) + sampler.skipped_tokens
+            mean = figures["completion_tokens"] or 0.0
+            figures["completion_tokens"] = (mean * n_rows - (n_rows - n_sampled)) / n_sampled
+            figures["clipped_ratio"] = (figures["clipped_ratio"] or 0.0) * n_rows / n_sampled
         return {**batch, "row": torch.tensor([row["row"] for row in inputs], device=self.accelerator.device)}
-
-    def _mask_skipped(self, batch: dict[str, Any]) -> None:
-        """Mask the rows of skipped groups, and take their single token out of the figures."""
-        rows, sampler, figures = len(batch["completion_mask"]), self.dynamic_sampler, self.rollout_figures
-        is_sampled = torch.zeros(rows, 1, dtype=torch.bool, device=batch["completion_mask"].device)
-        is_sampled[sampler.find_sampled_places(log.rank() * rows, rows)] = True
-        batch["completion_mask"] = batch["completion_mask"] * is_sampled
-        n_sampled, n_rows = len(self.scored_batch.rows), rows * log.world_size()
-        # Losses that divide by tokens divide as if all groups were sampled: skipping groups makes no step larger.
-        batch["num_items_in_batch"] = batch["num_items_in_batch"] - (n_rows - n_sampled) + sampler.skipped_tokens
-        mean = figures["completion_tokens"] or 0.0
-        figures["completion_tokens"] = (mean * n_rows - (n_rows - n_sampled)) / n_sampled
-        figures["clipped_ratio"] = (figures["clipped_ratio"] or 0.0) * n_rows / n_sampled
 
     def _tokenize_prompts(self, prompts: list[list[int]]) -> tuple[list[list[int]], None, dict[str, Any]]:
         return prompts, None, {}

@@ -180,9 +180,7 @@ class RewardScorer:
         self, inputs: Sequence[Mapping[str, Any]], completions: Sequence[str], *, heartbeat: Heartbeat
     ) -> ScoredBatch:
         """Score this rank's completions of the rows `inputs`; return the completions of all ranks with their rewards.
-
-        Raises:
-            RunError: on every rank, where a reward abstains too often.
+        Raise RunError on every rank where a reward abstains too often.
         """
         with heartbeat.within("reward"):
             # Nothing is copied: rewards live in processes of their own, and programs get texts.

@@ -31,9 +31,29 @@ class GrpoSpec(TaskSpec):
         elif not any(reward.weight for reward in cfg.rewards):
             what = "every weight is 0, so nothing would be learned"
             yield Problem(("rewards.0.weight", "rewards"), what, fix="give one reward another weight")
-        yield from _check_lengths(cfg)
+        grpo, limit = cfg.grpo, cfg.model.max_seq_len
+        if grpo.max_completion_length >= limit:
+            what = f"{grpo.max_completion_length} leaves no room for a prompt in model.max_seq_len {limit}"
+            fix = f"write model.max_seq_len: {2 * grpo.max_completion_length}, or shorter completions"
+            yield Problem((COMPLETION, "model.max_seq_len"), what, fix=fix)
+        elif grpo.max_prompt_length is not None and grpo.max_prompt_length + grpo.max_completion_length > limit:
+            both = grpo.max_prompt_length + grpo.max_completion_length
+            what = f"{grpo.max_prompt_length} and {COMPLETION} {grpo.max_completion_length} are more than "
+            fix = f"write model.max_seq_len: {both}, or {PROMPT}: {limit - grpo.max_completion_length}"
+            yield Problem((PROMPT, COMPLETION, "model.max_seq_len"), f"{what}model.max_seq_len {limit}", fix=fix)
         yield from _check_loss(cfg)
-        yield from _check_skipping(cfg)
+        why = dict[str, str]()
+        if grpo.dynamic_sampling_rounds:
+            why["grpo.dynamic_sampling_rounds"] = "which gives the turn of such a prompt to another one"
+        if grpo.placebo_reward is not None:
+            why["grpo.placebo_reward"] = "whose rewards say nothing of a prompt"
+        if grpo.generation.startswith("vllm"):
+            why["grpo.generation"] = "which samples all of a step"
+        if grpo.loss_type == "bnpo":
+            why[LOSS] = "where bnpo divides by the tokens that a micro-batch has left"
+        for key, reason in why.items() if grpo.skip_zero_variance else ():
+            what = f"it does not go together with {key}, {reason}"
+            yield Problem(("grpo.skip_zero_variance", key), what, fix=f"leave {key} or grpo.skip_zero_variance out")
         if cfg.grpo.generation.startswith("vllm") and cfg.tuning.mode == "qlora":
             what = f"{cfg.grpo.generation} cannot be sent an adapter whose base is held in 4 bits"
             fix = "write tuning.mode: lora, or grpo.generation: transformers"
@@ -86,34 +106,6 @@ class GrpoSpec(TaskSpec):
 def count_batch_completions(cfg: RunConfig) -> int:
     """Count the completions of a rollout batch on all processes."""
     return cfg.train.effective_batch_size * cfg.grpo.steps_per_generation
-
-
-def _check_lengths(cfg: RunConfig) -> Iterator[Problem]:
-    grpo, limit = cfg.grpo, cfg.model.max_seq_len
-    if grpo.max_completion_length >= limit:
-        what = f"{grpo.max_completion_length} leaves no room for a prompt in model.max_seq_len {limit}"
-        fix = f"write model.max_seq_len: {2 * grpo.max_completion_length}, or shorter completions"
-        yield Problem((COMPLETION, "model.max_seq_len"), what, fix=fix)
-    elif grpo.max_prompt_length is not None and grpo.max_prompt_length + grpo.max_completion_length > limit:
-        both = grpo.max_prompt_length + grpo.max_completion_length
-        what = f"{grpo.max_prompt_length} and {COMPLETION} {grpo.max_completion_length} are more than "
-        fix = f"write model.max_seq_len: {both}, or {PROMPT}: {limit - grpo.max_completion_length}"
-        yield Problem((PROMPT, COMPLETION, "model.max_seq_len"), f"{what}model.max_seq_len {limit}", fix=fix)
-
-
-def _check_skipping(cfg: RunConfig) -> Iterator[Problem]:
-    grpo, why = cfg.grpo, dict[str, str]()
-    if grpo.dynamic_sampling_rounds:
-        why["grpo.dynamic_sampling_rounds"] = "which gives the turn of such a prompt to another one"
-    if grpo.placebo_reward is not None:
-        why["grpo.placebo_reward"] = "whose rewards say nothing of a prompt"
-    if grpo.generation.startswith("vllm"):
-        why["grpo.generation"] = "which samples all of a step"
-    if grpo.loss_type == "bnpo":
-        why[LOSS] = "where bnpo divides by the tokens that a micro-batch has left"
-    for key, reason in why.items() if grpo.skip_zero_variance else ():
-        what = f"it does not go together with {key}, {reason}"
-        yield Problem(("grpo.skip_zero_variance", key), what, fix=f"leave {key} or grpo.skip_zero_variance out")
 
 
 def _check_loss(cfg: RunConfig) -> Iterator[Problem]:

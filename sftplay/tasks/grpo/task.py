@@ -91,11 +91,7 @@ class PromptTrainer(SamplingMixin, GRPOTrainer):
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
-    """Load the prompts in `cfg.data`, and set the tokenizer's chat template.
-
-    Raises:
-        DataError: no prompt is left.
-    """
+    """Load the prompts in `cfg.data`, and set the tokenizer's chat template. Raise DataError where none is left."""
     prompts = prepare_prompts(cfg, tokenizer, called="prompts")
     order, known = find_run_order(cfg, prompts)
     return Rows(

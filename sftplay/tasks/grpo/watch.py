@@ -32,8 +32,9 @@ from sftplay.evaluate.rewarded import (
 )
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.out_of_memory import gather_objects
+from sftplay.tasks.grpo.rollouts import replaced_attributes
 from sftplay.tasks.grpo.scoring import RewardScorer
-from sftplay.train.eval_mode import random_numbers_kept
+from sftplay.train.eval_mode import eval_mode, random_numbers_kept
 from sftplay.train.observer import Observer
 
 GREEDY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
@@ -95,12 +96,8 @@ class EvaluatePrompts(Observer):
         n, world, trainer = len(self.questions), log.world_size(), self.trainer
         numbers = range(log.rank(), ceil(n / world) * world, world)
         share = sorted((self.questions[number % n] for number in numbers), key=lambda question: len(question.ids))
-        trainer.model_wrapped.eval()
-        try:
-            with greedy_generation(trainer), trainer.accelerator.autocast():
-                tokens = trainer._generate_single_turn([question.ids for question in share], None, {}, 1)[0]
-        finally:
-            trainer.model_wrapped.train()
+        with eval_mode(trainer.model_wrapped), greedy_generation(trainer), trainer.accelerator.autocast():
+            tokens = trainer._generate_single_turn([question.ids for question in share], None, {}, 1)[0]
         return reward_answers(
             self.scorer.rewards,
             share,
@@ -121,17 +118,6 @@ def greedy_generation(trainer: Any) -> Iterator[None]:
     config.update(do_sample=False, **GREEDY)
     with replaced_attributes(trainer, generation_config=config):
         yield
-
-
-@contextmanager
-def replaced_attributes(target: Any, **values: Any) -> Iterator[None]:
-    """Inside, the attributes have these values; afterwards they have their former ones."""
-    before = {name: getattr(target, name) for name in values}
-    vars(target).update(values)
-    try:
-        yield
-    finally:
-        vars(target).update(before)
 
 
 CHUNK_WORDS = 2**21  # words of 8 bytes per chunk of a digest: a copy of a chunk takes 16 MiB
@@ -327,7 +313,20 @@ class SignalHealth(Observer, ExportableState):
             self.steps_without = 0 if share < 1.0 else self.steps_without + 1
         learns_only_form = bool(self.content) and not self.seen_content
         if self.limit and self.steps_without >= self.limit:
-            raise self._make_error(state.global_step, learns_only_form=learns_only_form)
+            what = f"nothing was learned in the last {self.steps_without} steps: in each group all rewards were equal"
+            samples = "read samples/ to see what the model tries"
+            if self.extremes == [0, 0] or learns_only_form:
+                kind = "reward" if self.extremes == [0, 0] else f"reward for content ({', '.join(self.content)})"
+                what += f", and every {kind} since the first step was 0: the model never does what is asked"
+                fix = f"{WARM_UP_FIX}. {samples}"
+            else:
+                what += f" (mean reward {self.trainer.rollout_figures['reward'] or 0:.3g})"
+                fix = (
+                    "stop here or take harder prompts where that is the highest reward; otherwise take easier prompts, "
+                    "or a reward that pays parts of an answer; more grpo.num_generations and a higher grpo.temperature "
+                    f"make answers differ. {samples}; grpo.stop_without_signal=0 goes on"
+                )
+            raise RunError(what, where=f"step {state.global_step}", fix=fix)
         self._check(figures)
         # Rewards for form have a signal, so that the limit does not end a run without a right answer.
         is_due = len(self._recent.get("reward", ())) >= MEAN_WINDOW and self.extremes != [0, 0]
@@ -353,22 +352,6 @@ class SignalHealth(Observer, ExportableState):
             if self.warns and problem.name not in self.said and problem.is_present(first, now):
                 self.said.append(problem.name)
                 log.say(f"warning: {problem.what.format(first=first, now=now)}\n  fix: {problem.fix}", "signal")
-
-    def _make_error(self, step: int, *, learns_only_form: bool) -> RunError:
-        what = f"nothing was learned in the last {self.steps_without} steps: in each group all rewards were equal"
-        samples = "read samples/ to see what the model tries"
-        if self.extremes == [0, 0] or learns_only_form:
-            reward = "reward" if self.extremes == [0, 0] else f"reward for content ({', '.join(self.content)})"
-            what += f", and every {reward} since the first step was 0: the model never does what is asked"
-            fix = f"{WARM_UP_FIX}. {samples}"
-        else:
-            what += f" (mean reward {self.trainer.rollout_figures['reward'] or 0:.3g})"
-            fix = (
-                "stop here or take harder prompts where that is the highest reward; otherwise take easier prompts, or "
-                "a reward that pays parts of an answer; more grpo.num_generations and a higher grpo.temperature make "
-                f"answers differ. {samples}; grpo.stop_without_signal=0 goes on"
-            )
-        return RunError(what, where=f"step {step}", fix=fix)
 
 
 def read_policy_clip_share(logs: Mapping[str, Any]) -> float | None:
