@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sftplay.config.cluster import BACKEND, unsloth_conflicts
 from sftplay.config.run import FLASH_KERNELS, RunConfig
 from sftplay.errors import ConfigError, MachineError
-from sftplay.machine.probe import Machine
 from sftplay.plan.shape import ModelShape
+
+if TYPE_CHECKING:
+    from sftplay.machine.gpu import Machine
 
 NVLINK_BYTES_PER_S = {6: 20e9, 7: 25e9, 8: 25e9, 9: 25e9, 10: 50e9}
 """Compute capability's first number -> bytes a second that one NVLink carries each way. Sources: NVIDIA's papers on

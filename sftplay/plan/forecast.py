@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from sftplay.machine.probe import Machine
 from sftplay.plan.devices import find_card
 from sftplay.plan.memory import (
     DeviceShare,
@@ -23,6 +22,9 @@ from sftplay.plan.memory_setup import OPENED, MemorySetup, gpu_chunk_tokens, wor
 from sftplay.plan.row_lengths import RowLengths
 from sftplay.plan.shape import ModelShape
 from sftplay.units import GIB
+
+if TYPE_CHECKING:
+    from sftplay.machine.gpu import Machine
 
 TOLERANCE = 0.05
 """A third point may be this share off the line through the other two; the allocator rounds, but by far less."""

@@ -12,7 +12,6 @@ from sftplay.config.cluster import BACKEND
 from sftplay.config.run import RunConfig
 from sftplay.config.section import find_spec
 from sftplay.errors import ConfigError, MachineError
-from sftplay.machine.probe import Machine
 from sftplay.plan.decisions import Decision, Decisions, choose_backend, decide_numerics, scaled_rate, without_effect
 from sftplay.plan.forecast import Forecast, Hardware, find_device, forecast
 from sftplay.plan.memory import Size, Strategy
@@ -22,6 +21,7 @@ from sftplay.plan.task_sizing import SizedRun, build_setting, find_sizing, forec
 from sftplay.units import format_bytes
 
 if TYPE_CHECKING:
+    from sftplay.machine.gpu import Machine
     from sftplay.plan.forecast import Fit
 
 
