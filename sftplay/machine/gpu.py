@@ -166,8 +166,11 @@ class Machine:
     """The newest CUDA that the driver runs."""
     torch: TorchBuild | None = None
     links: tuple[tuple[str, ...], ...] = ()
+    """How the visible GPUs are linked, a square matrix in nvidia-smi's terms: NV12, PIX, PXB, PHB, NODE, SYS."""
     without_peer_access: tuple[tuple[int, int], ...] = ()
+    """Pairs of visible GPUs that cannot read each other's memory."""
     mig_instances: tuple[MigInstance, ...] = ()
+    """Every MIG instance of the machine, visible or not."""
     notes: tuple[str, ...] = ()
     unsloth_problem: str = "it was not searched for"
     """Why unsloth cannot be used; empty when it can."""

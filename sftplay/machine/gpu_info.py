@@ -9,7 +9,6 @@ from sftplay.units import GIB, format_bytes, format_count
 UNSEEN_BYTES = 128 * 2**20
 """Memory in use that belongs to no visible process gets a line above this size. Idle drivers hold a little less."""
 
-
 CPU_BASE_BYTES = 3 * GIB // 2  # what torch, the libraries and a small batch take besides the model
 
 LINKS = {

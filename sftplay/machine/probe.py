@@ -190,8 +190,6 @@ def installed_version(package: str) -> str | None:
     return None
 
 
-WORD_OF_BEFORE = "gradient_checkpointing"
-
 PLAIN_RECOMPUTATION = {"use_reentrant": False}
 """For `torch.utils.checkpoint`: the kind that goes with frozen weights and with DDP."""
 
@@ -202,13 +200,13 @@ def recomputation() -> str:
     from transformers import TrainingArguments
 
     new = "activation_checkpointing"
-    return new if new in TrainingArguments.__dataclass_fields__ else WORD_OF_BEFORE
+    return new if new in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing"
 
 
 def as_named_here(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a TrainingArguments by their names of today. It takes old names too, and ignores them next to new
     ones."""
-    return {name.replace(WORD_OF_BEFORE, recomputation()): value for name, value in arguments.items()}
+    return {name.replace("gradient_checkpointing", recomputation()): value for name, value in arguments.items()}
 
 
 def recomputation_arguments(*, recomputes: bool) -> dict[str, Any]:
@@ -290,25 +288,6 @@ OTHER_MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}  # PCI vendors whose GPUs th
 
 
 @dataclass(frozen=True)
-class GpuReading:
-    """Everything that the driver said at one moment."""
-
-    gpus: tuple[Gpu, ...] = ()
-    reason: str = ""
-    """Why `gpus` is empty."""
-    driver: str = ""
-    cuda: tuple[int, int] | None = None
-    """The newest CUDA that the driver runs."""
-    links: tuple[tuple[str, ...], ...] = ()
-    """How the visible GPUs are linked, a square matrix in nvidia-smi's terms: NV12, PIX, PXB, PHB, NODE, SYS."""
-    without_peer_access: tuple[tuple[int, int], ...] = ()
-    """Pairs of visible GPUs that cannot read each other's memory."""
-    instances: tuple[MigInstance, ...] = ()
-    """Every MIG instance of the machine, visible or not."""
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Present:
     """One GPU of the machine, in PCI order. `instances` are the UUIDs of its MIG instances; None while MIG is off."""
 
@@ -370,26 +349,26 @@ SWITCH = "switch"
 """The far end of an NVLink that is not a GPU. In virtual machines the driver does not know it: counted as a switch."""
 
 
-def read_gpus(*, in_detail: bool = False) -> GpuReading:
-    """The devices that this process may use, or why there is none; `in_detail` asks for more than their memory."""
+def read_gpus(*, in_detail: bool = False) -> dict[str, Any]:
+    """What the driver says now, by fields of `Machine`: devices, or why there is none; `in_detail` more than memory."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
-        return GpuReading(reason=choose((), visible)[1])
+        return {"gpus": (), "gpu_reason": choose((), visible)[1]}
     try:
         import pynvml as nvml
     except ImportError:
-        return GpuReading(reason="the package nvidia-ml-py is not installed")
+        return {"gpus": (), "gpu_reason": "the package nvidia-ml-py is not installed"}
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return GpuReading(reason=f"no NVIDIA driver answered ({error})")
+        return {"gpus": (), "gpu_reason": f"no NVIDIA driver answered ({error})"}
     try:
         return _read(nvml, visible, in_detail=in_detail)
     finally:
         nvml.nvmlShutdown()
 
 
-def _read(nvml: Any, visible: str | None, *, in_detail: bool) -> GpuReading:
+def _read(nvml: Any, visible: str | None, *, in_detail: bool) -> dict[str, Any]:
     handles = [_ask(nvml, "nvmlDeviceGetHandleByIndex", n) for n in range(_ask(nvml, "nvmlDeviceGetCount") or 0)]
     slices: list[list[Any] | None] = []  # handles of each GPU's MIG instances; None when MIG is off, or not known
     for handle in handles:
@@ -412,20 +391,20 @@ def _read(nvml: Any, visible: str | None, *, in_detail: bool) -> GpuReading:
     whole = [handles[place] for place, n in chosen if n is None]
     wants_links = in_detail and len(whole) > 1
     cuda = _ask(nvml, "nvmlSystemGetCudaDriverVersion_v2")
-    return GpuReading(
-        gpus=tuple(gpus),
-        reason=reason,
-        driver=_as_text(_ask(nvml, "nvmlSystemGetDriverVersion")),
-        cuda=(cuda // 1000, cuda % 1000 // 10) if cuda else None,
-        links=_read_links(nvml, whole) if wants_links else (),
-        without_peer_access=tuple(_find_strangers(nvml, whole)) if wants_links else (),
-        instances=tuple(
+    return {
+        "gpus": tuple(gpus),
+        "gpu_reason": reason,
+        "driver": _as_text(_ask(nvml, "nvmlSystemGetDriverVersion")),
+        "cuda_driver": (cuda // 1000, cuda % 1000 // 10) if cuda else None,
+        "links": _read_links(nvml, whole) if wants_links else (),
+        "without_peer_access": tuple(_find_strangers(nvml, whole)) if wants_links else (),
+        "mig_instances": tuple(
             MigInstance(_read_text(nvml, mig), _read_text(nvml, mig, field="Name"), n, *_read_memory(nvml, mig)[:2])
             for n, group in enumerate(slices)
             for mig in group or ()
         ),
-        notes=tuple(f"GPU {n} does not answer" for n, handle in enumerate(handles) if handle is None),
-    )
+        "notes": tuple(f"GPU {n} does not answer" for n, handle in enumerate(handles) if handle is None),
+    }
 
 
 def _read_gpu(nvml: Any, index: int, *, handle: Any, whole: Any, place: int, in_detail: bool) -> Gpu:
@@ -539,21 +518,21 @@ def _read_bus(nvml: Any, function: str, *args: Any) -> str:
 def probe(*, in_detail: bool = False) -> Machine:
     """The facts about this machine, in some tens of milliseconds. `in_detail` adds GPU facts that only people want."""
     reading = read_gpus(in_detail=in_detail)
-    others = () if reading.gpus else other_accelerators()
+    has_gpu = bool(reading["gpus"])
+    if not has_gpu:
+        reading["notes"] = (*reading.get("notes", ()), *other_accelerators())
     return Machine(
-        gpus=reading.gpus, gpu_reason=reading.reason, ram_bytes=ram_limit_bytes(), cores=usable_cores(),
-        python=platform.python_version(), system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        libraries=library_versions(), ram_free_bytes=ram_free_bytes(), disk_free_bytes=shutil.disk_usage(".").free,
-        driver=reading.driver, cuda_driver=reading.cuda, torch=find_torch(with_archs=bool(reading.gpus)),
-        links=reading.links, without_peer_access=reading.without_peer_access, mig_instances=reading.instances,
-        notes=(*reading.notes, *others), unsloth_problem=find_unsloth_problem(has_gpu=bool(reading.gpus)),
+        **reading, ram_bytes=ram_limit_bytes(), cores=usable_cores(), python=platform.python_version(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}", libraries=library_versions(),
+        ram_free_bytes=ram_free_bytes(), disk_free_bytes=shutil.disk_usage(".").free,
+        torch=find_torch(with_archs=has_gpu), unsloth_problem=find_unsloth_problem(has_gpu=has_gpu),
     )  # fmt: skip
 
 
 def find_gpus() -> tuple[tuple[Gpu, ...], str]:
     """The CUDA devices that this process may use, and the reason when there is none."""
     reading = read_gpus()
-    return reading.gpus, reading.reason
+    return reading["gpus"], reading["gpu_reason"]
 
 
 def other_accelerators(root: Path = Path("/")) -> tuple[str, ...]:

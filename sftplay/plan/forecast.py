@@ -217,7 +217,6 @@ RUNTIME, MARGIN = "runtime", "margin"
 
 LOAD = "load"  # the phase in which a model is opened whole and then split over the processes
 
-
 UNMODELLED_SHARE = 0.25  # added to the margin for a model with parts that no plan accounts for
 
 UNTRACED_SHARE = 0.12

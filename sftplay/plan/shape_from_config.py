@@ -53,7 +53,6 @@ KEYS: Mapping[str, str] = {
 }  # fmt: skip
 """Our word -> the key most families use."""
 
-
 _GPT2_KEYS = {
     "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "mlp": "n_inner", "max_positions": "n_positions",
     "activation": "activation_function",
@@ -191,7 +190,6 @@ FAMILIES: Mapping[str, Family] = {
 
 MIXTURES = frozenset({"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 """Families whose MLP is a mixture of experts in every layer."""
-
 
 NESTED = ("text_config", "llm_config", "language_config")  # where multimodal configs keep the text model
 
