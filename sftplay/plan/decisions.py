@@ -157,7 +157,17 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
         MachineError: an explicit precision or attention cannot run here.
     """
     train, gpus = cfg.train, machine.gpus
-    precision = _decide_precision(cfg, machine)
+    if not gpus and train.precision == "fp16":
+        where = f"{cfg.origins.get('train.precision', 'train')} train.precision"
+        fix = "leave train.precision on auto (fp32 here), or use bf16"
+        raise MachineError("fp16 needs a GPU; on a CPU it would be ignored", where=where, fix=fix)
+    precision = Decision("fp32", "no GPU: a CPU computes fp32 fastest")
+    if gpus and all(gpu.has_bf16 for gpu in gpus):
+        precision = Decision("bf16", "every GPU has bf16 (compute capability 8.0 or later)")
+    elif gpus and not cfg.task.has_fp16:
+        precision = Decision("fp32", "a GPU older than Ampere has no bf16, and fp16 would overflow in the loss")
+    elif gpus:
+        precision = Decision("fp16", "a GPU older than Ampere has no bf16")
     has_bf16 = bool(gpus) and all(gpu.has_bf16 for gpu in gpus)
     chosen = precision.value if train.precision == "auto" else train.precision
     has_flash = has_bf16 and chosen != "fp32" and find_spec("flash_attn") is not None
@@ -203,20 +213,6 @@ def _decide_optimizer(cfg: RunConfig, precision: str) -> Decision:
         where = f"{cfg.origins.get('train.optim', 'train')} train.optim adamw_torch_fused"
         raise ConfigError(what, where=where, fix="write train.optim: adamw_torch, or leave it on auto")
     return Decision("adamw_torch", "in fp16 the fused one hides which steps were left out")
-
-
-def _decide_precision(cfg: RunConfig, machine: Machine) -> Decision:
-    if machine.gpus:
-        if all(gpu.has_bf16 for gpu in machine.gpus):
-            return Decision("bf16", "every GPU has bf16 (compute capability 8.0 or later)")
-        if not cfg.task.has_fp16:
-            return Decision("fp32", "a GPU older than Ampere has no bf16, and fp16 would overflow in the loss")
-        return Decision("fp16", "a GPU older than Ampere has no bf16")
-    if cfg.train.precision == "fp16":
-        where = f"{cfg.origins.get('train.precision', 'train')} train.precision"
-        fix = "leave train.precision on auto (fp32 here), or use bf16"
-        raise MachineError("fp16 needs a GPU; on a CPU it would be ignored", where=where, fix=fix)
-    return Decision("fp32", "no GPU: a CPU computes fp32 fastest")
 
 
 def scaled_rate(cfg: RunConfig) -> tuple[str, ...]:

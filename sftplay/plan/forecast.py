@@ -204,13 +204,6 @@ def runtime_bytes(device: Device, world_size: int) -> int:
     return context + (NCCL_BYTES if world_size > 1 else 0)
 
 
-def margin_bytes(allocated: float, device: Device, *, strategy: Strategy, is_probed: bool = False) -> int:
-    """Return the bytes kept free because the estimate may be too low."""
-    kind = "probed" if is_probed else "one" if strategy in ("single", "ddp") else "several"
-    share, fixed = MARGINS["cpu" if not device.is_gpu else kind]
-    return int(share * allocated + fixed)
-
-
 Verdict = Literal["fits", "tight", "does_not_fit"]
 
 RUNTIME, MARGIN = "runtime", "margin"
@@ -287,8 +280,9 @@ class Forecast:
         runtime = runtime_bytes(setting.device, setting.world_size)
         if setting.fit and setting.fit.context_bytes is not None:
             runtime += setting.fit.context_bytes - runtime_bytes(setting.device, 1)
-        is_probed = setting.fit is not None
-        margin = margin_bytes(allocated, setting.device, strategy=setting.strategy, is_probed=is_probed)
+        kind = "probed" if setting.fit else "one" if setting.strategy in ("single", "ddp") else "several"
+        share, fixed = MARGINS[kind if setting.device.is_gpu else "cpu"]
+        margin = int(share * allocated + fixed)  # kept free because the estimate may be too low
         # The closed form does not know everything of some models.
         if setting.shape.unmodelled:
             margin += int(UNMODELLED_SHARE * allocated)

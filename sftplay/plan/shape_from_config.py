@@ -365,7 +365,8 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     query, keys = heads * head_dim, kv_heads * head_dim
     linears = _attention(text, hidden, query=query, keys=keys)
     linears += _mlp(text, hidden, width=mlp, experts=experts)
-    tied = _is_tied(text)
+    given = [values.get("tie_word_embeddings") for values in (text.outer, text.values)]
+    tied = text.check_flag("tie_word_embeddings", next((v for v in given if v is not None), family.tied))
     norms = family.norms
     if family.norms_when_parallel is not None and text.flag(family.parallel):
         # Falcon 40B against Falcon 7B
@@ -408,12 +409,6 @@ def _count_heads(text: ConfigJson, hidden: int) -> tuple[int, int, int]:
         what = f"is {hidden}, which {text.key('heads')}={heads} does not divide"
         raise text.error(text.key("hidden"), what, fix=AS_PUBLISHED)
     return heads, kv_heads, head_dim or hidden // heads
-
-
-def _is_tied(text: ConfigJson) -> bool:
-    given = [values.get("tie_word_embeddings") for values in (text.outer, text.values)]
-    value = next((value for value in given if value is not None), text.family.tied)
-    return text.check_flag("tie_word_embeddings", value)
 
 
 def _mlp_width(text: ConfigJson, hidden: int, *, experts: int) -> int:
