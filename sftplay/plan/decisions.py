@@ -83,19 +83,6 @@ def exchange_s(sweep: Sequence[Exchange], total_bytes: float, *, bucket_bytes: f
     return whole * _latency_s(sweep, bucket_bytes) + (_latency_s(sweep, rest) if rest else 0.0)
 
 
-def refuse_hook(cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
-    """Check that the communication between the processes supports `cluster.comm.hook`.
-
-    Raises:
-        MachineError: it does not.
-    """
-    key = "cluster.comm.hook"
-    if cfg.cluster.comm.hook == "bf16" and world_size > 1 and not machine.gpus:
-        what = "torch's bf16 hook runs on NCCL only, and without a GPU processes talk through gloo"
-        where, fix = f"{cfg.origins.get(key, 'cluster')} {key}", "write fp16, or none, which is faster on one machine"
-        raise MachineError(what, where=where, fix=fix, nearest=("fp16", "none"))
-
-
 def _latency_s(sweep: Sequence[Exchange], size_bytes: float) -> float:
     above = bisect_left(sweep, size_bytes, key=lambda exchange: exchange.size_bytes)
     if above == 0:

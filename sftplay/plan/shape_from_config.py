@@ -359,7 +359,12 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     family = text.family
     hidden = text.count("hidden")
     heads, kv_heads, head_dim = _count_heads(text, hidden)
-    layers, experts = text.count("layers"), _count_experts(text)
+    layers = text.count("layers")
+    if text.model_type in MIXTURES:
+        experts = text.count("experts")
+    else:
+        most = 0 if text.is_known else max(text.whole(key, smallest=0) or 0 for key in EXPERT_KEYS)
+        experts = most if most > 1 else 0
     mlp = _mlp_width(text, hidden, experts=experts)
     vocab = text.count("vocab")
     query, keys = heads * head_dim, kv_heads * head_dim
@@ -466,13 +471,6 @@ def _pattern(text: ConfigJson) -> int:
     if isinstance(kinds, list) and 0 < len(kinds) <= LARGEST["layers"]:
         return next(n for n in range(1, len(kinds) + 1) if all(kinds[i] == kinds[i - n] for i in range(n, len(kinds))))
     return text.optional("pattern") or text.family.pattern
-
-
-def _count_experts(text: ConfigJson) -> int:
-    if text.model_type in MIXTURES:
-        return text.count("experts")
-    most = 0 if text.is_known else max(text.whole(key, smallest=0) or 0 for key in EXPERT_KEYS)
-    return most if most > 1 else 0
 
 
 def _unmodelled(text: ConfigJson, *, experts: int, vision: int | None) -> Iterator[str]:

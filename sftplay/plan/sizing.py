@@ -191,10 +191,11 @@ def size_run(
         ConfigError: the effective batch cannot be reached exactly; both neighbours are named.
         MachineError: an explicit backend, precision, attention, loss head or hook cannot run here.
     """
-    if cfg.cluster.comm.hook == "bf16":
-        from sftplay.plan.decisions import refuse_hook
-
-        refuse_hook(cfg, machine, world_size=world_size)
+    key = "cluster.comm.hook"
+    if cfg.cluster.comm.hook == "bf16" and world_size > 1 and not machine.gpus:
+        what = "torch's bf16 hook runs on NCCL only, and without a GPU processes talk through gloo"
+        where, fix = f"{cfg.origins.get(key, 'cluster')} {key}", "write fp16, or none, which is faster on one machine"
+        raise MachineError(what, where=where, fix=fix, nearest=("fp16", "none"))
     task, processes = find_sizing(cfg), local_processes or world_size
     task.refuse_machine(cfg, machine, world_size=world_size)
     hardware = Hardware(find_device(machine, processes), world_size, lengths)
