@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 
 from sftplay import log
+from sftplay.config.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
-from sftplay.machine.probe import Gpu, Machine, probe
+from sftplay.machine.gpu import Gpu, Machine, ram_free_bytes, ram_limit_bytes
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.devices import Card, find_card, parse_fleet
 from sftplay.plan.forecast import Hardware, find_device
@@ -25,7 +27,7 @@ def plan(args: Namespace) -> int:
     """`plan`: bytes of every component, the sizes, the verdict, and what would fit; exit code 3 when it does not."""
     cfg = resolve_names(load_checked(args.config, args.overrides, asks_hub=False, needs_data=False))
     shape = require_shape(cfg)
-    machine, world_size = _planned_machine(args)
+    machine, world_size = _planned_machine(args, cfg)
     task, lengths = find_report(cfg), known_lengths(cfg)
     sizing = partial(size_run, machine=machine, lengths=lengths)
     fitted = partial(task.size, sizing=sizing, world_size=world_size, is_free=not args.nproc)
@@ -72,29 +74,33 @@ def plan(args: Namespace) -> int:
     return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
 
 
-def _planned_machine(args: Namespace) -> tuple[Machine, int]:
+def _planned_machine(args: Namespace, cfg: RunConfig) -> tuple[Machine, int]:
     """The machine to plan for, and the number of processes."""
     if args.gpus and args.vram:
         raise ConfigError("--gpus and --vram do not go together", where="command line", fix="leave one out")
-    machine = probe()
+    count, card = 0, find_card("A10") or Card("", 0, (8, 0), 0)
     if args.gpus:
         count, card = parse_fleet(args.gpus, "--gpus (GPUS=)")
-        machine = _with_gpus(machine, count, card=card)
     elif args.vram:
         try:
             mib = parse_bytes(args.vram) >> 20
         except ValueError as error:
             raise ConfigError(str(error), where="--vram (VRAM=)", fix="write VRAM=24GiB") from None
-        card = find_card("A10") or Card("", 0, (8, 0), 0)
-        machine = _with_gpus(machine, 1, card=replace(card, name=f"GPU of {args.vram}", total_mib=mib, tflops=0))
+        count, card = 1, replace(card, name=f"GPU of {args.vram}", total_mib=mib, tflops=0)
+    gpus = tuple(Gpu(i, card.name, card.total_bytes, card.total_bytes, card.capability) for i in range(count))
+    if gpus and cfg.tuning.backend == "bnb" and not cfg.task.learns_from_rewards:
+        # Nothing that is installed here decides, so neither the driver nor any library is asked.
+        machine = Machine(
+            gpus=gpus, gpu_reason="", ram_bytes=ram_limit_bytes(), ram_free_bytes=ram_free_bytes(),
+            cores=os.cpu_count() or 1, python="", system="", libraries={},
+        )  # fmt: skip
+    else:
+        from sftplay.machine.probe import probe
+
+        machine = replace(probe(), gpus=gpus, gpu_reason="") if gpus else probe()
     world_size = args.nproc or max(1, len(machine.gpus))
     if 0 < len(machine.gpus) < world_size:
         what = f"{world_size} processes need {world_size} GPUs, there are {len(machine.gpus)}"
         fix = f"use --nproc {len(machine.gpus)}, or plan for others with GPUS={world_size}xA100"
         raise MachineError(what, where="--nproc", fix=fix)
     return machine, world_size
-
-
-def _with_gpus(machine: Machine, count: int, *, card: Card) -> Machine:
-    gpus = tuple(Gpu(i, card.name, card.total_bytes, card.total_bytes, card.capability) for i in range(count))
-    return replace(machine, gpus=gpus, gpu_reason="")

@@ -197,8 +197,21 @@ def broken_cpt_rules(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.cpt.train_tokens is not None and steps is not None:
         what = f"{cfg.cpt.train_tokens} is given, but train.max_steps {steps} says how long the run is"
         yield Problem(("cpt.train_tokens", "train.max_steps"), what, fix="keep one of the two")
-    if cfg.cpt.streaming:
-        yield from _streaming_rules(cfg)
+    if not cfg.cpt.streaming:
+        return
+    key = "cpt.streaming"
+    if cfg.cpt.train_tokens is None and steps is None:
+        what = "true needs the length of the run, which nobody knows before the sources are read"
+        yield Problem((key, "train.max_steps"), what, fix="give cpt.train_tokens or train.max_steps")
+    if cfg.cpt.on_source_end == "stop":
+        what = "stop is not known to fall into the run before the sources are read, but cpt.streaming is true"
+        yield Problem(("cpt.on_source_end", key), what, fix="write cpt.on_source_end: repeat, or cpt.streaming: false")
+    for number, source in enumerate(cfg.sources):
+        if source.val_path is None and held_out_share(cfg, source) != 0:
+            split_key = f"datasets.{number}.split" if cfg.datasets else "data.split"
+            what = f"true holds no rows out of a source that it has not read, but {source.name!r} has no val_path"
+            fix = f"give its val_path, or write {split_key}: 0"
+            yield Problem((key, split_key, "data.split"), what, fix=fix)
 
 
 def idle_cpt_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -243,34 +256,17 @@ def _dataset_rules(cfg: RunConfig) -> Iterator[Problem]:
         if cfg.get_value(key) is not None:
             fix = "remove it; each entry of datasets has path and val_path"
             yield Problem((key, "datasets"), "is given, but datasets names the rows already", fix=fix)
-    for number, source in enumerate(cfg.datasets):
-        if not cfg.task.mixes_chats and cfg.learns_documents and source.type == "chat":
-            what = f"{source.name!r} is chat, but task_mode {cfg.task_mode} learns documents only"
-            yield Problem((f"datasets.{number}.type", "task_mode"), what, fix="write task_mode: cpt_mixed")
     if not any(source.weight for source in cfg.datasets):
         what = "every weight is 0, so nothing would be trained on"
         yield Problem(("datasets.0.weight", "datasets"), what, fix="give one source a weight above 0")
     for number, source in enumerate(cfg.datasets):
+        if not cfg.task.mixes_chats and cfg.learns_documents and source.type == "chat":
+            what = f"{source.name!r} is chat, but task_mode {cfg.task_mode} learns documents only"
+            yield Problem((f"datasets.{number}.type", "task_mode"), what, fix="write task_mode: cpt_mixed")
         if source.val_path is not None and source.split is not None:
             key, other = f"datasets.{number}.split", f"datasets.{number}.val_path"
             what = f"{source.split:g} is given, but {other} names the held-out rows already"
             yield Problem((key, other), what, fix="remove one of the two")
-
-
-def _streaming_rules(cfg: RunConfig) -> Iterator[Problem]:
-    key = "cpt.streaming"
-    if cfg.cpt.train_tokens is None and cfg.train.max_steps is None:
-        what = "true needs the length of the run, which nobody knows before the sources are read"
-        yield Problem((key, "train.max_steps"), what, fix="give cpt.train_tokens or train.max_steps")
-    if cfg.cpt.on_source_end == "stop":
-        what = "stop is not known to fall into the run before the sources are read, but cpt.streaming is true"
-        yield Problem(("cpt.on_source_end", key), what, fix="write cpt.on_source_end: repeat, or cpt.streaming: false")
-    for number, source in enumerate(cfg.sources):
-        if source.val_path is None and held_out_share(cfg, source) != 0:
-            split_key = f"datasets.{number}.split" if cfg.datasets else "data.split"
-            what = f"true holds no rows out of a source that it has not read, but {source.name!r} has no val_path"
-            fix = f"give its val_path, or write {split_key}: 0"
-            yield Problem((key, split_key, "data.split"), what, fix=fix)
 
 
 _ESCAPES = {r"\t": r"\t", "tab": r"\t", "comma": ",", "semicolon": ";", "pipe": "|", "space": " "}

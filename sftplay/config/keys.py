@@ -138,7 +138,6 @@ RENAMED_KEYS = {
 }
 """Old dotted key -> the new one, which is in the same section."""
 
-
 FREE_TO_CHANGE = (
     "logging", "eval", "sandbox.executor", "run_name", "output_dir", "data.processed_dir", "cpt.streaming",
     "train.resume", "train.save_total_limit", "train.probe", "train.oom_recovery", "train.stall_timeout",
@@ -157,7 +156,6 @@ change: without data.val_path, the rows to measure on are split off those that a
 
 SIZES = ("train.batch_size", "train.grad_accum")
 """How a step is cut into micro-batches. With other sizes, sums are rounded and dropout is drawn in another order."""
-
 
 DRAWN = "grpo.generation_rows"
 """How a rollout batch is cut into parts. In other parts, random numbers are drawn in another order."""

@@ -205,11 +205,22 @@ class _Builder:
         values: dict[str, Any] = {}
         merges = [pair for pair in node.value if pair[0].tag == _PLAIN and pair[0].value == "<<"]
         for _, value_node in merges:
-            self._merge(value_node, path, into=values)
+            # In a list of mappings the first one wins.
+            for source in reversed(value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]):
+                if isinstance(source, yaml.MappingNode):
+                    values.update(self.value(source, path))
+                else:
+                    what = "`<<` takes a mapping, or a list of mappings"
+                    self._problem(source, what, fix="name an anchor of a mapping")
         lines: dict[str, int] = {}
         for key_node, value_node in (pair for pair in node.value if pair not in merges):
-            key, line = self._key(key_node), key_node.start_mark.line + 1
-            if key is None:
+            key, line = None, key_node.start_mark.line + 1
+            if isinstance(key_node, yaml.ScalarNode):
+                key = self._scalar(key_node)
+            if not isinstance(key, str):
+                found = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
+                what = f"{found} stands where a key's name belongs"
+                self._problem(key_node, what, fix="write a name, or quote it")
                 continue
             if key in lines:
                 what = f"the key {key!r} is given twice, first on line {lines[key]}"
@@ -221,23 +232,6 @@ class _Builder:
             self.lines[(*path, key)] = line
             values[key] = self.value(value_node, (*path, key))
         return values
-
-    def _merge(self, node: yaml.Node, path: KeyPath, *, into: dict[str, Any]) -> None:
-        """Add the values of the mapping that `<<` names. In a list of mappings the first one wins."""
-        sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        for source in reversed(sources):
-            if isinstance(source, yaml.MappingNode):
-                into.update(self.value(source, path))
-            else:
-                what = "`<<` takes a mapping, or a list of mappings"
-                self._problem(source, what, fix="name an anchor of a mapping")
-
-    def _key(self, node: yaml.Node) -> str | None:
-        if isinstance(node, yaml.ScalarNode) and isinstance(key := self._scalar(node), str):
-            return key
-        found = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-        self._problem(node, f"{found} stands where a key's name belongs", fix="write a name, or quote it")
-        return None
 
     def _refuse_tag(self, node: yaml.Node) -> None:
         name = "!!" + node.tag.removeprefix(_TAG) if node.tag.startswith(_TAG) else node.tag

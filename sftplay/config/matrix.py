@@ -41,7 +41,7 @@ class Row:
 
     def as_dict(self) -> dict[str, str]:
         place = {"method": self.method, "strategy": self.strategy, "precision": self.precision}
-        return place | {"state": self.cell.state, "why": self.cell.why, "nearest": self.cell.nearest}
+        return place | vars(self.cell)
 
 
 _SINGLE = "tests/tasks/test_sft.py"

@@ -132,21 +132,17 @@ def config_kinds(kind: str) -> dict[str, tuple[str, ...]] | None:
         found = classes.get(waiting.pop())
         if found is None:
             return None
-        fields = _read_fields(found) | fields
+        # The annotated names that the dataclass's constructor takes.
+        fields = {
+            line.target.id: tuple(word.partition("[")[0] for word in ast.unparse(line.annotation).split(" | "))
+            for line in found.body
+            if isinstance(line, ast.AnnAssign)
+            and isinstance(line.target, ast.Name)
+            and not line.target.id.startswith("_")
+            and "ClassVar" not in ast.unparse(line.annotation)
+        } | fields
         waiting += [base.id for base in found.bases if isinstance(base, ast.Name)]
     return fields
-
-
-def _read_fields(node: ast.ClassDef) -> dict[str, tuple[str, ...]]:
-    """The annotated names in a dataclass body that its constructor takes."""
-    return {
-        line.target.id: tuple(word.partition("[")[0] for word in ast.unparse(line.annotation).split(" | "))
-        for line in node.body
-        if isinstance(line, ast.AnnAssign)
-        and isinstance(line.target, ast.Name)
-        and not line.target.id.startswith("_")
-        and "ClassVar" not in ast.unparse(line.annotation)
-    }
 
 
 _NAMES: dict[str, str] = {

@@ -126,8 +126,15 @@ def _wrong_value(path: KeyPath, values: Any) -> _Explanation:
     key = _dotted(part for part in path if isinstance(part, str))
     value = _value_at(path, values)
     outer, _, inner = key.rpartition(".")
-    if outer in all_keys():
-        return _wrong_entry(outer, inner, value=value)
+    if outer in all_keys():  # it takes names of its own
+        node = node_at(outer)
+        names = node.get("propertyNames", {}).get("enum", [])
+        if not names or inner in names:
+            form = node.get("additionalProperties", {})
+            return _Explanation(f"{_as_yaml(value)} is not {described(form)}", _value_fix(value, form))
+        near = nearest_names(_plain(inner), names)
+        fix = f"did you mean {near[0]!r}?" if near else f"{outer} has {', '.join(names)}"
+        return _Explanation(f"{outer} has no field called {inner!r}", fix, [f"{outer}.{one}" for one in near])
     if key not in all_keys():
         if key in list_keys() and path[-1] == key:
             fix = f"write a list: each entry is - {required_below(f'{key}.0')[0].rpartition('.')[2]}: ..., and its keys"
@@ -142,18 +149,6 @@ def _wrong_value(path: KeyPath, values: Any) -> _Explanation:
         if choices := list_choices(node):
             return _wrong_word(key, value, choices=choices, in_list=isinstance(path[-1], int))
     return _Explanation(f"{_as_yaml(value)} is not {described(node)}", _value_fix(value, node))
-
-
-def _wrong_entry(key: str, name: str, *, value: Any) -> _Explanation:
-    """A name or a value below a key that takes names of its own."""
-    node = node_at(key)
-    names = node.get("propertyNames", {}).get("enum", [])
-    if not names or name in names:
-        form = node.get("additionalProperties", {})
-        return _Explanation(f"{_as_yaml(value)} is not {described(form)}", _value_fix(value, form))
-    near = nearest_names(_plain(name), names)
-    fix = f"did you mean {near[0]!r}?" if near else f"{key} has {', '.join(names)}"
-    return _Explanation(f"{key} has no field called {name!r}", fix, [f"{key}.{one}" for one in near])
 
 
 def _wrong_word(key: str, word: str, *, choices: list[str], in_list: bool) -> _Explanation:

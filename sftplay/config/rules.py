@@ -101,19 +101,6 @@ def _task_rules(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem(("model.name", "task_mode"), what, fix="name another model, or write task_mode: hrm")
 
 
-def _static_graph(cfg: RunConfig) -> Iterator[Problem]:
-    key, train = "cluster.comm.static_graph", cfg.train
-    if not cfg.cluster.comm.static_graph:
-        return
-    # Every micro-batch but the last runs under no_sync, where torch 2.13 fails an assertion of its own (reducer.cpp).
-    if train.grad_accum != 1:
-        what = f"needs every step in one micro-batch, but train.grad_accum is {train.grad_accum}"
-        yield Problem((key, "train.grad_accum"), what, fix="write train.grad_accum: 1, or remove it")
-    if train.oom_recovery:
-        what = "needs every step in one micro-batch, but train.oom_recovery makes smaller ones when memory runs out"
-        yield Problem((key, "train.oom_recovery"), what, fix="write train.oom_recovery: false, or remove it")
-
-
 def _schedule(cfg: RunConfig) -> Iterator[Problem]:
     """The peak rate and what follows it."""
     train, scheduler = cfg.train, "train.lr_scheduler"
@@ -185,7 +172,14 @@ def _batch_is_exact(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def _limits(cfg: RunConfig) -> Iterator[Problem]:
-    train, profile = cfg.train, cfg.train.profile
+    train, profile, key = cfg.train, cfg.train.profile, "cluster.comm.static_graph"
+    # Every micro-batch but the last runs under no_sync, where torch 2.13 fails an assertion of its own (reducer.cpp).
+    if cfg.cluster.comm.static_graph and train.grad_accum != 1:
+        what = f"needs every step in one micro-batch, but train.grad_accum is {train.grad_accum}"
+        yield Problem((key, "train.grad_accum"), what, fix="write train.grad_accum: 1, or remove it")
+    if cfg.cluster.comm.static_graph and train.oom_recovery:
+        what = "needs every step in one micro-batch, but train.oom_recovery makes smaller ones when memory runs out"
+        yield Problem((key, "train.oom_recovery"), what, fix="write train.oom_recovery: false, or remove it")
     if train.batching == "tokens" and train.packing is True:
         what = "tokens forms micro-batches of padded rows, but train.packing true leaves no padding to save"
         yield Problem(("train.batching", "train.packing"), what, fix="keep one of the two")
@@ -245,6 +239,12 @@ def _lists(cfg: RunConfig) -> Iterator[Problem]:
         values = cfg.get_value(key)
         if isinstance(values, list) and (twice := sorted({value for value in values if values.count(value) > 1})):
             yield Problem((key,), f"{', '.join(twice)} is listed twice", fix="list it once")
+    for outer in list_keys():
+        first: dict[str, int] = {}
+        for number, entry in enumerate(cfg.get_value(outer)):
+            if first.setdefault(entry.name, number) != number:
+                key, other = f"{outer}.{number}.name", f"{outer}.{first[entry.name]}.name"
+                yield Problem((key, other), f"{entry.name!r} is the name of {other} too", fix="give each its own name")
 
 
 NEW_TOKENS = "tuning.new_tokens"
@@ -328,25 +328,13 @@ def _texts(cfg: RunConfig) -> Iterator[Problem]:
             yield Problem((key,), what, fix=f"write the whole path, or ./{value} for a folder of that very name")
 
 
-def _twins(cfg: RunConfig) -> Iterator[Problem]:
-    """Entries of a list (`datasets`, `rewards`) that are named like one before them."""
-    for outer in list_keys():
-        first: dict[str, int] = {}
-        for number, entry in enumerate(cfg.get_value(outer)):
-            if first.setdefault(entry.name, number) != number:
-                key, other = f"{outer}.{number}.name", f"{outer}.{first[entry.name]}.name"
-                yield Problem((key, other), f"{entry.name!r} is the name of {other} too", fix="give each its own name")
-
-
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _characters,
     _texts,
-    _twins,
     _batch_is_exact,
     _held_out_rules,
     _lists,
     _limits,
-    _static_graph,
     _schedule,
     _extra,
     broken_data_rules,

@@ -9,7 +9,6 @@ from sftplay.units import GIB, format_bytes, format_count
 UNSEEN_BYTES = 128 * 2**20
 """Memory in use that belongs to no visible process gets a line above this size. Idle drivers hold a little less."""
 
-
 CPU_BASE_BYTES = 3 * GIB // 2  # what torch, the libraries and a small batch take besides the model
 
 LINKS = {
@@ -45,23 +44,18 @@ def describe_machine(machine: Machine) -> list[str]:
         total, free = format_bytes(mig.total_bytes), format_bytes(mig.free_bytes)
         lines.append(f"  {mig.uuid}  on GPU {mig.machine_index}: {mig.name}, {total}, {free} free")
     if machine.links:
-        lines += _describe_links(machine)
+        kinds = sorted({kind for row in machine.links for kind in row} - {"X"})
+        meanings = [f"{kind[2:]} NVLinks" if kind.startswith("NV") else LINKS.get(kind, "unknown") for kind in kinds]
+        meaning = "; ".join(f"{kind}: {text}" for kind, text in zip(kinds, meanings))
+        width, names = max(5, *(len(kind) + 1 for kind in kinds)), [f"GPU{n}" for n in range(len(machine.links))]
+        lines += [f"Links between GPUs ({meaning}):", f"  {'':<5}" + "".join(f"{name:>{width}}" for name in names)]
+        for name, row in zip(names, machine.links):
+            lines.append(f"  {name:<5}" + "".join(f"{kind:>{width}}" for kind in row))
+        if machine.without_peer_access:
+            lines.append(f"  no peer access: {', '.join(f'{a}-{b}' for a, b in machine.without_peer_access)}")
     if machine.driver:
         cuda = f", runs CUDA up to {machine.cuda_driver[0]}.{machine.cuda_driver[1]}" if machine.cuda_driver else ""
         lines.append(f"NVIDIA driver {machine.driver}{cuda}")
-    return lines
-
-
-def _describe_links(machine: Machine) -> list[str]:
-    kinds = sorted({kind for row in machine.links for kind in row} - {"X"})
-    meanings = [f"{kind[2:]} NVLinks" if kind.startswith("NV") else LINKS.get(kind, "unknown") for kind in kinds]
-    meaning = "; ".join(f"{kind}: {text}" for kind, text in zip(kinds, meanings))
-    width = max(5, *(len(kind) + 1 for kind in kinds))
-    names = [f"GPU{n}" for n in range(len(machine.links))]
-    lines = [f"Links between GPUs ({meaning}):", f"  {'':<5}" + "".join(f"{name:>{width}}" for name in names)]
-    lines += [f"  {name:<5}" + "".join(f"{kind:>{width}}" for kind in row) for name, row in zip(names, machine.links)]
-    if machine.without_peer_access:
-        lines.append(f"  no peer access: {', '.join(f'{a}-{b}' for a, b in machine.without_peer_access)}")
     return lines
 
 

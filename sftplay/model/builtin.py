@@ -32,40 +32,19 @@ MANIFEST = "made.json"
 RESTORE = "restore it from the repository: git checkout -- data/base"
 
 
-@dataclass(frozen=True)
-class ShippedModel:
-    """A folder of model files and the hashes that they must have."""
-
-    folder: Path
-    files: dict[str, str]
-    fingerprint: str
-    """Of the recipe, the texts and the template that made it."""
-
-    @property
-    def mark(self) -> str:
-        """Twelve hex digits that change with any file."""
-        return hashlib.sha256(json.dumps([self.fingerprint, self.files]).encode()).hexdigest()[:12]
-
-    def copy_to(self, folder: Path) -> None:
-        """Copy it to `folder`, whole or not at all. Raises what `check_files` raises."""
-        check_files(self.folder, self.files, fix=RESTORE)
-        with whole_folder(folder) as scratch:
-            for name in self.files:
-                shutil.copyfile(self.folder / name, scratch / name)
-
-
-def read_shipped(folder: Path) -> ShippedModel | None:
-    """Return the model that is shipped in `folder`; None where there is no such folder.
+def read_shipped(folder: Path) -> tuple[dict[str, str], str]:
+    """Return the files of the model that is shipped in `folder` with the hashes that they must have, and the
+    fingerprint of the recipe, the texts and the template that made it; nothing where there is no such folder.
 
     Raises:
         MachineError: its manifest is missing or cannot be read.
     """
     if not folder.is_dir():
-        return None
+        return {}, ""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return ShippedModel(folder, dict(content["sha256"]), content["fingerprint"])
+        return dict(content["sha256"]), content["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"it does not list the files of the built-in model ({type(error).__name__}: {error})"
         raise MachineError(what, where=str(path), fix=RESTORE) from None
@@ -164,25 +143,28 @@ def ensure_builtin(
         raise ConfigError(f"no built-in model called {name!r}", where="model.name", fix=fix, nearest=near)
     chosen = recipe or RECIPES[name]
     mark = fingerprint(chosen, text_dir)
-    shipped_model = read_shipped(text_dir / name) if isinstance(chosen, Recipe) else None
-    if shipped_model and shipped_model.fingerprint != mark:
-        say(f"{shipped_model.folder} was made of another text or recipe")
-        shipped_model = None
-    folder = cache_dir / f"{name}-{shipped_model.mark if shipped_model else mark}"
+    files, made_of = read_shipped(text_dir / name) if isinstance(chosen, Recipe) else ({}, "")
+    if files and made_of != mark:
+        say(f"{text_dir / name} was made of another text or recipe")
+        files = {}
+    if files:  # twelve hex digits that change with any file
+        mark = hashlib.sha256(json.dumps([made_of, files]).encode()).hexdigest()[:12]
+    folder = cache_dir / f"{name}-{mark}"
     if not folder.is_dir():
         cache_dir.mkdir(parents=True, exist_ok=True)
         with locked(cache_dir / f"{folder.name}.lock"):
             if folder.is_dir():
                 pass
-            elif shipped_model:
-                shipped_model.copy_to(folder)
+            elif files:
+                check_files(text_dir / name, files, fix=RESTORE)
+                with whole_folder(folder) as scratch:
+                    for file in files:
+                        shutil.copyfile(text_dir / name / file, scratch / file)
             elif isinstance(chosen, Recipe):
                 make_base(folder, recipe=chosen, text_dir=text_dir, say=say)
             else:
                 make_digits(folder, chosen, say=say)
-    if shipped_model:
-        fix = f"remove the copy, the next start makes it again: rm -r {folder}"
-        check_files(folder, shipped_model.files, fix=fix)
+    check_files(folder, files, fix=f"remove the copy, the next start makes it again: rm -r {folder}")
     return folder
 
 

@@ -7,11 +7,11 @@ import pickle
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from safetensors import SafetensorError
 
 from sftplay import log
+from sftplay.config.layers import walk
 from sftplay.config.run import ModelConfig
 from sftplay.errors import ConfigError, MachineError, SftplayError, machine_refusal, without_secrets
 from sftplay.model.source import (
@@ -61,20 +61,14 @@ def explain_failure(error: Exception, model: ModelConfig, *, where: str) -> Sftp
     if is_local(model.name):
         found = ""
         if isinstance(error, KeyError | AttributeError):  # a setting of config.json that a library does not know
-            words = {str(value): key for key, value in _settings(read_shape(model.name)) if isinstance(value, str)}
+            settings = walk(read_shape(model.name))
+            words = {text: at[-1] for at, text in settings if isinstance(text, str) and isinstance(at[-1], str)}
             word = max((word for word in words if len(word) > 2 and word in str(error)), key=len, default="")
             found = f": {words[word]} is {word!r} in its config.json" if word else ""
         fix = f"correct its files, or copy the model again{found}; the run's log says more"
     elif "safetensors" in str(error):
         fix = f"if it has pickled weights only: {PICKLE_FIX}"
     return MachineError(f"the model cannot be loaded ({describe_error(error)})", where=where, fix=fix)
-
-
-def _settings(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        yield key, value
-        if isinstance(value, dict):
-            yield from _settings(value)
 
 
 def refused_code(error: Exception, model: ModelConfig) -> ConfigError | None:

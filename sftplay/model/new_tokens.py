@@ -182,10 +182,8 @@ def extend_for_run(tokenizer: Any, cfg: RunConfig, *, folder: RunFolder) -> list
         add_to(tokenizer, tokens)
         return tokens
     if tokens := extend(tokenizer, cfg):
-        shown = [
-            {**asdict(token), "pieces_before": len(token.pieces), "tokens_saved": token.tokens_saved}
-            for token in tokens
-        ]
+        more = [{"pieces_before": len(token.pieces), "tokens_saved": token.tokens_saved} for token in tokens]
+        shown = [asdict(token) | counts for token, counts in zip(tokens, more, strict=True)]
         totals = {"count": len(tokens), "tokens_saved": sum(token.tokens_saved for token in tokens)}
         folder.write_json(LIST, {**totals, "tokens": shown})
     return tokens
@@ -212,7 +210,7 @@ def kept_tokens(run: Path) -> list[NewToken]:
 
 def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
     wanted, backend = cfg.tuning.new_tokens, tokenizer.backend_tokenizer
-    texts = training_texts(cfg)
+    texts, source = training_texts(cfg), find_text_source(cfg)[0]
     if wanted.path:
         forms, refused = choose_forms(backend, read_terms(wanted.path), words=list_words(texts))
         if refused:
@@ -220,39 +218,32 @@ def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
             what = f"{len(refused)} of the terms cannot be new tokens, such as {term!r}: {reason}"
             raise ConfigError(what, where=f"{KEY}.path {wanted.path}", fix="take them out of the file")
     else:
-        forms = _found_forms(cfg, texts, backend=backend)
+        log.status(f"looking for {wanted.count} terms in {source}", "data")
+        # Some will have no form in this tokenizer.
+        terms = find_terms(
+            texts, lambda candidates: [len(find_term_ids(backend, term)) for term in candidates],
+            wanted=2 * wanted.count, min_count=wanted.min_count,
+        )  # fmt: skip
+        forms, refused = choose_forms(backend, terms, words=list_words(texts))
+        forms = dict(list(forms.items())[: wanted.count])
+        if not forms:
+            what = f"no term occurs {wanted.min_count} times and would save tokens"
+            reason = f"; {len(refused)} would, but {next(iter(refused.values()))}" if refused else ""
+            fix = f"lower {KEY}.min_count, or leave {KEY} out"
+            raise DataError(what + reason, where=source, fix=fix)
+        if len(forms) < wanted.count:
+            log.say(f"note: only {len(forms)} terms occur {wanted.min_count} times and save tokens", "data")
     replaced = {term: tuple(find_term_ids(backend, term)) for term in forms}
     before = _count_ids(backend, texts)
     tokenizer.add_tokens(list(forms.values()))
     after = _count_ids(backend, texts)
     less = f"{before.total():,} without ({1 - after.total() / max(1, before.total()):.1%} less)"
-    source = find_text_source(cfg)[0]
     log.say(f"{len(forms)} new tokens: the texts of {source} have {after.total():,} tokens with them, {less}", "data")
     ids = {term: tokenizer.convert_tokens_to_ids(form.content) for term, form in forms.items()}
     return [
         NewToken(term, form.content, form.single_word, ids[term], replaced[term], after[ids[term]])
         for term, form in forms.items()
     ]
-
-
-def _found_forms(cfg: RunConfig, texts: Sequence[str], *, backend: Any) -> dict[str, AddedToken]:
-    wanted = cfg.tuning.new_tokens
-    log.status(f"looking for {wanted.count} terms in {find_text_source(cfg)[0]}", "data")
-    # Some will have no form in this tokenizer.
-    terms = find_terms(
-        texts, lambda candidates: [len(find_term_ids(backend, term)) for term in candidates],
-        wanted=2 * wanted.count, min_count=wanted.min_count,
-    )  # fmt: skip
-    forms, refused = choose_forms(backend, terms, words=list_words(texts))
-    forms = dict(list(forms.items())[: wanted.count])
-    if not forms:
-        what = f"no term occurs {wanted.min_count} times and would save tokens"
-        reason = f"; {len(refused)} would, but {next(iter(refused.values()))}" if refused else ""
-        fix = f"lower {KEY}.min_count, or leave {KEY} out"
-        raise DataError(what + reason, where=find_text_source(cfg)[0], fix=fix)
-    if len(forms) < wanted.count:
-        log.say(f"note: only {len(forms)} terms occur {wanted.min_count} times and save tokens", "data")
-    return forms
 
 
 def _count_ids(backend: Any, texts: Sequence[str]) -> Counter[int]:

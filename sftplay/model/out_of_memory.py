@@ -104,8 +104,7 @@ def peak_rss_bytes() -> int:
 
 def held_bytes() -> int:
     """Return the peak memory of this process so far."""
-    memory = memory_fields()
-    return memory["peak_bytes"] if "peak_bytes" in memory else memory["peak_rss_bytes"]
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_rss_bytes()
 
 
 def free_memory() -> None:

@@ -50,7 +50,28 @@ def resolve_names(cfg: RunConfig) -> RunConfig:
         if mode == "full":
             fix = f"set {MERGE}: true, which merges it first, or lora"
             raise _error(cfg, ADAPTER, what="tuning.mode full trains every weight, not an adapter", fix=fix)
-        _check_shape(cfg, folder)
+        # What can be compared without the model; `adapter.continue_adapter` checks the layers.
+        stored, lora = read_adapter(folder), cfg.tuning.lora
+        if stored.get("peft_type") != "LORA":
+            what = f"{folder} is an adapter of the kind {stored.get('peft_type')}"
+            raise _error(cfg, ADAPTER, what=what, fix=f"only LoRA is continued; set {MERGE}: true")
+        wanted = {
+            "r": (lora.r, stored.get("r")),
+            "alpha": (float(lora.alpha or 2 * lora.r), float(stored.get("lora_alpha") or 0)),
+            "dora": (lora.dora, bool(stored.get("use_dora"))),
+            "rslora": (lora.rslora, bool(stored.get("use_rslora"))),
+            "modules_to_save": (sorted(lora.modules_to_save), sorted(stored.get("modules_to_save") or [])),
+        }
+        for key, (configured, found) in wanted.items():
+            if configured != found:
+                here, there = (f"{v:g}" if isinstance(v, float) else json.dumps(v) for v in (configured, found))
+                what = f"{here} here, but the adapter {folder} that is continued has {there}"
+                fix = f"write tuning.lora.{key}: {there}, or {MERGE}: true, which trains a new adapter of any shape"
+                raise _error(cfg, f"tuning.lora.{key}", what=what, fix=fix)
+        for key in ("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"):
+            if stored.get(key):
+                what = f"the adapter {folder} has a {key}, which the config cannot say"
+                raise _error(cfg, ADAPTER, what=what, fix=f"set {MERGE}: true")
     return cfg
 
 
@@ -176,28 +197,3 @@ def _find_result(run: Path, cfg: RunConfig, *, key: str) -> Path:
         fix = "finish it with `make resume`, or name a run that is finished"
         raise _error(cfg, key, what=f"the run {run} has no result yet", fix=fix)
     return result
-
-
-def _check_shape(cfg: RunConfig, adapter: Path) -> None:
-    """Compare what can be compared without the model; `adapter.continue_adapter` checks the layers."""
-    stored, lora = read_adapter(adapter), cfg.tuning.lora
-    if stored.get("peft_type") != "LORA":
-        what = f"{adapter} is an adapter of the kind {stored.get('peft_type')}"
-        raise _error(cfg, ADAPTER, what=what, fix=f"only LoRA is continued; set {MERGE}: true")
-    wanted = {
-        "r": (lora.r, stored.get("r")),
-        "alpha": (float(lora.alpha or 2 * lora.r), float(stored.get("lora_alpha") or 0)),
-        "dora": (lora.dora, bool(stored.get("use_dora"))),
-        "rslora": (lora.rslora, bool(stored.get("use_rslora"))),
-        "modules_to_save": (sorted(lora.modules_to_save), sorted(stored.get("modules_to_save") or [])),
-    }
-    for key, (configured, found) in wanted.items():
-        if configured != found:
-            here, there = (f"{v:g}" if isinstance(v, float) else json.dumps(v) for v in (configured, found))
-            what = f"{here} here, but the adapter {adapter} that is continued has {there}"
-            fix = f"write tuning.lora.{key}: {there}, or {MERGE}: true, which trains a new adapter of any shape"
-            raise _error(cfg, f"tuning.lora.{key}", what=what, fix=fix)
-    for key in ("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"):
-        if stored.get(key):
-            what = f"the adapter {adapter} has a {key}, which the config cannot say"
-            raise _error(cfg, ADAPTER, what=what, fix=f"set {MERGE}: true")

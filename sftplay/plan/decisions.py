@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sftplay.config.cluster import BACKEND, unsloth_conflicts
 from sftplay.config.run import FLASH_KERNELS, RunConfig
 from sftplay.errors import ConfigError, MachineError
-from sftplay.machine.probe import Machine
 from sftplay.plan.shape import ModelShape
+
+if TYPE_CHECKING:
+    from sftplay.machine.gpu import Machine
 
 NVLINK_BYTES_PER_S = {6: 20e9, 7: 25e9, 8: 25e9, 9: 25e9, 10: 50e9}
 """Compute capability's first number -> bytes a second that one NVLink carries each way. Sources: NVIDIA's papers on
@@ -81,19 +83,6 @@ def exchange_s(sweep: Sequence[Exchange], total_bytes: float, *, bucket_bytes: f
     return whole * _latency_s(sweep, bucket_bytes) + (_latency_s(sweep, rest) if rest else 0.0)
 
 
-def refuse_hook(cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
-    """Check that the communication between the processes supports `cluster.comm.hook`.
-
-    Raises:
-        MachineError: it does not.
-    """
-    key = "cluster.comm.hook"
-    if cfg.cluster.comm.hook == "bf16" and world_size > 1 and not machine.gpus:
-        what = "torch's bf16 hook runs on NCCL only, and without a GPU processes talk through gloo"
-        where, fix = f"{cfg.origins.get(key, 'cluster')} {key}", "write fp16, or none, which is faster on one machine"
-        raise MachineError(what, where=where, fix=fix, nearest=("fp16", "none"))
-
-
 def _latency_s(sweep: Sequence[Exchange], size_bytes: float) -> float:
     above = bisect_left(sweep, size_bytes, key=lambda exchange: exchange.size_bytes)
     if above == 0:
@@ -155,7 +144,17 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
         MachineError: an explicit precision or attention cannot run here.
     """
     train, gpus = cfg.train, machine.gpus
-    precision = _decide_precision(cfg, machine)
+    if not gpus and train.precision == "fp16":
+        where = f"{cfg.origins.get('train.precision', 'train')} train.precision"
+        fix = "leave train.precision on auto (fp32 here), or use bf16"
+        raise MachineError("fp16 needs a GPU; on a CPU it would be ignored", where=where, fix=fix)
+    precision = Decision("fp32", "no GPU: a CPU computes fp32 fastest")
+    if gpus and all(gpu.has_bf16 for gpu in gpus):
+        precision = Decision("bf16", "every GPU has bf16 (compute capability 8.0 or later)")
+    elif gpus and not cfg.task.has_fp16:
+        precision = Decision("fp32", "a GPU older than Ampere has no bf16, and fp16 would overflow in the loss")
+    elif gpus:
+        precision = Decision("fp16", "a GPU older than Ampere has no bf16")
     has_bf16 = bool(gpus) and all(gpu.has_bf16 for gpu in gpus)
     chosen = precision.value if train.precision == "auto" else train.precision
     has_flash = has_bf16 and chosen != "fp32" and find_spec("flash_attn") is not None
@@ -201,20 +200,6 @@ def _decide_optimizer(cfg: RunConfig, precision: str) -> Decision:
         where = f"{cfg.origins.get('train.optim', 'train')} train.optim adamw_torch_fused"
         raise ConfigError(what, where=where, fix="write train.optim: adamw_torch, or leave it on auto")
     return Decision("adamw_torch", "in fp16 the fused one hides which steps were left out")
-
-
-def _decide_precision(cfg: RunConfig, machine: Machine) -> Decision:
-    if machine.gpus:
-        if all(gpu.has_bf16 for gpu in machine.gpus):
-            return Decision("bf16", "every GPU has bf16 (compute capability 8.0 or later)")
-        if not cfg.task.has_fp16:
-            return Decision("fp32", "a GPU older than Ampere has no bf16, and fp16 would overflow in the loss")
-        return Decision("fp16", "a GPU older than Ampere has no bf16")
-    if cfg.train.precision == "fp16":
-        where = f"{cfg.origins.get('train.precision', 'train')} train.precision"
-        fix = "leave train.precision on auto (fp32 here), or use bf16"
-        raise MachineError("fp16 needs a GPU; on a CPU it would be ignored", where=where, fix=fix)
-    return Decision("fp32", "no GPU: a CPU computes fp32 fastest")
 
 
 def scaled_rate(cfg: RunConfig) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = 2, 2, 2
 
 PRODUCTS = 2  # of attention: queries with keys, and weights with values
 
-
 # What transformers' models call them, as modules_to_save may name them.
 EMBEDDINGS, HEADS = ("embed_tokens", "embed_in", "wte", "word_embeddings"), ("lm_head", "embed_out")
 

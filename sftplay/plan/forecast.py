@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from sftplay.machine.probe import Machine
 from sftplay.plan.devices import find_card
 from sftplay.plan.memory import (
     DeviceShare,
@@ -23,6 +22,9 @@ from sftplay.plan.memory_setup import OPENED, MemorySetup, gpu_chunk_tokens, wor
 from sftplay.plan.row_lengths import RowLengths
 from sftplay.plan.shape import ModelShape
 from sftplay.units import GIB
+
+if TYPE_CHECKING:
+    from sftplay.machine.gpu import Machine
 
 TOLERANCE = 0.05
 """A third point may be this share off the line through the other two; the allocator rounds, but by far less."""
@@ -202,19 +204,11 @@ def runtime_bytes(device: Device, world_size: int) -> int:
     return context + (NCCL_BYTES if world_size > 1 else 0)
 
 
-def margin_bytes(allocated: float, device: Device, *, strategy: Strategy, is_probed: bool = False) -> int:
-    """Return the bytes kept free because the estimate may be too low."""
-    kind = "probed" if is_probed else "one" if strategy in ("single", "ddp") else "several"
-    share, fixed = MARGINS["cpu" if not device.is_gpu else kind]
-    return int(share * allocated + fixed)
-
-
 Verdict = Literal["fits", "tight", "does_not_fit"]
 
 RUNTIME, MARGIN = "runtime", "margin"
 
 LOAD = "load"  # the phase in which a model is opened whole and then split over the processes
-
 
 UNMODELLED_SHARE = 0.25  # added to the margin for a model with parts that no plan accounts for
 
@@ -286,8 +280,9 @@ class Forecast:
         runtime = runtime_bytes(setting.device, setting.world_size)
         if setting.fit and setting.fit.context_bytes is not None:
             runtime += setting.fit.context_bytes - runtime_bytes(setting.device, 1)
-        is_probed = setting.fit is not None
-        margin = margin_bytes(allocated, setting.device, strategy=setting.strategy, is_probed=is_probed)
+        kind = "probed" if setting.fit else "one" if setting.strategy in ("single", "ddp") else "several"
+        share, fixed = MARGINS[kind if setting.device.is_gpu else "cpu"]
+        margin = int(share * allocated + fixed)  # kept free because the estimate may be too low
         # The closed form does not know everything of some models.
         if setting.shape.unmodelled:
             margin += int(UNMODELLED_SHARE * allocated)

@@ -241,16 +241,9 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         seen = self.forecast
-        return {
-            "mode": self.mode,
-            "strategy": self.strategy,
-            "world_size": seen.setting.world_size,
-            "peak_bytes": seen.peak_bytes,
-            "host_bytes": seen.host_bytes,
-            "budget_bytes": seen.budget_bytes,
-            "verdict": seen.verdict,
-            "recommended": self.is_recommended,
-        }
+        sizes = {name: getattr(seen, name) for name in ("peak_bytes", "host_bytes", "budget_bytes", "verdict")}
+        place = {"mode": self.mode, "strategy": self.strategy, "world_size": seen.setting.world_size}
+        return {**place, **sizes, "recommended": self.is_recommended}
 
 
 def compare(cfg: RunConfig, shape: ModelShape, *, hardware: Hardware) -> list[Row]:
@@ -398,7 +391,6 @@ class TaskReport:
 
     def suggest(self, cfg: RunConfig, sized: SizedRun, *, sizing: Sizing, hardware: Hardware) -> list[Suggestion]:
         """Suggest what would fit: of `cfg` as the user wrote it, and as it is `sized`."""
-
         assert sized.forecast is not None
         return suggest(sized.cfg, sized.forecast.setting.shape, hardware=hardware)
 
@@ -412,7 +404,6 @@ class TaskReport:
         Raises:
             ConfigError: the task leaves no choice.
         """
-
         rows = compare(cfg, shape, hardware=hardware)
         return rows, describe_rows(rows)
 

@@ -53,7 +53,6 @@ KEYS: Mapping[str, str] = {
 }  # fmt: skip
 """Our word -> the key most families use."""
 
-
 _GPT2_KEYS = {
     "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "mlp": "n_inner", "max_positions": "n_positions",
     "activation": "activation_function",
@@ -191,7 +190,6 @@ FAMILIES: Mapping[str, Family] = {
 
 MIXTURES = frozenset({"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 """Families whose MLP is a mixture of experts in every layer."""
-
 
 NESTED = ("text_config", "llm_config", "language_config")  # where multimodal configs keep the text model
 
@@ -361,13 +359,19 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     family = text.family
     hidden = text.count("hidden")
     heads, kv_heads, head_dim = _count_heads(text, hidden)
-    layers, experts = text.count("layers"), _count_experts(text)
+    layers = text.count("layers")
+    if text.model_type in MIXTURES:
+        experts = text.count("experts")
+    else:
+        most = 0 if text.is_known else max(text.whole(key, smallest=0) or 0 for key in EXPERT_KEYS)
+        experts = most if most > 1 else 0
     mlp = _mlp_width(text, hidden, experts=experts)
     vocab = text.count("vocab")
     query, keys = heads * head_dim, kv_heads * head_dim
     linears = _attention(text, hidden, query=query, keys=keys)
     linears += _mlp(text, hidden, width=mlp, experts=experts)
-    tied = _is_tied(text)
+    given = [values.get("tie_word_embeddings") for values in (text.outer, text.values)]
+    tied = text.check_flag("tie_word_embeddings", next((v for v in given if v is not None), family.tied))
     norms = family.norms
     if family.norms_when_parallel is not None and text.flag(family.parallel):
         # Falcon 40B against Falcon 7B
@@ -410,12 +414,6 @@ def _count_heads(text: ConfigJson, hidden: int) -> tuple[int, int, int]:
         what = f"is {hidden}, which {text.key('heads')}={heads} does not divide"
         raise text.error(text.key("hidden"), what, fix=AS_PUBLISHED)
     return heads, kv_heads, head_dim or hidden // heads
-
-
-def _is_tied(text: ConfigJson) -> bool:
-    given = [values.get("tie_word_embeddings") for values in (text.outer, text.values)]
-    value = next((value for value in given if value is not None), text.family.tied)
-    return text.check_flag("tie_word_embeddings", value)
 
 
 def _mlp_width(text: ConfigJson, hidden: int, *, experts: int) -> int:
@@ -473,13 +471,6 @@ def _pattern(text: ConfigJson) -> int:
     if isinstance(kinds, list) and 0 < len(kinds) <= LARGEST["layers"]:
         return next(n for n in range(1, len(kinds) + 1) if all(kinds[i] == kinds[i - n] for i in range(n, len(kinds))))
     return text.optional("pattern") or text.family.pattern
-
-
-def _count_experts(text: ConfigJson) -> int:
-    if text.model_type in MIXTURES:
-        return text.count("experts")
-    most = 0 if text.is_known else max(text.whole(key, smallest=0) or 0 for key in EXPERT_KEYS)
-    return most if most > 1 else 0
 
 
 def _unmodelled(text: ConfigJson, *, experts: int, vision: int | None) -> Iterator[str]:

@@ -12,7 +12,6 @@ from sftplay.config.cluster import BACKEND
 from sftplay.config.run import RunConfig
 from sftplay.config.section import find_spec
 from sftplay.errors import ConfigError, MachineError
-from sftplay.machine.probe import Machine
 from sftplay.plan.decisions import Decision, Decisions, choose_backend, decide_numerics, scaled_rate, without_effect
 from sftplay.plan.forecast import Forecast, Hardware, find_device, forecast
 from sftplay.plan.memory import Size, Strategy
@@ -22,6 +21,7 @@ from sftplay.plan.task_sizing import SizedRun, build_setting, find_sizing, forec
 from sftplay.units import format_bytes
 
 if TYPE_CHECKING:
+    from sftplay.machine.gpu import Machine
     from sftplay.plan.forecast import Fit
 
 
@@ -191,10 +191,11 @@ def size_run(
         ConfigError: the effective batch cannot be reached exactly; both neighbours are named.
         MachineError: an explicit backend, precision, attention, loss head or hook cannot run here.
     """
-    if cfg.cluster.comm.hook == "bf16":
-        from sftplay.plan.decisions import refuse_hook
-
-        refuse_hook(cfg, machine, world_size=world_size)
+    key = "cluster.comm.hook"
+    if cfg.cluster.comm.hook == "bf16" and world_size > 1 and not machine.gpus:
+        what = "torch's bf16 hook runs on NCCL only, and without a GPU processes talk through gloo"
+        where, fix = f"{cfg.origins.get(key, 'cluster')} {key}", "write fp16, or none, which is faster on one machine"
+        raise MachineError(what, where=where, fix=fix, nearest=("fp16", "none"))
     task, processes = find_sizing(cfg), local_processes or world_size
     task.refuse_machine(cfg, machine, world_size=world_size)
     hardware = Hardware(find_device(machine, processes), world_size, lengths)

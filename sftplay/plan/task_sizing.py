@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from sftplay.config.run import RunConfig
-from sftplay.machine.probe import Machine
 from sftplay.plan.decisions import Decision, Decisions
 from sftplay.plan.forecast import Forecast, Hardware, Setting, TaskMemory, forecast, on_device
 from sftplay.plan.memory import Size, Strategy
@@ -16,6 +15,7 @@ from sftplay.plan.row_lengths import planned_tokens
 from sftplay.plan.shape import ModelShape
 
 if TYPE_CHECKING:
+    from sftplay.machine.gpu import Machine
     from sftplay.plan.forecast import Fit
 
 

@@ -286,6 +286,8 @@ def known_lengths(cfg: RunConfig) -> RowLengths | None:
     """
     if cfg.task.learns_from_rewards or not cfg.task.reads_text:
         return None
+    if not (Path(cfg.data.processed_dir) / "lengths").is_dir():  # `data.cache` has noted none
+        return None
     from sftplay.data.cache import read_lengths
     from sftplay.plan.row_lengths import RowLengths
 

@@ -82,4 +82,4 @@ def test_a_resolved_file_is_scaled_once_however_often_it_is_read(load, write):
 
 def test_a_deepspeed_file_is_held_against_the_rate_that_trains(load):
     wishes = run_values(load(FOUND.replace("SCALING", "sqrt")), world_size=2)
-    assert json.dumps(wishes["optimizer.params.lr"].value) == "0.002"
+    assert json.dumps(wishes["optimizer.params.lr"][0]) == "0.002"
