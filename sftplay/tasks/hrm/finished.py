@@ -14,13 +14,14 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import DataError, nearest_names
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.hrm.act import wants_to_halt
-from sftplay.tasks.hrm.measuring import measure, refined, write_measured
+from sftplay.tasks.hrm.measuring import measure, refined
 from sftplay.tasks.hrm.network import PuzzleModel, load_model
 from sftplay.tasks.hrm.puzzles.arc import LARGEST, cropped, on_canvas, read_names
 from sftplay.tasks.hrm.puzzles.folder import PuzzleFolder
 from sftplay.tasks.hrm.puzzles.sampler import open_split
 from sftplay.tasks.hrm.puzzles.sudoku import GridText
 from sftplay.tasks.hrm.task import open_puzzles
+from sftplay.train.observer import write_measured
 
 
 def measure_finished(cfg: RunConfig, folder: RunFolder, *, split: str, limit: int | None, path: Path) -> dict[str, Any]:

@@ -22,8 +22,6 @@ from sftplay.errors import RunError
 from sftplay.generate.sampling import derive_seed
 from sftplay.launch.checkpoints import read_step
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.hrm.measuring import write_lines
-from sftplay.tasks.hrm.trainer import StepTrainerMixin
 from sftplay.tasks.score.episode_rewards import RewardScorer, describe, format_episode
 from sftplay.tasks.score.losses import Advantages, find_learning_rates
 from sftplay.tasks.score.role_models import (
@@ -40,8 +38,9 @@ from sftplay.tasks.score.rollout_batch import MinibatchSchedule, RolloutBatch, l
 from sftplay.tasks.score.sample_episodes import EpisodeSampler, count_padded_tokens
 from sftplay.tasks.score.update import MinibatchSetup, PolicyUpdate, ScoredEpisodes, group_actions
 from sftplay.train.eval_mode import random_numbers_kept
-from sftplay.train.exact_batch import StepSetup
+from sftplay.train.exact_batch import StepSetup, StepTrainerMixin
 from sftplay.train.gradients import average_gradients, gradient_norm
+from sftplay.train.observer import write_lines
 
 WEIGHTS_FILE = "score.safetensors"
 
