@@ -277,12 +277,16 @@ UNIT_NAMES = ("row", "column", "box")
 
 
 class Sudoku:
-    """9x9 grids; `.` or 0 is a blank."""
+    """9x9 grids; `.` or 0 is a blank.
+
+    Cells hold the place of their character in `alphabet.symbols`, less one: 0 is the first behind the padding's.
+    """
 
     alphabet = Alphabet(kind="sudoku", symbols=" .123456789", shape=(9, 9))
-    copies = 1000
-    most_copies: int | None = None
-    also_blank = "0"
+    copies = 1000  # of each training puzzle where the user names no number
+    most_copies: int | None = None  # as many as one wants
+    also_blank = "0"  # other characters for the alphabet's first behind the padding's
+    # Numbers that all copies share, and few others; those of the answer decide on which side of the split a puzzle is.
     question_keys = answer_keys = staticmethod(compute_grid_keys)
     is_copy = staticmethod(is_copy)
 
