@@ -16,13 +16,11 @@ from sftplay.tasks.hrm.network import PuzzleModel, SegmentOutput
 from sftplay.tasks.hrm.puzzles.arc import (
     ALPHABET,
     LARGEST,
-    CopyAnswer,
     Tally,
     assign_share,
     compute_ranks,
     read_asked,
     read_names,
-    share_of_inputs_solved,
     share_solved,
 )
 from sftplay.tasks.hrm.puzzles.folder import PuzzleFolder
@@ -70,7 +68,7 @@ def count_votes(tally: Tally, tasks: Mapping[str, Any]) -> dict[str, Any]:
     found = [task for share in gather_on(0, ranks) for task in share]
     if not log.is_main():
         return {}
-    named = {"pass_at": share_solved([max(task) for task in found]), "pass_at_partial": share_of_inputs_solved(found)}
+    named = {"pass_at": share_solved([[max(task)] for task in found]), "pass_at_partial": share_solved(found)}
     return {"tasks": len(found)} | {name: {str(k): v for k, v in by_k.items()} for name, by_k in named.items()}
 
 
@@ -115,9 +113,7 @@ def measure(
     """Measure up to `limit` puzzles, `at_once` of them on each rank at a time. All ranks call it.
 
     `hrm` says where an answer is taken (`eval_halt`). `progress` is called with the number of puzzles that are done.
-
-    Raises:
-        DataError: puzzles of ARC lie there without the names of their copies.
+    Raise DataError where puzzles of ARC lie without the names of their copies.
     """
     facts, sums = puzzles.facts, torch.zeros(model.hrm.n_supervision + 1, 6, dtype=torch.float64)
     sums = sums.to(model.start_high.device)
@@ -144,7 +140,7 @@ def measure(
             predicted, q_halt = solved.predicted.to(torch.uint8).cpu().numpy(), solved.q_halt.float().cpu().numpy()
             for n in np.flatnonzero(rows.mask):  # without rows of padding
                 name = names[rows.puzzle_identifiers[n]]
-                tally.add(CopyAnswer(name, rows.inputs[n], predicted[n], float(q_halt[n])))
+                tally.add(name, inputs=rows.inputs[n], predicted=predicted[n], q_halt=float(q_halt[n]))
         progress(min(done, total))
     model.train(was_training)
     if log.world_size() > 1:

@@ -367,11 +367,8 @@ KINDS = {
 def shape_for_puzzles(cfg: RunConfig) -> PuzzleModelShape:
     """Find the shape of the config's model.
 
-    Where there are no puzzles yet, their grid is assumed from the name of their folder, and the shape says so.
-
-    Raises:
-        ConfigError: there are no built-in puzzles of that name.
-        DataError: the puzzles are not sound.
+    Where there are no puzzles yet, their grid is assumed from the name of their folder, and the shape says so. Raise
+    ConfigError where there are no built-in puzzles of that name, DataError where the puzzles are not sound.
     """
 
     def is_there(path: str | None) -> bool:

@@ -124,9 +124,7 @@ def load_progress(
     """Load what `save_progress` takes, this rank's part of what all ranks have saved, on `device`.
 
     The ranks may be more or fewer than they were: together they have the puzzles of the whole batch, in rank order.
-
-    Raises:
-        RunError: a file is missing; another task has written the checkpoint.
+    Raise RunError where a file is missing, because another task has written the checkpoint.
     """
 
     def read(name: str) -> dict[str, Tensor]:

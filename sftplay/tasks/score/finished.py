@@ -65,8 +65,7 @@ class FinishedRoleModels:
 def open_role_models(cfg: RunConfig, folder: RunFolder, *, untrained: bool = False) -> FinishedRoleModels:
     """Load the result of a run, or with `untrained` the model that the run started from.
 
-    Raises:
-        MachineError: the weights cannot be read.
+    Raise MachineError where the weights cannot be read.
     """
     if untrained:
         return FinishedRoleModels(load_untrained(cfg, folder.path))
@@ -157,11 +156,8 @@ class RowEpisodeSampler:
 
 
 def check_problems(questions: PromptFile, renderer: Any, *, cfg: RunConfig) -> None:
-    """Check that every row has room for both answers and the hint, before any is sampled.
-
-    Raises:
-        DataError: a row has no room, or has more than a question.
-    """
+    """Raise DataError, before any row is sampled, where one has no room for both answers and the hint, or has more than
+    a question."""
     for question in questions:
         if more := question.extra_content(cfg.data.system):
             raise DataError(not_asked(more), where=str(question.source), fix="put what matters into the last turn")
@@ -197,8 +193,7 @@ class EpisodeChat:
     def ask(self, text: str, stop: Event, *, notify: Callable[[str], None]) -> Iterator[str]:
         """Stream the three texts, with a heading before each, until `stop` is set.
 
-        Raises:
-            DataError: the problem is too long.
+        Raise DataError where the problem is too long.
         """
         self.n_asked += 1
         score, tokenizer = self.cfg.score, self.generator.tokenizer

@@ -39,10 +39,8 @@ class Template:
     def fill(self, ids: Mapping[str, Sequence[int]], *, max_tokens: int) -> list[int]:
         """Fill the placeholders with token ids; the prompt has at most `max_tokens` tokens.
 
-        A longer prompt loses the middle of the attempt. Problem and hint are never truncated.
-
-        Raises:
-            RunError: problem and hint alone are too long.
+        A longer prompt loses the middle of the attempt. Problem and hint are never truncated: raise RunError where
+        they alone are too long.
         """
         spare = max_tokens - sum(len(ids[part] if isinstance(part, str) else part) for part in self.parts)
         if spare < 0 and "attempt" in self.parts:
@@ -50,11 +48,9 @@ class Template:
             spare += len(ids["attempt"]) - len(attempt)
             ids = {**ids, "attempt": attempt}
         if spare < 0:
-            raise RunError(
-                f"problem and hint need {-spare} tokens more than the {max_tokens} that a prompt may have",
-                where="score",
-                fix="raise model.max_seq_len, or lower score.max_new_tokens or score.max_hint_tokens",
-            )
+            what = f"problem and hint need {-spare} tokens more than the {max_tokens} that a prompt may have"
+            fix = "raise model.max_seq_len, or lower score.max_new_tokens or score.max_hint_tokens"
+            raise RunError(what, where="score", fix=fix)
         return [token for part in self.parts for token in (ids[part] if isinstance(part, str) else part)]
 
 

@@ -57,10 +57,9 @@ def save_weights(role_models: RoleModels, checkpoint: Path) -> None:
 
 
 def load_weights(role_models: RoleModels, checkpoint: Path) -> None:
-    """Load the weights of the file, on the devices where they lie. Every rank must call it.
+    """Load the weights of the file, on the devices where they lie; raise RunError where it is missing.
 
-    Raises:
-        RunError: the file is missing.
+    Every rank must call it.
     """
     path = checkpoint / WEIGHTS_FILE
     if not path.is_file():
@@ -116,7 +115,8 @@ class EpisodeTrainer(StepTrainerMixin, Trainer):
         """
         step, world = self.state.global_step + 1, log.world_size()
         number, age = divmod(step - 1, self.schedule.steps)
-        self._reset_optimizer(step)
+        if self.cfg.score.reset_adam and step == self.cfg.score.stage1_steps + 1:
+            getattr(self.optimizer, "optimizer", self.optimizer).state.clear()
         for parameter in self.role_models.extra_parameters():
             parameter.grad = None  # the Trainer does not know them
         rollout = self.rollout_batch
@@ -187,11 +187,6 @@ class EpisodeTrainer(StepTrainerMixin, Trainer):
             line["advantages"] = {name: None if g is None else round(float(g[at]), 6) for name, g in gains.items()}
             lines.append(line)
         write_lines(self.run_folder / "samples" / f"step-{step}.jsonl", lines)
-
-    def _reset_optimizer(self, step: int) -> None:
-        """Clear the optimizer's state at the start of stage 2, where the config asks for it."""
-        if self.cfg.score.reset_adam and step == self.cfg.score.stage1_steps + 1:
-            getattr(self.optimizer, "optimizer", self.optimizer).state.clear()
 
     def _record_step(self, policy_update: PolicyUpdate, advantages: Advantages) -> Tensor:
         assert self.micro_batcher is not None
