@@ -88,17 +88,12 @@ class MovingAverage:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within it the model has the averaged weights."""
-        weights = dict(self.model.named_parameters())
-        trained = {name: weight.detach().clone() for name, weight in weights.items()}
-        with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(self.weights[name])
+        trained = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+        self.model.load_state_dict(self.weights, strict=False)  # buffers stay as they are
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, weight in weights.items():
-                    weight.copy_(trained[name])
+            self.model.load_state_dict(trained, strict=False)
 
 
 SAMPLER = "sampler"

@@ -35,7 +35,7 @@ from sftplay.tasks.score.sample_episodes import (
     decode_text,
     diagnose,
     make_templates,
-    tokenize_text,
+    tokenize_texts,
 )
 from sftplay.train.observer import write_measured
 
@@ -197,7 +197,7 @@ class EpisodeChat:
         """
         self.n_asked += 1
         score, tokenizer = self.cfg.score, self.generator.tokenizer
-        known: dict[str, Sequence[int]] = {"problem": tokenize_text(tokenizer, text)}
+        known: dict[str, Sequence[int]] = {"problem": tokenize_texts(tokenizer, [text])[0]}
         yield "[first answer]\n"
         known["attempt"] = yield from self._stream_text(self.templates.solve, known, turn=1, stop=stop)
         if stop.is_set():
@@ -205,7 +205,7 @@ class EpisodeChat:
         if score.guidance in ("none", "static"):
             hint = score.prompts.static_hint if score.guidance == "static" else ""
             yield f"\n[hint, of score.guidance {score.guidance}]\n{hint}"
-            known["hint"] = tokenize_text(tokenizer, hint)
+            (known["hint"],) = tokenize_texts(tokenizer, [hint])
         else:
             yield "\n[hint]\n"
             known["hint"] = yield from self._stream_text(self.templates.guide, known, turn=2, stop=stop)

@@ -199,8 +199,19 @@ class DeviceMemory:
 
     def phases(self, rows: int, sampled: int) -> dict[str, dict[str, float]]:
         """Return phase -> component -> bytes."""
-        episodes, held = self.episodes, self.held
-        found = {DRAW: self._sampling(sampled)}
+        episodes, held, sampling = self.episodes, self.held, []
+        # Of a score of the newest token: the model's in fp32, transformers' copy, that over the temperature, what was
+        # left of the token before, and two rows of probabilities in fp64 (`generate.sampling.SampleByRow`).
+        score_bytes = 32
+        for role, longest in (("solver", episodes.answer_tokens), ("guide", episodes.hint_tokens)):
+            if role in held:
+                prompt = episodes.tokens - longest
+                rollout = Rollout(completions=sampled, prompt_tokens=prompt, completion_tokens=longest, micro_batch=1)
+                sampling.append(newest_token(self.shape, self.computing, rollout=rollout, score_bytes=score_bytes))
+        # Of the role on this device that takes more.
+        most = max(sampling, key=lambda parts: sum(parts.values()), default={})
+        sharding = self.others[SHARDING] + self.gathered.gathered + self.gathered.ahead
+        found = {DRAW: {**self.resident, SHARDING: sharding, **most}}
         if episodes.layout.is_split:
             found[START] = {"weights": self.whole.weights}
         if "guide" in held and episodes.guide_learns:
@@ -218,24 +229,6 @@ class DeviceMemory:
         if not found.get("step"):
             found["step"] = self.resident
         return found
-
-    def _sampling(self, sampled: int) -> dict[str, float]:
-        """Return the components of the role on this device that takes more."""
-        # Of a score of the newest token: the model's in fp32, transformers' copy, that over the temperature, what was
-        # left of the token before, and two rows of probabilities in fp64 (`generate.sampling.SampleByRow`).
-        found, score_bytes = [], 32
-        for role, longest in (("solver", self.episodes.answer_tokens), ("guide", self.episodes.hint_tokens)):
-            if role in self.held:
-                rollout = Rollout(
-                    completions=sampled,
-                    prompt_tokens=self.episodes.tokens - longest,
-                    completion_tokens=longest,
-                    micro_batch=1,
-                )
-                found.append(newest_token(self.shape, self.computing, rollout=rollout, score_bytes=score_bytes))
-        most = max(found, key=lambda parts: sum(parts.values()), default={})
-        sharding = self.others[SHARDING] + self.gathered.gathered + self.gathered.ahead
-        return {**self.resident, SHARDING: sharding, **most}
 
     def _learning(self, rows: int, longest: int) -> dict[str, dict[str, float]]:
         """Return a micro-batch of one role; both models' gradients are there, since turn 2 follows turn 1."""

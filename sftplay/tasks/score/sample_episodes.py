@@ -82,13 +82,8 @@ def make_templates(prompts: PromptsConfig, renderer: Renderer, *, system: str | 
     return Templates(*templates)
 
 
-def tokenize_text(tokenizer: Any, text: str) -> list[int]:
-    """Tokenize plain text; a control token that it spells stays text."""
-    return tokenize_texts(tokenizer, [text])[0]
-
-
 def tokenize_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Tokenize many texts in one call."""
+    """Tokenize plain texts in one call; a control token that they spell stays text."""
     ids = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
     return [tokens if text else [] for text, tokens in zip(texts, ids, strict=True)]
 
@@ -341,7 +336,7 @@ class EpisodeSampler:
             right = [prompts.right_hint.replace("{answer}", read_reference(question)) for question in questions]
             given: Sequence[list[int]] = tokenize_texts(self.tokenizer, right)
         elif hints == "static" or (hints == "own" and score.guidance == "static"):
-            given = [tokenize_text(self.tokenizer, prompts.static_hint)] * len(questions)
+            given = tokenize_texts(self.tokenizer, [prompts.static_hint]) * len(questions)
         elif hints == "own" and score.guidance != "none":
             written = write(self.templates.guide, "guide", turn=2)
             given = [hint.ids_without_end for hint in written if hint is not None]

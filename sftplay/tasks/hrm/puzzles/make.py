@@ -65,7 +65,7 @@ class Puzzles:
         return len(self.lines)
 
     def take(self, rows: NDArray[Any]) -> Puzzles:
-        columns = (self.lines, self.questions, self.answers, self.question_keys, self.answer_keys)
+        columns: list[NDArray[Any]] = [self.lines, self.questions, self.answers, self.question_keys, self.answer_keys]
         return Puzzles(self.path, *(column[rows] if len(column) else column for column in columns))
 
     def place(self, row: int) -> str:
@@ -413,7 +413,16 @@ def make_folder(settings: PuzzleSettings) -> dict[str, Any]:
     Raise ConfigError where the folder is there already, or another command is writing it; DataError, without a folder,
     where the puzzles cannot be used.
     """
-    _check_source(settings)
+    if settings.kind == "sudoku4" and settings.source is not None:
+        raise ConfigError("is not read for sudoku4", where="--in", fix="leave it out; sudoku4 is made here")
+    if settings.kind == "sudoku4" and (settings.copies is not None or settings.subsample is not None):
+        name = "--aug" if settings.copies is not None else "--subsample"
+        raise ConfigError("does not fit sudoku4: its puzzles and copies are fixed", where=name, fix="leave it out")
+    if settings.kind != "sudoku4" and settings.source is None:
+        what = f"{settings.kind} puzzles are read from files"
+        raise ConfigError(what, where="--in", fix="name a file or a folder with IN=")
+    if settings.source is not None and not settings.source.exists():
+        raise DataError("no such file or folder", where=str(settings.source), fix="correct IN=")
     check_new_file(settings.out)
     lock = unfinished_folder(settings.out).with_suffix(".lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
@@ -426,19 +435,6 @@ def make_folder(settings: PuzzleSettings) -> dict[str, Any]:
     except BlockingIOError:
         fix = "wait for it, or choose another folder with OUT="
         raise ConfigError("another command is writing it", where=str(settings.out), fix=fix) from None
-
-
-def _check_source(settings: PuzzleSettings) -> None:
-    if settings.kind == "sudoku4" and settings.source is not None:
-        raise ConfigError("is not read for sudoku4", where="--in", fix="leave it out; sudoku4 is made here")
-    if settings.kind == "sudoku4" and (settings.copies is not None or settings.subsample is not None):
-        name = "--aug" if settings.copies is not None else "--subsample"
-        raise ConfigError("does not fit sudoku4: its puzzles and copies are fixed", where=name, fix="leave it out")
-    if settings.kind != "sudoku4" and settings.source is None:
-        what = f"{settings.kind} puzzles are read from files"
-        raise ConfigError(what, where="--in", fix="name a file or a folder with IN=")
-    if settings.source is not None and not settings.source.exists():
-        raise DataError("no such file or folder", where=str(settings.source), fix="correct IN=")
 
 
 def _write(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
