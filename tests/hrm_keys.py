@@ -20,7 +20,7 @@ from sftplay.tasks.hrm.act import FIGURES, Puzzles, all_halted, cell_losses, lea
 from sftplay.tasks.hrm.measuring import StopWhenLearned, described, refined
 from sftplay.tasks.hrm.network import Grid, PuzzleModel, PuzzleTable, Reasoner
 from sftplay.tasks.hrm.section import HrmConfig
-from sftplay.tasks.hrm.spec import broken_hrm_rules
+from sftplay.tasks.hrm.spec import SPEC
 from sftplay.tasks.hrm.task import build_model, make_rows, open_puzzles
 from sftplay.tasks.hrm.trainer import AdamATan2
 from sftplay.train.fingerprint import starting_weights
@@ -205,7 +205,7 @@ def check_free_keys(_: Any) -> None:
     hrm = {"task_mode": "hrm", "model": {"name": "builtin:hrm"}, "tuning": {"mode": "full"}}
     configs = [RunConfig.model_validate({**hrm, "hrm": each}) for each in ({}, {"eval_limit": 3}, {"epochs": 3.0})]
     values = [values_that_decide_weights(cfg) for cfg in configs]
-    assert not list(broken_hrm_rules(configs[0]))
+    assert not list(SPEC.broken_rules(configs[0]))
     assert [key for key, *_ in differences(values[0], values[1])] == []
     assert [key for key, *_ in differences(values[0], values[2])] == ["hrm.epochs"]
     other = RunConfig.model_validate({"model": {"name": "builtin:tiny"}})

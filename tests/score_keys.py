@@ -23,7 +23,7 @@ from sftplay.tasks.score.losses import EpisodeRewards, choose_kl_coefficients, c
 from sftplay.tasks.score.role_models import SeparateValue, ValueHead
 from sftplay.tasks.score.rollout_batch import MinibatchSchedule
 from sftplay.tasks.score.section import ScoreConfig
-from sftplay.tasks.score.spec import SPEC, broken_score_rules
+from sftplay.tasks.score.spec import SPEC
 from sftplay.tasks.score.update import MinibatchSetup, PolicyGradients, is_guide_training
 
 Check = Callable[[Any], None]
@@ -110,7 +110,7 @@ def refuses(key: str, value: Any, *, what: str = "not part of this version") -> 
 
     def check(bench: Any) -> None:
         cfg = _pair(bench.home)[0].cfg.with_values({f"score.{key}": value}, "test")
-        assert any(f"score.{key}" in each.keys and what in each.what for each in broken_score_rules(cfg))
+        assert any(f"score.{key}" in each.keys and what in each.what for each in SPEC.broken_rules(cfg))
 
     return check
 
@@ -252,7 +252,7 @@ def check_evaluation(bench: Any) -> None:
         callback.attach(run.trainer)
         for is_greedy in (False, True):
             with patch.object(run.trainer.episode_sampler, "sample_episodes", sample), suppress(Enough):
-                callback._sample_share("own", is_greedy=is_greedy)
+                callback._sample("own", is_greedy=is_greedy)
             asked.append({**found})
     once = {"n": 3, "temperature": 0.0}
     assert asked == [once, once, {"n": 6, "temperature": 0.5}, once]

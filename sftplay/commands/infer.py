@@ -227,9 +227,9 @@ def _solve_puzzle(args: Namespace, cfg: RunConfig, *, folder: RunFolder) -> int:
     except UnicodeDecodeError:
         raise DataError("is no text", where=name, fix=fix) from None
     prepare_environment(cfg)
-    solution = cfg.task.finished.solve_text(cfg, folder, text=text, where=name)
-    print(solution.text, flush=True)
-    log.say(solution.said, "infer")
+    answer, remark = cfg.task.finished.solve_text(cfg, folder, text=text, where=name)
+    print(answer, flush=True)
+    log.say(remark, "infer")
     return 0
 
 

@@ -106,6 +106,55 @@ class StepSetup:
     source_names: tuple[str, ...] = ()  # names of a mixture's sources, in the order of their numbers
 
 
+class StepTrainerMixin:
+    """Counts for a line of metrics, and a backward pass without communication; comes before transformers' Trainer.
+
+    Tasks whose steps are their own (hrm, score) provide by it what `observer.StepTrainer` asks for.
+    """
+
+    accelerator: Any
+    model_wrapped: Any
+
+    def __init__(self, step: StepSetup, **named: Any) -> None:
+        super().__init__(**named)
+        self.heartbeat, self.micro_batcher, self.replay = step.heartbeat, step.micro_batcher, None
+        self.source_names: tuple[str, ...] = ()
+        self.held_out_sources: dict[str, dict[str, float]] = {}
+        self.counts = StepCounts()
+        self.last_loss: Any = 0.0
+        self.held_out_figures: dict[str, float] = {}
+        """Evaluation figures since the last line of metrics."""
+
+    def count_step(self, rows: list[int], lengths: list[int], *, padded_tokens: int, label_tokens: int) -> None:
+        """Count the rows of a step, and the tokens of its texts."""
+        self.counts.rows += rows
+        self.counts.lengths += lengths
+        self.counts.tokens += sum(lengths)
+        self.counts.padded_tokens += padded_tokens
+        self.counts.label_tokens += label_tokens
+
+    def take_counts(self) -> StepCounts:
+        """Return the counts so far, and reset them."""
+        taken, self.counts = self.counts, StepCounts()
+        return taken
+
+    def take_held_out_figures(self) -> dict[str, float]:
+        """Return the figures of the last evaluation, for one line of metrics."""
+        held_out, self.held_out_figures = self.held_out_figures, {}
+        return held_out
+
+    def rows_not_finite(self) -> list[int]:
+        """Return no rows: the loss of a step is one sum, or depends on other rows."""
+        return []
+
+    def _backward(self, loss: Tensor) -> None:
+        self.heartbeat.enter("backward")
+        # DDP would send gradients in each backward pass; they are sent once, after the last pass.
+        with self.model_wrapped.no_sync() if log.world_size() > 1 else nullcontext():
+            self.accelerator.backward(loss)
+        self.heartbeat.enter("forward")
+
+
 if TYPE_CHECKING:
     from transformers import Trainer as Base  # the trainer that comes after the mixin
 else:

@@ -1,14 +1,21 @@
-"""The counts and times of steps as figures, and how callbacks get the trainer."""
+"""The counts and times of steps as figures, how callbacks get the trainer, and a task's own evaluation by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import TrainerCallback
 
+from sftplay import log
+from sftplay.atomic import write_text
+from sftplay.config.run import RunConfig
 from sftplay.heartbeat import Heartbeat
+from sftplay.model.out_of_memory import gather_objects
 
 STEP_PARTS = {
     "data_s": ("data",), "generation_s": ("generation",), "reward_s": ("reward",),
@@ -252,3 +259,68 @@ class Observer(TrainerCallback):
     def measures_at(self, step: int, state: Any) -> bool:
         """Return whether this callback itself measures held-out rows at the end of that step."""
         return False
+
+
+def write_measured(path: Path, figures: Mapping[str, Any], *, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write the figures, and the answers for people next to them (.jsonl); the folder may be missing."""
+    write_lines(path.with_suffix(".jsonl"), lines)
+    write_text(path, json.dumps(figures, indent=1) + "\n")
+
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write the lines as JSON Lines; the folder may be missing."""
+    path.parent.mkdir(exist_ok=True)
+    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+class EvaluateAtSteps(Observer):
+    """Measures held-out rows while a run trains; writes eval/step-N.json and .jsonl.
+
+    The figures go to the next line of metrics. Existing files are read: after a resume nothing is measured twice.
+    """
+
+    trainer: Any
+
+    def __init__(self, cfg: RunConfig, rows: Any, *, folder: Path, every: int, extra_step: int = 0) -> None:
+        """`rows` are held out; `folder` is the run's eval/; `every` is the steps between two evaluations.
+
+        It measures at `extra_step` too.
+        """
+        self.cfg, self.rows, self.folder, self.every, self.extra_step = cfg, rows, folder, every, extra_step
+
+    def measure(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return figures, and on the main rank answers for people."""
+        raise NotImplementedError
+
+    def summarize(self, figures: dict[str, Any]) -> tuple[dict[str, float], str]:
+        """Return the figures for a line of metrics by their names, and all in a line for people."""
+        raise NotImplementedError
+
+    def measures_at(self, step: int, state: Any) -> bool:
+        return step > 0 and (step % self.every == 0 or step in (self.extra_step, state.max_steps))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.measures_at(state.global_step, state):
+            control.should_log = True  # a line for the figures
+            self.evaluate(state.global_step)
+
+    def evaluate(self, step: int) -> dict[str, Any]:
+        """Return the figures of a step, measured or read from the step's file. All ranks call it."""
+        path, trainer = self.folder / f"step-{step}.json", self.trainer
+        kept = path.read_text(encoding="utf-8") if log.is_main() and path.exists() else None
+        if known := gather_objects(kept)[0]:
+            figures = json.loads(known)
+        else:
+            began = time.monotonic()
+            found, lines = self.measure()
+            figures = {"step": step, **found, "seconds": round(time.monotonic() - began, 3)}
+            if log.is_main():
+                write_measured(path, figures, lines=lines)
+        selected, summary = self.summarize(figures)
+        logged = {f"eval_{name}": value for name, value in selected.items()}
+        if step:
+            trainer.held_out_figures = logged
+        else:  # the first line of metrics comes at step 1, but a tracker's curve starts here
+            trainer.log(logged)
+        log.say(f"step {step}/{trainer.state.max_steps}  {summary}", "eval")
+        return figures

@@ -14,7 +14,7 @@ from sftplay.plan.devices import OWN, find_card, resolve_layout
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.sizing import size_run
 from sftplay.plan.task_sizing import SizedRun
-from sftplay.tasks.score.plan import describe_layout
+from sftplay.tasks.score.plan import PLAN
 
 LLAMA = "meta-llama/Llama-3.2-3B"
 
@@ -100,7 +100,7 @@ def test_shards_of_one_process_are_refused_with_a_way_out(machine, values, key, 
 def test_a_layout_in_shards_says_which_parts_every_process_has_whole(machine):
     run = sized(machine, config(tuning__mode="full", score__advantage="critic"), card="A100", gpus=4, processes=4)
     assert run.forecast is not None
-    assert next(describe_layout(run.forecast)) == (
+    assert next(PLAN.describe_sampling(run.forecast, {})) == (
         "layout      sharded: a part of solver, guide, ref in each of 4 processes; "
         "value, critic, target_critic whole in each"
     )

@@ -20,12 +20,12 @@ from sftplay.plan.task_sizing import SizedRun
 from sftplay.tasks.hrm.act import all_halted, run_segment
 from sftplay.tasks.hrm.network import Grid, PuzzleModel
 from sftplay.tasks.hrm.plan import (
+    PLAN,
     GridSize,
     PuzzleModelShape,
     PuzzleShape,
     flops_per_row,
     puzzle_footprint,
-    shape_for_puzzles,
 )
 from sftplay.tasks.hrm.section import HrmConfig
 
@@ -221,7 +221,7 @@ def test_steps_are_those_of_the_published_formula_and_the_plan_says_each_phase(c
     words = ["plan", "--config", "configs/run_hrm_sudoku.yaml", "data.train_path=builtin:sudoku4", "hrm.epochs=1000"]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    rows = shape_for_puzzles(load_config("configs/run_hrm_sudoku.yaml", ["data.train_path=builtin:sudoku4"])).rows
+    rows = PLAN.known_shape(load_config("configs/run_hrm_sudoku.yaml", ["data.train_path=builtin:sudoku4"])).rows
     assert f"steps       {int(1000 * rows / 768)}," in shown
     for phase in ("while a segment runs forward", "in a layer's backward pass", "in the optimizer step", "evaluation"):
         assert phase in shown

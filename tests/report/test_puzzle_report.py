@@ -11,7 +11,7 @@ import pytest
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.report import render
 from sftplay.report.run_files import read_run_files
-from sftplay.tasks.hrm.report import build_puzzles
+from sftplay.tasks.hrm.report import build_sections
 
 
 def row(number: int, *, correct: bool) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def test_the_curve_has_a_point_for_each_segment_and_the_table_both_ways_of_halting(folder: RunFolder):
-    shown = build_puzzles(read_run_files(folder))
+    shown = build_sections(read_run_files(folder), [])["puzzles"]
     assert shown is not None
     refined, course = shown.charts
     assert [list(curve.points) for curve in refined.curves] == [[(1, 0.0), (2, 0.25)], [(1, 0.25), (2, 0.5)]]
@@ -57,7 +57,7 @@ def test_the_curve_has_a_point_for_each_segment_and_the_table_both_ways_of_halti
 
 
 def test_ten_puzzles_are_shown_the_wrong_ones_first_with_each_cell_judged(folder: RunFolder):
-    shown = build_puzzles(read_run_files(folder))
+    shown = build_sections(read_run_files(folder), [])["puzzles"]
     assert shown is not None
     assert [grid.title for grid in shown.grids][:4] == [
         "Puzzle 0: 1 of 4 cells wrong; the model would halt after 2",
@@ -79,7 +79,7 @@ def test_the_page_marks_a_wrong_cell_and_shows_the_right_symbol_without_letting_
                                      '{"prompt": "1", "reference": "12", "prediction": "1"}'])  # fmt: skip
 def test_a_broken_file_of_answers_leaves_the_curve(folder: RunFolder, content: str):
     (folder.eval / "step-200.jsonl").write_text(content + "\n")
-    shown = build_puzzles(read_run_files(folder))
+    shown = build_sections(read_run_files(folder), [])["puzzles"]
     assert shown is not None
     assert not shown.grids
     assert len(shown.charts) == 2
@@ -87,4 +87,4 @@ def test_a_broken_file_of_answers_leaves_the_curve(folder: RunFolder, content: s
 
 
 def test_a_run_without_puzzles_has_no_such_section(tmp_path: Path):
-    assert build_puzzles(read_run_files(RunFolder(tmp_path))) is None
+    assert build_sections(read_run_files(RunFolder(tmp_path)), [])["puzzles"] is None

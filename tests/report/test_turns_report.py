@@ -12,7 +12,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.report.remarks import find_remarks
 from sftplay.report.report import _tiles, render
 from sftplay.report.run_files import read_run_files
-from sftplay.tasks.score.report import build_turns
+from sftplay.tasks.score.report import build_sections
 
 
 def figures(first: float, second: float, *, fixed: float, broken: float) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def test_both_turns_and_both_changes_have_curves_of_what_was_sampled_and_what_was_held_out(folder: RunFolder):
-    shown = build_turns(read_run_files(folder), [])
+    shown = build_sections(read_run_files(folder), [])["turns"]
     assert shown is not None
     by_title = {chart.title: {curve.key: list(curve.points) for curve in chart.curves} for chart in shown.charts}
     assert by_title["Right answers"] == {
@@ -64,7 +64,7 @@ def test_both_turns_and_both_changes_have_curves_of_what_was_sampled_and_what_wa
 
 
 def test_tables_have_the_ends_of_the_run_each_kind_of_hint_and_episodes_before_and_after(folder: RunFolder):
-    shown = build_turns(read_run_files(folder), [])
+    shown = build_sections(read_run_files(folder), [])["turns"]
     assert shown is not None
     course, ablation, episodes = [
         [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in table.rows] for table in shown.tables
@@ -109,4 +109,4 @@ def test_the_page_shows_both_turns_once_and_takes_no_episode_for_a_completion(fo
 
 
 def test_a_run_of_another_task_has_no_such_part(tmp_path: Path):
-    assert build_turns(read_run_files(RunFolder(tmp_path)), []) is None
+    assert build_sections(read_run_files(RunFolder(tmp_path)), [])["turns"] is None

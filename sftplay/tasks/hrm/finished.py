@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,22 +14,21 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import DataError, nearest_names
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.hrm.act import wants_to_halt
-from sftplay.tasks.hrm.measuring import measure, refined, write_measured
+from sftplay.tasks.hrm.measuring import measure, refined
 from sftplay.tasks.hrm.network import PuzzleModel, load_model
 from sftplay.tasks.hrm.puzzles.arc import LARGEST, cropped, on_canvas, read_names
 from sftplay.tasks.hrm.puzzles.folder import PuzzleFolder
 from sftplay.tasks.hrm.puzzles.sampler import open_split
 from sftplay.tasks.hrm.puzzles.sudoku import GridText
 from sftplay.tasks.hrm.task import open_puzzles
+from sftplay.train.observer import write_measured
 
 
 def measure_finished(cfg: RunConfig, folder: RunFolder, *, split: str, limit: int | None, path: Path) -> dict[str, Any]:
     """Measure the result on the held-out puzzles, or on those of data.test_path for the split `test`.
 
-    The figures are also written to `path`, with some answers next to it.
-
-    Raises:
-        DataError: nothing is held out; the puzzles or the result are not sound, or not of the same kind.
+    The figures are also written to `path`, with some answers next to it. Raise DataError where nothing is held out, and
+    where the puzzles or the result are not sound, or not of the same kind.
     """
     if split == "test":
         puzzles = open_split(str(cfg.data.test_path), "test", key="data.test_path")
@@ -73,18 +72,10 @@ PUZZLE = "puzzle:"
 """Begins the first line where the model has learned an identifier for each puzzle."""
 
 
-class Solution(NamedTuple):
-    """The answer, and what is to be said of it."""
+def solve_text(cfg: RunConfig, folder: RunFolder, *, text: str, where: str) -> tuple[str, str]:
+    """Solve the puzzle in a text of the file `where`; return the answer, and what is to be said of it.
 
-    text: str
-    said: str
-
-
-def solve_text(cfg: RunConfig, folder: RunFolder, *, text: str, where: str) -> Solution:
-    """Solve the puzzle in a text of the file `where`.
-
-    Raises:
-        DataError: it is no puzzle of the kind that the run has learned.
+    Raise DataError where it is no puzzle of the kind that the run has learned.
     """
     puzzles, _ = open_puzzles(cfg)
     model = _load_model(folder, puzzles)
@@ -109,7 +100,7 @@ def solve_text(cfg: RunConfig, folder: RunFolder, *, text: str, where: str) -> S
         written = "\n".join(rows) or "(no grid in the corner)"
     else:
         written = writing.write(tokens)
-    return Solution(written, f"after {number} segments: {', '.join(remarks)}")
+    return written, f"after {number} segments: {', '.join(remarks)}"
 
 
 def read_question(text: str, puzzles: PuzzleFolder, *, writing: GridText, where: str) -> tuple[NDArray[np.int64], int]:

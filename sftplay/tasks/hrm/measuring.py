@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,22 +10,17 @@ import torch
 from torch import Tensor
 
 from sftplay import log
-from sftplay.atomic import write_text
-from sftplay.config.run import RunConfig
 from sftplay.data.records import IGNORE_INDEX
-from sftplay.model.out_of_memory import gather_objects
 from sftplay.tasks.hrm.act import wants_to_halt
 from sftplay.tasks.hrm.network import PuzzleModel, SegmentOutput
 from sftplay.tasks.hrm.puzzles.arc import (
     ALPHABET,
     LARGEST,
-    CopyAnswer,
     Tally,
     assign_share,
     compute_ranks,
     read_asked,
     read_names,
-    share_of_inputs_solved,
     share_solved,
 )
 from sftplay.tasks.hrm.puzzles.folder import PuzzleFolder
@@ -36,7 +28,7 @@ from sftplay.tasks.hrm.puzzles.sampler import PuzzleBatch, TestBatches
 from sftplay.tasks.hrm.puzzles.sudoku import GridText
 from sftplay.tasks.hrm.section import HrmConfig
 from sftplay.train.eval_mode import random_numbers_kept
-from sftplay.train.observer import Observer
+from sftplay.train.observer import EvaluateAtSteps, Observer
 
 
 def gather_on(rank: int, value: Any) -> list[Any]:
@@ -76,7 +68,7 @@ def count_votes(tally: Tally, tasks: Mapping[str, Any]) -> dict[str, Any]:
     found = [task for share in gather_on(0, ranks) for task in share]
     if not log.is_main():
         return {}
-    named = {"pass_at": share_solved([max(task) for task in found]), "pass_at_partial": share_of_inputs_solved(found)}
+    named = {"pass_at": share_solved([[max(task)] for task in found]), "pass_at_partial": share_solved(found)}
     return {"tasks": len(found)} | {name: {str(k): v for k, v in by_k.items()} for name, by_k in named.items()}
 
 
@@ -121,9 +113,7 @@ def measure(
     """Measure up to `limit` puzzles, `at_once` of them on each rank at a time. All ranks call it.
 
     `hrm` says where an answer is taken (`eval_halt`). `progress` is called with the number of puzzles that are done.
-
-    Raises:
-        DataError: puzzles of ARC lie there without the names of their copies.
+    Raise DataError where puzzles of ARC lie without the names of their copies.
     """
     facts, sums = puzzles.facts, torch.zeros(model.hrm.n_supervision + 1, 6, dtype=torch.float64)
     sums = sums.to(model.start_high.device)
@@ -150,7 +140,7 @@ def measure(
             predicted, q_halt = solved.predicted.to(torch.uint8).cpu().numpy(), solved.q_halt.float().cpu().numpy()
             for n in np.flatnonzero(rows.mask):  # without rows of padding
                 name = names[rows.puzzle_identifiers[n]]
-                tally.add(CopyAnswer(name, rows.inputs[n], predicted[n], float(q_halt[n])))
+                tally.add(name, inputs=rows.inputs[n], predicted=predicted[n], q_halt=float(q_halt[n]))
         progress(min(done, total))
     model.train(was_training)
     if log.world_size() > 1:
@@ -220,71 +210,6 @@ def described(sums: Tensor, eval_halt: str) -> dict[str, Any]:
 def _shares(line: list[float], n: float) -> dict[str, float]:
     of_puzzles = (value / max(n, 1) for value in line[:3])
     return dict(zip(FIGURES, (*of_puzzles, line[4] / max(line[5], 1)), strict=True))
-
-
-def write_measured(path: Path, figures: Mapping[str, Any], *, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write the figures, and the answers for people next to them (.jsonl); the folder may be missing."""
-    write_lines(path.with_suffix(".jsonl"), lines)
-    write_text(path, json.dumps(figures, indent=1) + "\n")
-
-
-def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write the lines as JSON Lines; the folder may be missing."""
-    path.parent.mkdir(exist_ok=True)
-    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-
-
-class EvaluateAtSteps(Observer):
-    """Measures held-out rows while a run trains; writes eval/step-N.json and .jsonl.
-
-    The figures go to the next line of metrics. Existing files are read: after a resume nothing is measured twice.
-    """
-
-    trainer: Any
-
-    def __init__(self, cfg: RunConfig, rows: Any, *, folder: Path, every: int, extra_step: int = 0) -> None:
-        """`rows` are held out; `folder` is the run's eval/; `every` is the steps between two evaluations.
-
-        It measures at `extra_step` too.
-        """
-        self.cfg, self.rows, self.folder, self.every, self.extra_step = cfg, rows, folder, every, extra_step
-
-    def measure(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return figures, and on the main rank answers for people."""
-        raise NotImplementedError
-
-    def summarize(self, figures: dict[str, Any]) -> tuple[dict[str, float], str]:
-        """Return the figures for a line of metrics by their names, and all in a line for people."""
-        raise NotImplementedError
-
-    def measures_at(self, step: int, state: Any) -> bool:
-        return step > 0 and (step % self.every == 0 or step in (self.extra_step, state.max_steps))
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.measures_at(state.global_step, state):
-            control.should_log = True  # a line for the figures
-            self.evaluate(state.global_step)
-
-    def evaluate(self, step: int) -> dict[str, Any]:
-        """Return the figures of a step, measured or read from the step's file. All ranks call it."""
-        path, trainer = self.folder / f"step-{step}.json", self.trainer
-        kept = path.read_text(encoding="utf-8") if log.is_main() and path.exists() else None
-        if known := gather_objects(kept)[0]:
-            figures = json.loads(known)
-        else:
-            began = time.monotonic()
-            found, lines = self.measure()
-            figures = {"step": step, **found, "seconds": round(time.monotonic() - began, 3)}
-            if log.is_main():
-                write_measured(path, figures, lines=lines)
-        selected, summary = self.summarize(figures)
-        logged = {f"eval_{name}": value for name, value in selected.items()}
-        if step:
-            trainer.held_out_figures = logged
-        else:  # the first line of metrics comes at step 1, but a tracker's curve starts here
-            trainer.log(logged)
-        log.say(f"step {step}/{trainer.state.max_steps}  {summary}", "eval")
-        return figures
 
 
 class EvaluatePuzzles(EvaluateAtSteps):

@@ -476,11 +476,7 @@ def save_model(model: PuzzleModel, target: Path) -> Path:
 
 
 def load_model(folder: Path, *, device: str = "cpu") -> PuzzleModel:
-    """Load the model that `save_model` has saved, for measuring.
-
-    Raises:
-        DataError: the folder holds no such model.
-    """
+    """Load the model that `save_model` has saved, for measuring; raise DataError where the folder holds none."""
     path = folder / MODEL_CONFIG
     try:
         content = json.loads(path.read_bytes())
@@ -496,8 +492,7 @@ def load_model(folder: Path, *, device: str = "cpu") -> PuzzleModel:
 def load_published(model: PuzzleModel, path: Path) -> None:
     """Give `model` the weights of a checkpoint that HRM's or TRM's own code has saved.
 
-    Raises:
-        DataError: the file is none, or its model has other sizes.
+    Raise DataError where the file is none, or its model has other sizes.
     """
     try:
         weights = {}

@@ -364,32 +364,6 @@ KINDS = {
 1000 training and 120 evaluation tasks with AUG=1000, and the blank one."""
 
 
-def shape_for_puzzles(cfg: RunConfig) -> PuzzleModelShape:
-    """Find the shape of the config's model.
-
-    Where there are no puzzles yet, their grid is assumed from the name of their folder, and the shape says so.
-
-    Raises:
-        ConfigError: there are no built-in puzzles of that name.
-        DataError: the puzzles are not sound.
-    """
-
-    def is_there(path: str | None) -> bool:
-        return path is not None and (path.startswith(BUILTIN) or Path(path).exists())
-
-    path, val_path = cfg.rows_path, cfg.data.val_path
-    if not is_there(path):
-        kind = next((kind for kind in KINDS if kind in Path(path).name.lower()), "arc")
-        assumed = f"{path} is not there yet: planned for {KINDS[kind].name}"
-        return PuzzleModelShape.from_puzzles(PuzzleShape(cfg.hrm, KINDS[kind]), rows=None, assumed=assumed)
-    facts = open_splits(path, val_path if is_there(val_path) else None)[0].facts
-    across = " x ".join(map(str, facts.shape)) if facts.shape else f"{facts.seq_len} cells"
-    name, identifiers = f"{facts.kind or Path(path).name}, {across}", facts.num_puzzle_identifiers
-    grid = GridSize(cells=facts.seq_len, words=facts.vocab_size, identifiers=identifiers, name=name)
-    rows = facts.total_groups * facts.mean_puzzle_examples
-    return PuzzleModelShape.from_puzzles(PuzzleShape(cfg.hrm, grid), rows=rows)
-
-
 class PuzzlePlan(TaskSizing, TaskReport):
     """All weights of a small model train; rows are grids of one size."""
 
@@ -428,8 +402,27 @@ class PuzzlePlan(TaskSizing, TaskReport):
         decisions = {key: chosen[key] for key in shown if is_open(cfg, key)}
         return SizedRun(fill_open(decided, chosen), processes, decisions, tuple(notes), forecast_rows(split.rows))
 
-    def known_shape(self, cfg: RunConfig) -> ModelShape | None:
-        return shape_for_puzzles(cfg)
+    def known_shape(self, cfg: RunConfig) -> PuzzleModelShape:
+        """Find the shape of the config's model.
+
+        Where there are no puzzles yet, their grid is assumed from the name of their folder, and the shape says so.
+        Raise ConfigError where there are no built-in puzzles of that name, DataError where the puzzles are not sound.
+        """
+
+        def is_there(path: str | None) -> bool:
+            return path is not None and (path.startswith(BUILTIN) or Path(path).exists())
+
+        path, val_path = cfg.rows_path, cfg.data.val_path
+        if not is_there(path):
+            kind = next((kind for kind in KINDS if kind in Path(path).name.lower()), "arc")
+            assumed = f"{path} is not there yet: planned for {KINDS[kind].name}"
+            return PuzzleModelShape.from_puzzles(PuzzleShape(cfg.hrm, KINDS[kind]), rows=None, assumed=assumed)
+        facts = open_splits(path, val_path if is_there(val_path) else None)[0].facts
+        across = " x ".join(map(str, facts.shape)) if facts.shape else f"{facts.seq_len} cells"
+        name, identifiers = f"{facts.kind or Path(path).name}, {across}", facts.num_puzzle_identifiers
+        grid = GridSize(cells=facts.seq_len, words=facts.vocab_size, identifiers=identifiers, name=name)
+        rows = facts.total_groups * facts.mean_puzzle_examples
+        return PuzzleModelShape.from_puzzles(PuzzleShape(cfg.hrm, grid), rows=rows)
 
     def compiled(self, cfg: RunConfig) -> tuple[str, bool, str]:
         return "hrm.compile", bool(cfg.hrm.compile), "false"

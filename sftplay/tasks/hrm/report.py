@@ -45,17 +45,15 @@ def has_chart(name: str) -> bool:
 
 
 def build_sections(run: RunFiles, _resumed: Sequence[float]) -> dict[str, Any]:
-    """Build the task's sections of the page, by their names in `templates/page.html`."""
-    return {"puzzles": build_puzzles(run)}
+    """Build the task's section of the page, by its name in `templates/page.html`: curves, figures and ten puzzles.
 
-
-def build_puzzles(run: RunFiles) -> Puzzles | None:
-    """Build curves, figures and ten puzzles; None for a run that has measured none."""
+    It is None for a run that has measured none.
+    """
     measured = sorted(
         (pair for pair in by_step(run.evals) if mappings(pair[1].get("segments"))), key=lambda pair: pair[0]
     )
     if not measured:
-        return None
+        return {"puzzles": None}
     # The accuracy after each segment of the first, the middle and the last measurement; and over the steps.
     curves = []
     chosen = sorted({0, (len(measured) - 1) // 2, len(measured) - 1})
@@ -81,7 +79,7 @@ def build_puzzles(run: RunFiles) -> Puzzles | None:
     # As many wrong ones as right ones; where one kind is short, more of the other.
     n_wrong = min(len(wrong), max(5, 10 - len(right)))
     grids = [_grid(row) for row in (*wrong[:n_wrong], *right[: 10 - n_wrong])]
-    return Puzzles([chart for chart in charts if chart.curves], [_tabulate(figures)], grids)
+    return {"puzzles": Puzzles([chart for chart in charts if chart.curves], [_tabulate(figures)], grids)}
 
 
 def _read_segments(figures: dict[str, Any]) -> list[dict[str, Any]]:

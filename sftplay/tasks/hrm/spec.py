@@ -15,54 +15,46 @@ from sftplay.config.section import Problem, TaskSpec
 from sftplay.errors import ConfigError, DataError, nearest_names
 
 
-def broken_hrm_rules(cfg: RunConfig) -> Iterator[Problem]:
-    """Yield every rule of task mode hrm that the config breaks."""
-    train, strategy = cfg.train, cfg.cluster.strategy
-    if cfg.model.name != NO_PRETRAINED:
-        what = f"{cfg.model.name!r} is given, but task_mode hrm makes its model of the section hrm, from nothing"
-        yield Problem(("model.name", "task_mode"), what, fix="remove model.name")
-    if cfg.model.adapter is not None:
-        what = "names an adapter, but task_mode hrm has no pretrained model"
-        yield Problem(("model.adapter", "task_mode"), what, fix="remove it")
-    if cfg.tuning.mode != "full":
-        what = f"{cfg.tuning.mode} adapts a pretrained model, and task_mode hrm has none: every weight trains"
-        yield Problem(("tuning.mode", "task_mode"), what, fix="remove tuning.mode")
-    yield from _shape(cfg)
-    if strategy not in ("auto", "ddp"):
-        what = f"{strategy} shards a model, and task mode hrm trains a small one on several processes by ddp"
-        yield Problem(("cluster.strategy", "task_mode"), what, fix="write cluster.strategy: ddp")
-    if train.precision == "fp16":
-        what = "fp16 would overflow in its loss; bf16 needs a GPU from 2020 on, fp32 runs everywhere"
-        yield Problem(("train.precision", "task_mode"), what, fix="write train.precision: auto")
-    for key in ("train.best_metric", "train.early_stopping", "eval.before"):
-        if cfg.get_value(key):
-            what = "is not offered in task mode hrm, which measures puzzles while it trains and keeps the last weights"
-            yield Problem((key, "task_mode"), what, fix="remove it; hrm.ema averages, hrm.stop_at_exact stops")
-
-
-def _shape(cfg: RunConfig) -> Iterator[Problem]:
-    hrm, keys = cfg.hrm, ("hrm.hidden_size", "hrm.num_heads")
-    if hrm.hidden_size % hrm.num_heads:
-        near = max(1, round(hrm.hidden_size / hrm.num_heads)) * hrm.num_heads
-        what = f"{hrm.hidden_size} is no multiple of hrm.num_heads {hrm.num_heads}"
-        yield Problem(keys, what, fix=f"write hrm.hidden_size: {near}")
-    elif hrm.positions == "rope" and hrm.hidden_size // hrm.num_heads % 2:
-        what = f"a head of {hrm.hidden_size // hrm.num_heads} cannot be rotated: rope needs an even number"
-        yield Problem((*keys, "hrm.positions"), what, fix=f"write hrm.hidden_size: {2 * hrm.hidden_size}")
-    dim = hrm.embedding_size
-    if hrm.puzzle_emb_len is not None and not 0 < dim <= hrm.puzzle_emb_len * hrm.hidden_size:
-        needed = -(-dim // hrm.hidden_size)
-        what = f"{hrm.puzzle_emb_len} positions of {hrm.hidden_size} do not hold hrm.puzzle_emb_dim {dim}"
-        what = what if dim else "puzzle_emb_dim 0 has no puzzle embeddings, so nothing fills these positions"
-        fix = f"write hrm.puzzle_emb_len: {needed}, or more" if dim else "remove hrm.puzzle_emb_len"
-        yield Problem(("hrm.puzzle_emb_len", "hrm.puzzle_emb_dim"), what, fix=fix)
-
-
 class PuzzleSpec(TaskSpec):
     """A model of puzzles is trained from nothing."""
 
     def broken_rules(self, cfg: RunConfig) -> Iterator[Problem]:
-        return broken_hrm_rules(cfg)
+        hrm, train, strategy = cfg.hrm, cfg.train, cfg.cluster.strategy
+        keys = ("hrm.hidden_size", "hrm.num_heads")
+        if cfg.model.name != NO_PRETRAINED:
+            what = f"{cfg.model.name!r} is given, but task_mode hrm makes its model of the section hrm, from nothing"
+            yield Problem(("model.name", "task_mode"), what, fix="remove model.name")
+        if cfg.model.adapter is not None:
+            what = "names an adapter, but task_mode hrm has no pretrained model"
+            yield Problem(("model.adapter", "task_mode"), what, fix="remove it")
+        if cfg.tuning.mode != "full":
+            what = f"{cfg.tuning.mode} adapts a pretrained model, and task_mode hrm has none: every weight trains"
+            yield Problem(("tuning.mode", "task_mode"), what, fix="remove tuning.mode")
+        if hrm.hidden_size % hrm.num_heads:
+            near = max(1, round(hrm.hidden_size / hrm.num_heads)) * hrm.num_heads
+            what = f"{hrm.hidden_size} is no multiple of hrm.num_heads {hrm.num_heads}"
+            yield Problem(keys, what, fix=f"write hrm.hidden_size: {near}")
+        elif hrm.positions == "rope" and hrm.hidden_size // hrm.num_heads % 2:
+            what = f"a head of {hrm.hidden_size // hrm.num_heads} cannot be rotated: rope needs an even number"
+            yield Problem((*keys, "hrm.positions"), what, fix=f"write hrm.hidden_size: {2 * hrm.hidden_size}")
+        dim = hrm.embedding_size
+        if hrm.puzzle_emb_len is not None and not 0 < dim <= hrm.puzzle_emb_len * hrm.hidden_size:
+            needed = -(-dim // hrm.hidden_size)
+            what = f"{hrm.puzzle_emb_len} positions of {hrm.hidden_size} do not hold hrm.puzzle_emb_dim {dim}"
+            what = what if dim else "puzzle_emb_dim 0 has no puzzle embeddings, so nothing fills these positions"
+            fix = f"write hrm.puzzle_emb_len: {needed}, or more" if dim else "remove hrm.puzzle_emb_len"
+            yield Problem(("hrm.puzzle_emb_len", "hrm.puzzle_emb_dim"), what, fix=fix)
+        if strategy not in ("auto", "ddp"):
+            what = f"{strategy} shards a model, and task mode hrm trains a small one on several processes by ddp"
+            yield Problem(("cluster.strategy", "task_mode"), what, fix="write cluster.strategy: ddp")
+        if train.precision == "fp16":
+            what = "fp16 would overflow in its loss; bf16 needs a GPU from 2020 on, fp32 runs everywhere"
+            yield Problem(("train.precision", "task_mode"), what, fix="write train.precision: auto")
+        for key in ("train.best_metric", "train.early_stopping", "eval.before"):
+            if cfg.get_value(key):
+                why = "which measures puzzles while it trains and keeps the last weights"
+                what = f"is not offered in task mode hrm, {why}"
+                yield Problem((key, "task_mode"), what, fix="remove it; hrm.ema averages, hrm.stop_at_exact stops")
 
     def list_inputs(self, cfg: RunConfig) -> list[str]:
         return [key for key in ("data.train_path", "data.val_path", "hrm.start_from") if cfg.get_value(key)]

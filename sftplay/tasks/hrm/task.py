@@ -46,10 +46,8 @@ def collate(places: Sequence[int]) -> dict[str, Tensor]:
 def run(cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> TrainResult:
     """Prepare, train and measure, and save model/ in the run folder.
 
-    Raises:
-        ConfigError: the effective batch does not fit the puzzles or the processes.
-        DataError: the puzzles are not sound.
-        RunError: the run could not continue.
+    Raise ConfigError where the effective batch does not fit the puzzles or the processes, DataError where the puzzles
+    are not sound, RunError where the run could not continue.
     """
     with first_of_node(folder):
         train, held_out = open_puzzles(cfg)
@@ -57,10 +55,8 @@ def run(cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> TrainResult
     if log.is_main():
         folder.write_json("data_report.json", rows.report)
         for name, counts in rows.report["sources"].items():
-            examples = (
-                f"{counts['examples']:,} examples of {counts['puzzles']:,} puzzles in {counts['groups']:,} groups"
-            )
-            log.say(f"{name}: {examples}, {counts['cells']} cells each ({counts['path']})", "data")
+            puzzles = f"{counts['puzzles']:,} puzzles in {counts['groups']:,} groups, {counts['cells']} cells each"
+            log.say(f"{name}: {counts['examples']:,} examples of {puzzles} ({counts['path']})", "data")
     set_seed(cfg.seed)
     model = build_model(cfg, train)
     wait_for_nodes(folder)

@@ -30,9 +30,9 @@ from sftplay.tasks.hrm.act import (
 from sftplay.tasks.hrm.network import PuzzleModel, State
 from sftplay.tasks.hrm.puzzles.sampler import TrainBatches
 from sftplay.train.eval_mode import random_numbers_kept
-from sftplay.train.exact_batch import StepSetup
+from sftplay.train.exact_batch import StepSetup, StepTrainerMixin
 from sftplay.train.gradients import add_gradients
-from sftplay.train.observer import Observer, StepCounts
+from sftplay.train.observer import Observer
 
 
 class AdamATan2(torch.optim.Optimizer):
@@ -88,17 +88,12 @@ class MovingAverage:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within it the model has the averaged weights."""
-        weights = dict(self.model.named_parameters())
-        trained = {name: weight.detach().clone() for name, weight in weights.items()}
-        with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(self.weights[name])
+        trained = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+        self.model.load_state_dict(self.weights, strict=False)  # buffers stay as they are
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, weight in weights.items():
-                    weight.copy_(trained[name])
+            self.model.load_state_dict(trained, strict=False)
 
 
 SAMPLER = "sampler"
@@ -124,9 +119,7 @@ def load_progress(
     """Load what `save_progress` takes, this rank's part of what all ranks have saved, on `device`.
 
     The ranks may be more or fewer than they were: together they have the puzzles of the whole batch, in rank order.
-
-    Raises:
-        RunError: a file is missing; another task has written the checkpoint.
+    Raise RunError where a file is missing, because another task has written the checkpoint.
     """
 
     def read(name: str) -> dict[str, Tensor]:
@@ -148,55 +141,6 @@ def load_progress(
         sampler = json.loads(opened.metadata()[SAMPLER])
     average = read("average") if has_average else None
     return Carry(state, found["steps"], found["halted"], puzzles), sampler, average
-
-
-class StepTrainerMixin:
-    """Counts for a line of metrics, and a backward pass without communication; comes before transformers' Trainer.
-
-    Tasks whose steps are their own (hrm, score) provide by it what `train.observer.StepTrainer` asks for.
-    """
-
-    accelerator: Any
-    model_wrapped: Any
-
-    def __init__(self, step: StepSetup, **named: Any) -> None:
-        super().__init__(**named)
-        self.heartbeat, self.micro_batcher, self.replay = step.heartbeat, step.micro_batcher, None
-        self.source_names: tuple[str, ...] = ()
-        self.held_out_sources: dict[str, dict[str, float]] = {}
-        self.counts = StepCounts()
-        self.last_loss: Any = 0.0
-        self.held_out_figures: dict[str, float] = {}
-        """Evaluation figures since the last line of metrics."""
-
-    def count_step(self, rows: list[int], lengths: list[int], *, padded_tokens: int, label_tokens: int) -> None:
-        """Count the rows of a step, and the tokens of its texts."""
-        self.counts.rows += rows
-        self.counts.lengths += lengths
-        self.counts.tokens += sum(lengths)
-        self.counts.padded_tokens += padded_tokens
-        self.counts.label_tokens += label_tokens
-
-    def take_counts(self) -> StepCounts:
-        """Return the counts so far, and reset them."""
-        taken, self.counts = self.counts, StepCounts()
-        return taken
-
-    def take_held_out_figures(self) -> dict[str, float]:
-        """Return the figures of the last evaluation, for one line of metrics."""
-        held_out, self.held_out_figures = self.held_out_figures, {}
-        return held_out
-
-    def rows_not_finite(self) -> list[int]:
-        """Return no rows: the loss of a step is one sum, or depends on other rows."""
-        return []
-
-    def _backward(self, loss: Tensor) -> None:
-        self.heartbeat.enter("backward")
-        # DDP would send gradients in each backward pass; they are sent once, after the last pass.
-        with self.model_wrapped.no_sync() if log.world_size() > 1 else nullcontext():
-            self.accelerator.backward(loss)
-        self.heartbeat.enter("forward")
 
 
 class PuzzleTrainer(StepTrainerMixin, Trainer):

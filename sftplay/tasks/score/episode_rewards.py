@@ -74,10 +74,9 @@ class RewardScorer:
         self.rewards.close()
 
     def score(self, episodes: Sequence[Episode], *, heartbeat: Heartbeat) -> list[EpisodeResult]:
-        """Score this rank's episodes. Every rank must call it.
+        """Score this rank's episodes; raise RunError, on every rank, where a reward abstains too often.
 
-        Raises:
-            RunError: on every rank, where a reward abstains too often.
+        Every rank must call it.
         """
         with heartbeat.within("reward"):
             actions = [episode.first for episode in episodes] + [episode.second for episode in episodes]
@@ -119,11 +118,9 @@ class RewardScorer:
 def expect_known(results: Sequence[EpisodeResult]) -> None:
     """Raise RunError where no result is known: there is nothing to measure."""
     if not any(result.is_known for result in results):
-        raise RunError(
-            f"none of {len(results):,} episodes has a known reward",
-            where="rewards",
-            fix="try the rewards with `make reward-check`, and the boxes with `make sandbox ARGS=--self-test`",
-        )
+        what = f"none of {len(results):,} episodes has a known reward"
+        fix = "try the rewards with `make reward-check`, and the boxes with `make sandbox ARGS=--self-test`"
+        raise RunError(what, where="rewards", fix=fix)
 
 
 def describe(results: Sequence[EpisodeResult]) -> dict[str, float | None]:

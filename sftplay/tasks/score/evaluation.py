@@ -6,11 +6,10 @@ whether solver or guide has learned. Every rank samples a share of the problems.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from math import ceil
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,11 +17,11 @@ import torch
 from sftplay import log
 from sftplay.errors import RunError
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.hrm.measuring import EvaluateAtSteps
 from sftplay.tasks.score.episode_rewards import EpisodeResult, describe, expect_known, format_episode
-from sftplay.tasks.score.sample_episodes import Action, Episode, HintKind, diagnose, exchange_hints, read_reference
+from sftplay.tasks.score.sample_episodes import Action, HintKind, diagnose, exchange_hints, read_reference
 from sftplay.train.disk import check_room, checkpoint_bytes
 from sftplay.train.eval_mode import random_numbers_kept
+from sftplay.train.observer import EvaluateAtSteps
 
 EvaluatedEpisode = tuple[int, EpisodeResult, dict[str, Any]]
 """Number of the episode, result, and the episode formatted for people."""
@@ -88,13 +87,33 @@ class EvaluateEpisodes(EvaluateAtSteps):
         First answers are the same with each kind, so they are sampled once. `is_greedy` samples a problem once, with
         the likeliest tokens; otherwise the config decides. The kind other is left out where all hints are equal.
         """
-        trainer, tokenizer = self.trainer, self.trainer.episode_sampler.tokenizer
-        by_kind, firsts, others = list[list[EvaluatedEpisode]](), None, dict[int, list[int]]()
+        trainer, score, world = self.trainer, self.cfg.score, log.world_size()
+        tokenizer = trainer.episode_sampler.tokenizer
+        n_samples, temperature = (1, 0.0) if is_greedy else (score.eval_samples, score.eval_temperature)
+        n = len(self.rows) * n_samples
+        # All ranks sample as many; one may repeat.
+        numbers = [number % n for number in range(log.rank(), ceil(n / world) * world, world)]
+        questions = [self.rows[number // n_samples] for number in numbers]
+        by_kind, others = list[list[EvaluatedEpisode]](), dict[int, list[int]]()
+        firsts: Sequence[Action] | None = None
         for hints in kinds:
             if hints == "other" and not others:
                 continue
             with random_numbers_kept(), trainer.heartbeat.within("evaluation"):
-                numbers, episodes = self._sample_share(hints, is_greedy=is_greedy, firsts=firsts, others=others)
+                trainer.role_models.eval()
+                try:
+                    with torch.no_grad(), trainer.accelerator.autocast():
+                        episodes = trainer.episode_sampler.sample_episodes(
+                            questions,
+                            numbers=numbers,
+                            seed=self.cfg.seed,
+                            temperature=temperature,
+                            hints=hints,
+                            firsts=firsts,
+                            others=[others[number] for number in numbers] if hints == "other" else (),
+                        )
+                finally:
+                    trainer.role_models.train()
                 results = trainer.reward_scorer.score(episodes, heartbeat=trainer.heartbeat)
                 lines = [format_episode(*pair, tokenizer=tokenizer) for pair in zip(episodes, results, strict=True)]
                 shares = gather_objects(list(zip(numbers, results, lines, strict=True)), trainer.heartbeat)
@@ -108,48 +127,15 @@ class EvaluateEpisodes(EvaluateAtSteps):
             by_kind.append([by_number[number] for number in sorted(by_number)])
         return by_kind
 
-    def _sample_share(
-        self,
-        hints: HintKind,
-        *,
-        is_greedy: bool = False,
-        firsts: Sequence[Action] | None = None,
-        others: Mapping[int, list[int]] = MappingProxyType({}),
-    ) -> tuple[list[int], list[Episode]]:
-        """Sample this rank's episodes; return numbers and episodes. All ranks have as many; one may repeat."""
-        trainer, score = self.trainer, self.cfg.score
-        n_samples, temperature = (1, 0.0) if is_greedy else (score.eval_samples, score.eval_temperature)
-        n, world = len(self.rows) * n_samples, log.world_size()
-        numbers = [number % n for number in range(log.rank(), ceil(n / world) * world, world)]
-        questions = [self.rows[number // n_samples] for number in numbers]
-        trainer.role_models.eval()
-        try:
-            with torch.no_grad(), trainer.accelerator.autocast():
-                episodes = trainer.episode_sampler.sample_episodes(
-                    questions,
-                    numbers=numbers,
-                    seed=self.cfg.seed,
-                    temperature=temperature,
-                    hints=hints,
-                    firsts=firsts,
-                    others=[others[number] for number in numbers] if hints == "other" else (),
-                )
-        finally:
-            trainer.role_models.train()
-        return numbers, episodes
-
     def _check_min_hint_gain(self) -> None:
         """Raise RunError where the solver cannot use a hint that states the answer: it would learn to copy."""
         min_gain, where = self.cfg.score.min_hint_gain, "score.min_hint_gain"
         if not min_gain or self.cfg.score.guidance == "none":
             return
         if not any(read_reference(question) for question in self.rows):
-            raise RunError(
-                "no problem has an answer that a correct hint could state, so it is not known whether the solver can "
-                "use one",
-                where=where,
-                fix="give the rows the column answer, or set score.min_hint_gain: 0",
-            )
+            what = "no problem has an answer that a correct hint could state"
+            fix = "give the rows the column answer, or set score.min_hint_gain: 0"
+            raise RunError(f"{what}, so it is not known whether the solver can use one", where=where, fix=fix)
         with_hint, without = (
             float(describe([result for _, result, _ in evaluated])["acc_t2"] or 0.0)
             for evaluated in self._sample("right", "empty")
@@ -157,9 +143,6 @@ class EvaluateEpisodes(EvaluateAtSteps):
         shares = f"right in {with_hint:.1%} with a correct hint and in {without:.1%} with an empty one"
         log.say(f"second answers are {shares}", "eval")
         if with_hint - without < min_gain:
-            raise RunError(
-                f"the solver cannot use a hint: its second answers are {shares}, a gain of {with_hint - without:.3f}",
-                where=where,
-                fix=f"warm the model up on rows with hints (task_mode sft), until the gain is {min_gain:g}; or set "
-                "score.min_hint_gain: 0",
-            )
+            what = f"the solver cannot use a hint: its second answers are {shares}, a gain of {with_hint - without:.3f}"
+            fix = f"warm the model up on rows with hints (task_mode sft), until the gain is {min_gain:g}"
+            raise RunError(what, where=where, fix=f"{fix}; or set score.min_hint_gain: 0")

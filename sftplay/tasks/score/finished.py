@@ -26,7 +26,6 @@ from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_result, load_untrained
 from sftplay.model.weights import frozen_dtype, open_model
-from sftplay.tasks.hrm.measuring import write_measured
 from sftplay.tasks.score.episode_rewards import RewardScorer, describe, expect_known, format_episode
 from sftplay.tasks.score.role_models import ADAPTER_NAMES, Role
 from sftplay.tasks.score.sample_episodes import (
@@ -36,8 +35,9 @@ from sftplay.tasks.score.sample_episodes import (
     decode_text,
     diagnose,
     make_templates,
-    tokenize_text,
+    tokenize_texts,
 )
+from sftplay.train.observer import write_measured
 
 
 class FinishedRoleModels:
@@ -65,8 +65,7 @@ class FinishedRoleModels:
 def open_role_models(cfg: RunConfig, folder: RunFolder, *, untrained: bool = False) -> FinishedRoleModels:
     """Load the result of a run, or with `untrained` the model that the run started from.
 
-    Raises:
-        MachineError: the weights cannot be read.
+    Raise MachineError where the weights cannot be read.
     """
     if untrained:
         return FinishedRoleModels(load_untrained(cfg, folder.path))
@@ -157,11 +156,8 @@ class RowEpisodeSampler:
 
 
 def check_problems(questions: PromptFile, renderer: Any, *, cfg: RunConfig) -> None:
-    """Check that every row has room for both answers and the hint, before any is sampled.
-
-    Raises:
-        DataError: a row has no room, or has more than a question.
-    """
+    """Raise DataError, before any row is sampled, where one has no room for both answers and the hint, or has more than
+    a question."""
     for question in questions:
         if more := question.extra_content(cfg.data.system):
             raise DataError(not_asked(more), where=str(question.source), fix="put what matters into the last turn")
@@ -197,12 +193,11 @@ class EpisodeChat:
     def ask(self, text: str, stop: Event, *, notify: Callable[[str], None]) -> Iterator[str]:
         """Stream the three texts, with a heading before each, until `stop` is set.
 
-        Raises:
-            DataError: the problem is too long.
+        Raise DataError where the problem is too long.
         """
         self.n_asked += 1
         score, tokenizer = self.cfg.score, self.generator.tokenizer
-        known: dict[str, Sequence[int]] = {"problem": tokenize_text(tokenizer, text)}
+        known: dict[str, Sequence[int]] = {"problem": tokenize_texts(tokenizer, [text])[0]}
         yield "[first answer]\n"
         known["attempt"] = yield from self._stream_text(self.templates.solve, known, turn=1, stop=stop)
         if stop.is_set():
@@ -210,7 +205,7 @@ class EpisodeChat:
         if score.guidance in ("none", "static"):
             hint = score.prompts.static_hint if score.guidance == "static" else ""
             yield f"\n[hint, of score.guidance {score.guidance}]\n{hint}"
-            known["hint"] = tokenize_text(tokenizer, hint)
+            (known["hint"],) = tokenize_texts(tokenizer, [hint])
         else:
             yield "\n[hint]\n"
             known["hint"] = yield from self._stream_text(self.templates.guide, known, turn=2, stop=stop)

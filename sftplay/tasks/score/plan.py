@@ -53,7 +53,7 @@ from sftplay.tasks.grpo.plan import (
     newest_token,
 )
 from sftplay.tasks.score.section import SEPARATE_WIDTH
-from sftplay.tasks.score.spec import broken_score_rules, broken_shard_rules
+from sftplay.tasks.score.spec import SPEC, broken_shard_rules
 from sftplay.units import GIB, format_bytes
 
 START, GUIDE, COMPARE, CRITIC, VALUE = "start", "guide's ", "reference's answer", "critic", "value"
@@ -199,8 +199,19 @@ class DeviceMemory:
 
     def phases(self, rows: int, sampled: int) -> dict[str, dict[str, float]]:
         """Return phase -> component -> bytes."""
-        episodes, held = self.episodes, self.held
-        found = {DRAW: self._sampling(sampled)}
+        episodes, held, sampling = self.episodes, self.held, []
+        # Of a score of the newest token: the model's in fp32, transformers' copy, that over the temperature, what was
+        # left of the token before, and two rows of probabilities in fp64 (`generate.sampling.SampleByRow`).
+        score_bytes = 32
+        for role, longest in (("solver", episodes.answer_tokens), ("guide", episodes.hint_tokens)):
+            if role in held:
+                prompt = episodes.tokens - longest
+                rollout = Rollout(completions=sampled, prompt_tokens=prompt, completion_tokens=longest, micro_batch=1)
+                sampling.append(newest_token(self.shape, self.computing, rollout=rollout, score_bytes=score_bytes))
+        # Of the role on this device that takes more.
+        most = max(sampling, key=lambda parts: sum(parts.values()), default={})
+        sharding = self.others[SHARDING] + self.gathered.gathered + self.gathered.ahead
+        found = {DRAW: {**self.resident, SHARDING: sharding, **most}}
         if episodes.layout.is_split:
             found[START] = {"weights": self.whole.weights}
         if "guide" in held and episodes.guide_learns:
@@ -218,24 +229,6 @@ class DeviceMemory:
         if not found.get("step"):
             found["step"] = self.resident
         return found
-
-    def _sampling(self, sampled: int) -> dict[str, float]:
-        """Return the components of the role on this device that takes more."""
-        # Of a score of the newest token: the model's in fp32, transformers' copy, that over the temperature, what was
-        # left of the token before, and two rows of probabilities in fp64 (`generate.sampling.SampleByRow`).
-        found, score_bytes = [], 32
-        for role, longest in (("solver", self.episodes.answer_tokens), ("guide", self.episodes.hint_tokens)):
-            if role in self.held:
-                rollout = Rollout(
-                    completions=sampled,
-                    prompt_tokens=self.episodes.tokens - longest,
-                    completion_tokens=longest,
-                    micro_batch=1,
-                )
-                found.append(newest_token(self.shape, self.computing, rollout=rollout, score_bytes=score_bytes))
-        most = max(found, key=lambda parts: sum(parts.values()), default={})
-        sharding = self.others[SHARDING] + self.gathered.gathered + self.gathered.ahead
-        return {**self.resident, SHARDING: sharding, **most}
 
     def _learning(self, rows: int, longest: int) -> dict[str, dict[str, float]]:
         """Return a micro-batch of one role; both models' gradients are there, since turn 2 follows turn 1."""
@@ -350,72 +343,11 @@ class LayoutRow:
         return ", ".join(f"{label(self.forecast, name)} {size / GIB:.1f}" for name, size in largest)
 
 
-def describe_layout(seen: Forecast) -> Iterator[str]:
-    """Yield the layout of a plan, and the peak of each device where it has several."""
-    episodes, setting = seen.setting.task, seen.setting
-    assert isinstance(episodes, Episodes)
-    found = find_parts(episodes, setting.execution)
-    held = name_devices(found, is_gpu=setting.device.is_gpu)
-    parts = "; ".join(f"{', '.join(names)} on {device}" for device, names in held.items())
-    if episodes.layout.is_split:
-        names = [part for names in held.values() for part in names]
-        sharded = [name for name in names if name in ("solver", "guide", "ref")]  # the others are small
-        whole = ", ".join(name for name in names if name not in sharded)
-        parts = f"a part of {', '.join(sharded)} in each of {setting.world_size} processes"
-        parts += f"; {whole} whole in each" * bool(whole)
-    yield f"layout      {episodes.layout.placement}: {parts}"
-    yield f"            {seen.sampled} answers drawn at a time by each process"
-    if seen.by_device:
-        yield f"            {_format_peaks(seen)} GiB; the lines below are of the fullest"
-
-
 def _format_peaks(seen: Forecast) -> str:
     peaks = seen.device_peaks
     if len(peaks) == 1:
         return f"{seen.peak_bytes / GIB:.1f}"
     return ", ".join(f"{name} {peaks[name] / GIB:.1f}" for name in sorted(peaks))
-
-
-def suggest_for_episodes(cfg: RunConfig, shape: ModelShape, *, sized: SizedRun, sizing: Sizing) -> list[Suggestion]:
-    """Suggest the changes that `ScorePlan.suggest` promises; `sized` is the run without any."""
-
-    def breaks_rules(step: Step) -> bool:
-        return any(broken_score_rules(cfg.with_values(step.values, "suggestion")))
-
-    def attempt(steps: list[Step]) -> Suggestion | None:
-        changed = cfg.with_values({key: value for step in steps for key, value in step.values.items()}, "suggestion")
-        if any(broken_score_rules(changed)):
-            return None
-        try:
-            tried = sizing(changed, shape=shape)
-        except ConfigError:  # the change contradicts the number of processes
-            return None
-        assert tried.forecast is not None
-        setting = tried.forecast.setting
-        hardware = Hardware(setting.device, setting.world_size)
-        seen = forecast_one_row(tried.cfg, shape, hardware=hardware, strategy=setting.strategy)
-        return Suggestion(", ".join(step.change for step in steps), seen.peak_bytes, seen.verdict == "fits")
-
-    assert sized.forecast is not None
-    steps, shards = [], list[Step]()
-    for step in list_steps(sized.cfg, Hardware(sized.forecast.setting.device, sized.world_size)):
-        # Where the layout that is written forbids the step, it is left to the kit.
-        free = {key: "auto" for key in (PLACEMENT, STRATEGY) if cfg.get_value(key) in ("sharded", "fsdp")}
-        free = free if breaks_rules(step) else {}
-        words = [step.change, *(f"{key}=auto" for key in free)]
-        steps.append(Step(", ".join(words), {**step.values, **free}) if free else step)
-    is_open = cfg.score.placement == "auto" and cfg.cluster.strategy == "auto"
-    if not is_open and sized.cfg.score.placement != "sharded":
-        # Models in shards, where the config as it is written leaves them out.
-        values = {STRATEGY: "auto", "train.precision": sized.cfg.train.precision}
-        if can_shard(cfg.with_values(values, "suggestion")):
-            strategy = {STRATEGY: "fsdp"} if cfg.cluster.strategy == "ddp" else {}
-            shards = [step_to({PLACEMENT: "sharded", **strategy})]
-    # Changes that cost time or nothing, and that go with models in shards.
-    exact = [s for s in steps if s.change.startswith(("train.gradient_checkpointing", "train.optim=adamw_torch_fused"))]
-    others = [step for step in steps if step not in exact]
-    combinations = [*added_up([*exact, *shards]), *added_up(steps)]
-    return first_that_fit([*exact, *shards, *others], attempt, combined=combinations)
 
 
 class ScorePlan(TaskSizing, TaskReport):
@@ -430,9 +362,8 @@ class ScorePlan(TaskSizing, TaskReport):
     def choose_placement(self, cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardware) -> Decisions:
         """Decide placement and the reference's device, where they are open.
 
-        Raises:
-            ConfigError: devices contradict the placement or the number of processes.
-            MachineError: the machine lacks a GPU that is named.
+        Raise ConfigError where devices contradict the placement or the number of processes, MachineError where the
+        machine lacks a GPU that is named.
         """
         layouts = candidates(cfg, hardware)
         placement: Any = layouts[0].placement
@@ -498,7 +429,44 @@ class ScorePlan(TaskSizing, TaskReport):
         """
         assert sized.forecast is not None
         shape = sized.forecast.setting.shape
-        return suggest_for_episodes(cfg, shape, sized=sizing(cfg, shape=shape), sizing=sizing)
+        whole = sizing(cfg, shape=shape)
+        assert whole.forecast is not None
+
+        def attempt(steps: list[Step]) -> Suggestion | None:
+            values = {key: value for step in steps for key, value in step.values.items()}
+            changed = cfg.with_values(values, "suggestion")
+            if any(SPEC.broken_rules(changed)):
+                return None
+            try:
+                tried = sizing(changed, shape=shape)
+            except ConfigError:  # the change contradicts the number of processes
+                return None
+            assert tried.forecast is not None
+            setting = tried.forecast.setting
+            hardware = Hardware(setting.device, setting.world_size)
+            seen = forecast_one_row(tried.cfg, shape, hardware=hardware, strategy=setting.strategy)
+            return Suggestion(", ".join(step.change for step in steps), seen.peak_bytes, seen.verdict == "fits")
+
+        steps, shards = [], list[Step]()
+        for step in list_steps(whole.cfg, Hardware(whole.forecast.setting.device, whole.world_size)):
+            # Where the layout that is written forbids the step, it is left to the kit.
+            free = {key: "auto" for key in (PLACEMENT, STRATEGY) if cfg.get_value(key) in ("sharded", "fsdp")}
+            free = free if any(SPEC.broken_rules(cfg.with_values(step.values, "suggestion"))) else {}
+            words = [step.change, *(f"{key}=auto" for key in free)]
+            steps.append(Step(", ".join(words), {**step.values, **free}) if free else step)
+        is_open = cfg.score.placement == "auto" and cfg.cluster.strategy == "auto"
+        if not is_open and whole.cfg.score.placement != "sharded":
+            # Models in shards, where the config as it is written leaves them out.
+            values = {STRATEGY: "auto", "train.precision": whole.cfg.train.precision}
+            if can_shard(cfg.with_values(values, "suggestion")):
+                strategy = {STRATEGY: "fsdp"} if cfg.cluster.strategy == "ddp" else {}
+                shards = [step_to({PLACEMENT: "sharded", **strategy})]
+        # Changes that cost time or nothing, and that go with models in shards.
+        free_changes = ("train.gradient_checkpointing", "train.optim=adamw_torch_fused")
+        exact = [step for step in steps if step.change.startswith(free_changes)]
+        others = [step for step in steps if step not in exact]
+        combinations = [*added_up([*exact, *shards]), *added_up(steps)]
+        return first_that_fit([*exact, *shards, *others], attempt, combined=combinations)
 
     def workload(self, cfg: RunConfig, seen: Forecast, *, lengths: RowLengths | None = None) -> Workload:
         work = estimate_workload(cfg, seen.setting, lengths=lengths)
@@ -528,7 +496,22 @@ class ScorePlan(TaskSizing, TaskReport):
         return f"prompts and answers of {planned} tokens together"
 
     def describe_sampling(self, seen: Forecast, plan: dict[str, Any]) -> Iterator[str]:
-        return describe_layout(seen)
+        """Yield the layout of a plan, and the peak of each device where it has several."""
+        episodes, setting = seen.setting.task, seen.setting
+        assert isinstance(episodes, Episodes)
+        found = find_parts(episodes, setting.execution)
+        held = name_devices(found, is_gpu=setting.device.is_gpu)
+        parts = "; ".join(f"{', '.join(names)} on {device}" for device, names in held.items())
+        if episodes.layout.is_split:
+            names = [part for names in held.values() for part in names]
+            sharded = [name for name in names if name in ("solver", "guide", "ref")]  # the others are small
+            whole = ", ".join(name for name in names if name not in sharded)
+            parts = f"a part of {', '.join(sharded)} in each of {setting.world_size} processes"
+            parts += f"; {whole} whole in each" * bool(whole)
+        yield f"layout      {episodes.layout.placement}: {parts}"
+        yield f"            {seen.sampled} answers drawn at a time by each process"
+        if seen.by_device:
+            yield f"            {_format_peaks(seen)} GiB; the lines below are of the fullest"
 
 
 PLAN = ScorePlan()

@@ -52,15 +52,13 @@ def has_chart(name: str) -> bool:
 
 
 def build_sections(run: RunFiles, resumed: Sequence[float]) -> dict[str, Any]:
-    """Build the task's sections of the page, by their names in `templates/page.html`."""
-    return {"turns": build_turns(run, resumed)}
+    """Build the task's section of the page, by its name in `templates/page.html`.
 
-
-def build_turns(run: RunFiles, resumed: Sequence[float]) -> Turns | None:
-    """Build charts and tables; None for a run that does not answer twice."""
+    It is None for a run that does not answer twice.
+    """
     measured = sorted((pair for pair in by_step(run.evals) if "acc_t1" in pair[1]), key=lambda pair: pair[0])
     if "acc_t1" not in run.history.values and not measured:
-        return None
+        return {"turns": None}
     tables = []
     if measured:
         (first, old), (last, new) = measured[0], measured[-1]
@@ -85,7 +83,7 @@ def build_turns(run: RunFiles, resumed: Sequence[float]) -> Turns | None:
     tables.append(Table(head=head, rows=rows, kinds="  nnnnn", caption="Who has learned what"))
     if measured:
         tables.append(episodes_table(run, [int(step) for step, _ in measured]))
-    return Turns(_charts(run, measured, resumed=resumed), [table for table in tables if table.rows])
+    return {"turns": Turns(_charts(run, measured, resumed=resumed), [table for table in tables if table.rows])}
 
 
 def _charts(run: RunFiles, measured: list[tuple[float, dict[str, Any]]], *, resumed: Sequence[float]) -> list[Chart]:

@@ -48,10 +48,7 @@ def shard(model: Any, mesh: DeviceMesh, *, precision: str, keeps_head: bool = Fa
 
     A pass releases what it gathered. With `keeps_head` the model keeps its head until `reshard`: the backward pass of
     another model computes logits with a reference's head a second time. `precision` is accelerate's name: `no` computes
-    in the stored dtype.
-
-    Raises:
-        ConfigError: the model names no layers.
+    in the stored dtype. Raise ConfigError where the model names no layers.
     """
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]

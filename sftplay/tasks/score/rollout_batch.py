@@ -157,17 +157,17 @@ def save_rollout_batch(rollout_batch: RolloutBatch, checkpoint: Path) -> None:
 def load_rollout_batch(checkpoint: Path, *, questions: Sequence[Question]) -> RolloutBatch:
     """Read what `save_rollout_batch` wrote; `questions` are those of this rank's episodes, in their order.
 
-    Raises:
-        RunError: the file is missing, or cannot be read.
+    Raise RunError where the file is missing, or cannot be read.
     """
-    path = checkpoint / EPISODES_FILE
-    n = len(questions)
+    path, n = checkpoint / EPISODES_FILE, len(questions)
     rank_slice = slice(log.rank() * n, (log.rank() + 1) * n)
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        episodes, parts = [], dict[str, Any]()
+        episodes = []
         for described, question in zip(kept["episodes"][rank_slice], questions, strict=True):
-            parts = {name: Action(**part) if isinstance(part, dict) else part for name, part in described.items()}
+            parts: dict[str, Any] = {
+                name: Action(**part) if isinstance(part, dict) else part for name, part in described.items()
+            }
             episodes.append(Episode(question=question, **parts))
         resampled = [(Action(**first), Action(**second)) for first, second in kept["fresh"][rank_slice]]
         renamed = {key: name for name, key in RENAMED.items()}
@@ -178,7 +178,6 @@ def load_rollout_batch(checkpoint: Path, *, questions: Sequence[Question]) -> Ro
         advantages = Advantages(first, second, guide, credit["figures"], (returns[0], returns[1]))
         return RolloutBatch(kept["number"], ScoredEpisodes(episodes, results, resampled), advantages)
     except (OSError, ValueError, TypeError, KeyError) as error:
+        what = f"the episodes of its rollout batch cannot be read: {error}"
         fix = "continue from the checkpoint before it: set this one aside"
-        raise RunError(
-            f"the episodes of its rollout batch cannot be read: {error}", where=str(path), fix=fix
-        ) from error
+        raise RunError(what, where=str(path), fix=fix) from error

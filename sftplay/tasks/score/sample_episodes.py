@@ -39,10 +39,8 @@ class Template:
     def fill(self, ids: Mapping[str, Sequence[int]], *, max_tokens: int) -> list[int]:
         """Fill the placeholders with token ids; the prompt has at most `max_tokens` tokens.
 
-        A longer prompt loses the middle of the attempt. Problem and hint are never truncated.
-
-        Raises:
-            RunError: problem and hint alone are too long.
+        A longer prompt loses the middle of the attempt. Problem and hint are never truncated: raise RunError where
+        they alone are too long.
         """
         spare = max_tokens - sum(len(ids[part] if isinstance(part, str) else part) for part in self.parts)
         if spare < 0 and "attempt" in self.parts:
@@ -50,11 +48,9 @@ class Template:
             spare += len(ids["attempt"]) - len(attempt)
             ids = {**ids, "attempt": attempt}
         if spare < 0:
-            raise RunError(
-                f"problem and hint need {-spare} tokens more than the {max_tokens} that a prompt may have",
-                where="score",
-                fix="raise model.max_seq_len, or lower score.max_new_tokens or score.max_hint_tokens",
-            )
+            what = f"problem and hint need {-spare} tokens more than the {max_tokens} that a prompt may have"
+            fix = "raise model.max_seq_len, or lower score.max_new_tokens or score.max_hint_tokens"
+            raise RunError(what, where="score", fix=fix)
         return [token for part in self.parts for token in (ids[part] if isinstance(part, str) else part)]
 
 
@@ -86,13 +82,8 @@ def make_templates(prompts: PromptsConfig, renderer: Renderer, *, system: str | 
     return Templates(*templates)
 
 
-def tokenize_text(tokenizer: Any, text: str) -> list[int]:
-    """Tokenize plain text; a control token that it spells stays text."""
-    return tokenize_texts(tokenizer, [text])[0]
-
-
 def tokenize_texts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Tokenize many texts in one call."""
+    """Tokenize plain texts in one call; a control token that they spell stays text."""
     ids = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
     return [tokens if text else [] for text, tokens in zip(texts, ids, strict=True)]
 
@@ -345,7 +336,7 @@ class EpisodeSampler:
             right = [prompts.right_hint.replace("{answer}", read_reference(question)) for question in questions]
             given: Sequence[list[int]] = tokenize_texts(self.tokenizer, right)
         elif hints == "static" or (hints == "own" and score.guidance == "static"):
-            given = [tokenize_text(self.tokenizer, prompts.static_hint)] * len(questions)
+            given = tokenize_texts(self.tokenizer, [prompts.static_hint]) * len(questions)
         elif hints == "own" and score.guidance != "none":
             written = write(self.templates.guide, "guide", turn=2)
             given = [hint.ids_without_end for hint in written if hint is not None]

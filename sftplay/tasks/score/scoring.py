@@ -143,11 +143,7 @@ def forward(model: Any, batch: ActionBatch) -> Tensor:
 
 @torch.no_grad()
 def check_output_head(model: Any) -> None:
-    """Check on a few tokens that the logits depend on the last hidden states and the output head alone.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Raise ConfigError where, on a few tokens, the logits depend on more than last hidden states and output head."""
     causal = unwrap_adapter(model)
     ids = proof_rows(causal)[0] % causal.get_input_embeddings().weight.shape[0]
     was_training = model.training

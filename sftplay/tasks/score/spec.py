@@ -22,24 +22,6 @@ FLOW, VALUE = "score.value_flow", "score.value"
 PLACEMENT, DEVICES, STRATEGY = "score.placement", "score.devices", "cluster.strategy"
 
 
-def broken_score_rules(cfg: RunConfig) -> Iterator[Problem]:
-    """Yield every rule of task mode score that the config breaks."""
-    score = cfg.score
-    if not any(reward.weight for reward in cfg.rewards):
-        what, fix = "score learns from a reward, and there is none", "add one: - {name: answer, use: math}"
-        yield Problem(("task_mode", "rewards"), what, fix=fix)
-    yield from _sizes(cfg)
-    yield from _prompts(cfg)
-    yield from _value(cfg)
-    if score.eval_samples > 1 and not score.eval_temperature:
-        what = f"{score.eval_samples} episodes of a problem are all the same at score.eval_temperature 0"
-        fix = "write score.eval_temperature: 0.7, or score.eval_samples: 1"
-        yield Problem(("score.eval_samples", "score.eval_temperature"), what, fix=fix)
-    yield from _devices(cfg)
-    yield from broken_shard_rules(cfg)
-    yield from check_label_settings(cfg)
-
-
 def _sizes(cfg: RunConfig) -> Iterator[Problem]:
     score, effective = cfg.score, cfg.train.effective_batch_size
     group, parts = score.episodes_per_problem, score.steps_per_generation
@@ -153,7 +135,20 @@ class ScoreSpec(TaskSpec):
     """Two-turn episodes are sampled, and rewards score them."""
 
     def broken_rules(self, cfg: RunConfig) -> Iterator[Problem]:
-        return broken_score_rules(cfg)
+        score = cfg.score
+        if not any(reward.weight for reward in cfg.rewards):
+            what, fix = "score learns from a reward, and there is none", "add one: - {name: answer, use: math}"
+            yield Problem(("task_mode", "rewards"), what, fix=fix)
+        yield from _sizes(cfg)
+        yield from _prompts(cfg)
+        yield from _value(cfg)
+        if score.eval_samples > 1 and not score.eval_temperature:
+            what = f"{score.eval_samples} episodes of a problem are all the same at score.eval_temperature 0"
+            fix = "write score.eval_temperature: 0.7, or score.eval_samples: 1"
+            yield Problem(("score.eval_samples", "score.eval_temperature"), what, fix=fix)
+        yield from _devices(cfg)
+        yield from broken_shard_rules(cfg)
+        yield from check_label_settings(cfg)
 
     def idle_keys(self, cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         score = cfg.score

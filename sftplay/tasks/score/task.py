@@ -29,11 +29,7 @@ from sftplay.train.upstream import on_one_gpu
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
-    """Load the problems in `cfg.data`, and set the tokenizer's chat template.
-
-    Raises:
-        DataError: no problem is left.
-    """
+    """Load the problems in `cfg.data`, and set the tokenizer's chat template. Raise DataError where none is left."""
     prompts = prepare_prompts(cfg, tokenizer, called="problems")
     train, known = create_run_order(cfg, prompts)
     # Without held-out problems the evaluation uses the training problems.
@@ -70,7 +66,19 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
     cfg, score, prompts = parts.cfg, parts.cfg.score, parts.rows.source
     if score.alpha * score.turn_discount > 1:
         log.say("warning: score.alpha x score.turn_discount is above 1: turn 1 is punished for being right", "score")
-    role_models = _build_role_models(parts.model, cfg)
+    # The models that the config asks for, and no others, on the GPUs that this process sees.
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    placement: Any = "shared" if score.placement == "auto" else score.placement
+    layout = resolve_layout(cfg, placement=placement, gpus=gpus, processes=log.world_size())
+    role_models = RoleModels(
+        parts.model,
+        has_guide=score.guidance in ("model", "model_trained"),
+        guide_learns=score.guidance == "model_trained",
+        has_value=score.has_value,
+        value_is_separate=score.value == "separate",
+        critic=score.critic if score.advantage == "critic" else None,
+        layout=layout,
+    )
     check_output_head(parts.model)
     # Other visible GPUs hold other parts.
     arguments = on_one_gpu(TrainingArguments(**{**parts.arguments, "eval_strategy": "no", "eval_steps": None}))
@@ -101,18 +109,3 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
         EvaluateEpisodes(cfg, measured, folder=parts.folder.eval, every=every, extra_step=score.stage1_steps)
     )
     return trainer
-
-
-def _build_role_models(model: Any, cfg: RunConfig) -> RoleModels:
-    """Build the models that the config asks for, and no others, on the GPUs that this process sees."""
-    score, gpus = cfg.score, torch.cuda.device_count() if torch.cuda.is_available() else 0
-    placement: Any = "shared" if score.placement == "auto" else score.placement
-    return RoleModels(
-        model,
-        has_guide=score.guidance in ("model", "model_trained"),
-        guide_learns=score.guidance == "model_trained",
-        has_value=score.has_value,
-        value_is_separate=score.value == "separate",
-        critic=score.critic if score.advantage == "critic" else None,
-        layout=resolve_layout(cfg, placement=placement, gpus=gpus, processes=log.world_size()),
-    )

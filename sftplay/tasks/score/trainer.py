@@ -22,8 +22,6 @@ from sftplay.errors import RunError
 from sftplay.generate.sampling import derive_seed
 from sftplay.launch.checkpoints import read_step
 from sftplay.model.out_of_memory import gather_objects
-from sftplay.tasks.hrm.measuring import write_lines
-from sftplay.tasks.hrm.trainer import StepTrainerMixin
 from sftplay.tasks.score.episode_rewards import RewardScorer, describe, format_episode
 from sftplay.tasks.score.losses import Advantages, find_learning_rates
 from sftplay.tasks.score.role_models import (
@@ -40,8 +38,9 @@ from sftplay.tasks.score.rollout_batch import MinibatchSchedule, RolloutBatch, l
 from sftplay.tasks.score.sample_episodes import EpisodeSampler, count_padded_tokens
 from sftplay.tasks.score.update import MinibatchSetup, PolicyUpdate, ScoredEpisodes, group_actions
 from sftplay.train.eval_mode import random_numbers_kept
-from sftplay.train.exact_batch import StepSetup
+from sftplay.train.exact_batch import StepSetup, StepTrainerMixin
 from sftplay.train.gradients import average_gradients, gradient_norm
+from sftplay.train.observer import write_lines
 
 WEIGHTS_FILE = "score.safetensors"
 
@@ -58,10 +57,9 @@ def save_weights(role_models: RoleModels, checkpoint: Path) -> None:
 
 
 def load_weights(role_models: RoleModels, checkpoint: Path) -> None:
-    """Load the weights of the file, on the devices where they lie. Every rank must call it.
+    """Load the weights of the file, on the devices where they lie; raise RunError where it is missing.
 
-    Raises:
-        RunError: the file is missing.
+    Every rank must call it.
     """
     path = checkpoint / WEIGHTS_FILE
     if not path.is_file():
@@ -117,7 +115,8 @@ class EpisodeTrainer(StepTrainerMixin, Trainer):
         """
         step, world = self.state.global_step + 1, log.world_size()
         number, age = divmod(step - 1, self.schedule.steps)
-        self._reset_optimizer(step)
+        if self.cfg.score.reset_adam and step == self.cfg.score.stage1_steps + 1:
+            getattr(self.optimizer, "optimizer", self.optimizer).state.clear()
         for parameter in self.role_models.extra_parameters():
             parameter.grad = None  # the Trainer does not know them
         rollout = self.rollout_batch
@@ -188,11 +187,6 @@ class EpisodeTrainer(StepTrainerMixin, Trainer):
             line["advantages"] = {name: None if g is None else round(float(g[at]), 6) for name, g in gains.items()}
             lines.append(line)
         write_lines(self.run_folder / "samples" / f"step-{step}.jsonl", lines)
-
-    def _reset_optimizer(self, step: int) -> None:
-        """Clear the optimizer's state at the start of stage 2, where the config asks for it."""
-        if self.cfg.score.reset_adam and step == self.cfg.score.stage1_steps + 1:
-            getattr(self.optimizer, "optimizer", self.optimizer).state.clear()
 
     def _record_step(self, policy_update: PolicyUpdate, advantages: Advantages) -> Tensor:
         assert self.micro_batcher is not None

@@ -18,7 +18,6 @@ from maze_maker import make_maze
 from sftplay.cli import main
 from sftplay.tasks.hrm.puzzles.arc import (
     WAYS,
-    CopyAnswer,
     Tally,
     compute_ranks,
     cropped,
@@ -409,7 +408,8 @@ def test_right_answers_to_all_copies_win_the_votes(arc: Path):
     for batch in TestBatches(folder, global_batch=16, rank=0, world=1):
         for row in np.flatnonzero(batch.mask):
             labels = np.maximum(batch.labels[row], 0)
-            tally.add(CopyAnswer(names[batch.puzzle_identifiers[row]], batch.inputs[row], labels, 1.0))
+            name = names[batch.puzzle_identifiers[row]]
+            tally.add(name, inputs=batch.inputs[row], predicted=labels, q_halt=1.0)
     ballots = tally.ballots()
     assert [ranked[0].votes for ranked in ballots.values()] == [41, 41]
     assert [max(compute_ranks(task, ballots)) for task in read_asked(folder.path).values()] == [1]  # of one task

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError
 from sftplay.tasks.hrm.puzzles.folder import Alphabet, Group, PuzzleFolder, write_folder
-from sftplay.tasks.hrm.puzzles.sampler import IGNORED, PuzzleBatch, TestBatches, TrainBatches
+from sftplay.tasks.hrm.puzzles.sampler import PuzzleBatch, TestBatches, TrainBatches
 
 ALPHABET = Alphabet(kind="maze", symbols="?# SGo", shape=(1, 2))
 
@@ -133,7 +134,7 @@ def test_a_measurement_has_each_row_once_and_says_what_is_padding(folder: Puzzle
             batch = batches[step]
             assert batch.mask.shape == (12 // world,)
             assert np.array_equal(batch.rows >= 0, batch.mask)
-            assert (batch.labels[~batch.mask] == IGNORED).all()
+            assert (batch.labels[~batch.mask] == IGNORE_INDEX).all()
             assert (batch.puzzle_identifiers[~batch.mask] == folder.facts.blank_identifier_id).all()
             assert (batch.puzzle_identifiers[batch.mask] > 0).all()
             assert (batch.inputs[~batch.mask] == folder.facts.pad_id).all()
@@ -147,7 +148,7 @@ def test_labels_of_padding_cells_are_ignored(tmp_path: Path):
     rows = np.array([[1, 2]], np.uint8)
     write_folder(folder, [Group(rows, np.array([[0, 5]], np.uint8))], alphabet=ALPHABET)
     batch = next(iter(TestBatches(PuzzleFolder.open(folder), global_batch=1, rank=0, world=1)))
-    assert batch.labels.tolist() == [[IGNORED, 5]]
+    assert batch.labels.tolist() == [[IGNORE_INDEX, 5]]
 
 
 def test_a_batch_that_cannot_be_split_or_filled_is_refused(folder: PuzzleFolder):

@@ -15,7 +15,7 @@ from sftplay.config.run import RunConfig
 from sftplay.errors import DataError
 from sftplay.tasks.hrm.network import Grid, PuzzleModel, State, load_published
 from sftplay.tasks.hrm.section import HrmConfig
-from sftplay.tasks.hrm.spec import broken_hrm_rules
+from sftplay.tasks.hrm.spec import SPEC
 
 WIDTH, HEADS, CELLS, VOCAB, BATCH = 8, 2, 5, 4, 3
 SMALL = {"hidden_size": WIDTH, "num_heads": HEADS, "h_layers": 1, "l_layers": 1}
@@ -246,7 +246,7 @@ def test_the_prefix_has_the_positions_of_the_published_model_that_it_is_given(le
 def test_a_prefix_that_cannot_hold_the_embedding_is_refused(dim: int, fix: str):
     hrm = {"puzzle_emb_len": 1, "puzzle_emb_dim": dim}
     text = {"task_mode": "hrm", "model": {"name": "builtin:hrm"}, "tuning": {"mode": "full"}, "hrm": hrm}
-    (violation,) = broken_hrm_rules(RunConfig.model_validate(text))
+    (violation,) = SPEC.broken_rules(RunConfig.model_validate(text))
     assert (violation.keys[0], violation.fix) == ("hrm.puzzle_emb_len", fix)
 
 

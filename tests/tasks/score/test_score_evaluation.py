@@ -140,9 +140,9 @@ def test_rows_without_an_answer_are_named_where_a_right_hint_would_state_it(tmp_
 def test_a_discount_that_punishes_a_right_first_answer_gets_a_warning(said: Callable[[], str]):
     warning = "warning: score.alpha x score.turn_discount is above 1: turn 1 is punished for being right"
     for turn_discount, n in ((0.1, 0), (0.2, 1)):
-        score = SimpleNamespace(alpha=10.0, turn_discount=turn_discount)
+        score = SimpleNamespace(alpha=10.0, turn_discount=turn_discount, placement="shared")
         parts: Any = SimpleNamespace(cfg=SimpleNamespace(score=score), model=None, rows=SimpleNamespace(source=None))
-        with patch.object(task, "_build_role_models", side_effect=InterruptedError), pytest.raises(InterruptedError):
+        with patch.object(task, "resolve_layout", side_effect=InterruptedError), pytest.raises(InterruptedError):
             task.build_trainer(parts)
         assert said().count(warning) == n
 

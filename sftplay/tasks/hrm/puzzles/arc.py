@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from sftplay.errors import DataError, SeveralErrors
 from sftplay.tasks.hrm.puzzles.folder import Alphabet
+from sftplay.tasks.hrm.puzzles.sudoku import in_order_of_digits
 
 INVERSE = (0, 3, 2, 1, 4, 5, 6, 7)
 """The inverse of each way."""
@@ -94,11 +95,10 @@ def parse_task(content: Any, name: str, *, where: str) -> ArcTask:
 
 
 def as_json(task: ArcTask) -> dict[str, Any]:
-
-    def pairs(part: tuple[GridPair, ...]) -> list[dict[str, Any]]:
-        return [{"input": pair.input.tolist(), "output": pair.output.tolist()} for pair in part]
-
-    return {"train": pairs(task.train), "test": pairs(task.test)}
+    return {
+        part: [{"input": pair.input.tolist(), "output": pair.output.tolist()} for pair in pairs]
+        for part, pairs in (("train", task.train), ("test", task.test))
+    }
 
 
 def _pairs(found: Any, where: str) -> Iterator[GridPair]:
@@ -215,13 +215,11 @@ def sample_changes(task: ArcTask, n: int, *, stream: np.random.Generator) -> lis
 
 def canonical(pair: GridPair) -> bytes:
     """Return the same for all pairs that a change makes of each other, and for no others."""
-    return min(_in_order_of_colours(turned(pair.input, way), turned(pair.output, way)) for way in WAYS)
-
-
-def _in_order_of_colours(first: Grid, second: Grid) -> bytes:
-    cells = np.concatenate([first.ravel(), second.ravel()])
-    names = {0: 0}
-    return bytes([*first.shape, *second.shape, *(names.setdefault(int(cell), len(names)) for cell in cells)])
+    both = ((turned(pair.input, way), turned(pair.output, way)) for way in WAYS)
+    return min(
+        bytes([*first.shape, *second.shape]) + in_order_of_digits(np.concatenate([first.ravel(), second.ravel()]))
+        for first, second in both
+    )
 
 
 NAMES = "identifiers.json"
@@ -267,23 +265,6 @@ KS = (1, 2, 10, 100, 1000)
 
 
 @dataclass(frozen=True)
-class CopyAnswer:
-    """The answer of a model to one test input of one copy."""
-
-    identifier: str
-    """The copy's name, as `identifiers.json` has it."""
-
-    inputs: NDArray[Any]
-    """[900]: the tokens of the question."""
-
-    predicted: NDArray[Any]
-    """[900]: the tokens of the answer."""
-
-    q_halt: float
-    """The score for halting, before the sigmoid."""
-
-
-@dataclass(frozen=True)
 class Candidate:
     """An answer to a test input with its votes."""
 
@@ -307,13 +288,15 @@ class Tally:
         self.boxes: dict[TestInput, dict[bytes, tuple[Grid, list[float]]]] = {}
         """Test input -> key of an answer -> the answer, and the confidences of its votes."""
 
-    def add(self, answer: CopyAnswer) -> None:
-        task, change = parse_name(answer.identifier)
-        box = self.boxes.setdefault((task, grid_key(change.undo(cropped(answer.inputs)))), {})
-        grid = change.undo(cropped(answer.predicted))
+    def add(self, name: str, *, inputs: NDArray[Any], predicted: NDArray[Any], q_halt: float) -> None:
+        """Add the answer to one test input of the copy with that name: both as tokens [900], and the score for halting,
+        before the sigmoid."""
+        task, change = parse_name(name)
+        box = self.boxes.setdefault((task, grid_key(change.undo(cropped(inputs)))), {})
+        grid = change.undo(cropped(predicted))
         if grid.size:
-            score = math.exp(-abs(answer.q_halt))  # exp(x) with x <= 0 cannot overflow
-            sigmoid = (1 if answer.q_halt >= 0 else score) / (1 + score)
+            score = math.exp(-abs(q_halt))  # exp(x) with x <= 0 cannot overflow
+            sigmoid = (1 if q_halt >= 0 else score) / (1 + score)
             box.setdefault(grid_key(grid), (grid, []))[1].append(sigmoid)
 
     def shares(self, n: int) -> list[Tally]:
@@ -354,16 +337,11 @@ def compute_ranks(task: ArcTask, ballots: Ballots) -> list[float]:
     return ranks
 
 
-def share_solved(tries: Sequence[float], *, ks: Sequence[int] = KS) -> dict[int, float]:
-    """Return the share of tasks that is solved with k tries, from the least k of each."""
-    needed = np.array(tries)
-    return {k: float((needed <= k).mean()) for k in ks}
-
-
-def share_of_inputs_solved(ranks: Sequence[Sequence[float]], *, ks: Sequence[int] = KS) -> dict[int, float]:
+def share_solved(ranks: Sequence[Sequence[float]], *, ks: Sequence[int] = KS) -> dict[int, float]:
     """Return the mean over tasks of the share of test inputs that is solved with k tries, from the least k of each.
 
-    TRM's published figures count so (evaluators/arc.py): half a task of two test inputs is half a point.
+    TRM's published figures count so (evaluators/arc.py): half a task of two test inputs is half a point. With the
+    largest least k of each task alone, it is the share of whole tasks.
     """
     return {k: float(np.mean([(np.array(task_ranks) <= k).mean() for task_ranks in ranks])) for k in ks}
 

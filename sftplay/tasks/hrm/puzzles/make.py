@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from sftplay.tasks.hrm.puzzles.arc import (
     read_tasks,
     sample_changes,
 )
-from sftplay.tasks.hrm.puzzles.folder import Cells, Group, PuzzleFolder, PuzzleKind, SplitWriter, write_folder
+from sftplay.tasks.hrm.puzzles.folder import Cells, Group, PuzzleFolder, SplitWriter, write_folder
 from sftplay.tasks.hrm.puzzles.maze import Maze
 from sftplay.tasks.hrm.puzzles.sampler import make_generator
 from sftplay.tasks.hrm.puzzles.sudoku import SMALL_ALPHABET, Sudoku, make_groups
@@ -45,19 +45,28 @@ ANSWER = ("a", "answer", "solution", "solutions")
 
 FIX_LINE = "correct the line, or take it out"
 
+PuzzleKind = Sudoku | Maze
+KINDS: dict[str, PuzzleKind] = {"sudoku": Sudoku(), "maze": Maze()}
+
 
 @dataclass(frozen=True)
 class Puzzles:
+    """The puzzles of a file, with numbers that copies of a question, or of an answer, share."""
+
     path: str
     lines: NDArray[np.int64]
     questions: Cells
     answers: Cells
+    question_keys: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    answer_keys: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """Both empty until `check_puzzles` has computed them."""
 
     def __len__(self) -> int:
         return len(self.lines)
 
     def take(self, rows: NDArray[Any]) -> Puzzles:
-        return Puzzles(self.path, self.lines[rows], self.questions[rows], self.answers[rows])
+        columns: list[NDArray[Any]] = [self.lines, self.questions, self.answers, self.question_keys, self.answer_keys]
+        return Puzzles(self.path, *(column[rows] if len(column) else column for column in columns))
 
     def place(self, row: int) -> str:
         return f"{self.path}:{self.lines[row]}"
@@ -158,7 +167,6 @@ class PuzzleSettings:
     workers: int = 1
 
 
-KINDS: dict[str, PuzzleKind] = {"sudoku": Sudoku(), "maze": Maze()}
 CHUNK_PUZZLES = 2048
 """Puzzles that a process checks at once."""
 
@@ -166,18 +174,8 @@ WORTH_WORKERS = 8 * CHUNK_PUZZLES
 """Below this number of puzzles, starting processes takes longer than the work."""
 
 
-class PuzzleKeys(NamedTuple):
-    """Numbers that copies of each other share, for each puzzle."""
-
-    questions: NDArray[np.uint64]
-    answers: NDArray[np.uint64]
-
-    def take(self, rows: NDArray[Any]) -> PuzzleKeys:
-        return PuzzleKeys(self.questions[rows], self.answers[rows])
-
-
-def check_puzzles(puzzles: Puzzles, kind: PuzzleKind, *, workers: int) -> PuzzleKeys:
-    """Return the keys of puzzles; raise SeveralErrors, with file and line, for up to a hundred that cannot be used."""
+def check_puzzles(puzzles: Puzzles, kind: PuzzleKind, *, workers: int) -> Puzzles:
+    """Return puzzles with keys; raise SeveralErrors, with file and line, for up to a hundred that cannot be used."""
     name, total = kind.alphabet.kind, len(puzzles)
     starts = range(0, total, CHUNK_PUZZLES)
     parts = (slice(at, at + CHUNK_PUZZLES) for at in starts)
@@ -194,7 +192,8 @@ def check_puzzles(puzzles: Puzzles, kind: PuzzleKind, *, workers: int) -> Puzzle
     parallel.close()
     if problems:
         raise SeveralErrors(problems)
-    return PuzzleKeys(*(np.concatenate(parts) for parts in zip(*keys, strict=True)))
+    question_keys, answer_keys = (np.concatenate(parts) for parts in zip(*keys, strict=True))
+    return replace(puzzles, question_keys=question_keys, answer_keys=answer_keys)
 
 
 def killed_process() -> MachineError:
@@ -202,36 +201,31 @@ def killed_process() -> MachineError:
     return MachineError("a process that prepares puzzles was killed from outside", where="puzzle-data", fix=fix)
 
 
-def check_chunk(chunk: tuple[str, Cells, Cells]) -> tuple[list[tuple[int, str]], PuzzleKeys]:
+def check_chunk(chunk: tuple[str, Cells, Cells]) -> tuple[list[tuple[int, str]], tuple[NDArray[np.uint64], ...]]:
     """Return the problems of a chunk, or the keys of its questions and answers if it has none."""
     name, questions, answers = chunk
-    kind, none = KINDS[name], np.zeros(0, np.uint64)
+    kind = KINDS[name]
     if problems := list(kind.problems(questions, answers)):
-        return problems, PuzzleKeys(none, none)
-    return [], PuzzleKeys(kind.question_keys(questions), kind.answer_keys(answers))
+        return problems, ()
+    return [], (kind.question_keys(questions), kind.answer_keys(answers))
 
 
-def check_held_out(train: tuple[Puzzles, PuzzleKeys], test: tuple[Puzzles, PuzzleKeys], *, kind: PuzzleKind) -> None:
+def check_held_out(train: Puzzles, test: Puzzles, *, kind: PuzzleKind) -> None:
     """Raise SeveralErrors, each with both lines, where a question of the test is a copy of one of training."""
-    (train_puzzles, train_keys), (test_puzzles, test_keys) = train, test
-    order = np.argsort(train_keys.questions, kind="stable")
-    sorted_keys = train_keys.questions[order]
-    begins = np.searchsorted(sorted_keys, test_keys.questions, side="left")
-    ends = np.searchsorted(sorted_keys, test_keys.questions, side="right")
+    order = np.argsort(train.question_keys, kind="stable")
+    sorted_keys = train.question_keys[order]
+    begins, ends = (np.searchsorted(sorted_keys, test.question_keys, side=side) for side in ("left", "right"))
     problems = []
     for row in np.flatnonzero(ends > begins).tolist():
-        question, others = test_puzzles.questions[row], order[begins[row] : ends[row]].tolist()
-        like = next((other for other in others if kind.is_copy(train_puzzles.questions[other], question)), None)
+        question, others = test.questions[row], order[begins[row] : ends[row]].tolist()
+        like = next((other for other in others if kind.is_copy(train.questions[other], question)), None)
         if like is not None:
-            what = f"is a copy of the training puzzle {train_puzzles.place(like)}"
-            problems.append(DataError(what, where=test_puzzles.place(row), fix="take one of the two out"))
+            what = f"is a copy of the training puzzle {train.place(like)}"
+            problems.append(DataError(what, where=test.place(row), fix="take one of the two out"))
         if len(problems) > MOST_PROBLEMS:
             break
     if problems:
         raise SeveralErrors(problems)
-
-
-KeyedPuzzles = tuple[Puzzles, PuzzleKeys]
 
 
 def write_rows(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
@@ -246,29 +240,25 @@ def write_rows(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
     assert settings.source is not None
     train, test = _read_splits(settings, kind, files=find_files(settings.source))
     check_held_out(train, test, kind=kind)
-    for split, puzzles, n in (("train", train[0], copies), ("test", test[0], 0)):
+    for split, puzzles, n in (("train", train, copies), ("test", test, 0)):
         (folder / split).mkdir()
         groups = _make_groups(puzzles, kind, copies=n, seed=settings.seed, split=split)
         write_folder(folder / split, groups, alphabet=kind.alphabet)
-    shared = int(np.isin(test[1].answers, train[1].answers).sum())
+    shared = int(np.isin(test.answer_keys, train.answer_keys).sum())
     return {"copies": copies, "test_puzzles_with_a_training_solution": shared}
 
 
-def _read_splits(
-    settings: PuzzleSettings, kind: PuzzleKind, *, files: dict[str, Path]
-) -> tuple[KeyedPuzzles, KeyedPuzzles]:
+def _read_splits(settings: PuzzleSettings, kind: PuzzleKind, *, files: dict[str, Path]) -> tuple[Puzzles, Puzzles]:
     """Read the puzzles of training and of the test, and check that all can be used."""
     workers = settings.workers
     if "all" not in files:
         train = read_puzzles(files["train"], kind)
         train = train.take(_choose_rows(len(train), settings))
         test = read_puzzles(files["test"], kind)
-        keys = check_puzzles(train, kind, workers=workers)
-        return (train, keys), (test, check_puzzles(test, kind, workers=workers))
-    everything = read_puzzles(files["all"], kind)
-    keys = check_puzzles(everything, kind, workers=workers)
+        return check_puzzles(train, kind, workers=workers), check_puzzles(test, kind, workers=workers)
+    everything = check_puzzles(read_puzzles(files["all"], kind), kind, workers=workers)
     # The solution alone decides, so that all puzzles with one solution are on one side.
-    solutions, back = np.unique(keys.answers, return_inverse=True)
+    solutions, back = np.unique(everything.answer_keys, return_inverse=True)
     numbers = [make_generator(solution.tobytes(), settings.seed).random() for solution in solutions]
     is_test = (np.array(numbers) < settings.held_out)[back]
     if is_test.all() or not is_test.any():
@@ -277,7 +267,7 @@ def _read_splits(
         raise DataError(what, where=everything.path, fix="name more puzzles, or another share with --held-out")
     rows = np.flatnonzero(~is_test)
     rows = rows[_choose_rows(len(rows), settings)]
-    return (everything.take(rows), keys.take(rows)), (everything.take(is_test), keys.take(is_test))
+    return everything.take(rows), everything.take(is_test)
 
 
 def _choose_rows(n: int, settings: PuzzleSettings) -> NDArray[np.int64]:
@@ -306,18 +296,6 @@ COPIES_WORTH_WORKERS = 2000
 """Below this number of copies in all, starting processes takes longer than the work."""
 
 
-class CopyJob(NamedTuple):
-    task: ArcTask
-    copies: int
-    seed: int
-    is_asked: bool
-    """Its test pairs go to the test."""
-
-
-TaskCopies = tuple[list[str], Group, Group | None]
-"""The names of a task's copies, and the copies as tokens: of the pairs for training, and of those for the test."""
-
-
 def write_tasks(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
     """Write the splits `train` and `test` below `folder`, and what `arc_votes` reads; return what the report adds.
     Raise ConfigError where a setting does not fit, DataError where a file holds no task, or a task is in both parts.
@@ -330,10 +308,15 @@ def write_tasks(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
     if settings.subsample is not None:
         raise ConfigError("does not fit ARC: take json files out instead", where="--subsample", fix="leave it out")
     copies = 1000 if settings.copies is None else settings.copies
-    training, evaluation = (read_tasks(_find_part(settings.source, part)) for part in ("training", "evaluation"))
+    parts = []
+    for part in ("training", "evaluation"):
+        # Below IN, or below its `data`, as ARC's own repository has it.
+        places = (settings.source / part, settings.source / "data" / part)
+        parts.append(read_tasks(next((path for path in places if path.is_dir()), places[0])))
+    training, evaluation = parts
     repeated = check_tasks(training, evaluation)
-    jobs = [CopyJob(task, copies, settings.seed, is_asked=False) for task in training]
-    jobs += [CopyJob(task, copies, settings.seed, is_asked=True) for task in evaluation]
+    jobs = [(task, copies, settings.seed, False) for task in training]
+    jobs += [(task, copies, settings.seed, True) for task in evaluation]
     writers = {}
     for split in ("train", "test"):
         (folder / split).mkdir()
@@ -353,11 +336,6 @@ def write_tasks(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:
     (folder / NAMES).write_text(json.dumps(names), encoding="utf-8")
     (folder / ASKED).write_text(json.dumps({task.id: as_json(task) for task in evaluation}), encoding="utf-8")
     return {"copies": copies, "training_tasks": len(training), "evaluation_tasks": len(evaluation), **repeated}
-
-
-def _find_part(source: Path, part: str) -> Path:
-    """Return the folder of the tasks: below IN, or below its `data`, as ARC's own repository has it."""
-    return next((path for path in (source / part, source / "data" / part) if path.is_dir()), source / part)
 
 
 def check_tasks(training: list[ArcTask], evaluation: list[ArcTask]) -> dict[str, Any]:
@@ -388,14 +366,19 @@ def check_tasks(training: list[ArcTask], evaluation: list[ArcTask]) -> dict[str,
     return {**counts, "like_another_task": others}
 
 
-def make_copies(job: CopyJob) -> TaskCopies:
-    """Return a task's copies: learned pairs that lie anywhere on the canvas, asked ones that lie in its corner."""
-    task, stream = job.task, make_generator(job.task.id.encode(), job.seed)
-    changes = sample_changes(task, job.copies, stream=stream)
-    learned = task.train if job.is_asked else task.pairs
+def make_copies(job: tuple[ArcTask, int, int, bool]) -> tuple[list[str], Group, Group | None]:
+    """Return the names of a task's copies, and them as tokens: of the pairs for training, and of those for the test.
+
+    `job` is the task, the number of its copies, the seed, and whether its test pairs go to the test. Learned pairs lie
+    anywhere on the canvas, asked ones in its corner.
+    """
+    task, copies, seed, is_asked = job
+    stream = make_generator(task.id.encode(), seed)
+    changes = sample_changes(task, copies, stream=stream)
+    learned = task.train if is_asked else task.pairs
     rows = [row for change in changes for row in _place_pairs(learned, change, stream=stream)]
     train, test = _to_group(rows, [len(learned)] * len(changes)), None
-    if job.is_asked:
+    if is_asked:
         rows = [(change, pair, 0, 0) for change in changes for pair in task.test]
         test = _to_group(rows, [len(task.test)] * len(changes))
     return [change.name(task.id) for change in changes], train, test
@@ -430,7 +413,16 @@ def make_folder(settings: PuzzleSettings) -> dict[str, Any]:
     Raise ConfigError where the folder is there already, or another command is writing it; DataError, without a folder,
     where the puzzles cannot be used.
     """
-    _check_source(settings)
+    if settings.kind == "sudoku4" and settings.source is not None:
+        raise ConfigError("is not read for sudoku4", where="--in", fix="leave it out; sudoku4 is made here")
+    if settings.kind == "sudoku4" and (settings.copies is not None or settings.subsample is not None):
+        name = "--aug" if settings.copies is not None else "--subsample"
+        raise ConfigError("does not fit sudoku4: its puzzles and copies are fixed", where=name, fix="leave it out")
+    if settings.kind != "sudoku4" and settings.source is None:
+        what = f"{settings.kind} puzzles are read from files"
+        raise ConfigError(what, where="--in", fix="name a file or a folder with IN=")
+    if settings.source is not None and not settings.source.exists():
+        raise DataError("no such file or folder", where=str(settings.source), fix="correct IN=")
     check_new_file(settings.out)
     lock = unfinished_folder(settings.out).with_suffix(".lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
@@ -443,19 +435,6 @@ def make_folder(settings: PuzzleSettings) -> dict[str, Any]:
     except BlockingIOError:
         fix = "wait for it, or choose another folder with OUT="
         raise ConfigError("another command is writing it", where=str(settings.out), fix=fix) from None
-
-
-def _check_source(settings: PuzzleSettings) -> None:
-    if settings.kind == "sudoku4" and settings.source is not None:
-        raise ConfigError("is not read for sudoku4", where="--in", fix="leave it out; sudoku4 is made here")
-    if settings.kind == "sudoku4" and (settings.copies is not None or settings.subsample is not None):
-        name = "--aug" if settings.copies is not None else "--subsample"
-        raise ConfigError("does not fit sudoku4: its puzzles and copies are fixed", where=name, fix="leave it out")
-    if settings.kind != "sudoku4" and settings.source is None:
-        what = f"{settings.kind} puzzles are read from files"
-        raise ConfigError(what, where="--in", fix="name a file or a folder with IN=")
-    if settings.source is not None and not settings.source.exists():
-        raise DataError("no such file or folder", where=str(settings.source), fix="correct IN=")
 
 
 def _write(settings: PuzzleSettings, folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sftplay.data.cache import ensure_folder, fingerprint
+from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError, DataError, nearest_names
 from sftplay.places import cache_root
 from sftplay.tasks.hrm.puzzles.folder import AGAIN, FACTS, PuzzleFolder, PuzzleSet, array_file, write_folder
@@ -78,10 +79,6 @@ def make_generator(mark: bytes, seed: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number])))
 
 
-IGNORED = -100
-"""The label of a cell without a loss, as torch has it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PuzzleBatch:
     """A process's rows of one batch."""
@@ -92,7 +89,7 @@ class PuzzleBatch:
 
     inputs: NDArray[np.int32]
     labels: NDArray[np.int32]
-    """Both [batch, cells]; a label is IGNORED where a cell has no loss."""
+    """Both [batch, cells]; a label is IGNORE_INDEX where a cell has no loss."""
 
     puzzle_identifiers: NDArray[np.int32]
     mask: NDArray[np.bool_]
@@ -203,9 +200,9 @@ def take(folder: PuzzleFolder, chosen: PuzzleSet, *, rows: NDArray[np.int64]) ->
     inputs, labels = chosen.inputs[known].astype(np.int32), chosen.labels[known].astype(np.int32)
     inputs[~mask] = facts.pad_id
     if facts.ignore_label_id is not None:
-        labels[labels == facts.ignore_label_id] = IGNORED
-    labels[~mask] = IGNORED
-    for name, found in (("inputs", inputs), ("labels", np.where(labels == IGNORED, 0, labels))):
+        labels[labels == facts.ignore_label_id] = IGNORE_INDEX
+    labels[~mask] = IGNORE_INDEX
+    for name, found in (("inputs", inputs), ("labels", np.where(labels == IGNORE_INDEX, 0, labels))):
         if found.min() < 0 or found.max() >= facts.vocab_size:
             what = f"holds a token outside 0 to {facts.vocab_size - 1}"
             raise DataError(what, where=str(array_file(folder.path, chosen.name, array=name)), fix=AGAIN)

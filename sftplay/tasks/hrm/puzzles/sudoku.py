@@ -74,7 +74,14 @@ def find_solutions(puzzles: Grids, *, most: int = 2, most_nodes: int = MOST_NODE
     counts, nodes = np.zeros(len(puzzles), np.int64), np.zeros(len(puzzles), np.int64)
     owners, grids = [np.zeros(0, np.int64)], [np.zeros((0, puzzles.shape[1]), np.uint8)]
     while stack:
-        owner, options = _pop(stack)
+        # The last nodes of the stack, up to AT_ONCE.
+        taken = [stack.pop()]
+        while stack and sum(len(owner) for owner, _ in taken) < AT_ONCE:
+            taken.append(stack.pop())
+        owner, options = map(np.concatenate, zip(*reversed(taken), strict=True))
+        if len(owner) > AT_ONCE:
+            stack.append((owner[:-AT_ONCE], options[:-AT_ONCE]))
+        owner, options = owner[-AT_ONCE:], options[-AT_ONCE:]
         goes_on = (counts[owner] < most) & (nodes[owner] < most_nodes)
         owner, options = owner[goes_on], options[goes_on]
         nodes += np.bincount(owner, minlength=len(nodes))
@@ -113,18 +120,6 @@ def _fill_singles(options: NDArray[np.uint16], size: int) -> NDArray[np.bool_]:
         options[moving] = after
         moving = moving[~dead & (after != before).any(axis=1)]
     return alive
-
-
-def _pop(stack: list[Nodes]) -> Nodes:
-    """Take the last nodes of the stack, up to AT_ONCE."""
-    taken = [stack.pop()]
-    while stack and sum(len(owner) for owner, _ in taken) < AT_ONCE:
-        taken.append(stack.pop())
-    owner = np.concatenate([owners for owners, _ in reversed(taken)])
-    options = np.concatenate([candidates for _, candidates in reversed(taken)])
-    if len(owner) > AT_ONCE:
-        stack.append((owner[:-AT_ONCE], options[:-AT_ONCE]))
-    return owner[-AT_ONCE:], options[-AT_ONCE:]
 
 
 def _guess(owner: NDArray[np.int64], options: NDArray[np.uint16]) -> list[Nodes]:
@@ -277,12 +272,16 @@ UNIT_NAMES = ("row", "column", "box")
 
 
 class Sudoku:
-    """9x9 grids; `.` or 0 is a blank."""
+    """9x9 grids; `.` or 0 is a blank.
+
+    Cells hold the place of their character in `alphabet.symbols`, less one: 0 is the first behind the padding's.
+    """
 
     alphabet = Alphabet(kind="sudoku", symbols=" .123456789", shape=(9, 9))
-    copies = 1000
-    most_copies: int | None = None
-    also_blank = "0"
+    copies = 1000  # of each training puzzle where the user names no number
+    most_copies: int | None = None  # as many as one wants
+    also_blank = "0"  # other characters for the alphabet's first behind the padding's
+    # Numbers that all copies share, and few others; those of the answer decide on which side of the split a puzzle is.
     question_keys = answer_keys = staticmethod(compute_grid_keys)
     is_copy = staticmethod(is_copy)
 
