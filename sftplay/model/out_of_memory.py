@@ -75,7 +75,7 @@ class Agreement:
 def gather_objects(item: Any, heartbeat: Heartbeat | None = None) -> list[Any]:
     """Return the `item` of every rank, in rank order. Every rank must call it. The time counts as communication.
 
-    The main rank gets only its own item when the others have ended (`train.save.leave_process_group`).
+    The main rank gets only its own item when the others have ended (`train.run_task.leave_process_group`).
     """
     if log.world_size() == 1 or not torch.distributed.is_initialized():
         return [item]

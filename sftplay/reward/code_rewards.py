@@ -60,7 +60,7 @@ def try_programs(
     """Find the program of each completion and run it against the tests of its row, in the order of the completions.
 
     Training and evaluation both call it, so that they read and judge answers alike. The columns are those of
-    `data.problems.load.collect_reward_columns`. An answer without a program is not run. With `within_s` what has no
+    `data.load_problems.collect_reward_columns`. An answer without a program is not run. With `within_s` what has no
     verdict by then is `infra`. Raise DataError where a test or a setup is no Python.
     """
     n = len(completions)

@@ -38,9 +38,21 @@ def structure_of(value: object) -> object:
     return json.loads(encode(value))
 
 
+def written(value: object) -> str:
+    """As repr, with the items of a set sorted: their order follows the address of a nan."""
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__}({sorted(map(written, value))})"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}({[written(item) for item in value]})"
+    if isinstance(value, dict):
+        return str([(written(key), written(item)) for key, item in value.items()])
+    return repr(value)
+
+
 @given(values)
 def test_a_value_comes_back_as_it_went(value):
-    assert repr(decode(structure_of(value))) == repr(value) or decode(structure_of(value)) == value
+    came = decode(structure_of(value))
+    assert written(came) == written(value) or came == value
 
 
 @given(values, values)

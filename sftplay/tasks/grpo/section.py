@@ -1,6 +1,6 @@
 """The section `grpo`: how completions are sampled, and how the model learns from their rewards.
 
-Names are the kit's where TRL has several for one thing; `tasks.grpo.arguments` translates them. Rules between keys are
+Names are the kit's where TRL has several for one thing; `tasks.grpo.task` translates them. Rules between keys are
 in `spec`.
 """
 
