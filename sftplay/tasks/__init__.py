@@ -33,7 +33,7 @@ class TaskRow:
     measures_training_rows: bool = False  # where nothing is held out, it measures on the rows that it trains on
     trl_config: str = "SFTConfig"  # TRL's config that takes `train.extra`
     memory_head: str = ""
-    """The way to take the head's log-probabilities, where `train.loss_head` does not say it (`plan.memory.head`)."""
+    """The way to take the head's log-probabilities, where `train.loss_head` does not say it (`plan.activations`)."""
 
     has_fp16: bool = True  # False where the loss would overflow fp16
     best_metrics: tuple[str, ...] = ("loss",)  # what `train.best_metric` may name
