@@ -114,7 +114,7 @@ def matrix(args: Namespace) -> int:
 
 def setup_accelerate(args: Namespace) -> int:
     """`setup-accelerate`: write an accelerate config for this machine; with --interactive accelerate asks for it."""
-    from sftplay.launch.strategy import accelerate_text, write_accelerate
+    from sftplay.launch.accelerate_settings import accelerate_text, write_accelerate
 
     path = Path(args.out)
     if args.interactive:

@@ -108,8 +108,8 @@ def build_strategy_environment(cfg: RunConfig, folder: RunFolder, *, scale: Scal
     """Return the environment variables that make the workers use `cluster.strategy`. Raise ConfigError where the
     strategy does not fit the number of processes or the DeepSpeed file.
     """
+    from sftplay.launch.accelerate_settings import strategy_environment
     from sftplay.launch.deepspeed_json import read_deepspeed, run_values
-    from sftplay.launch.strategy import strategy_environment
 
     strategy, deepspeed_file = cfg.cluster.strategy, cfg.cluster.deepspeed
     if deepspeed_file is not None:
@@ -152,7 +152,7 @@ def prebuild_deepspeed_ops(*, has_gpu: bool, offloads: bool) -> None:
     A CPU needs the one for communication between processes. `offloads` adds the optimizer that runs on the host. Raise
     MachineError where DeepSpeed is not installed, a killed build left a lock, or the compiler failed.
     """
-    from sftplay.launch.strategy import build_environment
+    from sftplay.launch.accelerate_settings import build_environment
     from sftplay.machine.doctor import check_builds
 
     if find_spec("deepspeed") is None:

@@ -16,7 +16,7 @@ from processes import HANG_S
 from sftplay.cli import main
 from sftplay.commands import machine as commands
 from sftplay.errors import MachineError
-from sftplay.launch.strategy import accelerate_text
+from sftplay.launch.accelerate_settings import accelerate_text
 from sftplay.machine.doctor import check_builds
 from sftplay.runs import strategy_setup
 

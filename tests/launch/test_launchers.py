@@ -23,11 +23,11 @@ from sftplay.cli import main, parse
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch import processes as processes_of_a_launch
+from sftplay.launch.accelerate_settings import strategy_environment
 from sftplay.launch.command import Launch, Scale, build_launch
 from sftplay.launch.follow import final_exit_code, follow
 from sftplay.launch.processes import descends_from, end_launch, find_death
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.strategy import strategy_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = "configs/run_demo.yaml"

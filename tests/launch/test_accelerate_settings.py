@@ -13,7 +13,7 @@ from processes import HANG_S
 
 from sftplay.config.cluster import SHARDED, ZERO_STAGES
 from sftplay.errors import ConfigError
-from sftplay.launch.strategy import strategy_environment
+from sftplay.launch.accelerate_settings import strategy_environment
 
 GPUS = {"world_size": 4, "has_gpu": True, "precision": "bf16"}
 
