@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from bisect import bisect_left
 from collections.abc import Callable
+from importlib.util import find_spec as find_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from sftplay.config.cluster import BACKEND
@@ -56,7 +56,7 @@ def choose_strategy(cfg: RunConfig, shape: ModelShape | None, *, hardware: Hardw
     if cfg.tuning.trains_single_rows:
         return Decision("ddp", "the rows of new tokens train only where each GPU has whole matrices")
     # Splits of all weights, as far as they are installed; 4-bit weights are split by torch alone.
-    has_zero = cfg.tuning.mode != "qlora" and importlib.util.find_spec("deepspeed") is not None
+    has_zero = cfg.tuning.mode != "qlora" and find_module("deepspeed") is not None
     splits: tuple[Strategy, ...] = ("zero3", "fsdp") if has_zero else ("fsdp",)
     for strategy in splits:
         split = forecast_one_row(cfg, shape, hardware=hardware, strategy=strategy)
@@ -249,7 +249,7 @@ def _decide_head(cfg: RunConfig, machine: Machine, *, hardware: Hardware, vocab_
     wanted = cfg.train.loss_head
     if fixed := find_sizing(cfg).fixed_head(cfg):
         return fixed
-    if wanted == "liger" and (not machine.gpus or importlib.util.find_spec("liger_kernel") is None):
+    if wanted == "liger" and (not machine.gpus or find_module("liger_kernel") is None):
         what, where = (
             "the liger loss head needs a GPU and the package liger-kernel",
             cfg.origins.get(LOSS_HEAD, "train"),

@@ -38,10 +38,7 @@ def main(folder: str, limit_s: str) -> int:
     die_with_parent()
     note = Path(folder) / f"rank{log.rank()}.json"
     write_note(note, state="started")
-    device = torch.device("cpu")
-    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU") != "true":
-        device = torch.device("cuda", log.local_rank())
-        torch.cuda.set_device(device)
+    device = take_device()
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=float(limit_s)))
         write_note(note, state="met")
@@ -60,6 +57,15 @@ def main(folder: str, limit_s: str) -> int:
         return RunError.exit_code
     dist.destroy_process_group()
     return 0
+
+
+def take_device() -> torch.device:
+    """Take this rank's GPU, or the CPU where accelerate keeps to it."""
+    if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
+        return torch.device("cpu")
+    device = torch.device("cuda", log.local_rank())
+    torch.cuda.set_device(device)
+    return device
 
 
 def write_note(path: Path, **known: Any) -> None:

@@ -292,5 +292,5 @@ def test_each_rank_measures_on_its_own_gpu_unless_accelerate_keeps_it_on_the_cpu
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu)
-    assert str(rank._device()) == device
+    assert str(rank.take_device()) == device
     assert taken == ([1] if device == "cuda:1" else [])

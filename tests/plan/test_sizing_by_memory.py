@@ -110,7 +110,7 @@ def test_a_plan_names_device_model_and_strategy_that_it_was_made_for():
     ],
 )
 def test_a_model_is_split_only_where_one_gpu_cannot_hold_it(monkeypatch, mode, card_gib, has_deepspeed, taken, reason):
-    monkeypatch.setattr(strategy, "find_spec", lambda name: has_deepspeed or None)
+    monkeypatch.setattr(strategy, "find_module", lambda name: has_deepspeed or None)
     shape = find_shape("Qwen/Qwen2.5-7B")
     changes = {"tuning.mode": mode, "model.max_seq_len": 512, "train.gradient_checkpointing": True}
     cfg = size_run(BASE.with_values(changes, "test"), gpus(80 * GIB), shape=shape).cfg

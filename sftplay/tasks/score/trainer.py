@@ -108,6 +108,11 @@ class EpisodeTrainer(StepTrainerMixin, Trainer):
         with self.reward_scorer:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **named)
 
+    def _reset_optimizer(self, step: int) -> None:
+        """Forget the optimizer's moments at the first step of stage 2, where the config asks for it."""
+        if self.cfg.score.reset_adam and step == self.cfg.score.stage1_steps + 1:
+            getattr(self.optimizer, "optimizer", self.optimizer).state.clear()
+
     def training_step(self, model: nn.Module, inputs: Mapping[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         """Sample and score this rank's episodes, compute the gradients of all parts, and return the loss.
 
@@ -115,8 +120,7 @@ class EpisodeTrainer(StepTrainerMixin, Trainer):
         """
         step, world = self.state.global_step + 1, log.world_size()
         number, age = divmod(step - 1, self.schedule.steps)
-        if self.cfg.score.reset_adam and step == self.cfg.score.stage1_steps + 1:
-            getattr(self.optimizer, "optimizer", self.optimizer).state.clear()
+        self._reset_optimizer(step)
         for parameter in self.role_models.extra_parameters():
             parameter.grad = None  # the Trainer does not know them
         rollout = self.rollout_batch
