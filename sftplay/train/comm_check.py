@@ -64,7 +64,7 @@ def take_device() -> torch.device:
     if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
         return torch.device("cpu")
     device = torch.device("cuda", log.local_rank())
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(log.local_rank())
     return device
 
 
