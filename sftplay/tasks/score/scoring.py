@@ -92,7 +92,7 @@ def score_actions(
             frozen, lambda: (forward(frozen, batch.to(frozen.device)), OutputHead.from_model(frozen))
         )
 
-    def compare() -> TokenScores:
+    def compare() -> list[Tensor]:
         hidden, head = forward(model, batch), OutputHead.from_model(model)
 
         def score_chunk(
@@ -116,11 +116,13 @@ def score_actions(
             )
             for *states, tokens, sampled in zip(*columns, strict=True)
         ]
-        scores = [torch.cat(parts).view_as(batch.mask) for parts in zip(*chunks, strict=True)]
-        return TokenScores(scores[0], scores[1], scores[2], select_last(hidden, batch))
+        return [*(torch.cat(parts) for parts in zip(*chunks, strict=True)), select_last(hidden, batch)]
 
     with role_models.use_role(role) as model:
-        return run_with_weights(model, compare)
+        flat = run_with_weights(model, compare)
+    # FSDP hooks its backward on what is returned: a view of it would lose the hook (torch warns of it).
+    log_probs, token_entropy, token_kl = (values.view_as(batch.mask) for values in flat[:3])
+    return TokenScores(log_probs, token_entropy, token_kl, flat[3])
 
 
 def select_last(hidden: Tensor, batch: ActionBatch) -> Tensor:
