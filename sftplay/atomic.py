@@ -118,7 +118,7 @@ def unfinished_folder(path: Path) -> Path:
 
 @contextmanager
 def resumed_folder(path: Path) -> Iterator[Path]:
-    """As `whole_folder` with `replaces`, but a killed process's folder is gone on with. An error removes it."""
+    """As `whole_folder` with `replaces`, but a killed process's folder is continued. An error removes it."""
     scratch = unfinished_folder(path)
     scratch.mkdir(parents=True, exist_ok=True)
     try:

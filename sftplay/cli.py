@@ -95,11 +95,11 @@ _EXTRAS: Flags = {
 _LAUNCH: Flags = {**_SCALE, **_EXTRAS}
 _SAMPLING: Flags = {
     "--temperature": _flag("0 takes the likeliest token each time", _temperature, default=0.0),
-    "--top-p": _flag("draw from the likeliest tokens that sum up to it", _share),
+    "--top-p": _flag("sample from the likeliest tokens that sum up to it", _share),
     "--max-new-tokens": _flag(
         "longest answer; else eval.max_new_tokens", _number("a number of tokens", int, holds=lambda value: value >= 1)
     ),
-    "--seed": _flag("of what is drawn; else the config's", int),
+    "--seed": _flag("of what is sampled; else the config's", int),
 }
 _WHOLE_MODEL: Flags = {
     "--out": _flag("a new folder for the model", PATH),
@@ -147,15 +147,15 @@ FLAGS: dict[str, Flags] = {
         ),
         "--out": _flag("a new folder for both splits", PATH, required=True),
         "--aug": _flag("copies of each training puzzle; else 1000, of a maze 0", _count),
-        "--seed": _flag("of all that is drawn", _number("a seed, 0 or more", int), default=0),
-        "--subsample": _flag("training puzzles that are drawn; else all", _count),
+        "--seed": _flag("of all random choices", _number("a seed, 0 or more", int), default=0),
+        "--subsample": _flag("training puzzles that are chosen at random; else all", _count),
         "--held-out": _flag("share of the solutions of one file that go to the test", _share, default=0.1),
         "--workers": _flag("processes; else one for each core", _processes),
     },
     "reward-check": {
         **_RUN,
         "--n": _flag("how many rows (32); of a run, how many steps (all)", _count),
-        "--in": _flag("rows with `completion`: what each is paid", PATH, dest="input", default=""),
+        "--in": _flag("rows with `completion`: the rewards of each", PATH, dest="input", default=""),
     },
     "completion": {"--shell": _flag("bash, zsh or fish", default="")},
     "inspect": _N_ROWS,
@@ -193,7 +193,7 @@ FLAGS: dict[str, Flags] = {
         "--split": _flag(choices=["test", "validation", "train", "prompt", "all"], default="test"),
         "--n": _flag("answers to each problem", _positive, default=1),
         "--k": _flag("answers that a figure allows, with commas; else 1, and 10 if n is as many", _counts, default=()),
-        "--limit": _flag("only so many problems, drawn by the seed", _positive),
+        "--limit": _flag("only so many problems, chosen by the seed", _positive),
         "--executor": _flag("as for the verb sandbox; else sandbox.executor of the config"),
         **_SAMPLING,
         **_SCALE,

@@ -88,7 +88,7 @@ def _measure(
         sound, failed = sound_problems(load_problems(args.data, args.split), sandbox, limits=limits)
         problems = sample_subset(sound, args.limit, seed=seed)
         if len(problems) < len(sound):
-            log.say(f"{len(problems):,} of {len(sound):,} problems, drawn by seed {seed}", "eval")
+            log.say(f"{len(problems):,} of {len(sound):,} problems, chosen by seed {seed}", "eval")
         if len(problems) < 100:  # the standard error is up to five points and more
             log.say(f"note: {len(problems)} problems say little; look at the standard error", "eval")
         questions = make_questions([format_question(item) for item in problems], cfg=subject.cfg, args=args)

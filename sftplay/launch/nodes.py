@@ -154,7 +154,7 @@ class Rendezvous:
     def gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Send this node's message and return those of all nodes, in the order of the nodes. Every node must call it.
 
-        Raises RunError if a node has gone; SftplayError if node 0 has ended with this error; RendezvousEnded if node 0
+        Raises RunError if a node died; SftplayError if node 0 has ended with this error; RendezvousEnded if node 0
         has ended without an error.
         """
         if not self.is_host:
