@@ -283,7 +283,7 @@ VERBS = {
     "style": ("config.style", "set the system prompt of a config, data.system"),
     "ingest": ("ingest.ingest", "turn a folder of documents into rows of text, with a report"),
     "puzzle-data": (
-        "tasks.hrm.puzzles.command.puzzle_data",
+        "tasks.hrm.puzzles.make.puzzle_data",
         "turn files of puzzles into the folder that task hrm learns from",
     ),
     "init": ("config.init", "write a commented config for a data file"),
