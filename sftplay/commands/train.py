@@ -16,7 +16,6 @@ from sftplay.launch.run_folder import RunFolder, has_begun, new_folder
 from sftplay.log import CLUSTER_NAMES
 from sftplay.machine.probe import probe
 from sftplay.runs.inputs import check_inputs
-from sftplay.runs.memory_probe import ProbeTarget, size_by_probe
 from sftplay.runs.start import (
     all_notes,
     archive_earlier_start,
@@ -79,8 +78,12 @@ def launch(
     archive_earlier_start(folder)
     with folder.locked(), archive_if_refused(folder, is_alone=rendezvous is None):
         folder.create()
-        target = ProbeTarget(machine, scale.nproc, folder.logs)
-        sized, probed = size_by_probe(sized, target, resize=lambda fit: size(cfg, machine, scale=scale, fit=fit))
+        probed = {"decision": "none", "why": "there is no GPU"}
+        if machine.gpus:
+            from sftplay.runs.memory_probe import ProbeTarget, size_by_probe
+
+            target = ProbeTarget(machine, scale.nproc, folder.logs)
+            sized, probed = size_by_probe(sized, target, resize=lambda fit: size(cfg, machine, scale=scale, fit=fit))
         say_sizing(sized, machine, folder=folder)
         write_text(folder.resolved, dump_resolved(sized.cfg))
         folder.write_json("plan.json", {**sized.as_plan(), "probe": probed, "notes": all_notes(sized)})

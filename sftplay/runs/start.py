@@ -30,7 +30,8 @@ from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder, name_taken
 from sftplay.log import is_terminal
 from sftplay.machine.ports import RENDEZVOUS_PORT, free_port
 from sftplay.machine.probe import Machine
-from sftplay.plan.forecast import Fit, Hardware
+from sftplay.plan.fit import Fit
+from sftplay.plan.forecast import Hardware
 from sftplay.plan.sizing import size_run
 from sftplay.plan.task_sizing import SizedRun
 from sftplay.runs.finished_run import report_at_end

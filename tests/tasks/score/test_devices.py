@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
-from sftplay.plan.devices import Layout
 from sftplay.tasks.score import scoring
+from sftplay.tasks.score.placement import Layout
 from sftplay.tasks.score.role_models import RoleModels, soft_update
 from sftplay.tasks.score.sample_episodes import Action, Episode
 from sftplay.tasks.score.section import CriticConfig, ScoreConfig
