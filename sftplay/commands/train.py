@@ -17,7 +17,6 @@ from sftplay.log import CLUSTER_NAMES
 from sftplay.machine.probe import probe
 from sftplay.runs.inputs import check_inputs
 from sftplay.runs.start import (
-    all_notes,
     archive_earlier_start,
     archive_if_refused,
     build_command,
@@ -26,6 +25,7 @@ from sftplay.runs.start import (
     run_workers,
     say_sizing,
     size,
+    write_plan,
 )
 from sftplay.runs.strategy_setup import with_deepspeed
 
@@ -86,7 +86,7 @@ def launch(
             sized, probed = size_by_probe(sized, target, resize=lambda fit: size(cfg, machine, scale=scale, fit=fit))
         say_sizing(sized, machine, folder=folder)
         write_text(folder.resolved, dump_resolved(sized.cfg))
-        folder.write_json("plan.json", {**sized.as_plan(), "probe": probed, "notes": all_notes(sized)})
+        write_plan(folder, sized, probe=probed)
         return run_workers(command, folder, cfg=sized.cfg, args=args, rendezvous=rendezvous)
 
 

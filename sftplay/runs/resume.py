@@ -23,7 +23,7 @@ from sftplay.machine.probe import probe
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.task_sizing import SizedRun
 from sftplay.runs.inputs import check_inputs
-from sftplay.runs.start import all_notes, build_command, print_command, read_scale, run_workers, size, split_rows
+from sftplay.runs.start import build_command, print_command, read_scale, run_workers, size, split_rows, write_plan
 
 
 def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | None = None) -> int:
@@ -79,7 +79,7 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
         folder.set_broken_aside()
         write_text(folder.resolved, dump_resolved(sized.cfg))
         if starts_anew or "world_size" not in folder.read_json("plan.json"):
-            folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized)})
+            write_plan(folder, sized)
         if resized:  # sizes that the task does not have are left out
             changed = {key.rpartition(".")[2]: value for key, value in sizes.items() if value is not None}
             folder.add_event(RESIZED, world_size=sized.world_size, **changed)

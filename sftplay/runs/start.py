@@ -239,6 +239,19 @@ def decision_lines(sized: SizedRun, *, width: int) -> list[str]:
     return lines
 
 
+def write_plan(folder: RunFolder, sized: SizedRun, **more: Any) -> None:
+    """Write plan.json: the sizes, the notes, and the FLOPs of a model whose shape is known before it is loaded."""
+    plan = {**sized.as_plan(), **more, "notes": all_notes(sized)}
+    # New tokens add rows to the embedding: the workers count them when the tokenizer has them.
+    if sized.forecast is not None and sized.cfg.task.reads_text and not sized.cfg.tuning.new_tokens.is_on:
+        from sftplay.plan.flops import model_flops
+
+        setting = sized.forecast.setting
+        if flops := model_flops(setting.shape, setting.execution):
+            plan["model_flops"] = vars(flops)
+    folder.write_json("plan.json", plan)
+
+
 def all_notes(sized: SizedRun) -> list[str]:
     """Return what the user should know before the start: settings without effect, and a shortage of memory."""
     forecast, listed = sized.forecast, [*notes(sized.cfg), *sized.notes]
