@@ -127,7 +127,7 @@ def picture() -> str:
 
 
 def listing() -> str:
-    """Each folder in a sentence, with the names of its modules; a floor stands where it is not the folder's only one."""
+    """Each folder in a sentence, with its modules; a floor stands where the folder has several."""
     parts: list[str] = []
     for folder in sorted({path.parent for path in MODULES.values()}):
         package = ".".join(folder.relative_to(ROOT).parts)
