@@ -143,12 +143,8 @@ def listing() -> str:
 INTRODUCTION = """<!-- Written by `make architecture`, held by a test: change docs/architecture.py or docstrings. -->
 # Architecture
 
-Ten floors. A module imports only from lower floors, or from its own top folder as long as neither modules nor folders
-import each other in a circle.
-
-| floor | what stands there |
-| --- | --- |
-{floors}
+Ten floors, from what needs nothing (0) to the command line (9). A module imports only from lower floors, or from its
+own top folder as long as neither modules nor folders import each other in a circle.
 """
 
 PATHS = """## The path of a config value
@@ -209,9 +205,7 @@ FOLDERS = """Floors stand in brackets. The first line of a module says what it i
 
 def page() -> str:
     """The whole text of docs/architecture.md."""
-    rows = "\n".join(f"| {floor} | {', '.join(names)} |" for floor, names in FLOORS.items())
-    introduction = INTRODUCTION.format(floors=rows)
-    return f"{introduction}\n{picture()}\n\n{PATHS}\n## Folders and modules\n\n{FOLDERS}\n{listing()}\n"
+    return f"{INTRODUCTION}\n{picture()}\n\n{PATHS}\n## Folders and modules\n\n{FOLDERS}\n{listing()}\n"
 
 
 def readme() -> str:
