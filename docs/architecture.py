@@ -149,10 +149,10 @@ own top folder as long as neither modules nor folders import each other in a cir
 
 PATHS = """## The path of a config value
 
-1. `commands/train.py` calls `config/load.py`. `config/layers.py` lays file, includes and command line over each other, and
-   remembers where every value was written.
+1. `commands/train.py` calls `config/load.py`. `config/layers.py` lays file, includes and command line over each other,
+   and remembers where every value was written.
 2. `config/run.py` types it, with `config/data.py`, `config/train.py`, `config/cluster.py`, `config/rewards.py` and the
-   module `section` of each task. Rules of several sections are in `config/rules.py`; `config/problems.py` shows problems.
+   module `section` of each task. `config/rules.py` has rules of several sections, `config/problems.py` shows problems.
 3. `plan/sizing.py` replaces every `auto` by a value with its reason.
 4. `config/resolved.py` writes all of it into the run folder with origins. Every rank reads that file.
 
@@ -167,8 +167,8 @@ PATHS = """## The path of a config value
 
 1. `data/read.py` finds files and yields raw rows with their place.
 2. `data/layouts.py` turns a row into a canonical record of `data/records.py`, or says why it cannot.
-3. `data/render/render.py` verifies the masks of the chat template and renders it; `data/render/labels.py` makes token ids
-   and labels.
+3. `data/render/render.py` verifies the masks of the chat template and renders it; `data/render/labels.py` makes token
+   ids and labels.
 4. `data/tokenize.py` does this in worker processes, counts every record and keeps the rows on disk.
 5. `data/pipeline.py` hands them to the task, in the order of `data/order.py`.
 6. `train/exact_batch.py` gets a rank's rows of one optimizer step, `train/micro_batches.py` cuts them.
@@ -177,7 +177,7 @@ PATHS = """## The path of a config value
 
 1. `data/ingest/walk.py` finds files; `data/ingest/children.py` forks a bounded child for each.
 2. The child cleans what `data/ingest/by_kind.py` has found, block by block (`data/ingest/reading.py`).
-3. `data/ingest/finishing.py` makes rows with their pages; `data/ingest/ingest.py` finds repeated ones and writes the rest.
+3. `data/ingest/finishing.py` makes rows with their pages; `data/ingest/ingest.py` finds repeated ones, writes the rest.
 
 ## The path of an out-of-memory event
 
@@ -188,7 +188,7 @@ PATHS = """## The path of a config value
 ## The path of a stop signal
 
 1. The parent (`launch/follow.py`) passes it to the ranks by their process ids.
-2. Before the first step `signals.py` ends the rank. Later `train/guards.py` notes it, and all ranks agree at a step's edge.
+2. Before the first step `signals.py` ends the rank. Later `train/guards.py` notes it, and all ranks agree at an edge.
 3. The Trainer saves; `train/checkpointing.py` seals the checkpoint by `launch/checkpoints.py`.
 4. `tasks/worker.py` writes state and code into `status.json`. The parent returns that code.
 

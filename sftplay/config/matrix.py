@@ -144,7 +144,7 @@ def _section(title: str, state: State) -> list[str]:
     found: dict[tuple[str, str], dict[str, dict[str, list[str]]]] = {}
     for row in rows():
         if row.cell.state == state:
-            why = row.cell.why.partition("[")[0] if state == "works" else row.cell.why  # one test, its cases in brackets
+            why = row.cell.why.partition("[")[0] if state == "works" else row.cell.why  # without a test's case
             by_precision = found.setdefault((why, row.cell.nearest), {}).setdefault(row.precision, {})
             by_precision.setdefault(row.method, []).append(row.strategy)
     lines = [f"## {title}", ""]

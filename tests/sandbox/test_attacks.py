@@ -19,10 +19,11 @@ from processes import HANG_S
 
 from sftplay.commands.sandbox import BEGIN, END
 from sftplay.sandbox.attacks.attack import boxed_processes, targets
-from sftplay.sandbox.attacks.conduct import ATTACKS, GROUPS, conduct, wait_gone
+from sftplay.sandbox.attacks.conduct import ATTACKS, GROUPS, Row, conduct, listing, wait_gone
 from sftplay.sandbox.attacks.quick import find_hole
 from sftplay.sandbox.boxes.bootstrap import OWNER
 from sftplay.sandbox.boxes.executors import PlainProcess
+from sftplay.sandbox.boxes.job import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,6 +64,16 @@ def test_the_page_names_every_attack_and_none_that_got_through():
         alike, _, attacks = item.partition(": ")
         named |= {(alike.partition(",")[0], attack) for attack in attacks.split("; ")}
     assert named == {(group, attack.name) for group, attacks in GROUPS.items() for attack in attacks}
+
+
+def test_the_list_of_the_self_test_shows_what_got_through_in_bold():
+    held, through, other = ATTACKS[0], ATTACKS[1], ATTACKS[2]
+    verdict = Verdict("wrong", mode="pair")
+    rows = [Row(held, verdict, ()), Row(through, verdict, ("it passed",)), Row(other, verdict, ())]
+    assert listing({"bwrap": rows}).splitlines() == [
+        f"- files, pair, wrong: {held.name}; {other.name}.",
+        f"- files, pair, **it passed**: {through.name}.",
+    ]
 
 
 def test_the_self_test_finds_no_hole_in_a_box_and_many_without_one(executor):
