@@ -68,7 +68,7 @@ def test_the_page_names_every_attack_and_none_that_got_through():
 
 def test_the_list_of_the_self_test_shows_what_got_through_in_bold():
     held, through, other = ATTACKS[0], ATTACKS[1], ATTACKS[2]
-    verdict = Verdict("wrong", mode="pair")
+    verdict = Verdict(status="wrong", mode="pair")
     rows = [Row(held, verdict, ()), Row(through, verdict, ("it passed",)), Row(other, verdict, ())]
     assert listing({"bwrap": rows}).splitlines() == [
         f"- files, pair, wrong: {held.name}; {other.name}.",
