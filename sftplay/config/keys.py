@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from sftplay.config.run import RunConfig
 from sftplay.config.section import WITH_HOME, Section, UserPath
+from sftplay.tasks import TASKS
 
 
 def find_section(field: FieldInfo) -> type[Section] | None:
@@ -176,16 +177,21 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tup
     """Keys in which a resumed run would be another run: (dotted key, before, after).
 
     Both mappings are those of `values_that_decide_weights`. A key that is missing in one of them has its default there:
-    the run was begun before the kit had the key. `before` may have keys by the names of an older release.
+    the run was begun before the kit had the key. `before` may have keys by the names of an older release, which also
+    decided keys of tasks that are not the run's.
     """
     before = {RENAMED_KEYS.get(key, key): value for key, value in before.items()}
     free = () if held_out_decides(after) else OTHER_ROWS
     optional = {key: field for key, field in all_keys().items() if not field.is_required()}
     defaults = {key: field.get_default(call_default_factory=True) for key, field in optional.items()}
     defaults |= {key: [] for key in list_keys()}
+    own = TASKS[after["task_mode"]].section
+    others = tuple(f"{row.section}." for row in TASKS.values() if row.section not in ("", own))
     found = []
     for key in sorted({*before, *after}):
         old, new = (values.get(key, defaults.get(key)) for values in (before, after))
+        if new == "auto" and key.startswith(others):
+            continue
         if old != new and not (key in free and (old is None) == (new is None)):
             found.append((key, old, new))
     return found

@@ -47,6 +47,12 @@ def test_a_key_that_a_run_was_begun_without_had_its_default(load, missing, chang
     assert [key for key, _, _ in differences(old, values_that_decide_weights(load("", *change)))] == refused
 
 
+def test_what_an_older_release_decided_in_a_section_that_the_task_does_not_read_is_no_change(load):
+    now = values_that_decide_weights(load(""))
+    assert differences({**now, "hrm.compile": False}, now) == []
+    assert [key for key, *_ in differences({**now, "train.batch_size": 4}, {**now, "train.batch_size": "auto"})]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "refused"),
     [
