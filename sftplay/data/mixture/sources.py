@@ -81,18 +81,16 @@ class SourceJob:
         parts |= {"max_tokens": self.max_tokens, "only_held_out": self.only_held_out}
         return Path(self.data.processed_dir) / fingerprint(parts)
 
-    def ensure(self, *, is_streamed: bool = False) -> Path:
+    def ensure(self) -> Path:
         """Return the folder of the store, whole; a store that a killed process has left is completed.
 
-        With `is_streamed` a bad row ends the pass at once, because others read the store already.
         Raise DataError for the same reasons as `Preparation.run`, or where a file has changed meanwhile.
         """
-        held_out_first = all(given.share in (0.0, 1.0) for given in self.inputs)
         has_chats, max_tokens = self.max_tokens is not None, self.max_tokens
         index = Index(id_bytes=self.id_bytes, has_mask=has_chats)
 
         def write_store(folder: Path) -> None:
-            with StoreWriter(folder, index, held_out_first=held_out_first, is_streamed=is_streamed) as files:
+            with StoreWriter(folder, index) as files:
                 renderer, only_held_out = Renderer.from_recipe(self.recipe), self.only_held_out
                 preparation = Preparation(
                     self.data, renderer, max_tokens=max_tokens, only_held_out=only_held_out, only_chats=has_chats
