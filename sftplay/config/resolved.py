@@ -66,10 +66,11 @@ def with_new_names(layer: Layer) -> Layer:
             section[after[1]] = section.pop(before[1])
             values[before[0]] = section
             locations = {after + path[2:] if path[:2] == before else path: at for path, at in locations.items()}
-    for section, key in (removed.split(".") for removed in REMOVED_KEYS):
-        if (section, key) in locations:
-            values[section] = {name: value for name, value in values[section].items() if name != key}
-            del locations[section, key]
+    for removed in REMOVED_KEYS:
+        name, _, key = removed.partition(".")
+        if (name, key) in locations:
+            values[name] = {inner: value for inner, value in values[name].items() if inner != key}
+            del locations[name, key]
     return Layer(values, locations)
 
 

@@ -19,8 +19,9 @@ from sftplay.errors import DataError
 from sftplay.export.model_card import write_adapter_card
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import describe_parameters, freeze_outside_text
+from sftplay.model.hub import fetch_weights
 from sftplay.model.load import load_result, load_start, start_adapter, stored_base
-from sftplay.model.source import BUILTIN, fetch_weights, locate
+from sftplay.model.source import BUILTIN, locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer, set_end_tokens
 from sftplay.plan.memory_setup import OPENED

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from sftplay.data.calls import encode_json
 from sftplay.data.layouts import to_record
 from sftplay.data.records import Call, Chat, Message, Source, chat_from_json
-from sftplay.data.turns import encode_json
 from sftplay.errors import DataError
 from tests.conftest import SHARED_DATA
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from sftplay.data.layouts import LayoutOptions, read_beginning, read_prompt, to_record, unused_columns
+from sftplay.data.layouts import LayoutOptions, to_record
+from sftplay.data.prompts import read_beginning, read_prompt
 from sftplay.data.records import Chat, Source, Text
+from sftplay.data.row_outcomes import unused_columns
 from sftplay.errors import DataError
 
 HERE = Source("rows.jsonl", 7)

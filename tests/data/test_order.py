@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftplay.data.order import is_held_out, order_hash, steps_for, training_order
-from sftplay.data.records import Chat, Keys, Message, Source, compute_keys
+from sftplay.data.order import Keys, compute_keys, is_held_out, order_hash, steps_for, training_order
+from sftplay.data.records import Chat, Message, Source
 
 
 @given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 2**32 - 1))

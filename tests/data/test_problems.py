@@ -6,11 +6,13 @@ from pathlib import Path
 import datasets
 import pytest
 
-from sftplay.data.layouts import LayoutOptions, read_prompt, to_record, unused_columns
+from sftplay.data.layouts import LayoutOptions, to_record
 from sftplay.data.load_problems import load_problems, sample_subset
 from sftplay.data.pipeline import load_examples
 from sftplay.data.problem import find_split, format_question, published_test_id
+from sftplay.data.prompts import read_prompt
 from sftplay.data.records import Source, chat_from_json
+from sftplay.data.row_outcomes import unused_columns
 from sftplay.errors import DataError
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"

@@ -17,11 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftplay.data import files as json_document
 from sftplay.data import files as jsonl
+from sftplay.data import json_document
+from sftplay.data.digests import content_digest
 from sftplay.data.files import list_files, other_files
 from sftplay.data.layouts import to_record
-from sftplay.data.read import Dialect, content_digest, is_hub_name, read_raw, read_rows
+from sftplay.data.read import Dialect, is_hub_name, read_raw, read_rows
 from sftplay.data.records import Refused
 from sftplay.errors import DataError
 from tests.data.awkward import AWKWARD, ROWS, STORED, THREE, Awkward, broken_rule, row

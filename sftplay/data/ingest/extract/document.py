@@ -12,7 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from sftplay.data.files import BOM, SAMPLE_BYTES, UNDECODABLE, Charset, detect_encoding, detect_file_encoding
+from sftplay.data.encoding import SAMPLE_BYTES, detect_encoding, detect_file_encoding
+from sftplay.data.files import BOM, UNDECODABLE, Charset
 from sftplay.errors import DataError, MachineError
 
 BlockKind = Literal["heading", "paragraph", "list", "table", "code"]
