@@ -172,9 +172,12 @@ def join_answers(style: str, texts: list[str]) -> str:
 @pytest.mark.parametrize("style", STYLES)
 def test_learned_text_is_the_answers_each_with_its_end_token(modern_tokenizer: Any, style: str, markers: bool):
     chat = make_chat(make_turns(CHATS["three turns"]))
-    found = Renderer.prove(modern_tokenizer, styled(style, markers), samples=[chat]).render([chat])
-    learned = "".join(modern_tokenizer.decode([id for id in example.labels if id != -100]) for example in found)
+    renderer = Renderer.prove(modern_tokenizer, styled(style, markers), samples=[chat])
+    learned = "".join(
+        modern_tokenizer.decode([id for id in example.labels if id != -100]) for example in renderer.render([chat])
+    )
     assert "".join(learned.split()) == join_answers(style, CHATS["three turns"])
+    assert modern_tokenizer.convert_ids_to_tokens(renderer.end_token_ids) == [ENDS.get(style, "</s>")]
 
 
 @pytest.mark.parametrize("markers", [True, False], ids=["markers", "plain"])
