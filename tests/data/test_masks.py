@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_reference import decode_learned, make_chat
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sftplay.data.records import Chat, Message, Source
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import CHATML, resolve_template
 from sftplay.errors import DataError
@@ -33,14 +33,8 @@ GEMMA = (
 )
 
 
-def make_chat(texts: list[str], system: str | None = None) -> Chat:
-    turns = [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)]
-    first = [Message("system", system)] if system else []
-    return Chat((*first, *turns), Source("rows.jsonl", 1))
-
-
 def test_cutting_and_padding_set_in_the_tokenizer_file_are_not_applied(tokenizer: Any):
-    chat = make_chat(["Why? " * 40, "Because. " * 40])
+    chat = make_chat("Why? " * 40, "Because. " * 40)
     plain = Renderer.prove(tokenizer, CHATML, samples=[]).render([chat])
     tokenizer.backend_tokenizer.enable_truncation(8)
     tokenizer.backend_tokenizer.enable_padding(length=4096)
@@ -74,9 +68,9 @@ def test_cutting_and_padding_set_in_the_tokenizer_file_are_not_applied(tokenizer
 )
 def test_marks_are_believed_only_where_they_are_right(tokenizer: Any, template: str, method: str, learned: str):
     renderer = Renderer.prove(tokenizer, template, samples=[])
-    (found,) = renderer.render([make_chat(["One stone?", "First stone."])])
+    (found,) = renderer.render([make_chat("One stone?", "First stone.")])
     assert renderer.method == method
-    assert tokenizer.decode([label for label in found.labels if label != -100]) == learned
+    assert decode_learned(tokenizer, found) == learned
 
 
 @pytest.mark.parametrize(
@@ -101,7 +95,7 @@ def test_marks_are_believed_only_where_they_are_right(tokenizer: Any, template: 
     ],
 )
 def test_template_that_cannot_be_proven_is_refused_with_the_sample(tokenizer: Any, template: str, reason: str):
-    sample = make_chat(["Where is the boat?", "On the hill."])
+    sample = make_chat("Where is the boat?", "On the hill.")
     with pytest.raises(DataError) as refusal:
         Renderer.prove(tokenizer, template, samples=[sample])
     assert reason in str(refusal.value)
@@ -109,8 +103,8 @@ def test_template_that_cannot_be_proven_is_refused_with_the_sample(tokenizer: An
 
 
 def test_row_that_the_template_refuses_has_the_templates_own_reason(tokenizer: Any):
-    renderer = Renderer.prove(tokenizer, GEMMA, samples=[make_chat(["Hi?", "Ho."])])
-    refused, fine = renderer.render([make_chat(["Hi?", "Ho."], system="Be brief."), make_chat(["Hi?", "Ho."])])
+    renderer = Renderer.prove(tokenizer, GEMMA, samples=[make_chat("Hi?", "Ho.")])
+    refused, fine = renderer.render([make_chat("Hi?", "Ho.", system="Be brief."), make_chat("Hi?", "Ho.")])
     assert "no system role" in refused.problem
     assert refused.input_ids == []
     assert not fine.problem
@@ -160,7 +154,7 @@ def test_row_whose_answer_the_tokenizer_joins_with_the_prompt_is_refused(tokeniz
         "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     )
     renderer = Renderer.prove(with_merge(tokenizer, ":", ")"), template, samples=[])
-    plain, smiling = renderer.render([make_chat(["Why?", "So."]), make_chat(["Why?", ") So."])])
+    plain, smiling = renderer.render([make_chat("Why?", "So."), make_chat("Why?", ") So.")])
     assert not plain.problem
     assert smiling.problem == (
         "the tokenizer joins the prompt's end otherwise where ') So.</s>' follows than at inference"
