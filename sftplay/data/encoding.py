@@ -1,13 +1,15 @@
-"""The encoding of a text file: by name, or guessed from its bytes."""
+"""The encoding of a text file, by name or guessed from its bytes; and lines in other encodings than UTF-8."""
 
 from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from sftplay.data.files import is_utf8, open_bytes
+from sftplay.data.files import BOM, LONGEST, TOO_LONG, Charset, is_utf8, open_bytes
+from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
 LIKELY = ["cp1252", "cp1251", "cp1250", "cp1253", "cp1254", "cp1255", "cp1256", "koi8_r"]
@@ -68,3 +70,17 @@ def detect_wide(head: bytes) -> str:
         return "utf-16-be"
     is_wide = max(even, odd) > len(head) // 64 and max(even, odd) >= 4 * min(even, odd)
     return ("utf-16-le" if odd > even else "utf-16-be") if is_wide else ""
+
+
+def text_lines(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
+    """Yield every line that is not blank, as text in the file's encoding, not parsed yet."""
+    path, number = str(charset.file), 0
+    with charset.open(newline="\n") as stream:
+        while line := stream.readline(LONGEST):
+            number += 1
+            if len(line) == LONGEST and not line.endswith("\n"):
+                while not line.endswith("\n") and (line := stream.readline(LONGEST)):
+                    pass
+                yield Source(path, number), Refused(TOO_LONG.format(LONGEST))
+            elif not line.isspace() and line.strip(f"{BOM} \r\n\t"):
+                yield Source(path, number), charset.refused() if charset.refuses(line) else line

@@ -222,17 +222,3 @@ def byte_lines(charset: Charset) -> Iterator[tuple[Source, bytes | Refused]]:
                 yield Source(path, number), line
             else:
                 yield Source(path, number), charset.refused()
-
-
-def text_lines(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
-    """Yield every line that is not blank, as text in the file's encoding, not parsed yet."""
-    path, number = str(charset.file), 0
-    with charset.open(newline="\n") as stream:
-        while line := stream.readline(LONGEST):
-            number += 1
-            if len(line) == LONGEST and not line.endswith("\n"):
-                while not line.endswith("\n") and (line := stream.readline(LONGEST)):
-                    pass
-                yield Source(path, number), Refused(TOO_LONG.format(LONGEST))
-            elif not line.isspace() and line.strip(f"{BOM} \r\n\t"):
-                yield Source(path, number), charset.refused() if charset.refuses(line) else line

@@ -22,7 +22,6 @@ from sftplay.data.files import (
     find_suffix,
     list_files,
     parsed,
-    text_lines,
 )
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
@@ -96,7 +95,11 @@ def _read_file(file: Path, dialect: Dialect) -> Iterator[tuple[Source, UnparsedR
         from sftplay.data.json_document import document_rows
 
         return document_rows(charset)
-    return byte_lines(charset) if charset.is_utf8 else text_lines(charset)
+    if charset.is_utf8:
+        return byte_lines(charset)
+    from sftplay.data.encoding import text_lines
+
+    return text_lines(charset)
 
 
 def _has_lines(charset: Charset, *, is_named_json: bool) -> bool:

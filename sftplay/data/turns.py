@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from sftplay.data.records import Call, Message, Role
-from sftplay.errors import DataError, nearest_names
+from sftplay.errors import DataError
 
 BROKEN_JSON = (ValueError, RecursionError)
 """Errors that decoding raises: RecursionError for nesting deeper than the interpreter's stack."""
@@ -124,6 +124,8 @@ def openai_turns(value: object, name: str) -> tuple[Message, ...]:
         role_name = turn.get("role")
         role = OPENAI_ROLES.get(role_name) if isinstance(role_name, str) else None
         if role is None:
+            from sftplay.data.sharegpt import refuse_role
+
             refuse_role(role_name, turn, name=place, known=OPENAI_ROLES)
         messages.append(read_message(role, turn, name=place, key="content"))
     return tuple(messages)
@@ -206,14 +208,3 @@ def check_keys(role: Role, turn: Mapping[str, Any], *, name: str) -> None:
         if turn.get(key) not in (None, learns != key.startswith("mask")):
             due = "always learned" if learns else "never learned"
             refuse(f"{name} has {key} {turn[key]!r}, but a turn from {role!r} is {due}")
-
-
-def refuse_role(role_name: object, turn: Mapping[str, Any], *, name: str, known: Mapping[str, Role]) -> NoReturn:
-    """Refuse a role that is none of `known`, and suggest one of them."""
-    if not isinstance(role_name, str):
-        refuse(f"{name} has no role: its keys are {listed(turn)}")
-    from sftplay.data.sharegpt import SHAREGPT_ROLES
-
-    meant: dict[str, Role] = {**SHAREGPT_ROLES, "developer": "system", "ai": "assistant"}
-    near: str = meant.get(role_name.lower()) or "".join(nearest_names(role_name[:40], known)[:1])
-    refuse(f"{name} has the unknown role {role_name[:40]!r}" + (f"; did you mean {near!r}?" if near else ""))

@@ -8,7 +8,8 @@ from itertools import islice
 from pathlib import Path
 
 from sftplay.data.digests import content_digest, file_digest
-from sftplay.data.files import BOM, Charset, list_files, text_lines
+from sftplay.data.encoding import text_lines
+from sftplay.data.files import BOM, Charset, list_files
 from sftplay.data.layouts import LayoutOptions
 from sftplay.data.prompts import Prompt, to_prompt
 from sftplay.data.read import Dialect, read_rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -77,11 +78,12 @@ class Documents:
 def find_group_ends(table: NDArray[Any]) -> list[int]:
     """Return the number of documents up to the end of each group."""
     found: list[int] = []
-    n_documents, ends = len(table), table["end"]
-    while (begin := found[-1] if found else 0) < n_documents:
+    ends, begin = table["end"], 0
+    while begin < len(table):
         n_tokens = (int(ends[begin - 1]) if begin else 0) + GROUP_TOKENS
-        part = ends[begin : begin + GROUP_DOCUMENTS]
-        found.append(begin + min(int(np.searchsorted(part, n_tokens)) + 1, len(part)))
+        last = min(begin + GROUP_DOCUMENTS, len(table))
+        begin = min(bisect_left(ends, n_tokens, begin, last) + 1, last)  # a few entries are read, not the whole table
+        found.append(begin)
     return found
 
 
