@@ -1,15 +1,12 @@
-"""The encoding of a text file, by name or guessed from its bytes; and lines in other encodings than UTF-8."""
+"""The encoding of a text: by name, or guessed from its bytes."""
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+from typing import BinaryIO
 
-from sftplay.data.files import BOM, LONGEST, TOO_LONG, Charset, is_utf8, open_bytes
-from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
 LIKELY = ["cp1252", "cp1251", "cp1250", "cp1253", "cp1254", "cp1255", "cp1256", "koi8_r"]
@@ -29,21 +26,23 @@ def find_encoding(name: str) -> str:
     raise DataError(f"Python knows no encoding of text called {name!r}", where="data.encoding", fix=fix)
 
 
-def detect_file_encoding(file: Path) -> str:
-    """Guess the encoding of a file by lines near its beginning that are not UTF-8; empty when nothing fits.
+def detect_stream_encoding(stream: BinaryIO) -> str:
+    """Guess the encoding of an open file by lines near its beginning that are not UTF-8; empty when nothing fits.
 
     For rows it is only a hint in an error. Documents are read in it, and the report says so.
     """
     part, n_read = b"", 0
-    with open_bytes(file) as stream:
-        while len(part) < SAMPLE_BYTES and n_read < SEARCHED_BYTES and (line := stream.readline(SAMPLE_BYTES)):
-            n_read += len(line)
-            part += b"" if is_utf8(line) else line
+    while len(part) < SAMPLE_BYTES and n_read < SEARCHED_BYTES and (line := stream.readline(SAMPLE_BYTES)):
+        n_read += len(line)
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError:
+            part += line
     return detect_encoding(part)
 
 
 def detect_encoding(data: bytes) -> str:
-    """As `detect_file_encoding`, for bytes at hand."""
+    """As `detect_stream_encoding`, for bytes at hand."""
     from charset_normalizer import from_bytes
 
     found = from_bytes(data[:SAMPLE_BYTES], cp_isolation=LIKELY)
@@ -70,17 +69,3 @@ def detect_wide(head: bytes) -> str:
         return "utf-16-be"
     is_wide = max(even, odd) > len(head) // 64 and max(even, odd) >= 4 * min(even, odd)
     return ("utf-16-le" if odd > even else "utf-16-be") if is_wide else ""
-
-
-def text_lines(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
-    """Yield every line that is not blank, as text in the file's encoding, not parsed yet."""
-    path, number = str(charset.file), 0
-    with charset.open(newline="\n") as stream:
-        while line := stream.readline(LONGEST):
-            number += 1
-            if len(line) == LONGEST and not line.endswith("\n"):
-                while not line.endswith("\n") and (line := stream.readline(LONGEST)):
-                    pass
-                yield Source(path, number), Refused(TOO_LONG.format(LONGEST))
-            elif not line.isspace() and line.strip(f"{BOM} \r\n\t"):
-                yield Source(path, number), charset.refused() if charset.refuses(line) else line

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO, cast
 
 from sftplay.data.records import Refused, Source
-from sftplay.data.turns import BROKEN_JSON, decode_json, describe_json_error, describe_type
+from sftplay.data.row_fields import BROKEN_JSON, decode_json, describe_json_error, describe_type
 from sftplay.errors import DataError
 
 PLAIN = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -159,9 +159,12 @@ class Charset:
     def refused(self) -> Refused:
         """Return the refusal of a row with bytes that are no character."""
         if not self._reason:
-            from sftplay.data.encoding import detect_file_encoding
+            from sftplay.data.encoding import detect_stream_encoding
 
-            likely = detect_file_encoding(self.file) if self.is_utf8 and not self._is_named else ""
+            likely = ""
+            if self.is_utf8 and not self._is_named:
+                with open_bytes(self.file) as stream:
+                    likely = detect_stream_encoding(stream)
             advice = f"the file looks like {likely}: set data.encoding: {likely}" if likely else "see data.encoding"
             self._reason = f"holds bytes that are not {self.name.upper()}" + ("" if self._is_named else f"; {advice}")
         return Refused(self._reason)

@@ -1,4 +1,4 @@
-"""Rows of a JSON document: an array, or an object with a list of rows, read a block at a time."""
+"""Rows of JSON as text: lines in other encodings than UTF-8, and documents, read a block at a time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,26 @@ import re
 from collections.abc import Iterator
 from typing import TextIO
 
-from sftplay.data.files import BOM, LONGEST, Charset
+from sftplay.data.files import BOM, LONGEST, TOO_LONG, Charset
 from sftplay.data.layouts import detect_layout
 from sftplay.data.records import Refused, Source
-from sftplay.data.turns import BROKEN_JSON
+from sftplay.data.row_fields import BROKEN_JSON
 from sftplay.errors import DataError
+
+
+def text_lines(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
+    """Yield every line that is not blank, as text in the file's encoding, not parsed yet."""
+    path, number = str(charset.file), 0
+    with charset.open(newline="\n") as stream:
+        while line := stream.readline(LONGEST):
+            number += 1
+            if len(line) == LONGEST and not line.endswith("\n"):
+                while not line.endswith("\n") and (line := stream.readline(LONGEST)):
+                    pass
+                yield Source(path, number), Refused(TOO_LONG.format(LONGEST))
+            elif not line.isspace() and line.strip(f"{BOM} \r\n\t"):
+                yield Source(path, number), charset.refused() if charset.refuses(line) else line
+
 
 BLOCK = 1 << 16
 MOST_OF_OBJECT = 1 << 30

@@ -10,17 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from sftplay.config.data import DataConfig
 from sftplay.config.run import RunConfig
 from sftplay.data.records import Chat, Message, Record, Source, Text
-from sftplay.data.turns import (
-    RowFields,
-    check_order,
-    expect_list,
-    expect_text,
-    is_blank,
-    listed,
-    openai_turns,
-    prompt_turns,
-    refuse,
-)
+from sftplay.data.row_fields import RowFields, expect_list, expect_text, is_blank, listed, refuse
+from sftplay.data.turns import check_order, openai_turns, prompt_turns
 from sftplay.errors import DataError
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from sftplay.data.layouts import (
     to_record,
 )
 from sftplay.data.records import Chat, Message, Source, Text
-from sftplay.data.turns import RowFields, check_order, listed, refuse
+from sftplay.data.row_fields import RowFields, listed, refuse
+from sftplay.data.turns import check_order
 from sftplay.errors import DataError
 
 if TYPE_CHECKING:

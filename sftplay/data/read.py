@@ -91,15 +91,12 @@ def _read_file(file: Path, dialect: Dialect) -> Iterator[tuple[Source, UnparsedR
         from sftplay.data.tables import csv_rows
 
         return csv_rows(charset, dialect.delimiter)
-    if not _has_lines(charset, is_named_json=kind == ".json"):
-        from sftplay.data.json_document import document_rows
-
-        return document_rows(charset)
-    if charset.is_utf8:
+    has_lines = _has_lines(charset, is_named_json=kind == ".json")
+    if has_lines and charset.is_utf8:
         return byte_lines(charset)
-    from sftplay.data.encoding import text_lines
+    from sftplay.data.json_document import document_rows, text_lines
 
-    return text_lines(charset)
+    return text_lines(charset) if has_lines else document_rows(charset)
 
 
 def _has_lines(charset: Charset, *, is_named_json: bool) -> bool:

@@ -20,7 +20,7 @@ from sftplay.data.problem import published_test_id
 from sftplay.data.records import IGNORE_INDEX, Chat, Record, Refused, Source, Text
 from sftplay.data.render.labels import Rendered
 from sftplay.data.render.render import Renderer
-from sftplay.data.turns import FIX_ROW, RowFields
+from sftplay.data.row_fields import FIX_ROW, RowFields
 from sftplay.errors import DataError
 
 CUT_AWAY = "no_trainable_token_after_cut"  # why a row is dropped if only its prompt is left after the cut

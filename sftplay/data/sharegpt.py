@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from sftplay.data.calls import read_call
-from sftplay.data.records import Message, Role
-from sftplay.data.turns import check_keys, describe_type, expect_list, listed, parse_json, read_message, refuse
-from sftplay.errors import nearest_names
-
-SHAREGPT_ROLES: dict[str, Role] = {
-    "system": "system",
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "bot", "model"), "assistant"),
-    **dict.fromkeys(("observation", "tool", "function", "function_response", "tool_response", "ipython"), "tool"),
-}
+from sftplay.data.records import Message
+from sftplay.data.row_fields import describe_type, expect_list, parse_json, refuse
+from sftplay.data.turns import SHAREGPT_ROLES, check_keys, read_message, refuse_role
 
 
 def sharegpt_turns(value: object, name: str) -> tuple[Message, ...]:
@@ -49,12 +42,3 @@ def _read_calling_turn(turn: Mapping[str, Any], name: str, *, key: str) -> Messa
     if not calls:
         refuse(f"{name}.{key} has no call in it")
     return Message("assistant", "", tuple(read_call(call, f"{name}.{key}[{n}]") for n, call in enumerate(calls)))
-
-
-def refuse_role(role_name: object, turn: Mapping[str, Any], *, name: str, known: Mapping[str, Role]) -> NoReturn:
-    """Refuse a role that is none of `known`, and suggest one of them."""
-    if not isinstance(role_name, str):
-        refuse(f"{name} has no role: its keys are {listed(turn)}")
-    meant: dict[str, Role] = {**SHAREGPT_ROLES, "developer": "system", "ai": "assistant"}
-    near: str = meant.get(role_name.lower()) or "".join(nearest_names(role_name[:40], known)[:1])
-    refuse(f"{name} has the unknown role {role_name[:40]!r}" + (f"; did you mean {near!r}?" if near else ""))

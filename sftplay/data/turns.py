@@ -1,110 +1,25 @@
-"""Checks of a row's values, and messages as OpenAI writes them, which become canonical turns."""
+"""Messages as OpenAI writes them become canonical turns."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from sftplay.data.records import Call, Message, Role
-from sftplay.errors import DataError
-
-BROKEN_JSON = (ValueError, RecursionError)
-"""Errors that decoding raises: RecursionError for nesting deeper than the interpreter's stack."""
-
-
-def decode_json(text: str) -> Any:
-    """Return the value; a repeated key in one object is an error, since json would keep only the last."""
-    return _DECODER.decode(text)
-
-
-def describe_json_error(error: Exception) -> str:
-    """Describe what is wrong with a text that `decode_json` refused."""
-    if isinstance(error, json.JSONDecodeError):
-        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
-        return f"is not JSON: {error.msg} at {place}"
-    return str(error) if isinstance(error, RepeatedKeyError) else f"is not JSON that can be read: {error}"
-
-
-class RepeatedKeyError(ValueError):
-    """An object names a key twice."""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise RepeatedKeyError(f"has the key {twice[:60]!r} twice in one object")
-    return found
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
-
-
-RowFields = Mapping[str, Any]
-
-FIX_ROW = "correct the row, or leave such rows out with data.on_bad_row: skip"
-
-
-def refuse(what: str, fix: str = FIX_ROW) -> NoReturn:
-    """Raise the DataError that `convert` completes with file and line."""
-    raise DataError(what, fix=fix)
-
-
-def describe_type(value: object) -> str:
-    """Name a json value's type in words, for messages."""
-    if value is None:
-        return "null"
-    kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
-    return kinds.get(type(value), f"a {type(value).__name__}")
-
-
-def listed(names: Iterable[object]) -> str:
-    """Quote up to eight of the names."""
-    keys = [repr(key)[:40] for key in names]
-    return ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "") if keys else "(none)"
-
-
-def expect_text(value: object, name: str) -> str:
-    """Return `value` if it is a text of valid characters."""
-    if not isinstance(value, str):
-        refuse(f"{name} is {describe_type(value)}, not a text")
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            refuse(f"{name} holds something at character {error.start + 1} that is not valid Unicode")
-    return value
-
-
-def expect_list(value: object, name: str, *, of: str) -> Sequence[Any]:
-    """Return `value` if it is a list, or the list in its JSON text: a csv cell can hold a list only as text."""
-    if isinstance(value, str):
-        value = parse_json(value, name, due=f"a list of {of}")
-    if not isinstance(value, list | tuple):
-        refuse(f"{name} is {describe_type(value)}, not a list of {of}")
-    return value
-
-
-def parse_json(text: str, name: str, *, due: str) -> Any:
-    """Return the value of a JSON text; `due` names what the error expects there."""
-    try:
-        return decode_json(text)
-    except BROKEN_JSON as error:
-        refuse(f"{name} is a text that is not JSON, where {due} is due: it {describe_json_error(error)}")
-
-
-def is_blank(value: object) -> bool:
-    """Return True for an empty value of an optional column: null, an empty text or an empty list."""
-    return value is None or value in ("", [], {}) or (isinstance(value, str) and value.isspace())
-
+from sftplay.data.row_fields import describe_type, expect_list, expect_text, is_blank, listed, refuse
+from sftplay.errors import nearest_names
 
 OPENAI_ROLES: dict[str, Role] = {
     "system": "system",
     "user": "user",
     "assistant": "assistant",
     **dict.fromkeys(("tool", "function"), "tool"),
+}
+SHAREGPT_ROLES: dict[str, Role] = {
+    "system": "system",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "bot", "model"), "assistant"),
+    **dict.fromkeys(("observation", "tool", "function", "function_response", "tool_response", "ipython"), "tool"),
 }
 PLAIN = {"role", "content", "from", "value", "text", "name", "id", "tool_calls", "function_call", "tool_call_id"}
 UNHONOURED = (
@@ -124,8 +39,6 @@ def openai_turns(value: object, name: str) -> tuple[Message, ...]:
         role_name = turn.get("role")
         role = OPENAI_ROLES.get(role_name) if isinstance(role_name, str) else None
         if role is None:
-            from sftplay.data.sharegpt import refuse_role
-
             refuse_role(role_name, turn, name=place, known=OPENAI_ROLES)
         messages.append(read_message(role, turn, name=place, key="content"))
     return tuple(messages)
@@ -208,3 +121,12 @@ def check_keys(role: Role, turn: Mapping[str, Any], *, name: str) -> None:
         if turn.get(key) not in (None, learns != key.startswith("mask")):
             due = "always learned" if learns else "never learned"
             refuse(f"{name} has {key} {turn[key]!r}, but a turn from {role!r} is {due}")
+
+
+def refuse_role(role_name: object, turn: Mapping[str, Any], *, name: str, known: Mapping[str, Role]) -> NoReturn:
+    """Refuse a role that is none of `known`, and suggest one of them."""
+    if not isinstance(role_name, str):
+        refuse(f"{name} has no role: its keys are {listed(turn)}")
+    meant: dict[str, Role] = {**SHAREGPT_ROLES, "developer": "system", "ai": "assistant"}
+    near: str = meant.get(role_name.lower()) or "".join(nearest_names(role_name[:40], known)[:1])
+    refuse(f"{name} has the unknown role {role_name[:40]!r}" + (f"; did you mean {near!r}?" if near else ""))

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftplay.data import encoding, files, json_document
+from sftplay.data import files, json_document
 from sftplay.data.digests import content_digest
 from sftplay.data.files import list_files, other_files
 from sftplay.data.layouts import to_record
@@ -141,7 +141,7 @@ def test_header_of_a_known_layout_says_the_delimiter_even_where_another_gives_mo
 
 
 def test_row_longer_than_the_limit_is_refused_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for module in (files, encoding):
+    for module in (files, json_document):
         monkeypatch.setattr(module, "LONGEST", 1000)
     content = json.dumps(row(1, "x" * 5000)) + "\n" + THREE
     for name in ("utf-8", "utf-16"):
