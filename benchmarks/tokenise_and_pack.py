@@ -188,7 +188,7 @@ def opening_table(n_tokens: int = 100_000_000) -> str:
 
 def synthetic_store(folder: Path, n_tokens: int, *, mean: int) -> int:
     """Write a store of random tokens in documents of about `mean` tokens; their number."""
-    from sftplay.data.mixture.store import ENTRY, GROUP_DOCUMENTS, Index
+    from sftplay.data.mixture.store import ENTRY, Index
 
     draw = np.random.default_rng(1)
     ends = np.cumsum(draw.integers(1, 2 * mean, size=n_tokens // mean))
@@ -197,8 +197,9 @@ def synthetic_store(folder: Path, n_tokens: int, *, mean: int) -> int:
     folder.mkdir()
     table.tofile(folder / "train.documents")
     draw.integers(0, 50_000, size=int(ends[-1]), dtype=np.uint16).tofile(folder / "train.tokens")
-    groups = [*range(GROUP_DOCUMENTS, len(ends), GROUP_DOCUMENTS), len(ends)]
-    Index(2, False, {"train": groups, "held_out": []}, ["x"], ["held_out", "train"]).write(folder)
+    for kind in ("documents", "tokens"):
+        (folder / f"held_out.{kind}").touch()
+    Index(2, False, ["x"]).write(folder)
     return len(ends)
 
 

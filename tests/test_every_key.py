@@ -37,7 +37,6 @@ from sftplay.config.keys import all_keys, differences, values_that_decide_weight
 from sftplay.config.load import load_config
 from sftplay.config.rewards import RewardConfig
 from sftplay.config.run import RunConfig
-from sftplay.data.mixture import load as load_of_mixtures
 from sftplay.data.mixture.load import MixtureRows, load_mixture
 from sftplay.data.order import training_order
 from sftplay.errors import DataError
@@ -703,14 +702,6 @@ def check_on_source_end(bench: Bench) -> None:
     assert stop < repeat
 
 
-def check_streaming(bench: Bench) -> None:
-    given = {"train__max_steps": 2, "data__processed_dir": str(bench.home / "streamed")}
-    with patch.object(load_of_mixtures, "start_tokenize_process", side_effect=DataError("read beside the run")):
-        with pytest.raises(DataError, match="read beside the run"):
-            mixture(bench, cpt__streaming=True, **given)
-        assert mixture(bench, **given).steps == 2
-
-
 def check_train_tokens(bench: Bench) -> None:
     assert [mixture(bench, cpt__train_tokens=tokens).steps for tokens in (8 * 127, 8 * 127 + 1)] == [1, 2]
 
@@ -1063,7 +1054,6 @@ TABLE: dict[str, Check] = {
     "cpt.cross_document": check_cross_document,
     "cpt.weights_of": check_unit,
     "cpt.on_source_end": check_on_source_end,
-    "cpt.streaming": check_streaming,
     "cpt.train_tokens": check_train_tokens,
     "cluster.comm.hook": check_hook,
     "cluster.comm.bucket_cap_mb": check_ddp_keys,

@@ -164,10 +164,6 @@ class CptConfig(Section):
     """What happens when a source has been read once and the run goes on. repeat: read it again in a new order. stop:
     the run ends."""
 
-    streaming: bool = False
-    """Read and tokenise the sources while training reads them, not before. The blocks are the same. Needs
-    train.max_steps or train_tokens, and no split of held-out rows."""
-
     train_tokens: Positive | None = None
     """Tokens to train on; the number of steps follows from it. None: train.max_steps or train.epochs decides."""
 
@@ -197,21 +193,6 @@ def broken_cpt_rules(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.cpt.train_tokens is not None and steps is not None:
         what = f"{cfg.cpt.train_tokens} is given, but train.max_steps {steps} says how long the run is"
         yield Problem(("cpt.train_tokens", "train.max_steps"), what, fix="keep one of the two")
-    if not cfg.cpt.streaming:
-        return
-    key = "cpt.streaming"
-    if cfg.cpt.train_tokens is None and steps is None:
-        what = "true needs the length of the run, which nobody knows before the sources are read"
-        yield Problem((key, "train.max_steps"), what, fix="give cpt.train_tokens or train.max_steps")
-    if cfg.cpt.on_source_end == "stop":
-        what = "stop is not known to fall into the run before the sources are read, but cpt.streaming is true"
-        yield Problem(("cpt.on_source_end", key), what, fix="write cpt.on_source_end: repeat, or cpt.streaming: false")
-    for number, source in enumerate(cfg.sources):
-        if source.val_path is None and held_out_share(cfg, source) != 0:
-            split_key = f"datasets.{number}.split" if cfg.datasets else "data.split"
-            what = f"true holds no rows out of a source that it has not read, but {source.name!r} has no val_path"
-            fix = f"give its val_path, or write {split_key}: 0"
-            yield Problem((key, split_key, "data.split"), what, fix=fix)
 
 
 def idle_cpt_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:

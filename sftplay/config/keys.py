@@ -139,8 +139,11 @@ RENAMED_KEYS = {
 }
 """Old dotted key -> the new one, which is in the same section."""
 
+REMOVED_KEYS = {"cpt.streaming": "remove it: sources are tokenised before the first step, once for all runs"}
+"""Dotted key that the kit has no longer -> what to do. A run that was begun with the key is resumed without it."""
+
 FREE_TO_CHANGE = (
-    "logging", "eval", "sandbox.executor", "run_name", "output_dir", "data.processed_dir", "cpt.streaming",
+    "logging", "eval", "sandbox.executor", "run_name", "output_dir", "data.processed_dir",
     "train.resume", "train.save_total_limit", "train.probe", "train.oom_recovery", "train.stall_timeout",
     "train.time_limit", "train.profile", "train.dataloader_num_workers", "train.dataloader_pin_memory",
     "grpo.samples", "grpo.stop_without_signal", "grpo.logprob_check_steps", "grpo.vllm",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from sftplay.config.keys import (
+    REMOVED_KEYS,
     RENAMED_KEYS,
     all_homes,
     all_keys,
@@ -106,6 +107,8 @@ def _unknown(path: KeyPath) -> _Explanation:
         return _Explanation(what, fix, [written])
     if renamed := RENAMED_KEYS.get(dotted):
         return _Explanation(what, f"write {renamed}: it was renamed", [renamed])
+    if removed := REMOVED_KEYS.get(dotted):
+        return _Explanation(what, removed)
     if guide_action := action_for(path):
         return _Explanation(f"{name!r} is the name of a guide", f"write {guide_action}", [find_key(guide_action)])
     if inside == "cluster" and name in CLUSTER_KEYS:

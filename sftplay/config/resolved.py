@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.config import layers
-from sftplay.config.keys import RENAMED_KEYS, find_entry_section, find_section
+from sftplay.config.keys import REMOVED_KEYS, RENAMED_KEYS, find_entry_section, find_section
 from sftplay.config.layers import Layer
 from sftplay.config.run import RunConfig
 from sftplay.config.section import Section
@@ -54,7 +54,10 @@ def is_written_by_kit(path: Path) -> bool:
 
 
 def with_new_names(layer: Layer) -> Layer:
-    """Return the layer with the keys that were renamed by their new names; a file with both names keeps both."""
+    """Return the layer with the keys that were renamed by their new names, and without those that were removed.
+
+    A file with both names keeps both.
+    """
     values, locations = dict(layer.values), dict(layer.locations)
     for old, new in RENAMED_KEYS.items():
         before, after = tuple(old.split(".")), tuple(new.split("."))
@@ -63,6 +66,11 @@ def with_new_names(layer: Layer) -> Layer:
             section[after[1]] = section.pop(before[1])
             values[before[0]] = section
             locations = {after + path[2:] if path[:2] == before else path: at for path, at in locations.items()}
+    for removed in REMOVED_KEYS:
+        name, _, key = removed.partition(".")
+        if (name, key) in locations:
+            values[name] = {inner: value for inner, value in values[name].items() if inner != key}
+            del locations[name, key]
     return Layer(values, locations)
 
 
@@ -72,7 +80,9 @@ def read_origins(cfg: RunConfig, text: str) -> dict[str, str]:
     A line that was edited by hand has no origin.
     """
     origins, old_names = {}, {new: old for old, new in RENAMED_KEYS.items()}
-    for (key, line), written in zip(_lines(cfg, ""), text.split("\n")[1:], strict=False):
+    removed = {key.rpartition(".")[2] for key in REMOVED_KEYS}
+    all_written = [line for line in text.split("\n")[1:] if line.strip().partition(":")[0] not in removed]
+    for (key, line), written in zip(_lines(cfg, ""), all_written, strict=False):
         old_line = line.replace(key.rpartition(".")[2], old_names.get(key, key).rpartition(".")[2], 1)
         comment = written.removeprefix(old_line if written.startswith(old_line) else line)
         if comment != written and comment.startswith(_MARK):

@@ -132,5 +132,5 @@ def _find_note(cfg: RunConfig) -> Path | None:
     parts = {"files": stamps, "model": [model.name, model.revision, model.adapter, model.max_seq_len], "rows": rows}
     if cfg.learns_documents:
         sources = [source.model_dump(exclude={"name"}) for source in cfg.datasets]
-        parts |= {"cpt": cfg.cpt.model_dump(exclude={"streaming", "train_tokens"}), "sources": sources}
+        parts |= {"cpt": cfg.cpt.model_dump(exclude={"train_tokens"}), "sources": sources}
     return Path(data.processed_dir) / FOLDER / f"{fingerprint(parts)}.json"

@@ -1,22 +1,18 @@
-"""Find files, decode their text, and read rows of JSON with their place."""
+"""Find files, decode their text, and read their lines, each with its place."""
 
 from __future__ import annotations
 
 import codecs
 import gzip
 import io
-import json
 import os
-import re
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO, cast
 
-from sftplay.data.layouts import detect_layout
 from sftplay.data.records import Refused, Source
-from sftplay.data.turns import BROKEN_JSON, decode_json, describe_json_error, describe_type
+from sftplay.data.row_fields import BROKEN_JSON, decode_json, describe_json_error, describe_type
 from sftplay.errors import DataError
 
 PLAIN = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -117,9 +113,6 @@ MARKS = (
 BOM = "\ufeff"
 
 UNDECODABLE = "\udcff"  # stands for bytes that are no character; no decoder gives it for anything else
-LIKELY = ["cp1252", "cp1251", "cp1250", "cp1253", "cp1254", "cp1255", "cp1256", "koi8_r"]
-LIKELY += ["shift_jis", "euc_jp", "gb18030", "big5", "euc_kr"]
-SAMPLE_BYTES, SEARCHED_BYTES = 1 << 16, 1 << 24
 
 
 class Charset:
@@ -130,14 +123,22 @@ class Charset:
         Raise DataError where there is no encoding of that name, or the file is no text at all.
         """
         self.file, self._is_named, self._reason = file, named != "auto", ""
-        known = _find_encoding(named) if self._is_named else ""
+        known = ""
+        if self._is_named:
+            from sftplay.data.encoding import find_encoding
+
+            known = find_encoding(named)
         with open_bytes(file) as stream:
             head = stream.read(4096)
         for magic, kind, fix in FOREIGN:
             if head.startswith(magic):
                 raise DataError(f"is {kind} by its first bytes", where=str(file), fix=fix)
         marked = next((name for mark, name in MARKS if head.startswith(mark)), "")
-        self.name = marked or known or _detect_wide(head) or "utf-8"
+        if not marked and not known and b"\0" in head:
+            from sftplay.data.encoding import detect_wide
+
+            known = detect_wide(head)
+        self.name = marked or known or "utf-8"
 
     @property
     def is_utf8(self) -> bool:
@@ -158,7 +159,12 @@ class Charset:
     def refused(self) -> Refused:
         """Return the refusal of a row with bytes that are no character."""
         if not self._reason:
-            likely = detect_file_encoding(self.file) if self.is_utf8 and not self._is_named else ""
+            from sftplay.data.encoding import detect_stream_encoding
+
+            likely = ""
+            if self.is_utf8 and not self._is_named:
+                with open_bytes(self.file) as stream:
+                    likely = detect_stream_encoding(stream)
             advice = f"the file looks like {likely}: set data.encoding: {likely}" if likely else "see data.encoding"
             self._reason = f"holds bytes that are not {self.name.upper()}" + ("" if self._is_named else f"; {advice}")
         return Refused(self._reason)
@@ -168,67 +174,12 @@ class Charset:
         return not text.isascii() and UNDECODABLE in text
 
 
-def _find_encoding(name: str) -> str:
-    """Return Python's own name for an encoding of text files, or raise DataError."""
-    # For names and source code, or of Windows only.
-    not_of_files = ("undefined", "idna", "punycode", "mbcs", "oem", "unicode_escape", "raw_unicode_escape")
-    with suppress(LookupError, ValueError, TypeError):
-        found = codecs.lookup(name)
-        if found._is_text_encoding and found.name.replace("-", "_") not in not_of_files:
-            return "utf-8" if found.name == "utf-8-sig" else found.name
-    fix = "write auto, or a name such as cp1252, shift_jis or utf-16"
-    raise DataError(f"Python knows no encoding of text called {name!r}", where="data.encoding", fix=fix)
-
-
-def detect_file_encoding(file: Path) -> str:
-    """Guess the encoding of a file by lines near its beginning that are not UTF-8; empty when nothing fits.
-
-    For rows it is only a hint in an error. Documents are read in it, and the report says so.
-    """
-    part, n_read = b"", 0
-    with open_bytes(file) as stream:
-        while len(part) < SAMPLE_BYTES and n_read < SEARCHED_BYTES and (line := stream.readline(SAMPLE_BYTES)):
-            n_read += len(line)
-            part += b"" if is_utf8(line) else line
-    return detect_encoding(part)
-
-
-def detect_encoding(data: bytes) -> str:
-    """As `detect_file_encoding`, for bytes at hand."""
-    from charset_normalizer import from_bytes
-
-    found = from_bytes(data[:SAMPLE_BYTES], cp_isolation=LIKELY)
-    best = found.best()
-    if best is None:
-        return ""
-    # Western files are many times more frequent than central European ones, which share many of its letters.
-    western = any("cp1252" in match.could_be_from_charset and match.chaos <= best.chaos for match in found)
-    return "cp1252" if western and best.encoding == "cp1250" else str(best.encoding)
-
-
 def is_utf8(line: bytes) -> bool:
     try:
         line.decode("utf-8")
     except UnicodeDecodeError:
         return False
     return True
-
-
-def _detect_wide(head: bytes) -> str:
-    """Return UTF-32 or UTF-16 without a mark: where letters of keys and brackets have their NULs."""
-    n = len(head) // 4
-    zeros = [head[place : 4 * n : 4].count(0) for place in range(4)]
-    for name, (empty, mostly, full) in (("utf-32-le", (3, 2, 0)), ("utf-32-be", (0, 1, 3))):
-        if n and zeros[empty] == n and 2 * zeros[mostly] > n > 2 * zeros[full]:
-            return name
-    even, odd = head[::2].count(0), head[1::2].count(0)
-    # Two ASCII characters in UTF-16, as documents and headers begin.
-    if re.match(rb"(?:[\t-~]\0){2}", head):
-        return "utf-16-le"
-    if re.match(rb"(?:\0[\t-~]){2}", head):
-        return "utf-16-be"
-    is_wide = max(even, odd) > len(head) // 64 and max(even, odd) >= 4 * min(even, odd)
-    return ("utf-16-le" if odd > even else "utf-16-be") if is_wide else ""
 
 
 JsonRow = dict[str, Any]
@@ -274,155 +225,3 @@ def byte_lines(charset: Charset) -> Iterator[tuple[Source, bytes | Refused]]:
                 yield Source(path, number), line
             else:
                 yield Source(path, number), charset.refused()
-
-
-def text_lines(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
-    """Yield every line that is not blank, as text in the file's encoding, not parsed yet."""
-    path, number = str(charset.file), 0
-    with charset.open(newline="\n") as stream:
-        while line := stream.readline(LONGEST):
-            number += 1
-            if len(line) == LONGEST and not line.endswith("\n"):
-                while not line.endswith("\n") and (line := stream.readline(LONGEST)):
-                    pass
-                yield Source(path, number), Refused(TOO_LONG.format(LONGEST))
-            elif not line.isspace() and line.strip(f"{BOM} \r\n\t"):
-                yield Source(path, number), charset.refused() if charset.refuses(line) else line
-
-
-BLOCK = 1 << 16
-MOST_OF_OBJECT = 1 << 30
-"""Most characters of a document that is an object: it is held as a whole before its rows are known."""
-
-DECODER = json.JSONDecoder()
-SPACE = re.compile(r"[ \t\r\n]*")
-FIX = "correct the file there; jsonl, one row a line, survives a broken row"
-
-
-def document_rows(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
-    """Yield every row of the document: the line at which it begins, and in an array its number from 1.
-    Raise DataError where it is not JSON as a whole.
-    """
-    with charset.open(newline="") as stream:
-        text = _Text(charset, stream)
-        text.skip(BOM)
-        first = text.next_character()
-        if first == "[":
-            yield from _array_rows(text)
-            text.expect_end()
-        elif first:
-            yield from _object_rows(text)
-
-
-class _Text:
-    """A document and a place in it. It holds the unread rest of one block or of one row."""
-
-    def __init__(self, charset: Charset, stream: TextIO, *, line: int = 1) -> None:
-        """`line` is that of the document's first character."""
-        self.charset, self._stream = charset, stream
-        self._held, self._at = "", 0
-        self._line, self._counted = line, 0  # the line of the character at _counted
-        self.most = LONGEST
-
-    def next_character(self) -> str:
-        """Return the next character that is not white space; empty at the end. The place is then before it."""
-        while True:
-            found = SPACE.match(self._held, self._at)
-            self._at = found.end() if found else self._at
-            if self._at < len(self._held):
-                return self._held[self._at]
-            if not self._grow():
-                return ""
-
-    def skip(self, character: str) -> None:
-        if self.next_character() == character:
-            self._at += 1
-
-    @property
-    def line(self) -> int:
-        """The line of the next character."""
-        self._line += self._held.count("\n", self._counted, self._at)
-        self._counted = self._at
-        return self._line
-
-    def next_value(self) -> str:
-        """Return the text of the next JSON value; the place is then after it."""
-        self.next_character()
-        while True:
-            try:
-                _, end = DECODER.raw_decode(self._held, self._at)
-            except BROKEN_JSON as error:
-                if isinstance(error, json.JSONDecodeError) and self._grow():
-                    continue
-                flaw = f": {error.msg}" if isinstance(error, json.JSONDecodeError) else f" that can be read: {error}"
-                raise self.broken(f"is not JSON{flaw}", getattr(error, "pos", self._at)) from error
-            if end == len(self._held) and self._grow():  # a number might go on
-                continue
-            value, self._at = self._held[self._at : end], end
-            return value
-
-    def expect_end(self) -> None:
-        """Refuse what follows the document."""
-        if self.next_character():
-            raise self.broken("has text after the end of the JSON document")
-
-    def broken(self, what: str, at: int | None = None) -> DataError:
-        """Return the error about a character, by default the next one."""
-        line = self.line + (0 if at is None else self._held.count("\n", self._at, at))
-        return DataError(what, where=f"{self.charset.file}:{line}", fix=FIX)
-
-    def _grow(self) -> bool:
-        """Read more, at least as much as is held: all attempts to decode one value together then take linear time."""
-        kept = self._held[self._at :]
-        if len(kept) > self.most:
-            raise self.broken(f"has a value of more than {self.most:,} characters, or one that never ends")
-        more = self._stream.read(max(BLOCK, len(kept)))
-        if more:
-            self._line, self._counted = self.line, 0
-            self._held, self._at = kept + more, 0
-        return bool(more)
-
-
-def _array_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
-    """Yield the elements of the array that begins here; the place is then after it."""
-    path, number = str(text.charset.file), 0
-    text.skip("[")
-    more = text.next_character() != "]"
-    while more:
-        number += 1
-        text.next_character()
-        source = Source(path, text.line, number)
-        value = text.next_value()
-        yield source, text.charset.refused() if text.charset.refuses(value) else value
-        more = text.next_character() == ","
-        if more:
-            text.skip(",")
-    if text.next_character() != "]":
-        raise text.broken(f"row {number} is followed by neither a comma nor a closing bracket")
-    text.skip("]")
-
-
-def _object_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
-    """Yield the rows of the one list in the object that begins here; the object itself where it is a row."""
-    charset, names, lists = text.charset, [], []
-    text.most = MOST_OF_OBJECT
-    text.next_character()
-    first = text.line
-    whole = text.next_value()
-    text.expect_end()
-    members = _Text(charset, io.StringIO(whole, newline=""), line=first)
-    members.most = MOST_OF_OBJECT
-    if members.next_character() == "{":
-        members.skip("{")
-        while members.next_character() != "}":
-            names.append(json.loads(members.next_value()))
-            members.skip(":")
-            members.next_character()
-            line, value = members.line, members.next_value()
-            lists += [(value, line)] if value.startswith("[") else []
-            members.skip(",")
-    if detect_layout(names) is None and len(lists) == 1:
-        rows, line = lists[0]
-        yield from _array_rows(_Text(charset, io.StringIO(rows, newline=""), line=line))
-    else:
-        yield Source(str(charset.file), first), charset.refused() if charset.refuses(whole) else whole

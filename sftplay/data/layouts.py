@@ -10,20 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from sftplay.config.data import DataConfig
 from sftplay.config.run import RunConfig
 from sftplay.data.records import Chat, Message, Record, Source, Text
-from sftplay.data.turns import (
-    RowFields,
-    check_order,
-    expect_list,
-    expect_text,
-    is_blank,
-    listed,
-    openai_turns,
-    prompt_turns,
-    refuse,
-    sharegpt_turns,
-    tie_results,
-    tools_text,
-)
+from sftplay.data.row_fields import RowFields, expect_list, expect_text, is_blank, listed, refuse
+from sftplay.data.turns import check_order, openai_turns, prompt_turns
 from sftplay.errors import DataError
 
 if TYPE_CHECKING:
@@ -122,6 +110,8 @@ def _from_messages(row: RowFields) -> Body:
 
 
 def _from_sharegpt(row: RowFields) -> Body:
+    from sftplay.data.sharegpt import sharegpt_turns
+
     name, value = needed(row, TURNS)
     return Body(sharegpt_turns(value, name))
 
@@ -200,15 +190,6 @@ SHAPES: Mapping[Layout, Shape] = {
 }
 """In the order in which a row's keys are compared with them."""
 
-QUESTIONS: tuple[Layout, ...] = (
-    *("mbpp", "humaneval", "messages", "sharegpt"),
-    *("prompt_completion", "alpaca", "system_user_assistant", "question_answer"),
-)
-"""In the order in which a row's keys are searched for a question: an answer column does not identify a layout."""
-
-INGESTED = {"source", "title", "section", "pages", "row", "place", "n_chars", "sha256", "file_sha256"}
-"""Columns that `ingest` writes next to each text. All of them together identify its rows."""
-
 FIX_LAYOUT = (
     f"name its columns with data.columns, or the layout with data.format ({', '.join(SHAPES)});"
     " or leave such rows out with data.on_bad_row: skip"
@@ -226,17 +207,20 @@ class LayoutOptions:
     system: str | None = None  # system prompt of every chat without one
 
 
+DEFAULT_OPTIONS = LayoutOptions()
+
+
 def read_layout_options(data: DataConfig) -> LayoutOptions:
     return LayoutOptions(format=data.format, columns=tuple(data.columns.items()), system=data.system)
 
 
-def to_record(row: RowFields, source: Source, *, reading: LayoutOptions = LayoutOptions()) -> Record:
+def to_record(row: RowFields, source: Source, *, reading: LayoutOptions = DEFAULT_OPTIONS) -> Record:
     """Convert the row to a record that obeys every rule of its kind; texts are kept to the character.
     Raise DataError where the row has no known layout or breaks a rule; `where` is file:line, `what` the reason.
     """
     try:
-        row = _rename_columns(row, reading)
-        shape = SHAPES[_find_layout(row, reading)]
+        row = rename_columns(row, reading)
+        shape = SHAPES[find_layout(row, reading)]
         if shape.body is None:
             text = needed_text(row, ("text",))
             if not text or text.isspace():
@@ -250,68 +234,32 @@ def to_record(row: RowFields, source: Source, *, reading: LayoutOptions = Layout
             last = "a tool's result" if turns[-1].role == "tool" else "a user turn"
             refuse(f"ends with {last} that has no answer")
         check_order(turns)
-        lead = _find_lead(row, turns, reading=reading)
+        lead = find_lead(row, turns, reading=reading)
         learned_from = len(lead) + body.n_given if body.n_given else 0
-        tools = tools_text(optional(row, TOOLS)) if TOOLS in shape.may else ""
+        tools = read_tools(row) if TOOLS in shape.may else ""
         columns = json.dumps(body.columns, ensure_ascii=False) if body.columns else ""
         return Chat((*lead, *turns), source, learned_from, tools, columns)
     except DataError as error:
         raise DataError(error.what, where=str(source), fix=error.fix) from None
 
 
-def read_prompt(
-    row: RowFields, source: Source, *, reading: LayoutOptions = LayoutOptions()
-) -> tuple[tuple[Message, ...], str]:
-    """Return the messages of a row that the assistant shall answer, and its tools as JSON text.
+def tie_results(turns: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return the turns, where functions are called with ids on all calls and results."""
+    if not any(turn.calls or turn.role == "tool" for turn in turns):
+        return turns
+    from sftplay.data import calls
 
-    It is read from every layout of a chat. An answer in the row is left out: the model shall give a new one.
-    Raise DataError where it has no question, or breaks a rule.
-    """
-    first = (reading.format,) if reading.format in QUESTIONS else ()
-    # A file with mapped columns has no published layout.
-    shapes = [SHAPES[name] for name in (*first, *QUESTIONS) if not (SHAPES[name].is_published and reading.columns)]
-    try:
-        row = _rename_columns(row, reading, is_partial=True)
-        shape = next((shape for shape in shapes if optional(row, shape.asked) is not None), None)
-        if shape is None:
-            columns = ", ".join(repr(SHAPES[name].asked[0]) for name in QUESTIONS if not SHAPES[name].is_published)
-            fix = f"name the question with one of {columns}; or map its column with data.columns"
-            refuse(f"has no question; its keys are {listed(row)}", fix)
-        turns = tie_results(shape.ask(row) if shape.ask else (Message("user", needed_text(row, shape.asked)),))
-        check_order(turns)
-        if len(turns) > 1 and turns[-1].role == "assistant":
-            turns = turns[:-1]
-        if not turns or turns[-1].role in ("assistant", "system"):
-            refuse("does not end with a turn that can be answered", "end it with a user turn or a tool's result")
-        return (*_find_lead(row, turns, reading=reading), *turns), tools_text(optional(row, TOOLS))
-    except DataError as error:
-        raise DataError(error.what, where=str(source), fix=error.fix) from None
+    return calls.tie_results(turns)
 
 
-def read_beginning(row: RowFields, *, reading: LayoutOptions = LayoutOptions()) -> str:
-    """Return the text of a row that is plain text, which a model goes on writing; empty for every other row."""
-    view = _rename_columns(row, reading, is_partial=True)
-    is_asked = any(optional(view, SHAPES[layout].asked) is not None for layout in QUESTIONS)
-    text = None if is_asked and reading.format != "text" else optional(view, ("text",))
-    return text if isinstance(text, str) else ""
+def read_tools(row: RowFields) -> str:
+    """Return the functions that the assistant of a row may call, as JSON text; empty for none."""
+    value = optional(row, TOOLS)
+    if is_blank(value):
+        return ""
+    from sftplay.data.calls import tools_text
 
-
-def unused_columns(row: RowFields, reading: LayoutOptions = LayoutOptions()) -> tuple[str, ...]:
-    """The row's columns that its layout does not read, by the file's names; empty ones are not counted.
-
-    Nor are those that `ingest` writes next to a text to record where it is from.
-    """
-    try:
-        view = _rename_columns(row, reading)
-        shape = SHAPES[_find_layout(view, reading)]
-    except DataError:
-        return ()
-    names = dict(reading.columns)
-    read = {names.get(name, name) for group in (*shape.needs, *shape.may) if (name := picked(view, group))}
-    if shape.body is None and row.keys() >= INGESTED:
-        read |= INGESTED
-    unused = [name for name, value in row.items() if name not in read and value is not None and value != ""]
-    return tuple(name.encode("utf-8", "backslashreplace").decode() for name in unused)
+    return tools_text(value)
 
 
 def detect_layout(names: Iterable[str], mapped: Iterable[str] = ()) -> Layout | None:
@@ -323,7 +271,7 @@ def detect_layout(names: Iterable[str], mapped: Iterable[str] = ()) -> Layout | 
     return None
 
 
-def _find_layout(row: RowFields, reading: LayoutOptions) -> Layout:
+def find_layout(row: RowFields, reading: LayoutOptions) -> Layout:
     mapped = [field for field, _ in reading.columns]
     if reading.format != "auto":
         if idle := set(mapped) - SHAPES[reading.format].fields:
@@ -339,7 +287,7 @@ def _find_layout(row: RowFields, reading: LayoutOptions) -> Layout:
     return found
 
 
-def _rename_columns(row: RowFields, reading: LayoutOptions, *, is_partial: bool = False) -> RowFields:
+def rename_columns(row: RowFields, reading: LayoutOptions, *, is_partial: bool = False) -> RowFields:
     """Return the row under our names; with `is_partial`, mapped columns may be missing."""
     if not reading.columns:
         return row
@@ -355,7 +303,7 @@ def _rename_columns(row: RowFields, reading: LayoutOptions, *, is_partial: bool 
     return kept | {field: row[column] for column, field in given.items() if column in row}
 
 
-def _find_lead(row: RowFields, turns: tuple[Message, ...], *, reading: LayoutOptions) -> tuple[Message, ...]:
+def find_lead(row: RowFields, turns: tuple[Message, ...], *, reading: LayoutOptions) -> tuple[Message, ...]:
     """Return the system turn that goes before these turns, if there is to be one."""
     in_column = optional(row, SYSTEM)
     has_turn = bool(turns) and turns[0].role == "system"

@@ -14,14 +14,15 @@ from datasets import Dataset
 from sftplay import log
 from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.layouts import read_beginning, read_layout_options
-from sftplay.data.order import is_held_out
-from sftplay.data.pipeline import DEFAULT_SPLIT, describe_rows, expect_unchanged, sample_records
+from sftplay.data.digests import expect_unchanged, kept_digest
+from sftplay.data.layouts import read_layout_options
+from sftplay.data.order import compute_keys, is_held_out
+from sftplay.data.pipeline import DEFAULT_SPLIT, describe_rows, sample_records
 from sftplay.data.problem import published_test_id
-from sftplay.data.prompts import Prompt, read_reward_columns, to_prompt
+from sftplay.data.prompts import Prompt, read_beginning, read_reward_columns, to_prompt
 from sftplay.data.questions import Questions, open_writer
-from sftplay.data.read import content_digest, read_dialect, read_rows
-from sftplay.data.records import Refused, compute_keys
+from sftplay.data.read import read_dialect, read_rows
+from sftplay.data.records import Refused
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import resolve_template
 from sftplay.data.row_outcomes import SIDES, Example, RowOutcome, RowPolicies, Side, hash64, total, where_rows_went
@@ -103,7 +104,7 @@ def load_held_out_prompts(cfg: RunConfig, tokenizer: Any, *, path: str, renderer
 
 def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[str]) -> Prompts:
     data, max_tokens = cfg.data, cfg.prompt_tokens
-    digests = {path: content_digest(path) for path in (*(given.path for given in inputs), *guarded)}
+    digests = {path: kept_digest(path, data.processed_dir) for path in (*(given.path for given in inputs), *guarded)}
     path = inputs[0].path
     _, first = next(iter(read_rows(path, read_dialect(data))), (None, {}))
     is_plain = not isinstance(first, Refused) and bool(read_beginning(first, reading=read_layout_options(data)))
@@ -118,7 +119,7 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
 
     def write_prompts(unfinished: Path) -> None:
         _Pass(cfg, renderer, max_tokens=max_tokens).run(inputs, guarded, folder=unfinished)
-        expect_unchanged(digests)
+        expect_unchanged(digests, data.processed_dir)
 
     ensure_folder(folder, write_prompts)
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))

@@ -20,8 +20,9 @@ from datasets import Dataset
 from sftplay.config.data import DataConfig
 from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint, is_sound, note_lengths
+from sftplay.data.digests import expect_unchanged, kept_digest
 from sftplay.data.layouts import read_layout_options, to_record
-from sftplay.data.read import content_digest, read_dialect, read_rows
+from sftplay.data.read import read_dialect, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source, Text, chat_from_json
 from sftplay.data.render.render import Recipe, Renderer
 from sftplay.data.render.templates import resolve_template
@@ -118,7 +119,9 @@ def _load(
     checked: Mapping[str, str] | None = None,
 ) -> Examples:
     # Digests come first, so that a missing file ends the run before any work.
-    digests = {path: content_digest(path) for path in (*(given.path for given in inputs), *guarded)}
+    digests = {
+        path: kept_digest(path, cfg.data.processed_dir) for path in (*(given.path for given in inputs), *guarded)
+    }
     samples = sample_records(cfg.data, inputs[0].path)
     # Plain texts need no template, and many base models have none.
     is_plain = bool(samples) and all(isinstance(sample, Text) for sample in samples) and not tokenizer.chat_template
@@ -137,7 +140,7 @@ def _load(
     def write_rows(unfinished: Path) -> None:
         with RowFiles(unfinished) as files:
             preparation.run(inputs, files, guarded=guarded)
-        expect_unchanged(digests)
+        expect_unchanged(digests, cfg.data.processed_dir)
 
     ensure_folder(folder, write_rows)
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
@@ -169,14 +172,6 @@ def describe_rows(
         "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
         "policies": [data.on_bad_row, data.too_long, data.duplicates, data.contamination],
     }
-
-
-def expect_unchanged(digests: Mapping[str, str]) -> None:
-    """Raise DataError when a file was written to while it was read: new rows would lie under the old digest."""
-    for path, digest in digests.items():
-        if content_digest(path) != digest:
-            fix = "start again when nothing writes to it any more"
-            raise DataError("has changed while it was read", where=path, fix=fix)
 
 
 def sample_records(data: DataConfig, path: str) -> list[Record]:

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sftplay.data.layouts import LayoutOptions, read_beginning, read_prompt, to_record
+from sftplay.data.layouts import (
+    DEFAULT_OPTIONS,
+    SHAPES,
+    LayoutOptions,
+    find_lead,
+    needed_text,
+    optional,
+    read_tools,
+    rename_columns,
+    tie_results,
+    to_record,
+)
 from sftplay.data.records import Chat, Message, Source, Text
-from sftplay.data.turns import RowFields
+from sftplay.data.row_fields import RowFields, listed, refuse
+from sftplay.data.turns import check_order
 from sftplay.errors import DataError
+
+if TYPE_CHECKING:
+    from sftplay.config.data import Layout
 
 ANSWER = "answer"
 """The column of the right answer: that of the row, else the last assistant turn of the row."""
@@ -56,6 +71,50 @@ class Prompt:
         if self.beginning:
             return Text(self.beginning, self.source)
         return Chat((*self.messages, Message("assistant", "")), self.source, tools=self.tools)
+
+
+QUESTIONS: tuple[Layout, ...] = (
+    *("mbpp", "humaneval", "messages", "sharegpt"),
+    *("prompt_completion", "alpaca", "system_user_assistant", "question_answer"),
+)
+"""In the order in which a row's keys are searched for a question: an answer column does not identify a layout."""
+
+
+def read_prompt(
+    row: RowFields, source: Source, *, reading: LayoutOptions = DEFAULT_OPTIONS
+) -> tuple[tuple[Message, ...], str]:
+    """Return the messages of a row that the assistant shall answer, and its tools as JSON text.
+
+    It is read from every layout of a chat. An answer in the row is left out: the model shall give a new one.
+    Raise DataError where it has no question, or breaks a rule.
+    """
+    first = (reading.format,) if reading.format in QUESTIONS else ()
+    # A file with mapped columns has no published layout.
+    shapes = [SHAPES[name] for name in (*first, *QUESTIONS) if not (SHAPES[name].is_published and reading.columns)]
+    try:
+        row = rename_columns(row, reading, is_partial=True)
+        shape = next((shape for shape in shapes if optional(row, shape.asked) is not None), None)
+        if shape is None:
+            columns = ", ".join(repr(SHAPES[name].asked[0]) for name in QUESTIONS if not SHAPES[name].is_published)
+            fix = f"name the question with one of {columns}; or map its column with data.columns"
+            refuse(f"has no question; its keys are {listed(row)}", fix)
+        turns = tie_results(shape.ask(row) if shape.ask else (Message("user", needed_text(row, shape.asked)),))
+        check_order(turns)
+        if len(turns) > 1 and turns[-1].role == "assistant":
+            turns = turns[:-1]
+        if not turns or turns[-1].role in ("assistant", "system"):
+            refuse("does not end with a turn that can be answered", "end it with a user turn or a tool's result")
+        return (*find_lead(row, turns, reading=reading), *turns), read_tools(row)
+    except DataError as error:
+        raise DataError(error.what, where=str(source), fix=error.fix) from None
+
+
+def read_beginning(row: RowFields, *, reading: LayoutOptions = DEFAULT_OPTIONS) -> str:
+    """Return the text of a row that is plain text, which a model goes on writing; empty for every other row."""
+    view = rename_columns(row, reading, is_partial=True)
+    is_asked = any(optional(view, SHAPES[layout].asked) is not None for layout in QUESTIONS)
+    text = None if is_asked and reading.format != "text" else optional(view, ("text",))
+    return text if isinstance(text, str) else ""
 
 
 def to_prompt(row: RowFields, source: Source, *, number: int, reading: LayoutOptions) -> Prompt:

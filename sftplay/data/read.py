@@ -5,7 +5,6 @@ A row that cannot be read comes out as `Refused`, so it is counted. A file that 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import zlib
@@ -20,11 +19,9 @@ from sftplay.data.files import (
     JsonRow,
     UnparsedRow,
     byte_lines,
-    document_rows,
     find_suffix,
     list_files,
     parsed,
-    text_lines,
 )
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
@@ -73,7 +70,7 @@ def read_raw(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, 
             for source, raw in _read_file(file, dialect):
                 yield source, raw
         except (OSError, EOFError, zlib.error, UnicodeError) as error:
-            raise _unreadable(file, source.line, error=error) from error
+            raise describe_unreadable(file, source.line, error=error) from error
 
 
 def is_hub_name(path: str) -> bool:
@@ -81,30 +78,6 @@ def is_hub_name(path: str) -> bool:
     # 96 characters are the hub's own limit.
     fits = len(path) <= 96 and HUB_NAME.fullmatch(path) is not None and not find_suffix(path)
     return fits and not Path(path).exists() and not Path(path).parent.is_dir()
-
-
-def content_digest(path: str) -> str:
-    """Return a hex digest that changes whenever a byte of the rows, or a file's name in a folder, changes.
-
-    Whole files are hashed, at about 1 GB/s: size and time stamp alone miss an edit made within the clock's grain.
-    """
-    if is_hub_name(path):
-        from sftplay.data.tables import hub_digest
-
-        return hub_digest(path)
-    digest = hashlib.blake2b()
-    for file in list_files(path):
-        digest.update(str(file.relative_to(path)).encode() + b"\0" + file_digest(file))
-    return digest.hexdigest()[:32]
-
-
-def file_digest(file: Path) -> bytes:
-    """Return the digest of all bytes of a file, or raise DataError where it cannot be read."""
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "blake2b").digest()
-    except OSError as error:
-        raise _unreadable(file, 0, error=error) from error
 
 
 def _read_file(file: Path, dialect: Dialect) -> Iterator[tuple[Source, UnparsedRow]]:
@@ -118,9 +91,12 @@ def _read_file(file: Path, dialect: Dialect) -> Iterator[tuple[Source, UnparsedR
         from sftplay.data.tables import csv_rows
 
         return csv_rows(charset, dialect.delimiter)
-    if not _has_lines(charset, is_named_json=kind == ".json"):
-        return document_rows(charset)
-    return byte_lines(charset) if charset.is_utf8 else text_lines(charset)
+    has_lines = _has_lines(charset, is_named_json=kind == ".json")
+    if has_lines and charset.is_utf8:
+        return byte_lines(charset)
+    from sftplay.data.json_document import document_rows, text_lines
+
+    return text_lines(charset) if has_lines else document_rows(charset)
 
 
 def _has_lines(charset: Charset, *, is_named_json: bool) -> bool:
@@ -143,7 +119,7 @@ def _has_lines(charset: Charset, *, is_named_json: bool) -> bool:
     return True
 
 
-def _unreadable(file: Path, line: int, *, error: Exception) -> DataError:
+def describe_unreadable(file: Path, line: int, *, error: Exception) -> DataError:
     """Return the error about a file that cannot be read; `line` is that of its last good row, 0 for none."""
     if isinstance(error, EOFError):
         what, fix = "ends in the middle: the gzip file is cut off", "copy it again"

@@ -5,10 +5,7 @@ Nothing here reads a file, knows a tokenizer or decides a policy.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import unicodedata
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -144,36 +141,3 @@ def chat_from_json(value: dict[str, Any]) -> Chat:
         messages.append(Message(turn["role"], turn["content"], calls, name, call_id))
     source = Source(value["path"], value["line"], value["record"])
     return Chat(tuple(messages), source, value["learned_from"], value["tools"], value["columns"])
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Sixteen bytes each, equal exactly for records with equal content."""
-
-    content: bytes  # the whole content to the character, wherever it came from; the ids of calls do not count
-    normal: bytes  # the content without differences of white space, case and Unicode normalisation
-    prompt: bytes  # everything before the last answer, in its normal form; of a plain text all of it
-
-
-def compute_keys(record: Record) -> Keys:
-    """Compute the digests that identify the content of a record."""
-    n_prompt = None
-    if isinstance(record, Text):
-        texts = [record.text]
-    else:
-        texts, last = [record.tools], record.turns()[-1]
-        for index, message in enumerate(record.messages):
-            n_prompt = len(texts) if index == last else n_prompt
-            texts += (message.role, message.content)
-            for call in message.calls:
-                texts += (call.name, call.arguments)
-    folded = [text if text.isascii() else unicodedata.normalize("NFKC", text) for text in texts]
-    normal = [" ".join(text.casefold().split()) for text in folded]
-    whole = _digest(normal)
-    return Keys(_digest(texts), whole, whole if n_prompt is None else _digest(normal[:n_prompt]))
-
-
-def _digest(texts: Iterable[str]) -> bytes:
-    # The length before each text keeps two different contents from running together into one string.
-    whole = "".join([f"{len(text)}:{text}" for text in texts])
-    return hashlib.sha256(whole.encode("utf-8", "surrogatepass")).digest()[:16]

@@ -14,16 +14,38 @@ from numpy.typing import NDArray
 
 from sftplay.config.data import DataConfig
 from sftplay.data.files import UnparsedRow, parsed
-from sftplay.data.layouts import LayoutOptions, to_record, unused_columns
-from sftplay.data.order import is_held_out
+from sftplay.data.layouts import DEFAULT_OPTIONS, SHAPES, LayoutOptions, find_layout, picked, rename_columns, to_record
+from sftplay.data.order import compute_keys, is_held_out
 from sftplay.data.problem import published_test_id
-from sftplay.data.records import IGNORE_INDEX, Chat, Record, Refused, Source, Text, compute_keys
+from sftplay.data.records import IGNORE_INDEX, Chat, Record, Refused, Source, Text
 from sftplay.data.render.labels import Rendered
 from sftplay.data.render.render import Renderer
-from sftplay.data.turns import FIX_ROW
+from sftplay.data.row_fields import FIX_ROW, RowFields
 from sftplay.errors import DataError
 
 CUT_AWAY = "no_trainable_token_after_cut"  # why a row is dropped if only its prompt is left after the cut
+
+
+INGESTED = {"source", "title", "section", "pages", "row", "place", "n_chars", "sha256", "file_sha256"}
+"""Columns that `ingest` writes next to each text. All of them together identify its rows."""
+
+
+def unused_columns(row: RowFields, reading: LayoutOptions = DEFAULT_OPTIONS) -> tuple[str, ...]:
+    """Return the row's columns that its layout does not read, by the file's names; empty ones are not counted.
+
+    Nor are those that `ingest` writes next to a text to record where it is from.
+    """
+    try:
+        view = rename_columns(row, reading)
+        shape = SHAPES[find_layout(view, reading)]
+    except DataError:
+        return ()
+    names = dict(reading.columns)
+    read = {names.get(name, name) for group in (*shape.needs, *shape.may) if (name := picked(view, group))}
+    if shape.body is None and row.keys() >= INGESTED:
+        read |= INGESTED
+    unused = [name for name, value in row.items() if name not in read and value is not None and value != ""]
+    return tuple(name.encode("utf-8", "backslashreplace").decode() for name in unused)
 
 
 RawRow = tuple[int, Source, UnparsedRow]

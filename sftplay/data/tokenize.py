@@ -18,9 +18,10 @@ from sftplay import log
 from sftplay.config.data import DataConfig
 from sftplay.data.files import find_suffix, list_files, other_files
 from sftplay.data.layouts import read_layout_options, to_record
+from sftplay.data.order import compute_keys
 from sftplay.data.pool import work_through
 from sftplay.data.read import is_hub_name, read_dialect, read_raw, read_rows
-from sftplay.data.records import Refused, Source, compute_keys
+from sftplay.data.records import Refused, Source
 from sftplay.data.render.render import Recipe, Renderer
 from sftplay.data.row_outcomes import (
     CUT_AWAY,

@@ -1,12 +1,10 @@
-"""Find a model on this machine: a folder, the hub's cache, or a built-in one."""
+"""Find a model: a folder, the hub's cache, or a built-in one."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,13 +31,6 @@ BUILTIN_CONFIGS = {
 """The shape in the config.json of a built-in model, for use before the model is made."""
 
 _HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|[.-]/))\w[\w.-]*(?:/\w[\w.-]*)?(?<![.-])(?<!\.git)", re.ASCII)
-
-WHOLE_BYTES = 2**31
-"""Up to here a file of weights is read to its end, in a second or two; of a larger one only chunks are."""
-
-CHUNKS, CHUNK_BYTES = 512, 2**20
-"""Evenly spaced over a large file, with its two ends. Training changes every matrix, and so every chunk; weights
-changed by hand in a few places can go unnoticed."""
 
 
 def is_local(name: str) -> bool:
@@ -139,27 +130,3 @@ def locate(name: str) -> str:
 
     say = partial(log.status, tag="model")
     return str(ensure_builtin(name.removeprefix(BUILTIN), cache_root() / "builtin", say=say))
-
-
-def weights_digests(folder: str | None, *, whole_bytes: int = WHOLE_BYTES, chunks: int = CHUNKS) -> dict[str, str]:
-    """Return path -> hex sha256 of each weight file in a folder; empty for a name on a hub, or None."""
-    if folder is None or not Path(folder).is_dir():
-        return {}
-    # The files that say which numbers a run starts from.
-    patterns = ("*.safetensors", "*.bin", "config.json", ADAPTER_CONFIG)
-    files = {path for pattern in patterns for path in Path(folder).glob(pattern)}
-    return {str(path): weights_digest(path, whole_bytes=whole_bytes, chunks=chunks) for path in sorted(files)}
-
-
-def weights_digest(path: Path, *, whole_bytes: int = WHOLE_BYTES, chunks: int = CHUNKS) -> str:
-    """Return the hex sha256 of the file's size and bytes; above `whole_bytes`, of `chunks` chunks of them."""
-    size_bytes = path.stat().st_size
-    digest = hashlib.sha256(str(size_bytes).encode())
-    starts: Iterable[int] = range(0, size_bytes, CHUNK_BYTES)
-    if size_bytes > whole_bytes:
-        starts = ((size_bytes - CHUNK_BYTES) * n // (chunks - 1) for n in range(chunks))
-    with path.open("rb") as handle:
-        for start in starts:
-            handle.seek(start)
-            digest.update(handle.read(CHUNK_BYTES))
-    return digest.hexdigest()

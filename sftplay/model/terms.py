@@ -13,9 +13,9 @@ from pathlib import Path
 
 from sftplay.config.run import RunConfig
 from sftplay.data.layouts import read_layout_options, to_record
-from sftplay.data.order import is_held_out
+from sftplay.data.order import compute_keys, is_held_out
 from sftplay.data.read import read_dialect, read_rows
-from sftplay.data.records import Refused, Text, compute_keys
+from sftplay.data.records import Refused, Text
 from sftplay.errors import ConfigError, DataError
 
 WORD = r"[^\W\d_]\w*(?:['’-]\w+)*"

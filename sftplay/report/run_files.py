@@ -14,7 +14,7 @@ from typing import Any
 
 from sftplay.atomic import is_locked
 from sftplay.config import layers
-from sftplay.config.keys import RENAMED_KEYS
+from sftplay.config.keys import REMOVED_KEYS, RENAMED_KEYS
 from sftplay.config.resolved import flow
 from sftplay.errors import ConfigError
 from sftplay.launch.checkpoints import is_marked, list_checkpoints, read_step
@@ -209,7 +209,7 @@ class _Reader:
             return ""
 
     def settings(self) -> dict[str, Setting]:
-        """Return dotted config key -> its value and origin; keys that were renamed since have their new names."""
+        """Return dotted config key -> its value and origin; renamed keys have their new names."""
         path = self.folder.resolved
         try:
             document = layers.read(path, path.name)
@@ -224,7 +224,8 @@ class _Reader:
             # The comment behind a value, as `dump_resolved` writes it; a `#` inside the value is no comment.
             origin = line.partition(f": {flow(value)}  # ")[2]
             key = RENAMED_KEYS.get(".".join(parts), ".".join(parts))
-            settings[key] = Setting(key, value, origin)
+            if key not in REMOVED_KEYS:
+                settings[key] = Setting(key, value, origin)
         return settings
 
     def history(self) -> History:

@@ -43,7 +43,7 @@ NO_MEMORY_KEYS = (
     "train.warmup_ratio", "train.weight_decay", "train.effective_batch_size", "train.batch_size", "train.grad_accum",
     "train.batching", "train.eval_steps", "train.save_steps", "train.best_metric", "train.early_stopping",
     "train.lr_scaling", "train.lr_batch_size", "train.decay_ratio", "train.min_lr_ratio",
-    "datasets", "cpt.weights_of", "cpt.on_source_end", "cpt.streaming", "cpt.train_tokens",
+    "datasets", "cpt.weights_of", "cpt.on_source_end", "cpt.train_tokens",
 )  # fmt: skip
 """Keys, and beginnings of keys, that decide weights but not what one full micro-batch takes."""
 

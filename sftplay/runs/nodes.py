@@ -20,7 +20,8 @@ from sftplay.config.data import row_paths
 from sftplay.config.keys import flatten
 from sftplay.config.load import load_config
 from sftplay.config.run import RunConfig
-from sftplay.data.read import content_digest, is_hub_name
+from sftplay.data.digests import content_digest
+from sftplay.data.read import is_hub_name
 from sftplay.errors import MachineError, RunError, SftplayError
 from sftplay.launch.command import Scale
 from sftplay.launch.follow import follow, log_name
@@ -35,7 +36,7 @@ from sftplay.launch.nodes import (
 )
 from sftplay.launch.processes import find_death
 from sftplay.machine.probe import Machine, library_versions, probe
-from sftplay.model.source import weights_digests
+from sftplay.model.weights_digest import weights_digests
 from sftplay.places import ROOT
 from sftplay.runs.inputs import check_inputs
 from sftplay.runs.start import build_command, read_scale

@@ -21,7 +21,8 @@ from sftplay.config.section import find_spec
 from sftplay.data.render.render import Renderer
 from sftplay.machine.probe import probe
 from sftplay.model.new_tokens import NewToken
-from sftplay.model.source import locate, weights_digest, weights_digests
+from sftplay.model.source import locate
+from sftplay.model.weights_digest import weights_digest, weights_digests
 from sftplay.places import ROOT
 from sftplay.train.setup import RunSetup
 from sftplay.train.task import Rows

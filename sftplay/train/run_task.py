@@ -174,8 +174,6 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     result = train_run.train(trainer)
     weights = gather_weights(trainer) if result.stop_signal == 0 else None
     leave_process_group()
-    if log.is_main() and rows.final_report:
-        folder.write_json("data_report.json", rows.final_report())
     if result.stop_signal == 0 and log.is_main():
         if extended_base:
             cfg = cfg.with_values({"model.name": extended_base, "model.revision": None}, "merged")

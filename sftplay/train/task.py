@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,9 +65,6 @@ class Rows:
     """Given where `train` holds the rows of the whole run in training order. None: the kit orders a Dataset."""
 
     source_names: tuple[str, ...] = ()  # names of a mixture's sources, by the numbers in the rows
-    final_report: Callable[[], dict[str, Any]] | None = None
-    """The report at the end of a run that reads its rows while it trains. None: `report` is whole from the start."""
-
     learned_tokens: int = 0  # tokens that an epoch teaches
     trainer_evaluates: bool = True  # False where the task measures the held-out rows itself, by a callback
 

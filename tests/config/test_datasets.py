@@ -136,16 +136,6 @@ def test_a_resume_compares_each_key_of_each_entry(mixture):
             "100 is given, but train.max_steps 5 says how long the run is",
         ),
         (
-            ["cpt.streaming=true", "data.split=0"],
-            "command line cpt.streaming",
-            "true needs the length of the run, which nobody knows before the sources are read",
-        ),
-        (
-            ["cpt.streaming=true", "train.max_steps=5", "datasets.0.split=0", "datasets.1.split=0.1"],
-            "command line cpt.streaming",
-            "true holds no rows out of a source that it has not read, but 'chat' has no val_path",
-        ),
-        (
             ["datasets.0.split=0.1", "datasets.0.val_path=v.jsonl"],
             "command line datasets.0.split",
             "0.1 is given, but datasets.0.val_path names the held-out rows already",

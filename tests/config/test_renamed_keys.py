@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.cli import main
-from sftplay.config.keys import RENAMED_KEYS, all_keys, all_sections
+from sftplay.config.keys import REMOVED_KEYS, RENAMED_KEYS, all_keys, all_sections
 from sftplay.config.load import dump_resolved, load_config, load_resolved
 from sftplay.config.resolved import dump_given
 from sftplay.errors import ConfigErrors
@@ -79,6 +79,12 @@ def test_an_old_name_with_a_dot_in_a_file_is_answered_with_the_lines_to_write(wr
     assert problem.fix == "dots are for the command line: write grpo / dynamic_sampling_rounds, each one indented"
 
 
+def test_a_key_that_was_removed_is_refused_with_what_to_do(write):
+    problem = refusal(write(f"{CONFIG}cpt:\n  streaming: true\n"))
+    assert (problem.where, problem.what) == ("run.yaml:5 cpt.streaming", "no key called 'streaming' in cpt")
+    assert problem.fix == REMOVED_KEYS["cpt.streaming"]
+
+
 @pytest.mark.contract
 def test_a_command_ends_with_code_2_and_says_the_new_name(write, capsys):
     write('{"text": "a row"}\n', "rows.jsonl")
@@ -94,12 +100,13 @@ def test_a_command_ends_with_code_2_and_says_the_new_name(write, capsys):
 
 
 def with_old_names(text: str) -> str:
-    """A resolved config as the release before wrote it."""
+    """A config in a run's folder as a release before wrote it, with a key that has gone."""
     for old, new in RENAMED_KEYS.items():
         before, after = (f"\n  {key.partition('.')[2]}:" for key in (new, old))
         assert text.count(before) == 1
         text = text.replace(before, after)
-    return text
+    assert text.count("\ncpt:") == 1
+    return text.replace("\ncpt:", "\ncpt:\n  streaming: true # command line")
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
-"""What is to be learned, by transformers alone: prefix rendering and offsets, no code of the kit's."""
+"""What is to be learned, by transformers alone: prefix rendering and offsets; and chats to try it on."""
 
 from __future__ import annotations
 
 import importlib.resources
 import re
 from typing import Any
+
+from sftplay.data.records import Chat, Message, Source
 
 Turns = list[dict[str, Any]]
 
@@ -17,6 +19,18 @@ def shipped_templates() -> dict[str, str]:
     folder = importlib.resources.files("trl") / "chat_templates"
     files = [path for path in folder.iterdir() if path.name.endswith(".jinja")]
     return {path.name.removesuffix(".jinja"): path.read_text(encoding="utf-8") for path in files}
+
+
+def make_chat(*texts: str, system: str = "", tools: str = "") -> Chat:
+    """A chat in which user and assistant speak by turns."""
+    turns = [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)]
+    lead = [Message("system", system)] if system else []
+    return Chat((*lead, *turns), Source("rows.jsonl", 1), tools=tools)
+
+
+def decode_learned(tokenizer: Any, *examples: Any) -> str:
+    """The text that is learned in all of the rendered examples."""
+    return "".join(tokenizer.decode([id for id in example.labels if id != -100]) for example in examples)
 
 
 def render_text(tokenizer: Any, template: str, turns: Turns, **options: Any) -> str:

@@ -43,7 +43,9 @@ def check_account(examples: Examples) -> dict[str, Any]:
     assert len(named) == report["refused"]
     assert all(row["path"] and row["line"] > 0 and row["reason"] for row in named)
     assert len({(row["path"], row["line"], row["record"]) for row in named}) == len(named)
-    assert len(examples.train) + len(examples.held_out or []) == report["examples"]
+    held_out = examples.held_out["input_ids"] if examples.held_out else []
+    assert len(examples.train) + len(held_out) == report["examples"]
+    assert sum(map(len, examples.train["input_ids"])) + sum(map(len, held_out)) == report["tokens"]
     return report
 
 

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.config.data import Column
-from sftplay.data.layouts import SHAPES, LayoutOptions, read_prompt, to_record, unused_columns
+from sftplay.data.layouts import SHAPES, LayoutOptions, to_record
+from sftplay.data.prompts import read_prompt
 from sftplay.data.records import Source
+from sftplay.data.row_outcomes import unused_columns
 from sftplay.errors import DataError
 from tests.data.awkward import broken_rule
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
+from sftplay.data.calls import encode_json
 from sftplay.data.layouts import to_record
 from sftplay.data.records import Call, Chat, Message, Source, chat_from_json
-from sftplay.data.turns import encode_json
 from sftplay.errors import DataError
-from tests.conftest import SHARED_DATA
 
 HERE = Source("rows.jsonl", 7)
 USER, ANSWER = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}
@@ -195,40 +194,6 @@ def asking(**changes: Any) -> dict[str, Any]:
 )
 def test_calls_that_cannot_be_followed_refuse_the_row(row: dict[str, Any], words: str):
     assert words in reason(row)
-
-
-GLAIVE = SHARED_DATA / "glaive-toolcall" / "sharegpt_toolcall_200.json"
-SGD = SHARED_DATA / "sgd-dialogues" / "tool_calls_60.jsonl"
-
-
-@pytest.mark.skipif(not GLAIVE.is_file(), reason=f"needs the tool calls at {GLAIVE}")
-def test_every_call_of_the_glaive_rows_is_the_one_that_stands_in_the_file():
-    rows = json.loads(GLAIVE.read_text(encoding="utf-8"))
-    n_calls = 0
-    for row in rows:
-        messages = chat(row).messages
-        for turn, message in zip(row["conversations"], messages, strict=True):
-            if turn["from"] == "function_call":
-                written = json.loads(turn["value"])
-                found = [(call.name, json.loads(call.arguments)) for call in message.calls]
-                assert found == [(written["name"], written["arguments"])]
-                n_calls += 1
-            else:
-                assert message.content == turn["value"]
-        assert len(json.loads(chat(row).tools or "[]")) == len(json.loads(row["tools"]))
-    assert n_calls == 143  # counted in the file with grep -c '"from": "function_call"'
-
-
-@pytest.mark.skipif(not SGD.is_file(), reason=f"needs the tool calls at {SGD}")
-def test_dialogues_in_openai_form_come_back_as_they_are():
-    for line in SGD.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        record = chat(row)
-        assert json.loads(record.tools) == row["tools"]
-        for turn, message in zip(row["messages"], record.as_json()["messages"], strict=True):
-            for call in turn.get("tool_calls", []):
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-            assert message == turn | {"content": turn["content"] or ""}
 
 
 def test_a_hundred_levels_can_be_written_and_one_more_cannot():

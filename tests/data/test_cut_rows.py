@@ -58,13 +58,10 @@ def test_rows_that_lose_most_of_their_answers_are_refused_with_the_length_to_wri
         assert "data.too_long: drop, or truncate where the cut is meant" in refusal.value.fix
 
 
-def test_who_writes_truncate_down_may_lose_them(written, tokenizer):
+def test_who_writes_truncate_down_may_lose_them_and_rows_left_out_lose_nothing(written, tokenizer):
     report = load_examples(written([*[5] * 20, *[300] * 20], too_long="truncate"), tokenizer).report
     assert report["lost_to_cut_share"] > 0.5
     assert (report["cut"], len(report["warnings"])) == (20, 1)
-
-
-def test_rows_left_out_for_their_length_lose_nothing(written, tokenizer):
     report = load_examples(written([*[5] * 20, *[300] * 20], too_long="drop"), tokenizer).report
     assert (report["dropped"], report["lost_to_cut_share"]) == ({"too_long": 20}, 0.0)
 

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from chat_reference import shipped_templates
+from chat_reference import make_chat, shipped_templates
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -31,39 +31,24 @@ def as_text(tokenizer: Any, text: str) -> list[int]:
     return list(reader.encode(text, add_special_tokens=False).ids)
 
 
-def make_chat(*texts: str, tools: str = "") -> Chat:
-    turns = [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)]
-    return Chat(tuple(turns), WHERE, tools=tools)
-
-
 def rendered(tokenizer: Any, chat: Chat, template: str = CHATML) -> Rendered:
     (found,) = Renderer.prove(tokenizer, template, samples=[]).render([chat])
     return found
 
 
-def test_typed_tokens_of_a_user_are_pieces_and_all_others_control(modern_tokenizer: Any):
-    found = rendered(modern_tokenizer, make_chat(TYPED, "Yes."))
-    start, end = modern_tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    around = [as_text(modern_tokenizer, text) for text in (f"user\n{TYPED}", "\n", "assistant\nYes.", "\n")]
-    assert found.input_ids == [start, *around[0], end, *around[1], start, *around[2], end, *around[3]]
-    assert [label for label in found.labels if label != -100] == [*as_text(modern_tokenizer, "Yes."), end]
-    assert found.n_escaped == 3
-
-
-def test_prompt_types_the_same_tokens_as_training(modern_tokenizer: Any):
+def test_typed_tokens_are_pieces_and_all_others_control_in_training_and_in_the_prompt(modern_tokenizer: Any):
     renderer = Renderer.prove(modern_tokenizer, CHATML, samples=[])
-    chat = make_chat(TYPED, "Yes.")
+    chat = make_chat(TYPED, f"{TYPED}!")
     (found,) = renderer.render([chat])
+    start, end = modern_tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    around = [as_text(modern_tokenizer, text) for text in (f"user\n{TYPED}", "\n", f"assistant\n{TYPED}!", "\n")]
+    assert found.input_ids == [start, *around[0], end, *around[1], start, *around[2], end, *around[3]]
+    assert [label for label in found.labels if label != -100] == [*as_text(modern_tokenizer, f"{TYPED}!"), end]
+    assert found.n_escaped == 6
     prompt = renderer.prompt_ids(chat.messages[:1])
     assert found.input_ids[: len(prompt)] == prompt
     assert found.labels[len(prompt)] != -100
     assert renderer.prompt_text(chat.messages[:1]) == f"<|im_start|>user\n{TYPED}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_typed_token_of_the_assistant_is_learned_as_text(modern_tokenizer: Any):
-    found = rendered(modern_tokenizer, make_chat("Close it?", TYPED))
-    end = modern_tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert [label for label in found.labels if label != -100] == [*as_text(modern_tokenizer, TYPED), end]
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen2_5", "llama3_1", "glm4moe", "gemma4"])
@@ -117,14 +102,6 @@ def test_thought_of_an_assistant_stays_control_where_its_marks_are_special_token
     alone = rendered(modern_tokenizer, make_chat("Hi?", "<think>Well.</think>Ho."))
     assert [label for label in alone.labels if label in marks] == marks
     assert alone.n_escaped == 0
-
-
-def test_records_that_type_nothing_are_encoded_as_ever(modern_tokenizer: Any):
-    chats = [make_chat("Hi?", "Ho."), make_chat("a < b | c > d <im_end>", "<|im_end| >")]
-    for found, chat in zip(Renderer.prove(modern_tokenizer, CHATML, samples=[]).render(chats), chats, strict=True):
-        turns = [{"role": turn.role, "content": turn.content} for turn in chat.messages]
-        expected = modern_tokenizer.apply_chat_template(turns, chat_template=CHATML, return_dict=True)["input_ids"]
-        assert (found.input_ids, found.n_escaped) == (expected, 0)
 
 
 @pytest.mark.parametrize("mark", ["\ufdd0", "\ufdd1", "\ufdd2"])
@@ -273,8 +250,11 @@ def test_what_a_normaliser_makes_of_a_text_is_never_control(normalizer: Any, typ
     assert (text.input_ids.count(end), text.input_ids.count(eos)) == (0, 1)
 
 
-def test_a_plain_answer_has_the_same_ids_as_with_transformers_where_a_normaliser_folds():
-    tokenizer = folding(normalizers.NFKC())
-    found = rendered(tokenizer, make_chat("the boat", "hill"))
-    turns = [{"role": "user", "content": "the boat"}, {"role": "assistant", "content": "hill"}]
-    assert found.input_ids == tokenizer.apply_chat_template(turns, chat_template=CHATML, return_dict=False)
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFKC()])
+def test_what_types_nothing_has_the_ids_of_transformers(modern_tokenizer: Any, normalizer: Any):
+    tokenizer = folding(normalizer) if normalizer else modern_tokenizer
+    for texts in (("the boat", "hill"), ("a < b | c > d <im_end>", "<|im_end| >")):
+        found = rendered(tokenizer, make_chat(*texts))
+        turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
+        expected = tokenizer.apply_chat_template(turns, chat_template=CHATML, return_dict=False)
+        assert (found.input_ids, found.n_escaped) == (expected, 0)

@@ -7,42 +7,48 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.data.mixture import sources
-from sftplay.data.mixture.sources import kept_digest
-from sftplay.data.read import content_digest
+from sftplay.data import digests
+from sftplay.data.digests import content_digest, kept_digest
 
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Paths of files that are read; every file counts as large, and as changed long ago."""
     read: list[str] = []
-    monkeypatch.setattr(sources, "WORTH_BYTES", 1)
-    monkeypatch.setattr(sources, "GRAIN_NS", -(10**12))
-    monkeypatch.setattr(sources, "content_digest", lambda path: read.append(path) or content_digest(path))
+    monkeypatch.setattr(digests, "WORTH_BYTES", 1)
+    monkeypatch.setattr(digests, "GRAIN_NS", -(10**12))
+    monkeypatch.setattr(digests, "content_digest", lambda path: read.append(path) or content_digest(path))
     return read
 
 
-def test_an_unchanged_file_is_read_once_and_a_changed_one_again(tmp_path: Path, hashed: list[str]):
+def test_an_unchanged_file_is_read_once_and_a_changed_one_again_as_with_a_broken_note(
+    tmp_path: Path, hashed: list[str]
+):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "a"}\n')
-    first = kept_digest(str(file), tmp_path / "kept")
-    assert kept_digest(str(file), tmp_path / "kept") == first == content_digest(str(file))
+    first = kept_digest(str(file), str(tmp_path / "kept"))
+    assert kept_digest(str(file), str(tmp_path / "kept")) == first == content_digest(str(file))
     assert len(hashed) == 1
     status = file.stat()
     file.write_text('{"text": "b"}\n')
     while file.stat().st_ctime_ns == status.st_ctime_ns:  # within the clock's grain
         os.utime(file)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # its size and time are as before
-    assert kept_digest(str(file), tmp_path / "kept") == content_digest(str(file)) != first
+    changed = kept_digest(str(file), str(tmp_path / "kept"))
+    assert changed == content_digest(str(file)) != first
     assert len(hashed) == 2
+    (note,) = (tmp_path / "kept" / digests.FOLDER).iterdir()
+    note.write_text('{"stamps": ')
+    assert kept_digest(str(file), str(tmp_path / "kept")) == changed
+    assert len(hashed) == 3
 
 
 def test_a_file_changed_a_moment_ago_is_not_kept(tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sources, "GRAIN_NS", 10**12)
+    monkeypatch.setattr(digests, "GRAIN_NS", 10**12)
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "a"}\n')
     for _ in range(2):
-        assert kept_digest(str(file), tmp_path / "kept") == content_digest(str(file))
+        assert kept_digest(str(file), str(tmp_path / "kept")) == content_digest(str(file))
     assert len(hashed) == 2
 
 
@@ -50,24 +56,7 @@ def test_a_file_that_joins_a_folder_changes_its_digest(tmp_path: Path, hashed: l
     folder = tmp_path / "rows"
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"text": "a"}\n')
-    first = kept_digest(str(folder), tmp_path / "kept")
+    first = kept_digest(str(folder), str(tmp_path / "kept"))
     (folder / "b.jsonl").write_text('{"text": "b"}\n')
-    assert kept_digest(str(folder), tmp_path / "kept") == content_digest(str(folder)) != first
-    assert len(hashed) == 2
-
-
-def test_a_small_file_leaves_no_note(tmp_path: Path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"text": "a"}\n')
-    kept_digest(str(file), tmp_path / "kept")
-    assert not (tmp_path / "kept").exists()
-
-
-def test_a_note_that_is_broken_is_not_believed(tmp_path: Path, hashed: list[str]):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"text": "a"}\n')
-    first = kept_digest(str(file), tmp_path / "kept")
-    (note,) = (tmp_path / "kept" / sources.FOLDER).iterdir()
-    note.write_text('{"stamps": ')
-    assert kept_digest(str(file), tmp_path / "kept") == first
+    assert kept_digest(str(folder), str(tmp_path / "kept")) == content_digest(str(folder)) != first
     assert len(hashed) == 2

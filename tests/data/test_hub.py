@@ -8,7 +8,8 @@ import datasets
 import pytest
 from datasets.exceptions import DatasetGenerationError
 
-from sftplay.data.read import content_digest, read_rows
+from sftplay.data.digests import content_digest
+from sftplay.data.read import read_rows
 from sftplay.data.records import Source
 from sftplay.errors import DataError
 

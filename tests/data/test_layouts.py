@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from sftplay.data.layouts import LayoutOptions, read_beginning, read_prompt, to_record, unused_columns
+from sftplay.data.layouts import LayoutOptions, to_record
+from sftplay.data.prompts import read_beginning, read_prompt
 from sftplay.data.records import Chat, Source, Text
+from sftplay.data.row_outcomes import unused_columns
 from sftplay.errors import DataError
 
 HERE = Source("rows.jsonl", 7)
@@ -164,13 +166,6 @@ def test_refused_row_says_where_what_and_how_to_go_on(row: dict[str, Any], words
     assert words in reason(row)
 
 
-def test_row_of_no_layout_is_told_of_the_columns():
-    with pytest.raises(DataError) as refusal:
-        to_record({"puzzle": "a"}, HERE)
-    assert "data.columns" in refusal.value.fix
-    assert "data.on_bad_row: skip" in refusal.value.fix
-
-
 def test_named_layout_is_used_even_where_the_keys_would_say_another():
     row = {"messages": [USER, ANSWER], "prompt": "Add.", "completion": "3"}
     assert turns(row, format="prompt_completion")[0] == ("user", "Add.")
@@ -234,21 +229,12 @@ def test_prompts_are_read_up_to_the_turn_that_is_to_be_answered():
             read_prompt(row, HERE)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": [USER, ANSWER]},
-        {"conversations": [HUMAN, {"from": "gpt", "value": "So."}]},
-        {"instruction": "Why?", "input": "", "output": "So."},
-        {"instruction": "Why?"},
-        {"user": "Why?", "assistant": "So."},
-        {"prompt": "Why?", "completion": "So."},
-        {"question": "Why?", "answer": "So."},
-        {"query": "Why?"},
-    ],
-)
-def test_the_question_is_read_from_every_layout_with_and_without_its_answer(row: dict[str, Any]):
-    assert [(turn.role, turn.content) for turn in read_prompt(row, HERE)[0]] == ONE[:1]
+def test_the_question_is_read_from_every_layout_with_and_without_its_answer():
+    rows = [{"messages": [USER, ANSWER]}, {"conversations": [HUMAN, {"from": "gpt", "value": "So."}]}]
+    rows += [{"instruction": "Why?", "input": "", "output": "So."}, {"instruction": "Why?"}, {"query": "Why?"}]
+    rows += [{first: "Why?", second: "So."} for first, second in (("user", "assistant"), ("prompt", "completion"))]
+    for row in [*rows, {"question": "Why?", "answer": "So."}]:
+        assert [(turn.role, turn.content) for turn in read_prompt(row, HERE)[0]] == ONE[:1], row
 
 
 def test_a_named_layout_decides_where_a_row_has_two_questions():

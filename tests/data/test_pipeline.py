@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import random
 import time
@@ -20,9 +19,6 @@ from sftplay.data.render.templates import CHATML
 from sftplay.data.row_outcomes import report_table
 from sftplay.data.tokenize import Preparation
 from sftplay.errors import DataError
-
-ROOT = Path(__file__).resolve().parents[2]
-ALPACA = ROOT.parent / "shared" / "data" / "alpaca" / "alpaca_2000.json"
 
 Config = Callable[..., RunConfig]
 Write = Callable[..., Path]
@@ -52,21 +48,6 @@ def test_rows_have_ids_labels_and_their_place_in_the_file(tokenizer: Any, config
     assert {str(feature.feature.dtype) for name, feature in examples.train.features.items() if name != "row"} == {
         "int64"
     }
-
-
-def test_every_record_of_an_awkward_file_is_accounted_for(tokenizer: Any, config: Config, tmp_path: Path):
-    lines = [json.dumps(row(n)) for n in range(30)]
-    lines += ["{broken", "[]", "null", '{"prompt": "x"}', json.dumps(row(3)), json.dumps(row(4, ""))]
-    lines += [json.dumps(row(40, "salt " * 400)), json.dumps({"prompt": "boat " * 400, "completion": "no"}), "", "  "]
-    lines += [json.dumps({"messages": [{"role": "user", "content": "x"}]}), json.dumps(row(41, "\ud800"))]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    report = load_examples(config(tmp_path / "a.jsonl", on_bad_row="skip", split=0.3), tokenizer).report
-    assert_accounted(report, 40)
-    assert (report["refused"], report["cut"], report["duplicates"]) == (7, 1, 1)
-    assert report["dropped"] == {"no_trainable_token_after_cut": 1}
-    refused = [json.loads(line) for line in Path(report["refused_rows"]).read_text().splitlines()]
-    assert [entry["line"] for entry in refused] == [31, 32, 33, 34, 36, 41, 42]
-    assert all(entry["path"] == str(tmp_path / "a.jsonl") and entry["reason"] for entry in refused)
 
 
 def test_bad_rows_end_the_run_with_the_first_five_and_their_number(tokenizer: Any, config: Config, write_rows: Write):
@@ -107,14 +88,6 @@ def test_too_long_rows_are_cut_dropped_or_refused(tokenizer: Any, config: Config
         load_examples(config(path, split=0, too_long="error"), tokenizer)
 
 
-def test_file_in_which_nothing_can_be_learned_is_refused(tokenizer: Any, config: Config, write_rows: Write):
-    path = write_rows([{"prompt": "boat " * 400, "completion": "no"}])
-    with pytest.raises(DataError, match="no row is left to train on: 1 read, 1 no trainable token after cut"):
-        load_examples(config(path, split=0, on_bad_row="skip"), tokenizer)
-    with pytest.raises(DataError, match="no row is left to train on: 0 read"):
-        load_examples(config(write_rows([], "empty.jsonl")), tokenizer)
-
-
 def sides(examples: Any) -> tuple[set[str], set[str]]:
     held_out = {chat.prompt[0].content for chat in examples.held_out_chats}
     texts = [examples.renderer.tokenizer.decode(ids) for ids in examples.train["input_ids"]]
@@ -133,20 +106,17 @@ def test_split_does_not_change_with_the_order_of_rows_or_with_duplicates(
     assert len(first[1]) in range(6, 25)
 
 
-def test_five_in_a_hundred_are_held_out_unless_said_otherwise(tokenizer: Any, config: Config, write_rows: Write):
+def test_five_in_a_hundred_are_held_out_unless_said_otherwise_each_with_its_chat(
+    tokenizer: Any, config: Config, write_rows: Write
+):
     examples = load_examples(config(write_rows([row(n) for n in range(400)])), tokenizer)
     assert 8 <= len(examples.held_out) <= 33  # 20 +- three standard deviations of a binomial
-
-
-def test_held_out_chats_stand_beside_their_rows(tokenizer: Any, config: Config, write_rows: Write):
-    examples = load_examples(config(write_rows([row(n) for n in range(60)]), split=0.25), tokenizer)
-    assert len(examples.held_out) == len(examples.held_out_chats)
     for found, chat in zip(examples.held_out, examples.held_out_chats, strict=True):
         assert chat.source.line == found["row"] + 1
         assert found["input_ids"] == examples.renderer.render([chat])[0].input_ids
 
 
-def test_validation_file_is_held_out_whole(tokenizer: Any, config: Config, write_rows: Write):
+def test_validation_file_is_held_out_whole_and_a_test_file_alone(tokenizer: Any, config: Config, write_rows: Write):
     train, val = write_rows([row(n) for n in range(20)]), write_rows([row(n) for n in range(90, 95)], "val.jsonl")
     examples = load_examples(config(train, val_path=str(val)), tokenizer)
     assert (len(examples.train), len(examples.held_out)) == (20, 5)
@@ -155,16 +125,13 @@ def test_validation_file_is_held_out_whole(tokenizer: Any, config: Config, write
         "held_out": str(val),
     }
     assert_accounted(examples.report, 25)
+    alone = load_held_out(config("absent.jsonl"), tokenizer, path=str(val))
+    assert (len(alone.train), alone.held_out[:]) == (0, examples.held_out[:])
 
 
 @pytest.mark.parametrize("has_val_file", [False, True], ids=["split", "validation file"])
 def test_side_that_is_measured_is_prepared_alone_and_is_the_same(
-    tokenizer: Any,
-    config: Config,
-    write_rows: Write,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    has_val_file: bool,
+    tokenizer: Any, config: Config, write_rows: Write, monkeypatch: Any, tmp_path: Path, has_val_file: bool
 ):
     train = write_rows([{"x": 1}, *[row(n) for n in range(60)], row(2), row(90)])
     val = str(write_rows([{"x": 1}, *[row(n) for n in range(80, 90)], row(85)], "val.jsonl")) if has_val_file else None
@@ -198,12 +165,6 @@ def test_file_that_was_not_checked_for_leaks_is_checked_before_it_is_measured_on
     write_rows([row(90), row(3)], "val.jsonl")
     with pytest.raises(DataError, match=r"train\.jsonl:4 is held out as well, at .*val\.jsonl:2"):
         load_examples(config(train, val_path=str(val)), tokenizer, checked=checked)
-
-
-def test_test_file_is_loaded_without_training_rows(tokenizer: Any, config: Config, write_rows: Write):
-    path = write_rows([row(n) for n in range(5)], "test.jsonl")
-    examples = load_held_out(config("absent.jsonl"), tokenizer, path=str(path))
-    assert (len(examples.train), len(examples.held_out), len(examples.held_out_chats)) == (0, 5, 5)
 
 
 def test_empty_held_out_side_is_said_in_the_report(tokenizer: Any, config: Config, write_rows: Write):
@@ -325,11 +286,7 @@ def test_local_files_cause_no_connection(
 
 
 def test_long_file_shows_progress(
-    tokenizer: Any,
-    config: Config,
-    write_rows: Write,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tokenizer: Any, config: Config, write_rows: Write, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     monkeypatch.setattr("sftplay.data.tokenize.SECONDS_BETWEEN_LINES", 0.0)
     load_examples(config(write_rows([row(n) for n in range(4)]), split=0), tokenizer)
@@ -347,16 +304,3 @@ def test_table_is_short_and_adds_up(tokenizer: Any, config: Config, write_rows: 
         shown = report_table({**report, "notes": ["look"] * n}).splitlines()
         assert len(shown) <= 25
         assert sum("note" in line for line in shown) == min(n, 25 - n_fixed)
-
-
-@pytest.mark.skipif(not ALPACA.is_file(), reason=f"needs the alpaca rows at {ALPACA}")
-def test_all_two_thousand_alpaca_rows_are_accounted_for(tokenizer: Any, config: Config):
-    rows = json.loads(ALPACA.read_text())
-    silent = sum(not row["output"].strip() for row in rows)
-    examples = load_examples(config(ALPACA, max_seq_len=512, on_bad_row="skip"), tokenizer)
-    assert_accounted(examples.report, 2000)
-    assert examples.report["refused"] == silent
-    assert len(examples.train) + len(examples.held_out) == examples.report["examples"]
-    assert examples.report["tokens"] == sum(map(len, examples.train["input_ids"])) + sum(
-        map(len, examples.held_out["input_ids"])
-    )

@@ -33,15 +33,13 @@ REPEATED = [
 ]
 
 
-def test_repeated_rows_are_counted_and_kept(tokenizer: Any, config: Config, write_rows: Write):
+def test_repeated_rows_are_counted_and_kept_or_on_demand_left_out(tokenizer: Any, config: Config, write_rows: Write):
     examples = load_examples(config(write_rows(REPEATED), split=0), tokenizer)
     assert len(examples.train) == len(REPEATED)
     report = examples.report
     assert (report["duplicates"], report["near_duplicates"], report["prompts_with_several_answers"]) == (1, 2, 1)
     assert "3 records repeat an earlier one, 2 of them up to white space or case; kept" in report_table(report)
 
-
-def test_repeated_rows_are_left_out_on_demand(tokenizer: Any, config: Config, write_rows: Write):
     examples = load_examples(config(write_rows(REPEATED), split=0, duplicates="drop"), tokenizer)
     assert examples.train["row"][:] == [0, 1, 4, 5]
     assert examples.report["dropped"] == {"duplicate": 3}
@@ -93,7 +91,7 @@ def test_prompts_that_differ_only_in_white_space_and_case_are_split_to_one_side(
     assert {n ^ 1 for n in held_out} == held_out
 
 
-def test_row_whose_answer_is_cut_away_ends_the_run_unless_bad_rows_are_skipped(
+def test_row_whose_answer_is_cut_away_ends_the_run_unless_bad_rows_are_skipped_and_others_are_left(
     tokenizer: Any, config: Config, write_rows: Write
 ):
     path = write_rows([row("One?"), row("boat " * 400, "no")])
@@ -101,6 +99,10 @@ def test_row_whose_answer_is_cut_away_ends_the_run_unless_bad_rows_are_skipped(
         load_examples(config(path, split=0), tokenizer)
     report = load_examples(config(path, split=0, on_bad_row="skip"), tokenizer).report
     assert report["dropped"] == {"no_trainable_token_after_cut": 1}
+    with pytest.raises(DataError, match="no row is left to train on: 1 read, 1 no trainable token after cut"):
+        load_examples(config(write_rows([row("boat " * 400, "no")]), split=0, on_bad_row="skip"), tokenizer)
+    with pytest.raises(DataError, match="no row is left to train on: 0 read"):
+        load_examples(config(write_rows([], "empty.jsonl")), tokenizer)
 
 
 def test_data_in_which_no_end_of_turn_is_learned_is_refused(tokenizer: Any, config: Config, write_rows: Write):
@@ -126,14 +128,12 @@ def test_system_prompt_of_the_config_opens_every_chat_without_one(tokenizer: Any
     assert examples.report["with_system"] == 1
 
 
-def test_columns_that_no_layout_reads_are_named(tokenizer: Any, config: Config, write_rows: Write):
+def test_columns_that_no_layout_reads_are_named_up_to_a_hundred(tokenizer: Any, config: Config, write_rows: Write):
     rows = [row("One?") | {"score": 3}, row("Two?") | {"score": 1, "to{pi}c\x1b": "x"}]
     report = load_examples(config(write_rows(rows), split=0), tokenizer).report
     assert report["unused_columns"] == {"score": 2, "to{pi}c\x1b": 1}
     assert r"'score' (2), 'to{pi}c\x1b' (1)" in report_table(report)
 
-
-def test_columns_that_differ_from_row_to_row_do_not_fill_the_report(tokenizer: Any, config: Config, write_rows: Write):
     rows = [row(f"{n}?") | {f"column {n}": 1} for n in range(300)]
     report = load_examples(config(write_rows(rows), split=0), tokenizer).report
     assert len(report["unused_columns"]) == 101

@@ -6,11 +6,13 @@ from pathlib import Path
 import datasets
 import pytest
 
-from sftplay.data.layouts import LayoutOptions, read_prompt, to_record, unused_columns
+from sftplay.data.layouts import LayoutOptions, to_record
 from sftplay.data.load_problems import load_problems, sample_subset
 from sftplay.data.pipeline import load_examples
 from sftplay.data.problem import find_split, format_question, published_test_id
+from sftplay.data.prompts import read_prompt
 from sftplay.data.records import Source, chat_from_json
+from sftplay.data.row_outcomes import unused_columns
 from sftplay.errors import DataError
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -47,37 +49,23 @@ def written(tmp_path, *rows):
     return str(path)
 
 
-def test_all_three_published_forms_are_read(tmp_path):
-    whole, sanitized, human = load_problems(written(tmp_path, WHOLE, SANITIZED, HUMAN))
+def test_all_three_published_forms_are_read_and_a_problem_that_stands_twice_counts_once(tmp_path):
+    again = {**WHOLE, "task_id": 700, "text": "double  a NUMBER."}
+    whole, sanitized, human = load_problems(written(tmp_path, WHOLE, SANITIZED, again, HUMAN))
     assert (whole.entry_point, whole.setup, len(whole.tests), whole.shown) == ("double", "import math", 3, 1)
     assert (sanitized.entry_point, sanitized.setup, sanitized.shown) == ("half", "import math", 0)
     assert human.reference == 'def one():\n    """One."""\n    return 1\n'
     assert human.tests == ("def check(candidate):\n    assert candidate() == 1\n\ncheck(one)",)
 
-
-def test_the_question_shows_the_shown_tests_and_no_hidden_one(tmp_path):
-    (problem,) = load_problems(written(tmp_path, WHOLE))
-    question = format_question(problem)
+    question = format_question(whole)
     assert "Double a number." in question
     assert "assert double(2) == 4" in question
     assert "double(0)" not in question
 
 
-@pytest.mark.parametrize(
-    ("task_id", "split"),
-    [
-        (1, "prompt"),
-        (10, "prompt"),
-        (11, "test"),
-        (510, "test"),
-        (511, "validation"),
-        (600, "validation"),
-        (601, "train"),
-    ],
-)
-def test_splits_are_those_of_the_paper(tmp_path, task_id, split):
-    (problem,) = load_problems(written(tmp_path, {**WHOLE, "task_id": task_id}))
-    assert find_split(problem.task_id) == split
+def test_splits_are_those_of_the_paper():
+    ends = {1: "prompt", 10: "prompt", 11: "test", 510: "test", 511: "validation", 600: "validation", 601: "train"}
+    assert {number: find_split(str(number)) for number in ends} == ends
 
 
 @pytest.mark.parametrize(
@@ -133,11 +121,6 @@ def test_problems_that_models_are_tested_by_may_be_held_out(tmp_path, config, to
     train = written(tmp_path / "train", WHOLE)
     examples = load_examples(config(train, max_seq_len=512, val_path=written(tmp_path, SANITIZED, HUMAN)), tokenizer)
     assert [json.loads(chat.columns)["task_id"] for chat in examples.held_out_chats] == ["11", "HumanEval/0"]
-
-
-def test_a_problem_that_stands_twice_counts_once(tmp_path):
-    again = {**WHOLE, "task_id": 700, "text": "double  a NUMBER."}
-    assert [problem.task_id for problem in load_problems(written(tmp_path, WHOLE, again))] == ["601"]
 
 
 @pytest.mark.parametrize(
@@ -209,16 +192,13 @@ def test_a_split_without_problems_is_refused(tmp_path):
         load_problems(written(tmp_path, WHOLE), "validation")
 
 
-@pytest.mark.skipif(not MBPP.exists(), reason=f"needs {MBPP}")
-def test_the_sanitized_problems_are_all_read():
+@pytest.mark.skipif(not (MBPP.exists() and HUMAN_EVAL.exists()), reason=f"needs {DATA}")
+def test_the_published_problems_are_all_read_and_all_of_human_eval_is_for_testing():
     # 427 rows (shared/data/mbpp/README.md), two repeat a text; 257 have ids of the test split
     assert len(load_problems(str(MBPP))) == 425
     ids = [row["task_id"] for row in json.loads(MBPP.read_text())]
     assert sum(11 <= number <= 510 for number in ids) == 257
 
-
-@pytest.mark.skipif(not HUMAN_EVAL.exists(), reason=f"needs {HUMAN_EVAL}")
-def test_human_eval_is_all_read_and_all_of_it_is_for_testing():
     problems = load_problems(str(HUMAN_EVAL), "test")
     assert len(problems) == 164
     assert problems[38].entry_point == "decode_cyclic"

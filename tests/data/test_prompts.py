@@ -75,7 +75,9 @@ def test_a_prompt_is_asked_with_the_tokens_of_its_template_and_an_answer_is_cut_
     assert question.question == "why the river"
 
 
-def test_columns_reach_rewards_as_they_are_in_the_row(make_config: MakeConfig, tokenizer: Any):
+def test_columns_reach_rewards_as_in_the_row_by_the_names_of_the_file_and_of_the_config(
+    make_config: MakeConfig, tokenizer: Any
+):
     rows = [
         {"prompt": "one", "answer": 5, "spec": {"a": 1}, "tests": ["x"]},
         {"prompt": "two", "answer": "5", "spec": {"b": [2, None]}},
@@ -84,8 +86,6 @@ def test_columns_reach_rewards_as_they_are_in_the_row(make_config: MakeConfig, t
     assert [question.columns for question in list_questions(prompts.train)] == rows
     assert prompts.report["columns"] == ["prompt", "answer", "spec", "tests"]
 
-
-def test_columns_have_the_names_of_the_file_and_those_of_the_config(make_config: MakeConfig, tokenizer: Any):
     cfg = make_config([{"frage": "one", "loesung": "5"}], data__columns={"question": "frage", "answer": "loesung"})
     (question,) = list_questions(load_prompts(cfg, tokenizer).train)
     assert question.columns == {"frage": "one", "loesung": "5", "question": "one", "answer": "5"}
@@ -98,14 +98,11 @@ def test_csv_and_parquet_are_read_like_jsonl(make_config: MakeConfig, tokenizer:
         table.writeheader()
         table.writerows(rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    read = [
-        [
-            (question.ids, question.columns)
-            for question in list_questions(load_prompts(make_config(given), tokenizer).train)
-        ]
+    from_jsonl, *others = (
+        list_questions(load_prompts(make_config(given), tokenizer).train)
         for given in (rows, tmp_path / "rows.csv", tmp_path / "rows.parquet")
-    ]
-    assert read[0] == read[1] == read[2]
+    )
+    assert others == [from_jsonl] * 2
 
 
 def test_every_row_is_counted_once(make_config: MakeConfig, tokenizer: Any):

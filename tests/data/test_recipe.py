@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_reference import shipped_templates
+from chat_reference import make_chat, shipped_templates
 from processes import HANG_S
 from tokenizers.processors import TemplateProcessing
 
-from sftplay.data.records import Chat, Message, Record, Source, Text
+from sftplay.data.records import Message, Record, Source, Text
 from sftplay.data.render import labels
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import CHATML
@@ -31,11 +31,6 @@ prompt = renderer.prompt_ids(messages) if recipe.template else []
 found = (renderer.render(records), prompt, renderer.end_token_ids, renderer.method, renderer.template_hash)
 pickle.dump((found, sorted({name.split(".")[0] for name in sys.modules})), open(sys.argv[2], "wb"))
 """
-
-
-def make_chat(*texts: str) -> Chat:
-    turns = [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)]
-    return Chat(tuple(turns), WHERE)
 
 
 RECORDS: list[Record] = [

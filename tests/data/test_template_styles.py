@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from chat_reference import one_a_turn, reference, render_text, shipped_templates
+from chat_reference import decode_learned, one_a_turn, reference, render_text, shipped_templates
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -172,9 +172,10 @@ def join_answers(style: str, texts: list[str]) -> str:
 @pytest.mark.parametrize("style", STYLES)
 def test_learned_text_is_the_answers_each_with_its_end_token(modern_tokenizer: Any, style: str, markers: bool):
     chat = make_chat(make_turns(CHATS["three turns"]))
-    found = Renderer.prove(modern_tokenizer, styled(style, markers), samples=[chat]).render([chat])
-    learned = "".join(modern_tokenizer.decode([id for id in example.labels if id != -100]) for example in found)
+    renderer = Renderer.prove(modern_tokenizer, styled(style, markers), samples=[chat])
+    learned = decode_learned(modern_tokenizer, *renderer.render([chat]))
     assert "".join(learned.split()) == join_answers(style, CHATS["three turns"])
+    assert modern_tokenizer.convert_ids_to_tokens(renderer.end_token_ids) == [ENDS.get(style, "</s>")]
 
 
 @pytest.mark.parametrize("markers", [True, False], ids=["markers", "plain"])
@@ -187,7 +188,7 @@ def test_headers_and_special_tokens_that_are_typed_stay_text(modern_tokenizer: A
     for example, turns in zip(found, whole, strict=True):
         text = render_text(modern_tokenizer, template, turns)
         assert (example.problem, example.input_ids) == ("", ids_by_pieces(modern_tokenizer, text))
-    learned = "".join(modern_tokenizer.decode([id for id in example.labels if id != -100]) for example in found)
+    learned = decode_learned(modern_tokenizer, *found)
     assert "".join(learned.split()) == join_answers(style, HEADERS)
     assert sum(example.n_escaped for example in found) == 21  # 5 + 8 + 5 in the questions, 3 in the last answer
 
@@ -274,6 +275,6 @@ def test_an_empty_thought_is_learned_exactly_where_the_prompt_ends_before_it(
     prompt = render_text(modern_tokenizer, template, turns[:-1], add_generation_prompt=True)
     assert prompt.rstrip().endswith("</think>") is not is_learned  # transformers' own rendering decides it
     (found,) = Renderer.prove(modern_tokenizer, template, samples=[]).render([make_chat(turns)])
-    learned = modern_tokenizer.decode([token for token in found.labels if token != -100])
+    learned = decode_learned(modern_tokenizer, found)
     assert ("</think>" in learned) is is_learned
     assert "<think>" in modern_tokenizer.decode(found.input_ids)

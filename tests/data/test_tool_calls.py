@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_reference import render_text, shipped_templates
+from chat_reference import decode_learned, render_text, shipped_templates
 
+from sftplay.data.layouts import to_record
 from sftplay.data.records import Call, Chat, Message, Source
 from sftplay.data.render.render import Renderer
 from sftplay.data.render.templates import CHATML
+from tests.conftest import SHARED_DATA
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
-GLAIVE = SHARED / "glaive-toolcall" / "sharegpt_toolcall_200.json"
-SGD_CHATS = SHARED / "sgd-dialogues" / "tool_calls_60.jsonl"
+GLAIVE = SHARED_DATA / "glaive-toolcall" / "sharegpt_toolcall_200.json"
+SGD_CHATS = SHARED_DATA / "sgd-dialogues" / "tool_calls_60.jsonl"
 needs_rows = pytest.mark.skipif(not (GLAIVE.exists() and SGD_CHATS.exists()), reason="needs the rows of ../shared/data")
 
 TEMPLATES = {"chatml": CHATML, **{name: shipped_templates()[name] for name in ("qwen2_5", "qwen3", "llama3_1")}}
@@ -33,8 +33,8 @@ TOOL = {
 Row = dict[str, Any]
 
 
-def real_rows() -> Iterator[Row]:
-    """Every row in OpenAI's form: `messages`, with arguments as objects, and `tools`."""
+def real_rows() -> Iterator[tuple[Row, Chat]]:
+    """Every row in OpenAI's form, with arguments as objects, and the chat that the kit reads."""
     names = {"human": "user", "gpt": "assistant", "observation": "tool"}
     for row in json.loads(GLAIVE.read_text(encoding="utf-8")):
         turns: list[Row] = []
@@ -44,7 +44,8 @@ def real_rows() -> Iterator[Row]:
             else:
                 turns.append({"role": names[turn["from"]], "content": turn["value"]})
         tools = json.loads(row["tools"] or "[]")
-        yield {"messages": turns, "tools": [{"type": "function", "function": tool} for tool in tools]}
+        given = {"messages": turns, "tools": [{"type": "function", "function": tool} for tool in tools]}
+        yield given, to_record(row, Source("rows", 1))
     for line in SGD_CHATS.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         turns = []
@@ -54,17 +55,7 @@ def real_rows() -> Iterator[Row]:
             turns.append(
                 {"role": turn["role"], "content": turn["content"] or "", **({"calls": calls} if calls else {})}
             )
-        yield {"messages": turns, "tools": row["tools"]}
-
-
-def make_chat(row: Row) -> Chat:
-    messages, name = [], ""
-    for turn in row["messages"]:
-        calls = tuple(Call(call["name"], json.dumps(call["arguments"]), "call00001") for call in turn.get("calls", ()))
-        name = calls[0].name if calls else name
-        about = (name, "call00001") if turn["role"] == "tool" else ("", "")
-        messages.append(Message(turn["role"], turn["content"], calls, *about))
-    return Chat(tuple(messages), Source("rows", 1), tools=json.dumps(row["tools"]) if row["tools"] else "")
+        yield {"messages": turns, "tools": row["tools"]}, to_record(row, Source("rows", 1))
 
 
 def said_and_called(template: str, learned: str) -> list[str | Row]:
@@ -88,13 +79,12 @@ def said_and_called(template: str, learned: str) -> list[str | Row]:
 @needs_rows
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_is_learned_of_real_rows_is_what_the_assistant_says_and_calls(modern_tokenizer: Any, name: str):
-    rows = list(real_rows())
-    chats = [make_chat(row) for row in rows]
+    rows, chats = zip(*real_rows(), strict=True)
     renderer = Renderer.prove(modern_tokenizer, TEMPLATES[name], samples=chats[:8])
     learned = [""] * len(rows)
     for example in renderer.render(chats):
         assert example.problem == ""
-        learned[example.record_index] += modern_tokenizer.decode([id for id in example.labels if id != -100])
+        learned[example.record_index] += decode_learned(modern_tokenizer, example)
     n_calls = 0
     for row, text in zip(rows, learned, strict=True):
         due: list[str | Row] = []
@@ -116,9 +106,9 @@ def test_what_is_learned_of_real_rows_is_what_the_assistant_says_and_calls(moder
 @needs_rows
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
 def test_text_of_real_rows_is_that_of_transformers(modern_tokenizer: Any, name: str):
-    rows = list(real_rows())[::10]
+    rows, chats = zip(*list(real_rows())[::10], strict=True)
     renderer = Renderer.prove(modern_tokenizer, TEMPLATES[name], samples=[])
-    for row, found in zip(rows, renderer.render([make_chat(row) for row in rows]), strict=True):
+    for row, found in zip(rows, renderer.render(chats), strict=True):
         turns = [
             {"role": turn["role"], "content": turn["content"]}
             | ({"tool_calls": [{"function": call} for call in turn["calls"]]} if "calls" in turn else {})
@@ -172,8 +162,7 @@ def test_chatml_without_tools_is_plain_chatml(modern_tokenizer: Any):
 def find_learned(tokenizer: Any, template: str, chat: Chat) -> tuple[str, str]:
     """The learned text of all examples, and the first problem."""
     found = Renderer.prove(tokenizer, template, samples=[]).render([chat])
-    text = "".join(tokenizer.decode([id for id in example.labels if id != -100]) for example in found)
-    return text, next((example.problem for example in found if example.problem), "")
+    return decode_learned(tokenizer, *found), next((example.problem for example in found if example.problem), "")
 
 
 # A template of its own for each way to lose something; the first writes all.

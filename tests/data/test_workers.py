@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,15 @@ def test_several_processes_write_what_one_writes(
     assert together.held_out_chats == alone.held_out_chats
 
 
-def batches(count: int) -> Any:
-    for n in range(count):
-        raw = b'{"prompt": "Why?", "completion": "So."}'
-        yield [(n, Source("a.jsonl", n + 1), raw)], 0.0
-
-
-def mapped(process: psutil.Process) -> set[str]:
-    return {region.path for region in process.memory_maps()}
+@contextmanager
+def processed(tokenizer: Any, n_batches: int) -> Iterator[Generator[Any]]:
+    """The outcomes of equal batches, from two processes; when they are closed, none is left."""
+    raw = b'{"prompt": "Why?", "completion": "So."}'
+    batches = (([(n, Source("a.jsonl", n + 1), raw)], 0.0) for n in range(n_batches))
+    renderer, options = Renderer.prove(tokenizer, CHATML, samples=[]), RowOptions(LayoutOptions(), 64, "truncate")
+    with closing(tokenize.process_all(batches, renderer, options=options, processes=2)) as coming:
+        yield coming
+    assert not children()
 
 
 def children() -> list[psutil.Process]:
@@ -82,44 +84,31 @@ def no_child_of_another_test() -> None:
 
 
 def test_started_processes_hold_neither_torch_nor_transformers_and_end_with_the_work(tokenizer: Any):
-    renderer = Renderer.prove(tokenizer, CHATML, samples=[])
-    with closing(
-        tokenize.process_all(batches(50), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2)
-    ) as coming:
+    with processed(tokenizer, 50) as coming:
         next(coming)
         wait_until(lambda: len(children()) == 2)
-        started = children()
-        for process in started:
-            wait_until(lambda process=process: any("tokenizers" in path for path in mapped(process)))
-            assert not [path for path in mapped(process) if "torch" in path or "transformers" in path]
+        for process in children():
+
+            def mapped(process: psutil.Process = process) -> str:
+                return " ".join(region.path for region in process.memory_maps())
+
+            wait_until(lambda mapped=mapped: "tokenizers" in mapped())
+            assert not re.search("torch|transformers", mapped())
         assert len(list(coming)) == 49
-    assert not children()
 
 
 def test_abandoned_work_leaves_no_process(tokenizer: Any):
-    renderer = Renderer.prove(tokenizer, CHATML, samples=[])
-    coming = tokenize.process_all(
-        batches(10_000), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2
-    )
-    next(coming)
-    assert children()
-    coming.close()
-    assert not children()
+    with processed(tokenizer, 10_000) as coming:
+        next(coming)
+        assert children()
 
 
 def test_killed_process_is_said_and_the_others_end(tokenizer: Any):
-    renderer = Renderer.prove(tokenizer, CHATML, samples=[])
-    with closing(
-        tokenize.process_all(
-            batches(100_000), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2
-        )
-    ) as coming:
+    with processed(tokenizer, 100_000) as coming:
         next(coming)
         os.kill(children()[0].pid, signal.SIGKILL)
         with pytest.raises(MachineError, match="a process that tokenises was killed"):
-            for _ in coming:
-                pass
-    assert not children()
+            list(coming)
 
 
 PARENT = """
@@ -183,10 +172,7 @@ def test_interrupt_while_processes_start_is_the_parents_alone(
         return future
 
     monkeypatch.setattr(ProcessPoolExecutor, "submit", submit_and_interrupt)
-    renderer = Renderer.prove(tokenizer, CHATML, samples=[])
-    done = list(
-        tokenize.process_all(batches(20), renderer, options=RowOptions(LayoutOptions(), 64, "truncate"), processes=2)
-    )
-    assert len(done) == 20
+    with processed(tokenizer, 20) as coming:
+        assert len(list(coming)) == 20
     assert len(started) >= 2
     assert "KeyboardInterrupt" not in capfd.readouterr().err

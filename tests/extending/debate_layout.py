@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sftplay.data.layouts import Body, needed, needed_text
 from sftplay.data.records import Message
-from sftplay.data.turns import RowFields, expect_list, expect_text
+from sftplay.data.row_fields import RowFields, expect_list, expect_text
 
 
 def _from_debate(row: RowFields) -> Body:

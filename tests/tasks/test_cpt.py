@@ -19,7 +19,6 @@ import pytest
 from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
 from small_run import write_small_run
 
-from sftplay.data.mixture import load
 from sftplay.data.mixture.mixture import Mixture, source_and_block
 from sftplay.launch.checkpoints import read_marker
 from sftplay.train.exact_batch import ExactBatchMixin
@@ -133,29 +132,6 @@ def test_a_resumed_run_goes_on_with_the_next_block_and_reads_none_before_it(
         resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
     assert_equal(resumed, finished)
     assert set(read) - {0} == set(range(24, 48))  # the first row is shown in samples/
-
-
-@pytest.mark.slow
-def test_a_streamed_run_is_that_of_rows_in_memory_and_its_report_is_whole_at_the_end(
-    inputs: Inputs, mixture: dict[str, Any], tmp_path: Path
-):
-    whole = {**mixture, "datasets": [{**source, "split": 0.0} for source in mixture["datasets"]]}
-    whole |= {"data__split": None, "train__eval_steps": None, "train__max_steps": 3}
-    one = train(tmp_path / "memory", inputs, **whole)
-    fresh = {"data__processed_dir": str(tmp_path / "processed"), "cpt__streaming": True}
-    real, started = load.start_tokenize_process, []
-
-    def start(job: Any) -> Any:
-        started.append(real(job))
-        assert started[-1].wait() == 0
-        return started[-1]
-
-    with patch.object(load, "start_tokenize_process", start):
-        other = train(tmp_path / "streamed", inputs, **{**whole, **fresh})
-    assert len(started) == 2
-    assert_equal(one, other)
-    counts = [json.loads((run.folder.path / "data_report.json").read_text())["label_tokens"] for run in (one, other)]
-    assert counts[0] == counts[1] > 0
 
 
 def test_one_source_of_documents_trains_by_train_path_alone(inputs: Inputs, mixture: dict[str, Any], tmp_path: Path):

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
-from sftplay import log
 from sftplay.config.run import RunConfig
-from sftplay.data.cache import fingerprint, is_sound
+from sftplay.data.cache import fingerprint
 from sftplay.data.mixture.mixture import BlockForm, Document, MixSource, Mixture, SourceRows
 from sftplay.data.mixture.sources import SourceJob, list_source_jobs, prove_renderers
-from sftplay.data.mixture.store import Documents, Store, StreamedStore, nothing_to_learn
-from sftplay.data.mixture.tokenize_process import start_tokenize_process
+from sftplay.data.mixture.store import Documents, Store, nothing_to_learn
 from sftplay.data.records import Chat, chat_from_json
 from sftplay.data.render.render import Renderer
 from sftplay.data.row_outcomes import SIDES, Side
@@ -40,14 +37,11 @@ def mixture_report(
     Of each source `tokens_read` = tokens + cut_tokens + sum of dropped_tokens, and `tokens` = label_tokens +
     first_of_document + masked_tokens.
     """
-    for source in sources:
-        source.store.refresh()
     total = sum(source.weight for source in sources)
-    is_known = all(source.store.index.is_whole for source in train.sources)
-    planned: dict[int, tuple[int | None, float | None]] = {**(train.read_times() if is_known else {})}
+    planned = train.read_times()
     found, warnings, notes = {}, [], []
     for source, job in zip(sources, jobs, strict=True):
-        n_rows, n_epochs = planned.get(source.number, (None, None) if source.weight and not is_known else (0, 0.0))
+        n_rows, n_epochs = planned.get(source.number, (0, 0.0))
         report = source.store.report()
         train_counts, held_out_counts = (
             _count_side(source.store.sides[side], report.get("sources", {}).get(side, {}), cfg=cfg) for side in SIDES
@@ -66,7 +60,7 @@ def mixture_report(
         }
         # Muennighoff et al., Scaling Data-Constrained Language Models (2023), find that up to four epochs teach almost
         # as much as fresh data.
-        if n_epochs and n_epochs > 4:
+        if n_epochs > 4:
             what = f"{source.name} is read {n_epochs:.1f} times; more of it, or a smaller weight, keeps the model from"
             warnings.append(f"{what} memorizing it")
         notes += report.get("notes", [])
@@ -95,9 +89,8 @@ def mixture_table(report: Mapping[str, Any]) -> str:
         f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
     ]
     for name, source in report["sources"].items():
-        held_out, planned = source["held_out"], "more is being tokenised"
-        if source["planned_rows"] is not None:
-            planned = f"read {source['planned_epochs']:.2f} times in {source['planned_rows']:,} rows"
+        held_out = source["held_out"]
+        planned = f"read {source['planned_epochs']:.2f} times in {source['planned_rows']:,} rows"
         lines += [
             f"  {name:<14} {source['type']}, share {source['planned_share']:.1%}   {source['path']}",
             f"    train        {source['documents']:,} documents, {source['tokens']:,} tokens,"
@@ -149,12 +142,10 @@ class MixtureRows:
     sources: list[MixSource]  # all of them, in the order of the config
     renderer: Renderer  # the renderer of the chats, or of the documents if there are no chats
     steps: int  # optimizer steps of the run: `train` has that many effective batches of rows
-    steps_per_epoch: int | None  # None while the length of the sources is not known yet
+    steps_per_epoch: int
     fingerprint: str  # changes with any row or its place; a longer run begins with the same rows
     report: dict[str, Any]
-    """The content of `data_report.json`. Of a source that is still being tokenised it has no counts."""
-
-    report_now: Callable[[], dict[str, Any]]  # compute the report again: at the end of a run there is more to count
+    """The content of `data_report.json`."""
 
     def source(self, name: str) -> MixSource:
         return next(source for source in self.sources if source.name == name)
@@ -179,11 +170,12 @@ def load_mixture(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
     """
     renderers = prove_renderers(cfg, tokenizer, template=renderer_template)
     jobs = list_source_jobs(cfg, tokenizer, renderers=renderers)
-    stores = _open_stores(cfg, jobs)
-    sources = [
-        MixSource(number, source.name, source.type, source.weight, store)
-        for number, (source, store) in enumerate(zip(cfg.sources, stores, strict=True))
-    ]
+    sources = []
+    for number, (source, job) in enumerate(zip(cfg.sources, jobs, strict=True)):
+        store = Store.open(job.ensure())
+        if source.weight and not store.sides["train"].n_learned:
+            raise nothing_to_learn(store, path=source.path)
+        sources.append(MixSource(number, source.name, source.type, source.weight, store))
     form = BlockForm(cfg.row_tokens, cfg.cpt.cross_document, cfg.cpt.weights_of)
     train = Mixture(sources, form, seed=cfg.seed)
     steps, per_epoch = _count_steps(cfg, train)
@@ -196,7 +188,6 @@ def load_mixture(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
         "form": [form.size, form.crosses_documents, form.unit],
         "seed": cfg.seed,
     }
-    make_report = partial(mixture_report, cfg, train, sources=sources, renderer=renderer, jobs=jobs)
     return MixtureRows(
         train=train,
         held_out={name: rows for name, rows in held_out.items() if len(rows)},
@@ -205,40 +196,15 @@ def load_mixture(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
         steps=steps,
         steps_per_epoch=per_epoch,
         fingerprint=fingerprint(parts),
-        report=make_report(),
-        report_now=make_report,
+        report=mixture_report(cfg, train, sources=sources, renderer=renderer, jobs=jobs),
     )
 
 
-def _open_stores(cfg: RunConfig, jobs: Sequence[SourceJob]) -> list[Store]:
-    """Open the store of each source: whole, or with `cpt.streaming` filled while it is read."""
-    whole = {job.folder for job in jobs if is_sound(job.folder)}
-    streamed = cfg.cpt.streaming and log.local_rank() == 0
-    processes = {
-        job.folder: start_tokenize_process(job)
-        for job in jobs
-        if streamed and job.folder not in whole and not job.only_held_out
-    }
-    stores: list[Store] = []
-    for source, job in zip(cfg.sources, jobs, strict=True):
-        if cfg.cpt.streaming and job.folder not in whole and source.weight:
-            stores.append(StreamedStore(job.folder, path=source.path, process=processes.get(job.folder)))
-            continue
-        store = Store.open(job.folder if job.folder in whole else job.ensure())
-        if source.weight and not store.sides["train"].n_learned:
-            raise nothing_to_learn(store, path=source.path)
-        stores.append(store)
-    return stores
-
-
-def _count_steps(cfg: RunConfig, train: Mixture) -> tuple[int, int | None]:
+def _count_steps(cfg: RunConfig, train: Mixture) -> tuple[int, int]:
     """Count the steps of the run, and of one epoch: every document with a weight read once, or else every chat."""
     batch, tokens, steps = cfg.train.effective_batch_size, cfg.cpt.train_tokens, cfg.train.max_steps
     if tokens is not None:
         steps = math.ceil(tokens / (batch * (cfg.row_tokens - 1)))
-    if not all(source.store.index.is_whole for source in train.sources):
-        assert steps is not None, "rules.cpt has let a streamed run without a length pass"
-        return steps, None
     all_sources = range(len(train.sources))
     read = [at for at in all_sources if train.sources[at].kind == "cpt"] or all_sources
 

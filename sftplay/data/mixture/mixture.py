@@ -61,12 +61,12 @@ class ReadingOrder:
         while len(self._chunks) <= number:
             # Note the next chunk: a group in one epoch; or in many, where one small group is all there is.
             first, group, epoch = self._next
-            if not self.documents.has_group(group):
+            if group >= len(self.documents.group_ends):
                 if self._seed is None or group == 0:
                     return None
                 group, epoch = 0, epoch + 1
             start, end = self.documents.group(group)
-            is_all = self.documents.is_whole and len(self.documents.group_ends) == 1 and self._seed is not None
+            is_all = len(self.documents.group_ends) == 1 and self._seed is not None
             n_epochs = max(1, GROUP_DOCUMENTS // (end - start)) if is_all else 1
             self._chunks.append((first, group, range(epoch, epoch + n_epochs)))
             self._next = first + n_epochs * (end - start), group + 1, epoch + n_epochs - 1

@@ -2,67 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sftplay.atomic import read_object, write_text
 from sftplay.config.data import DataConfig, SourceType, held_out_share
 from sftplay.config.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.files import list_files
+from sftplay.data.digests import expect_unchanged, kept_digest
 from sftplay.data.layouts import select_data_config
 from sftplay.data.mixture.store import Index, StoreWriter
-from sftplay.data.pipeline import DEFAULT_SPLIT, describe_rows, expect_unchanged, sample_records
-from sftplay.data.read import content_digest, is_hub_name
+from sftplay.data.pipeline import DEFAULT_SPLIT, describe_rows, sample_records
 from sftplay.data.render.render import Recipe, Renderer
 from sftplay.data.render.templates import resolve_template
 from sftplay.data.tokenize import Input, Preparation
-
-FOLDER = "digests"
-WORTH_BYTES = 1 << 24  # smaller files are hashed at once
-GRAIN_NS = 2_000_000_000
-"""Two changes within the clock's grain leave one stamp. A file that was changed so shortly before is hashed again."""
-
-
-def kept_digest(path: str, folder: Path) -> str:
-    """As `content_digest`; the digest of a large file or folder is kept below `folder` while no file's stamp changes.
-    Raise DataError where a file cannot be read.
-    """
-    if is_hub_name(path):
-        return content_digest(path)
-    stamps = _read_stamps(path)
-    if sum(stamp[1] for stamp in stamps) < WORTH_BYTES:
-        return content_digest(path)
-    note = folder / FOLDER / f"{fingerprint({'path': str(Path(path).absolute())})}.json"
-    known = read_object(note)
-    if known.get("stamps") == stamps:
-        return str(known["digest"])
-    began = time.time_ns()
-    digest = content_digest(path)
-    if max(stamp[4] for stamp in stamps) < began - GRAIN_NS and _read_stamps(path) == stamps:
-        with suppress(OSError):
-            write_text(note, json.dumps({"path": path, "stamps": stamps, "digest": digest}))
-    return digest
-
-
-def _read_stamps(path: str) -> list[list[Any]]:
-    """Name, size, inode, and the times in ns of the last change of content, and of anything: no program sets that."""
-    found = [(str(file), file.stat()) for file in list_files(path)]
-    return [[name, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in found]
-
 
 STORE_VERSION = 1  # to be raised when the same tokens lie in a store in another way; older stores are then not used
 
 
 @dataclass(frozen=True)
 class SourceJob:
-    """Everything that makes a source's store; it can be pickled, and needs no transformers."""
+    """Everything that makes a source's store."""
 
     data: DataConfig  # the settings by which the rows of this source are read and judged
     recipe: Recipe
@@ -81,24 +43,22 @@ class SourceJob:
         parts |= {"max_tokens": self.max_tokens, "only_held_out": self.only_held_out}
         return Path(self.data.processed_dir) / fingerprint(parts)
 
-    def ensure(self, *, is_streamed: bool = False) -> Path:
+    def ensure(self) -> Path:
         """Return the folder of the store, whole; a store that a killed process has left is completed.
 
-        With `is_streamed` a bad row ends the pass at once, because others read the store already.
         Raise DataError for the same reasons as `Preparation.run`, or where a file has changed meanwhile.
         """
-        held_out_first = all(given.share in (0.0, 1.0) for given in self.inputs)
         has_chats, max_tokens = self.max_tokens is not None, self.max_tokens
         index = Index(id_bytes=self.id_bytes, has_mask=has_chats)
 
         def write_store(folder: Path) -> None:
-            with StoreWriter(folder, index, held_out_first=held_out_first, is_streamed=is_streamed) as files:
+            with StoreWriter(folder, index) as files:
                 renderer, only_held_out = Renderer.from_recipe(self.recipe), self.only_held_out
                 preparation = Preparation(
                     self.data, renderer, max_tokens=max_tokens, only_held_out=only_held_out, only_chats=has_chats
                 )
                 preparation.run(self.inputs, files, guarded=self.guarded)
-                expect_unchanged(self.digests)
+                expect_unchanged(self.digests, self.data.processed_dir)
 
         return ensure_folder(self.folder, write_store, resumes=True)
 
@@ -120,7 +80,7 @@ def prove_renderers(cfg: RunConfig, tokenizer: Any, *, template: str | None) -> 
 def list_source_jobs(cfg: RunConfig, tokenizer: Any, *, renderers: Mapping[SourceType, Renderer]) -> list[SourceJob]:
     """List the job of each source, in order. Raises DataError: a file cannot be read."""
     rows = [path for source in cfg.sources for path in (source.path, source.val_path)]
-    digests = {path: kept_digest(path, Path(cfg.data.processed_dir)) for path in (*rows, cfg.data.test_path) if path}
+    digests = {path: kept_digest(path, cfg.data.processed_dir) for path in (*rows, cfg.data.test_path) if path}
     id_bytes = 2 if max(tokenizer.get_vocab().values()) < 1 << 16 else 4
     jobs = []
     for source in cfg.sources:

@@ -1,26 +1,24 @@
-"""A source's tokens on disk: written by the pass over its rows, read while they grow."""
+"""A source's tokens on disk: written by the pass over its rows, read by mapping them into memory."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sftplay.atomic import examine_object, is_locked, unfinished_folder, write_text
-from sftplay.data.cache import SEAL, get_lock_path
+from sftplay.atomic import write_text
 from sftplay.data.records import IGNORE_INDEX, Source
 from sftplay.data.row_outcomes import SIDES, Example, RowCounts, RowOutcome, RowPolicies, Side, where_rows_went
 from sftplay.data.tokenize import CHATS, REFUSED, REPORT, Output, refused_line
-from sftplay.errors import DataError, RunError, error_from_json
+from sftplay.errors import DataError
 
 Ints = NDArray[np.int64]
 
@@ -42,14 +40,6 @@ class Documents:
     table: NDArray[Any]  # one ENTRY a document
     group_ends: list[int]  # number of documents up to the end of each group
     learned: NDArray[np.uint8] | None = None  # 1 where a token is learned; None where all are but a document's first
-    is_whole: bool = True  # false while more documents may come
-    wait_for_more: Callable[[], None] | None = None  # wait until another process has written more of them
-
-    def has_group(self, number: int) -> bool:
-        """Return whether there is a group of that number; wait for it while documents are still coming."""
-        while self.wait_for_more and number >= len(self.group_ends) and not self.is_whole:
-            self.wait_for_more()
-        return number < len(self.group_ends)
 
     def group(self, number: int) -> tuple[int, int]:
         """Return the first document of a group, and the first behind it."""
@@ -85,36 +75,40 @@ class Documents:
         return known if first else np.concatenate((np.zeros(1, np.int64), known))
 
 
+def find_group_ends(table: NDArray[Any]) -> list[int]:
+    """Return the number of documents up to the end of each group."""
+    found: list[int] = []
+    ends, begin = table["end"], 0
+    while begin < len(table):
+        n_tokens = (int(ends[begin - 1]) if begin else 0) + GROUP_TOKENS
+        last = min(begin + GROUP_DOCUMENTS, len(table))
+        begin = min(bisect_left(ends, n_tokens, begin, last) + 1, last)  # a few entries are read, not the whole table
+        found.append(begin)
+    return found
+
+
 INDEX = "index.json"
 
 
 @dataclass
 class Index:
-    """The part of a store that is valid for its readers."""
+    """How to read the files of a store, and where a process that takes over the writing continues."""
 
     id_bytes: int  # of each token: 2 or 4
     has_mask: bool  # not all tokens are learned
-    groups: dict[Side, list[int]] = field(default_factory=lambda: {side: [] for side in SIDES})
-    """For each side the number of documents up to the end of each group."""
-
     paths: list[str] = field(default_factory=list)  # the files in which the documents stand, by number
-    whole: list[Side] = field(default_factory=list)  # sides to which no document is added any more
     resume: dict[str, Any] = field(default_factory=dict)
-    """Where a process that takes over the writing continues; empty in a whole store."""
-
-    @property
-    def is_whole(self) -> bool:
-        """True if the store is finished."""
-        return len(self.whole) == len(SIDES)
+    """The progress of an unfinished store; empty in a whole one."""
 
     def write(self, folder: Path) -> None:
-        """Show the store so far to its readers."""
         write_text(folder / INDEX, json.dumps(vars(self)))
 
     @classmethod
     def read(cls, folder: Path) -> Index:
         """Read the index of a store, or raise OSError where there is none yet."""
-        return cls(**json.loads((folder / INDEX).read_text(encoding="utf-8")))
+        found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        # Stores of older releases name more.
+        return cls(**{name: found[name] for name in ("id_bytes", "has_mask", "paths", "resume")})
 
 
 @dataclass
@@ -127,32 +121,29 @@ class Store:
 
     @classmethod
     def open(cls, folder: Path) -> Store:
-        """Open the part of the store in `folder` that its index shows."""
+        """Open the whole store in `folder`."""
         index, sides = Index.read(folder), dict[Side, Documents]()
 
-        def map_file(name: str, dtype: Any, *, count: int) -> Any:
-            """Return the first `count` numbers of a file, without reading them."""
-            return np.memmap(folder / name, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
+        def map_file(name: str, dtype: Any) -> Any:
+            """Return the numbers of a file, without reading them."""
+            path = folder / name
+            return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
         for side in SIDES:
-            groups = index.groups[side]
-            table = map_file(f"{side}.documents", ENTRY, count=groups[-1] if groups else 0)
-            n_tokens = int(table["end"][-1]) if len(table) else 0
-            tokens = map_file(f"{side}.tokens", np.dtype(f"<u{index.id_bytes}"), count=n_tokens)
-            learned = map_file(f"{side}.learned", np.dtype(np.uint8), count=n_tokens) if index.has_mask else None
-            sides[side] = Documents(tokens, table, groups, learned, side in index.whole)
+            table = map_file(f"{side}.documents", ENTRY)
+            tokens = map_file(f"{side}.tokens", np.dtype(f"<u{index.id_bytes}"))
+            learned = map_file(f"{side}.learned", np.dtype(np.uint8)) if index.has_mask else None
+            sides[side] = Documents(tokens, table, find_group_ends(table), learned)
         return cls(folder, index, sides)
 
     def place(self, side: Side, document: int) -> Source:
         entry = self.sides[side].table[document]
         return Source(self.index.paths[int(entry["path"])], int(entry["line"]), int(entry["record"]))
 
-    def refresh(self) -> None:
-        """Show all that is there by now; of a whole store nothing is missing."""
-
     def report(self) -> dict[str, Any]:
-        """Return the counts of the pass that wrote it; empty while it is being written."""
-        return json.loads((self.folder / REPORT).read_text(encoding="utf-8")) if self.index.is_whole else {}
+        """Return the counts of the pass that wrote it."""
+        found: dict[str, Any] = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
+        return found
 
     def chats(self) -> list[str]:
         return (self.folder / CHATS).read_text(encoding="utf-8").splitlines()
@@ -161,24 +152,24 @@ class Store:
 SEEN = "seen_records"  # the keys of all records so far; a file of an unfinished store only
 SEEN_ENTRY = np.dtype([("keys", "<u8", 3), ("is_held_out", "u1"), ("is_chat", "u1")])
 
+ROWS_BETWEEN_NOTES = 16_384
+"""After so many rows the progress is noted; a killed process loses no more than these."""
+
 
 class StoreWriter(Output):
     """Write the store in `folder`, from where an earlier process has left it: the output of a pass over rows."""
 
-    def __init__(self, folder: Path, index: Index, *, held_out_first: bool = True, is_streamed: bool = False) -> None:
-        """`index` is that of a new store. With `held_out_first` no row is held out after the first to train on.
-
-        With `is_streamed` a bad row ends the pass before the next group is shown, not at the end of all rows.
-        """
-        self._folder, self._held_out_first, self._is_followed = folder, held_out_first, is_streamed
+    def __init__(self, folder: Path, index: Index) -> None:
+        """`index` is that of a new store."""
+        self._folder = folder
         with suppress(OSError, ValueError, TypeError, KeyError):
             index = Index.read(folder)
         self.index = index
         self._files, self._closing = dict[str, BinaryIO](), ExitStack()
         self._path_numbers = {path: number for number, path in enumerate(index.paths)}
-        self._sides = {side: _Side(**index.resume.get("sides", {}).get(side, {})) for side in SIDES}
-        self._n_rows = int(index.resume.get("rows", 0))
-        self._has_news = False
+        sides = index.resume.get("sides", {})
+        self._ends = {side: sides.get(side, {"n_tokens": 0, "n_learned": 0}) for side in SIDES}
+        self._n_rows = self._n_noted = int(index.resume.get("rows", 0))
 
     def __enter__(self) -> StoreWriter:
         kinds = ["tokens", "documents", *(["learned"] if self.index.has_mask else [])]
@@ -202,8 +193,6 @@ class StoreWriter(Output):
                 seen={side: seen["keys"][sides[side]] for side in SIDES},
                 chats=seen["keys"][sides["train"] & (seen["is_chat"] == 1)],
             )
-        else:
-            self.index.write(self._folder)
         return self._n_rows
 
     def write(self, side: Side, kept: Sequence[tuple[RowOutcome, Example]]) -> None:
@@ -219,19 +208,19 @@ class StoreWriter(Output):
             learned[starts] = 0  # nothing stands before a first token
             n_learned = np.add.reduceat(learned, starts, dtype=np.int64)
             self._files[f"{side}.learned"].write(learned.tobytes())
-        filled, numbers = self._sides[side], self._path_numbers
+        ends, numbers = self._ends[side], self._path_numbers
         table = np.zeros(len(kept), ENTRY)
-        table["end"] = filled.n_tokens + np.cumsum(lengths)
-        table["learned_end"] = filled.n_learned + np.cumsum(n_learned)
+        table["end"] = ends["n_tokens"] + np.cumsum(lengths)
+        table["learned_end"] = ends["n_learned"] + np.cumsum(n_learned)
         table["n_bytes"] = [example.n_bytes for _, example in kept]
         table["row"] = [outcome.row for outcome, _ in kept]
         table["line"] = [outcome.source.line for outcome, _ in kept]
         table["record"] = [outcome.source.record for outcome, _ in kept]
         table["path"] = [numbers.setdefault(outcome.source.path, len(numbers)) for outcome, _ in kept]
         self.index.paths = list(numbers)
+        self._ends[side] = {"n_tokens": int(table["end"][-1]), "n_learned": int(table["learned_end"][-1])}
         self._files[f"{side}.tokens"].write(ids.astype(f"<u{self.index.id_bytes}").tobytes())
         self._files[f"{side}.documents"].write(table.tobytes())
-        self._add_groups(side, filled.add(table))
 
     def write_chat(self, chat: str) -> None:
         self._files[CHATS].write(chat.encode() + b"\n")
@@ -240,7 +229,7 @@ class StoreWriter(Output):
         self._files[REFUSED].write(refused_line(place, reason).encode())
 
     def end_batch(self, outcomes: Sequence[RowOutcome], policies: RowPolicies) -> None:
-        """As `Output.end_batch`: show the store so far where there is more to see."""
+        """As `Output.end_batch`: note the progress from time to time."""
         judged = [outcome for outcome in outcomes if not outcome.refused]
         seen = np.zeros(len(judged), SEEN_ENTRY)
         if judged:
@@ -249,163 +238,28 @@ class StoreWriter(Output):
             seen["is_chat"] = [outcome.is_chat for outcome in judged]
         self._files[SEEN].write(seen.tobytes())
         self._n_rows += len(outcomes)
-        is_training = any(not outcome.held_out for outcome in outcomes)
-        if self._held_out_first and is_training and "held_out" not in self.index.whole:
-            self._end_side("held_out")
-        if self._is_followed and policies.n_bad:
-            policies.check()
-        if self._has_news and not policies.n_bad:
-            self._show(policies)
+        if self._n_rows - self._n_noted >= ROWS_BETWEEN_NOTES and not policies.n_bad:
+            self._note_progress(policies)
 
     def finish(self, report: Mapping[str, Any]) -> None:
-        for side in SIDES:
-            if side not in self.index.whole:
-                self._end_side(side)
         self._closing.close()
         (self._folder / REPORT).write_text(json.dumps(report), encoding="utf-8")
         (self._folder / SEEN).unlink()
         self.index.resume = {}
-        self.index.whole.sort()
         self.index.write(self._folder)
 
-    def _show(self, policies: RowPolicies) -> None:
+    def _note_progress(self, policies: RowPolicies) -> None:
         for file in self._files.values():
             file.flush()
-            os.fsync(file.fileno())  # what the index shows must be there after a power cut too
+            os.fsync(file.fileno())  # what the index promises must be there after a power cut too
         self.index.resume = {
             "rows": self._n_rows,
             "lengths": {name: file.tell() for name, file in self._files.items()},
             "counts": {side: policies.counts[side].as_state() for side in SIDES},
-            "sides": {side: asdict(filled) for side, filled in self._sides.items()},
+            "sides": self._ends,
         }
         self.index.write(self._folder)
-        self._has_news = False
-
-    def _end_side(self, side: Side) -> None:
-        filled = self._sides[side]  # its last group may not be full
-        self._add_groups(side, [filled.n_documents] if filled.n_documents > filled.group_documents else [])
-        self.index.whole.append(side)
-        self._has_news = True
-
-    def _add_groups(self, side: Side, ends: list[int]) -> None:
-        self.index.groups[side] += ends
-        self._has_news |= bool(ends)
-
-
-@dataclass
-class _Side:
-    """The progress of one side."""
-
-    n_documents: int = 0
-    n_tokens: int = 0
-    n_learned: int = 0
-    group_documents: int = 0  # documents before the open group
-    group_tokens: int = 0  # tokens before it
-
-    def add(self, table: Any) -> list[int]:
-        """Count new documents; return where groups end among them."""
-        before, ends = self.n_documents, table["end"]
-        found: list[int] = []
-        self.n_documents += len(table)
-        self.n_tokens, self.n_learned = int(ends[-1]), int(table["learned_end"][-1])
-        while True:
-            by_tokens = before + int(np.searchsorted(ends, self.group_tokens + GROUP_TOKENS)) + 1
-            end = min(self.group_documents + GROUP_DOCUMENTS, by_tokens)
-            if end > self.n_documents:
-                return found
-            found.append(end)
-            self.group_documents, self.group_tokens = end, int(ends[end - 1 - before])
-
-
-T = TypeVar("T")
-
-POLL_S = 0.05
-ABANDONED_S, STARTS_S = 5.0, 300.0
-"""An unfinished store without a lock for this long has lost its writer, or at the start never had one.
-Before the writer of this run starts there may be rows of an earlier run."""
-
-
-def get_failure_path(folder: Path) -> Path:
-    """Return the path of the file in which the writer leaves its error."""
-    return folder.with_name(f"{folder.name}.failed.json")
-
-
-class StreamedStore(Store):
-    """A store that another process writes."""
-
-    def __init__(self, folder: Path, *, path: str, process: subprocess.Popen[bytes] | None = None) -> None:
-        """Wait until the store shows something. `path` is that of the source's rows, for messages.
-
-        `process` is the one that fills it, if this process started it.
-        Raise the SftplayError of the writer.
-        """
-        self._final, self._path, self._process = folder, path, process
-        self._was_held = False
-        seen = self._wait_for(None)
-        super().__init__(seen.folder, seen.index, seen.sides)
-        self._show(seen)
-
-    def chats(self) -> list[str]:
-        return self._read(super().chats)
-
-    def report(self) -> dict[str, Any]:
-        return self._read(super().report)
-
-    def _read(self, read: Callable[[], T]) -> T:
-        """Read again while the folder is getting its final name."""
-        for _ in range(20):
-            try:
-                return read()
-            except FileNotFoundError:
-                time.sleep(POLL_S)
-                self.folder = self._final if (self._final / SEAL).exists() else self.folder
-        return read()
-
-    def refresh(self) -> None:
-        """As `Store.refresh`: the writer may be further than what has been read."""
-        if seen := self._open(self.index):
-            self._show(seen)
-
-    def _follow(self) -> None:
-        """Wait until the index shows more, then show it too."""
-        self._show(self._wait_for(self.index))
-        if self.index.is_whole and not self.sides["train"].n_learned:
-            raise nothing_to_learn(self, path=self._path)
-
-    def _show(self, seen: Store) -> None:
-        self.folder, self.index = seen.folder, seen.index
-        for side in SIDES:
-            vars(self.sides[side]).update(vars(seen.sides[side]), wait_for_more=self._follow)
-
-    def _wait_for(self, known: Index | None) -> Store:
-        """Return the store as soon as its index is another than the known one."""
-        held_at = time.monotonic()
-        while True:
-            seen = self._open(known)
-            if seen is not None:
-                return seen
-            failure, _ = examine_object(get_failure_path(self._final))
-            if failure:
-                raise error_from_json(failure)
-            now, has_ended = time.monotonic(), self._process is not None and self._process.poll() is not None
-            if is_locked(get_lock_path(self._final)):
-                held_at, self._was_held = now, True
-            elif now - held_at > (ABANDONED_S if self._was_held or has_ended else STARTS_S):
-                fix = "look for its cause in the rank's log, then resume the run: what is tokenised is kept"
-                what = "the process that tokenises the rows has ended before it was done"
-                raise RunError(what, where=self._path, fix=fix)
-            time.sleep(POLL_S)
-
-    def _open(self, known: Index | None) -> Store | None:
-        """Open the store where it shows more than the known index."""
-        for folder in (self._final, unfinished_folder(self._final), self._final):  # it may be renamed between two looks
-            if folder == self._final and not (folder / SEAL).exists():
-                continue
-            with suppress(OSError, ValueError):
-                store = Store.open(folder)
-                if known is None or store.index != known:
-                    return store
-        return None
+        self._n_noted = self._n_rows
 
 
 def nothing_to_learn(store: Store, *, path: str) -> DataError:

@@ -36,9 +36,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
     mixture = load_mixture(cfg, tokenizer)
     if mixture.renderer.template is not None:
         tokenizer.chat_template = mixture.renderer.template
-    per_epoch = mixture.steps_per_epoch
-    if per_epoch is not None:
-        note_blocks(cfg, per_epoch * cfg.train.effective_batch_size)
+    note_blocks(cfg, mixture.steps_per_epoch * cfg.train.effective_batch_size)
     names = [source.name for source in mixture.sources]
     held_out = HeldOutBlocks([mixture.held_out.get(name, ()) for name in names])
     return Rows(
@@ -47,9 +45,8 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
         report=mixture.report,
         recipe=describe_renderer(mixture.renderer),
         source=mixture,
-        order=RowOrder(steps=mixture.steps, steps_per_epoch=per_epoch or mixture.steps, digest=mixture.fingerprint),
+        order=RowOrder(steps=mixture.steps, steps_per_epoch=mixture.steps_per_epoch, digest=mixture.fingerprint),
         source_names=tuple(names),
-        final_report=mixture.report_now if cfg.cpt.streaming else None,
         learned_tokens=int(mixture.report["label_tokens"]),
     )
 

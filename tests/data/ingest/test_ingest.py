@@ -23,8 +23,9 @@ from sftplay.cli import main
 from sftplay.data.ingest import reading
 from sftplay.data.ingest.children import NO_ROOM_CODE, ChildEnd
 from sftplay.data.ingest.finishing import joined, split_sections
-from sftplay.data.layouts import to_record, unused_columns
+from sftplay.data.layouts import to_record
 from sftplay.data.read import read_rows
+from sftplay.data.row_outcomes import unused_columns
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN = [] if find_spec("ftfy") else ["--without", "encoding"]

@@ -21,10 +21,10 @@ Mixed = Callable[..., RunConfig]
 Write = Callable[..., Path]
 
 
-def test_documents_are_those_that_plain_training_on_texts_renders(
-    tokenizer: Any, mixed: Mixed, config: Callable[..., RunConfig], domain: dict[str, Any]
+def test_documents_and_chats_are_those_that_plain_training_renders_and_masks(
+    tokenizer: Any, mixed: Mixed, config: Callable[..., RunConfig], chats: dict[str, Any], domain: dict[str, Any]
 ):
-    rows = load_mixture(mixed([domain], split=0.2), tokenizer)
+    rows = load_mixture(mixed([domain, chats], split=0.2), tokenizer)
     plain = load_examples(config(domain["path"], max_seq_len=100_000, split=0.2), tokenizer)
     for side, examples in (("train", plain.train), ("held_out", plain.held_out)):
         documents = list(rows.documents("domain", side))
@@ -33,11 +33,6 @@ def test_documents_are_those_that_plain_training_on_texts_renders(
         assert [doc.labels.tolist() for doc in documents] == [[-100, *ids[1:]] for ids in examples["input_ids"]]
     assert all(doc.n_bytes == len(tokenizer.decode(doc.ids, skip_special_tokens=True).encode()) for doc in documents)
 
-
-def test_chats_are_masked_as_plain_training_masks_them(
-    tokenizer: Any, mixed: Mixed, config: Callable[..., RunConfig], chats: dict[str, Any], domain: dict[str, Any]
-):
-    rows = load_mixture(mixed([domain, chats], size=64, split=0.2), tokenizer)
     plain = load_examples(config(chats["path"], max_seq_len=64, split=0.2), tokenizer)
     documents = list(rows.documents("chat", "train"))
     assert [doc.ids.tolist() for doc in documents] == list(plain.train["input_ids"])
@@ -102,22 +97,6 @@ def test_one_epoch_hands_out_each_label_exactly_once(
         expected.subtract([int(rows.train[0]["input_ids"][0])])
     assert +expected == handed
     assert handed.total() == entry["label_tokens"]
-
-
-def test_shares_are_those_of_the_weights_in_every_window_of_rows(
-    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
-):
-    cfg = mixed([domain, chats], split=0, train={"epochs": 5, "effective_batch_size": 16})
-    rows = load_mixture(cfg, tokenizer)
-    window = 50 * 16
-    taught = np.zeros((len(rows.train) + 1, 2))
-    for number, row in enumerate(read_rows(rows)):
-        source, _ = source_and_block(rows.train.row_id(number))
-        taught[number + 1, source] = (row["labels"] != -100).sum()
-    totals = np.cumsum(taught, axis=0)
-    assert len(rows.train) > 1.5 * window
-    windows = totals[window:] - totals[:-window]
-    assert np.abs(windows[:, 0] / windows.sum(axis=1) - 0.9).max() < 0.01
 
 
 def test_any_row_alone_is_the_row_that_comes_in_its_turn(
@@ -194,17 +173,12 @@ def test_a_second_run_uses_the_stores_of_the_first(
     assert third.fingerprint != first.fingerprint
 
 
-def test_a_source_without_anything_to_learn_is_refused_by_its_path(
+def test_a_source_with_nothing_to_learn_or_rows_of_the_other_type_is_refused_by_its_path_or_type(
     tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
 ):
     with pytest.raises(DataError, match="nothing is left to learn: 80 read, 80 too long") as refusal:
         load_mixture(mixed([domain, chats], size=8, too_long="drop", split=0), tokenizer)
     assert refusal.value.where == str(chats["path"])
-
-
-def test_rows_of_the_other_type_are_refused_and_the_type_is_named(
-    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
-):
     with pytest.raises(DataError, match="is a plain text, and its source has type: chat") as refusal:
         load_mixture(mixed([{**domain, "type": "chat"}, chats]), tokenizer)
     assert "type: cpt" in refusal.value.fix

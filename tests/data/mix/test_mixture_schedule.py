@@ -1,7 +1,5 @@
 """Each source gives its share of what is learned, in every window, by a rule that finds any row at once."""
 
-from fractions import Fraction
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -75,22 +73,6 @@ def test_every_window_of_50_steps_holds_the_asked_shares_within_1_percent_or_one
     wrong = np.abs(windows / of_window - np.array(weights) / sum(weights))
     # no rule can be finer than the largest block
     assert (wrong <= np.maximum(0.01, 2047 / of_window)).all()
-
-
-def test_at_every_row_each_source_is_within_a_block_of_its_share():
-    weights, sizes = [0.5, 0.3, 0.2], [10, 10, 10]
-    schedule = Schedule([Sized([size]) for size in sizes], weights)
-    taught = [0, 0, 0]
-    for row in range(1000):
-        source, _ = schedule.at(row)
-        taught[source] += sizes[source]
-        for n_taught, weight in zip(taught, weights, strict=True):
-            assert abs(n_taught - Fraction(str(weight)) * sum(taught)) <= 10
-
-
-def test_sources_of_equal_weight_and_size_take_turns_in_the_order_in_which_they_are_listed():
-    schedule = Schedule([Sized([4]), Sized([4]), Sized([4])], [1.0, 1.0, 1.0])
-    assert [schedule.at(row)[0] for row in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_rows_end_where_all_sources_have_ended():

@@ -40,13 +40,6 @@ def test_any_epoch_is_found_without_the_ones_before_it(n, epoch, several):
     assert np.array_equal(np.sort(together, axis=1), [np.arange(n)] * several)
 
 
-def test_epochs_sources_groups_and_seeds_have_orders_of_their_own():
-    def order(*, seed: int = 1, source: int = 0, group: int = 0, epoch: int = 0) -> tuple[int, ...]:
-        return tuple(shuffled(50, seed=seed, source=source, group=group, epochs=range(epoch, epoch + 1))[0].tolist())
-
-    assert len({order(), order(seed=2), order(source=1), order(group=1), order(epoch=1)}) == 5
-
-
 def test_without_a_seed_documents_are_read_once_in_the_order_of_their_files():
     order = ReadingOrder(make_documents([Naive([1], [False])] * 7, group=3), seed=None)
     assert [order.chunk(number).documents.tolist() for number in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]

@@ -12,7 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from sftplay.data.files import BOM, SAMPLE_BYTES, UNDECODABLE, Charset, detect_encoding, detect_file_encoding
+from sftplay.data.encoding import SAMPLE_BYTES, detect_encoding, detect_stream_encoding
+from sftplay.data.files import BOM, UNDECODABLE, Charset, open_bytes
 from sftplay.errors import DataError, MachineError
 
 BlockKind = Literal["heading", "paragraph", "list", "table", "code"]
@@ -120,7 +121,8 @@ def open_charset(path: Path, encoding: str) -> tuple[Charset, str]:
         return charset, ""
     with path.open("rb") as stream:
         _check_text(stream.read(SAMPLE_BYTES))
-    guessed = detect_file_encoding(path) or WESTERN
+    with open_bytes(path) as stream:
+        guessed = detect_stream_encoding(stream) or WESTERN
     return Charset(path, guessed), guessed
 
 
