@@ -15,16 +15,7 @@ from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.sizing import size_run
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = Machine(
-    gpus=(),
-    gpu_reason="none",
-    ram_bytes=2**34,
-    cores=2,
-    python="3.11",
-    system="Linux",
-    libraries={},
-    unsloth_problem="",
-)
+CPU = Machine((), "none", 2**34, 2, "3.11", "Linux", {}, unsloth_problem="")
 GPU = replace(CPU, gpus=(Gpu(0, "NVIDIA H200", 141 * 2**30, 140 * 2**30, (9, 0)),))
 ABSENT = "the package unsloth is not installed"
 BASE = load_config(ROOT / "configs/run_lora.yaml")
@@ -92,17 +83,13 @@ CONFLICTS = {
 
 
 @pytest.mark.parametrize("key", CONFLICTS)
-def test_what_unsloth_would_not_follow_is_refused_before_anything_is_loaded(key):
+def test_what_unsloth_would_not_follow_is_refused_and_makes_auto_take_the_other(key):
     (problem,) = check_rules(config("unsloth", **CONFLICTS[key]))
     assert problem.where == f"test {key}"
     assert "with tuning.backend unsloth" in problem.what
     assert "tuning.backend: bnb" in problem.fix
     assert check_rules(config("bnb", **CONFLICTS[key])) == []
     assert check_rules(config("auto", **CONFLICTS[key])) == []
-
-
-@pytest.mark.parametrize("key", CONFLICTS)
-def test_what_unsloth_would_not_follow_makes_auto_take_the_other_and_say_so(key):
     backend, (reason,) = decided(config("auto", **CONFLICTS[key]), GPU)
     assert backend == "bnb"
     assert reason.startswith(f"unsloth is not taken: {key}: ")

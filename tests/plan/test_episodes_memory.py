@@ -186,12 +186,6 @@ def test_the_plan_counts_a_value_network_where_the_run_builds_one():
         assert episodes.value_width == width
 
 
-def test_ddp_has_buckets_for_the_trainers_model_alone():
-    both, guide = of(LORA, USUAL, world_size=2)[OWN], of(FULL, USUAL, world_size=2)[OWN]
-    assert step(both)[SHARDING] == step(both)["gradients"]
-    assert step(guide)[SHARDING] == step(guide)["gradients"] / 2
-
-
 def test_in_shards_a_rank_has_its_part_of_everything_and_gathers_the_head_and_two_layers():
     weights, ranks = LLAMA.total_params, 4
     rests = step(of(FULL, replace(USUAL, layout=SPLIT), world_size=ranks)[OWN])
@@ -213,8 +207,3 @@ def test_before_models_are_split_a_rank_has_the_solver_whole_and_the_others_on_t
     alone = of(FULL, replace(USUAL, layout=SPLIT, has_guide=False, guide_learns=False), world_size=2)
     assert alone["cpu"].peak_bytes == pytest.approx(weights)
     assert START not in of(FULL, USUAL, world_size=2)[OWN].phases
-
-
-def test_more_answers_at_a_time_move_the_peak_to_drawing():
-    assert of(LORA, USUAL, sampled=1)[OWN].peak_phase != DRAW
-    assert of(LORA, USUAL, sampled=64)[OWN].peak_phase == DRAW
