@@ -88,11 +88,6 @@ def test_report_writes_the_page_anew_and_prints_its_path(
     assert target.is_file()
 
 
-def test_report_of_a_run_that_is_not_there_is_refused(config: Path, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["report", "--config", str(config), "--run", "none"]) == 2
-    assert "no run 'none'" in capsys.readouterr().err
-
-
 def test_a_report_that_cannot_be_written_is_an_error_of_the_machine_and_leaves_no_half_page(
     config: Path, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -173,12 +168,6 @@ def test_a_stopped_run_is_reported_as_stopped(inputs: Inputs, tmp_path: Path, mo
     text = page(RunFolder(tmp_path / "outputs" / "run"))
     assert "stopped</span> at step 2 of 4" in text
     assert 'data-series="loss"' in text
-
-
-def test_a_dry_run_writes_no_report(config: Path, folder: RunFolder, tmp_path: Path):
-    arguments = [f"output_dir={tmp_path}/out", "--dry-run"]
-    assert cli.main(["train", "--config", str(config), *arguments]) == 0
-    assert not (tmp_path / "out").exists()
 
 
 # compare

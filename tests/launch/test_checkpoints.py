@@ -134,10 +134,6 @@ def test_step_of_a_checkpoint_kept_under_another_name_is_in_its_marker(tmp_path:
     assert read_step(tmp_path / "checkpoint-12") == 12
 
 
-def test_no_folder_holds_no_checkpoint(tmp_path: Path):
-    assert newest_complete(tmp_path / "nowhere") == (None, [])
-
-
 @pytest.mark.parametrize(
     ("limit", "best", "left"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from sftplay import log as console
 from sftplay.launch import follow as following
 from sftplay.launch.command import Launch
 from sftplay.launch.follow import FolderGone, follow, watch_folder
-from sftplay.launch.processes import find_parent
 from sftplay.launch.run_folder import RunFolder
 from sftplay.log import LINE, STATUS
 from sftplay.signals import STOP_SIGNALS, catch_signals
@@ -170,17 +168,6 @@ def test_a_folder_that_is_not_seen_for_a_moment_ends_no_run(folder, monkeypatch)
 
     monkeypatch.setattr(Path, "exists", busy)
     look()
-
-
-def test_signal_handlers_are_given_back_afterwards(folder):
-    before = signal.getsignal(signal.SIGTERM)
-    follow(worker(folder, "folder.update_status(exit_code=0)"), folder)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_the_parent_of_a_process_is_known_and_of_none_is_0():
-    assert find_parent(os.getpid()) == os.getppid()
-    assert find_parent(2**30) == 0  # no process has that number
 
 
 DRIVER = """

@@ -26,7 +26,7 @@ from sftplay.launch import processes as processes_of_a_launch
 from sftplay.launch.accelerate_settings import strategy_environment
 from sftplay.launch.command import Launch, Scale, build_launch
 from sftplay.launch.follow import final_exit_code, follow
-from sftplay.launch.processes import descends_from, end_launch, find_death
+from sftplay.launch.processes import end_launch, find_death
 from sftplay.launch.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,15 +193,6 @@ def test_options_after_two_dashes_go_to_the_launcher_unchanged(
     assert argv.index("--log-dir") < argv.index("sftplay.tasks.worker")
 
 
-def test_options_of_the_kit_end_at_the_first_two_dashes():
-    args = parse(["train", "--config", DEMO, "seed=1", "--", "seed=2", "--tb"])
-    assert (args.overrides, args.launcher_args, args.tb) == (["seed=1"], ["seed=2", "--tb"], False)
-    assert parse(["train", "--config", DEMO, "--"]).launcher_args == []
-    assert parse(["train", "--config", DEMO]).launcher_args == []
-    with pytest.raises(ConfigError, match="does not know '--no-such-flag'"):
-        parse(["train", "--config", DEMO, "--no-such-flag", "--", "--log-dir"])
-
-
 @pytest.mark.parametrize("verb", ["plan", "validate", "eval"])
 def test_options_for_a_launcher_are_refused_by_a_command_that_starts_none(verb: str):
     with pytest.raises(ConfigError, match=f"{verb} starts no launcher that could take --log-dir"):
@@ -271,16 +262,6 @@ def chain() -> Iterator[list[int]]:
         if is_alive(pid):
             os.kill(pid, 9)
     first.wait()
-
-
-def test_process_descends_from_itself_its_ancestors_and_no_other_process(chain: list[int]):
-    for place, pid in enumerate(chain):
-        assert [descends_from(pid, above) for above in chain] == [n <= place for n in range(len(chain))]
-        assert descends_from(pid, os.getpid())
-    ended = subprocess.Popen([sys.executable, "-c", "pass"])
-    ended.wait()
-    assert not descends_from(chain[0], ended.pid)
-    assert not descends_from(ended.pid, os.getpid())
 
 
 def test_end_of_a_launch_reaches_all_below_it(chain: list[int], monkeypatch: pytest.MonkeyPatch):

@@ -242,17 +242,6 @@ def test_the_draws_of_dropout_go_on_where_a_stopped_run_left_them(project):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_two_signals_end_a_run_at_once(project, processes):
-    run = f"twice-{processes}"
-    process, pids = project.start_training(run, "--nproc", processes, "train.max_steps=100000")
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(HANG_S) == 143
-    wait_until(lambda: not any(is_alive(pid) for pid in pids))
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_no_worker_outlives_a_command_that_is_killed(project, processes):
@@ -268,16 +257,6 @@ def test_no_worker_outlives_a_command_that_is_killed(project, processes):
         wait_until(lambda: len(project.status(run).get("attempts", [])) == 2)
     again.terminate()
     assert again.wait(HANG_S) == 143, project.output(run)
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_run_with_5_and_leaves_no_process(project):
-    process, pids = project.start_training("lost", "--nproc", "2", "train.max_steps=100000")
-    os.kill(pids[1], signal.SIGKILL)
-    assert process.wait(HANG_S) == 5, project.output("lost")
-    status = project.status("lost")
-    assert (status["state"], status["exit_code"]) == ("failed", 5)
-    assert not any(is_alive(pid) for pid in pids)
 
 
 SLOW_DISK_OF_RANK_0 = """

@@ -203,12 +203,6 @@ def test_a_port_in_use_is_passed_over_and_when_all_are_the_machine_lacks_one(mon
             free_port(taken.getsockname()[1])
 
 
-def test_any_free_port_is_found_for_zero():
-    port = free_port(0)
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", port))
-
-
 def test_no_port_that_is_drawn_is_one_where_jobs_or_runs_over_several_machines_meet():
     meeting = {*JOB_PORTS, RENDEZVOUS_PORT}
     assert meeting.isdisjoint(QUIET)
