@@ -1,4 +1,4 @@
-"""What the folders of data/ promise: files that their generators write, right answers, held-out rows that are unseen."""
+"""What the folders of data/ promise: files that their generators write, right answers, unseen held-out rows."""
 
 from __future__ import annotations
 

@@ -123,13 +123,12 @@ def test_a_launcher_that_ends_with_1_after_the_ranks_had_met_has_lost_one_of_the
     assert "ended with code 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["shutil.rmtree(folder.path)", "folder.path.rename(folder.path.with_name('moved'))"])
 @pytest.mark.parametrize(
-    ("then", "end"),
+    ("how", "then", "end"),
     [
-        ("folder.update_status(exit_code=0)", "pass"),
-        ("log.say('result: ' + str(folder.path))", "pass"),
-        ("pass", "time.sleep(600)"),
+        ("shutil.rmtree(folder.path)", "folder.update_status(exit_code=0)", "pass"),
+        ("shutil.rmtree(folder.path)", "log.say('result: ' + str(folder.path))", "pass"),
+        ("folder.path.rename(folder.path.with_name('moved'))", "pass", "time.sleep(600)"),
     ],
 )
 def test_a_run_whose_folder_goes_away_ends_with_5_and_says_what_is_gone(folder, how, then, end, tmp_path, monkeypatch):

@@ -49,13 +49,8 @@ def test_nothing_is_set_by_default_but_the_place_of_torchs_own_records():
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("debug=INFO", {"NCCL_DEBUG": "INFO"}),
-        ("ib_disable=true", {"NCCL_IB_DISABLE": "1"}),
         ("ib_disable=false", {"NCCL_IB_DISABLE": "0"}),
-        ("ib_hca=mlx5_0,mlx5_1", {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}),
         ("ib_gid_index=0", {"NCCL_IB_GID_INDEX": "0"}),
-        ("p2p_disable=true", {"NCCL_P2P_DISABLE": "1"}),
-        ("shm_disable=true", {"NCCL_SHM_DISABLE": "1"}),
         ("flight_recorder=0", {"TORCH_FR_BUFFER_SIZE": "0"}),
         ("flight_recorder=9000", {"TORCH_FR_BUFFER_SIZE": "9000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}),
     ],

@@ -417,7 +417,7 @@ def processes_of(folder: RunFolder) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")
-@pytest.mark.parametrize("processes_seen", [1, 2, 3])
+@pytest.mark.parametrize("processes_seen", [1, 3])
 def test_launcher_that_is_killed_while_its_launch_begins_leaves_nobody(project: Project, processes_seen: int):
     """A launch starts torchrun, then its ranks one after the other. A rank is tied to its parent a little later."""
     name = f"begun-{processes_seen}"
