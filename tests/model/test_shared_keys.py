@@ -49,9 +49,10 @@ def stay_shared(
 @pytest.mark.parametrize(
     ("capability", "dtype", "autocast", "stays"),
     [
-        (V100, torch.float16, None, False), (V100, torch.float32, torch.float16, False), (T4, torch.float16, None, False),
-        (A100, torch.float32, None, False), (H100, torch.float32, None, False), (A100, torch.bfloat16, None, True),
-        (L4, torch.float16, None, True), (H100, torch.float32, torch.bfloat16, True),
+        (V100, torch.float16, None, False), (T4, torch.float16, None, False),
+        (V100, torch.float32, torch.float16, False), (A100, torch.float32, None, False),
+        (A100, torch.bfloat16, None, True), (L4, torch.float16, None, True),
+        (H100, torch.float32, torch.bfloat16, True),
     ],
 )  # fmt: skip
 def test_keys_stay_shared_where_flash_attention_takes_them_and_are_repeated_elsewhere(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.config.cluster import unsloth_conflicts
 from sftplay.config.load import load_config
 from sftplay.config.rules import check_rules
 from sftplay.errors import MachineError
@@ -93,10 +92,6 @@ def test_what_unsloth_would_not_follow_is_refused_and_makes_auto_take_the_other(
     backend, (reason,) = decided(config("auto", **CONFLICTS[key]), GPU)
     assert backend == "bnb"
     assert reason.startswith(f"unsloth is not taken: {key}: ")
-
-
-def test_values_that_have_no_4_bit_weights_to_act_on_are_no_conflict():
-    assert list(unsloth_conflicts(config("unsloth", tuning__quant_type="fp4", tuning__double_quant=False))) == []
 
 
 def test_what_is_left_to_auto_is_decided_so_that_unsloth_follows_it():

@@ -111,15 +111,6 @@ def test_more_devices_never_let_more_stand_on_each(shape, execution, strategy, w
     assert all(more[name] <= fewer[name] for name in fewer)
 
 
-@given(shapes, executions())
-def test_one_device_holds_all_of_what_is_sharded(shape, execution):
-    standing = standing_bytes(shape, execution)
-    share = find_share(shape, execution, standing=standing, strategy="fsdp", world_size=1)
-    assert share.standing == standing
-    assert set(vars(share.communication).values()) == {0}
-    assert find_share(shape, execution, standing=standing, strategy="single", world_size=1).standing == standing
-
-
 @given(shapes, executions(), st.sampled_from(("zero2", "zero3", "fsdp")), worlds)
 def test_offload_moves_bytes_to_the_host_and_leaves_no_more_on_the_device(shape, execution, strategy, world):
     standing = standing_bytes(shape, execution)
