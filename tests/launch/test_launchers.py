@@ -174,16 +174,8 @@ def test_options_after_two_dashes_go_to_the_launcher_unchanged(
     launcher: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     monkeypatch.chdir(ROOT)
-    arguments = [
-        "train",
-        "--config",
-        DEMO,
-        "run_name=launched",
-        "--nproc",
-        "2",
-        f"cluster.launcher={launcher}",
-        "--dry-run",
-    ]
+    arguments = ["train", "--config", DEMO, "run_name=launched", "--nproc", "2", f"cluster.launcher={launcher}"]
+    arguments.append("--dry-run")
     assert main([*arguments, "--", "--log-dir", "a b", "--json", "--", "seed=1"]) == 0
     typed = capsys.readouterr().out
     assert " --log-dir 'a b' --json -- seed=1 -" in typed

@@ -63,10 +63,6 @@ def test_rank_that_died_first_is_named_from_what_torchrun_says(codes: list[tuple
     assert find_death(["a warning", *failure_list(*codes), "last words"]) == expected
 
 
-def test_lines_that_no_torchrun_wrote_name_no_death():
-    assert find_death([]) == find_death(["rank      : 1 (local_rank: 1)", "exitcode  : -9 (pid: 7)"]) == ""
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     """A run in its first attempt."""

@@ -82,13 +82,6 @@ def test_the_chat_template_marks_what_the_assistant_says(builtin_tiny):
     assert tokenizer.decode(said) == "Tudix.<|im_end|>Gechie.<|im_end|>"
 
 
-def test_the_rendered_chat_has_the_markers_and_the_prompt_of_the_next_turn(builtin_tiny):
-    tokenizer = AutoTokenizer.from_pretrained(builtin_tiny)
-    assert tokenizer.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True) == (
-        "<|im_start|>system\nAnswer with one word.<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_an_unknown_role_is_refused(quick_folder):
     tokenizer = AutoTokenizer.from_pretrained(quick_folder)
     with pytest.raises(Exception, match="unknown role: robot"):
