@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from sftplay.launch.checkpoints import (
-    find_damage,
     list_checkpoints,
     mark_complete,
     newest_complete,
-    read_marker,
     read_step,
     rotate,
     set_aside,
@@ -46,14 +44,6 @@ def test_marker_holds_size_and_sha256_of_every_file(tmp_path: Path):
         "deep/state.json": {"bytes": 11, "sha256": hashlib.sha256(b'{"step": 3}').hexdigest()},
         "empty": {"bytes": 0, "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},
     }
-
-
-def test_whole_checkpoint_has_no_damage_and_marking_it_again_changes_nothing(tmp_path: Path):
-    checkpoint = make(tmp_path, 2)
-    first = read_marker(checkpoint)
-    assert find_damage(checkpoint) == ""
-    mark_complete(checkpoint, {"order_hash": "abc"})
-    assert read_marker(checkpoint) == first
 
 
 def flip_a_byte(checkpoint: Path) -> None:

@@ -180,12 +180,6 @@ def test_all_contradictions_with_the_run_are_reported_at_once(tmp_path, cfg):
     assert "train.grad_accum" in found[1][1]
 
 
-def test_a_file_that_says_what_the_run_says_is_accepted(tmp_path, cfg):
-    text = '{"train_batch_size": 32, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"},'
-    text += '"zero_optimization": {"stage": 2}}'
-    assert read_deepspeed(file_of(tmp_path, text), run_values(cfg, world_size=2, stage=2))["train_batch_size"] == 32
-
-
 def test_auto_where_nobody_fills_it_in_is_refused(tmp_path):
     found = problems(tmp_path, '{"zero_optimization": {"stage": 2,\n "allgather_bucket_size": "auto"}}')
     assert found[0][0] == "own.json:2 zero_optimization.allgather_bucket_size"

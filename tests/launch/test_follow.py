@@ -241,13 +241,6 @@ def test_sigterm_that_make_passes_on_is_no_second_signal(folder, followed, monke
     assert status_of(folder)["saved"]
 
 
-def test_hang_up_stops_a_run_with_129(folder, followed):
-    driver = followed("folder.update_status(ready=True); time.sleep(600)")
-    driver.send_signal(signal.SIGHUP)
-    assert driver.wait(HANG_S) == 129
-    assert (status_of(folder)["state"], status_of(folder)["signal"]) == ("stopped", "SIGHUP")
-
-
 def test_hang_up_that_nohup_switched_off_stays_so():
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

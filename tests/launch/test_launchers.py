@@ -208,12 +208,6 @@ def test_a_launchers_message_about_an_unknown_option_reaches_the_user(folder: Ru
     assert (status["state"], status["error"]["code"]) == ("failed", "config")
 
 
-def test_files_of_a_launch_are_there_when_it_starts(folder: RunFolder, tmp_path: Path):
-    path = tmp_path / "new" / "file.txt"
-    code = f"import sys; sys.exit(4 if open({str(path)!r}).read() == 'content' else 0)"
-    assert follow(Launch((sys.executable, "-c", code), {}, {str(path): "content"}), folder) == 4
-
-
 @pytest.mark.parametrize(
     ("code", "found"), [(-9, "a rank was killed by SIGKILL"), (17, "a rank ended with code 17 and no message")]
 )

@@ -360,21 +360,6 @@ def test_ranks_killed_at_every_kind_of_moment_are_started_again_and_nothing_is_l
     assert_same_run(project, name, undisturbed)
 
 
-@pytest.mark.slow
-def test_single_process_that_is_killed_is_started_again_by_its_parent(project: Project):
-    assert project.start("train", "alone").wait(HANG_S) == 0, project.output("alone")
-    name, key = "alone-killed", MOMENTS[2][0]
-    wanted = [{"event": "open", "name": METRICS, "nth": 8, "held": str(project.root / f"{name} {key}")}]
-    env = {"PYTHONPATH": str(project.hook), "HOLD_AT": json.dumps(wanted)}
-    process = project.start("train", name, "cluster.max_restarts=1", **env)
-    wait_for((project.root / f"{name} {key}").exists, process, lambda: project.output(name))
-    kill_rank(project, name, 0)
-    assert process.wait(HANG_S) == 0, project.output(name)
-    attempts = [(each["from_step"], each["cause"]) for each in project.status(name)["attempts"]]
-    assert attempts == [(0, "killed by SIGKILL"), (5, "done")]
-    assert_same_run(project, name, "alone")
-
-
 def processes_of(folder: RunFolder) -> list[psutil.Process]:
     """All processes of this machine that were started for this run."""
     processes = []

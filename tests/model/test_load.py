@@ -51,11 +51,6 @@ def test_weights_that_train_are_fp32_and_a_frozen_base_has_the_runs_precision(
     assert {p.dtype for p in model.parameters()} == {dtype}
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_attention_kernel_is_the_one_asked_for(attn: str, open_base: Any):
-    assert open_base(model__attn=attn).config._attn_implementation == attn
-
-
 @pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("fp4", True), ("nf4", False)])
 def test_4_bit_base_is_held_as_asked(kind: str, double: bool, open_base: Any, tiny_llama: Path):
     model = open_base(tuning__mode="qlora", tuning__quant_type=kind, tuning__double_quant=double)

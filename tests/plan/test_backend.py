@@ -37,11 +37,6 @@ def test_the_default_is_bnb_whatever_is_installed_and_needs_no_reason(machine):
     assert decided(BASE, machine) == ("bnb", [])
 
 
-@pytest.mark.parametrize("machine", [CPU, GPU])
-def test_unsloth_is_used_when_it_is_asked_for_and_usable(machine):
-    assert decided(config("unsloth"), machine) == ("unsloth", [])
-
-
 def test_unsloth_asked_for_and_unusable_is_an_error_with_the_reason_and_the_way_out():
     with pytest.raises(MachineError) as caught:
         size_run(config("unsloth"), replace(GPU, unsloth_problem=ABSENT))

@@ -22,7 +22,7 @@ from sftplay.plan.memory import SHARDING, Footprint
 from sftplay.plan.memory_setup import WORKSPACE_BYTES, Adapter, MemorySetup
 from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.tasks.grpo.plan import CACHE, DRAW, REFERENCE
-from sftplay.tasks.score.plan import COMPARE, CRITIC, START, VALUE, Episodes, estimate_episodes, read_episodes
+from sftplay.tasks.score.plan import COMPARE, START, Episodes, estimate_episodes, read_episodes
 from sftplay.tasks.score.sample_episodes import RecordedSampling, sample_actions
 
 TOLERANCE = 0.03
@@ -156,19 +156,6 @@ def test_a_reference_on_the_cpu_is_no_ones_but_the_hosts():
     assert step(found["cuda:1"])[REFERENCE] == 0
     assert found["cpu"].peak_phase == COMPARE
     assert found["cpu"].peak_bytes > 4 * LLAMA.total_params
-
-
-def test_a_critic_is_its_table_of_tokens_with_gradient_moments_and_slow_copy():
-    critic = step(of(LORA, replace(USUAL, critic_width=64))[OWN])[CRITIC]
-    assert critic == 5 * 4 * 64 * LLAMA.vocab
-
-
-def test_a_value_network_of_its_own_is_its_table_of_tokens_with_gradient_and_moments_on_its_device():
-    with_value = replace(USUAL, layout=ROLES, value_width=64)
-    found = of(LORA, with_value)
-    assert [step(found[device]).get(VALUE, 0) for device in (OWN, "cuda:1")] == [0, 4 * 4 * 64 * LLAMA.vocab]
-    grown = of(LORA, replace(USUAL, value_width=64))[OWN].peak_bytes - of(LORA, USUAL)[OWN].peak_bytes
-    assert grown == 4 * 4 * 64 * LLAMA.vocab
 
 
 def test_the_plan_counts_a_value_network_where_the_run_builds_one():

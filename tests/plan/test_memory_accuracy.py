@@ -89,22 +89,6 @@ def test_every_row_is_predicted_or_counted_with_the_reason(accuracy, rows):
         assert sum(figures["excluded_because"].values()) == figures["excluded"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"model": "Mixtral-8x7B-v0.1"}, "a mixture of experts"),
-        ({"model": "NobodysModel-1B"}, "not in the table"),
-        ({"method": "QLoRA", "quant": "gptq-int4"}, "quantisation gptq-int4"),
-        ({"n_gpus": "2", "parallelism": "tensor parallel"}, "parallelism tensor parallel"),
-        ({"n_gpus": "1", "parallelism": "ZeRO-3"}, "parallelism ZeRO-3 on one GPU"),
-    ],
-)
-def test_what_is_not_modelled_is_excluded_with_the_reason(accuracy, changes, reason):
-    (judged,) = accuracy.judge([row(**changes)])
-    assert reason in judged.excluded
-    assert not judged.counts
-
-
 def test_odd_rows_of_a_file_are_skipped_by_line_and_name(accuracy, tmp_path, capsys):
     sound = ",".join(row().values())
     short, words = sound[: len(sound) // 2], sound.replace(",1024,", ",long,")
@@ -123,25 +107,6 @@ def test_odd_rows_of_a_file_are_skipped_by_line_and_name(accuracy, tmp_path, cap
         (2, True), (3, False), (4, True), (5, True), (6, False)
     ]  # fmt: skip
     assert (answer["summary"]["s"]["n"], answer["summary"]["s"]["excluded"]) == (1, 4)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot be read as CSV"),
-        (b"", "columns are missing: harness, source"),
-        (b"harness,model\nfms,x\n", "columns are missing: source, method"),
-        (b"\xff\xfe\x00", "cannot be read as CSV"),
-    ],
-)
-def test_a_file_that_holds_no_such_table_ends_with_4_and_says_why(accuracy, tmp_path, capsys, content, message):
-    path = tmp_path / "rows.csv"
-    if content is not None:
-        path.write_bytes(content)
-    assert accuracy.main(["--csv", str(path)]) == 4
-    error = capsys.readouterr().err
-    assert str(path) in error
-    assert message in error
 
 
 def test_check_ends_with_5_where_a_promise_is_not_kept(accuracy, tmp_path, capsys):

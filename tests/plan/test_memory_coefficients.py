@@ -16,7 +16,7 @@ from sftplay.plan import memory, memory_setup
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.forecast import Device, runtime_bytes
 from sftplay.plan.memory import Size, estimate, find_share, standing_bytes
-from sftplay.plan.memory_setup import MemorySetup, trained_params, workspace_bytes
+from sftplay.plan.memory_setup import MemorySetup, trained_params
 from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.plan.sizing import size_run
 
@@ -126,14 +126,6 @@ def test_chunks_are_counted_as_long_as_they_are():
     # 2^27 scores: 4.1 times 256 tokens of 128,256 words, 2.0 times of Gemma's 262,208.
     vocabularies = (32_000, 128_256, 262_208, 2**20)
     assert [memory_setup.gpu_chunk_tokens(vocab) for vocab in vocabularies] == [2048, 1024, 256, 256]
-
-
-def test_the_workspace_is_what_torch_configures_by_default():
-    # :4096:2:16:8 is two buffers of 4096 KiB and eight of 16 KiB, a handle; two threads.
-    ampere, ada, hopper, blackwell = (8, 0), (8, 9), (9, 0), (12, 0)
-    assert workspace_bytes(ampere) == workspace_bytes(ada) == 2 * (2 * 4096 + 8 * 16) * 2**10
-    # torch's parseChosenWorkspaceSize takes 4096 * 8 KiB where the capability's major number is 9 or more.
-    assert workspace_bytes(hopper) == workspace_bytes(blackwell) == 2 * 4096 * 8 * 2**10
 
 
 @pytest.mark.parametrize(("capability", "mib"), [((8, 0), 16.25), ((9, 0), 64)])
