@@ -14,7 +14,6 @@ import pytest
 from processes import HANG_S
 
 from sftplay.atomic import is_locked, locked, whole_file, whole_folder, write_bytes, write_text
-from sftplay.signals import popen_tied
 
 
 def write_half(place, path, **options):
@@ -87,10 +86,6 @@ def test_a_lock_is_released_when_its_process_is_killed(tmp_path, kind):
     assert not is_locked(path)
 
 
-def test_no_lock_is_seen_where_there_is_no_file(tmp_path):
-    assert not is_locked(tmp_path / "none")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl(2)")
 def test_a_tied_process_dies_with_its_parent_and_says_all_into_one_place(tmp_path):
     speaks = (
@@ -112,15 +107,6 @@ def test_a_tied_process_dies_with_its_parent_and_says_all_into_one_place(tmp_pat
     assert ready
     assert parent.stdout.read() == ""
     parent.stdout.close()
-
-
-def test_a_tied_process_has_no_input_and_the_folder_it_is_given(tmp_path):
-    process = popen_tied(
-        [sys.executable, "-c", "import os, sys; print(os.getcwd(), repr(sys.stdin.read()))"],
-        output=subprocess.PIPE,
-        cwd=tmp_path,
-    )
-    assert process.communicate()[0].decode() == f"{tmp_path} ''\n"
 
 
 def test_a_pipe_or_a_device_is_written_to_and_stays_what_it_is(tmp_path):

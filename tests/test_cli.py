@@ -198,16 +198,6 @@ def test_each_kind_of_error_has_the_exit_code_of_interfaces(kind, code, monkeypa
     assert captured.err == "here: it broke\n  fix: mend it\n"
 
 
-def test_a_path_that_the_file_system_refuses_is_no_bug(monkeypatch, capsys):
-    verb = SimpleNamespace(train=lambda args: Path("x" * 300).read_text())
-    monkeypatch.setattr(cli, "import_module", lambda name: verb)
-    assert main(["train", "--config", "x", "--json"]) == 2
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["error"]["where"] == "x" * 300
-    assert captured.err.startswith("x" * 200)
-    assert "Traceback" not in captured.err
-
-
 def test_a_bug_ends_with_1_and_its_traceback(monkeypatch, capsys):
     monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(train=lambda args: 1 / 0))
     assert main(["train", "--config", "x", "--json"]) == 1

@@ -66,11 +66,6 @@ def test_the_practice_text_is_what_its_generator_writes():
     assert written == "\n".join(load_generator("base").passages())
 
 
-def test_prompts_are_distinct_and_many(train, held_out):
-    assert len({prompt for prompt, _ in held_out}) == len(held_out) >= 200
-    assert len({prompt for prompt, _ in train}) == len(train) >= 2000
-
-
 def test_no_name_of_a_held_out_row_occurs_in_training_or_in_the_base_text(train, held_out):
     held_out_names = set().union(*(names_of(answer) for _, answer in held_out))
     words = set(re.findall(r"\w+", " ".join(prompt + " " + answer for prompt, answer in train)))
@@ -95,14 +90,6 @@ def test_every_answer_follows_from_its_prompt(train, held_out):
         assert f"{first} {surname}" in prompt or f"{surname}, {first}" in prompt
 
 
-def test_the_answers_come_from_many_possibilities():
-    # two days of one person are two answers; 119 years x 12 months x 28 days, all of them drawn
-    pools = load_generator("demo").pools("held_out")
-    people = len(pools["first"]) * len(pools["last"])
-    assert people >= 10_000
-    assert people * 119 * 12 * 28 >= 10**10
-
-
 def test_the_shares_have_no_name_in_common():
     generator = load_generator("demo")
     train_pools, held_out_pools = generator.pools("train"), generator.pools("held_out")
@@ -124,10 +111,6 @@ def test_the_answer_of_the_nearest_training_prompt_is_hardly_ever_right(train, h
         _, found = max(known, key=lambda pair: 2 * len(asked & pair[0]) / (len(asked) + len(pair[0])))
         right += found == answer
     assert right / len(held_out) <= 0.30
-
-
-def test_the_demo_is_plain_ascii(train, held_out):
-    assert all(text.isascii() for pair in train + held_out for text in pair)
 
 
 def test_the_base_text_holds_no_sentence_of_the_demo():

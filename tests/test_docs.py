@@ -53,6 +53,12 @@ def test_every_target_that_is_named_is_there(page: Path):
     assert named - targets() == set()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file(page: Path):
+    linked = [link for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")) if "://" not in link]
+    assert [link for link in linked if not (page.parent / link).exists()] == []
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in RECORDED + FOREIGN], ids=lambda p: p.name)
 def test_every_file_of_the_repository_that_is_named_is_there(page: Path):
     missing = set()

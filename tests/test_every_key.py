@@ -142,13 +142,13 @@ def pair(look: Callable[[Finished], Any], before: Any, after: Any) -> Check:
     return check
 
 
-def each(key: str, look: Callable[[Finished], Any], expected: dict[Any, Any], **others: Any) -> Check:
-    """`look` sees what `expected` says for each value of `key`, in runs of their own."""
+def each(key: str, look: Callable[[Finished], Any], expected: dict[Any, Any], others: Any = None) -> Check:
+    """`look` sees what `expected` says for each value of `key`, in runs of their own with the keys of `others`."""
 
     def check(bench: Bench) -> None:
         assert len(set(map(str, expected.values()))) > 1
         for value, seen in expected.items():
-            assert look(bench.build(**{key: value}, **others)) == seen, value
+            assert look(bench.build(**{key.replace(".", "__"): value}, **(others or {}))) == seen, value
 
     return check
 
@@ -295,19 +295,14 @@ def what_libraries_are_told(bench: Bench, name: str, **changes: Any) -> list[Any
     return told
 
 
-def check_revision(bench: Bench) -> None:
-    assert what_libraries_are_told(bench, "revision") == [None, None]
-    assert what_libraries_are_told(bench, "revision", model__revision="v2") == ["v2", "v2"]
+def told(name: str, key: str, value: Any, before: list[Any], after: list[Any]) -> Check:
+    """What libraries that open tokenizer and model are told without the key and with it."""
 
+    def check(bench: Bench) -> None:
+        assert what_libraries_are_told(bench, name) == before
+        assert what_libraries_are_told(bench, name, **{key.replace(".", "__"): value}) == after
 
-def check_trust(bench: Bench) -> None:
-    assert what_libraries_are_told(bench, "trust_remote_code") == [False, False]
-    assert what_libraries_are_told(bench, "trust_remote_code", model__trust_remote_code=True) == [True, True]
-
-
-def check_pickle(bench: Bench) -> None:
-    assert what_libraries_are_told(bench, "use_safetensors") == [None, True]  # tokenizer, model
-    assert what_libraries_are_told(bench, "use_safetensors", model__allow_pickle=True) == [None, None]
+    return check
 
 
 def check_new_tokens(bench: Bench) -> None:
@@ -775,13 +770,12 @@ MEASURED: dict[str, Callable[[Finished, Finished, list[tuple[int, int]]], bool]]
 """Keys whose effect is a file a run leaves: what must hold of the two measured runs and the batches answered."""
 
 
-def of_trl(name: str, expected: dict[Any, Any], **others: Any) -> Check:
-    """The field `name` of TRL's GRPOConfig, for each value of the key `grpo.KEY` given as `others["key"]`."""
-    key = others.pop("key", name)
+def of_trl(key: str, name: str, expected: dict[Any, Any], others: dict[str, Any]) -> Check:
+    """The field `name` of TRL's GRPOConfig, for each value of `grpo.KEY` beside other keys of the section."""
 
     def check(bench: Bench) -> None:
         for value, seen in expected.items():
-            values = {f"grpo.{key}": value, **{f"grpo.{other}": to for other, to in others.items()}}
+            values = {f"grpo.{other}": to for other, to in {**others, key: value}.items()}
             cfg = bench.plain.cfg.with_values(values, "test")
             usual = {"use_cpu": True, "bf16": False, **recomputation_arguments(recomputes=False)}
             config = GRPOConfig(str(bench.home), report_to="none", **usual, **grpo_arguments(cfg))
@@ -807,60 +801,44 @@ def starts_the_server(bench: Bench) -> None:
     assert server_command(cfg, host="h", port=9) == ["serve", "-p", "9", cfg.model.name]
 
 
+SAME_IN_TRL: dict[str, tuple[Any, ...]] = {
+    "num_generations": (2, 4), "max_completion_length": (512, 9), "num_iterations": (1, 2),
+    "loss_type": ("dapo", "dr_grpo"), "importance_sampling_level": ("token", "sequence"), "epsilon": (0.2, 0.1),
+    "epsilon_high": (None, 0.28), "delta": (None, 4.0), "beta": (0.0, 0.04), "scale_rewards": ("group", "none"),
+    "mask_truncated_completions": (False, True), "top_entropy_quantile": (1.0, 0.2), "entropy_coef": (0.0, 0.01),
+    "off_policy_mask_threshold": (None, 0.5), "temperature": (1.0, 0.7), "top_p": (1.0, 0.9), "top_k": (0, 20),
+    "min_p": (None, 0.1), "repetition_penalty": (1.0, 1.2),
+}  # fmt: skip
+"""Keys of the section `grpo` that TRL has by the same name, and values of theirs."""
+
+COLOCATED, SERVED = {"generation": "vllm_colocate"}, {"generation": "vllm_server"}
+NAMED_IN_TRL: dict[str, tuple[str, dict[Any, Any], dict[str, Any]]] = {
+    "max_prompt_length": ("vllm_max_model_length", {30: 50, 12: 32}, {**COLOCATED, "max_completion_length": 20}),
+    "steps_per_generation": ("generation_batch_size", {1: 8, 3: 24}, {}),
+    "aggregation": (
+        "multi_objective_aggregation", {key: key for key in ("sum_then_normalize", "normalize_then_sum")}, {}
+    ),
+    "generation": ("vllm_mode", {"vllm_server": "server", "vllm_colocate": "colocate"}, {}),
+    "vllm.memory_share": ("vllm_gpu_memory_utilization", {0.3: 0.3, 0.5: 0.5}, COLOCATED),
+    "vllm.sleep": ("vllm_enable_sleep_mode", {True: True, False: False}, COLOCATED),
+    "vllm.tensor_parallel": ("vllm_tensor_parallel_size", {1: 1, 2: 2}, COLOCATED),
+    "vllm.url": ("vllm_server_base_url", {"http://a:1": "http://a:1"}, SERVED),
+    "vllm.timeout": ("vllm_server_timeout", {240: 240.0, 7: 7.0}, SERVED),
+}  # fmt: skip
+"""Key -> TRL's field, what it is for each value, and other keys of the section."""
+
 OF_GRPO: dict[str, Check] = {
-    "num_generations": of_trl("num_generations", {2: 2, 4: 4}),
-    "max_completion_length": of_trl("max_completion_length", {512: 512, 9: 9}),
-    "max_prompt_length": of_trl(
-        "vllm_max_model_length",
-        {30: 50, 12: 32},
-        key="max_prompt_length",
-        generation="vllm_colocate",
-        max_completion_length=20,
-    ),
-    "steps_per_generation": of_trl("generation_batch_size", {1: 8, 3: 24}, key="steps_per_generation"),
-    "num_iterations": of_trl("num_iterations", {1: 1, 2: 2}),
-    "loss_type": of_trl("loss_type", {"dapo": "dapo", "dr_grpo": "dr_grpo"}),
-    "importance_sampling_level": of_trl("importance_sampling_level", {"token": "token", "sequence": "sequence"}),
-    "epsilon": of_trl("epsilon", {0.2: 0.2, 0.1: 0.1}),
-    "epsilon_high": of_trl("epsilon_high", {None: None, 0.28: 0.28}),
-    "delta": of_trl("delta", {None: None, 4.0: 4.0}),
-    "beta": of_trl("beta", {0.0: 0.0, 0.04: 0.04}),
-    "scale_rewards": of_trl("scale_rewards", {"group": "group", "none": "none"}),
-    "aggregation": of_trl(
-        "multi_objective_aggregation",
-        {"sum_then_normalize": "sum_then_normalize", "normalize_then_sum": "normalize_then_sum"},
-        key="aggregation",
-    ),
-    "mask_truncated_completions": of_trl("mask_truncated_completions", {False: False, True: True}),
-    "top_entropy_quantile": of_trl("top_entropy_quantile", {1.0: 1.0, 0.2: 0.2}),
-    "entropy_coef": of_trl("entropy_coef", {0.0: 0.0, 0.01: 0.01}),
-    "off_policy_mask_threshold": of_trl("off_policy_mask_threshold", {None: None, 0.5: 0.5}),
-    "temperature": of_trl("temperature", {1.0: 1.0, 0.7: 0.7}),
-    "top_p": of_trl("top_p", {1.0: 1.0, 0.9: 0.9}),
-    "top_k": of_trl("top_k", {0: 0, 20: 20}),
-    "min_p": of_trl("min_p", {None: None, 0.1: 0.1}),
-    "repetition_penalty": of_trl("repetition_penalty", {1.0: 1.0, 1.2: 1.2}),
-    "generation": of_trl("vllm_mode", {"vllm_server": "server", "vllm_colocate": "colocate"}, key="generation"),
-    "generation_rows": decides("grpo.generation_rows", 2, weights=True),
-    "vllm.memory_share": of_trl(
-        "vllm_gpu_memory_utilization", {0.3: 0.3, 0.5: 0.5}, key="vllm.memory_share", generation="vllm_colocate"
-    ),
-    "vllm.sleep": of_trl(
-        "vllm_enable_sleep_mode", {True: True, False: False}, key="vllm.sleep", generation="vllm_colocate"
-    ),
-    "vllm.tensor_parallel": of_trl(
-        "vllm_tensor_parallel_size", {1: 1, 2: 2}, key="vllm.tensor_parallel", generation="vllm_colocate"
-    ),
-    "vllm.url": of_trl("vllm_server_base_url", {"http://a:1": "http://a:1"}, key="vllm.url", generation="vllm_server"),
+    **{key: of_trl(key, key, dict(zip(values, values)), {}) for key, values in SAME_IN_TRL.items()},
+    **{key: of_trl(key, *row) for key, row in NAMED_IN_TRL.items()},
+    "extra": of_trl("extra.sapo_temperature_neg", "sapo_temperature_neg", {1.1: 1.1}, {}),
     "vllm.command": starts_the_server,
-    "vllm.timeout": of_trl("vllm_server_timeout", {240: 240.0, 7: 7.0}, key="vllm.timeout", generation="vllm_server"),
+    "generation_rows": decides("grpo.generation_rows", 2, weights=True),
     "dynamic_sampling_rounds": decides("grpo.dynamic_sampling_rounds", 2, weights=True),
     "skip_zero_variance": decides("grpo.skip_zero_variance", True, weights=True),
     "logprob_check_steps": decides("grpo.logprob_check_steps", 3, weights=False),
     "stop_without_signal": decides("grpo.stop_without_signal", 5, weights=False),
     "samples": decides("grpo.samples", 4, weights=False),
     "placebo_reward": decides("grpo.placebo_reward", "random", weights=True),
-    "extra": of_trl("sapo_temperature_neg", {1.1: 1.1}, key="extra.sapo_temperature_neg"),
 }
 
 
@@ -915,7 +893,63 @@ def check_sandbox(_: Bench) -> None:
         assert [verdict["per_test"] for verdict in scored.verdicts if verdict] == [[expected]]
 
 
+EACH: dict[str, tuple[Any, ...]] = {
+    "tuning.mode": (kind_of_training, {"full": (False, False), "lora": (True, False), "qlora": (True, True)}),
+    "tuning.quant_type": (
+        lambda run: four_bit_weight(run).quant_state.quant_type,
+        {"nf4": "nf4", "fp4": "fp4"},
+        {"tuning__mode": "qlora"},
+    ),
+    "tuning.double_quant": (
+        lambda run: four_bit_weight(run).quant_state.nested,
+        {True: True, False: False},
+        {"tuning__mode": "qlora"},
+    ),
+    "train.epochs": (steps_and_rows, {1.0: (9, 72), 2.5: (22, 176), 0.1: (1, 8)}, {"train__max_steps": None}),
+    # Of 4 steps: the last 2, by 1 - sqrt(progress), or the last alone.
+    "train.decay_ratio": (
+        rates,
+        {0.5: [1.0, 1.0, 1.0, round(1 - 0.5**0.5, 6)], 0.25: [1.0] * 4},
+        {"train__lr_scheduler": "warmup_stable_decay"},
+    ),
+    "train.min_lr_ratio": (rates, {0.0: cosine(4), 0.1: [round(0.1 + 0.9 * share, 6) for share in cosine(4)]}),
+    "train.batch_size": (largest_micro_batch, {8: 8, 2: 2, 1: 1}),
+    "train.grad_accum": (lambda run: len(micro_batches(run)), {1: 1, 2: 2, 8: 8}),
+    "train.batching": (
+        lambda run: largest_micro_batch(run) > 2,
+        {"examples": False, "tokens": True},
+        {"train__batch_size": 2},
+    ),
+    # 8 rows a step: four times, and twice, what the rate of 0.01 was found with.
+    "train.lr_scaling": (arg("learning_rate"), {"linear": 0.04, "sqrt": 0.02}, {"train__lr_batch_size": 2}),
+    "train.lr_batch_size": (arg("learning_rate"), {2: 0.04, 4: 0.02}, {"train__lr_scaling": "linear"}),
+    "train.precision": (precision_of, {"fp32": (False, torch.float32), "bf16": (True, torch.bfloat16)}),
+    "train.best_metric": (arg("load_best_model_at_end"), {None: False, "loss": True}),
+    "train.oom_recovery": (lambda run: run.trainer.replay is not None, {True: True, False: False}),
+    "train.stall_timeout": (lambda run: read_timeout(run.folder), {600: 600, 7: 7, 0: 0}),
+    "train.time_limit": (lambda run: callback(run, "StopInTime") is not None, {None: False, "90d": True}),
+    "train.profile.start": (
+        lambda run: callback(run, "ProfileSteps").config.start,
+        {2: 2, 3: 3},
+        {"train__profile__steps": 1},
+    ),
+    "train.profile.steps": (
+        lambda run: callback(run, "ProfileSteps") is not None,
+        {0: False, 2: True},
+        {"train__profile__start": 2},
+    ),
+    "train.profile.memory": (
+        lambda run: callback(run, "ProfileSteps").config.memory,
+        {True: True, False: False},
+        {"train__profile__start": 2, "train__profile__steps": 1},
+    ),
+    "cluster.strategy": (lambda run: run.cfg.cluster.strategy, {"auto": "ddp", "ddp": "ddp", "zero2": "zero2"}),
+    "cluster.timeout": (arg("ddp_timeout"), {1800: 1800, 77: 77}),
+}
+"""Key -> what a run shows of it, what that is for each value of the key, and other keys of these runs."""
+
 TABLE: dict[str, Check] = {
+    **{key: each(key, *row) for key, row in EACH.items()},
     **{f"grpo.{key}": check for key, check in OF_GRPO.items()},
     **{f"score.{key}": check for key, check in OF_SCORE.items()},
     **{f"hrm.{key}": check for key, check in OF_HRM.items()},
@@ -924,29 +958,14 @@ TABLE: dict[str, Check] = {
     "output_dir": check_place,
     "seed": check_seed,
     "model.name": check_model_name,
-    "model.revision": check_revision,
+    "model.revision": told("revision", "model.revision", "v2", [None, None], ["v2", "v2"]),
     "model.max_seq_len": pair(longest, 63, 40),
-    "model.trust_remote_code": check_trust,
-    "model.allow_pickle": check_pickle,
+    "model.trust_remote_code": told("trust_remote_code", "model.trust_remote_code", True, [False, False], [True, True]),
+    "model.allow_pickle": told("use_safetensors", "model.allow_pickle", True, [None, True], [None, None]),
     "model.adapter": check_adapter,
     "model.merge_adapter": check_adapter,
     "model.attn": pair(lambda run: run.trainer.model.config._attn_implementation, "sdpa", "eager"),
-    "tuning.mode": each(
-        "tuning__mode", kind_of_training, {"full": (False, False), "lora": (True, False), "qlora": (True, True)}
-    ),
     "tuning.backend": check_backend,
-    "tuning.quant_type": each(
-        "tuning__quant_type",
-        lambda run: four_bit_weight(run).quant_state.quant_type,
-        {"nf4": "nf4", "fp4": "fp4"},
-        tuning__mode="qlora",
-    ),
-    "tuning.double_quant": each(
-        "tuning__double_quant",
-        lambda run: four_bit_weight(run).quant_state.nested,
-        {True: True, False: False},
-        tuning__mode="qlora",
-    ),
     "tuning.new_tokens.count": check_new_tokens,
     "tuning.new_tokens.min_count": check_new_tokens,
     "tuning.new_tokens.path": check_new_tokens,
@@ -965,45 +984,14 @@ TABLE: dict[str, Check] = {
     ),
     "tuning.lora.dora": pair(lambda run: "default" in adapted(run).lora_magnitude_vector, False, True),
     "tuning.lora.rslora": pair(lambda run: adapted(run).scaling["default"], 8 / 4, 12 / 3**0.5),
-    "train.epochs": each(
-        "train__epochs", steps_and_rows, {1.0: (9, 72), 2.5: (22, 176), 0.1: (1, 8)}, train__max_steps=None
-    ),
     "train.max_steps": pair(steps_and_rows, (4, 32), (6, 72)),
     "train.learning_rate": pair(lambda run: group(run)["initial_lr"], 0.01, 0.5),
     "train.lr_scheduler": pair(lambda run: rates(run)[-2:], cosine(4)[-2:], [round(2 / 3, 6), round(1 / 3, 6)]),
     "train.warmup_ratio": pair(lambda run: rates(run)[:2], cosine(4)[:2], [0.0, round(1 / 3, 6)]),
-    # Of 4 steps: the last 2, by 1 - sqrt(progress), or the last alone.
-    "train.decay_ratio": each(
-        "train__decay_ratio",
-        rates,
-        {0.5: [1.0, 1.0, 1.0, round(1 - 0.5**0.5, 6)], 0.25: [1.0] * 4},
-        train__lr_scheduler="warmup_stable_decay",
-    ),
-    "train.min_lr_ratio": each(
-        "train__min_lr_ratio", rates, {0.0: cosine(4), 0.1: [round(0.1 + 0.9 * share, 6) for share in cosine(4)]}
-    ),
     "train.weight_decay": pair(lambda run: group(run)["weight_decay"], 0.0, 0.3),
     "train.max_grad_norm": pair(arg("max_grad_norm"), 1.0, 0.7),
     "train.effective_batch_size": pair(lambda run: len(window(run)["row"]), 8, 12),
-    "train.batch_size": each("train__batch_size", largest_micro_batch, {8: 8, 2: 2, 1: 1}),
-    "train.grad_accum": each("train__grad_accum", lambda run: len(micro_batches(run)), {1: 1, 2: 2, 8: 8}),
-    "train.batching": each(
-        "train__batching",
-        lambda run: largest_micro_batch(run) > 2,
-        {"examples": False, "tokens": True},
-        train__batch_size=2,
-    ),
     "train.probe": check_probe,
-    # 8 rows a step: four times, and twice, what the rate of 0.01 was found with.
-    "train.lr_scaling": each(
-        "train__lr_scaling", arg("learning_rate"), {"linear": 0.04, "sqrt": 0.02}, train__lr_batch_size=2
-    ),
-    "train.lr_batch_size": each(
-        "train__lr_batch_size", arg("learning_rate"), {2: 0.04, 4: 0.02}, train__lr_scaling="linear"
-    ),
-    "train.precision": each(
-        "train__precision", precision_of, {"fp32": (False, torch.float32), "bf16": (True, torch.bfloat16)}
-    ),
     "train.gradient_checkpointing": pair(arg("gradient_checkpointing"), False, True),
     "train.packing": pair(lambda run: "position_ids" in micro_batches(run)[0], False, True),
     "train.loss_head": pair(lambda run: run.trainer.label_head is None, False, True),
@@ -1012,37 +1000,10 @@ TABLE: dict[str, Check] = {
     "train.eval_steps": pair(arg("eval_steps"), 9, 2),
     "train.save_steps": pair(arg("save_steps"), 9, 4),
     "train.save_total_limit": pair(lambda run: callback(run, MarkComplete.__name__).limit, 2, 5),
-    "train.best_metric": each("train__best_metric", arg("load_best_model_at_end"), {None: False, "loss": True}),
     "train.early_stopping": pair(patience, None, 3),
     "train.resume": check_resume,
     "train.dataloader_num_workers": pair(lambda run: run.trainer.get_train_dataloader().num_workers, 0, 1),
     "train.dataloader_pin_memory": pair(pins_memory, False, True),
-    "train.oom_recovery": each(
-        "train__oom_recovery", lambda run: run.trainer.replay is not None, {True: True, False: False}
-    ),
-    "train.stall_timeout": each("train__stall_timeout", lambda run: read_timeout(run.folder), {600: 600, 7: 7, 0: 0}),
-    "train.time_limit": each(
-        "train__time_limit", lambda run: callback(run, "StopInTime") is not None, {None: False, "90d": True}
-    ),
-    "train.profile.start": each(
-        "train__profile__start",
-        lambda run: callback(run, "ProfileSteps").config.start,
-        {2: 2, 3: 3},
-        train__profile__steps=1,
-    ),
-    "train.profile.steps": each(
-        "train__profile__steps",
-        lambda run: callback(run, "ProfileSteps") is not None,
-        {0: False, 2: True},
-        train__profile__start=2,
-    ),
-    "train.profile.memory": each(
-        "train__profile__memory",
-        lambda run: callback(run, "ProfileSteps").config.memory,
-        {True: True, False: False},
-        train__profile__start=2,
-        train__profile__steps=1,
-    ),
     "train.extra": pair(arg("torch_empty_cache_steps"), None, 9),
     "datasets.name": check_sources,
     "datasets.path": check_sources,
@@ -1084,12 +1045,8 @@ TABLE: dict[str, Check] = {
     "eval.stride": check_stride,
     "logging.backend": pair(lambda run: callback(run, "TensorBoardCallback") is not None, False, True),
     "logging.steps": pair(arg("logging_steps"), 1, 3),
-    "cluster.strategy": each(
-        "cluster__strategy", lambda run: run.cfg.cluster.strategy, {"auto": "ddp", "ddp": "ddp", "zero2": "zero2"}
-    ),
     "cluster.deepspeed": check_deepspeed,
     "cluster.max_restarts": check_max_restarts,
-    "cluster.timeout": each("cluster__timeout", arg("ddp_timeout"), {1800: 1800, 77: 77}),
     "cluster.nccl.socket_ifname": way("socket_ifname", "GLOO_SOCKET_IFNAME", "lo", "lo"),
     "cluster.nccl.debug": way("debug", "NCCL_DEBUG", "INFO", "INFO"),
     "cluster.nccl.ib_disable": way("ib_disable", "NCCL_IB_DISABLE", True, "1"),

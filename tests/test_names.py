@@ -79,9 +79,3 @@ def test_comments_and_texts_have_plain_word_order():
             if token.type in (tokenize.COMMENT, tokenize.STRING) and (match := PHRASES.search(token.string)):
                 found.append(f"{path.relative_to(ROOT)}:{token.start[0]} {match[0]}")
     assert found == []
-
-
-def test_the_search_for_names_finds_them(tmp_path: Path):
-    file = tmp_path / "file.py"
-    file.write_text("class Judge:\n    def speaking(self, told):\n        self.leaks = [each for each in told]\n")
-    assert {"Judge", "speaking", "told", "leaks", "each"} <= set(defined_names(file))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.places import CACHE, cache_root, shipped
+from sftplay.places import CACHE, cache_root
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,11 +42,6 @@ def test_a_home_that_does_not_exist_leaves_the_current_folder(monkeypatch, tmp_p
     monkeypatch.setenv("HOME", str(tmp_path / "none"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache_root() == Path(".cache")
-
-
-def test_what_is_shipped_lies_beside_the_package():
-    assert shipped("data/base") == ROOT / "data/base"
-    assert shipped("configs/run_demo.yaml").is_file()
 
 
 FIND = """

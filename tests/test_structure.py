@@ -15,7 +15,6 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-import pytest
 from processes import HANG_S
 
 from sftplay.cli import VERBS
@@ -24,7 +23,6 @@ from sftplay.machine.probe import Machine
 from sftplay.plan.sizing import size_run
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "sftplay"
 sys.path.insert(0, str(ROOT / "docs"))
 import architecture  # noqa: E402
 from architecture import MODULES, floor_of, imports_of, room_of, subject_of  # noqa: E402
@@ -77,25 +75,9 @@ def test_folders_do_not_import_each_other_in_a_circle():
     assert find_cycle({room: beside - {room} for room, beside in rooms.items()}) == []
 
 
-def test_every_folder_says_in_a_sentence_what_it_holds():
-    assert [path.parent for path in PACKAGE.rglob("*.py") if not (path.parent / "__init__.py").exists()] == []
-
-
 def test_the_architecture_page_is_the_one_drawn_from_the_code():
     assert architecture.PAGE.read_text(encoding="utf-8") == architecture.page(), "run `make architecture`"
     assert architecture.README.read_text(encoding="utf-8") == architecture.readme(), "run `make architecture`"
-
-
-def test_every_file_that_the_architecture_page_tells_of_exists():
-    named = re.findall(r"`([a-z_]+(?:/\w+)*(?:\.py|/))`", architecture.PATHS)
-    assert len(named) > 15
-    assert [name for name in named if not (PACKAGE / name).exists()] == []
-
-
-def test_the_search_for_circles_finds_one():
-    chain = find_cycle({"log": {"units"}, "units": {"errors"}, "errors": {"log"}, "cli": {"log"}})
-    assert sorted(chain[1:]) == ["errors", "log", "units"]
-    assert " ".join(chain) in "log units errors log units errors"
 
 
 IMPORT_ONE_AFTER_ANOTHER = """
@@ -163,7 +145,7 @@ def loaded_after(lines: list[list[str]], first: list[str]) -> dict[str, set[str]
 
 
 def test_help_and_gpu_info_import_neither_torch_nor_pydantic():
-    lines = [["--help"], ["train", "--help"], ["gpu-info"], ["trian"], ["memory-check"]]
+    lines = [["--help"], ["train", "--help"], ["gpu-info"], ["trian"], ["memory-check"], ["doctor", "--fast"]]
     unwanted = {*HEAVY, "pydantic", "yaml", "numpy"}
     assert {line: found for line, names in loaded_after(lines, []).items() if (found := names & unwanted)} == {}
 
@@ -199,21 +181,6 @@ def test_validate_a_dry_run_and_refusals_import_no_torch():
     loaded = loaded_after(lines, ["sftplay.config.load"])
     assert all({"pydantic", "sftplay"} <= names for names in loaded.values())
     assert {line: found for line, names in loaded.items() if (found := names & {*HEAVY})} == {}
-
-
-def tracked_python_files() -> list[Path]:
-    folders = [ROOT / name for name in ("sftplay", "tests", "benchmarks", "data", "docs", ".ci")]
-    return sorted(path for folder in folders for path in folder.rglob("*.py"))
-
-
-def test_no_line_is_longer_than_120_characters():
-    long = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for path in tracked_python_files()
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if len(line) > 120
-    ]
-    assert long == []
 
 
 @cache
@@ -315,34 +282,12 @@ def test_every_target_that_starts_the_kit_names_a_verb_that_exists():
     assert "\t@$(SFTPLAY) train " in text
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES.remove(ROOT / "docs" / "guides.md")  # it tells of another kit's targets and files too
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_every_target_and_file_that_a_page_names_exists(page):
-    text = page.read_text(encoding="utf-8")
-    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`|^    [^\n]*", text, re.S | re.M))
-    assert set(re.findall(r"\bmake ([a-z][a-z0-9-]+)\b", code)) <= set(TARGETS)
-    # data/processed/ is what commands write.
-    files = set(
-        re.findall(r"(?<![\w/.])(?:configs|docs|benchmarks|data(?!/processed/)|sftplay|tests)/[\w./-]+\.\w+", code)
-    )
-    assert [name for name in files if not (ROOT / name).exists() and not (PACKAGE / name).exists()] == []
-    linked = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    assert [link for link in linked if not (page.parent / link).exists()] == []
-
-
 def test_every_test_that_the_page_of_attacks_names_exists():
     named = set(re.findall(r"\b(test_\w+)`", (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")))
     files = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
     written = {name for text in files for name in re.findall(r"^ *def (test_\w+)", text, re.M)}
     assert named <= written
     assert len(named) > 20
-
-
-def test_readme_can_be_read_in_one_sitting():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
 
 
 def test_the_page_of_targets_names_them_all():
@@ -362,11 +307,6 @@ def test_every_shipped_config_is_sized_to_its_exact_effective_batch(monkeypatch)
         cfg = load_config(path.relative_to(ROOT))
         train = size_run(cfg, MACHINE, world_size=2).cfg.train
         assert train.batch_size * train.grad_accum * 2 == cfg.train.effective_batch_size, path.name
-
-
-def test_every_test_file_lies_where_the_module_it_tests_lies():
-    own = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith("_")}
-    assert own - {"oracle", "extending"} <= {path.name for path in PACKAGE.iterdir() if path.is_dir()}
 
 
 def test_the_version_stands_in_one_place():

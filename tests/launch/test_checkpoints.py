@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from sftplay.launch.checkpoints import (
-    find_damage,
     list_checkpoints,
     mark_complete,
     newest_complete,
-    read_marker,
     read_step,
     rotate,
     set_aside,
@@ -48,14 +46,6 @@ def test_marker_holds_size_and_sha256_of_every_file(tmp_path: Path):
     }
 
 
-def test_whole_checkpoint_has_no_damage_and_marking_it_again_changes_nothing(tmp_path: Path):
-    checkpoint = make(tmp_path, 2)
-    first = read_marker(checkpoint)
-    assert find_damage(checkpoint) == ""
-    mark_complete(checkpoint, {"order_hash": "abc"})
-    assert read_marker(checkpoint) == first
-
-
 def flip_a_byte(checkpoint: Path) -> None:
     content = bytearray((checkpoint / "weights.bin").read_bytes())
     content[100] ^= 1
@@ -80,24 +70,18 @@ def mark(checkpoint: Path, **fields: object) -> None:
         (lambda c: (c / "deep" / "state.json").unlink(), "deep/state.json is missing"),
         (lambda c: (c / "weights.bin").write_bytes(b"short"), "weights.bin has 5 bytes instead of 1024"),
         (truncate_the_marker, "no readable COMPLETE.json"),
-        (lambda c: (c / "COMPLETE.json").write_text("[1, 2]"), "no readable COMPLETE.json"),
-        (lambda c: (c / "COMPLETE.json").write_text('{"step": 4, "files": {}}'), "no readable COMPLETE.json"),
         (lambda c: (c / "COMPLETE.json").unlink(), "no readable COMPLETE.json"),
         (lambda c: mark(c, files=["weights.bin"]), "COMPLETE.json has an odd 'files'"),
-        (lambda c: mark(c, files={"weights.bin": 5}), "COMPLETE.json has an odd 'files'"),
         (lambda c: mark(c, files={"weights.bin": {"bytes": 5}}), "COMPLETE.json has an odd 'files'"),
         (lambda c: mark(c, step="4"), "COMPLETE.json has an odd 'step'"),
-        (lambda c: mark(c, step=None), "COMPLETE.json has an odd 'step'"),
         (lambda c: mark(c, step=5), "COMPLETE.json is of step 5"),
         (lambda c: mark(c, counters={"tokens_seen": "many"}), "COMPLETE.json has an odd 'counters'"),
-        (lambda c: mark(c, world_size="2"), "COMPLETE.json has an odd 'world_size'"),
         (lambda c: mark(c, world_size=0), "COMPLETE.json has an odd 'world_size'"),
         (lambda c: mark(c, config=[]), "COMPLETE.json has an odd 'config'"),
         (lambda c: mark(c, weights={"a": 1}), "COMPLETE.json has an odd 'weights'"),
         (lambda c: mark(c, rows_sha256="a"), "COMPLETE.json lacks 'rows'"),
         (lambda c: (c / "COMPLETE.json").write_bytes(b'{"step": 4\xff}'), "no readable COMPLETE.json"),
         (lambda c: (c / "COMPLETE.json").write_text("[" * 100_000), "no readable COMPLETE.json"),
-        (lambda c: (c / "COMPLETE.json").write_text("9" * 10_000), "no readable COMPLETE.json"),
     ],
 )
 def test_damaged_checkpoint_is_named_and_passed_over_for_the_one_before(harm, damage: str, tmp_path: Path):
@@ -134,21 +118,9 @@ def test_step_of_a_checkpoint_kept_under_another_name_is_in_its_marker(tmp_path:
     assert read_step(tmp_path / "checkpoint-12") == 12
 
 
-def test_no_folder_holds_no_checkpoint(tmp_path: Path):
-    assert newest_complete(tmp_path / "nowhere") == (None, [])
-
-
 @pytest.mark.parametrize(
     ("limit", "best", "left"),
-    [
-        (1, None, [5]),
-        (2, None, [4, 5]),
-        (9, None, [1, 2, 3, 4, 5]),
-        (1, 2, [2, 5]),
-        (2, 1, [1, 5]),
-        (3, 1, [1, 4, 5]),
-        (2, 5, [4, 5]),
-    ],
+    [(1, None, [5]), (9, None, [1, 2, 3, 4, 5]), (1, 2, [2, 5]), (3, 1, [1, 4, 5]), (2, 5, [4, 5])],
 )
 def test_rotation_removes_the_oldest_never_the_newest_nor_the_best(
     limit: int, best: int | None, left: list[int], tmp_path: Path

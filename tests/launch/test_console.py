@@ -59,14 +59,6 @@ def test_silence_is_broken_by_the_newest_progress_then_by_a_sign_of_life(clock):
     assert written == ["step 2\n", f"step 2 ({2 * SIGN_OF_LIFE_S:.0f} s)\n"]
 
 
-def test_silence_on_a_terminal_is_broken_in_place(clock):
-    screen, written = console(is_tty=True)
-    clock[0] += SIGN_OF_LIFE_S
-    screen.tick(clock[0])
-    screen.line("there")
-    assert "".join(written) == f"\r\x1b[K[train] working ({SIGN_OF_LIFE_S:.0f} s)\r\x1b[Kthere\n"
-
-
 def test_a_sign_of_life_comes_within_the_promised_ten_seconds():
     assert SIGN_OF_LIFE_S + 0.5 < 10  # the follower calls tick twice a second
 
@@ -109,26 +101,12 @@ def test_progress_in_a_pipe_says_what_is_left_when_nothing_else_was_said(clock):
     assert written == ["[data] rows 50/200  5 rows/s  00:30 left\n"]
 
 
-def test_work_without_a_known_end_shows_what_is_done(clock):
-    screen, written = console(is_tty=True)
-    screen.progress(Progress(tag="data", what="rows", done=1234, text="77 rows/s"))
-    assert written[-1].startswith("\r\x1b[K[data] rows 1234  77 rows/s  00:0")
-
-
 @pytest.mark.parametrize("text", ["[train] note: few steps", "[train] warning: too few", "note: x"])
 def test_what_should_not_be_overlooked_is_in_colour_where_there_are_colours(text):
     for has_colours, shown in ((True, f"\x1b[33m{text}\x1b[0m\n"), (False, f"{text}\n")):
         written = []
         Console(written.append, is_tty=True, has_colours=has_colours).line(text)
         assert written == [shown]
-
-
-def test_a_terminal_shows_seconds_while_a_worker_says_nothing_yet(clock):
-    screen, written = console(is_tty=True)
-    screen.line("starting")
-    clock[0] += 2
-    screen.tick(clock[0])
-    assert written[-1] == "\r\x1b[K[train] working (2 s)"
 
 
 def test_a_reader_that_leaves_does_not_end_what_is_being_done(monkeypatch):

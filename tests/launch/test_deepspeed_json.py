@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 import re
 from pathlib import Path
@@ -19,7 +18,6 @@ from sftplay.launch.deepspeed_json import (
     SECTIONS,
     read_deepspeed,
     run_values,
-    strip_comments,
     write_plain,
 )
 
@@ -83,15 +81,6 @@ def test_a_shipped_file_is_accepted_for_a_run_of_its_stage(path, cfg):
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_number_of_a_shipped_file_is_explained(path):
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for above, line in itertools.pairwise(lines):
-        if re.search(r":\s*(\d[\de.]*|true|false)\b", strip_comments(line)) and '"stage"' not in line:
-            explained = "//" in line or "//" in above or "bucket_size" in above or path.stem == "custom_example"
-            assert explained, line
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_file_without_comments_is_what_deepspeed_itself_reads(path, tmp_path, upstream):
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -107,13 +96,6 @@ def test_a_shipped_file_without_comments_is_what_deepspeed_itself_reads(path, tm
 )
 def test_the_known_names_are_those_of_the_installed_deepspeed(section, upstream):
     assert set(SECTIONS[section].split()) == upstream[section]
-
-
-def test_the_names_at_the_top_are_those_the_installed_deepspeed_looks_for(upstream):
-    import deepspeed.runtime.config as module
-
-    sources = "".join(path.read_text() for path in Path(module.__file__).parents[1].rglob("*.py"))
-    assert [name for name in SECTIONS[""].split() if not re.search(rf"['\"]{name}['\"]", sources)] == []
 
 
 def test_what_deepspeed_has_removed_is_refused_by_the_same_names(upstream):
@@ -198,12 +180,6 @@ def test_all_contradictions_with_the_run_are_reported_at_once(tmp_path, cfg):
     assert "train.grad_accum" in found[1][1]
 
 
-def test_a_file_that_says_what_the_run_says_is_accepted(tmp_path, cfg):
-    text = '{"train_batch_size": 32, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"},'
-    text += '"zero_optimization": {"stage": 2}}'
-    assert read_deepspeed(file_of(tmp_path, text), run_values(cfg, world_size=2, stage=2))["train_batch_size"] == 32
-
-
 def test_auto_where_nobody_fills_it_in_is_refused(tmp_path):
     found = problems(tmp_path, '{"zero_optimization": {"stage": 2,\n "allgather_bucket_size": "auto"}}')
     assert found[0][0] == "own.json:2 zero_optimization.allgather_bucket_size"
@@ -222,11 +198,6 @@ def test_what_is_no_object_of_json_is_refused(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read_deepspeed(file_of(tmp_path, text))
     assert message in str(caught.value)
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_deepspeed(tmp_path / "none.json")
 
 
 def test_a_file_without_sharing_is_refused(tmp_path):

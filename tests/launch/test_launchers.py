@@ -26,7 +26,7 @@ from sftplay.launch import processes as processes_of_a_launch
 from sftplay.launch.accelerate_settings import strategy_environment
 from sftplay.launch.command import Launch, Scale, build_launch
 from sftplay.launch.follow import final_exit_code, follow
-from sftplay.launch.processes import descends_from, end_launch, find_death
+from sftplay.launch.processes import end_launch, find_death
 from sftplay.launch.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,16 +174,8 @@ def test_options_after_two_dashes_go_to_the_launcher_unchanged(
     launcher: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     monkeypatch.chdir(ROOT)
-    arguments = [
-        "train",
-        "--config",
-        DEMO,
-        "run_name=launched",
-        "--nproc",
-        "2",
-        f"cluster.launcher={launcher}",
-        "--dry-run",
-    ]
+    arguments = ["train", "--config", DEMO, "run_name=launched", "--nproc", "2", f"cluster.launcher={launcher}"]
+    arguments.append("--dry-run")
     assert main([*arguments, "--", "--log-dir", "a b", "--json", "--", "seed=1"]) == 0
     typed = capsys.readouterr().out
     assert " --log-dir 'a b' --json -- seed=1 -" in typed
@@ -191,15 +183,6 @@ def test_options_after_two_dashes_go_to_the_launcher_unchanged(
     argv = json.loads(capsys.readouterr().out)["argv"]
     assert argv[argv.index("--log-dir") + 1] == "a b"
     assert argv.index("--log-dir") < argv.index("sftplay.tasks.worker")
-
-
-def test_options_of_the_kit_end_at_the_first_two_dashes():
-    args = parse(["train", "--config", DEMO, "seed=1", "--", "seed=2", "--tb"])
-    assert (args.overrides, args.launcher_args, args.tb) == (["seed=1"], ["seed=2", "--tb"], False)
-    assert parse(["train", "--config", DEMO, "--"]).launcher_args == []
-    assert parse(["train", "--config", DEMO]).launcher_args == []
-    with pytest.raises(ConfigError, match="does not know '--no-such-flag'"):
-        parse(["train", "--config", DEMO, "--no-such-flag", "--", "--log-dir"])
 
 
 @pytest.mark.parametrize("verb", ["plan", "validate", "eval"])
@@ -223,12 +206,6 @@ def test_a_launchers_message_about_an_unknown_option_reaches_the_user(folder: Ru
     assert "error: unrecognized arguments: --no-such-flag\n  fix: change the options" in capsys.readouterr().err
     status = folder.read_json("status.json")
     assert (status["state"], status["error"]["code"]) == ("failed", "config")
-
-
-def test_files_of_a_launch_are_there_when_it_starts(folder: RunFolder, tmp_path: Path):
-    path = tmp_path / "new" / "file.txt"
-    code = f"import sys; sys.exit(4 if open({str(path)!r}).read() == 'content' else 0)"
-    assert follow(Launch((sys.executable, "-c", code), {}, {str(path): "content"}), folder) == 4
 
 
 @pytest.mark.parametrize(
@@ -271,16 +248,6 @@ def chain() -> Iterator[list[int]]:
         if is_alive(pid):
             os.kill(pid, 9)
     first.wait()
-
-
-def test_process_descends_from_itself_its_ancestors_and_no_other_process(chain: list[int]):
-    for place, pid in enumerate(chain):
-        assert [descends_from(pid, above) for above in chain] == [n <= place for n in range(len(chain))]
-        assert descends_from(pid, os.getpid())
-    ended = subprocess.Popen([sys.executable, "-c", "pass"])
-    ended.wait()
-    assert not descends_from(chain[0], ended.pid)
-    assert not descends_from(ended.pid, os.getpid())
 
 
 def test_end_of_a_launch_reaches_all_below_it(chain: list[int], monkeypatch: pytest.MonkeyPatch):

@@ -4,101 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from holding import Hold, write_hook
 from processes import HANG_S, is_alive, wait_until
-
-from sftplay.launch.run_folder import RunFolder
+from project import open_project
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, ROWS_A_STEP = 40, 8
 
 
-@dataclass
-class Project:
-    """A folder with a config, in which the tests start runs like a user."""
-
-    config: Path
-    outputs: Path
-    started: list = field(default_factory=list)
-
-    def start(self, verb, name, *overrides, **environment):
-        argv = [sys.executable, "-m", "sftplay", verb, "--config", self.config, f"run_name={name}", *overrides]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        # A file, because a pipe would have to be read during the run.
-        with (self.outputs / f"{name}.txt").open("a") as out:
-            process = subprocess.Popen(
-                [str(word) for word in argv], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
-            )
-        self.started.append(process)
-        return process
-
-    def run(self, verb, name, *overrides):
-        """Run to the end: (exit code, output)."""
-        code = self.start(verb, name, *overrides).wait(HANG_S)
-        return code, self.output(name)
-
-    def output(self, name):
-        return (self.outputs / f"{name}.txt").read_text()
-
-    def folder(self, name):
-        return RunFolder(self.outputs / name)
-
-    def status(self, name):
-        return self.folder(name).read_json("status.json")
-
-    def metrics(self, name):
-        return [json.loads(line) for line in self.folder(name).metrics.read_text().splitlines()]
-
-    def start_training(self, name, *overrides):
-        """Start a run and return when its ranks have met, with the process and the ranks' pids."""
-        process = self.start("train", name, *overrides)
-        wait_until(lambda: self.status(name).get("ranks") or process.poll() is not None)
-        assert process.poll() is None, self.output(name)
-        return process, [rank["pid"] for rank in self.status(name)["ranks"]]
-
-    def stop(self, name, *overrides):
-        """Start a run and send it SIGTERM during its training: (exit code, the ranks' pids)."""
-        hold = Hold(self.outputs / name)
-        hook = write_hook(self.outputs.parent / "hook")
-        process = self.start("train", name, *overrides, **hold.after_step(STEPS // 4, hook))
-        assert hold.wait(process), self.output(name)
-        pids = [rank["pid"] for rank in self.status(name)["ranks"]]
-        process.send_signal(signal.SIGTERM)
-        hold.await_signal(process)
-        hold.let_go()
-        return process.wait(HANG_S), pids
-
-
 @pytest.fixture(scope="module")
-def project(tmp_path_factory, tiny_llama, chat_rows):
-    root = tmp_path_factory.mktemp("project with space")
-    values = {
-        "output_dir": str(root / "outputs"),
-        "model": {"name": str(tiny_llama), "max_seq_len": 64},
-        "tuning": {"mode": "lora", "lora": {"r": 4}},
-        "train": {
-            "max_steps": STEPS, "effective_batch_size": ROWS_A_STEP, "batch_size": 2, "learning_rate": 0.01,
-            "gradient_checkpointing": False, "save_steps": 1000,
-        },
-        "data": {"train_path": str(chat_rows), "split": 0, "processed_dir": str(root / "processed")},
-        "logging": {"steps": 1, "backend": "none", "row_ids": True},
-    }  # fmt: skip
-    (root / "outputs").mkdir()
-    (root / "run.yaml").write_text(json.dumps(values))
-    project = Project(root / "run.yaml", root / "outputs")
-    yield project
-    for process in project.started:  # a failed test must not leave a run that goes on training
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+def project(tmp_path_factory, inputs):
+    sizes = {"train__max_steps": STEPS, "train__batch_size": 2, "train__save_steps": 1000}
+    with open_project(tmp_path_factory.mktemp("project with space"), inputs, **sizes) as project:
+        yield project
+
+
+def stop(project, name, *overrides):
+    """Start a run and send it SIGTERM during its training: (exit code, the ranks' pids)."""
+    hold = project.holding(name)
+    process = project.start("train", name, *overrides, **hold.after_step(STEPS // 4, project.hook))
+    assert hold.wait(process), project.output(name)
+    pids = [rank["pid"] for rank in project.status(name)["ranks"]]
+    process.send_signal(signal.SIGTERM)
+    hold.await_signal(process)
+    hold.let_go()
+    return process.wait(HANG_S), pids
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +44,7 @@ def whole(project):
 @pytest.fixture(scope="module")
 def stopped(project):
     """The state of a run after SIGTERM during its training."""
-    code, pids = project.stop("stopped")
+    code, pids = stop(project, "stopped")
     return {"code": code, "pids": pids, "status": project.status("stopped"), "output": project.output("stopped")}
 
 
@@ -235,29 +169,17 @@ def test_two_processes_learn_from_the_same_rows_with_the_same_losses_as_one(proj
 def test_the_draws_of_dropout_go_on_where_a_stopped_run_left_them(project):
     word = "tuning.lora.dropout=0.1"
     assert project.run("train", "dropout", word)[0] == 0
-    assert project.stop("dropout-stopped", word)[0] == 143
+    assert stop(project, "dropout-stopped", word)[0] == 143
     assert project.run("resume", "dropout-stopped", word)[0] == 0
     ours, reference = project.metrics("dropout-stopped"), project.metrics("dropout")
     assert [line["loss"] for line in ours] == [line["loss"] for line in reference]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_two_signals_end_a_run_at_once(project, processes):
-    run = f"twice-{processes}"
-    process, pids = project.start_training(run, "--nproc", processes, "train.max_steps=100000")
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(HANG_S) == 143
-    wait_until(lambda: not any(is_alive(pid) for pid in pids))
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")
-@pytest.mark.parametrize("processes", [1, 2])
-def test_no_worker_outlives_a_command_that_is_killed(project, processes):
-    run = f"killed-{processes}"
-    process, pids = project.start_training(run, "--nproc", processes, "train.max_steps=100000")
+def test_no_worker_outlives_a_command_that_is_killed(project):
+    run = "killed"
+    process, pids = project.start_training(run, "train.max_steps=100000")
     process.kill()
     process.wait()
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
@@ -268,16 +190,6 @@ def test_no_worker_outlives_a_command_that_is_killed(project, processes):
         wait_until(lambda: len(project.status(run).get("attempts", [])) == 2)
     again.terminate()
     assert again.wait(HANG_S) == 143, project.output(run)
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_run_with_5_and_leaves_no_process(project):
-    process, pids = project.start_training("lost", "--nproc", "2", "train.max_steps=100000")
-    os.kill(pids[1], signal.SIGKILL)
-    assert process.wait(HANG_S) == 5, project.output("lost")
-    status = project.status("lost")
-    assert (status["state"], status["exit_code"]) == ("failed", 5)
-    assert not any(is_alive(pid) for pid in pids)
 
 
 SLOW_DISK_OF_RANK_0 = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -115,50 +114,6 @@ def test_a_run_without_a_step_that_still_runs_keeps_its_name(config):
             archive_earlier_start(folder)
 
 
-def test_a_reader_of_status_never_sees_half_a_file(tmp_path):
-    folder, seen = RunFolder(tmp_path / "run"), set()
-    folder.update_status(text="x" * 200_000, n=-1)
-    done = threading.Event()
-
-    def read():
-        while not done.is_set():
-            seen.add(len(json.loads((folder.path / "status.json").read_text())["text"]))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for n in range(100):
-        folder.update_status(n=n, text="x" * (200_000 + n % 2))
-    done.set()
-    reader.join()
-    assert seen <= {200_000, 200_001}
-    assert folder.read_json("status.json")["n"] == 99
-
-
-def test_writing_leaves_no_scratch_file(tmp_path):
-    write_text(tmp_path / "a" / "file.txt", "text")
-    assert [p.name for p in (tmp_path / "a").iterdir()] == ["file.txt"]
-
-
-def test_a_file_that_cannot_be_written_keeps_its_old_content(tmp_path, monkeypatch):
-    write_text(tmp_path / "file.txt", "old")
-
-    def full(fd):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_text(tmp_path / "file.txt", "new")
-    assert (tmp_path / "file.txt").read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["file.txt"]
-
-
-def test_update_keeps_what_it_does_not_mention(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.update_status(state="running", step=3)
-    folder.update_status(step=4)
-    assert folder.read_json("status.json") == {"state": "running", "step": 4}
-
-
 def test_an_exit_code_written_while_the_main_rank_notes_its_step_is_not_lost(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     folder.update_status(state="running", step=1)
@@ -211,12 +166,6 @@ def test_latest_points_at_the_run_made_last(tmp_path):
     assert str((tmp_path / "latest").readlink()) == "two"  # relative, so that outputs/ can be moved
 
 
-def test_a_file_of_the_users_called_latest_is_left_alone(tmp_path):
-    (tmp_path / "latest").write_text("mine")
-    RunFolder(tmp_path / "run").become_latest()
-    assert (tmp_path / "latest").read_text() == "mine"
-
-
 def test_a_name_without_a_run_is_free_and_one_with_a_run_is_refused(config):
     cfg = config(run_name="mine")
     (Path(cfg.output_dir) / "mine").mkdir(parents=True)  # left by an attempt that got nowhere
@@ -225,16 +174,6 @@ def test_a_name_without_a_run_is_free_and_one_with_a_run_is_refused(config):
     with pytest.raises(ConfigError, match="a run called 'mine' exists") as caught:
         new_folder(cfg, "x.yaml")
     assert "make resume" in caught.value.fix
-
-
-def test_runs_named_by_the_same_second_get_different_folders(config, monkeypatch):
-    monkeypatch.setattr(folders.time, "strftime", lambda form: "20260102-030405")
-    names = [new_folder(config(), "dir/my run.yaml").name for _ in range(3)]
-    assert names == ["my run-20260102-030405", "my run-20260102-030405-2", "my run-20260102-030405-3"]
-
-
-def test_a_dry_run_claims_no_name(config):
-    assert not new_folder(config(), "x.yaml", claim=False).path.parent.exists()
 
 
 def claim(cfg, barrier, names):

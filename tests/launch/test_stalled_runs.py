@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from processes import HANG_S
+from project import open_project
 
 from sftplay.launch.checkpoints import newest_complete
 from sftplay.launch.run_folder import RunFolder
@@ -115,58 +114,34 @@ def _read(path):
         return b""
 
 
-def start(root, name, sleep):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root / 'hook'}{os.pathsep}{ROOT}"}
-    env |= {"MARK": mark_of(root, name), "SLEEP": json.dumps(vars(sleep))}
-    nproc = "1" if name == "alone" else "2"
-    argv = [sys.executable, "-m", "sftplay", "train", "--config", str(root / "run.yaml"), "--nproc", nproc]
-    with (root / f"{name}.txt").open("w") as out:
-        return subprocess.Popen(
-            [*argv, f"run_name={name}"], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
-        )
+def start(project, name, sleep):
+    env = {"MARK": mark_of(project, name), "SLEEP": json.dumps(vars(sleep))}
+    env["PYTHONPATH"] = f"{project.hook}{os.pathsep}{ROOT}"
+    return project.start("train", name, "--nproc", 1 if name == "alone" else 2, **env)
 
 
-def mark_of(root, name):
-    return f"{root}/{name}:"
+def mark_of(project, name):
+    return f"{project.root}/{name}:"
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory, tiny_llama, chat_rows):
-    root = tmp_path_factory.mktemp("stalled")
-    (root / "hook").mkdir()
-    (root / "hook" / "sitecustomize.py").write_text(HOOK)
-    values = {
-        "output_dir": str(root / "outputs"),
-        "model": {"name": str(tiny_llama), "max_seq_len": 64},
-        "tuning": {"mode": "lora", "lora": {"r": 4}},
-        "train": {
-            "max_steps": 6, "effective_batch_size": 8, "batch_size": 2, "learning_rate": 0.01, "optim": "adamw_torch",
-            "gradient_checkpointing": False, "save_steps": SAVE_STEPS, "stall_timeout": TIMEOUT_S,
-        },
-        "data": {"train_path": str(chat_rows), "split": 0, "processed_dir": str(root / "processed")},
-        "logging": {"steps": 1, "backend": "none"},
-    }  # fmt: skip
-    (root / "run.yaml").write_text(json.dumps(values))
-    return root
+def project(tmp_path_factory, inputs):
+    sizes = {"train__max_steps": 6, "train__batch_size": 2, "train__save_steps": SAVE_STEPS}
+    keys = {"train__optim": "adamw_torch", "train__stall_timeout": TIMEOUT_S, **sizes}
+    with open_project(tmp_path_factory.mktemp("stalled"), inputs, **keys) as project:
+        (project.hook / "sitecustomize.py").write_text(HOOK)
+        yield project
 
 
 @pytest.fixture(scope="module")
-def ended(root):
+def ended(project):
     """Name -> the run in which a rank fell asleep there."""
-    running = {name: start(root, name, sleep) for name, sleep in SLEEPS.items()}
-    try:
-        codes = {name: process.wait(HANG_S) for name, process in running.items()}
-    finally:  # a run that did not end must not stay
-        for process in running.values():
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    return {name: read_run(root, name, code) for name, code in codes.items()}
-
-
-def read_run(root, name, code):
-    output = (root / f"{name}.txt").read_text()
-    return Ended(code, output, RunFolder(root / "outputs" / name), mark_of(root, name))
+    running = {name: start(project, name, sleep) for name, sleep in SLEEPS.items()}
+    codes = {name: process.wait(HANG_S) for name, process in running.items()}
+    return {
+        name: Ended(code, project.output(name), project.folder(name), mark_of(project, name))
+        for name, code in codes.items()
+    }
 
 
 @pytest.mark.parametrize("name", SLEEPS)
@@ -183,23 +158,14 @@ def test_a_run_with_a_rank_asleep_ends_with_5_and_names_rank_phase_and_code(ende
 
 
 @pytest.mark.parametrize("name", SLEEPS)
-def test_the_stacks_of_all_its_ranks_are_kept(ended, name):
+def test_it_leaves_the_stacks_of_all_ranks_and_its_last_checkpoint_and_no_process(ended, name):
     logs, asleep = ended[name].folder.logs, SLEEPS[name].rank.replace("alone", "0")
     files = {path.name: path.read_text() for path in logs.glob("*.stacks")}
     assert set(files) == {f"rank{rank}.stacks" for rank in range(1 if name == "alone" else 2)}
     for file, text in files.items():
         assert "Current thread" in text
         assert ("in nobody_knows_why" in text) == (file == f"rank{asleep}.stacks")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: processes are found by their environment in /proc")
-@pytest.mark.parametrize("name", SLEEPS)
-def test_none_of_its_processes_is_left(ended, name):
     assert ended[name].processes() == []
-
-
-@pytest.mark.parametrize("name", SLEEPS)
-def test_its_last_complete_checkpoint_is_whole(ended, name):
     checkpoint, _ = newest_complete(ended[name].folder.checkpoints)
     assert checkpoint is not None
     assert checkpoint.name == f"checkpoint-{SAVE_STEPS}"

@@ -63,18 +63,6 @@ def test_the_base_is_a_small_fp32_llama_that_plain_transformers_loads(builtin_ti
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
 
 
-def test_the_base_has_learned_more_than_letter_counts(builtin_tiny):
-    model = AutoModelForCausalLM.from_pretrained(builtin_tiny)
-    tokenizer = AutoTokenizer.from_pretrained(builtin_tiny)
-    line = "Sabrodain, 1987, Veltory, Munbeck\n"
-    ids = tokenizer(line * 2, return_tensors="pt").input_ids
-    once = ids.shape[1] // 2
-    with torch.no_grad():
-        losses = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
-    # names that no text holds cost dear at first and little when they come again
-    assert losses[once:].mean() < 0.5 * losses[: once - 1].mean()
-
-
 def test_the_chat_template_marks_what_the_assistant_says(builtin_tiny):
     tokenizer = AutoTokenizer.from_pretrained(builtin_tiny)
     encoded = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
@@ -82,35 +70,10 @@ def test_the_chat_template_marks_what_the_assistant_says(builtin_tiny):
     assert tokenizer.decode(said) == "Tudix.<|im_end|>Gechie.<|im_end|>"
 
 
-def test_the_rendered_chat_has_the_markers_and_the_prompt_of_the_next_turn(builtin_tiny):
-    tokenizer = AutoTokenizer.from_pretrained(builtin_tiny)
-    assert tokenizer.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True) == (
-        "<|im_start|>system\nAnswer with one word.<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_an_unknown_role_is_refused(quick_folder):
     tokenizer = AutoTokenizer.from_pretrained(quick_folder)
     with pytest.raises(Exception, match="unknown role: robot"):
         tokenizer.apply_chat_template([{"role": "robot", "content": "hum"}], tokenize=False)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [" two  spaces \t tab\r\n", "naïve Łódź 北京", "\U0001f469\u200d\U0001f680 🙂", "\x00\x07\x7f", "007 1234567 ½"],
-)
-def test_every_text_survives_the_round_trip(builtin_tiny, text):
-    tokenizer = AutoTokenizer.from_pretrained(builtin_tiny)
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
-
-
-def test_a_name_has_the_same_tokens_wherever_it_stands(builtin_tiny):
-    tokenizer = AutoTokenizer.from_pretrained(builtin_tiny)
-    alone = tokenizer("Haluslia").input_ids
-    for before, after in [(" ", " "), ("(", ")"), ("the ", ","), ("\n", "\n")]:
-        inside = tokenizer(before + "Haluslia" + after).input_ids
-        lead = len(tokenizer(before).input_ids)
-        assert inside[lead : lead + len(alone)] == alone
 
 
 def test_a_second_call_makes_nothing_and_gives_the_same_folder(builtin_tiny, monkeypatch):
@@ -159,23 +122,12 @@ def test_two_processes_that_build_at_once_share_one_folder(text_dir, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [folders.pop().name]
 
 
-def test_base_training_reports_its_progress(text_dir, tmp_path):
-    said: list[str] = []
-    ensure_quick(tmp_path, text_dir, said.append)
-    assert any("step 2 of 2" in line for line in said)
-    assert "ready" in said[-1]
-
-
 def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
     with pytest.raises(ConfigError) as refused:
         builtin.ensure_builtin("tyni", tmp_path, say=print)
     assert refused.value.where == "model.name"
     assert "tiny" in refused.value.nearest
     assert "use builtin:" in refused.value.fix
-
-
-def test_the_names_are_listed():
-    assert sorted(builtin.RECIPES) == ["copier", "digits", "steps", "tiny"]
 
 
 @pytest.fixture
@@ -218,14 +170,6 @@ def test_a_damaged_file_of_the_shipped_base_is_named_and_nothing_is_made(tiny_co
     assert refused.value.where == str(path)
     assert "git checkout" in refused.value.fix
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "made.json"])
-def test_a_missing_file_of_the_shipped_base_is_named(tiny_copy, tmp_path, name):
-    (tiny_copy / "tiny" / name).unlink()
-    with pytest.raises(MachineError) as refused:
-        ensure_shipped(tmp_path / "cache", tiny_copy)
-    assert refused.value.where == str(tiny_copy / "tiny" / name)
 
 
 def test_a_damaged_copy_in_the_cache_is_named(tmp_path):

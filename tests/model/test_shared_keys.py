@@ -47,26 +47,18 @@ def stay_shared(
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "autocast"),
+    ("capability", "dtype", "autocast", "stays"),
     [
-        (V100, torch.float16, None), (T4, torch.float16, None), (V100, torch.float32, torch.float16),
-        (V100, torch.float32, None), (A100, torch.float32, None), (H100, torch.float32, None),
+        (V100, torch.float16, None, False), (T4, torch.float16, None, False),
+        (V100, torch.float32, torch.float16, False), (A100, torch.float32, None, False),
+        (A100, torch.bfloat16, None, True), (L4, torch.float16, None, True),
+        (H100, torch.float32, torch.bfloat16, True),
     ],
 )  # fmt: skip
-def test_keys_are_repeated_where_no_kernel_takes_them_shared(
-    capability: tuple[int, int], dtype: torch.dtype, autocast: Any, monkeypatch: pytest.MonkeyPatch
+def test_keys_stay_shared_where_flash_attention_takes_them_and_are_repeated_elsewhere(
+    capability: tuple[int, int], dtype: torch.dtype, autocast: Any, stays: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    assert not stay_shared(monkeypatch, capability, dtype, autocast)
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "autocast"),
-    [(A100, torch.bfloat16, None), (L4, torch.float16, None), (H100, torch.float32, torch.bfloat16)],
-)
-def test_keys_stay_shared_where_flash_attention_takes_them(
-    capability: tuple[int, int], dtype: torch.dtype, autocast: Any, monkeypatch: pytest.MonkeyPatch
-):
-    assert stay_shared(monkeypatch, capability, dtype, autocast)
+    assert stay_shared(monkeypatch, capability, dtype, autocast) == stays
 
 
 def test_on_a_cpu_torch_takes_shared_keys_as_they_are():

@@ -33,8 +33,8 @@ ROWS, TOKENS, LONGEST = 2, 256, 128
 class ShardBytes(LiveBytes):
     """Counts what this rank has of a tensor in shards, and weights from their gathering until they are freed."""
 
-    def _follow(self, tensor: Any, operator: str) -> None:
-        super()._follow(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, operator)
+    def _follow(self, tensor: Any) -> None:
+        super()._follow(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
 
     @contextmanager
     def following_gathered(self) -> Iterator[None]:
@@ -43,7 +43,7 @@ class ShardBytes(LiveBytes):
 
         def alloc_storage(tensor: Any) -> None:
             fill(tensor)
-            self._follow(tensor, "gathered")
+            self._follow(tensor)
 
         def free_storage(tensor: Any) -> None:
             if tensor.untyped_storage()._cdata in self._living:

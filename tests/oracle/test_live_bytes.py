@@ -36,9 +36,6 @@ def test_a_step_of_two_layers_needs_what_hand_arithmetic_says(contents):
     # At the end all gradients, the gradient before the ReLU, the input, the loss and its gradient; the ReLU's output
     # is gone by then.
     assert live.peaks_bytes["backward"] == 2 * WEIGHTS + 4 * 16 * (64 + 128) + 4 + 4
-    at_peak = live.at_peaks()["backward"]
-    assert sum(block.bytes for block in at_peak) == live.peaks_bytes["backward"]
-    assert {block.shape for block in at_peak} >= {(128, 64), (32, 128), (16, 64), (16, 128)}
 
 
 def test_views_count_once_and_storages_go_with_their_last_reference():
@@ -50,29 +47,6 @@ def test_views_count_once_and_storages_go_with_their_last_reference():
         assert live.live_bytes == 4000
         del part
         assert live.live_bytes == 0
-
-
-def test_each_block_names_its_operator_and_the_module_that_was_running():
-    with LiveBytes() as live:
-        model = two_layers()
-        live.name_modules(model)
-        x = torch.randn(16, 64)
-        loss = model(x).sum()
-        made_by = {block.shape: block.created_by for block in live.alive()}
-    assert loss.ndim == 0
-    assert made_by[(16, 128)] == "aten.relu.default 1"
-    assert made_by[(16, 64)] == "aten.randn.default outside"
-
-
-def test_forgotten_peaks_leave_what_lives():
-    with LiveBytes() as live:
-        kept = torch.empty(100)
-        torch.empty(5000)
-        live.forget_peaks()
-        live.enter_phase("later")
-        torch.empty(10)
-    assert live.peaks_bytes == {"later": 440}
-    assert [block.bytes for block in live.at_peaks()["later"]] == [4 * kept.numel(), 40]
 
 
 def test_the_peak_of_a_real_model_is_the_one_torch_finds():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,13 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from oracle.cases import TraceSettings
 from oracle.gpu_kernels import CudaKernels, InPlaceSums, KernelTemporaries, replaced
 from oracle.live_bytes import Block, LiveBytes
-from oracle.traced_model import DTYPES, adapt, build_causal, pattern_length
+from oracle.traced_model import DTYPES, adapt, build_causal
 
 CHUNK = 256
 """Rows of scores that the chunked loss computes at a time."""
-
-LARGEST = 100
-"""How many blocks a trace lists for each phase."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +40,8 @@ class Traced:
     static_bytes: dict[str, int]
     """Parameters and buffers by dtype."""
 
-    live: Mapping[str, tuple[Block, ...]] = field(default_factory=dict)
-    """By phase, the largest blocks at its peak."""
-
     kept: tuple[Block, ...] = ()
     """All blocks besides the resting ones when the last layer's forward has ended."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes that lived at one time."""
-        return max(self.peaks_bytes.values())
-
-    @property
-    def peak_phase(self) -> str:
-        """When that was."""
-        return max(self.peaks_bytes, key=lambda name: self.peaks_bytes[name])
 
 
 def trace_step(config: Mapping[str, Any], how: TraceSettings) -> Traced:
@@ -75,21 +59,6 @@ def trace_step(config: Mapping[str, Any], how: TraceSettings) -> Traced:
         stack.enter_context(InPlaceSums())  # counts references, so that no other mode may hold a tensor before it
         step = _Step(config, how, live, labelled)
         return step.run()
-
-
-def extrapolate(config: Mapping[str, Any], how: TraceSettings, layers: int) -> Traced:
-    """The peaks of a model of `layers` layers from traces of two shallow ones: depth adds the same bytes each time.
-
-    Depths are multiples of the pattern in which layers differ (6 for Gemma 3). Lists of blocks are the shallow ones'.
-    """
-    shallow = max(2, pattern_length(config))
-    first, second = (trace_step(config, replace(how, layers=n)) for n in (shallow, 2 * shallow))
-
-    def grow(one: dict[str, int], two: dict[str, int]) -> dict[str, int]:
-        return {key: round(one[key] + (layers - shallow) * (two[key] - one[key]) / shallow) for key in one}
-
-    peaks = grow(first.peaks_bytes, second.peaks_bytes)
-    return Traced(peaks, grow(first.static_bytes, second.static_bytes), second.live, second.kept)
 
 
 def recompute(causal: Any, options: dict[str, Any]) -> None:
@@ -130,7 +99,6 @@ class _Step:
         self.causal = build_causal(config, how)
         self.model = adapt(self.causal, how)
         self.model.train()
-        live.name_modules(self.causal)
         self._checkpoint()
         self._place_head()
         self._watch_head()
@@ -151,8 +119,7 @@ class _Step:
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         if self.optimizer is not None:
             self.optimizer.step()
-        held = {phase: tuple(blocks[:LARGEST]) for phase, blocks in live.at_peaks().items()}
-        return Traced(dict(live.peaks_bytes), _bytes_by_dtype(self.model), held, self.kept)
+        return Traced(dict(live.peaks_bytes), _bytes_by_dtype(self.model), self.kept)
 
     def _run_micro_batch(self) -> None:
         how, live = self.how, self.live

@@ -83,14 +83,3 @@ def _at_depth(content: dict[str, Any], layers: int) -> dict[str, Any]:
         if name in ("layer_types", "no_rope_layers") and value:
             content[name] = list(value)[:layers]
     return content
-
-
-def pattern_length(config: Mapping[str, Any]) -> int:
-    """After how many layers the kinds of layers repeat; 1 where all are alike."""
-    from transformers import AutoConfig
-
-    content = _text_config(config)
-    model_type = content.pop("model_type")
-    kinds = list(getattr(AutoConfig.for_model(model_type, **content), "layer_types", None) or [0])
-    fits = (n for n in range(1, len(kinds) + 1) if all(kinds[i] == kinds[i - n] for i in range(n, len(kinds))))
-    return next(fits)

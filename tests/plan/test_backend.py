@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.config.cluster import unsloth_conflicts
 from sftplay.config.load import load_config
 from sftplay.config.rules import check_rules
 from sftplay.errors import MachineError
@@ -15,16 +14,7 @@ from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.sizing import size_run
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = Machine(
-    gpus=(),
-    gpu_reason="none",
-    ram_bytes=2**34,
-    cores=2,
-    python="3.11",
-    system="Linux",
-    libraries={},
-    unsloth_problem="",
-)
+CPU = Machine((), "none", 2**34, 2, "3.11", "Linux", {}, unsloth_problem="")
 GPU = replace(CPU, gpus=(Gpu(0, "NVIDIA H200", 141 * 2**30, 140 * 2**30, (9, 0)),))
 ABSENT = "the package unsloth is not installed"
 BASE = load_config(ROOT / "configs/run_lora.yaml")
@@ -45,11 +35,6 @@ def decided(cfg, machine, **options):
 def test_the_default_is_bnb_whatever_is_installed_and_needs_no_reason(machine):
     assert BASE.tuning.backend == "bnb"
     assert decided(BASE, machine) == ("bnb", [])
-
-
-@pytest.mark.parametrize("machine", [CPU, GPU])
-def test_unsloth_is_used_when_it_is_asked_for_and_usable(machine):
-    assert decided(config("unsloth"), machine) == ("unsloth", [])
 
 
 def test_unsloth_asked_for_and_unusable_is_an_error_with_the_reason_and_the_way_out():
@@ -92,24 +77,16 @@ CONFLICTS = {
 
 
 @pytest.mark.parametrize("key", CONFLICTS)
-def test_what_unsloth_would_not_follow_is_refused_before_anything_is_loaded(key):
+def test_what_unsloth_would_not_follow_is_refused_and_makes_auto_take_the_other(key):
     (problem,) = check_rules(config("unsloth", **CONFLICTS[key]))
     assert problem.where == f"test {key}"
     assert "with tuning.backend unsloth" in problem.what
     assert "tuning.backend: bnb" in problem.fix
     assert check_rules(config("bnb", **CONFLICTS[key])) == []
     assert check_rules(config("auto", **CONFLICTS[key])) == []
-
-
-@pytest.mark.parametrize("key", CONFLICTS)
-def test_what_unsloth_would_not_follow_makes_auto_take_the_other_and_say_so(key):
     backend, (reason,) = decided(config("auto", **CONFLICTS[key]), GPU)
     assert backend == "bnb"
     assert reason.startswith(f"unsloth is not taken: {key}: ")
-
-
-def test_values_that_have_no_4_bit_weights_to_act_on_are_no_conflict():
-    assert list(unsloth_conflicts(config("unsloth", tuning__quant_type="fp4", tuning__double_quant=False))) == []
 
 
 def test_what_is_left_to_auto_is_decided_so_that_unsloth_follows_it():

@@ -16,14 +16,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sftplay.config.run import RunConfig
 from sftplay.generate.generate import Generator
-from sftplay.plan.devices import OWN
 from sftplay.plan.find_shape import find_shape
 from sftplay.plan.memory import SHARDING, Footprint
 from sftplay.plan.memory_setup import WORKSPACE_BYTES, Adapter, MemorySetup
 from sftplay.plan.shape_from_config import shape_from_config
 from sftplay.tasks.grpo.plan import CACHE, DRAW, REFERENCE
-from sftplay.tasks.score.placement import Layout
-from sftplay.tasks.score.plan import COMPARE, CRITIC, START, VALUE, Episodes, estimate_episodes, read_episodes
+from sftplay.tasks.score.placement import OWN, Layout
+from sftplay.tasks.score.plan import COMPARE, START, Episodes, estimate_episodes, read_episodes
 from sftplay.tasks.score.sample_episodes import RecordedSampling, sample_actions
 
 TOLERANCE = 0.03
@@ -159,19 +158,6 @@ def test_a_reference_on_the_cpu_is_no_ones_but_the_hosts():
     assert found["cpu"].peak_bytes > 4 * LLAMA.total_params
 
 
-def test_a_critic_is_its_table_of_tokens_with_gradient_moments_and_slow_copy():
-    critic = step(of(LORA, replace(USUAL, critic_width=64))[OWN])[CRITIC]
-    assert critic == 5 * 4 * 64 * LLAMA.vocab
-
-
-def test_a_value_network_of_its_own_is_its_table_of_tokens_with_gradient_and_moments_on_its_device():
-    with_value = replace(USUAL, layout=ROLES, value_width=64)
-    found = of(LORA, with_value)
-    assert [step(found[device]).get(VALUE, 0) for device in (OWN, "cuda:1")] == [0, 4 * 4 * 64 * LLAMA.vocab]
-    grown = of(LORA, replace(USUAL, value_width=64))[OWN].peak_bytes - of(LORA, USUAL)[OWN].peak_bytes
-    assert grown == 4 * 4 * 64 * LLAMA.vocab
-
-
 def test_the_plan_counts_a_value_network_where_the_run_builds_one():
     cfg = RunConfig(task_mode="score", model={"name": "builtin:tiny"})
     apart = {"score.value": "separate", "score.value_flow": "stop"}
@@ -185,12 +171,6 @@ def test_the_plan_counts_a_value_network_where_the_run_builds_one():
         episodes = read_episodes(cfg.with_values(changes, "test"), gpus=1, processes=1)
         assert episodes is not None
         assert episodes.value_width == width
-
-
-def test_ddp_has_buckets_for_the_trainers_model_alone():
-    both, guide = of(LORA, USUAL, world_size=2)[OWN], of(FULL, USUAL, world_size=2)[OWN]
-    assert step(both)[SHARDING] == step(both)["gradients"]
-    assert step(guide)[SHARDING] == step(guide)["gradients"] / 2
 
 
 def test_in_shards_a_rank_has_its_part_of_everything_and_gathers_the_head_and_two_layers():
@@ -214,8 +194,3 @@ def test_before_models_are_split_a_rank_has_the_solver_whole_and_the_others_on_t
     alone = of(FULL, replace(USUAL, layout=SPLIT, has_guide=False, guide_learns=False), world_size=2)
     assert alone["cpu"].peak_bytes == pytest.approx(weights)
     assert START not in of(FULL, USUAL, world_size=2)[OWN].phases
-
-
-def test_more_answers_at_a_time_move_the_peak_to_drawing():
-    assert of(LORA, USUAL, sampled=1)[OWN].peak_phase != DRAW
-    assert of(LORA, USUAL, sampled=64)[OWN].peak_phase == DRAW

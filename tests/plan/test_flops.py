@@ -61,46 +61,37 @@ def counted(model: Any, **more: torch.Tensor) -> int:
     return counter.get_total_flops()
 
 
+def assert_counted(model: Any, config: dict[str, Any], path: MemorySetup, labelled: int, **more: torch.Tensor) -> None:
+    flops = model_flops(shape_from_config(config, name="small"), path)
+    assert flops is not None
+    tokens, pairs = ROWS * TOKENS, ROWS * TOKENS * TOKENS
+    assert flops.of_counts(tokens, labelled, pairs=(pairs, pairs)) == pytest.approx(counted(model, **more), rel=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["full", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_operations_are_those_that_torch_counts(family: str, mode: str):
-    model, config = build(family, mode, None)
-    flops = model_flops(shape_from_config(config, name=family), path_of(mode))
-    assert flops is not None
-    tokens, pairs = ROWS * TOKENS, ROWS * TOKENS * TOKENS
-    assert flops.of_counts(tokens, tokens, pairs=(pairs, pairs)) == pytest.approx(counted(model), rel=1e-4)
+    assert_counted(*build(family, mode, None), path_of(mode), ROWS * TOKENS)
 
 
 @pytest.mark.parametrize("family", MLP)
 def test_nothing_in_front_of_the_first_adapter_has_a_gradient(family: str):
     targets = MLP[family]
-    model, config = build(family, "lora", targets)
-    flops = model_flops(shape_from_config(config, name=family), path_of("lora", targets))
-    assert flops is not None
-    tokens, pairs = ROWS * TOKENS, ROWS * TOKENS * TOKENS
-    assert flops.of_counts(tokens, tokens, pairs=(pairs, pairs)) == pytest.approx(counted(model), rel=1e-4)
+    assert_counted(*build(family, "lora", targets), path_of("lora", targets), ROWS * TOKENS)
 
 
 def test_a_head_that_trains_beside_an_adapter_has_the_gradient_of_its_weight_too():
-    model, config = build("llama", "lora", None, modules_to_save=["lm_head"])
-    flops = model_flops(shape_from_config(config, name="llama"), path_of("lora", in_full=("lm_head",)))
-    assert flops is not None
-    tokens, pairs = ROWS * TOKENS, ROWS * TOKENS * TOKENS
-    assert flops.of_counts(tokens, tokens, pairs=(pairs, pairs)) == pytest.approx(counted(model), rel=1e-4)
+    built = build("llama", "lora", None, modules_to_save=["lm_head"])
+    assert_counted(*built, path_of("lora", in_full=("lm_head",)), ROWS * TOKENS)
 
 
 def test_the_head_counts_where_labels_are_as_the_kits_own_head_computes_it():
     model, config = build("llama", "full", None)
     head = prove_label_head(model)[0]
+    assert head is not None
     labels = torch.full((ROWS, TOKENS), -100)
     labels[:, -5:] = 7
-    shape = shape_from_config(config, name="llama")
-    flops = model_flops(shape, path_of("full"))
-    assert head is not None
-    assert flops is not None
-    found = counted(model, labels=labels, shift_labels=head.narrow(labels))
-    tokens, pairs = ROWS * TOKENS, ROWS * TOKENS * TOKENS
-    assert flops.of_counts(tokens, 5 * ROWS, pairs=(pairs, pairs)) == pytest.approx(found, rel=1e-4)
+    assert_counted(model, config, path_of("full"), 5 * ROWS, labels=labels, shift_labels=head.narrow(labels))
 
 
 def test_training_everything_takes_six_operations_a_weight_and_palms_attention():
@@ -142,14 +133,6 @@ def test_layers_with_a_window_count_the_keys_inside_it():
     expected = 1 * a_pair * (21 + 3) + 2 * a_pair * (15 + 3)
     rest = flops.per_token * 8 + flops.per_label_token * 3
     assert flops.of_rows([6, 2], 3) - rest == expected
-
-
-def test_rows_cost_what_each_of_them_costs_alone():
-    flops = model_flops(shape_from_config({"model_type": "llama", **SMALL}, name="llama"), path_of("full"))
-    assert flops is not None
-    together = flops.of_rows([5, 9], 6)
-    assert together == flops.of_rows([5], 2) + flops.of_rows([9], 4)
-    assert together < flops.of_rows([14], 6)
 
 
 def test_no_figure_for_a_model_of_which_the_shape_leaves_parts_out():

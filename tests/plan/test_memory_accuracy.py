@@ -69,22 +69,6 @@ def test_on_modern_rows_of_several_gpus_it_holds_too(accuracy, rows):
             assert accuracy.class_of(each) == "several_gpus"
 
 
-def test_each_way_of_sharding_in_the_table_is_off_by_at_most_eight_percent(accuracy, rows):
-    errors = {
-        (each.row["harness"], each.row["model"], each.row["method"]): each.error
-        for each in accuracy.judge(rows)
-        if each.counts and "FSDP" in each.row["parallelism"]
-    }
-    assert set(errors) == {
-        ("fms", "Mistral-7B-v0.1", "full"),
-        ("fms", "Mistral-7B-v0.1", "LoRA"),
-        ("fms", "Mistral-7B-v0.1", "QLoRA"),
-        ("fms", "Llama-2-70b-hf", "QLoRA"),
-        ("peft-docs", "Llama-2-70B", "QLoRA"),
-    }
-    assert errors == pytest.approx(dict.fromkeys(errors, 0), abs=0.08)
-
-
 def test_source_notes_order_and_measured_values_decide_nothing(accuracy, rows):
     numbered = [{**each, "params_b": str(n)} for n, each in enumerate(rows)]
     plain = {each.row["params_b"]: each.predicted_gib for each in accuracy.judge(numbered)}
@@ -105,114 +89,6 @@ def test_every_row_is_predicted_or_counted_with_the_reason(accuracy, rows):
         assert sum(figures["excluded_because"].values()) == figures["excluded"]
 
 
-def test_the_answer_for_scripts_has_the_promised_shape(accuracy, tmp_path, capsys):
-    path = tmp_path / "rows.csv"
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, row())
-        writer.writeheader()
-        writer.writerows([row(), row(model="Mixtral-8x7B-v0.1"), row(source="t", peak_gb="30")])
-    assert accuracy.main(["--csv", str(path), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert len(answer["rows"]) == 3
-    assert set(answer["summary"]) == {"s", "t"}
-    assert {"n", "excluded", "mean_abs", "p90_abs", "worst"} <= set(answer["summary"]["s"])
-    assert (answer["summary"]["s"]["n"], answer["summary"]["s"]["excluded"]) == (1, 1)
-    first, third = answer["rows"][0], answer["rows"][2]
-    assert first["error"] == pytest.approx(first["predicted"] / 20 - 1)
-    assert third["error"] == pytest.approx(first["predicted"] / 30 - 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"model": "Mixtral-8x7B-v0.1"}, "a mixture of experts"),
-        ({"model": "NobodysModel-1B"}, "not in the table"),
-        ({"method": "OFT"}, "method OFT"),
-        ({"method": "QLoRA", "quant": "gptq-int4"}, "quantisation gptq-int4"),
-        ({"n_gpus": "2", "parallelism": "tensor parallel"}, "parallelism tensor parallel"),
-        ({"n_gpus": "2", "parallelism": "FSDP hybrid-shard"}, "parallelism FSDP hybrid-shard"),
-        ({"n_gpus": "1", "parallelism": "ZeRO-3"}, "parallelism ZeRO-3 on one GPU"),
-        ({"attn": "math"}, "attention math"),
-        ({"optimizer": "Lion"}, "optimizer Lion"),
-    ],
-)
-def test_what_is_not_modelled_is_excluded_with_the_reason(accuracy, changes, reason):
-    (judged,) = accuracy.judge([row(**changes)])
-    assert reason in judged.excluded
-    assert not judged.counts
-
-
-def test_where_columns_fit_two_code_paths_a_lone_row_is_the_stock_one_if_its_card_holds_that(accuracy):
-    columns = {"harness": "fms", "model": "Mistral-7B-v0.1", "method": "QLoRA", "quant": "nf4", "batch": "4"}
-    columns |= {"seq_len": "4096", "attn": "flash-attn2"}
-    (alone,) = accuracy.judge([row(**columns)])
-    assert alone.counts
-    both = accuracy.judge([row(**columns), row(**columns, peak_gb="15")])
-    assert [each.counts for each in both] == [False, False]
-    (small,) = accuracy.judge([row(**columns, gpu="A10-16GB")])
-    assert small.predicted_gib < alone.predicted_gib
-
-
-@pytest.mark.parametrize(
-    ("parallelism", "strategy"),
-    [
-        ("DDP", "ddp"),
-        ("FSDP full-shard", "fsdp"),
-        ("FSDP no offload", "fsdp"),
-        ("FSDP CPU offload", "fsdp_offload"),
-        ("ZeRO-2", "zero2"),
-        ("ZeRO-3 offload", "zero3_offload"),
-    ],
-)
-def test_a_row_of_several_gpus_is_predicted_by_its_strategy(accuracy, parallelism, strategy):
-    (alone,) = accuracy.judge([row()])
-    (judged,) = accuracy.judge([row(n_gpus="4", parallelism=parallelism)])
-    assert judged.counts
-    assert judged.values.strategy == strategy
-    if strategy == "ddp":
-        assert judged.predicted_gib > alone.predicted_gib
-    elif strategy != "zero2":  # which splits only what trains, and adds buckets
-        assert judged.predicted_gib < alone.predicted_gib
-
-
-def test_a_figure_for_all_gpus_is_held_against_their_sum(accuracy):
-    columns = {"n_gpus": "2", "parallelism": "ZeRO-3", "model": "qwen-7b-chat"}
-    one, all_of_them = (
-        accuracy.judge([row(harness=name, **columns)])[0].predicted_gib for name in ("somebody's script", "qwen-2023")
-    )
-    assert all_of_them == pytest.approx(2 * one)
-
-
-ODD = [
-    ({"batch": "two"}, "batch is 'two', not a whole number above 0"),
-    ({"batch": "0"}, "batch is '0', not a whole number above 0"),
-    ({"seq_len": "1k"}, "seq_len is '1k', not a whole number above 0"),
-    ({"seq_len": "9" * 5000}, "not a whole number above 0"),
-    ({"lora_r": ""}, "lora_r is '', not a whole number above 0"),
-    ({"peak_gb": "about 20"}, "peak_gb is 'about 20', not a number above 0"),
-    ({"peak_gb": "nan"}, "peak_gb is 'nan', not a number above 0"),
-    ({"peak_gb": "0"}, "peak_gb is '0', not a number above 0"),
-    ({"n_gpus": ""}, "n_gpus is missing"),
-    ({"n_gpus": "2"}, "parallelism is 'single' on 2 GPUs"),
-    ({"grad_ckpt": "sometimes"}, "grad_ckpt is 'sometimes', neither True nor False"),
-    ({"model": " "}, "model is missing"),
-    ({"attn": None}, "attn is missing"),
-    ({None: ["more"]}, "has more values than columns"),
-]
-
-
-@pytest.mark.parametrize(("changes", "reason"), ODD)
-def test_an_odd_row_is_named_with_the_reason_and_the_others_are_judged(accuracy, changes, reason):
-    before, odd, after = accuracy.judge([row(), {**row(), **changes}, row(lora_r="8")])
-    assert odd.is_odd
-    assert reason in odd.excluded
-    assert not odd.counts
-    assert before.counts
-    assert after.counts
-    figures = accuracy.tables([before, odd, after])["methods"]["somebody's script LoRA"]
-    assert (figures["n"], figures["excluded_because"]) == (2, {"an odd row": 1})
-
-
 def test_odd_rows_of_a_file_are_skipped_by_line_and_name(accuracy, tmp_path, capsys):
     sound = ",".join(row().values())
     short, words = sound[: len(sound) // 2], sound.replace(",1024,", ",long,")
@@ -231,25 +107,6 @@ def test_odd_rows_of_a_file_are_skipped_by_line_and_name(accuracy, tmp_path, cap
         (2, True), (3, False), (4, True), (5, True), (6, False)
     ]  # fmt: skip
     assert (answer["summary"]["s"]["n"], answer["summary"]["s"]["excluded"]) == (1, 4)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot be read as CSV"),
-        (b"", "columns are missing: harness, source"),
-        (b"harness,model\nfms,x\n", "columns are missing: source, method"),
-        (b"\xff\xfe\x00", "cannot be read as CSV"),
-    ],
-)
-def test_a_file_that_holds_no_such_table_ends_with_4_and_says_why(accuracy, tmp_path, capsys, content, message):
-    path = tmp_path / "rows.csv"
-    if content is not None:
-        path.write_bytes(content)
-    assert accuracy.main(["--csv", str(path)]) == 4
-    error = capsys.readouterr().err
-    assert str(path) in error
-    assert message in error
 
 
 def test_check_ends_with_5_where_a_promise_is_not_kept(accuracy, tmp_path, capsys):

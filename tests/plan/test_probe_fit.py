@@ -72,13 +72,6 @@ def test_two_points_in_different_phases_are_refused_by_name_and_a_third_mends_it
     assert found.at(SEQ) == 8 * GIB
 
 
-def test_a_phase_that_overtakes_behind_the_points_is_foretold():
-    device = FakeDevice({"step": (8 * GIB, 0), "layer": (GIB, 2**20)})
-    found = fit([device.measure(2), device.measure(4)])
-    assert isinstance(found, Fit)
-    assert (found.peak_phase, found.at(32 * SEQ)) == ("step", 17 * GIB)
-
-
 def points(*peaks: int) -> list[Point]:
     return [Point(n, n * SEQ, {"head": size}) for n, size in enumerate(peaks, 1)]
 

@@ -79,13 +79,6 @@ def test_memory_does_not_grow_with_the_cycles_unless_the_gradient_goes_back_thro
     assert peak(grad="full_last_cycle", l_cycles=8) > 2 * peak()
 
 
-def test_the_prefix_of_trm_counts_among_the_positions():
-    shape, hrm = PuzzleShape(HrmConfig(**TRM, puzzle_emb_len=16), SUDOKU), HrmConfig(**TRM, puzzle_emb_len=16)
-    assert shape.positions == 97
-    assert PuzzleModelShape.from_puzzles(shape, rows=None).row_tokens == built(hrm, SUDOKU).start(1).high.shape[1]
-    assert PuzzleShape(HrmConfig(**TRM), SUDOKU).positions == 82
-
-
 @pytest.mark.parametrize(
     "given",
     [SMALL, MIDDLE, TRM | {"hidden_size": 128}, SMALL | {"puzzle_emb_dim": 0}, SMALL | {"puzzle_emb_len": 16}],

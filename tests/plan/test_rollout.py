@@ -145,11 +145,6 @@ def test_tiles_of_scores_are_bounded_where_whole_ones_grow_with_the_micro_batch(
     assert head(17) - head(16) < 512 * LLAMA.vocab * 2 / 4
 
 
-def test_many_long_completions_move_the_peak_to_drawing():
-    assert estimate_rollout(LLAMA, LORA, rollout=SHORT).peak_phase != DRAW
-    assert estimate_rollout(LLAMA, LORA, rollout=replace(SHORT, completions=64)).peak_phase == DRAW
-
-
 @pytest.mark.parametrize("phase", [DRAW, "head", "layer", "step"])
 def test_a_reference_is_a_second_copy_of_what_the_run_began_with_and_nothing_for_a_fresh_adapter(phase):
     for execution, continues, part in ((FULL, False, "weights"), (LORA, True, "adapters"), (LORA, False, "mask")):

@@ -55,11 +55,6 @@ def test_known_lengths_count_in_place_of_full_rows(tmp_path: Path):
     assert "rows of 12 tokens" in found.steps_reason
 
 
-def test_steps_that_are_given_need_no_rows(tmp_path: Path):
-    found = estimate_workload(config(tmp_path, suffix=".parquet", max_steps=7), setting())
-    assert (found.steps, found.tokens) == (7, 7 * 8 * 100)
-
-
 def test_rows_that_cannot_be_counted_leave_tokens_and_time_open(tmp_path: Path):
     found = estimate_workload(config(tmp_path, suffix=".parquet"), setting())
     assert (found.steps, found.tokens, found.seconds) == (None, None, None)

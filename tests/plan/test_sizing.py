@@ -176,12 +176,6 @@ def test_scores_are_chunked_when_a_piece_of_them_passes_two_gib():
     assert heads == ["standard", "chunked"]
 
 
-def test_on_a_gpu_large_vocabularies_are_chunked():
-    cfg = config(loss_head="auto")
-    heads = [size_run(cfg, machine(H200), vocab_size=words).cfg.train.loss_head for words in (32_000, 151_936)]
-    assert heads == ["standard", "chunked"]
-
-
 def test_a_model_that_caps_the_scores_of_its_attention_is_not_given_to_sdpa_which_does_not(monkeypatch):
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     capped = shape_from_config({"model_type": "gemma2", "num_attention_heads": 4, **sizes}, name="capped")
@@ -209,9 +203,3 @@ def test_a_probe_that_is_insisted_on_is_noted_where_there_is_no_gpu_and_nowhere_
     assert note in size_run(config(probe="always"), CPU).notes
     assert note not in size_run(config(), CPU).notes
     assert note not in size_run(config(probe="always"), machine(H200)).notes
-
-
-def test_the_plan_names_sizes_and_decisions():
-    plan = size_run(config(effective_batch_size=32), CPU, world_size=2).as_plan()
-    assert plan["batch_size"] * plan["grad_accum"] * plan["world_size"] == plan["effective_batch_size"] == 32
-    assert all(set(decision) == {"key", "value", "reason"} for decision in plan["decisions"])

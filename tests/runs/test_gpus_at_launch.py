@@ -30,7 +30,6 @@ from sftplay.runs import start
 from sftplay.runs import strategy_setup as at_launch
 from sftplay.tasks import worker
 from sftplay.train import setup
-from sftplay.train import upstream as tile_width
 from sftplay.train.upstream import avoid_triton
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,11 +204,3 @@ def test_grpo_computes_by_torch_where_triton_cannot_build(no_compiler: None, mon
     avoid_triton()
     assert not chunked_logprob._use_triton(torch.device("cuda"))
     assert "log-probabilities are computed by torch" in capsys.readouterr().out
-
-
-def test_where_triton_can_build_trls_kernels_are_used(monkeypatch):
-    monkeypatch.setattr(chunked_logprob, "_use_triton", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tile_width, "find_compiler_problem", lambda: "")
-    avoid_triton()
-    assert chunked_logprob._use_triton(torch.device("cuda"))

@@ -123,14 +123,6 @@ def test_auto_measures_once_for_what_is_alike_and_again_for_what_is_not(tmp_path
         assert len(gpu.asked) == n
 
 
-def test_a_flag_of_the_allocator_asks_for_another_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    gpu = FakeGpu(4 * GIB, 2**20)
-    probed(gpu, tmp_path)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
-    probed(gpu, tmp_path)
-    assert len(gpu.asked) == 2
-
-
 def test_always_measures_each_time_and_off_never(tmp_path: Path):
     gpu = FakeGpu(4 * GIB, 2**20)
     for _ in range(2):
@@ -164,20 +156,6 @@ def test_a_model_that_several_processes_split_is_not_measured_whole_in_one(strat
     sized, record = size_by_probe(size(), ProbeTarget(cards, 2, tmp_path), resize=size, run=gpu)
     assert (sized, gpu.asked, record["decision"]) == (size(), [], "none")
     assert strategy in record["why"]
-
-
-def test_a_split_that_auto_chose_is_not_measured_either(tmp_path: Path):
-    cards = machine(*(replace(L4, index=n, uuid=f"GPU-{n}") for n in range(4)))
-    values = {"tuning.mode": "full", "train.precision": "bf16", "train.probe": "always"}
-    sized = size_run(config(**values), cards, shape=SHAPE, world_size=4)  # 16 bytes a weight are 23 GiB
-    assert sized.cfg.cluster.strategy in ("fsdp", "zero3")
-    assert sized.cfg.cluster.strategy in reason_not_to_probe(sized, ProbeTarget(cards, 4, tmp_path))
-
-
-def test_a_model_that_every_process_holds_whole_is_measured_in_one(tmp_path: Path):
-    cards = machine(L4, replace(L4, index=1, uuid="GPU-b"))
-    sized = size_run(config(), cards, shape=SHAPE, world_size=2)
-    assert (sized.cfg.cluster.strategy, reason_not_to_probe(sized, ProbeTarget(cards, 2, tmp_path))) == ("ddp", "")
 
 
 def test_what_goes_wrong_leaves_the_estimate_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -25,11 +25,3 @@ def test_choices_are_one_table_and_a_reason_is_told_once():
         f"  train.batch_size  4     {WHY}",
         "  train.grad_accum  2     the same",
     ]
-
-
-def test_a_long_reason_goes_on_below_itself():
-    lines = decision_lines(SizedRun(load_config(CONFIG), 1, DECISIONS), width=60)
-    assert max(map(len, lines)) <= 60
-    assert all(line.startswith(" " * 26) for line in lines if not line.startswith("  train."))
-    words = " ".join(" ".join(lines).split())
-    assert f"train.batch_size 4 {WHY} train.grad_accum 2 the same" in words

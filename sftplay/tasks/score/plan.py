@@ -191,7 +191,7 @@ class DeviceMemory:
         """Return phase -> component -> bytes."""
         episodes, held, sampling = self.episodes, self.held, []
         # Of a score of the newest token: the model's in fp32, transformers' copy, that over the temperature, what was
-        # left of the token before, and two rows of probabilities in fp64 (`generate.sampling.SampleByRow`).
+        # left of the token before, and two rows of probabilities in fp64 (`generate.generate.SampleByRow`).
         score_bytes = 32
         for role, longest in (("solver", episodes.answer_tokens), ("guide", episodes.hint_tokens)):
             if role in held:
