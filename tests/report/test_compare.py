@@ -13,7 +13,6 @@ import pytest
 from in_process import Finished, Inputs, train
 
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report import compare
 from sftplay.report.compare import compare_runs, comparison_table
 
 SETTINGS = {"train__max_steps": 4, "eval__after": True, "eval__max_new_tokens": 2}
@@ -177,18 +176,3 @@ def test_the_table_shows_rounded_figures_and_what_differs(slow_run: Finished, fa
     assert rate == ["train.learning_rate", "0.001", "0.05"]
     assert "versions: no difference" in lines
     assert max(map(len, lines)) <= 200
-
-
-@pytest.mark.parametrize(
-    ("title", "expected"),
-    [
-        ("settings that differ", ["", "settings that differ  one  two", "  rate                0.1   10"]),
-        ("x", ["", "x       one  two", "  rate  0.1   10"]),
-    ],
-)
-def test_a_block_is_as_narrow_as_its_title_and_names_allow(title: str, expected: list[str]):
-    assert compare._block(title, ["", "one", "two"], rows=[["rate", "0.1", "10"]]) == expected
-
-
-def test_a_block_without_rows_is_left_out():
-    assert compare._block("x", ["", "one"], rows=[]) == []

@@ -27,11 +27,13 @@ from in_process import Finished, Inputs, StopAfter, train, train_in
 from processes import HANG_S
 
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report.figures import as_bytes, change, format_figure, interval, read_history, thin
-from sftplay.report.page import ENVIRONMENT, Chart, Curve, linear_axis, render, value_axis
+from sftplay.report.chart import Chart, Curve, linear_axis, value_axis
+from sftplay.report.figures import as_size, change, format_figure, interval
+from sftplay.report.history import read_history, thin
+from sftplay.report.page import ENVIRONMENT
 from sftplay.report.remarks import find_remarks
-from sftplay.report.report import evaluation_bars, evaluation_tables, even_columns, write_report
-from sftplay.report.run_files import read_run_files
+from sftplay.report.report import evaluation_blocks, write_report
+from sftplay.report.run_files import RunFiles
 from sftplay.report.sample import FILE, masked_sample, write_masked_sample
 
 CURVES = {
@@ -96,7 +98,7 @@ def page_of(folder: RunFolder) -> Reader:
 
 
 def sentences(folder: RunFolder) -> str:
-    return "\n".join(f"{remark.severity}: {remark.text}" for remark in find_remarks(read_run_files(folder)))
+    return "\n".join(f"{severity}: {text}" for severity, text in find_remarks(RunFiles(folder)))
 
 
 # The page of a finished run
@@ -116,7 +118,7 @@ def test_the_page_counts_the_weights_and_those_that_train(run: Finished):
     text = page_of(run.folder).text
     assert 0 < model["trainable_parameters"] < model["parameters"]
     for key in ("parameters", "trainable_parameters"):
-        assert f"({model[key]:,})" in text
+        assert f"{model[key]:,}" in text
 
 
 def test_every_answer_shown_stands_beside_its_reference_with_its_verdict(run: Finished):
@@ -143,7 +145,7 @@ def test_config_values_that_were_set_are_shown_with_where(run: Finished):
 
 def test_a_hash_sign_inside_a_value_is_no_origin(folder: RunFolder):
     folder.resolved.write_text('run_name: "a  # b"  # run.yaml:3\noutput_dir: "c  # d"\n')
-    settings = read_run_files(folder).settings
+    settings = RunFiles(folder).settings
     assert (settings["run_name"].value, settings["run_name"].origin) == ("a  # b", "run.yaml:3")
     assert (settings["output_dir"].value, settings["output_dir"].origin) == ("c  # d", "")
 
@@ -167,7 +169,7 @@ def test_a_run_that_was_resumed_has_its_attempts_marked(run: Finished):
 def test_held_out_losses_are_those_the_trainer_measured(run: Finished):
     logged = {e["step"]: e["eval_loss"] for e in run.trainer.state.log_history if "eval_loss" in e}
     assert set(logged) == {2, 4, 6, 8}
-    assert dict(read_run_files(run.folder).held_out) == pytest.approx(logged)
+    assert dict(RunFiles(run.folder).curve("loss")) == pytest.approx(logged)
 
 
 def test_writing_makes_few_calls_and_loads_no_heavy_library(run: Finished):
@@ -360,37 +362,23 @@ def test_every_chart_names_its_axes(run: Finished):
     assert titles[0] == "nats a token"
 
 
-def test_evaluations_of_several_kinds_of_rows_are_one_table(folder: RunFolder):
-    for prefix, loss in (("", 4.0), ("test-", 2.0)):
-        folder.write_json(f"eval/{prefix}before.json", {"n": 40, "loss": loss})
-        folder.write_json(f"eval/{prefix}after.json", {"n": 40, "loss": loss / 2})
-    (table,) = evaluation_tables(read_run_files(folder))
-    assert [row[:4] for row in table.rows] == [
-        ["Held-out rows", "Prompts answered", "40", "40"], ["", "Loss", "4", "2"],
-        ["Test rows", "Prompts answered", "40", "40"], ["", "Loss", "2", "1"],
+def test_evaluations_of_several_kinds_of_rows_are_one_table_with_shares_as_bars(folder: RunFolder):
+    for prefix, share in (("", 0.25), ("test-", 0.5)):
+        folder.write_json(f"eval/{prefix}before.json", {"n": 40, "loss": 4.0, "rouge_l": share})
+        folder.write_json(f"eval/{prefix}after.json", {"n": 40, "loss": 2.0, "rouge_l": 2 * share})
+    (_, table), (_, bars), *_ = evaluation_blocks(RunFiles(folder))
+    cells = [[cell.replace("\u00a0", " ") for cell in row] for row in table.rows]
+    assert cells == [
+        ["Held-out rows", "Prompts answered", "40", "40", ""],
+        ["Held-out rows", "Loss", "4", "2", "−2 better"],
+        ["Held-out rows", "ROUGE-L", "25.0 %", "50.0 %", "+25.0 points better"],
+        ["Test rows", "Prompts answered", "40", "40", ""],
+        ["Test rows", "Loss", "4", "2", "−2 better"],
+        ["Test rows", "ROUGE-L", "50.0 %", "100.0 %", "+50.0 points better"],
+    ]
+    assert [row[:2] for row in bars.rows][:2] == [
+        ["Held-out rows: ROUGE-L, before", "25.0%"], ["Held-out rows: ROUGE-L, after", "50.0%"],
     ]  # fmt: skip
-    assert len(table.head) == len(table.kinds) == 5
-    for path in folder.eval.glob("test-*"):
-        path.unlink()
-    (table,) = evaluation_tables(read_run_files(folder))
-    assert (table.caption, table.head[0], len(table.rows)) == ("Held-out rows", "Figure", 2)
-
-
-def test_metrics_before_and_after_are_bars_of_their_length(folder: RunFolder):
-    folder.write_json("eval/before.json", {"n": 40, "exact_match": 0.25, "loss": 4.0, "perplexity": 54.6})
-    folder.write_json("eval/after.json", {"n": 40, "exact_match": 0.75, "loss": 1.0, "perplexity": 2.7})
-    bars = {
-        each.name: [(side, width) for side, width, _ in each.rows] for each in evaluation_bars(read_run_files(folder))
-    }
-    assert bars == {
-        "Exact match": [("before", "25.0%"), ("after", "75.0%")],
-        "Loss": [("before", "100.0%"), ("after", "25.0%")],
-    }
-
-
-@pytest.mark.parametrize(("count", "columns"), [(6, 6), (7, 4), (8, 4), (9, 3), (10, 5), (5, 5), (1, 3)])
-def test_tiles_stand_in_rows_with_the_fewest_gaps(count: int, columns: int):
-    assert even_columns(count) == columns
 
 
 JSON = st.recursive(
@@ -492,11 +480,9 @@ def escaped_by_hand(text: str) -> str:
 # Curves
 
 
-def draw(unit: str, points: list[tuple[float, float]], *, may_be_log: bool = False) -> str:
-    curves = [Curve("k", "name", points)]
-    return render(
-        "chart.html", chart=Chart(title="Loss", unit=unit, curves=curves, last_step=10, may_be_log=may_be_log)
-    )
+def draw(unit: str, points: list[tuple[float, float]]) -> str:
+    chart = Chart(title="Loss", unit=unit, curves=[Curve("k", "name", points)], last_step=10)
+    return ENVIRONMENT.get_template("chart.html").render(chart=chart, is_wide=False)
 
 
 def test_a_curve_lies_where_its_values_are():
@@ -507,7 +493,7 @@ def test_a_curve_lies_where_its_values_are():
 
 
 def test_a_curve_over_powers_of_ten_has_its_middle_at_the_geometric_mean():
-    page = draw("loss", [(0, 100.0), (5, 1.0), (10, 0.01)], may_be_log=True)
+    page = draw("loss", [(0, 100.0), (5, 1.0), (10, 0.01)])
     assert 'd="M0 0L500 150L1000 300"' in page
     assert "(logarithmic)" in page
 
@@ -515,9 +501,9 @@ def test_a_curve_over_powers_of_ten_has_its_middle_at_the_geometric_mean():
 @given(st.floats(-1e90, 1e90), st.floats(-1e90, 1e90))
 def test_an_axis_covers_its_values_with_few_round_ticks(one: float, other: float):
     low, high = sorted((one, other))
-    for axis in (linear_axis(low, high, wanted=4), value_axis([low, high], may_be_log=True)):
-        slack = 1e-6 * (axis.high - axis.low)
-        assert axis.low - slack <= low <= high <= axis.high + slack
+    for axis in (linear_axis(low, high, wanted=4), value_axis([low, high], "loss")):
+        slack = 1e-6 * (axis.ticks[-1] - axis.ticks[0])
+        assert axis.ticks[0] - slack <= low <= high <= axis.ticks[-1] + slack
         assert 2 <= len(axis.ticks) <= 8
         assert 0 <= axis.place(low) <= axis.place(high) <= 1
 
@@ -613,9 +599,9 @@ def test_figures_are_rounded_for_people(key: str, value: float, text: str):
 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, 2**70, 10**400, True, "7", None])
 def test_a_size_that_no_machine_has_is_none(value: object):
-    assert as_bytes(value) is None
-    assert as_bytes(0) == 0.0
-    assert as_bytes(2**50) == 2.0**50
+    assert as_size(value) is None
+    assert as_size(0) == 0.0
+    assert as_size(2**50) == 2.0**50
 
 
 def test_a_change_is_signed_and_in_points_for_shares():
