@@ -8,7 +8,7 @@ from typing import Any
 
 from sftplay.report.figures import format_figure
 from sftplay.report.page import Block, Table, cut
-from sftplay.report.run_files import RunFiles, answer_rows, mapping
+from sftplay.report.run_files import RunFiles, mapping
 
 EACH = 4
 """Rows shown of each kind."""
@@ -47,7 +47,7 @@ def pick_answers(run: RunFiles, prefix: str) -> list[Block]:
     """Return answers of eval/<prefix>before.jsonl and <prefix>after.jsonl; none when there are none after training."""
 
     def read_rows(side: str) -> Iterator[dict[str, Any]]:
-        rows = answer_rows(run.folder, run.stands_for.get(f"{prefix}{side}", f"{prefix}{side}"))
+        rows = run.rows(f"eval/{run.stands_for.get(f'{prefix}{side}', f'{prefix}{side}')}.jsonl")
         return (row for row in rows if isinstance(row.get("row"), int | str))
 
     # The files may be large: a first pass reads the verdicts, a second one the rows that are shown.

@@ -16,7 +16,7 @@ from sftplay.report.figures import as_number, change, find_name, format_figure
 from sftplay.report.history import RECENT_LOSS
 from sftplay.report.mixture import source_figures, source_rows
 from sftplay.report.page import Table
-from sftplay.report.run_files import RunFiles, answer_rows, mapping, mappings
+from sftplay.report.run_files import RunFiles, mapping, mappings
 
 Row = dict[str, Any]
 
@@ -138,7 +138,7 @@ def _same_held_out(one: RunFiles, two: RunFiles) -> tuple[bool | None, list[str]
     for run in (one, two):
         given = [[name, row.get("documents"), row.get("bytes")] for name, row in source_rows(run, "sources")]
         for tag in ("after", *(f"anchor-{name}-after" for name, _ in source_rows(run, "anchor"))):
-            given += [[row.get("prompt"), row.get("reference")] for row in answer_rows(run.folder, tag)]
+            given += [[row.get("prompt"), row.get("reference")] for row in run.rows(f"eval/{tag}.jsonl")]
         digests.append(hashlib.sha256(json.dumps(given).encode()).hexdigest() if given else "")
     if not digests[0] or not digests[1]:
         return None, ["it is not known whether both were measured on the same held-out rows: compare with care"]

@@ -10,32 +10,13 @@ from sftplay.report.page import Section, Table, cut, render_page
 NAMES = {
     "duplicate": "the same text as another",
     "near_duplicate": "nearly the same text as another",
-    "short": "too short",
-    "long": "too long",
-    "language": "in another language",
-    "empty": "empty",
-    "broken_row": "a row that cannot be read",
     "no_text": "a row without text",
-    "encrypted": "encrypted",
     "scanned": "scanned pages without text",
-    "broken": "broken",
     "wrong_format": "not what its name says",
-    "too_large": "too large",
-    "encoding": "in an unknown encoding",
-    "unsafe": "refused as unsafe",
-    "timeout": "takes too long",
-    "memory": "takes too much memory",
     "crashed": "its reader died",
-    "changed": "changed while it was read",
-    "not_readable": "cannot be opened",
-    "special_file": "no file",
-    "link_loop": "a link to itself",
-    "broken_link": "a link to nothing",
-    "hidden": "hidden",
-    "link_to_folder": "a link to a folder",
     "other_kind": "no document by its name",
 }
-"""Reason -> words for people."""
+"""Reason -> words for people, where its key is not clear."""
 
 
 def build_page(report: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from sftplay.report.chart import ChartPlan, logged, measured
 from sftplay.report.figures import as_number, compare, find_name, format_figure
 from sftplay.report.history import mean
 from sftplay.report.page import Block, Table, cut
-from sftplay.report.run_files import RunFiles, mapping, mappings, read_objects
+from sftplay.report.run_files import RunFiles, mapping, mappings
 from sftplay.reward.table import judges_form
 
 FIRST, LAST = 3, 10
@@ -81,7 +81,7 @@ def _sampled_steps(run: RunFiles) -> list[int]:
 
 
 def _read_samples(run: RunFiles, step: int) -> list[Line]:
-    return list(read_objects(run.folder.path / "samples" / f"step-{step}.jsonl", MOST_LINES))
+    return list(run.rows(f"samples/step-{step}.jsonl", MOST_LINES))
 
 
 def _content_names(run: RunFiles) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +60,7 @@ class RunFiles:
         if len(steps) > 1 and steps[0] == 0 and not {"before", "after"} & set(self.evals):
             self.stands_for = {"before": "step-0", "after": f"step-{steps[-1]:.0f}"}
             self.evals |= {tag: self.evals[name] for tag, name in self.stands_for.items()}
-        self.launch = self._read_text("launch.txt")
+        self.launch = (self._read("launch.txt") or b"").decode("utf-8", "replace").strip()
         self.notes = self._read_notes()
         self.set_aside = _list(folder.checkpoints / "incomplete", "checkpoint-*")
         """Checkpoints that were moved to checkpoints/incomplete."""
@@ -127,27 +128,35 @@ class RunFiles:
         planned = as_number(self.manifest.get("steps")) or as_number(self.value("train.max_steps"))
         return int(planned) if planned and abs(planned) < 2**53 else None
 
-    def _read_json(self, name: str) -> dict[str, Any]:
+    def rows(self, name: str, most_lines: int | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the objects of a JSONL file that can be read, among its first lines; none when the file cannot."""
         try:
-            content = json.loads((self.folder.path / name).read_bytes())
+            with (self.folder.path / name).open("rb") as handle:
+                for raw in islice(handle, most_lines):
+                    with suppress(ValueError, RecursionError):
+                        if isinstance(row := json.loads(raw), dict):
+                            yield row
+        except OSError:
+            return
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return (self.folder.path / name).read_bytes()
         except FileNotFoundError:
             self.troubles.append(f"{name} is not there")
-            return {}
-        except (OSError, ValueError, RecursionError) as error:
-            text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            self.troubles.append(f"{name} cannot be read ({text.splitlines()[0][:200]})")
-            return {}
-        if not isinstance(content, dict):
-            self.troubles.append(f"{name} holds no object")
-        return mapping(content)
-
-    def _read_text(self, name: str) -> str:
-        try:
-            return (self.folder.path / name).read_bytes().decode("utf-8", "replace").strip()
         except OSError as error:
-            is_missing = isinstance(error, FileNotFoundError)
-            self.troubles.append(f"{name} {'is not there' if is_missing else f'cannot be read ({error.strerror})'}")
-            return ""
+            self.troubles.append(f"{name} cannot be read ({error.strerror})")
+        return None
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        raw, content = self._read(name), None
+        try:
+            content = json.loads(b"{}" if raw is None else raw)
+            if not isinstance(content, dict):
+                self.troubles.append(f"{name} holds no object")
+        except (ValueError, RecursionError) as error:
+            self.troubles.append(f"{name} cannot be read ({str(error).partition(chr(10))[0][:200]})")
+        return mapping(content)
 
     def _read_settings(self) -> dict[str, Setting]:
         path = self.folder.resolved
@@ -179,17 +188,11 @@ class RunFiles:
         """The kit's own log lines that a reader of the report must not miss."""
         path = self.folder.logs / "rank0.log"
         lines: dict[str, None] = {}
-        try:
-            if path.stat().st_size > 2**26:
-                self.troubles.append("logs/rank0.log is too large to look for notes in")
-                return []
-            with path.open("rb") as handle:
-                for raw in handle:
-                    line = raw[:500].decode("utf-8", "replace").strip() if raw.startswith(b"[") else ""
-                    if any(part in line for part in NOTED):
-                        lines[line.partition("] ")[2].removeprefix("note: ")] = None
-        except OSError:
-            return []
+        with suppress(OSError), path.open("rb") as handle:
+            for raw in islice(handle, 500_000):
+                line = raw[:500].decode("utf-8", "replace").strip() if raw.startswith(b"[") else ""
+                if any(part in line for part in NOTED):
+                    lines[line.partition("] ")[2].removeprefix("note: ")] = None
         return list(lines)[:50]
 
 
@@ -206,26 +209,6 @@ def mappings(value: object) -> list[dict[str, Any]]:
 def texts(value: object) -> list[str]:
     """Return the texts in a list; none when it is no list."""
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
-
-
-def read_objects(path: Path, most_lines: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file that can be read, among its first lines; none when the file cannot."""
-    try:
-        with path.open("rb") as handle:
-            for raw in islice(handle, most_lines):
-                try:
-                    row = json.loads(raw)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(row, dict):
-                    yield row
-    except OSError:
-        return
-
-
-def answer_rows(folder: RunFolder, tag: str, most_lines: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of eval/<tag>.jsonl that can be read."""
-    return read_objects(folder.eval / f"{tag}.jsonl", most_lines)
 
 
 def _leaves(tree: dict[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

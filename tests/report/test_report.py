@@ -28,7 +28,7 @@ from processes import HANG_S
 
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.chart import Chart, Curve, linear_axis, value_axis
-from sftplay.report.figures import as_size, change, format_figure, interval
+from sftplay.report.figures import change, format_figure, interval
 from sftplay.report.history import read_history, thin
 from sftplay.report.page import ENVIRONMENT
 from sftplay.report.remarks import find_remarks
@@ -111,14 +111,9 @@ def test_the_page_tells_the_figures_before_and_after(run: Finished):
     assert f"{after['perplexity']:.4g}" in page.text
     assert "done at step 8 of 8" in page.text
     assert "LoRA, rank 4" in page.text
-
-
-def test_the_page_counts_the_weights_and_those_that_train(run: Finished):
     model = run.folder.read_json("manifest.json")["model"]
-    text = page_of(run.folder).text
     assert 0 < model["trainable_parameters"] < model["parameters"]
-    for key in ("parameters", "trainable_parameters"):
-        assert f"{model[key]:,}" in text
+    assert all(f"{model[key]:,}" in page.text for key in ("parameters", "trainable_parameters"))
 
 
 def test_every_answer_shown_stands_beside_its_reference_with_its_verdict(run: Finished):
@@ -305,27 +300,22 @@ def course(folder: RunFolder, steps: int = 30, **curves: Callable[[int], float])
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_throughput_that_collapses_is_said_and_a_slow_first_line_is_not(folder: RunFolder):
-    course(folder, tokens_per_s=lambda n: 1000.0 if n < 21 else 400.0, loss=lambda n: 3.0 / n)
-    assert "warn: Throughput collapsed: 1,000 → 400 tokens a second" in sentences(folder)
-    course(folder, tokens_per_s=lambda n: 100.0 if n == 1 else 1000.0 - 10 * n, loss=lambda n: 3.0 / n)
-    assert "Throughput" not in sentences(folder)
-
-
-def test_a_loss_that_does_not_move_is_said(folder: RunFolder):
-    course(folder, loss=lambda n: 3.0 - 0.0001 * n + 0.01 * (-1) ** n)
-    assert "warn: The training loss hardly moved: " in sentences(folder)
-    course(folder, loss=lambda n: 3.0 - 0.01 * n)
-    assert "hardly moved" not in sentences(folder)
-    course(folder, steps=6, loss=lambda n: 3.0)
-    assert "hardly moved" not in sentences(folder)
-
-
-def test_one_noisy_line_at_an_end_is_no_loss_that_rose(folder: RunFolder):
-    course(folder, loss=lambda n: 5.0 if n == 30 else 3.0 - 0.05 * n)
-    assert "did not fall" not in sentences(folder)
-    course(folder, loss=lambda n: 3.0 + 0.05 * n)
-    assert "warn: The training loss did not fall" in sentences(folder)
+@pytest.mark.parametrize(
+    ("figures", "found"),
+    [
+        ({"tokens_per_s": lambda n: 1000.0 if n < 21 else 400.0}, "Throughput collapsed: 1,000 → 400 tokens a second"),
+        ({"tokens_per_s": lambda n: 100.0 if n == 1 else 1000.0 - 10 * n}, ""),  # a slow first line
+        ({"loss": lambda n: 3.0 - 0.0001 * n + 0.01 * (-1) ** n}, "The training loss hardly moved: "),
+        ({"loss": lambda n: 3.0 - 0.01 * n}, ""),
+        ({"loss": lambda n: 5.0 if n == 30 else 3.0 - 0.05 * n}, ""),  # one noisy line at an end
+        ({"loss": lambda n: 3.0 + 0.05 * n}, "The training loss did not fall"),
+    ],
+)
+def test_what_a_curve_shows_is_said_and_noise_is_not(folder: RunFolder, figures: dict[str, Any], found: str):
+    course(folder, **({"loss": lambda n: 3.0 / n} | figures))
+    text = sentences(folder)
+    assert f"warn: {found}" in text
+    assert sum(word in text for word in ("Throughput", "hardly moved", "did not fall")) == bool(found)
 
 
 @pytest.mark.parametrize(("key", "held"), [("peak_rss_bytes", 1200.0), ("peak_bytes", 1100.0)])
@@ -421,10 +411,13 @@ def test_whatever_a_file_holds_there_is_a_page(run: Finished, folder: RunFolder,
 EVIL = '</script><script>window.hacked=1</script><img src="http://evil.example/x.png" onerror="window.hacked=1">&amp;'
 
 
+ODD = "\t\ud800\u202e\u2066\u2028\x07\x7f\x9f"
+
+
 @pytest.fixture
 def evil(folder: RunFolder) -> RunFolder:
     """A run in which every text tries to be markup."""
-    rows = [{"row": 0, "prompt": EVIL, "reference": EVIL, "prediction": EVIL + "\ud800\u202e\x07", "correct": False}]
+    rows = [{"row": 0, "prompt": EVIL, "reference": EVIL, "prediction": EVIL + ODD, "correct": False}]
     (folder.eval / "after.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder.eval / "before.jsonl").write_text("")
     folder.write_json("eval/after.json", {"n": 1, "loss": 1.0, EVIL: 1.0})
@@ -445,36 +438,13 @@ def evil(folder: RunFolder) -> RunFolder:
 def test_texts_of_a_run_are_shown_and_never_markup(evil: RunFolder):
     page = page_of(evil)
     assert EVIL in page.text
-    assert "\\ud800\\u202e\\x07" in page.text
+    assert "\\ud800\\u202e\\u2066\\u2028\\x07\\x7f\\x9f" in page.text
     assert page.tags["img"] == 0
     assert page.tags["script"] == page.tags["figure"] + 1
     names = {name for name, _ in page.attributes}
     assert not [name for name in names if name.startswith("on") or name == "src"]
     anchors = {f"#{value}" for name, value in page.attributes if name == "id"}
     assert {value for name, value in page.attributes if name == "href"} <= anchors
-
-
-@given(st.text(st.characters()))
-def test_a_text_in_a_template_is_read_back_by_a_parser_and_can_be_written(text: str):
-    shown = ENVIRONMENT.from_string('<p title="{{ text }}">{{ text }}</p>').render(text=text)
-    shown.encode("utf-8")
-    page = Reader(shown)
-    assert "".join(page.words) == escaped_by_hand(text)
-    assert page.attributes == [("title", escaped_by_hand(text))]
-
-
-def escaped_by_hand(text: str) -> str:
-    kept = "\t\n"
-    bidi = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029}
-
-    def shown_character(c: str) -> str:
-        code = ord(c)
-        is_control = (code < 0x20 and c not in kept) or 0x7F <= code < 0xA0
-        if is_control or code in bidi or 0xD800 <= code < 0xE000:
-            return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-        return c
-
-    return "".join(map(shown_character, text))
 
 
 # Curves
@@ -595,13 +565,6 @@ def test_intervals_are_those_of_the_published_table():
 )
 def test_figures_are_rounded_for_people(key: str, value: float, text: str):
     assert format_figure(key, value) == text
-
-
-@pytest.mark.parametrize("value", [-1, math.nan, math.inf, 2**70, 10**400, True, "7", None])
-def test_a_size_that_no_machine_has_is_none(value: object):
-    assert as_size(value) is None
-    assert as_size(0) == 0.0
-    assert as_size(2**50) == 2.0**50
 
 
 def test_a_change_is_signed_and_in_points_for_shares():
@@ -769,6 +732,13 @@ TOO_PALE = """
 """Texts below the contrast of WCAG 2.2, 1.4.3 (its formulas for luminance and ratio), and how many were looked at."""
 
 
+BROKEN_WORDS = """
+[...document.querySelectorAll('td code, th code')].filter(e => e.checkVisibility() && !/\\s/.test(e.textContent)
+  && e.textContent.length < 40 && e.getClientRects().length > 1).map(e => e.textContent)
+"""
+"""Words in tables that take more than one line although they would fit into one."""
+
+
 def test_a_browser_draws_every_curve_without_a_complaint_or_a_request(run: Finished, browser: Browser):
     page = write_report(run.folder)
     browser.open(page)
@@ -802,35 +772,12 @@ def test_the_page_fits_its_screen_and_every_text_can_be_read(run: Finished, brow
     browser.look(width, 844, scheme=scheme)
     browser.open(write_report(run.folder))
     assert browser.js("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.js(BROKEN_WORDS) == []
     n_texts, too_pale = browser.js(TOO_PALE)
     assert n_texts > 200
     assert too_pale == []
     is_white = browser.js("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert is_white == (scheme == "light")
-
-
-BROKEN_WORDS = """
-[...document.querySelectorAll('td code, th code')].filter(e => e.checkVisibility() && !/\\s/.test(e.textContent)
-  && e.textContent.length < 40 && e.getClientRects().length > 1).map(e => e.textContent)
-"""
-"""Words in tables that take more than one line although they would fit into one."""
-
-
-@pytest.mark.parametrize("width", [390, 1280])
-def test_tiles_are_even_and_no_word_in_a_table_is_broken(run: Finished, browser: Browser, width: int):
-    browser.look(width, 844)
-    browser.open(write_report(run.folder))
-    assert browser.js(BROKEN_WORDS) == []
-    sizes = browser.js("[...document.querySelectorAll('.keys div')].map(e => { const b = e.getBoundingClientRect();"
-                       " return [Math.round(b.top), Math.round(b.width), Math.round(b.height)] })")  # fmt: skip
-    rows: dict[int, list[tuple[int, int]]] = {}
-    for top, *size in sizes:
-        rows.setdefault(top, []).append(tuple(size))
-    assert all(len(set(row)) == 1 for row in rows.values())
-    widths = browser.js("[...document.querySelectorAll('#evaluation ~ .wide')].map(e => ["
-                        "e.querySelector('table').offsetWidth, e.clientWidth])")  # fmt: skip
-    assert widths
-    assert all(table >= place - 1 for table, place in widths)
 
 
 def test_on_paper_nothing_is_hidden_behind_a_click_and_all_is_dark_on_white(run: Finished, browser: Browser):

@@ -7,7 +7,7 @@ from typing import Any
 from sftplay.report.chart import Curve, draw, measured
 from sftplay.report.figures import as_number, format_figure
 from sftplay.report.page import Section, Table, cut
-from sftplay.report.run_files import RunFiles, answer_rows, mapping, mappings
+from sftplay.report.run_files import RunFiles, mapping, mappings
 
 UNLABELLED = "·"
 """Stands in a reference for a cell without a label."""
@@ -39,7 +39,7 @@ def build_sections(run: RunFiles) -> list[Section]:
         *draw(run, [("Held-out puzzles", "exact_accuracy", course)]),
     ]
     step, figures = found[-1]
-    rows = [row for row in answer_rows(run.folder, f"step-{step:.0f}", 1_000) if _has_equal_grids(row)]
+    rows = [row for row in run.rows(f"eval/step-{step:.0f}.jsonl", 1_000) if _has_equal_grids(row)]
     wrong, right = ([row for row in rows if (row.get("correct") is True) == want] for want in (False, True))
     # As many wrong ones as right ones; where one kind is short, more of the other.
     n_wrong = min(len(wrong), max(5, 10 - len(right)))

@@ -8,7 +8,7 @@ from typing import Any
 from sftplay.report.chart import Chart, ChartPlan, draw, logged, measured
 from sftplay.report.figures import as_number, compare, find_name, format_figure
 from sftplay.report.page import Block, Section, Table, cut
-from sftplay.report.run_files import RunFiles, answer_rows, mapping
+from sftplay.report.run_files import RunFiles, mapping
 
 PAIRS = (("Right answers", ("acc_t1", "acc_t2")), ("What the second turn changes", ("i2c", "c2i")))
 """Charts of what was sampled with what was held out."""
@@ -93,7 +93,7 @@ def tabulate_episodes(run: RunFiles, steps: Sequence[int]) -> Table:
     Up to three problems are shown of each kind: of those with a right or wrong first and second answer.
     """
     ends = sorted({steps[0], steps[-1]})
-    episodes = {step: list(answer_rows(run.folder, f"step-{step}", 4_096)) for step in ends}
+    episodes = {step: list(run.rows(f"eval/step-{step}.jsonl", 4_096)) for step in ends}
     # Episodes that turn 2 has changed come first.
     kinds = ((False, True), (True, False), (False, False), (True, True))
     chosen = [
