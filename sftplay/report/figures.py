@@ -116,6 +116,11 @@ def format_figure(key: str, value: object) -> str:
     return f"{number:,.0f}" if size >= 1000 else f"{number:.4g}"
 
 
+def format_course(key: str, first: object, *, last: object) -> str:
+    """Return where a figure began and where it ended."""
+    return f"{format_figure(key, first)} → {format_figure(key, last)}"
+
+
 def change(key: str, before: object, *, after: object) -> str:
     """Return the difference, signed and in the figure's unit; empty where one of the two is no finite number."""
     old, new = as_number(before), as_number(after)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from sftplay.report.figures import as_number, as_size, capitalized, find_name, format_figure, is_better
+from sftplay.report.figures import as_number, as_size, capitalized, find_name, format_course, format_figure, is_better
 from sftplay.report.run_files import RunFiles, mapping, texts
 from sftplay.units import format_bytes
 
@@ -67,16 +67,15 @@ def _find_state(run: RunFiles) -> Iterator[Remark]:
         why = why or (cause if isinstance(cause, str) else "no reason was left; look into logs/")
         remedy = f" Remedy: {fix}." if fix else ""
         yield "stop", f"The run failed at step {run.step:,}. {why}.{remedy}"
-    if state == "interrupted":
+    elif state == "interrupted":
         text = f"The run ended at step {run.step:,} without a message (it was killed, or the machine went down)."
         yield "stop", f"{text} `make resume` continues from the last complete checkpoint."
-    if state == "stopped":
-        signal = run.status.get("signal")
-        by = f" by {signal}" if isinstance(signal, str) else ""
+    elif state == "stopped":
+        by = f" by {run.status['signal']}" if isinstance(run.status.get("signal"), str) else ""
         yield "warn", f"The run was stopped{by} at step {run.step:,}; `make resume` continues from there."
-    if state == "running":
+    elif state == "running":
         yield "note", f"The run is still going; this page shows it as of step {run.step:,}."
-    if state == "done" and run.folder.result is None:
+    elif state == "done" and run.folder.result is None:
         yield "stop", "The run is done, but neither adapter/ nor model/ is there."
     for number, attempt in enumerate(attempts[:-1], 1):
         if (cause := attempt.get("cause")) != "done":
@@ -111,25 +110,24 @@ def _find_logged(run: RunFiles) -> Iterator[Remark]:
         if last <= first < 1:
             on = f" on {format_figure('n', count)} prompts" if count is not None else ""
             doubt = ", too few to tell" if count is not None and count < FEW_PROMPTS else ""
-            figures = f"{format_figure(key, first)} → {format_figure(key, last)}"
-            yield "warn", f"{name}: {figures}{on}{doubt}; it did not rise."
+            yield "warn", f"{name}: {format_course(key, first, last=last)}{on}{doubt}; it did not rise."
     from_rewards = run.learns_from_rewards
     key, name, word = ("reward", "sampled reward", "rise") if from_rewards else ("loss", "training loss", "fall")
     if len(values := history.values.get(key, ())) > 1:
         begin, _, end = history.thirds(key) or (values[0], 0.0, values[-1])  # single lines are noisy
         if end <= begin if from_rewards else end >= begin:
-            yield "warn", f"The {name} did not {word}: {format_figure(key, begin)} → {format_figure(key, end)}."
+            yield "warn", f"The {name} did not {word}: {format_course(key, begin, last=end)}."
 
 
 def _find_course(run: RunFiles) -> Iterator[Remark]:
     """What the curves show that a last figure hides."""
     speeds = run.history.thirds("tokens_per_s")
     if speeds and speeds[2] < 0.5 * max(speeds[:2]):  # no noise
-        figures = f"{format_figure('tokens', max(speeds[:2]))} → {format_figure('tokens', speeds[2])} tokens a second"
-        yield "warn", f"Throughput collapsed: {figures} (medians of a third of the run)."
+        figures = format_course("tokens", max(speeds[:2]), last=speeds[2])
+        yield "warn", f"Throughput collapsed: {figures} tokens a second (medians of a third of the run)."
     losses = None if run.learns_from_rewards else run.history.thirds("loss")
     if losses and 0 <= losses[0] - losses[2] < 0.01 * abs(losses[0]):  # it has learned next to nothing
-        figures = f"{format_figure('loss', losses[0])} → {format_figure('loss', losses[2])}"
+        figures = format_course("loss", losses[0], last=losses[2])
         yield "warn", f"The training loss hardly moved: {figures} (medians); a higher rate, or more steps."
     held_out = [(loss, step) for step, loss in run.curve("loss") if math.isfinite(loss)]
     # A held-out loss 2 % above its lowest has turned; less is noise.
@@ -147,9 +145,8 @@ def _find_figures(run: RunFiles) -> Iterator[Remark]:
     per_token = () if compares else ("loss", "perplexity")
     for key in after:
         if key in before and key not in per_token and is_better(key, before[key], after=after[key]) is False:
-            values = f"{format_figure(key, before[key])} → {format_figure(key, after[key])}"
-            name = "held-out loss" if key == "loss" else find_name(key)
-            yield "warn", f"{capitalized(name)} got worse by training: {values}."
+            name = capitalized("held-out loss" if key == "loss" else find_name(key))
+            yield "warn", f"{name} got worse by training: {format_course(key, before[key], last=after[key])}."
     count = as_number(after.get("n"))
     if count is not None and 0 < count < FEW_PROMPTS:
         yield "note", f"Answers were compared on {count:,.0f} prompts only; shares of them are rough."

@@ -23,6 +23,7 @@ from sftplay.report.figures import (
     capitalized,
     compare,
     find_name,
+    format_course,
     format_figure,
     interval,
     is_share,
@@ -298,8 +299,8 @@ def _tiles(run: RunFiles) -> list[Tile]:
     """The figures one looks for first."""
 
     def course(key: str, name: str, first: object, last: object, n: object = None) -> Tile:
-        old = "" if first is None else f"{format_figure(key, first)} →\u00a0"
-        return name, old + format_figure(key, last), "" if n is None else f"on {format_figure('n', n)} prompts"
+        text = format_figure(key, last) if first is None else format_course(key, first, last=last)
+        return name, text.replace("→ ", "→\u00a0"), "" if n is None else f"on {format_figure('n', n)} prompts"
 
     before, after = run.evals.get("before", {}), run.evals.get("after", {})
     tiles = [course(*headline) for headline in headlines(run)]
