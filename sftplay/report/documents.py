@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sftplay.report.answers import Answer
+from sftplay.report.evaluation import Answer
 from sftplay.report.page import Section, Table, cut, render_page
 
 NAMES = {

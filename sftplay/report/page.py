@@ -5,14 +5,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from sftplay.places import ROOT
+from sftplay.report.figures import as_number, format_figure
 
 TEMPLATES = ROOT / "sftplay" / "report" / "templates"
 
@@ -46,6 +47,24 @@ class Table:
         return "\n".join("  ".join([name, *cells]).rstrip() for name, cells in zip(first, rest, strict=True))
 
 
+def list_facts(tree: dict[str, Any], skipped: Collection[str] = (), above: str = "") -> list[tuple[str, str]]:
+    """Return what an object says as names and texts; inner objects two levels down, and nothing that is empty."""
+    facts: list[tuple[str, str]] = []
+    for key, value in tree.items():
+        name = f"{above}{key}".replace("_", " ")
+        if key in skipped or value in (None, "", [], {}):
+            continue
+        if isinstance(value, dict) and above.count(": ") < 2:
+            facts += list_facts(value, skipped, f"{name}: ")
+        elif isinstance(value, float) or (as_number(value) is not None and key.endswith("_bytes")):
+            facts.append((name, format_figure(key, value)))
+        elif isinstance(value, list):
+            facts.append((name, ", ".join(map(str, value))))
+        else:
+            facts.append((name, str(value) if as_number(value) is None else f"{value:,}"))
+    return facts
+
+
 Block = tuple[str, Any]
 """What kind of block it is, a branch of the macro `show` in templates/page.html, and its content."""
 
@@ -60,6 +79,9 @@ class Section(NamedTuple):
 
 Tile = tuple[str, str, str]
 """Name, value, a note below it."""
+
+Remark = tuple[Literal["stop", "warn", "note"], str]
+"""How much it matters, and a sentence."""
 
 
 def render_page(

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
-from sftplay.report.figures import as_number, as_size, capitalized, find_name, format_course, format_figure, is_better
+from sftplay.report.figures import (
+    FEW_PROMPTS,
+    as_number,
+    as_size,
+    capitalized,
+    find_name,
+    format_course,
+    format_figure,
+)
+from sftplay.report.page import Remark
 from sftplay.report.run_files import RunFiles, mapping, texts
 from sftplay.units import format_bytes
-
-FEW_PROMPTS = 30
-
-Remark = tuple[Literal["stop", "warn", "note"], str]
-"""How much it matters, and a sentence."""
 
 Headline = tuple[str, str, float, float, float | None]
 """Key, name, first value, last value, and the prompts that were answered."""
@@ -24,7 +27,11 @@ Headline = tuple[str, str, float, float, float | None]
 
 def find_remarks(run: RunFiles) -> list[Remark]:
     """Return all remarks, the most severe first."""
-    parts = (_find_state, _find_logged, _find_course, _find_figures, _find_data, _find_settings)
+    parts = [_find_state, _find_logged, _find_course, _find_data, _find_settings]
+    if run.is_evaluated:
+        from sftplay.report import evaluation
+
+        parts.append(evaluation.find_remarks)
     order = ("stop", "warn", "note")
     return sorted((found for part in parts for found in part(run)), key=lambda remark: order.index(remark[0]))
 
@@ -113,14 +120,15 @@ def _find_logged(run: RunFiles) -> Iterator[Remark]:
             yield "warn", f"{name}: {format_course(key, first, last=last)}{on}{doubt}; it did not rise."
     from_rewards = run.learns_from_rewards
     key, name, word = ("reward", "sampled reward", "rise") if from_rewards else ("loss", "training loss", "fall")
-    if len(values := history.values.get(key, ())) > 1:
+    values = history.values.get(key)
+    if values and len(values) > 1:
         begin, _, end = history.thirds(key) or (values[0], 0.0, values[-1])  # single lines are noisy
         if end <= begin if from_rewards else end >= begin:
             yield "warn", f"The {name} did not {word}: {format_course(key, begin, last=end)}."
 
 
 def _find_course(run: RunFiles) -> Iterator[Remark]:
-    """What the curves show that a last figure hides."""
+    """What the curves show that a last figure hides, and memory above the plan."""
     speeds = run.history.thirds("tokens_per_s")
     if speeds and speeds[2] < 0.5 * max(speeds[:2]):  # no noise
         figures = format_course("tokens", max(speeds[:2]), last=speeds[2])
@@ -129,43 +137,16 @@ def _find_course(run: RunFiles) -> Iterator[Remark]:
     if losses and 0 <= losses[0] - losses[2] < 0.01 * abs(losses[0]):  # it has learned next to nothing
         figures = format_course("loss", losses[0], last=losses[2])
         yield "warn", f"The training loss hardly moved: {figures} (medians); a higher rate, or more steps."
+    compared = compare_memory(run)
+    if compared and compared[2] > compared[1]:
+        sizes = f"{format_bytes(compared[1])} planned at most, {format_bytes(compared[2])} held"
+        yield "warn", f"Peak memory was above the plan: {sizes}."
     held_out = [(loss, step) for step, loss in run.curve("loss") if math.isfinite(loss)]
     # A held-out loss 2 % above its lowest has turned; less is noise.
     if held_out and held_out[-1][0] > 1.02 * min(held_out)[0] and held_out[-1] != min(held_out):
         (low, lowest_at), (end, _) = min(held_out), held_out[-1]
         text = f"Held-out loss was lowest at step {lowest_at:,.0f} ({format_figure('loss', low)}), then rose to"
         yield "warn", f"{text} {format_figure('loss', end)}: fewer steps, or train.best_metric: loss."
-
-
-def _find_figures(run: RunFiles) -> Iterator[Remark]:
-    """What the measurements before and after say, and the memory that was held."""
-    before, after = run.evals.get("before", {}), run.evals.get("after", {})
-    perplexity = mapping(run.evals.get("perplexity"))
-    compares = perplexity.get("perplexity_compares") is not False
-    per_token = () if compares else ("loss", "perplexity")
-    for key in after:
-        if key in before and key not in per_token and is_better(key, before[key], after=after[key]) is False:
-            name = capitalized("held-out loss" if key == "loss" else find_name(key))
-            yield "warn", f"{name} got worse by training: {format_course(key, before[key], last=after[key])}."
-    count = as_number(after.get("n"))
-    if count is not None and 0 < count < FEW_PROMPTS:
-        yield "note", f"Answers were compared on {count:,.0f} prompts only; shares of them are rough."
-    if after and not before:
-        yield "note", "The base was not measured (eval.before), so there is nothing to compare with."
-    compared = compare_memory(run)
-    if compared and compared[2] > compared[1]:
-        sizes = f"{format_bytes(compared[1])} planned at most, {format_bytes(compared[2])} held"
-        yield "warn", f"Peak memory was above the plan: {sizes}."
-    if not compares:
-        text = "The tokenizer is another one after training: loss and perplexity per token do not compare"
-        yield "note", f"{text}; bits per byte does."
-    for name, row in mapping(perplexity.get("anchor")).items():
-        from sftplay.evaluate.comparison import ENOUGH_ROWS
-
-        rise, rows = (as_number(mapping(row).get(key)) for key in ("forgetting_percent", "rows"))
-        if rise is not None and 5.0 < rise < math.inf and (rows is None or rows >= ENOUGH_ROWS):
-            text = f"Training has cost chat skills: the loss on {name} rose by {rise:.1f} %"
-            yield "warn", f"{text}; a larger weight for it, a lower rate or fewer steps keep more."
 
 
 def _find_data(run: RunFiles) -> Iterator[Remark]:

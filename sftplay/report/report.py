@@ -6,35 +6,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from sftplay import __version__
 from sftplay.atomic import write_text
 from sftplay.config.resolved import flow
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report.answers import answer_blocks
 from sftplay.report.chart import Chart, ChartPlan, Curve, draw, logged
 from sftplay.report.figures import (
     as_number,
     as_size,
     capitalized,
-    compare,
     find_name,
     format_course,
     format_figure,
-    interval,
     is_share,
 )
-from sftplay.report.page import Block, Section, Table, Tile, cut, render_page
+from sftplay.report.page import Block, Section, Table, Tile, cut, list_facts, render_page
 from sftplay.report.remarks import compare_memory, find_remarks, headlines
 from sftplay.report.run_files import RunFiles, mapping, mappings
 from sftplay.units import format_bytes, format_count, format_seconds
 
 NAME = "report.html"
-MOST_SOURCES, MOST_TABLES, MOST_TOKENS = 40, 20, 700
+MOST_SOURCES, MOST_TOKENS = 40, 700
 
 REPEAT = (
     "The command of the run, with the resolved config beside this page. The same config, data and versions on one"
@@ -77,20 +73,28 @@ def render(run: RunFiles) -> str:
 
 
 def build_sections(run: RunFiles) -> list[Section]:
-    """Return the sections of the page; parts that few runs have are imported for these alone."""
-    learned: list[Block] = []
-    tries: list[Block] = []
-    sources: list[Block] = []
+    """Return the sections of the page; what not every run has is imported for these runs alone."""
+    top = [
+        Section("warnings", "What to know first", [("remarks", find_remarks(run) or [("note", "Nothing to warn of.")])])
+    ]
+    below: list[Section] = []
     rewarded: list[ChartPlan] = []
     mixed: list[ChartPlan] = []
-    if run.history.values.get("reward") or run.learns_from_rewards:
-        from sftplay.report import rewards
+    if run.is_evaluated:
+        from sftplay.report import evaluation
 
-        learned, tries, rewarded = [("table", rewards.learned_table(run))], rewards.try_blocks(run), rewards.plan(run)
+        below += evaluation.build_sections(run)
     if run.value("datasets") or run.history.sources or "perplexity" in run.evals:
         from sftplay.report import mixture
 
-        sources, mixed = mixture.build_blocks(run), mixture.plan(run)
+        below.append(Section("sources", "Sources", mixture.build_blocks(run)))
+        mixed = mixture.plan(run)
+    if run.learns_from_rewards or "reward" in run.history.values:
+        from sftplay.report import rewards
+
+        top.append(Section("learned", "What was learned", [("table", rewards.learned_table(run))]))
+        below.append(Section("tries", "What the model tried, and what it was paid", rewards.try_blocks(run)))
+        rewarded = rewards.plan(run)
     part = run.task.part("report") if run.task else None
     charts = draw(run, rewarded) + draw_curves(run, mixed, own=part.has_chart if part else lambda _name: False)
     marks = [
@@ -101,16 +105,10 @@ def build_sections(run: RunFiles) -> list[Section]:
     curves: list[Block] = [("charts", charts), ("note", " ".join(filter(None, marks)))]
     repeat: list[Block] = [("text", REPEAT), ("code", run.launch)] if run.launch else []
     return [
-        Section(
-            "warnings", "What to know first", [("remarks", find_remarks(run) or [("note", "Nothing to warn of.")])]
-        ),
-        Section("learned", "What was learned", learned),
+        *top,
         *(part.build_sections(run) if part else ()),
         Section("curves", "Curves", curves if charts else [("text", "No step was logged yet.")]),
-        Section("evaluation", "Evaluation", evaluation_blocks(run)),
-        Section("sources", "Sources", sources),
-        Section("tries", "What the model tried, and what it was paid", tries),
-        *(Section(*given) for given in answer_blocks(run)),
+        *below,
         Section("data", "Data", data_blocks(run)),
         Section("sample", "What is learned of a row", sample_blocks(run)),
         Section("choices", "Chosen automatically", choice_blocks(run)),
@@ -176,39 +174,6 @@ def _read_held_out_losses(run: RunFiles) -> Curve:
     return Curve("held_out_loss", "held-out", sorted(points.items()), dots=True)
 
 
-def evaluation_blocks(run: RunFiles) -> list[Block]:
-    """Return figures before and after in one table, shares of them as bars, then those of other evaluations."""
-    pairs = {name for name in run.evals if name in ("before", "after") or name.endswith(("-before", "-after"))}
-    # Each of these has a table of its own.
-    elsewhere = ("hints", "diagnosis", "segments", "halting_q", "pass_at", "pass_at_partial")
-    rows, bars = [], []
-    for prefix in sorted({name.removesuffix("after").removesuffix("before") for name in pairs})[:MOST_TABLES]:
-        where = {"": "Held-out rows", "test-": "Test rows"}.get(prefix, prefix[:-1].replace("anchor-", "chats of "))
-        sides = before, after = [run.evals.get(f"{prefix}{side}", {}) for side in ("before", "after")]
-        for key in [key for key in after | before if key not in elsewhere][:60]:
-            name, cells = capitalized(find_name(key)), compare(key, before.get(key), after=after.get(key))
-            for n, figures in enumerate(sides):
-                share, count = as_number(figures.get(key)), as_number(figures.get("n"))
-                if not is_share(key) or share is None or not 0 <= share <= 1:
-                    continue
-                bars.append([f"{where}: {name}, {('before', 'after')[n]}", f"{share:.1%}", cells[n]])
-                if key == "exact_match" and count is not None and 1 <= count < 1e15:
-                    low, high = interval(share, int(count))
-                    cells[n] += f" ({100 * low:.1f} – {100 * high:.1f})"
-            rows.append([where, name, *cells[:2], "" if key == "n" else cells[2]])
-    note = "; in brackets the 95 % interval of a share" if bars else ""
-    head = ["Rows", "Figure", "Before", "After", "Change"]
-    blocks: list[Block] = [
-        ("table", Table(head=head, rows=rows, kinds="  nnv", caption=f"Before and after training{note}")),
-        ("table", Table(head=["Share", "", ""], rows=bars[: 2 * MOST_TABLES], kinds=" bn")),
-    ]
-    others = sorted(name for name in set(run.evals) - pairs if not name.startswith(("step-", "perplexity")))
-    for name in others[:MOST_TABLES]:
-        rows = [[key, value] for key, value in list_facts(run.evals[name])[:60]]
-        blocks.append(("table", Table(head=["Figure", "Value"], rows=rows, caption=f"eval/{name}.json", kinds=" n")))
-    return blocks
-
-
 def data_blocks(run: RunFiles) -> list[Block]:
     """Return what became of every row, per source, what else the data report says, and how long the rows are."""
     data, keys = run.data, ("read", "kept", "cut", "refused", "examples", "tokens", "trainable_token_share")
@@ -228,24 +193,6 @@ def data_blocks(run: RunFiles) -> list[Block]:
     bars = [[edge.replace("<=", "≤ "), f"{n / most:.1%}", format_figure("n", n)] for edge, n in counts[:40] if most]
     histogram = Table(head=["Tokens a row", "", "Rows"], rows=bars, caption="Lengths before cutting", kinds=" bn")
     return [("table", Table(head=head, rows=rows, kinds=" cnnnnnnnn")), ("facts", facts), ("table", histogram)]
-
-
-def list_facts(tree: dict[str, Any], skipped: Collection[str] = (), above: str = "") -> list[tuple[str, str]]:
-    """Return what an object says as names and texts; inner objects two levels down, and nothing that is empty."""
-    facts: list[tuple[str, str]] = []
-    for key, value in tree.items():
-        name = f"{above}{key}".replace("_", " ")
-        if key in skipped or value in (None, "", [], {}):
-            continue
-        if isinstance(value, dict) and above.count(": ") < 2:
-            facts += list_facts(value, skipped, f"{name}: ")
-        elif isinstance(value, float) or (as_number(value) is not None and key.endswith("_bytes")):
-            facts.append((name, format_figure(key, value)))
-        elif isinstance(value, list):
-            facts.append((name, ", ".join(map(str, value))))
-        else:
-            facts.append((name, str(value) if as_number(value) is None else f"{value:,}"))
-    return facts
 
 
 def sample_blocks(run: RunFiles) -> list[Block]:

@@ -98,6 +98,11 @@ class RunFiles:
         return self.task is not None and self.task.learns_from_rewards
 
     @property
+    def is_evaluated(self) -> bool:
+        """Whether something was measured other than while training."""
+        return not all(name.startswith("step-") for name in self.evals)
+
+    @property
     def attempts(self) -> list[dict[str, Any]]:
         """The attempts of status.json, oldest first."""
         return mappings(self.status.get("attempts"))
