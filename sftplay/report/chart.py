@@ -149,7 +149,7 @@ class Chart:
 
 
 ChartPlan = tuple[str, str, Sequence[Curve]]
-"""Title, unit, and curves, of which some may be empty."""
+"""Title, unit, and curves; some may be empty."""
 
 
 def draw(run: RunFiles, plans: Iterable[ChartPlan], *, along: str = "step") -> list[Chart]:
@@ -164,12 +164,12 @@ def draw(run: RunFiles, plans: Iterable[ChartPlan], *, along: str = "step") -> l
     ]  # fmt: skip
 
 
-def logged(run: RunFiles, key: str, name: str = "") -> Curve:
+def logged(run: RunFiles, key: str, *, name: str = "") -> Curve:
     """Return a figure of metrics.jsonl over the steps."""
     return Curve(key, name or find_name(key), run.history.curve(key), trend=run.history.trend(key))
 
 
-def measured(run: RunFiles, key: str, name: str) -> Curve:
+def measured(run: RunFiles, key: str, *, name: str) -> Curve:
     """Return a figure of the evaluations over their steps."""
     return Curve(f"eval_{key}", name, run.curve(key), dots=True)
 

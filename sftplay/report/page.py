@@ -47,7 +47,7 @@ class Table:
         return "\n".join("  ".join([name, *cells]).rstrip() for name, cells in zip(first, rest, strict=True))
 
 
-def list_facts(tree: dict[str, Any], skipped: Collection[str] = (), above: str = "") -> list[tuple[str, str]]:
+def list_facts(tree: dict[str, Any], skipped: Collection[str] = (), *, above: str = "") -> list[tuple[str, str]]:
     """Return what an object says as names and texts; inner objects two levels down, and nothing that is empty."""
     facts: list[tuple[str, str]] = []
     for key, value in tree.items():
@@ -55,7 +55,7 @@ def list_facts(tree: dict[str, Any], skipped: Collection[str] = (), above: str =
         if key in skipped or value in (None, "", [], {}):
             continue
         if isinstance(value, dict) and above.count(": ") < 2:
-            facts += list_facts(value, skipped, f"{name}: ")
+            facts += list_facts(value, skipped, above=f"{name}: ")
         elif isinstance(value, float) or (as_number(value) is not None and key.endswith("_bytes")):
             facts.append((name, format_figure(key, value)))
         elif isinstance(value, list):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -33,7 +33,7 @@ NAME = "report.html"
 MOST_SOURCES, MOST_TOKENS = 40, 700
 
 REPEAT = (
-    "The command of the run, with the resolved config beside this page. The same config, data and versions on one"
+    "The command of the run, with the resolved config next to this page. The same config, data and versions on one"
     " machine give the same weights."
 )
 
@@ -96,7 +96,12 @@ def build_sections(run: RunFiles) -> list[Section]:
         below.append(Section("tries", "What the model tried, and what it was paid", rewards.try_blocks(run)))
         rewarded = rewards.plan(run)
     part = run.task.part("report") if run.task else None
-    charts = draw(run, rewarded) + draw_curves(run, mixed, own=part.has_chart if part else lambda _name: False)
+    part_sections: list[Section] = part.build_sections(run) if part else []
+    shown = [
+        chart for section in part_sections for kind, found in section.blocks if kind == "charts" for chart in found
+    ]
+    charts = draw(run, rewarded)
+    charts += draw_curves(run, mixed, drawn={curve.key for chart in (*charts, *shown) for curve in chart.curves})
     marks = [
         "Thick lines: means over stretches of steps." if run.history.trend("loss") else "",
         f"Dashed lines: resumed after step {', '.join(f'{step:,.0f}' for step in run.resumed)}." if run.resumed else "",
@@ -106,7 +111,7 @@ def build_sections(run: RunFiles) -> list[Section]:
     repeat: list[Block] = [("text", REPEAT), ("code", run.launch)] if run.launch else []
     return [
         *top,
-        *(part.build_sections(run) if part else ()),
+        *part_sections,
         Section("curves", "Curves", curves if charts else [("text", "No step was logged yet.")]),
         *below,
         Section("data", "Data", data_blocks(run)),
@@ -127,17 +132,16 @@ CURVES = (
 )
 """Title of a chart, its unit, and the figures of metrics.jsonl that it shows."""
 
-ELSEWHERE = (
-    "loss", "label_tokens", "tokens_seen", "label_tokens_seen", "samples_per_s",
-    "reward", "true_reward", "held_out_reward", "held_out_pass",
+UNDRAWN = (
+    "loss", "held_out_reward", "held_out_pass", "label_tokens", "tokens_seen", "label_tokens_seen", "samples_per_s",
 )  # fmt: skip
-"""Figures with charts in another part of the page; and counts that only rise."""
+"""Figures that are part of another chart; and counts that only rise."""
 
 
-def draw_curves(run: RunFiles, mixed: Sequence[ChartPlan], *, own: Callable[[str], bool]) -> list[Chart]:
+def draw_curves(run: RunFiles, mixed: Sequence[ChartPlan], *, drawn: Collection[str]) -> list[Chart]:
     """Return loss, learning rate, gradient norm, speed and memory over the steps, then whatever else was logged.
 
-    `own` says of a figure whether the task draws it; charts of zeros alone are left out.
+    Figures that are `drawn` elsewhere and charts of zeros alone are left out.
     """
     values = run.history.values
     # These say nothing of a single process, or where nothing is padded.
@@ -149,10 +153,10 @@ def draw_curves(run: RunFiles, mixed: Sequence[ChartPlan], *, own: Callable[[str
     if steps and (compared := compare_memory(run)):
         level = [(step, compared[1]) for step in sorted({min(steps), max(steps)})]
         memory.append(Curve("planned_bytes", "planned at most", level, dashed=True))
-    known = {*silent, *ELSEWHERE, *(key for _, _, keys in CURVES for key in keys)}
-    others = [key for key in values if not (key in known or key.startswith("reward/") or own(key))][:8]
+    known = {*silent, *drawn, *UNDRAWN, *(key for _, _, keys in CURVES for key in keys)}
+    others = [key for key in values if not (key in known or key.startswith(("reward/", "eval_")))][:8]
     main += [(capitalized(find_name(key)), key, [logged(run, key)]) for key in others]
-    training = logged(run, "loss", "training")
+    training = logged(run, "loss", name="training")
     plans: list[ChartPlan] = [("Loss", "loss", [training, _read_held_out_losses(run)]), *mixed, *main]
     if run.learns_from_rewards:
         plans = [*main, ("Loss of the update, near 0 by construction", "update_loss", [training])]
@@ -245,20 +249,21 @@ def config_blocks(run: RunFiles) -> list[Block]:
 def _tiles(run: RunFiles) -> list[Tile]:
     """The figures one looks for first."""
 
-    def course(key: str, name: str, first: object, last: object, n: object = None) -> Tile:
-        text = format_figure(key, last) if first is None else format_course(key, first, last=last)
+    def show(key: str, name: str, *, ends: tuple[object, object], n: object = None) -> Tile:
+        text = format_figure(key, ends[1]) if ends[0] is None else format_course(key, ends[0], last=ends[1])
         return name, text.replace("→ ", "→\u00a0"), "" if n is None else f"on {format_figure('n', n)} prompts"
 
     before, after = run.evals.get("before", {}), run.evals.get("after", {})
-    tiles = [course(*headline) for headline in headlines(run)]
+    tiles = [show(key, name, ends=(first, last), n=n) for key, name, first, last, n in headlines(run)]
     for key in () if tiles else [*[key for key in after if is_share(key)][:2], "loss"]:
         if key in after:
             name = "Held-out loss" if key == "loss" else capitalized(find_name(key))
-            tiles.append(course(key, name, before.get(key), after[key], None if key == "loss" else after.get("n")))
+            n = None if key == "loss" else after.get("n")
+            tiles.append(show(key, name, ends=(before.get(key), after[key]), n=n))
     history = run.history
     key, name = ("reward", "Sampled reward") if run.learns_from_rewards else ("loss", "Training loss")
     if key in history.values:
-        tiles.append(course(key, name, history.values[key][0], history.values[key][-1]))
+        tiles.append(show(key, name, ends=(history.values[key][0], history.values[key][-1])))
     seconds = as_size(run.status.get("train_seconds"))
     if seconds is not None:
         tiles.append(("Training time", format_seconds(seconds), "the last attempt" if len(run.attempts) > 1 else ""))

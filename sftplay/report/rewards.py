@@ -63,8 +63,10 @@ def learned_table(run: RunFiles) -> Table | None:
 
 def plan(run: RunFiles) -> list[ChartPlan]:
     """Return charts of the reward with that of held-out prompts, of each reward by its name, and of what passes."""
-    by_name = [logged(run, key, key.removeprefix("reward/")) for key in run.history.values if key.startswith("reward/")]
-    held_out = [measured(run, key, "held-out, greedy") for key in ("reward", "pass")]
+    by_name = [
+        logged(run, key, name=key.removeprefix("reward/")) for key in run.history.values if key.startswith("reward/")
+    ]
+    held_out = [measured(run, key, name="held-out, greedy") for key in ("reward", "pass")]
     return [
         ("Reward", "reward", [logged(run, "reward"), logged(run, "true_reward"), held_out[0]]),
         ("Rewards by name", "value", by_name[:4]),
@@ -142,15 +144,15 @@ def _show_group(title: str, group: list[Line], *, content: list[str]) -> Answer:
     for place in sorted({at * (len(ranked) - 1) // last for at in range(last + 1)}):
         line = ranked[place]
         verdict = mapping(line.get("verdict"))
-        rewards = [f"{cut(name, 40)} {_format(v)}" for name, v in list(mapping(line.get("rewards")).items())[:8]]
+        rewards = [
+            f"{cut(name, 40)} {format_figure('reward', v)}"
+            for name, v in list(mapping(line.get("rewards")).items())[:8]
+        ]
         ending = [str(verdict["status"])] if isinstance(verdict.get("status"), str) else []
         if verdict.get("total") is not None:
-            ending.append(f"{_format(verdict.get('passed'))} of {_format(verdict.get('total'))} tests")
+            passed, total = (format_figure("n", verdict.get(key)) for key in ("passed", "total"))
+            ending.append(f"{passed} of {total} tests")
         why = "; ".join(", ".join(part) for part in (rewards, ending) if part)
-        why = cut(f"{why}. Advantage {_format(line.get('advantage'))}", 300)
+        why = cut(f"{why}. Advantage {format_figure('advantage', line.get('advantage'))}", 300)
         texts.append((why, passes(line, content), cut(line.get("completion"), MOST_CHARACTERS)))
     return f"{title}: {len(group):,} completions, {len(different):,} different", texts
-
-
-def _format(value: Any) -> str:
-    return "unknown" if as_number(value) is None else format_figure("reward", value)

@@ -16,11 +16,6 @@ Cell = tuple[str, str, str]
 """`given` by the puzzle, answered `right` or `wrong`, or `free` of a label; the answer, and the right one."""
 
 
-def has_chart(name: str) -> bool:
-    """Whether this figure of metrics.jsonl has a chart here; curves of puzzles are those of evaluations."""
-    return False
-
-
 def build_sections(run: RunFiles) -> list[Section]:
     """Build the section with curves, figures and ten puzzles; none for a run that has measured none."""
     found = [(step, figures) for step, figures in run.measured() if mappings(figures.get("segments"))]
@@ -33,7 +28,10 @@ def build_sections(run: RunFiles) -> list[Section]:
         values = [as_number(segment.get("exact_accuracy")) for segment in _read_segments(figures)]
         points = [(float(number), value) for number, value in enumerate(values, 1) if value is not None]
         refined.append(Curve(f"refined-{n}", f"after step {step:,.0f}", points, dots=True))
-    course = [measured(run, "exact_accuracy", "puzzles"), measured(run, "blank_accuracy", "blank cells")]
+    course = [
+        measured(run, key, name=words)
+        for key, words in (("exact_accuracy", "puzzles"), ("blank_accuracy", "blank cells"))
+    ]
     charts = [
         *draw(run, [("Solved after each segment", "exact_accuracy", refined)], along="segment"),
         *draw(run, [("Held-out puzzles", "exact_accuracy", course)]),

@@ -40,11 +40,6 @@ FIGURES = (
 )  # fmt: skip
 
 
-def has_chart(name: str) -> bool:
-    """Whether this figure of metrics.jsonl has a chart here, or is one of an evaluation."""
-    return name.startswith("eval_") or any(name in keys for _, keys in (*PAIRS, *SAMPLED))
-
-
 def build_sections(run: RunFiles) -> list[Section]:
     """Build the section about both turns; none for a run that does not answer twice."""
     found = [(step, figures) for step, figures in run.measured() if "acc_t1" in figures]
@@ -76,9 +71,9 @@ def build_sections(run: RunFiles) -> list[Section]:
 def _draw(run: RunFiles) -> list[Chart]:
     plans: list[ChartPlan] = []
     for title, keys in PAIRS:
-        held_out = [measured(run, key, f"{find_name(key)}, held out") for key in keys]
+        held_out = [measured(run, key, name=f"{find_name(key)}, held out") for key in keys]
         plans.append((title, keys[0], [*(logged(run, key) for key in keys), *held_out]))
-    hints = [measured(run, key, name) for key, name in HINTS.items()]
+    hints = [measured(run, key, name=name) for key, name in HINTS.items()]
     plans.append(("Second answers by hint, held out", "acc_t2", hints))
     plans += [(title, keys[0], [logged(run, key) for key in keys]) for title, keys in SAMPLED]
     return draw(run, plans)
