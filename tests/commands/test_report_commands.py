@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import Inputs, StopAfter, train_in, written_config
+from in_process import Inputs, train_in, written_config
 
 from sftplay import cli
 from sftplay.config.load import load_config
@@ -164,15 +164,6 @@ def test_a_reader_that_has_left_does_not_change_the_code(tmp_path: Path, monkeyp
         monkeypatch.setattr(sys, "stdout", gone)
         assert ended(RunFolder(tmp_path / "run"), monkeypatch, code=143, state="stopped") == 143
     assert (tmp_path / "run" / "report.html").is_file()
-
-
-def test_a_stopped_run_is_reported_as_stopped(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    config = written_config(tmp_path, inputs, train__save_steps=2)
-    monkeypatch.setattr(start, "follow", lambda launch, folder, **_: work(launch, folder, stop=StopAfter(2)))
-    assert cli.main(["train", "--config", str(config)]) == 143
-    text = page(RunFolder(tmp_path / "outputs" / "run"))
-    assert "stopped</span> at step 2 of 4" in text
-    assert 'data-series="loss"' in text
 
 
 def test_a_dry_run_writes_no_report(config: Path, folder: RunFolder, tmp_path: Path):

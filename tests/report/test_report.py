@@ -166,12 +166,6 @@ def test_every_chart_names_its_axes_and_marks_where_the_run_was_resumed(run: Fin
     assert "Attempt 1 ran from step 0 to 5: SIGTERM." in page
 
 
-def test_held_out_losses_are_those_the_trainer_measured(run: Finished):
-    logged = {e["step"]: e["eval_loss"] for e in run.trainer.state.log_history if "eval_loss" in e}
-    assert set(logged) == {2, 4, 6, 8}
-    assert dict(RunFiles(run.folder).curve("loss")) == pytest.approx(logged)
-
-
 def test_writing_makes_few_calls_and_loads_no_heavy_library(run: Finished):
     code = (
         "import cProfile, pstats, sys; from pathlib import Path; from sftplay.launch.run_folder import RunFolder\n"
