@@ -17,17 +17,17 @@ from sftplay.runs.tensorboard import PID_FILE, end_board, running, start_board
 def report(args: Namespace) -> int:
     """`report`: write report.html of a run in any state, and print its path; and what was learned from rewards."""
     folder = find_run(load_config(args.config, args.overrides), args.config, run=args.run)
-    from sftplay.report.learned import learned_table, learned_text
     from sftplay.report.report import NAME, write_report
-    from sftplay.report.run_files import read_run_files
+    from sftplay.report.rewards import learned_table
+    from sftplay.report.run_files import RunFiles
 
     try:
         path = write_report(folder)
     except OSError as error:
         what = f"cannot be written ({error.strerror})"
         raise MachineError(what, where=str(folder.path / NAME), fix="make room, or allow writing there") from error
-    if not args.json and (table := learned_table(read_run_files(folder))):
-        print(f"{learned_text(table)}\n")
+    if not args.json and (table := learned_table(RunFiles(folder))):
+        print(f"{table.format()}\n")
     print(json.dumps({"report": str(path)}) if args.json else path)
     return 0
 

@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report.figures import RECENT_LOSS, as_number, change, find_name, format_figure
-from sftplay.report.mixture import find_anchors, find_window, held_out_sizes, source_figures
-from sftplay.report.run_files import RunFiles, answer_rows, mapping, mappings, read_run_files
+from sftplay.report.changes import change
+from sftplay.report.figures import as_number, find_name, format_figure
+from sftplay.report.history import RECENT_LOSS
+from sftplay.report.mixture import source_figures, source_rows
+from sftplay.report.page import Table
+from sftplay.report.run_files import RunFiles, mapping, mappings
 
 Row = dict[str, Any]
 
@@ -26,27 +29,21 @@ def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, Any]:
     list every figure that one of them has: `{name, a, b, difference}`, the difference b - a or null. `same_held_out` is
     true, false, or null where it cannot be known; where it is not true, `warnings` says so.
     """
-    runs = one, two = read_run_files(a), read_run_files(b)
+    runs = one, two = RunFiles(a), RunFiles(b)
     same, doubts = _same_held_out(one, two)
     about = [
-        {
-            "name": run.folder.name,
-            "path": str(run.folder.path),
-            "state": run.state,
-            "step": run.step,
-            "steps": run.steps,
-        }
-        for run in runs
+        {"name": r.folder.name, "path": str(r.folder.path), "state": r.state, "step": r.step, "steps": r.steps}
+        for r in runs
     ]
     # These keys say nothing about what was trained.
     skipped = ("run_name", "output_dir", "train.resume")
     values = [{key: s.value for key, s in run.settings.items() if key not in skipped} for run in runs]
-    facts = [_data_facts(run) for run in runs]
-    tags = [tag for tag in _union(one.evals, two.evals) if not tag.startswith(("step-", "perplexity"))]
+    tags = [tag for tag in one.evals | two.evals if not tag.startswith(("step-", "perplexity"))]
     figures = []
     for tag in sorted(tags, key=lambda tag: (tag not in ("after", "before"), tag)):
         figures += _list_figures(*({f"{tag} {key}": v for key, v in run.evals.get(tag, {}).items()} for run in runs))
     figures += _list_figures(*(dict(source_figures(run)) for run in runs))
+    facts = [_data_facts(run) for run in runs]
     return {
         "runs": {"a": about[0], "b": about[1]},
         "config": _list_differences(*values),
@@ -71,29 +68,27 @@ def comparison_table(comparison: dict[str, Any]) -> str:
         for row in comparison[title]:
             key = row["name"].rpartition(" ")[2]
             cells = [format_figure(key, row["a"]), format_figure(key, row["b"]), change(key, row["a"], after=row["b"])]
-            rows.append([f"{row['name'].removesuffix(key)}{find_name(key)}", *cells])
-        lines += _block(title, ["", "a", "b", "b - a"], rows=rows)
+            rows.append([f"  {row['name'].removesuffix(key)}{find_name(key)}", *cells])
+        lines += ["", Table(head=[title, "a", "b", "b - a"], rows=rows).format()] if rows else []
     for title in ("config", "data", "versions"):
         rows = [
-            [row["key"], _shorten(row["a"]), _shorten(row["b"])] for row in comparison[title] if row["a"] != row["b"]
+            [f"  {row['key']}", _shorten(row["a"]), _shorten(row["b"])]
+            for row in comparison[title]
+            if row["a"] != row["b"]
         ]
-        lines += _block(title, ["", "a", "b"], rows=rows) if rows else ["", f"{title}: no difference"]
+        lines += ["", Table(head=[title, "a", "b"], rows=rows).format() if rows else f"{title}: no difference"]
     return "\n".join(lines)
 
 
 def _list_differences(one: dict[str, Any], two: dict[str, Any]) -> list[Row]:
-    rows = [{"key": key, "a": one.get(key), "b": two.get(key)} for key in _union(one, two)]
+    rows = [{"key": key, "a": one.get(key), "b": two.get(key)} for key in one | two]
     return [row for row in rows if type(row["a"]) is not type(row["b"]) or row["a"] != row["b"]]
-
-
-def _union(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
-    return [*one, *(name for name in two if name not in one)]
 
 
 def _list_figures(one: dict[str, Any], two: dict[str, Any]) -> list[Row]:
     """The figures that one of them has as a finite number."""
     rows = []
-    for name in _union(one, two):
+    for name in one | two:
         numbers = [as_number(side.get(name)) for side in (one, two)]
         a, b = (number if number is not None and math.isfinite(number) else None for number in numbers)
         if a is not None or b is not None:
@@ -102,18 +97,18 @@ def _list_figures(one: dict[str, Any], two: dict[str, Any]) -> list[Row]:
 
 
 def _training_figures(run: RunFiles) -> Iterator[tuple[str, float | None]]:
-    history = run.history
+    history, held_out = run.history, run.curve("loss")
     yield "step", float(run.step)
-    yield "last training_loss", (history.ends("loss") or (None, None))[1]
-    yield "last held_out_loss", run.held_out[-1][1] if run.held_out else None
-    yield "last grad_norm", (history.ends("grad_norm") or (None, None))[1]
+    yield "last training_loss", history.newest("loss")
+    yield "last held_out_loss", held_out[-1][1] if held_out else None
+    yield "last grad_norm", history.newest("grad_norm")
     yield "median tokens_per_s", history.middle("tokens_per_s")
     yield "train_seconds", as_number(run.status.get("train_seconds"))
     for key in ("peak_bytes", "peak_rss_bytes"):
         yield key, history.largest(key)
     for name, source in history.sources.items():
-        yield f"{name}: last training_loss", (source.ends(RECENT_LOSS) or (None, None))[1]
-        yield f"{name}: label_tokens_share", (source.ends("share") or (None, None))[1]
+        yield f"{name}: last training_loss", source.newest(RECENT_LOSS)
+        yield f"{name}: label_tokens_share", source.newest("share")
 
 
 def _data_facts(run: RunFiles) -> dict[str, Any]:
@@ -142,9 +137,9 @@ def _same_held_out(one: RunFiles, two: RunFiles) -> tuple[bool | None, list[str]
         return True, []
     digests = []
     for run in (one, two):
-        given: list[Any] = held_out_sizes(run)
-        for tag in ("after", *(f"anchor-{name}-after" for name in find_anchors(run))):
-            given += [[row.get("prompt"), row.get("reference")] for row in answer_rows(run.folder, tag)]
+        given = [[name, row.get("documents"), row.get("bytes")] for name, row in source_rows(run, "sources")]
+        for tag in ("after", *(f"anchor-{name}-after" for name, _ in source_rows(run, "anchor"))):
+            given += [[row.get("prompt"), row.get("reference")] for row in run.rows(f"eval/{tag}.jsonl")]
         digests.append(hashlib.sha256(json.dumps(given).encode()).hexdigest() if given else "")
     if not digests[0] or not digests[1]:
         return None, ["it is not known whether both were measured on the same held-out rows: compare with care"]
@@ -157,20 +152,20 @@ def _same_held_out(one: RunFiles, two: RunFiles) -> tuple[bool | None, list[str]
 
 
 def _warnings(one: RunFiles, two: RunFiles) -> Iterator[str]:
-    for side, run in (("a", one), ("b", two)):
+    tables = [run.evals.get("perplexity") for run in (one, two)]
+    windows = [(table.get("window"), table.get("stride")) if table else None for table in tables]
+    machines = [_versions(run)["machine"] for run in (one, two)]
+    for side, run, machine in zip("ab", (one, two), machines, strict=True):
         if run.state != "done":
             yield f"run {side} is {run.state}: its figures are not final"
         if len(run.attempts) > 1:
             yield f"run {side} was resumed: its train_seconds are those of the last attempt"
         for trouble in run.troubles:
             yield f"run {side}: {trouble}"
-    windows = [find_window(run) for run in (one, two)]
-    if None not in windows and windows[0] != windows[1]:
-        yield "the windows differ: perplexity and bits per byte do not compare"
-    machines = [_versions(run).get("machine") for run in (one, two)]
-    for side, machine in zip("ab", machines, strict=True):
         if machine is None:
             yield f"it is not known on which machine run {side} ran: speed, seconds and memory may not compare"
+    if None not in windows and windows[0] != windows[1]:
+        yield "the windows differ: perplexity and bits per byte do not compare"
     if None not in machines and machines[0] != machines[1]:
         yield "the machines differ: speed, seconds and memory do not compare"
 
@@ -188,19 +183,5 @@ def _versions(run: RunFiles) -> dict[str, Any]:
 
 
 def _shorten(value: object) -> str:
-    text = "–" if value is None else str(value)
-    text = "".join(c if c.isprintable() else "?" for c in text)
+    text = "–" if value is None else "".join(c if c.isprintable() else "?" for c in str(value))
     return text if len(text) <= 34 else f"{text[:33]}…"
-
-
-def _block(title: str, head: list[str], *, rows: list[list[str]]) -> list[str]:
-    if not rows:
-        return []
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    widths[0] = max(widths[0], len(title) - 2)
-    lines = [""]
-    for n, cells in enumerate([[title, *head[1:]], *rows]):
-        first = cells[0].ljust(widths[0] + 2 * (n == 0))
-        rest = "  ".join(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))
-        lines.append(f"{'  ' * (n > 0)}{first}  {rest}".rstrip())
-    return lines

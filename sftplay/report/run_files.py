@@ -1,89 +1,91 @@
-"""What lies in a run folder, read for people: every file may be missing, broken or half written.
-
-It judges nothing; what could not be read is listed in `troubles`. Needs neither torch nor transformers.
-"""
+"""What lies in a run folder, read for people: every file may be missing, broken or half written."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sftplay.atomic import is_locked
 from sftplay.config import layers
 from sftplay.config.keys import REMOVED_KEYS, RENAMED_KEYS
 from sftplay.config.resolved import flow
 from sftplay.errors import ConfigError
-from sftplay.launch.checkpoints import is_marked, list_checkpoints, read_step
+from sftplay.launch.checkpoints import is_marked, list_checkpoints
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report.figures import MOST_SOURCES, History, Point, as_number, read_history
+from sftplay.report.figures import as_number
+from sftplay.report.history import History, read_history
 from sftplay.tasks import TASKS, TaskRow
 
+NOTED = ("] skipping ", ": skipped", "passed over", "is not continued", "] note: ")
+"""What marks a log line of the kit that a reader of the report must not miss."""
 
-@dataclass(frozen=True)
-class Setting:
-    """One config value: its dotted key, the value, and where it was set (empty for a default)."""
 
-    key: str
+class Setting(NamedTuple):
+    """One config value, and where it was set (empty for a default)."""
+
     value: Any
     origin: str
 
-    @property
-    def text(self) -> str:
-        """The value as the YAML has it."""
-        return flow(self.value)
 
-
-@dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """What a run folder holds, with empty values for what could not be read."""
+    """What a run folder holds, with empty values for what could not be read. Nothing that lies there raises."""
 
-    folder: RunFolder
-    plan: dict[str, Any]
-    manifest: dict[str, Any]
-    status: dict[str, Any]
-    data: dict[str, Any]
-    sample: dict[str, Any]
-    settings: dict[str, Setting]
-    evals: dict[str, dict[str, Any]]
-    """Name of a file in eval/, without .json -> its figures; and what stands for `before` and `after`."""
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.troubles: list[str] = []
+        """What could not be read, and why."""
 
-    stands_for: dict[str, str]
-    """before and after -> the files that stand for them."""
+        self.plan = self._read_json("plan.json")
+        self.manifest = self._read_json("manifest.json")
+        self.status = self._read_json("status.json")
+        self.data = self._read_json("data_report.json")
+        self.sample = self._read_json("samples/masked.json") if (folder.path / "samples/masked.json").exists() else {}
+        self.settings = self._read_settings()
+        """Dotted config key -> its value; keys that were renamed since have their new names."""
 
-    history: History
-    held_out: list[Point]
-    """(step, held-out loss) measured while the run trained."""
+        self.history = self._read_history()
+        names = _list(folder.eval, "*.json")
+        self.evals = {name.removesuffix(".json"): self._read_json(f"eval/{name}") for name in names}
+        """Name of a file in eval/, without .json -> its figures; and what stands for `before` and `after`."""
 
-    held_out_sources: dict[str, list[Point]]
-    """The same for each source of a mixture."""
+        steps = [step for step, figures in self.measured() if "reward" in figures]
+        self.stands_for: dict[str, str] = {}
+        """before and after -> the files that stand for them: a run that learns from rewards measures itself at its
+        first and at its last step."""
 
-    launch: str
-    samples: list[tuple[str, str]]
-    """(name, text) of the first texts in samples/."""
+        if len(steps) > 1 and steps[0] == 0 and not {"before", "after"} & set(self.evals):
+            self.stands_for = {"before": "step-0", "after": f"step-{steps[-1]:.0f}"}
+            self.evals |= {tag: self.evals[name] for tag, name in self.stands_for.items()}
+        self.launch = (self._read("launch.txt") or b"").decode("utf-8", "replace").strip()
+        self.notes = self._read_notes()
+        self.set_aside = _list(folder.checkpoints / "incomplete", "checkpoint-*")
+        """Checkpoints that were moved to checkpoints/incomplete."""
 
-    notes: list[str]
-    """Notes of the run, from its log."""
+        self.unmarked = [path.name for path in list_checkpoints(folder.checkpoints) if not is_marked(path)]
+        """Checkpoints that are not marked complete."""
 
-    set_aside: list[str]
-    """Checkpoints that were moved to checkpoints/incomplete."""
-
-    unmarked: list[str]
-    """Checkpoints that are not marked complete."""
-
-    is_held: bool
-    """Some process holds the run at this moment."""
-
-    troubles: list[str]
-    """What could not be read, and why."""
+        self.is_held = is_locked(folder.path / ".lock")
+        """Some process holds the run at this moment."""
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The config value at a dotted key."""
-        setting = self.settings.get(key)
-        return default if setting is None else setting.value
+        """Return the config value at a dotted key."""
+        return self.settings[key].value if key in self.settings else default
+
+    def measured(self) -> list[tuple[float, dict[str, Any]]]:
+        """Return the measurements while training, each with its step, in order."""
+        pairs = ((name.removeprefix("step-"), figures) for name, figures in self.evals.items() if name[:5] == "step-")
+        known = [(float(step), figures) for step, figures in pairs if step.isdecimal() and len(step) < 16]
+        return sorted(known, key=lambda pair: pair[0])
+
+    def curve(self, key: str) -> list[tuple[float, float]]:
+        """Return one figure of the measurements over their steps."""
+        return [
+            (step, value) for step, figures in self.measured() if (value := as_number(figures.get(key))) is not None
+        ]
 
     @property
     def task(self) -> TaskRow | None:
@@ -91,9 +93,25 @@ class RunFiles:
         return TASKS.get(str(self.value("task_mode")))
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """Whether the loss says nothing, because the task learns from rewards."""
+        return self.task is not None and self.task.learns_from_rewards
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether something was measured other than while training."""
+        return not all(name.startswith("step-") for name in self.evals)
+
+    @property
     def attempts(self) -> list[dict[str, Any]]:
         """The attempts of status.json, oldest first."""
         return mappings(self.status.get("attempts"))
+
+    @property
+    def resumed(self) -> list[float]:
+        """The steps after which the run was resumed."""
+        steps = [as_number(attempt.get("from_step")) for attempt in self.attempts[1:51]]
+        return [step for step in steps if step is not None and 0 <= step <= self.step]
 
     @property
     def state(self) -> str:
@@ -115,34 +133,74 @@ class RunFiles:
         planned = as_number(self.manifest.get("steps")) or as_number(self.value("train.max_steps"))
         return int(planned) if planned and abs(planned) < 2**53 else None
 
+    def rows(self, name: str, most_lines: int | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the objects of a JSONL file that can be read, among its first lines; none when the file cannot."""
+        try:
+            with (self.folder.path / name).open("rb") as handle:
+                for raw in islice(handle, most_lines):
+                    with suppress(ValueError, RecursionError):
+                        if isinstance(row := json.loads(raw), dict):
+                            yield row
+        except OSError:
+            return
 
-def read_run_files(folder: RunFolder) -> RunFiles:
-    """Read everything in the folder. Never raises for what it finds there."""
-    reader, checkpoints = _Reader(folder), list_checkpoints(folder.checkpoints)
-    evals = {path.stem: reader.json(f"eval/{path.name}") for path in _list(folder.eval, "*.json")}
-    stands_for = compared(evals)
-    samples = [path.name for path in _list(folder.path / "samples", "*.txt")][:5]
-    return RunFiles(
-        folder=folder,
-        plan=reader.json("plan.json"),
-        manifest=reader.json("manifest.json"),
-        status=reader.json("status.json"),
-        data=reader.json("data_report.json"),
-        sample=reader.json("samples/masked.json", is_optional=True),
-        settings=reader.settings(),
-        evals=evals | {tag: evals[name] for tag, name in stands_for.items()},
-        stands_for=stands_for,
-        launch=reader.text("launch.txt"),
-        samples=[(name, reader.text(f"samples/{name}")) for name in samples],
-        history=reader.history(),
-        held_out=reader.held_out(checkpoints[-1:], evals),
-        held_out_sources=held_out_sources(evals),
-        notes=reader.notes(),
-        set_aside=[path.name for path in _list(folder.checkpoints / "incomplete", "checkpoint-*")],
-        unmarked=[path.name for path in checkpoints if not is_marked(path)],
-        is_held=is_locked(folder.path / ".lock"),
-        troubles=reader.troubles,
-    )
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return (self.folder.path / name).read_bytes()
+        except FileNotFoundError:
+            self.troubles.append(f"{name} is not there")
+        except OSError as error:
+            self.troubles.append(f"{name} cannot be read ({error.strerror})")
+        return None
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        raw, content = self._read(name), None
+        try:
+            content = json.loads(b"{}" if raw is None else raw)
+            if not isinstance(content, dict):
+                self.troubles.append(f"{name} holds no object")
+        except (ValueError, RecursionError) as error:
+            self.troubles.append(f"{name} cannot be read ({str(error).partition(chr(10))[0][:200]})")
+        return mapping(content)
+
+    def _read_settings(self) -> dict[str, Setting]:
+        path = self.folder.resolved
+        try:
+            document = layers.read(path, path.name)
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        except ConfigError as error:
+            self.troubles.append(f"{path.name} cannot be read ({error.what})")
+            return {}
+        settings = {}
+        for parts, value in _leaves(document.values, ()):
+            number = document.lines.get(parts, 0)
+            line = lines[number - 1] if 0 < number <= len(lines) else ""
+            # The comment behind a value, as `dump_resolved` writes it; a `#` inside the value is no comment.
+            origin = line.partition(f": {flow(value)}  # ")[2]
+            key = RENAMED_KEYS.get(".".join(parts), ".".join(parts))
+            if key not in REMOVED_KEYS:
+                settings[key] = Setting(value, origin)
+        return settings
+
+    def _read_history(self) -> History:
+        try:
+            return read_history(self.folder.metrics)
+        except FileNotFoundError:
+            self.troubles.append("metrics.jsonl is not there: no step was logged yet")
+        except OSError as error:
+            self.troubles.append(f"metrics.jsonl cannot be read ({error.strerror})")
+        return History()
+
+    def _read_notes(self) -> list[str]:
+        """The kit's own log lines that a reader of the report must not miss."""
+        path = self.folder.logs / "rank0.log"
+        lines: dict[str, None] = {}
+        with suppress(OSError), path.open("rb") as handle:
+            for raw in islice(handle, 500_000):
+                line = raw[:500].decode("utf-8", "replace").strip() if raw.startswith(b"[") else ""
+                if any(part in line for part in NOTED):
+                    lines[line.partition("] ")[2].removeprefix("note: ")] = None
+        return list(lines)[:50]
 
 
 def mapping(value: object) -> dict[str, Any]:
@@ -160,128 +218,6 @@ def texts(value: object) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
-def read_objects(path: Path, most_lines: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file that can be read, among its first lines; none when the file cannot."""
-    try:
-        with path.open("rb") as handle:
-            for raw in islice(handle, most_lines):
-                try:
-                    row = json.loads(raw)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(row, dict):
-                    yield row
-    except OSError:
-        return
-
-
-def answer_rows(folder: RunFolder, tag: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of eval/<tag>.jsonl that can be read."""
-    return read_objects(folder.eval / f"{tag}.jsonl")
-
-
-class _Reader:
-    """Reads the files of one folder; what cannot be read is empty, and named in `troubles`."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
-        self.troubles: list[str] = []
-
-    def json(self, name: str, *, is_optional: bool = False) -> dict[str, Any]:
-        try:
-            content = json.loads((self.folder.path / name).read_bytes())
-        except FileNotFoundError:
-            if not is_optional:
-                self.troubles.append(f"{name} is not there")
-            return {}
-        except (OSError, ValueError, RecursionError) as error:
-            self.troubles.append(f"{name} cannot be read ({_shorten(error)})")
-            return {}
-        if not isinstance(content, dict):
-            self.troubles.append(f"{name} holds no object")
-        return mapping(content)
-
-    def text(self, name: str) -> str:
-        try:
-            return (self.folder.path / name).read_bytes().decode("utf-8", "replace").strip()
-        except OSError as error:
-            self.troubles.append(f"{name} is not there" if isinstance(error, FileNotFoundError) else _shorten(error))
-            return ""
-
-    def settings(self) -> dict[str, Setting]:
-        """Return dotted config key -> its value and origin; renamed keys have their new names."""
-        path = self.folder.resolved
-        try:
-            document = layers.read(path, path.name)
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
-        except ConfigError as error:
-            self.troubles.append(f"{path.name} cannot be read ({error.what})")
-            return {}
-        settings = {}
-        for parts, value in _leaves(document.values, ()):
-            number = document.lines.get(parts, 0)
-            line = lines[number - 1] if 0 < number <= len(lines) else ""
-            # The comment behind a value, as `dump_resolved` writes it; a `#` inside the value is no comment.
-            origin = line.partition(f": {flow(value)}  # ")[2]
-            key = RENAMED_KEYS.get(".".join(parts), ".".join(parts))
-            if key not in REMOVED_KEYS:
-                settings[key] = Setting(key, value, origin)
-        return settings
-
-    def history(self) -> History:
-        path = self.folder.metrics
-        if not path.exists():
-            self.troubles.append("metrics.jsonl is not there: no step was logged yet")
-        try:
-            return read_history(path)
-        except OSError as error:
-            self.troubles.append(f"metrics.jsonl cannot be read ({error.strerror})")
-            return History()
-
-    def held_out(self, newest: list[Path], evals: dict[str, dict[str, Any]]) -> list[Point]:
-        """(step, held-out loss), from the newest checkpoint and from eval/step-N.json."""
-        losses: dict[float, float] = {}
-        for checkpoint in newest:  # the Trainer keeps them nowhere else
-            path = checkpoint / "trainer_state.json"
-            name = str(path.relative_to(self.folder.path))
-            if not path.is_file():
-                continue
-            if path.stat().st_size > 2**25:  # it would take seconds and gigabytes
-                self.troubles.append(f"{name} is too large to look for held-out losses in")
-                continue
-            for entry in mappings(self.json(name).get("log_history")):
-                step, loss = as_number(entry.get("step")), as_number(entry.get("eval_loss"))
-                if step is not None and loss is not None and abs(step) <= max(read_step(checkpoint), 0):
-                    losses[step] = loss
-        for step, figures in by_step(evals):
-            if (loss := as_number(figures.get("loss"))) is not None:
-                losses[step] = loss
-        return sorted(losses.items())
-
-    def notes(self) -> list[str]:
-        """The kit's own log lines that a reader of the report must not miss."""
-        path = self.folder.logs / "rank0.log"
-        marks = ("] skipping ", ": skipped", "passed over", "is not continued", "] note: ")
-        lines: dict[str, None] = {}
-        try:
-            if path.stat().st_size > 2**26:
-                self.troubles.append("logs/rank0.log is too large to look for notes in")
-                return []
-            with path.open("rb") as handle:
-                for raw in handle:
-                    line = raw[:500].decode("utf-8", "replace").strip() if raw.startswith(b"[") else ""
-                    if any(part in line for part in marks):
-                        lines[line.partition("] ")[2].removeprefix("note: ")] = None
-        except OSError:
-            return []
-        return list(lines)[:50]
-
-
-def _shorten(error: Exception) -> str:
-    lines = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()
-    return lines[0][:200] if lines else type(error).__name__
-
-
 def _leaves(tree: dict[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in tree.items():
         if isinstance(value, dict) and value:
@@ -290,37 +226,9 @@ def _leaves(tree: dict[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tupl
             yield (*above, key), value
 
 
-def _list(folder: Path, pattern: str) -> list[Path]:
+def _list(folder: Path, pattern: str) -> list[str]:
+    """The names in a folder that are not hidden."""
     try:
-        return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
+        return sorted(path.name for path in folder.glob(pattern) if not path.name.startswith("."))
     except OSError:
         return []
-
-
-def by_step(evals: dict[str, dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield the measurements while training, each with its step."""
-    for name, figures in evals.items():
-        step = name.removeprefix("step-")
-        if name.startswith("step-") and step.isdecimal() and len(step) < 16:
-            yield float(step), figures
-
-
-def compared(evals: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Return before and after -> names of the measurements that stand for them.
-
-    A run that learns from rewards measures itself at its first and at its last step.
-    """
-    steps = sorted(step for step, figures in by_step(evals) if "reward" in figures)
-    if len(steps) < 2 or steps[0] != 0 or {"before", "after"} & set(evals):
-        return {}
-    return {"before": "step-0", "after": f"step-{steps[-1]:.0f}"}
-
-
-def held_out_sources(evals: dict[str, dict[str, Any]]) -> dict[str, list[Point]]:
-    """Return (step, held-out loss) of each source of a mixture."""
-    points: dict[str, list[Point]] = {}
-    for step, figures in sorted(by_step(evals), key=lambda pair: pair[0]):
-        for name, source in list(mapping(figures.get("sources")).items())[:MOST_SOURCES]:
-            if (loss := as_number(mapping(source).get("loss"))) is not None:
-                points.setdefault(name, []).append((step, loss))
-    return points

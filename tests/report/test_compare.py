@@ -13,7 +13,6 @@ import pytest
 from in_process import Finished, Inputs, train
 
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report import compare
 from sftplay.report.compare import compare_runs, comparison_table
 
 SETTINGS = {"train__max_steps": 4, "eval__after": True, "eval__max_new_tokens": 2}
@@ -98,33 +97,41 @@ def test_other_held_out_rows_are_found_and_warned_of(
     assert row(comparison["data"], "held_out examples") == {"key": "held_out examples", "a": 12, "b": 11}
 
 
-def test_the_same_prompts_with_other_tokens_compare_in_answers_only(copies: list[RunFolder]):
-    report = copies[1].read_json("data_report.json")
-    report["fingerprint"] = "another"
-    copies[1].write_json("data_report.json", report)
-    assert compare_runs(*copies)["warnings"] == []  # other options, the same tokens
-    report["sources"]["held_out"]["trainable_tokens"] += 5
-    copies[1].write_json("data_report.json", report)
+def change_fingerprint(folder: RunFolder, *, more_tokens: int = 0) -> None:
+    report = folder.read_json("data_report.json")
+    report["sources"]["held_out"]["trainable_tokens"] += more_tokens
+    folder.write_json("data_report.json", {**report, "fingerprint": "another"})
+
+
+def keep_answers(folder: RunFolder, n: int) -> None:
+    lines = (folder.eval / "after.jsonl").read_text().splitlines()
+    (folder.eval / "after.jsonl").write_text("".join(f"{line}\n" for line in lines[:n]))
+
+
+@pytest.mark.parametrize(
+    ("more_tokens", "answers", "same", "warning"),
+    [
+        (0, 4, True, ""),  # other options, the same rows and tokens
+        (5, 4, True, "loss and perplexity do not compare, answers do"),
+        (0, 3, False, "the held-out rows differ"),
+        (0, 0, None, "it is not known whether both were measured on the same"),
+    ],
+)
+def test_without_equal_fingerprints_answers_and_tokens_decide_whether_rows_are_the_same(
+    copies: list[RunFolder], more_tokens: int, answers: int, same: bool | None, warning: str
+):
+    change_fingerprint(copies[1], more_tokens=more_tokens)
+    keep_answers(copies[1], answers)
     comparison = compare_runs(*copies)
-    assert comparison["same_held_out"] is True
-    (warning,) = comparison["warnings"]
-    assert "loss and perplexity do not compare, answers do" in warning
+    assert comparison["same_held_out"] is same
+    assert len(comparison["warnings"]) == bool(warning)
+    assert warning in "".join(comparison["warnings"])
 
 
-def test_rows_that_cannot_be_known_to_be_the_same_are_not_said_to_be(copies: list[RunFolder]):
-    report = copies[1].read_json("data_report.json")
-    copies[1].write_json("data_report.json", {**report, "fingerprint": "another"})
-    (copies[1].eval / "after.jsonl").unlink()
-    comparison = compare_runs(*copies)
-    assert comparison["same_held_out"] is None
-    assert any("not known" in warning for warning in comparison["warnings"])
-
-
-def test_more_prompts_of_the_same_rows_are_not_the_same_prompts(copies: list[RunFolder]):
+def test_another_limit_of_prompts_is_no_equal_fingerprint(copies: list[RunFolder]):
     text = copies[1].resolved.read_text()
     copies[1].resolved.write_text(text.replace("limit: 4 ", "limit: 3 "))
-    lines = (copies[1].eval / "after.jsonl").read_text().splitlines()
-    (copies[1].eval / "after.jsonl").write_text("\n".join(lines[:3]) + "\n")
+    keep_answers(copies[1], 3)
     assert compare_runs(*copies)["same_held_out"] is False
 
 
@@ -177,18 +184,3 @@ def test_the_table_shows_rounded_figures_and_what_differs(slow_run: Finished, fa
     assert rate == ["train.learning_rate", "0.001", "0.05"]
     assert "versions: no difference" in lines
     assert max(map(len, lines)) <= 200
-
-
-@pytest.mark.parametrize(
-    ("title", "expected"),
-    [
-        ("settings that differ", ["", "settings that differ  one  two", "  rate                0.1   10"]),
-        ("x", ["", "x       one  two", "  rate  0.1   10"]),
-    ],
-)
-def test_a_block_is_as_narrow_as_its_title_and_names_allow(title: str, expected: list[str]):
-    assert compare._block(title, ["", "one", "two"], rows=[["rate", "0.1", "10"]]) == expected
-
-
-def test_a_block_without_rows_is_left_out():
-    assert compare._block("x", ["", "one"], rows=[]) == []

@@ -13,11 +13,12 @@ import pytest
 from sftplay.atomic import write_text
 from sftplay.evaluate.comparison import with_side
 from sftplay.launch.run_folder import RunFolder
+from sftplay.report.chart import draw
 from sftplay.report.compare import compare_runs, comparison_table
-from sftplay.report.mixture import mixture_tables, source_charts
+from sftplay.report.mixture import build_blocks, plan
 from sftplay.report.remarks import find_remarks
 from sftplay.report.report import write_report
-from sftplay.report.run_files import read_run_files
+from sftplay.report.run_files import RunFiles
 
 CONFIG = """run_name: run
 task_mode: cpt_mixed
@@ -80,7 +81,7 @@ def text_of(folder: RunFolder) -> str:
 
 
 def test_the_page_shows_what_was_asked_of_each_source_and_what_was_achieved(folder: RunFolder):
-    shares, *_ = mixture_tables(read_run_files(folder))
+    (_, shares), *_ = build_blocks(RunFiles(folder))
     shown = {row[0]: [cell.replace("\u00a0", " ") for cell in row[1:]] for row in shares.rows}
     assert shown["domain"] == ["cpt", "90.0 %", "90.0 %", "2,850", "2,700", "2.5"]
     assert shown["chat"] == ["chat", "10.0 %", "10.0 %", "600", "300", "–"]
@@ -89,7 +90,7 @@ def test_the_page_shows_what_was_asked_of_each_source_and_what_was_achieved(fold
 
 
 def test_each_source_has_curves_of_its_losses_and_its_share(folder: RunFolder):
-    training, held_out, share = source_charts(read_run_files(folder), [])
+    training, held_out, share = draw(RunFiles(folder), plan(RunFiles(folder)))
     assert {curve.name: [(step, round(loss, 9)) for step, loss in curve.points] for curve in training.curves} == {
         "domain": [(10.0, 2.8), (20.0, 2.7), (30.0, 2.6)],
         "chat": [(10.0, 1.1), (20.0, 1.2), (30.0, 1.3)],
@@ -103,8 +104,8 @@ def test_more_sources_than_a_chart_has_colours_make_another_chart(tmp_path: Path
     folder = write_run(tmp_path / "run", after=side(2.0, 1.0))
     line = {"step": 1, "sources": {f"s{n}": {"share": 0.1} for n in range(30)}}
     write_text(folder.metrics, json.dumps(line) + "\n")
-    charts = [chart for chart in source_charts(read_run_files(folder), []) if chart.title.startswith("Share")]
-    assert [len(chart.curves) for chart in charts] == [4, 4, 4]  # twelve sources are kept
+    shares = [curves for title, _, curves in plan(RunFiles(folder)) if title.startswith("Share")]
+    assert [len(curves) for curves in shares] == [4, 4, 4]  # twelve sources are kept
 
 
 def test_the_page_shows_perplexity_before_and_after_and_what_was_forgotten(folder: RunFolder):
@@ -118,7 +119,7 @@ def test_the_page_shows_perplexity_before_and_after_and_what_was_forgotten(folde
 
 
 def sentences(folder: RunFolder) -> str:
-    return "\n".join(f"{remark.severity}: {remark.text}" for remark in find_remarks(read_run_files(folder)))
+    return "\n".join(f"{severity}: {text}" for severity, text in find_remarks(RunFiles(folder)))
 
 
 def test_forgetting_is_a_warning_from_five_percent_on(tmp_path: Path, folder: RunFolder):

@@ -10,7 +10,7 @@ import pytest
 
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.report import render
-from sftplay.report.run_files import read_run_files
+from sftplay.report.run_files import RunFiles
 from sftplay.tasks.hrm.report import build_sections
 
 
@@ -38,14 +38,18 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 
+def find_blocks(folder: RunFolder) -> dict[str, Any]:
+    (section,) = build_sections(RunFiles(folder))
+    return dict(section.blocks)
+
+
 def test_the_curve_has_a_point_for_each_segment_and_the_table_both_ways_of_halting(folder: RunFolder):
-    shown = build_sections(read_run_files(folder), [])["puzzles"]
-    assert shown is not None
-    refined, course = shown.charts
+    shown = find_blocks(folder)
+    refined, course = shown["charts"]
     assert [list(curve.points) for curve in refined.curves] == [[(1, 0.0), (2, 0.25)], [(1, 0.25), (2, 0.5)]]
     assert [list(curve.points) for curve in course.curves] == [[(100, 0.25), (200, 0.5)], [(100, 0.375), (200, 0.625)]]
-    assert shown.tables[0].head == ["Segments", "Puzzles right", "Blank cells right", "Cells right, givens too"]
-    cells = [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in line] for line in shown.tables[0].rows]
+    assert shown["table"].head == ["Segments", "Puzzles right", "Blank cells right", "Cells right, givens too"]
+    cells = [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in line] for line in shown["table"].rows]
     assert cells == [
         ["1", "25.0 %", "37.5 %", "50.0 %"],
         ["2", "50.0 %", "62.5 %", "75.0 %"],
@@ -57,20 +61,19 @@ def test_the_curve_has_a_point_for_each_segment_and_the_table_both_ways_of_halti
 
 
 def test_ten_puzzles_are_shown_the_wrong_ones_first_with_each_cell_judged(folder: RunFolder):
-    shown = build_sections(read_run_files(folder), [])["puzzles"]
-    assert shown is not None
-    assert [grid.title for grid in shown.grids][:4] == [
+    shown = find_blocks(folder)
+    assert [title for title, _ in shown["grids"]][:4] == [
         "Puzzle 0: 1 of 4 cells wrong; the model would halt after 2",
         "Puzzle 1: 1 of 4 cells wrong; the model would halt after 2",
         "Puzzle 2: 1 of 4 cells wrong; the model would halt after 2",
         "Puzzle 3: solved; the model would halt after 2",
     ]
-    assert len(shown.grids) == 10
-    assert [[cell.kind for cell in line] for line in shown.grids[0].rows] == [["given", "right"], ["right", "wrong"]]
+    assert len(shown["grids"]) == 10
+    assert [[kind for kind, _, _ in line] for line in shown["grids"][0][1]] == [["given", "right"], ["right", "wrong"]]
 
 
 def test_the_page_marks_a_wrong_cell_and_shows_the_right_symbol_without_letting_it_become_markup(folder: RunFolder):
-    page = render(read_run_files(folder))
+    page = render(RunFiles(folder))
     assert '<td class="wrong"><s>&lt;</s><small>4</small></td>' in page
     assert "Solved after each segment against segment" in page
 
@@ -79,12 +82,11 @@ def test_the_page_marks_a_wrong_cell_and_shows_the_right_symbol_without_letting_
                                      '{"prompt": "1", "reference": "12", "prediction": "1"}'])  # fmt: skip
 def test_a_broken_file_of_answers_leaves_the_curve(folder: RunFolder, content: str):
     (folder.eval / "step-200.jsonl").write_text(content + "\n")
-    shown = build_sections(read_run_files(folder), [])["puzzles"]
-    assert shown is not None
-    assert not shown.grids
-    assert len(shown.charts) == 2
-    assert render(read_run_files(folder))
+    shown = find_blocks(folder)
+    assert not shown["grids"]
+    assert len(shown["charts"]) == 2
+    assert render(RunFiles(folder))
 
 
 def test_a_run_without_puzzles_has_no_such_section(tmp_path: Path):
-    assert build_sections(read_run_files(RunFolder(tmp_path)), [])["puzzles"] is None
+    assert build_sections(RunFiles(RunFolder(tmp_path))) == []

@@ -10,10 +10,11 @@ import pytest
 
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.launch.run_folder import RunFolder
-from sftplay.report.learned import build_charts, learned_table, learned_text, pick_tries, reward_charts
+from sftplay.report.chart import draw
 from sftplay.report.remarks import find_remarks
-from sftplay.report.report import _tiles, render
-from sftplay.report.run_files import RunFiles, read_run_files
+from sftplay.report.report import _tiles, draw_curves, render
+from sftplay.report.rewards import learned_table, plan, try_blocks
+from sftplay.report.run_files import RunFiles
 
 REWARDS = [{"name": "tests", "use": "code_tests"}, {"name": "shape", "use": "syntax", "weight": 0.1}]
 N_STEPS = 20
@@ -60,7 +61,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def run(folder: RunFolder) -> RunFiles:
-    return read_run_files(folder)
+    return RunFiles(folder)
 
 
 def test_the_table_compares_the_first_three_steps_with_the_last_ten(run: RunFiles):
@@ -73,16 +74,17 @@ def test_the_table_compares_the_first_three_steps_with_the_last_ten(run: RunFile
     assert rows["pass@1, sampled"][:2] == ["0.0\N{NO-BREAK SPACE}%", "67.5\N{NO-BREAK SPACE}%"]
     assert rows["pass@1 of held-out prompts, greedy"][:2] == ["25.0\N{NO-BREAK SPACE}%", "75.0\N{NO-BREAK SPACE}%"]
     assert "kl" not in rows
-    assert learned_text(table).splitlines()[0].split() == ["Figure", "First", "Last", "Change"]
+    assert table.format().splitlines()[0].split() == ["Figure", "First", "Last", "Change"]
 
 
 def test_rewards_have_charts_of_their_own_with_the_held_out_prompts_as_dots(run: RunFiles):
-    charts = reward_charts(run, [])
+    charts = draw(run, plan(run))
     assert [chart.title for chart in charts] == ["Reward", "Rewards by name", "Share that passes"]
     reward, held_out = charts[0].curves
     assert len(reward.points) == N_STEPS
     assert list(held_out.points) == [(0.0, 0.25), (10.0, 0.5), (20.0, 0.75)]
-    assert not {curve.key for chart in build_charts(run) for curve in chart.curves} & {"reward", "reward/tests"}
+    others = draw_curves(run, [], drawn={curve.key for chart in charts for curve in chart.curves})
+    assert not {curve.key for chart in others for curve in chart.curves} & {"reward", "reward/tests"}
 
 
 def test_the_first_and_the_last_measurement_stand_for_before_and_after(run: RunFiles):
@@ -94,26 +96,25 @@ def test_the_first_and_the_last_measurement_stand_for_before_and_after(run: RunF
 
 
 def test_the_page_shows_what_was_tried_and_why_it_was_paid(run: RunFiles):
-    tries = pick_tries(run)
-    assert tries is not None
-    assert [answer.title.split(",")[0] for answer in tries.shown] == ["Step 1"] * 2 + ["Step 10"] * 2 + ["Step 20"] * 2
-    tenth = tries.shown[2]
-    assert [name for name, _, _ in tenth.texts] == [
+    _, (_, answers) = try_blocks(run)
+    assert [title.split(",")[0] for title, _ in answers] == ["Step 1"] * 2 + ["Step 10"] * 2 + ["Step 20"] * 2
+    _, tenth = answers[2]
+    assert [name for name, _, _ in tenth] == [
         "Prompt",
         "tests 1, shape 1; ok, 3 of 3 tests. Advantage 1",
         "tests 0, shape 1; wrong, 0 of 3 tests. Advantage -1",
     ]
-    assert [verdict for _, verdict, _ in tenth.texts] == [None, True, False]
+    assert [verdict for _, verdict, _ in tenth] == [None, True, False]
     page = render(run)
     assert "question 0 &lt;b&gt;" in page
     assert "question 0 <b>" not in page
 
 
 def test_a_loss_near_0_is_no_warning_but_a_reward_that_does_not_rise_is(folder: RunFolder):
-    assert not [remark.text for remark in find_remarks(read_run_files(folder)) if "loss" in remark.text]
+    assert not [text for _, text in find_remarks(RunFiles(folder)) if "loss" in text]
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     folder.metrics.write_text("".join(json.dumps({**line, "reward": 0.3}) + "\n" for line in lines))
-    texts = [remark.text for remark in find_remarks(read_run_files(folder))]
+    texts = [text for _, text in find_remarks(RunFiles(folder))]
     assert "The sampled reward did not rise: 0.3 → 0.3." in texts
 
 
@@ -130,7 +131,7 @@ def test_the_page_leads_with_held_out_answers_and_the_reward_and_not_with_a_loss
 
 def test_held_out_answers_that_do_not_get_better_are_told_with_their_number(folder: RunFolder):
     (folder.eval / "step-20.json").write_text(json.dumps({"step": 20, "n": 4, "reward": 0.2, "pass": 0.25}))
-    texts = [remark.text.replace("\N{NO-BREAK SPACE}", " ") for remark in find_remarks(read_run_files(folder))]
+    texts = [text.replace("\N{NO-BREAK SPACE}", " ") for _, text in find_remarks(RunFiles(folder))]
     assert "Held-out pass@1: 25.0 % → 25.0 % on 4 prompts, too few to tell; it did not rise." in texts
 
 
@@ -138,7 +139,7 @@ def test_held_out_answers_that_do_not_get_better_are_told_with_their_number(fold
 def test_samples_that_cannot_be_read_are_left_out(folder: RunFolder, junk: str):
     for path in (folder.path / "samples").glob("*.jsonl"):
         path.write_text(junk, encoding="latin-1")
-    run = read_run_files(folder)
+    run = RunFiles(folder)
     assert learned_table(run) is not None
     assert render(run)
 
@@ -147,6 +148,6 @@ def test_a_run_without_rewards_has_none_of_it(folder: RunFolder):
     for path in [*(folder.path / "samples").iterdir(), *folder.eval.iterdir()]:
         path.unlink()
     folder.metrics.write_text('{"step": 1, "loss": 2.0}\n')
-    run = read_run_files(folder)
-    assert (learned_table(run), pick_tries(run), reward_charts(run, [])) == (None, None, [])
+    run = RunFiles(folder)
+    assert (learned_table(run), try_blocks(run), draw(run, plan(run))) == (None, [], [])
     assert 'id="tries"' not in render(run)

@@ -11,7 +11,7 @@ import pytest
 from sftplay.launch.run_folder import RunFolder
 from sftplay.report.remarks import find_remarks
 from sftplay.report.report import _tiles, render
-from sftplay.report.run_files import read_run_files
+from sftplay.report.run_files import RunFiles
 from sftplay.tasks.score.report import build_sections
 
 
@@ -47,9 +47,10 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def test_both_turns_and_both_changes_have_curves_of_what_was_sampled_and_what_was_held_out(folder: RunFolder):
-    shown = build_sections(read_run_files(folder), [])["turns"]
-    assert shown is not None
-    by_title = {chart.title: {curve.key: list(curve.points) for curve in chart.curves} for chart in shown.charts}
+    (section,) = build_sections(RunFiles(folder))
+    by_title = {
+        chart.title: {curve.key: list(curve.points) for curve in chart.curves} for chart in section.blocks[0][1]
+    }
     assert by_title["Right answers"] == {
         "acc_t1": [(10, 0.25), (20, 0.25)],
         "acc_t2": [(10, 0.75), (20, 0.75)],
@@ -58,19 +59,19 @@ def test_both_turns_and_both_changes_have_curves_of_what_was_sampled_and_what_wa
     }
     changes = by_title["What the second turn changes"]
     assert (changes["i2c"], changes["eval_c2i"]) == ([(10, 0.5), (20, 0.25)], [(0, 0.25), (20, 0.25)])
-    assert by_title["Second answers by hint, held out"]["acc_t2_static"] == [(0, 0.5), (20, 0.5)]
+    assert by_title["Second answers by hint, held out"]["eval_acc_t2_static"] == [(0, 0.5), (20, 0.5)]
     assert list(by_title["KL to the base"]) == ["kl_t1", "kl_t2"]
     assert by_title["Share of tokens whose ratio is cut off"] == {"clip_share_t2": [(10, 0.1), (20, 0.1)]}
 
 
 def test_tables_have_the_ends_of_the_run_each_kind_of_hint_and_episodes_before_and_after(folder: RunFolder):
-    shown = build_sections(read_run_files(folder), [])["turns"]
-    assert shown is not None
+    (section,) = build_sections(RunFiles(folder))
     course, ablation, episodes = [
-        [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in table.rows] for table in shown.tables
+        [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in table.rows]
+        for _, table in section.blocks[1:]
     ]
-    assert shown.tables[0].caption == "At the end: said at 20"
-    assert course[1] == ["second answers right", "25.0 %", "75.0 %", "+50.0 points"]
+    assert section.blocks[1][1].caption == "At the end: said at 20"
+    assert course[1] == ["second answers right", "25.0 %", "75.0 %", "+50.0 points better"]
     assert [row[:4] for row in ablation] == [
         ["this run", "no hint", "50.0 %", "25.0 %"],
         ["this run", "hints of the guide", "50.0 %", "75.0 %"],
@@ -87,18 +88,18 @@ def test_tables_have_the_ends_of_the_run_each_kind_of_hint_and_episodes_before_a
 def test_the_page_leads_with_both_turns_and_takes_a_loss_for_nothing(folder: RunFolder):
     lines = [{"step": step, "loss": loss, "acc_t2": 0.5} for step, loss in ((1, 0.1), (2, 0.4), (3, 0.9))]
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = read_run_files(folder)
+    run = RunFiles(folder)
     tiles = [(name, value.replace("\N{NO-BREAK SPACE}", " ")) for name, value, _ in _tiles(run)]
     assert tiles[:2] == [("Second answers right", "25.0 % → 75.0 %"), ("First answers right", "50.0 % → 50.0 %")]
     assert not any("loss" in name.lower() for name, _ in tiles)
-    assert not [remark.text for remark in find_remarks(run) if "loss" in remark.text]
+    assert not [text for _, text in find_remarks(run) if "loss" in text]
     page = render(run)
     assert "nats a token" not in page
     assert page.index("Right answers") < page.index("Loss of the update, near 0 by construction")
 
 
 def test_the_page_shows_both_turns_once_and_takes_no_episode_for_a_completion(folder: RunFolder):
-    page = render(read_run_files(folder))
+    page = render(RunFiles(folder))
     assert page.count('<h2 id="turns">') == 1
     assert "&lt;b&gt;look" in page
     assert "<b>look" not in page
@@ -109,4 +110,4 @@ def test_the_page_shows_both_turns_once_and_takes_no_episode_for_a_completion(fo
 
 
 def test_a_run_of_another_task_has_no_such_part(tmp_path: Path):
-    assert build_sections(read_run_files(RunFolder(tmp_path)), [])["turns"] is None
+    assert build_sections(RunFiles(RunFolder(tmp_path))) == []

@@ -2,84 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
+from sftplay.report.chart import Curve, draw, measured
 from sftplay.report.figures import as_number, format_figure
-from sftplay.report.page import Chart, Curve, Table, cut
-from sftplay.report.run_files import RunFiles, answer_rows, by_step, mapping, mappings
+from sftplay.report.page import Section, Table, cut
+from sftplay.report.run_files import RunFiles, mapping, mappings
 
 UNLABELLED = "·"
 """Stands in a reference for a cell without a label."""
 
-
-class Cell(NamedTuple):
-    """One cell: what the puzzle gives, what was answered rightly, or what was answered wrongly."""
-
-    kind: Literal["given", "right", "wrong", "free"]
-    """`free` is a cell without a label."""
-
-    answer: str
-    right: str
+Cell = tuple[str, str, str]
+"""`given` by the puzzle, answered `right` or `wrong`, or `free` of a label; the answer, and the right one."""
 
 
-class Grid(NamedTuple):
-    """One puzzle with its answer."""
-
-    title: str
-    rows: list[list[Cell]]
-
-
-class Puzzles(NamedTuple):
-    """What the page shows."""
-
-    charts: list[Chart]
-    tables: list[Table]
-    grids: list[Grid]
-
-
-def has_chart(name: str) -> bool:
-    """Whether this figure of metrics.jsonl has a chart here; curves of puzzles are those of evaluations."""
-    return False
-
-
-def build_sections(run: RunFiles, _resumed: Sequence[float]) -> dict[str, Any]:
-    """Build the task's section of the page, by its name in `templates/page.html`: curves, figures and ten puzzles.
-
-    It is None for a run that has measured none.
-    """
-    measured = sorted(
-        (pair for pair in by_step(run.evals) if mappings(pair[1].get("segments"))), key=lambda pair: pair[0]
-    )
-    if not measured:
-        return {"puzzles": None}
+def build_sections(run: RunFiles) -> list[Section]:
+    """Build the section with curves, figures and ten puzzles; none for a run that has measured none."""
+    found = [(step, figures) for step, figures in run.measured() if mappings(figures.get("segments"))]
+    if not found:
+        return []
     # The accuracy after each segment of the first, the middle and the last measurement; and over the steps.
-    curves = []
-    chosen = sorted({0, (len(measured) - 1) // 2, len(measured) - 1})
-    for n, colour in zip(chosen, "cba"[-len(chosen) :], strict=True):
-        step, figures = measured[n]
+    refined = []
+    for n in sorted({0, (len(found) - 1) // 2, len(found) - 1}):
+        step, figures = found[n]
         values = [as_number(segment.get("exact_accuracy")) for segment in _read_segments(figures)]
         points = [(float(number), value) for number, value in enumerate(values, 1) if value is not None]
-        curves.append(Curve(f"refined-{n}", f"after step {step:,.0f}", points, colour, dots=True))
-    segments = max((point[0] for curve in curves for point in curve.points), default=1.0)
-    course = []
-    for key, name, colour in (("exact_accuracy", "puzzles", "a"), ("blank_accuracy", "blank cells", "b")):
-        points = [(step, v) for step, figures in measured if (v := as_number(figures.get(key))) is not None]
-        course.append(Curve(key, name, points, colour, dots=True))
-    refined, course = ([curve for curve in group if curve.points] for group in (curves, course))
+        refined.append(Curve(f"refined-{n}", f"after step {step:,.0f}", points, dots=True))
+    course = [
+        measured(run, key, name=words)
+        for key, words in (("exact_accuracy", "puzzles"), ("blank_accuracy", "blank cells"))
+    ]
     charts = [
-        Chart(title="Solved after each segment", unit="exact_accuracy", curves=refined, last_step=segments,
-              along="segment", is_wide=True),
-        Chart(title="Held-out puzzles", unit="exact_accuracy", curves=course, last_step=run.step),
-    ]  # fmt: skip
-    step, figures = measured[-1]
-    rows = [row for row in islice(answer_rows(run.folder, f"step-{step:.0f}"), 1_000) if _has_equal_grids(row)]
+        *draw(run, [("Solved after each segment", "exact_accuracy", refined)], along="segment"),
+        *draw(run, [("Held-out puzzles", "exact_accuracy", course)]),
+    ]
+    step, figures = found[-1]
+    rows = [row for row in run.rows(f"eval/step-{step:.0f}.jsonl", 1_000) if _has_equal_grids(row)]
     wrong, right = ([row for row in rows if (row.get("correct") is True) == want] for want in (False, True))
     # As many wrong ones as right ones; where one kind is short, more of the other.
     n_wrong = min(len(wrong), max(5, 10 - len(right)))
-    grids = [_grid(row) for row in (*wrong[:n_wrong], *right[: 10 - n_wrong])]
-    return {"puzzles": Puzzles([chart for chart in charts if chart.curves], [_tabulate(figures)], grids)}
+    grids = [_build_grid(row) for row in (*wrong[:n_wrong], *right[: 10 - n_wrong])]
+    note = "Bold: what the puzzle gives. Struck out: a wrong answer, with the right one behind it." if grids else ""
+    blocks = [("charts", charts), ("table", _tabulate(figures)), ("note", note), ("grids", grids)]
+    return [Section("puzzles", "Puzzles", blocks)]
 
 
 def _read_segments(figures: dict[str, Any]) -> list[dict[str, Any]]:
@@ -113,17 +78,17 @@ def _tabulate(figures: dict[str, Any]) -> Table:
     )
 
 
-def _grid(row: dict[str, Any]) -> Grid:
+def _build_grid(row: dict[str, Any]) -> tuple[str, list[list[Cell]]]:
+    """A puzzle with its answer: a title, and lines of cells."""
     lines = zip(*(row[name].split("\n") for name in ("prompt", "reference", "prediction")), strict=True)
-    cells, n_cells, n_wrong = list[list[Cell]](), 0, 0
+    cells: list[list[Cell]] = []
     for line in lines:
         cells.append([])
         for given, right, answer in zip(*line, strict=True):
-            kind: Literal["given", "right", "wrong", "free"] = "given" if given == right else "right"
-            kind = "free" if right == UNLABELLED else "wrong" if answer != right else kind
-            cells[-1].append(Cell(kind, answer, "" if kind == "free" else right))
-            n_cells, n_wrong = n_cells + 1, n_wrong + (kind == "wrong")
-    result = f"{n_wrong} of {n_cells} cells wrong" if n_wrong else "solved"
+            kind = "given" if given == right else "right" if answer == right else "wrong"
+            cells[-1].append(("free", answer, "") if right == UNLABELLED else (kind, answer, right))
+    kinds = [kind for line in cells for kind, _, _ in line]
+    result = f"{kinds.count('wrong')} of {len(kinds)} cells wrong" if "wrong" in kinds else "solved"
     after = as_number(row.get("halted_after"))
     halts = "" if after is None else f"; the model would halt after {after:.0f}"
-    return Grid(f"Puzzle {cut(row.get('row'), 40)}: {result}{halts}", cells)
+    return f"Puzzle {cut(row.get('row'), 40)}: {result}{halts}", cells

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
-from sftplay.report.figures import as_number, change, find_name, format_figure
-from sftplay.report.page import Chart, Curve, Table, cut
-from sftplay.report.run_files import RunFiles, answer_rows, by_step, mapping
+from sftplay.report.changes import compare
+from sftplay.report.chart import Chart, ChartPlan, draw, logged, measured
+from sftplay.report.figures import as_number, find_name, format_figure
+from sftplay.report.page import Block, Section, Table, cut
+from sftplay.report.run_files import RunFiles, mapping
 
 PAIRS = (("Right answers", ("acc_t1", "acc_t2")), ("What the second turn changes", ("i2c", "c2i")))
 """Charts of what was sampled with what was held out."""
@@ -39,38 +40,19 @@ FIGURES = (
 )  # fmt: skip
 
 
-class Turns(NamedTuple):
-    """The part of the page about both turns."""
-
-    charts: list[Chart]
-    tables: list[Table]
-
-
-def has_chart(name: str) -> bool:
-    """Whether this figure of metrics.jsonl has a chart here, or is one of an evaluation."""
-    return name.startswith("eval_") or any(name in keys for _, keys in (*PAIRS, *SAMPLED))
-
-
-def build_sections(run: RunFiles, resumed: Sequence[float]) -> dict[str, Any]:
-    """Build the task's section of the page, by its name in `templates/page.html`.
-
-    It is None for a run that does not answer twice.
-    """
-    measured = sorted((pair for pair in by_step(run.evals) if "acc_t1" in pair[1]), key=lambda pair: pair[0])
-    if "acc_t1" not in run.history.values and not measured:
-        return {"turns": None}
-    tables = []
-    if measured:
-        (first, old), (last, new) = measured[0], measured[-1]
-        rows = [
-            [find_name(key), format_figure(key, old.get(key)), format_figure(key, new.get(key)),
-             change(key, old.get(key), after=new.get(key))]
-            for key in FIGURES
-            if as_number(new.get(key)) is not None
-        ]  # fmt: skip
+def build_sections(run: RunFiles) -> list[Section]:
+    """Build the section about both turns; none for a run that does not answer twice."""
+    found = [(step, figures) for step, figures in run.measured() if "acc_t1" in figures]
+    if "acc_t1" not in run.history.values and not found:
+        return []
+    blocks: list[Block] = [("charts", _draw(run))]
+    if found:
+        (first, old), (last, new) = found[0], found[-1]
+        known = [key for key in FIGURES if as_number(new.get(key)) is not None]
+        rows = [[find_name(key), *compare(key, old.get(key), after=new.get(key))] for key in known]
         diagnosis = f": {new['diagnosis']}" if isinstance(new.get("diagnosis"), str) else ""
         head = ["Held-out problems", f"Step {first:,.0f}", f"Step {last:,.0f}", "Change"]
-        tables.append(Table(head=head, rows=rows, kinds=" nnn", caption=f"At the end{diagnosis[:200]}"))
+        blocks.append(("table", Table(head=head, rows=rows, kinds=" nnv", caption=f"At the end{diagnosis[:200]}")))
     # What `make eval` has measured: each kind of hint, by the base and by the run.
     hints = {"none": "no hint", "static": "static hint", "model": "hints of the guide"}
     rows = [
@@ -80,49 +62,34 @@ def build_sections(run: RunFiles, resumed: Sequence[float]) -> dict[str, Any]:
         if (figures := mapping(mapping(run.evals.get(name, {}).get("hints")).get(kind)))
     ]
     head = ["By", "With", *map(find_name, FIGURES[:5])]
-    tables.append(Table(head=head, rows=rows, kinds="  nnnnn", caption="Who has learned what"))
-    if measured:
-        tables.append(episodes_table(run, [int(step) for step, _ in measured]))
-    return {"turns": Turns(_charts(run, measured, resumed=resumed), [table for table in tables if table.rows])}
+    blocks.append(("table", Table(head=head, rows=rows, kinds="  nnnnn", caption="Who has learned what")))
+    if found:
+        blocks.append(("table", tabulate_episodes(run, [int(step) for step, _ in found])))
+    return [Section("turns", "Both turns", blocks)]
 
 
-def _charts(run: RunFiles, measured: list[tuple[float, dict[str, Any]]], *, resumed: Sequence[float]) -> list[Chart]:
-    def held_out(key: str, name: str, *, label: str, colour: str) -> Curve:
-        points = [(step, value) for step, figures in measured if (value := as_number(figures.get(key))) is not None]
-        return Curve(name, label, points, colour, dots=True)
-
-    def sampled(keys: Sequence[str]) -> list[Curve]:
-        history = run.history
-        return [Curve(k, find_name(k), history.curve(k), c, trend=history.trend(k)) for k, c in zip(keys, "abcd")]
-
-    charts = []
+def _draw(run: RunFiles) -> list[Chart]:
+    plans: list[ChartPlan] = []
     for title, keys in PAIRS:
-        dots = [
-            held_out(key, f"eval_{key}", label=f"{find_name(key)}, held out", colour=colour)
-            for key, colour in zip(keys, "cd", strict=True)
-        ]
-        charts.append((title, keys[0], [*sampled(keys), *dots]))
-    hints = [held_out(key, key, label=HINTS[key], colour=colour) for key, colour in zip(HINTS, "abcd", strict=True)]
-    charts.append(("Second answers by hint, held out", "acc_t2", hints))
-    charts += [(title, keys[0], sampled(keys)) for title, keys in SAMPLED]
-    return [
-        Chart(title=title, unit=unit, curves=known, last_step=run.step, resumed=resumed, is_wide=unit == "acc_t1")
-        for title, unit, curves in charts
-        if (known := [curve for curve in curves if curve.points])
-    ]
+        held_out = [measured(run, key, name=f"{find_name(key)}, held out") for key in keys]
+        plans.append((title, keys[0], [*(logged(run, key) for key in keys), *held_out]))
+    hints = [measured(run, key, name=name) for key, name in HINTS.items()]
+    plans.append(("Second answers by hint, held out", "acc_t2", hints))
+    plans += [(title, keys[0], [logged(run, key) for key in keys]) for title, keys in SAMPLED]
+    return draw(run, plans)
 
 
 MOST_CHARACTERS = 500
 SHOWN_OF_A_KIND = 3
 
 
-def episodes_table(run: RunFiles, steps: Sequence[int]) -> Table:
+def tabulate_episodes(run: RunFiles, steps: Sequence[int]) -> Table:
     """Show episodes of the first and of the last of these measurements, those of a problem below each other.
 
     Up to three problems are shown of each kind: of those with a right or wrong first and second answer.
     """
     ends = sorted({steps[0], steps[-1]})
-    episodes = {step: list(islice(answer_rows(run.folder, f"step-{step}"), 4_096)) for step in ends}
+    episodes = {step: list(run.rows(f"eval/step-{step}.jsonl", 4_096)) for step in ends}
     # Episodes that turn 2 has changed come first.
     kinds = ((False, True), (True, False), (False, False), (True, True))
     chosen = [

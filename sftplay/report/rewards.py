@@ -1,0 +1,158 @@
+"""What a run learned from rewards: figures at the beginning and at the end, curves, and completions to read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from pydantic import ValidationError
+
+from sftplay.config.rewards import RewardConfig
+from sftplay.report.changes import compare
+from sftplay.report.chart import ChartPlan, logged, measured
+from sftplay.report.evaluation import MOST_CHARACTERS, Answer
+from sftplay.report.figures import as_number, find_name, format_figure
+from sftplay.report.history import mean
+from sftplay.report.page import Block, Table, cut
+from sftplay.report.run_files import RunFiles, mapping, mappings
+from sftplay.reward.table import judges_form
+
+FIRST, LAST = 3, 10
+"""Steps at the beginning and at the end that are compared: single steps are noisy."""
+
+MOST_LINES = 4_096
+"""Completions of a step that are looked at."""
+
+COMPLETIONS_OF_A_PROMPT = 3
+"""Different completions of each prompt that are shown."""
+
+Line = dict[str, Any]
+
+
+def learned_table(run: RunFiles) -> Table | None:
+    """Return each figure at the beginning and at the end; None for a run that has no rewards."""
+    values = run.history.values
+    if "reward" not in values:
+        return None
+    steps, content = _sampled_steps(run), _content_names(run)
+    sampled = ("reward", "true_reward", *(name for name in values if name.startswith("reward/")))
+    others = ("zero_variance_share", "clipped_ratio", "completion_tokens", "entropy", "kl")
+    figures: list[tuple[str, str, Sequence[float | None], Sequence[float | None]]] = [
+        (find_name(key), key, values[key][:FIRST], values[key][-LAST:]) for key in sampled if key in values
+    ]
+    passing = [
+        [passes(line, content) for step in few for line in _read_samples(run, step)]
+        for few in (steps[:FIRST], steps[-LAST:])
+    ]
+    figures.append(("pass@1, sampled", "pass", passing[0], passing[1]))
+    figures += [(find_name(key), key, values[key][:FIRST], values[key][-LAST:]) for key in others if key in values]
+    for key, name in (("reward", "reward of held-out prompts, greedy"), ("pass", "pass@1 of held-out prompts, greedy")):
+        points = [value for _, value in run.curve(key)]
+        figures.append((name, key, points[:1], points[-1:]))
+    rows = []
+    for name, key, *sides in figures:
+        finite = [[float(v) for v in side if v is not None and math.isfinite(v)] for side in sides]
+        first, last = (mean(side) if side else None for side in finite)
+        if first is not None or last is not None:
+            rows.append([name, *compare(key, first, after=last)])
+    caption = f"Sampled: means of the first {FIRST} and the last {LAST} logged steps. Held-out: first and last"
+    return Table(head=["Figure", "First", "Last", "Change"], rows=rows, kinds=" nnv", caption=f"{caption} measurement")
+
+
+def plan(run: RunFiles) -> list[ChartPlan]:
+    """Return charts of the reward with that of held-out prompts, of each reward by its name, and of what passes."""
+    by_name = [
+        logged(run, key, name=key.removeprefix("reward/")) for key in run.history.values if key.startswith("reward/")
+    ]
+    held_out = [measured(run, key, name="held-out, greedy") for key in ("reward", "pass")]
+    return [
+        ("Reward", "reward", [logged(run, "reward"), logged(run, "true_reward"), held_out[0]]),
+        ("Rewards by name", "value", by_name[:4]),
+        ("Share that passes", "pass", held_out[1:]),
+    ]
+
+
+def _sampled_steps(run: RunFiles) -> list[int]:
+    """The steps whose completions are kept, in order."""
+    try:
+        names = [path.stem.removeprefix("step-") for path in (run.folder.path / "samples").glob("step-*.jsonl")]
+    except OSError:
+        return []
+    return sorted(int(name) for name in names if name.isdecimal() and len(name) < 16)
+
+
+def _read_samples(run: RunFiles, step: int) -> list[Line]:
+    return list(run.rows(f"samples/step-{step}.jsonl", MOST_LINES))
+
+
+def _content_names(run: RunFiles) -> list[str]:
+    """The names of the rewards that only a right answer gets in full."""
+    names = []
+    for entry in mappings(run.value("rewards")):
+        with suppress(ValidationError):  # a config that was spoilt by hand
+            reward = RewardConfig.model_validate(entry)
+            names += [] if judges_form(reward) else [reward.name]
+    return names
+
+
+def passes(line: Line, names: Sequence[str]) -> bool | None:
+    """Return whether each of these rewards gave 1; None where one gave no value, or there is none."""
+    values = [as_number(mapping(line.get("rewards")).get(name)) for name in names]
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return None if not values or len(known) < len(values) else min(known) >= 1.0
+
+
+def try_blocks(run: RunFiles) -> list[Block]:
+    """Return completions of a few steps; none for a run that has kept none, or whose are episodes.
+
+    They are those of the two prompts of each step whose advantages differ most.
+    """
+    steps = _sampled_steps(run)
+    if not steps or (run.task and run.task.turns == 2):
+        return []
+
+    def advantage_range(pair: tuple[str, list[Line]]) -> float:
+        known = [value for line in pair[1] if math.isfinite(value := _read_advantage(line))]
+        return max(known, default=0.0) - min(known, default=0.0)
+
+    content, shown = _content_names(run), []
+    for step in sorted({steps[at * (len(steps) - 1) // 2] for at in range(3)}):
+        groups: dict[str, list[Line]] = {}
+        for line in _read_samples(run, step):
+            groups.setdefault(cut(line.get("prompt_id"), 40), []).append(line)
+        for name, group in sorted(groups.items(), key=advantage_range, reverse=True)[:2]:
+            shown.append(_show_group(f"Step {step:,}, prompt {name}", group, content=content))
+    text = (
+        f"Of the completions of {len(steps):,} steps: the prompts whose completions were paid most differently, with"
+        " the best, the middle and the worst one. All are in samples/."
+    )
+    return [("note", text), ("answers", shown)] if shown else []
+
+
+def _read_advantage(line: Line) -> float:
+    return as_number(line.get("advantage")) or 0.0
+
+
+def _show_group(title: str, group: list[Line], *, content: list[str]) -> Answer:
+    """A prompt with the best, the middle and the worst of its completions; equal ones once."""
+    different = {str(line.get("completion")): line for line in group}
+    ranked = sorted(different.values(), key=_read_advantage, reverse=True)
+    texts: list[tuple[str, bool | None, str]] = [("Prompt", None, cut(group[0].get("prompt") or "", MOST_CHARACTERS))]
+    last = COMPLETIONS_OF_A_PROMPT - 1
+    for place in sorted({at * (len(ranked) - 1) // last for at in range(last + 1)}):
+        line = ranked[place]
+        verdict = mapping(line.get("verdict"))
+        rewards = [
+            f"{cut(name, 40)} {format_figure('reward', v)}"
+            for name, v in list(mapping(line.get("rewards")).items())[:8]
+        ]
+        ending = [str(verdict["status"])] if isinstance(verdict.get("status"), str) else []
+        if verdict.get("total") is not None:
+            passed, total = (format_figure("n", verdict.get(key)) for key in ("passed", "total"))
+            ending.append(f"{passed} of {total} tests")
+        why = "; ".join(", ".join(part) for part in (rewards, ending) if part)
+        why = cut(f"{why}. Advantage {format_figure('advantage', line.get('advantage'))}", 300)
+        texts.append((why, passes(line, content), cut(line.get("completion"), MOST_CHARACTERS)))
+    return f"{title}: {len(group):,} completions, {len(different):,} different", texts
