@@ -245,7 +245,7 @@ class Bwrap(Executor):
         with new_pipes() as (pipes, far, writing), open(os.memfd_create("filter"), "w+b") as code:
             code.write(self._filter)
             code.seek(0)
-            process = self._spawn(limits, far.fileno(), code.fileno(), user=user, output=writing)
+            process = self._spawn(limits, far.fileno(), user=user, filter_fd=code.fileno(), output=writing)
 
         def kill() -> None:
             process.kill()
@@ -258,7 +258,7 @@ class Bwrap(Executor):
         return start_box(box, bootstrap.first_message(bootstrap.make_hello(limits, folder=WORK, user=user)))
 
     def _spawn(
-        self, limits: Limits, fd: int, filter_fd: int | None = None, *, user: int, output: int = subprocess.DEVNULL
+        self, limits: Limits, fd: int, *, user: int, filter_fd: int | None = None, output: int = subprocess.DEVNULL
     ) -> subprocess.Popen[bytes]:
         """Start bubblewrap: namespaces, rights, and what the box sees of the file system; /proc only without a filter.
 
